@@ -1,0 +1,32 @@
+# Everything from a fresh clone: the first target that needs it makes .venv and installs into it.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test check lint format clean
+demo: .venv/.installed
+	$(BIN)/lockstep demo
+
+test: .venv/.installed
+	$(BIN)/python -m pytest
+
+# All that must be green: style, types, floors, tests.
+check: lint test
+
+lint: .venv/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: .venv/.installed
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+
+# constraints.txt pins torch, so that every machine proves the same arithmetic.
+.venv/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	touch $@

@@ -1,0 +1,54 @@
+"""Lockstep: many devices, one result.
+
+The public names are loaded when they are first used, so that ``import lockstep`` costs next to
+nothing: torch comes with the first name that needs it.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lockstep import data as data
+    from lockstep.errors import LockstepError as LockstepError
+    from lockstep.plan.spec import Plan as Plan
+    from lockstep.strategies.base import Strategy as Strategy
+    from lockstep.strategies.mirrored import MirroredStrategy as MirroredStrategy
+    from lockstep.strategies.single import SingleDeviceStrategy as SingleDeviceStrategy
+    from lockstep.train.callbacks import Callback as Callback
+    from lockstep.train.history import History as History
+    from lockstep.train.trainer import Trainer as Trainer
+    from lockstep.verify.job import Job as Job
+    from lockstep.verify.verify import verify_job as verify
+
+__version__ = "0.1.0"
+
+# Public name -> (module that defines it, its name there; "" is the module itself).
+_HOMES = {
+    "Callback": ("lockstep.train.callbacks", "Callback"),
+    "History": ("lockstep.train.history", "History"),
+    "Job": ("lockstep.verify.job", "Job"),
+    "LockstepError": ("lockstep.errors", "LockstepError"),
+    "MirroredStrategy": ("lockstep.strategies.mirrored", "MirroredStrategy"),
+    "Plan": ("lockstep.plan.spec", "Plan"),
+    "SingleDeviceStrategy": ("lockstep.strategies.single", "SingleDeviceStrategy"),
+    "Strategy": ("lockstep.strategies.base", "Strategy"),
+    "Trainer": ("lockstep.train.trainer", "Trainer"),
+    "data": ("lockstep.data", ""),
+    "verify": ("lockstep.verify.verify", "verify_job"),
+}
+
+__all__ = [*_HOMES]  # noqa: PLE0604 - names, taken from the one table above
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'lockstep' has no attribute {name!r}")
+    module_name, attribute = _HOMES[name]
+    module = import_module(module_name)
+    value = getattr(module, attribute) if attribute else module
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

@@ -1,0 +1,53 @@
+"""Lists the layers of a PyTorch model: names, parameters, ties. Nothing is run or traced."""
+
+from collections import defaultdict
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from lockstep.graph.layer_graph import Layer, LayerGraph, ParameterInfo
+
+
+def capture_layers(model: nn.Module) -> LayerGraph:
+    """The model's layers in the order of ``named_modules``.
+
+    Parameters that are one object are listed wherever they occur and grouped in ``tied``.
+    """
+    layers = []
+    names_of: dict[int, list[str]] = defaultdict(list)
+    for name, module in model.named_modules():
+        parameters = _own_parameters(name, module)
+        buffers = tuple(key for key, value in module._buffers.items() if value is not None)
+        if not parameters and not buffers:
+            continue
+        for key, parameter in module._parameters.items():
+            if parameter is not None:
+                names_of[id(parameter)].append(_join(name, key))
+        layers.append(
+            Layer(
+                name=name,
+                kind=type(module).__name__,
+                parameters=parameters,
+                buffers=buffers,
+                uses_batch_statistics=isinstance(module, _BatchNorm),
+            )
+        )
+    tied = tuple(tuple(names) for names in names_of.values() if len(names) > 1)
+    return LayerGraph(layers=tuple(layers), tied=tied)
+
+
+def _own_parameters(prefix: str, module: nn.Module) -> tuple[ParameterInfo, ...]:
+    return tuple(
+        ParameterInfo(
+            name=_join(prefix, key),
+            shape=tuple(parameter.shape),
+            dtype=str(parameter.dtype).removeprefix("torch."),
+            trainable=parameter.requires_grad,
+        )
+        for key, parameter in module._parameters.items()
+        if parameter is not None
+    )
+
+
+def _join(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name

@@ -1,0 +1,1 @@
+"""State that does not depend on who computed it."""

@@ -1,0 +1,1 @@
+"""What there is to train on, as pure data, and how it is found."""

@@ -1,0 +1,47 @@
+"""The order of the samples and the seeds of all random streams: pure functions of the seed.
+
+Nothing here knows how many devices there are.
+"""
+
+import hashlib
+import random
+import struct
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+
+def stream_seed(*keys: int | str) -> int:
+    """A 63-bit seed that depends on every key; different keys give unrelated streams."""
+    digest = hashlib.blake2b(digest_size=8)
+    for key in keys:
+        text = key.encode() if isinstance(key, str) else struct.pack("<q", key)
+        digest.update(struct.pack("<q", len(text)) + text)
+    return int.from_bytes(digest.digest(), "little") >> 1
+
+
+def share_seed(seed: int, step: int, share: int) -> int:
+    """The seed of the random stream that one share of one training step draws from."""
+    return stream_seed(seed, "share", step, share)
+
+
+def seed_streams(seed: int) -> None:
+    """Seed torch's, NumPy's and Python's global random streams of this process."""
+    torch.default_generator.manual_seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
+    random.seed(seed)
+
+
+def epoch_order(seed: int, epoch: int, num_samples: int, *, shuffle: bool) -> torch.Tensor:
+    """Sample indices of one epoch, shape (num_samples,), int64."""
+    if not shuffle:
+        return torch.arange(num_samples)
+    generator = torch.Generator().manual_seed(stream_seed(seed, "order", epoch))
+    return torch.randperm(num_samples, generator=generator)
+
+
+def batch_bounds(num_samples: int, batch_size: int) -> Iterator[tuple[int, int]]:
+    """Positions ``[start, stop)`` of each global batch in the order; the last may be short."""
+    for start in range(0, num_samples, batch_size):
+        yield start, min(start + batch_size, num_samples)

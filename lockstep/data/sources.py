@@ -1,0 +1,288 @@
+"""Sources: data that every rank reads by index for itself.
+
+A source turns indices into a ``Batch``. Arrays and map-style datasets are sources; what can only
+be iterated is not covered yet and refused with a reason.
+"""
+
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+
+from lockstep.data.trees import Tree, map_tensors, tensors_of
+from lockstep.errors import DataError, Problems, problem
+
+SUPPORTED = (
+    "(inputs, targets) or (inputs, targets, sample_weight) of arrays or tensors, "
+    "or a map-style Dataset"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """Some samples.
+
+    Attributes:
+        inputs: a tensor of shape (n, ...), a tuple of positional arguments of the model, or a
+            dict of keyword arguments.
+        targets: what the loss compares with, shape (n, ...); None where there are none.
+        sample_weight: shape (n,), or None where every sample weighs the same.
+        num_samples: n.
+    """
+
+    inputs: Tree
+    targets: Tree
+    sample_weight: torch.Tensor | None
+    num_samples: int
+
+
+class Source(ABC):
+    """Samples that can be read by index."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Number of samples."""
+
+    @abstractmethod
+    def read(self, indices: torch.Tensor, dtype: torch.dtype) -> Batch:
+        """Copy the samples at ``indices`` (int64, shape (n,)), floating numbers as ``dtype``."""
+
+
+class ArraySource(Source):
+    """Samples that lie along the first dim of arrays or tensors."""
+
+    def __init__(self, inputs: Tree, targets: Tree, sample_weight: Any) -> None:
+        self.inputs = inputs
+        self.targets = targets
+        self.sample_weight = sample_weight
+
+    def __len__(self) -> int:
+        first = next(tensors_of((self.inputs, self.targets)), None)
+        return 0 if first is None else len(first)
+
+    def read(self, indices: torch.Tensor, dtype: torch.dtype) -> Batch:
+        def pick(tensor: torch.Tensor) -> torch.Tensor:
+            rows = tensor.index_select(0, indices.to(tensor.device))
+            return rows.to(dtype) if rows.is_floating_point() else rows
+
+        weight = None if self.sample_weight is None else pick(self.sample_weight)
+        return Batch(
+            inputs=map_tensors(pick, self.inputs),
+            targets=map_tensors(pick, self.targets),
+            sample_weight=weight,
+            num_samples=len(indices),
+        )
+
+
+class DatasetSource(Source):
+    """A map-style dataset whose items are (input, target) or (input, target, weight)."""
+
+    def __init__(self, dataset: Dataset[Any], *, with_targets: bool = True) -> None:
+        self.dataset = dataset
+        self.with_targets = with_targets
+
+    def __len__(self) -> int:
+        return len(self.dataset)  # type: ignore[arg-type]  # as_source has seen its __len__
+
+    def read(self, indices: torch.Tensor, dtype: torch.dtype) -> Batch:
+        inputs, targets, weight = self._split(default_collate(self._items(indices.tolist())))
+
+        def cast(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+        return Batch(
+            inputs=map_tensors(cast, inputs),
+            targets=map_tensors(cast, targets),
+            sample_weight=None if weight is None else weight.to(dtype),
+            num_samples=len(indices),
+        )
+
+    def _items(self, indices: list[int]) -> list[Any]:
+        if hasattr(self.dataset, "__getitems__"):
+            return list(self.dataset.__getitems__(indices))
+        return [self.dataset[index] for index in indices]
+
+    def _split(self, collated: Any) -> tuple[Tree, Tree, torch.Tensor | None]:
+        if isinstance(collated, tuple | list) and len(collated) in (2, 3):
+            inputs, targets, *weight = collated
+            # default_collate gives lists where the model's positional arguments are meant.
+            inputs = tuple(inputs) if isinstance(inputs, list) else inputs
+            return inputs, targets, weight[0] if weight else None
+        if not self.with_targets:
+            return collated, None, None
+        raise DataError(
+            problem(
+                "An item of the dataset must be (input, target) or (input, target, weight).",
+                received=_describe(self.dataset[0]),
+                fix="Return such a tuple from __getitem__.",
+            )
+        )
+
+
+def as_source(data: Any, *, name: str = "data") -> Source:
+    """Turn what a user calls training data into a source.
+
+    Args:
+        data: see ``SUPPORTED``.
+        name: the argument's name, for messages.
+
+    Raises:
+        DataError: another kind of data, or parts of different length.
+    """
+    if isinstance(data, Source):
+        return data
+    if isinstance(data, tuple | list) and len(data) in (2, 3) and not isinstance(data[0], str):
+        inputs, targets, *weight = data
+        sample_weight = _as_tensors(weight[0], name) if weight and weight[0] is not None else None
+        source = ArraySource(_as_tensors(inputs, name), _as_tensors(targets, name), sample_weight)
+        _check_lengths(source, name)
+        return source
+    return _dataset_source(data, name, with_targets=True)
+
+
+def as_input_source(inputs: Any, *, name: str = "x") -> Source:
+    """Turn what a user passes to ``predict`` into a source without targets.
+
+    Arrays, or a tuple or dict of them, are the model's arguments; of a dataset's items that are
+    tuples of two or three, the first part is the input.
+
+    Raises:
+        DataError: another kind of data, or parts of different length.
+    """
+    if isinstance(inputs, Source):
+        return inputs
+    if _is_dataset(inputs):
+        return _dataset_source(inputs, name, with_targets=False)
+    source = ArraySource(_as_tensors(inputs, name), None, None)
+    _check_lengths(source, name)
+    return source
+
+
+def _is_dataset(data: Any) -> bool:
+    if isinstance(data, torch.Tensor | np.ndarray | dict | tuple | list):
+        return False
+    return isinstance(data, Dataset | DataLoader) or hasattr(data, "__getitem__")
+
+
+def _dataset_source(data: Any, name: str, *, with_targets: bool) -> Source:
+    map_style = hasattr(data, "__getitem__") and hasattr(data, "__len__")
+    unfit = isinstance(
+        data,
+        DataLoader | IterableDataset | torch.Tensor | np.ndarray | str | dict | list | tuple,
+    )
+    if unfit or not map_style:
+        raise DataError(
+            problem(
+                f"`{name}` must be {SUPPORTED}.",
+                received=_describe(data),
+                fix="Pass a DataLoader's dataset, and its batch size as batch_size."
+                if isinstance(data, DataLoader)
+                else "Put it into one of these forms.",
+            )
+        )
+    return DatasetSource(data, with_targets=with_targets)
+
+
+def _as_tensors(value: Any, name: str) -> Tree:
+    """Arrays become tensors that share their memory."""
+    if isinstance(value, torch.Tensor):
+        return value.detach()
+    if isinstance(value, np.ndarray):
+        return _from_numpy(value, name)
+    if isinstance(value, tuple):
+        return tuple(_as_tensors(part, name) for part in value)
+    if isinstance(value, dict):
+        return {key: _as_tensors(part, name) for key, part in value.items()}
+    if isinstance(value, list) or hasattr(value, "__array__"):
+        return _from_numpy(np.asarray(value), name)
+    raise DataError(
+        problem(
+            f"`{name}` must be {SUPPORTED}.",
+            received=_describe(value),
+            fix="Put it into one of these forms.",
+        )
+    )
+
+
+def _from_numpy(array: np.ndarray[Any, Any], name: str) -> torch.Tensor:
+    try:
+        with warnings.catch_warnings():
+            # Read-only arrays (memory maps) are only ever read here.
+            warnings.filterwarnings("ignore", "The given NumPy array is not writable")
+            return torch.from_numpy(array)
+    except (TypeError, ValueError) as error:
+        raise DataError(
+            problem(
+                f"`{name}` holds an array that torch cannot read.",
+                received=f"dtype {array.dtype}, shape {array.shape}: {error}",
+                fix="Convert it, for example with np.ascontiguousarray or .astype('float32').",
+            )
+        ) from error
+
+
+def _check_lengths(source: ArraySource, name: str) -> None:
+    problems = Problems()
+    parts = _named_tensors(source)
+    for label, tensor in parts:
+        if tensor.dim() == 0:
+            problems.add(
+                f"{label} of `{name}` must have one row per sample.",
+                received="a scalar",
+                fix="Give an array of shape (samples, ...).",
+            )
+    problems.raise_if_any(DataError)
+    if len({len(tensor) for _, tensor in parts}) > 1:
+        lengths = ", ".join(f"{label} {len(tensor)}" for label, tensor in parts)
+        problems.add(
+            f"All parts of `{name}` must have the same number of samples.",
+            received=lengths,
+            fix="Cut or fill them to one length.",
+        )
+    weight = source.sample_weight
+    if weight is not None:
+        _check_weight(weight, problems)
+    problems.raise_if_any(DataError)
+
+
+def _check_weight(weight: torch.Tensor, problems: Problems) -> None:
+    if weight.dim() != 1:
+        problems.add(
+            "sample_weight must have one number per sample.",
+            received=f"shape {tuple(weight.shape)}",
+            fix="Give an array of shape (samples,).",
+        )
+    elif not bool(torch.isfinite(weight.double()).all()) or bool((weight < 0).any()):
+        problems.add(
+            "sample_weight must be finite and not negative.",
+            received=f"values from {weight.min().item()} to {weight.max().item()}",
+            fix="Correct the weights.",
+        )
+
+
+def _named_tensors(source: ArraySource) -> list[tuple[str, torch.Tensor]]:
+    def labelled(tree: Tree, label: str) -> Iterator[tuple[str, torch.Tensor]]:
+        if isinstance(tree, torch.Tensor):
+            yield label, tree
+        elif isinstance(tree, dict):
+            for key, part in tree.items():
+                yield from labelled(part, f"{label}[{key!r}]")
+        elif isinstance(tree, tuple):
+            for index, part in enumerate(tree):
+                yield from labelled(part, f"{label}[{index}]")
+
+    return [
+        *labelled(source.inputs, "inputs"),
+        *labelled(source.targets, "targets"),
+        *labelled(source.sample_weight, "sample_weight"),
+    ]
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, tuple | list) and len(value) <= 4:
+        return f"{type(value).__name__} of ({', '.join(_describe(part) for part in value)})"
+    return type(value).__name__

@@ -1,0 +1,87 @@
+"""Every error that Lockstep raises on purpose.
+
+::
+
+    LockstepError
+    ├── OptionError          (ValueError)       an argument that cannot be
+    ├── DataError            (ValueError)       data that cannot be trained on
+    ├── DeviceError          (ValueError)       a device that is not there, or holds the wrong thing
+    ├── ModelError           (ValueError)       a model that cannot be trained as asked
+    ├── PlanError            (ValueError)       a Plan that is malformed or contradicts itself
+    ├── CheckpointError      (ValueError)       saved weights that do not fit
+    ├── ShippingError        (TypeError)        an object that cannot be sent to a helper process
+    ├── LossError            (TypeError)        a loss that returned something else than agreed
+    ├── NonFiniteLossError   (ArithmeticError)  the loss became NaN or infinite
+    └── WorkerError          (RuntimeError)     a helper process failed, died or hung
+
+Each message says what is wrong, what was received and how to fix it; ``problem`` gives them one
+shape. Validators gather every problem they find in a ``Problems`` and raise once.
+"""
+
+
+class LockstepError(Exception):
+    """Base of all errors raised by Lockstep."""
+
+
+class OptionError(LockstepError, ValueError):
+    """An argument has a value that it cannot have."""
+
+
+class DataError(LockstepError, ValueError):
+    """The data cannot be trained on as given."""
+
+
+class DeviceError(LockstepError, ValueError):
+    """A device does not exist, or a model or tensor is on the wrong one."""
+
+
+class ModelError(LockstepError, ValueError):
+    """The model cannot be trained as asked."""
+
+
+class PlanError(LockstepError, ValueError):
+    """A Plan is malformed, contradicts itself, or does not fit the model."""
+
+
+class CheckpointError(LockstepError, ValueError):
+    """Saved weights do not fit the model, or the file is no checkpoint."""
+
+
+class ShippingError(LockstepError, TypeError):
+    """An object cannot be sent to a helper process."""
+
+
+class LossError(LockstepError, TypeError):
+    """The loss returned neither a scalar, nor per-sample values, nor (total, weight)."""
+
+
+class NonFiniteLossError(LockstepError, ArithmeticError):
+    """The loss of a step is NaN or infinite; the weights are those before the step."""
+
+
+class WorkerError(LockstepError, RuntimeError):
+    """A helper process failed, died, or did not answer in time."""
+
+
+def problem(what: str, *, received: object, fix: str) -> str:
+    """One message in the shape all of Lockstep's errors have."""
+    return f"{what} Received: {received}. {fix}"
+
+
+class Problems:
+    """Gathers what a validator finds, to raise it all at once."""
+
+    def __init__(self) -> None:
+        self._found: list[str] = []
+
+    def add(self, what: str, *, received: object, fix: str) -> None:
+        """Note one problem; see ``problem``."""
+        self._found.append(problem(what, received=received, fix=fix))
+
+    def raise_if_any(self, error: type[LockstepError]) -> None:
+        """Raise ``error`` with every problem noted, or do nothing when there is none."""
+        if len(self._found) == 1:
+            raise error(self._found[0])
+        if self._found:
+            listed = "\n".join(f"  {number}. {text}" for number, text in enumerate(self._found, 1))
+            raise error(f"{len(self._found)} problems:\n{listed}")

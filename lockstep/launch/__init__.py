@@ -1,0 +1,1 @@
+"""How processes start, talk, and end. Runs a callable; knows nothing of models."""

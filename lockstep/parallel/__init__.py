@@ -1,0 +1,1 @@
+"""From a Plan to a Worker that runs it on real tensors."""

@@ -1,0 +1,92 @@
+"""Control: small objects between rank 0 and the others, apart from the hot path.
+
+All ranks call the same methods in the same order, as with collectives.
+"""
+
+import os
+from abc import ABC, abstractmethod
+from typing import Any
+
+from lockstep.comm.shared_memory import SharedRegion
+from lockstep.launch.helper import HelperContext
+from lockstep.launch.team import Team
+from lockstep.parallel.parcel import pack, unpack
+
+
+class Control(ABC):
+    """One rank's end."""
+
+    rank: int
+    num_ranks: int
+
+    @abstractmethod
+    def broadcast(self, obj: Any) -> Any:
+        """Rank 0's object, on every rank; what the others pass is ignored."""
+
+    @abstractmethod
+    def gather(self, obj: Any) -> list[Any]:
+        """Every rank's object by rank, on rank 0; an empty list on the others."""
+
+
+class SoloControl(Control):
+    """The only rank."""
+
+    rank = 0
+    num_ranks = 1
+
+    def broadcast(self, obj: Any) -> Any:
+        return obj
+
+    def gather(self, obj: Any) -> list[Any]:
+        return [obj]
+
+
+class LeaderControl(Control):
+    """Rank 0 of a team."""
+
+    rank = 0
+
+    def __init__(self, team: Team, timeout_seconds: float) -> None:
+        self._team = team
+        self._timeout = timeout_seconds
+        self.num_ranks = team.num_helpers + 1
+
+    def broadcast(self, obj: Any) -> Any:
+        parcel = pack(obj)
+        self._team.broadcast(parcel.payload, (parcel.region.descriptor,))
+        parcel.close()
+        return obj
+
+    def gather(self, obj: Any) -> list[Any]:
+        return [obj, *(_open(*message) for message in self._team.gather(self._timeout))]
+
+
+class FollowerControl(Control):
+    """A helper of a team."""
+
+    def __init__(self, context: HelperContext, num_ranks: int) -> None:
+        self._context = context
+        self.rank = context.rank
+        self.num_ranks = num_ranks
+
+    def broadcast(self, obj: Any) -> Any:
+        return _open(*self._context.receive())
+
+    def gather(self, obj: Any) -> list[Any]:
+        parcel = pack(obj)
+        self._context.send(parcel.payload, (parcel.region.descriptor,))
+        parcel.close()
+        return []
+
+
+def _open(payload: bytes, descriptors: tuple[int, ...]) -> Any:
+    region = open_region(descriptors[0])
+    try:
+        return unpack(payload, region)
+    finally:
+        region.close()
+
+
+def open_region(descriptor: int) -> SharedRegion:
+    """Map a region that came as a descriptor."""
+    return SharedRegion(descriptor, os.fstat(descriptor).st_size)

@@ -1,0 +1,167 @@
+"""Parcels: objects on their way to another process, with their tensors in shared memory.
+
+A parcel is a pickle (cloudpickle: what ``__main__`` defines goes by value) in which every CPU tensor
+and large array is replaced by its place in a shared region. Parameters that lie in a store are
+replaced by their number there, so that both sides hold the same memory.
+"""
+
+import io
+import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import cloudpickle
+import numpy as np
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lockstep.comm.shared_memory import SharedRegion
+from lockstep.plan.layout import align
+
+_SMALL_ARRAY_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """A packed object: pickled bytes, and a region for its tensors."""
+
+    payload: bytes
+    region: SharedRegion
+
+    def close(self) -> None:
+        """Give up the region's descriptor once it has been sent."""
+        self.region.close()
+
+
+def pack(obj: Any, parameters: Sequence[nn.Parameter] = ()) -> Parcel:
+    """Pack an object.
+
+    Args:
+        obj: anything that cloudpickle can pickle.
+        parameters: Parameters that the receiver has already, in this order.
+
+    Raises:
+        Exception: whatever pickling a part of the object raises.
+    """
+    buffer = io.BytesIO()
+    pickler = _Pickler(buffer, parameters)
+    pickler.dump(obj)
+    region = SharedRegion.create(pickler.num_bytes)
+    for offset, tensor in pickler.tensors:
+        region.tensor(offset, tensor.dtype, tensor.shape, _contiguous(tensor)).copy_(tensor)
+    return Parcel(buffer.getvalue(), region)
+
+
+def unpack(payload: bytes, region: SharedRegion, parameters: Sequence[nn.Parameter] = ()) -> Any:
+    """The object that ``pack`` packed; its tensors lie in the region."""
+    return _Unpickler(io.BytesIO(payload), region, parameters).load()
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is untyped
+    def __init__(self, file: io.BytesIO, parameters: Sequence[nn.Parameter]) -> None:
+        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        self._numbers = {id(parameter): index for index, parameter in enumerate(parameters)}
+        self._places: dict[int, tuple[Any, ...]] = {}
+        self._keep: list[Any] = []  # an id is good only while its object lives
+        self.tensors: list[tuple[int, torch.Tensor]] = []
+        self.num_bytes = 0
+
+    def persistent_id(self, obj: Any) -> tuple[Any, ...] | None:
+        if id(obj) in self._numbers:
+            return ("parameter", self._numbers[id(obj)], obj.requires_grad)
+        if id(obj) in self._places:
+            return self._places[id(obj)]
+        if type(obj) in (torch.Tensor, nn.Parameter, nn.Buffer) and _is_plain(obj):
+            kind = "parameter-like" if isinstance(obj, nn.Parameter) else "tensor"
+            return self._remember(obj, (kind, *self._place(obj.detach()), obj.requires_grad))
+        if type(obj) is np.ndarray and _is_large_and_numeric(obj):
+            return self._remember(obj, ("array", *self._place(torch.from_numpy(_writable(obj)))))
+        return None
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, Optimizer):
+            # Its own pickling drops what subclasses add and what schedulers wrap.
+            return rebuild_optimizer, (type(obj), optimizer_contents(obj))
+        return super().reducer_override(obj)
+
+    def _remember(self, obj: Any, place: tuple[Any, ...]) -> tuple[Any, ...]:
+        self._places[id(obj)] = place
+        self._keep.append(obj)
+        return place
+
+    def _place(self, tensor: torch.Tensor) -> tuple[int, torch.dtype, tuple[int, ...]]:
+        offset = self.num_bytes
+        self.num_bytes = align(offset + tensor.numel() * tensor.element_size())
+        self.tensors.append((offset, tensor))
+        return offset, tensor.dtype, tuple(tensor.shape)
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(
+        self, file: io.BytesIO, region: SharedRegion, parameters: Sequence[nn.Parameter]
+    ) -> None:
+        super().__init__(file)
+        self._region = region
+        self._parameters = parameters
+        self._loaded: dict[tuple[Any, ...], Any] = {}
+
+    def persistent_load(self, place: Any) -> Any:
+        if place not in self._loaded:
+            self._loaded[place] = self._load(*place)
+        return self._loaded[place]
+
+    def _load(self, kind: str, *details: Any) -> Any:
+        if kind == "parameter":
+            number, requires_grad = details
+            return self._parameters[number].requires_grad_(requires_grad)
+        offset, dtype, shape, *rest = details
+        stride = torch.empty(shape, device="meta").stride()
+        tensor = self._region.tensor(offset, dtype, shape, stride)
+        if kind == "array":
+            return tensor.numpy()
+        if kind == "parameter-like":
+            return nn.Parameter(tensor, requires_grad=rest[0])
+        return tensor.requires_grad_(rest[0])
+
+
+def optimizer_contents(optimizer: Optimizer) -> dict[str, Any]:
+    """An optimizer's attributes without its hooks and the wrapped ``step`` of a scheduler."""
+    return {
+        key: value
+        for key, value in vars(optimizer).items()
+        if key != "step" and not key.endswith("_hooks") and not key.startswith("_hook_")
+    }
+
+
+def rebuild_optimizer(kind: type[Optimizer], contents: dict[str, Any]) -> Optimizer:
+    """An optimizer with these attributes, whatever its constructor asks for."""
+    optimizer = kind.__new__(kind)
+    optimizer.__setstate__({"defaults": {}, "state": {}, "param_groups": [], **contents})
+    return optimizer
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return (
+        tensor.device.type == "cpu"
+        and tensor.layout == torch.strided
+        and not tensor.is_quantized
+        and not torch.nn.parameter.is_lazy(tensor)
+        and (tensor.is_leaf or not tensor.requires_grad)
+    )
+
+
+def _is_large_and_numeric(array: np.ndarray[Any, Any]) -> bool:
+    if array.nbytes < _SMALL_ARRAY_BYTES or not array.dtype.isnative:
+        return False
+    return array.dtype.kind in "fiub" and array.dtype.itemsize <= 8
+
+
+def _writable(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    usable = array.flags.writeable and all(stride >= 0 for stride in array.strides)
+    return array if usable else array.copy()
+
+
+def _contiguous(tensor: torch.Tensor) -> tuple[int, ...]:
+    return torch.empty(tensor.shape, device="meta").stride()

@@ -1,0 +1,111 @@
+"""What a Worker asks of an optimizer: to step on pieces of parameters, with slots by name.
+
+The engine's own optimizers are one implementation (``train.updaters``); a front end brings its own.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from lockstep.plan.layout import Piece
+
+# Slots of one parameter: exp_avg, momentum_buffer, step, ...; tensors and plain numbers.
+Slots = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BoundPiece:
+    """A piece of a parameter that this rank updates.
+
+    Attributes:
+        name: the parameter's name.
+        piece: which elements.
+        tensor: these elements, in the memory where the parameter lives; the updater reads its
+            ``.grad`` and changes it in place. A ``.grad`` of None means: not used, do not touch.
+    """
+
+    name: str
+    piece: Piece
+    tensor: torch.Tensor
+
+
+@dataclass(kw_only=True)
+class PieceSlots:
+    """The slots of one piece, on their way to being one parameter's."""
+
+    name: str
+    start: int
+    stop: int
+    slots: Slots = field(default_factory=dict)
+
+
+class Updater(ABC):
+    """An optimizer that can work on pieces."""
+
+    @property
+    @abstractmethod
+    def elementwise(self) -> bool:
+        """Whether each element is updated by itself, so that parameters may be cut anywhere."""
+
+    @abstractmethod
+    def bind(self, pieces: Sequence[BoundPiece]) -> None:
+        """From now on step on these pieces; slots the optimizer has already are cut to fit."""
+
+    @abstractmethod
+    def step(self) -> None:
+        """Update every piece that has a gradient."""
+
+    @abstractmethod
+    def slots(self) -> list[PieceSlots]:
+        """The slots of every piece that has any."""
+
+    @abstractmethod
+    def options(self) -> list[dict[str, Any]]:
+        """Hyperparameters of every parameter group, without the parameters."""
+
+    @abstractmethod
+    def set_options(self, options: list[dict[str, Any]]) -> None:
+        """Take over hyperparameters that ``options`` of another rank gave."""
+
+
+def assemble_slots(
+    pieces: Sequence[PieceSlots], parameters: dict[str, torch.Tensor]
+) -> dict[str, Slots]:
+    """Join the pieces' slots to whole parameters' slots.
+
+    Args:
+        pieces: of all ranks.
+        parameters: the parameters by name, for their shapes.
+
+    Returns:
+        Slots by parameter name. A slot of a piece's size becomes one of the parameter's shape; any
+        other slot (a step count) is the same for all pieces and taken from the first.
+    """
+    assembled: dict[str, Slots] = {}
+    for part in sorted(pieces, key=lambda part: part.start):
+        parameter = parameters[part.name]
+        whole = assembled.setdefault(part.name, {})
+        for slot, value in part.slots.items():
+            if not _is_cut(value, part, parameter):
+                whole.setdefault(slot, value.clone() if isinstance(value, torch.Tensor) else value)
+                continue
+            if slot not in whole:
+                whole[slot] = torch.empty_strided(
+                    parameter.shape, parameter.stride(), dtype=value.dtype
+                )
+            flat = whole[slot].as_strided((parameter.numel(),), (1,))
+            flat[part.start : part.stop] = value
+    return assembled
+
+
+def _is_cut(value: Any, part: PieceSlots, parameter: torch.Tensor) -> bool:
+    length = part.stop - part.start
+    return (
+        isinstance(value, torch.Tensor)
+        and length != parameter.numel()
+        and value.dim() == 1
+        and value.numel() == length
+    )

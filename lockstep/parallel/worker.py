@@ -1,0 +1,344 @@
+"""The Worker: one rank's part of a Plan, run on real tensors.
+
+A training step is the rank's program (``plan.lowering``), action by action:
+
+    0F0     read share 0, run the model and the loss on it
+    0B0     backward; hand the share's gradients to the exchange
+    REDUCE  wait for all shares; sum the pieces this rank owns
+    STEP    update these pieces
+    SYNC    wait until every rank has updated its own
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep.comm.exchange import Exchange, ShareTotals, cut_piece
+from lockstep.data.order import seed_streams, share_seed
+from lockstep.data.sources import Batch, Source
+from lockstep.data.trees import Tree, map_tensors
+from lockstep.errors import NonFiniteLossError, problem
+from lockstep.parallel.batch_norm import (
+    batch_norm_layers,
+    global_statistics,
+    takes_batch_statistics,
+)
+from lockstep.parallel.losses import LossAdapter, ShareLoss
+from lockstep.parallel.update import BoundPiece, Updater
+from lockstep.plan.layout import Piece
+from lockstep.plan.lowering import lower_forward, lower_train
+from lockstep.plan.program import Action, Backward, Forward, RankProgram, Reduce, Step, Sync
+from lockstep.plan.shares import num_filled_shares, share_bounds
+from lockstep.plan.spec import Plan
+
+DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
+
+# Called with (output, target) of every share that this rank computes.
+Observe = Callable[[Tree, Tree], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """What one step did.
+
+    Attributes:
+        total: weighted sum of the losses of the global batch.
+        weight: the sum of the weights; 0 means that nothing was updated.
+        num_samples: size of the global batch.
+    """
+
+    total: float
+    weight: float
+    num_samples: int
+
+    @property
+    def loss(self) -> float:
+        """The batch's loss: its weighted mean; NaN for a batch of weight 0."""
+        return self.total / self.weight if self.weight else math.nan
+
+
+class Worker:
+    """Runs one rank of a Plan. Made by ``parallel.build``.
+
+    Args:
+        plan: the Plan.
+        rank: this rank.
+        model: this rank's model; its parameters may lie in memory shared with other ranks.
+        loss: the loss, adapted; None where only predictions are asked for.
+        exchange: this rank's end of the exchange.
+        updater: the optimizer; None where nothing is trained.
+        owned: the pieces of trainable parameters that this rank updates.
+        seed: of all random streams.
+        device: where the model is.
+    """
+
+    def __init__(
+        self,
+        *,
+        plan: Plan,
+        rank: int,
+        model: nn.Module,
+        loss: LossAdapter | None,
+        exchange: Exchange,
+        updater: Updater | None,
+        owned: list[Piece],
+        seed: int,
+        device: torch.device,
+    ) -> None:
+        self.plan = plan
+        self.rank = rank
+        self.model = model
+        self.exchange = exchange
+        self.updater = updater
+        self._loss = loss
+        self._seed = seed
+        self._device = device
+        self._dtype = DTYPES[plan.precision]
+        self._trainable = [
+            (name, parameter)
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad
+        ]
+        self._norms = batch_norm_layers(model)
+        self._pieces = self._bind(owned)
+        self._train_program = lru_cache(maxsize=8)(lambda size: lower_train(plan, rank, size))
+        self._handlers: dict[type[Action], Callable[..., None]] = {
+            Forward: self._forward,
+            Backward: self._backward,
+            Reduce: self._reduce,
+            Step: self._step,
+            Sync: self._sync,
+        }
+
+    def _bind(self, owned: list[Piece]) -> list[BoundPiece]:
+        pieces = []
+        for piece in owned:
+            name, parameter = self._trainable[piece.parameter]
+            cut = cut_piece(parameter.detach(), piece)
+            alone = self.plan.num_ranks == 1 and self.plan.num_shares == 1
+            tensor = parameter if alone else cut.requires_grad_()
+            pieces.append(BoundPiece(name=name, piece=piece, tensor=tensor))
+        if self.updater is not None:
+            self.updater.bind(pieces)
+        return pieces
+
+    # --- training --------------------------------------------------------------------------------
+
+    def train_step(
+        self, source: Source, indices: torch.Tensor, step: int, observe: Observe | None = None
+    ) -> StepResult:
+        """One step on the global batch at ``indices``; every rank calls it with the same.
+
+        Raises:
+            NonFiniteLossError: the loss is NaN or infinite; nothing has been updated.
+            LossError: the loss function broke its contract.
+        """
+        run = _Step(source, indices, step, self.plan.num_shares, observe)
+        if self.exchange.board is not None:
+            self.exchange.board.step = step
+        self.exchange.begin_pass()
+        self._clear_gradients()
+        for action in self._program(len(indices)):
+            self._handlers[type(action)](run, action)
+        totals = run.totals
+        assert totals is not None
+        return StepResult(
+            total=math.fsum(totals.totals),
+            weight=math.fsum(totals.weights),
+            num_samples=len(indices),
+        )
+
+    def _program(self, num_samples: int) -> RankProgram:
+        return self._train_program(num_samples)
+
+    def _clear_gradients(self) -> None:
+        for _, parameter in self._trainable:
+            parameter.grad = None
+
+    def _forward(self, run: "_Step", action: Forward) -> None:
+        share = action.microbatch
+        seed_streams(share_seed(self._seed, run.step, share))
+        batch = self._read(run, share)
+        with self._norms_of(share, run.num_filled):
+            output = call_model(self.model, batch.inputs)
+        run.losses[share] = self._loss_of(output, batch)
+        if run.observe is not None:
+            run.observe(map_tensors(torch.Tensor.detach, output), batch.targets)
+
+    def _backward(self, run: "_Step", action: Backward) -> None:
+        share = action.microbatch
+        loss = run.losses.pop(share)
+        # Alone, a share knows the whole weight; among others it divides by the samples, and the
+        # sum over the shares is corrected once all weights are known.
+        denominator = loss.weight if run.num_filled == 1 else float(run.num_samples)
+        if denominator > 0:
+            loss.backward(denominator)
+        gradients = [parameter.grad for _, parameter in self._trainable]
+        self.exchange.put(share, gradients, loss.total, loss.weight)
+        if self.plan.num_shares > 1:
+            self._clear_gradients()
+
+    def _reduce(self, run: "_Step", action: Reduce) -> None:
+        weight = self._collect(run)
+        factor = 1.0 if run.num_filled == 1 or not weight else run.num_samples / weight
+        for bound in self._pieces:
+            gradient = self.exchange.reduce(bound.piece, run.num_filled) if weight else None
+            if gradient is not None and factor != 1.0:
+                gradient.mul_(factor)
+            bound.tensor.grad = gradient
+
+    def _step(self, run: "_Step", action: Step) -> None:
+        weight = self._collect(run)
+        assert self.updater is not None
+        if weight:
+            self.updater.step()
+
+    def _sync(self, run: "_Step", action: Sync) -> None:
+        self.exchange.barrier()
+
+    def _collect(self, run: "_Step") -> float:
+        """Everyone's losses, once per step; returns their weight."""
+        if run.totals is None:
+            run.totals = self.exchange.collect(run.num_filled)
+            self._check_finite(run, run.totals)
+        return math.fsum(run.totals.weights)
+
+    def _check_finite(self, run: "_Step", totals: ShareTotals) -> None:
+        for share, (total, weight) in enumerate(zip(totals.totals, totals.weights, strict=True)):
+            if weight and not math.isfinite(total):
+                start, stop = run.bounds[share]
+                raise NonFiniteLossError(
+                    problem(
+                        f"The loss of step {run.step} is not finite.",
+                        received=f"{total / weight} from share {share} "
+                        f"(samples {start} to {stop - 1} of the batch)",
+                        fix="Lower the learning rate, or look at these samples. "
+                        "The weights are those before this step.",
+                    )
+                )
+
+    def gradients(self, num_samples: int) -> dict[str, torch.Tensor | None]:
+        """Every parameter's gradient of the last step, summed over all shares."""
+        filled = num_filled_shares(num_samples, self.plan.num_shares)
+        return {
+            name: self.exchange.summed(index, filled)
+            for index, (name, _) in enumerate(self._trainable)
+        }
+
+    # --- evaluation and prediction ---------------------------------------------------------------
+
+    @torch.no_grad()
+    def evaluate_step(
+        self, source: Source, indices: torch.Tensor, observe: Observe | None = None
+    ) -> list[tuple[float, float]]:
+        """(total, weight) of this rank's shares of the batch at ``indices``."""
+        losses = []
+        for _, batch, output in self._outputs(source, indices):
+            loss = self._loss_of(output, batch)
+            losses.append((loss.total, loss.weight))
+            if observe is not None:
+                observe(output, batch.targets)
+        return losses
+
+    @torch.no_grad()
+    def predict_step(self, source: Source, indices: torch.Tensor) -> list[tuple[int, Tree]]:
+        """(position in the batch, output) of this rank's shares of the batch at ``indices``."""
+        return [(start, output) for start, _, output in self._outputs(source, indices)]
+
+    def _outputs(
+        self, source: Source, indices: torch.Tensor
+    ) -> Iterator[tuple[int, Batch, Tree]]:
+        run = _Step(source, indices, 0, self.plan.num_shares, None)
+        if any(takes_batch_statistics(layer) for _, layer in self._norms):
+            self.exchange.barrier()  # rows of the last pass may still be read
+        self.exchange.begin_pass()
+        for action in lower_forward(self.plan, self.rank, run.num_samples):
+            assert isinstance(action, Forward)
+            batch = self._read(run, action.microbatch)
+            with self._norms_of(action.microbatch, run.num_filled):
+                output = call_model(self.model, batch.inputs)
+            yield run.bounds[action.microbatch][0], batch, output
+
+    # --- shared ----------------------------------------------------------------------------------
+
+    def _read(self, run: "_Step", share: int) -> Batch:
+        start, stop = run.bounds[share]
+        batch = run.source.read(run.indices[start:stop], self._dtype)
+        return batch if self._device.type == "cpu" else _moved(batch, self._device)
+
+    def _loss_of(self, output: Tree, batch: Batch) -> ShareLoss:
+        assert self._loss is not None
+        return self._loss(output, batch.targets, batch.sample_weight, batch.num_samples)
+
+    def _norms_of(self, share: int, num_filled: int) -> AbstractContextManager[None]:
+        if num_filled == 1 or not self._norms:
+            return nullcontext()
+        return global_statistics(
+            self._norms, lambda row: self.exchange.gather(share, row, num_filled)
+        )
+
+
+class _Step:
+    """One step on its way: the batch, its shares, and what has come of them so far."""
+
+    def __init__(
+        self,
+        source: Source,
+        indices: torch.Tensor,
+        step: int,
+        num_shares: int,
+        observe: Observe | None,
+    ) -> None:
+        self.source = source
+        self.indices = indices
+        self.step = step
+        self.observe = observe
+        self.num_samples = len(indices)
+        self.bounds = share_bounds(self.num_samples, num_shares)
+        self.num_filled = num_filled_shares(self.num_samples, num_shares)
+        self.losses: dict[int, ShareLoss] = {}
+        self.totals: ShareTotals | None = None
+
+
+def call_model(model: nn.Module, inputs: Tree) -> Any:
+    """A tuple is positional arguments, a dict keyword arguments, anything else the one argument."""
+    if isinstance(inputs, tuple):
+        return model(*inputs)
+    if isinstance(inputs, dict):
+        return model(**inputs)
+    return model(inputs)
+
+
+def _moved(batch: Batch, device: torch.device) -> Batch:
+    def move(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(device, non_blocking=True)
+
+    return Batch(
+        inputs=map_tensors(move, batch.inputs),
+        targets=map_tensors(move, batch.targets),
+        sample_weight=map_tensors(move, batch.sample_weight),
+        num_samples=batch.num_samples,
+    )
+
+
+@contextmanager
+def modes_of(model: nn.Module, *, training: bool) -> Iterator[None]:
+    """Put a model in training or evaluation mode, and give every module its own mode back.
+
+    In training, a model that is in training mode keeps its modules' modes: what the user has put
+    in evaluation mode (a frozen backbone's BatchNorm) stays so.
+    """
+    before = [(module, module.training) for module in model.modules()]
+    if not (training and model.training):
+        model.train(training)
+    try:
+        yield
+    finally:
+        for module, mode in before:
+            module.training = mode

@@ -1,0 +1,1 @@
+"""What goes where, as pure data: no torch, no process, no clock."""

@@ -1,0 +1,29 @@
+"""Lowering: from a Plan to each rank's program for a batch of a given size."""
+
+from lockstep.plan.program import Action, Backward, Forward, RankProgram, Reduce, Step, Sync
+from lockstep.plan.shares import num_filled_shares, shares_of_replica
+from lockstep.plan.spec import LocalUpdate, Plan
+
+
+def lower_train(plan: Plan, rank: int, num_samples: int) -> RankProgram:
+    """One training step of ``rank`` on a batch of ``num_samples``.
+
+    Empty shares have no passes: the rank still reduces, steps and synchronises.
+    """
+    passes: list[Action] = []
+    for share in _filled_shares(plan, rank, num_samples):
+        passes += [Forward(0, share), Backward(0, share)]
+    if isinstance(plan.update, LocalUpdate):
+        return (*passes, Step())
+    return (*passes, Reduce(), Step(), Sync())
+
+
+def lower_forward(plan: Plan, rank: int, num_samples: int) -> RankProgram:
+    """Evaluation or prediction of ``rank`` on a batch of ``num_samples``."""
+    return tuple(Forward(0, share) for share in _filled_shares(plan, rank, num_samples))
+
+
+def _filled_shares(plan: Plan, rank: int, num_samples: int) -> list[int]:
+    filled = num_filled_shares(num_samples, plan.num_shares)
+    mine = shares_of_replica(rank, plan.num_replicas, plan.num_shares)
+    return [share for share in mine if share < filled]

@@ -1,0 +1,95 @@
+"""The RankProgram: what one rank does in one step, as data that prints and parses.
+
+``0F2`` is stage 0, forward, microbatch 2. A data parallel plan's microbatches are its shares.
+The collective actions are words: ``REDUCE`` sums the rank's slice of the gradients over all
+shares, ``STEP`` updates the slice, ``SYNC`` waits until every rank has updated its own.
+"""
+
+import re
+from dataclasses import dataclass
+
+from lockstep.errors import PlanError, problem
+
+
+@dataclass(frozen=True)
+class Forward:
+    """Run a stage forward on a microbatch, up to the loss where the stage has it."""
+
+    stage: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}F{self.microbatch}"
+
+
+@dataclass(frozen=True)
+class Backward:
+    """Run a stage backward on a microbatch."""
+
+    stage: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}B{self.microbatch}"
+
+
+@dataclass(frozen=True)
+class Reduce:
+    """Sum this rank's slice of the gradients over all shares, in the order of the shares."""
+
+    def __str__(self) -> str:
+        return "REDUCE"
+
+
+@dataclass(frozen=True)
+class Step:
+    """Update this rank's slice of the parameters."""
+
+    def __str__(self) -> str:
+        return "STEP"
+
+
+@dataclass(frozen=True)
+class Sync:
+    """Wait until every rank has updated its slice."""
+
+    def __str__(self) -> str:
+        return "SYNC"
+
+
+Action = Forward | Backward | Reduce | Step | Sync
+RankProgram = tuple[Action, ...]
+
+_WORDS: dict[str, Action] = {"REDUCE": Reduce(), "STEP": Step(), "SYNC": Sync()}
+_PASS = re.compile(r"(\d+)([FB])(\d+)")
+
+
+def format_program(program: RankProgram) -> str:
+    """``(Forward(0, 0), Step())`` -> ``"0F0 STEP"``."""
+    return " ".join(str(action) for action in program)
+
+
+def parse_program(text: str) -> RankProgram:
+    """The inverse of ``format_program``.
+
+    Raises:
+        PlanError: a word is no action.
+    """
+    return tuple(_parse_action(word) for word in text.split())
+
+
+def _parse_action(word: str) -> Action:
+    if word in _WORDS:
+        return _WORDS[word]
+    match = _PASS.fullmatch(word)
+    if match is None:
+        raise PlanError(
+            problem(
+                "An action is a pass such as 0F2 or 0B2, or one of REDUCE, STEP, SYNC.",
+                received=repr(word),
+                fix="Correct the word.",
+            )
+        )
+    stage, kind, microbatch = match.groups()
+    make = Forward if kind == "F" else Backward
+    return make(int(stage), int(microbatch))

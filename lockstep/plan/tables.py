@@ -1,0 +1,55 @@
+"""Plans as tables for people."""
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from lockstep.plan.spec import LocalUpdate, Plan
+from lockstep.units import format_count
+
+_MOST_LAYERS = 40
+
+
+def plan_table(plan: Plan) -> str:
+    """The Plan as text: a heading, its layers, its notes."""
+    console = Console(width=100, highlight=False, color_system=None, force_terminal=False)
+    with console.capture() as capture:
+        console.print(Text(_heading(plan)))
+        console.print(_layers(plan))
+        for note in plan.notes:
+            console.print(Text(f"Note: {note}"))
+    return capture.get().rstrip()
+
+
+def _heading(plan: Plan) -> str:
+    mesh = " x ".join(f"{axis.name} {axis.size}" for axis in plan.mesh) or "one device"
+    update = (
+        "updated where they are"
+        if isinstance(plan.update, LocalUpdate)
+        else "in shared memory, each rank updates its slice"
+    )
+    threads = plan.threads_per_device
+    return (
+        f"Plan: {plan.strategy}, {mesh}, {plan.precision}\n"
+        f"Devices: {', '.join(plan.devices)}"
+        f"{f' ({threads} thread each)' if threads else ''}\n"
+        f"Shares of each batch: {plan.num_shares}; parameters {update}"
+    )
+
+
+def _layers(plan: Plan) -> Table:
+    table = Table("layer", "kind", box=None, pad_edge=False)
+    table.add_column("parameters", justify="right")
+    table.add_column("stage", justify="right")
+    for layer in plan.layers[:_MOST_LAYERS]:
+        table.add_row(
+            Text(layer.name or "(model)"),
+            layer.kind,
+            format_count(layer.num_parameters),
+            str(layer.stage),
+        )
+    hidden = len(plan.layers) - _MOST_LAYERS
+    if hidden > 0:
+        rest = sum(layer.num_parameters for layer in plan.layers[_MOST_LAYERS:])
+        table.add_row(f"and {hidden} more layers", "", format_count(rest), "")
+    return table

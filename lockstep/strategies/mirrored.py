@@ -1,0 +1,71 @@
+"""Synchronous data parallelism on one host."""
+
+from lockstep.cluster.devices import discover
+from lockstep.errors import DeviceError, OptionError, problem
+from lockstep.plan.makers import Maker, Mirrored, num_mirrored_replicas
+from lockstep.strategies.base import Strategy
+
+
+class MirroredStrategy(Strategy):
+    """Every device holds the whole model and computes its shares of each global batch.
+
+    The replicas' parameters are one copy in shared memory. The script's own process is the first
+    replica; ``fit`` starts a helper process for each other one.
+
+    Args:
+        devices: number of CPU replicas; None is one per usable core, at most 8.
+        num_shares: parts into which each global batch is divided; None is one per replica. Runs
+            with the same ``num_shares`` give the same bits on any number of devices.
+        timeout_seconds: longest wait for a replica; what hangs longer is reported.
+
+    Raises:
+        DeviceError: fewer than one device, or more than this host can hold.
+        OptionError: another argument that cannot be.
+    """
+
+    def __init__(
+        self,
+        devices: int | None = None,
+        *,
+        num_shares: int | None = None,
+        timeout_seconds: float = 600.0,
+    ) -> None:
+        if devices is not None and (not _is_count(devices)):
+            raise DeviceError(
+                problem(
+                    "`devices` must be a number of devices, at least 1.",
+                    received=f"devices={devices!r}",
+                    fix="Use devices=2 for two CPU replicas, or leave it out for one per core.",
+                )
+            )
+        if num_shares is not None and not _is_count(num_shares):
+            raise OptionError(
+                problem(
+                    "`num_shares` must be an integer of at least 1.",
+                    received=f"num_shares={num_shares!r}",
+                    fix="Leave it out for one share per device.",
+                )
+            )
+        if not timeout_seconds > 0:
+            raise OptionError(
+                problem(
+                    "`timeout_seconds` must be positive.",
+                    received=f"timeout_seconds={timeout_seconds!r}",
+                    fix="Leave it out for 600 s.",
+                )
+            )
+        self.devices = devices
+        self.num_shares = num_shares
+        self.timeout_seconds = timeout_seconds
+        num_mirrored_replicas(devices, discover())
+
+    def maker(self, precision: str = "fp32") -> Maker:
+        return Mirrored(devices=self.devices, num_shares=self.num_shares, precision=precision)
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        return num_mirrored_replicas(self.devices, discover())
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

@@ -1,0 +1,1 @@
+"""The Trainer and what a person meets around it."""

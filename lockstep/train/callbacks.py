@@ -1,0 +1,67 @@
+"""Callbacks, with Keras's method names. They run on rank 0, on the user's own objects."""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from lockstep.train.trainer import Trainer
+
+Logs = dict[str, Any]
+
+
+class Callback:
+    """Base of callbacks: override what you need.
+
+    ``self.trainer`` and ``self.model`` are set before the first call. What a callback changes is
+    brought to all ranks before training goes on: ``self.trainer.stop_training = True``, options of
+    ``self.trainer.optimizer.param_groups``, weights and buffers of ``self.model``.
+    """
+
+    trainer: "Trainer"
+    model: "nn.Module"
+
+    def set_trainer(self, trainer: "Trainer") -> None:
+        """Called before the first use in a ``fit``, ``evaluate`` or ``predict``."""
+        self.trainer = trainer
+        self.model = trainer.model
+
+    def on_train_begin(self, logs: Logs | None = None) -> None:
+        """Training begins."""
+
+    def on_train_end(self, logs: Logs | None = None) -> None:
+        """Training has ended; ``logs`` are the last epoch's."""
+
+    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
+        """Epoch number ``epoch`` (from 0) begins."""
+
+    def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
+        """An epoch has ended; ``logs`` has its loss, metrics and validation values."""
+
+    def on_train_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
+        """Batch number ``batch`` of the epoch begins."""
+
+    def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
+        """A batch has been trained on; ``logs`` has its loss and size."""
+
+    def on_test_begin(self, logs: Logs | None = None) -> None:
+        """Evaluation or validation begins."""
+
+    def on_test_end(self, logs: Logs | None = None) -> None:
+        """Evaluation or validation has ended; ``logs`` has its loss and metrics."""
+
+    def on_predict_begin(self, logs: Logs | None = None) -> None:
+        """Prediction begins."""
+
+    def on_predict_end(self, logs: Logs | None = None) -> None:
+        """Prediction has ended."""
+
+
+def watches_batches(callbacks: list[Callback]) -> bool:
+    """Whether any callback acts on single batches, so that ranks must wait for it at each."""
+    watched = ("on_train_batch_begin", "on_train_batch_end")
+    return any(
+        getattr(type(callback), name) is not getattr(Callback, name)
+        for callback in callbacks
+        for name in watched
+    )

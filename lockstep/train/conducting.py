@@ -1,0 +1,112 @@
+"""Rank 0's part between steps: callbacks, progress, history."""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from lockstep.parallel.worker import StepResult
+from lockstep.train.callbacks import Callback
+from lockstep.train.history import History
+from lockstep.train.progress import ProgressDisplay
+from lockstep.train.tasks import Conductor, Snapshot
+
+if TYPE_CHECKING:
+    from lockstep.train.trainer import Trainer
+
+
+class FitConductor(Conductor):
+    """Conducts a ``fit``.
+
+    Args:
+        trainer: whose ``stop_training`` callbacks set.
+        callbacks: the user's.
+        display: the progress display, or None to be silent.
+        readopt: see ``Conductor``.
+        on_snapshot: gets every Snapshot where the task records them.
+    """
+
+    def __init__(
+        self,
+        trainer: "Trainer",
+        callbacks: Sequence[Callback],
+        display: ProgressDisplay | None,
+        readopt: Callable[[], None],
+        on_snapshot: Callable[[Snapshot], None] | None,
+    ) -> None:
+        self._trainer = trainer
+        self._callbacks = callbacks
+        self._display = display
+        self._readopt = readopt
+        self._on_snapshot = on_snapshot
+        self._last: StepResult | None = None
+        self.history = History()
+
+    @property
+    def stop_training(self) -> bool:  # type: ignore[override]  # an attribute in the base
+        """Whether a callback wants training to end."""
+        return self._trainer.stop_training
+
+    def begin_train(self) -> None:
+        """Before the first epoch."""
+        for callback in self._callbacks:
+            callback.set_trainer(self._trainer)
+            callback.on_train_begin()
+
+    def end_train(self) -> None:
+        """After the last epoch, with the trained weights in place."""
+        logs = {name: values[-1] for name, values in self.history.history.items()}
+        for callback in self._callbacks:
+            callback.on_train_end(logs)
+
+    def begin_epoch(self, epoch: int) -> None:
+        for callback in self._callbacks:
+            callback.on_epoch_begin(epoch)
+        if self._display is not None:
+            self._display.begin_epoch(epoch)
+
+    def begin_step(self, index: int) -> None:
+        self._tell_last_step(index - 1)
+        if not self.stop_training:
+            for callback in self._callbacks:
+                callback.on_train_batch_begin(index)
+
+    def end_step(self, index: int, result: StepResult) -> None:
+        self._last = result
+        if self._display is not None:
+            self._display.end_step(index, result.total, result.weight, result.num_samples)
+
+    def _tell_last_step(self, index: int) -> None:
+        """``on_train_batch_end`` may change things, so it waits until all ranks are in line."""
+        result, self._last = self._last, None
+        if result is not None:
+            logs = {"loss": result.loss, "size": result.num_samples}
+            for callback in self._callbacks:
+                callback.on_train_batch_end(index, logs)
+
+    def begin_validation(self) -> None:
+        if self._display is not None:
+            self._display.say("validating")
+        for callback in self._callbacks:
+            callback.on_test_begin()
+
+    def end_validation(self, logs: dict[str, Any]) -> None:
+        for callback in self._callbacks:
+            callback.on_test_end(logs)
+
+    def end_epoch(self, epoch: int, logs: dict[str, Any]) -> None:
+        self.history.add(epoch, logs)
+        if self._display is not None:
+            self._display.end_epoch(logs)
+        for callback in self._callbacks:
+            callback.on_epoch_end(epoch, logs)
+
+    def observe_state(self, snapshot: Snapshot) -> None:
+        if self._on_snapshot is not None:
+            self._on_snapshot(snapshot)
+
+    def readopt(self) -> None:
+        self._readopt()
+
+    def close(self) -> None:
+        """Leave the screen in order, whatever happened."""
+        if self._display is not None:
+            self._display.close()

@@ -1,0 +1,101 @@
+"""torchmetrics on many ranks: each updates its own states, rank 0 joins them in rank order."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torchmetrics import Metric, MetricCollection
+
+from lockstep.data.trees import Tree
+from lockstep.errors import OptionError, problem
+
+States = dict[str, Any]
+
+
+class Metrics:
+    """The user's metrics by name.
+
+    Args:
+        metrics: name -> torchmetrics Metric.
+
+    Raises:
+        OptionError: something that is no Metric, or a name that is taken.
+    """
+
+    def __init__(self, metrics: Mapping[str, Any] | None) -> None:
+        self.by_name: dict[str, Metric] = {}
+        for name, metric in (metrics or {}).items():
+            if isinstance(metric, MetricCollection) or not isinstance(metric, Metric):
+                raise OptionError(
+                    problem(
+                        f"metrics[{name!r}] must be a torchmetrics.Metric.",
+                        received=type(metric).__name__,
+                        fix='Pass {"accuracy": torchmetrics.Accuracy(...)}, for example.',
+                    )
+                )
+            if name == "loss" or name.startswith("val_"):
+                raise OptionError(
+                    problem(
+                        "A metric cannot be named 'loss' or 'val_...': these names are taken.",
+                        received=repr(name),
+                        fix="Give it another name.",
+                    )
+                )
+            self.by_name[name] = metric
+
+    def __bool__(self) -> bool:
+        return bool(self.by_name)
+
+    def reset(self) -> None:
+        """Forget all samples."""
+        for metric in self.by_name.values():
+            metric.reset()
+
+    @torch.no_grad()
+    def update(self, output: Tree, target: Tree) -> None:
+        """Take in a share's outputs and targets."""
+        for metric in self.by_name.values():
+            metric.update(output, target)
+
+    def states(self) -> list[States]:
+        """Every metric's state, to be sent to rank 0."""
+        return [
+            {
+                "_update_count": metric._update_count,
+                **{name: getattr(metric, name) for name in metric._reductions},
+            }
+            for metric in self.by_name.values()
+        ]
+
+    def merge(self, ranks: list[list[States]]) -> None:
+        """On rank 0: take over the states of all ranks, as torchmetrics reduces them."""
+        for number, metric in enumerate(self.by_name.values()):
+            states = [rank[number] for rank in ranks]
+            for name, reduction in metric._reductions.items():
+                setattr(metric, name, _joined([state[name] for state in states], reduction))
+            metric._update_count = sum(state["_update_count"] for state in states)
+            metric._computed = None
+
+    def values(self) -> dict[str, Any]:
+        """The metrics' values: numbers, or lists of numbers for metrics with several."""
+        return {
+            name: _plain(metric.compute())
+            for name, metric in self.by_name.items()
+            if metric._update_count
+        }
+
+
+def _joined(values: list[Any], reduction: Any) -> Any:
+    """Join one state of all ranks as ``Metric.sync`` does: stack and reduce tensors, chain lists."""
+    if not isinstance(values[0], torch.Tensor):
+        return [entry for value in values for entry in value]
+    stacked = torch.stack(values)
+    return reduction(stacked) if callable(reduction) else stacked
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.item() if value.numel() == 1 else value.tolist()
+    if isinstance(value, dict):
+        return {key: _plain(part) for key, part in value.items()}
+    return value

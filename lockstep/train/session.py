@@ -1,0 +1,308 @@
+"""A session: running one task on all ranks of a Plan.
+
+The script's process is rank 0 and computes; helpers are called with everything they need, and keep
+nothing from one session to the next. All that lasts (weights, optimizer, position) lies in the
+script's own objects.
+"""
+
+import pickle
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from lockstep.comm.exchange import ExchangeSpec
+from lockstep.comm.shared_memory import SharedRegion
+from lockstep.errors import ShippingError, WorkerError, problem
+from lockstep.launch.helper import HelperContext
+from lockstep.launch.pool import give_back, take_team
+from lockstep.launch.team import Team
+from lockstep.parallel.build import build_exchange, build_worker, exchange_spec
+from lockstep.parallel.control import FollowerControl, LeaderControl, SoloControl, open_region
+from lockstep.parallel.losses import LossAdapter
+from lockstep.parallel.parcel import Parcel, pack, unpack
+from lockstep.parallel.store import ParameterStore
+from lockstep.parallel.update import Updater
+from lockstep.parallel.worker import Worker
+from lockstep.plan.spec import Plan
+from lockstep.train.tasks import Conductor, Task
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assignment:
+    """What every rank gets.
+
+    Attributes:
+        plan: the Plan.
+        model: the model; its parameters lie in the store where there are helpers.
+        loss: the loss, or None for prediction.
+        updater: the optimizer, or None where nothing is trained.
+        task: what to do.
+        seed: of the random streams.
+        device: where rank 0's model is.
+    """
+
+    plan: Plan
+    model: nn.Module
+    loss: LossAdapter | None
+    updater: Updater | None
+    task: Task
+    seed: int
+    device: torch.device
+
+
+class Session:
+    """Runs assignments, and keeps the team and the parameter store from one to the next.
+
+    Args:
+        timeout_seconds: longest wait of rank 0 for its helpers.
+    """
+
+    def __init__(self, timeout_seconds: float) -> None:
+        self._timeout = timeout_seconds
+        self._store: ParameterStore | None = None
+        self._team: Team | None = None
+        self._threads: int | None = None
+
+    def run(self, assignment: Assignment, conductor: Conductor) -> Any:
+        """Do the task on all ranks; returns what rank 0's part returns.
+
+        Raises:
+            ShippingError: a part of the assignment cannot be sent to helpers.
+            WorkerError: a helper failed.
+        """
+        with compute_settings(assignment.plan):
+            if assignment.plan.num_ranks == 1:
+                return self._run_alone(assignment, conductor)
+            return self._run_with_helpers(assignment, conductor)
+
+    def _run_alone(self, assignment: Assignment, conductor: Conductor) -> Any:
+        spec = exchange_spec(assignment.plan, assignment.model)
+        region = SharedRegion.create(spec.num_bytes) if assignment.plan.num_shares > 1 else None
+        worker = _worker(assignment, spec, region, rank=0, look_around=lambda waited: None)
+        return assignment.task.run(worker, SoloControl(), conductor)
+
+    def _run_with_helpers(self, assignment: Assignment, conductor: Conductor) -> Any:
+        self._adopt(assignment.model)
+        assert self._store is not None
+        parcel = _pack(assignment)  # before any process starts: what cannot be sent shows here
+        spec = exchange_spec(assignment.plan, assignment.model)
+        region = SharedRegion.create(spec.num_bytes)
+        team = self._take_team(assignment.plan)
+        try:
+            worker = _worker(
+                assignment, spec, region, rank=0, look_around=self._watch(team)
+            )
+            self._call(team, assignment.plan, parcel, spec, region, worker)
+            control = LeaderControl(team, self._timeout)
+            result = assignment.task.run(worker, control, conductor)
+            team.finish(self._timeout)
+        except BaseException:
+            self.close()
+            raise
+        return result
+
+    def _adopt(self, model: nn.Module) -> None:
+        parameters = list(model.named_parameters())
+        if self._store is None or not self._store.fits(parameters):
+            self._store = ParameterStore.adopt(parameters)
+        self._store.readopt(parameters)
+
+    def readopt(self, model: nn.Module) -> None:
+        """Bring parameters that a callback moved back into the store."""
+        if self._store is not None:
+            self._store.readopt(list(model.named_parameters()))
+
+    def _take_team(self, plan: Plan) -> Team:
+        if self._team is not None and not (
+            self._team.is_alive
+            and self._team.num_helpers == plan.num_ranks - 1
+            and self._threads == plan.threads_per_device
+        ):
+            self.close()
+        if self._team is None:
+            self._threads = plan.threads_per_device
+            self._team = take_team(plan.num_ranks - 1, self._threads)
+        return self._team
+
+    def _watch(self, team: Team) -> Callable[[float], None]:
+        def look_around(waited_seconds: float) -> None:
+            team.look_around()
+            if waited_seconds > self._timeout:
+                team.raise_timeout(waited_seconds)
+
+        return look_around
+
+    def _call(
+        self,
+        team: Team,
+        plan: Plan,
+        parcel: Parcel,
+        spec: ExchangeSpec,
+        region: SharedRegion,
+        worker: Worker,
+    ) -> None:
+        assert self._store is not None
+        board = worker.exchange.board
+        assert board is not None
+        body = pickle.dumps((plan.num_ranks, self._store.specs, spec, parcel.payload))
+        regions = (self._store.region, region, parcel.region)
+        team.call(
+            serve,
+            body,
+            tuple(part.descriptor for part in regions),
+            position=lambda rank: f"step {board.step_of(rank)}",
+        )
+        region.close()
+        parcel.close()
+
+    def close(self) -> None:
+        """End the helpers."""
+        team, self._team = self._team, None
+        if team is not None:
+            team.close()
+
+    def release(self) -> None:
+        """Done for good: hand the helpers on, or end them."""
+        team, self._team = self._team, None
+        if team is not None:
+            give_back(team, self._threads)
+
+
+def serve(context: HelperContext, body: bytes, descriptors: tuple[int, ...]) -> bytes:
+    """A helper's part of ``Session.run``."""
+    num_ranks, specs, spec, payload = pickle.loads(body)
+    store_region, region, parcel_region = (open_region(number) for number in descriptors)
+    store = ParameterStore(specs, store_region)
+    parameters = [nn.Parameter(view, requires_grad=False) for view in store.views]
+    assignment: Assignment = unpack(payload, parcel_region, parameters)
+    for opened in (store_region, region, parcel_region):
+        opened.close()
+    with compute_settings(assignment.plan):
+        worker = _worker(
+            assignment, spec, region, rank=context.rank, look_around=lambda waited: None
+        )
+        assignment.task.run(worker, FollowerControl(context, num_ranks), Conductor())
+    return b""
+
+
+def _worker(
+    assignment: Assignment,
+    spec: ExchangeSpec,
+    region: SharedRegion | None,
+    *,
+    rank: int,
+    look_around: Callable[[float], None],
+) -> Worker:
+    exchange = build_exchange(assignment.plan, spec, region, rank=rank, look_around=look_around)
+    return build_worker(
+        assignment.plan,
+        rank=rank,
+        model=assignment.model,
+        loss=assignment.loss,
+        updater=assignment.updater,
+        exchange=exchange,
+        spec=spec,
+        seed=assignment.seed,
+        device=assignment.device,
+    )
+
+
+@contextmanager
+def compute_settings(plan: Plan) -> Iterator[None]:
+    """The Plan's threads within the block; the process's own threads and random states after it."""
+    threads = torch.get_num_threads()
+    states = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    if plan.threads_per_device is not None:
+        torch.set_num_threads(plan.threads_per_device)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(states[0])
+        np.random.set_state(states[1])
+        random.setstate(states[2])
+        if plan.threads_per_device is not None:
+            torch.set_num_threads(threads)
+
+
+def _pack(assignment: Assignment) -> Parcel:
+    parameters = list(assignment.model.parameters())
+    try:
+        return pack(assignment, parameters)
+    except (WorkerError, ShippingError):
+        raise
+    except Exception as error:
+        culprit, reason = _find_culprit(assignment, parameters, error)
+        raise ShippingError(
+            problem(
+                f"{culprit} cannot be sent to a helper process.",
+                received=f"{type(reason).__name__}: {reason}",
+                fix="Make it where it is used (in forward, __getitem__, ...), or keep it out of "
+                "what is trained.",
+            )
+        ) from error
+
+
+def _find_culprit(
+    assignment: Assignment, parameters: list[nn.Parameter], error: Exception
+) -> tuple[str, Exception]:
+    """Name the innermost part that fails when it is packed by itself."""
+    task = vars(assignment.task)
+    parts = {"the model": assignment.model, "the loss": assignment.loss and assignment.loss.loss}
+    parts |= {f"the {name}": value for name, value in task.items()}
+    parts["the optimizer"] = assignment.updater
+    for label, part in parts.items():
+        reason = _failure(part, parameters)
+        if reason is not None:
+            return _descend(label, part, parameters, reason)
+    return "The training job", error
+
+
+def _descend(
+    label: str, part: Any, parameters: list[nn.Parameter], reason: Exception
+) -> tuple[str, Exception]:
+    for _ in range(20):
+        inner = _first_failing(part, parameters)
+        if inner is None:
+            break
+        name, part, reason = inner
+        label = f"{name} of {label}"
+    return f"{label[0].upper()}{label[1:]} ({type(part).__name__})", reason
+
+
+def _first_failing(
+    part: Any, parameters: list[nn.Parameter]
+) -> tuple[str, Any, Exception] | None:
+    for name, value in _children(part):
+        reason = _failure(value, parameters)
+        if reason is not None:
+            return name, value, reason
+    return None
+
+
+def _children(part: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(part, nn.Module):
+        yield from part._modules.items()
+    if isinstance(part, dict):
+        for key, value in part.items():
+            yield f"[{key!r}]", value
+    elif isinstance(part, list | tuple):
+        for index, value in enumerate(part):
+            yield f"[{index}]", value
+    elif hasattr(part, "__dict__") and not isinstance(part, type):
+        for key, value in vars(part).items():
+            if key not in ("_modules", "_parameters", "_buffers"):
+                yield f"`{key}`", value
+
+
+def _failure(part: Any, parameters: list[nn.Parameter]) -> Exception | None:
+    try:
+        pack(part, parameters).close()
+    except Exception as error:
+        return error
+    return None

@@ -1,0 +1,319 @@
+"""Tasks: what all ranks of a team do together, in the same order.
+
+A task is shipped to every rank and run there against its Worker. Only rank 0 has a conductor that
+does anything: callbacks, progress, the user's metrics. Whatever it changes is told to the others
+before the next step.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep.data.order import batch_bounds, epoch_order
+from lockstep.data.sources import Source
+from lockstep.data.trees import Tree, map_tensors
+from lockstep.parallel.control import Control
+from lockstep.parallel.update import PieceSlots
+from lockstep.parallel.worker import StepResult, Worker, modes_of
+from lockstep.plan.shares import num_filled_shares, shares_of_replica
+from lockstep.train.metrics import Metrics
+
+Logs = dict[str, Any]
+
+
+class Conductor:
+    """What rank 0 does between steps. This base does nothing, as on every other rank."""
+
+    stop_training = False
+
+    def begin_epoch(self, epoch: int) -> None:
+        """An epoch begins."""
+
+    def begin_step(self, index: int) -> None:
+        """Step number ``index`` of the epoch begins."""
+
+    def end_step(self, index: int, result: StepResult) -> None:
+        """A step is done."""
+
+    def begin_validation(self) -> None:
+        """Validation begins."""
+
+    def end_validation(self, logs: Logs) -> None:
+        """Validation is done."""
+
+    def end_epoch(self, epoch: int, logs: Logs) -> None:
+        """An epoch is done."""
+
+    def observe_state(self, snapshot: "Snapshot") -> None:
+        """The state after a step, where the task records it."""
+
+    def readopt(self) -> None:
+        """Bring parameters whose memory was exchanged back to where all ranks see them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """Everything a step left behind: for proofs, not for training.
+
+    Attributes:
+        step: the step's number, from 0.
+        loss: of the global batch.
+        weight: its weight; 0 means that nothing was updated.
+        gradients: by parameter name; None where the parameter was not used.
+        states: every rank's ``state_dict``.
+        slots: pieces of the optimizer's slots, of all ranks.
+    """
+
+    step: int
+    loss: float
+    weight: float
+    gradients: dict[str, torch.Tensor | None]
+    states: list[dict[str, torch.Tensor]]
+    slots: list[PieceSlots]
+
+
+@dataclass(frozen=True)
+class _Directive:
+    """What rank 0's callbacks decided; None: unchanged."""
+
+    stop: bool
+    options: list[dict[str, Any]] | None
+    buffers: dict[str, torch.Tensor] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Ensemble:
+    """A rank among all: its worker, its line to the others, its conductor."""
+
+    worker: Worker
+    control: Control
+    conductor: Conductor
+
+    def consult(self, act: Callable[[], None]) -> bool:
+        """Let rank 0 act, bring what it changed to all ranks; returns whether to stop."""
+        updater, model = self.worker.updater, self.worker.model
+        assert updater is not None
+        directive = None
+        if self.control.rank == 0:
+            options, versions = updater.options(), _versions(model)
+            act()
+            self.conductor.readopt()
+            changed = updater.options()
+            directive = _Directive(
+                stop=self.conductor.stop_training,
+                options=changed if changed != options else None,
+                buffers=dict(model.named_buffers()) if _versions(model) != versions else None,
+            )
+        directive = self.control.broadcast(directive)
+        if directive.options is not None:
+            updater.set_options(directive.options)
+        if directive.buffers is not None:
+            _set_buffers(model, directive.buffers)
+        return bool(directive.stop)
+
+    def share_buffers(self) -> None:
+        """Give every rank rank 0's buffers."""
+        model = self.worker.model
+        if self.control.num_ranks > 1 and next(model.buffers(), None) is not None:
+            _set_buffers(model, self.control.broadcast(dict(model.named_buffers())))
+
+
+class Task(ABC):
+    """Something that all ranks do together."""
+
+    @abstractmethod
+    def run(self, worker: Worker, control: Control, conductor: Conductor) -> Any:
+        """Do it; what rank 0 returns is the result."""
+
+
+@dataclass(kw_only=True)
+class FitTask(Task):
+    """Training.
+
+    Attributes:
+        source: the training data.
+        validation: evaluated after every epoch, or None.
+        epochs: passes over the data.
+        batch_size: of the global batch.
+        shuffle: a new order every epoch.
+        seed: of the order.
+        first_epoch: epochs trained before: they have had their orders.
+        first_step: steps trained before: they have had their random streams.
+        metrics: this rank's metrics.
+        stepwise: callbacks may act at every step.
+        record: show the conductor a Snapshot after every step.
+    """
+
+    source: Source
+    validation: Source | None
+    epochs: int
+    batch_size: int
+    shuffle: bool
+    seed: int
+    first_epoch: int
+    first_step: int
+    metrics: Metrics
+    stepwise: bool
+    record: bool = False
+
+    def run(
+        self, worker: Worker, control: Control, conductor: Conductor
+    ) -> tuple[int, list[PieceSlots]]:
+        """Train; returns the steps made and, on rank 0, the slots of all ranks."""
+        ensemble = _Ensemble(worker=worker, control=control, conductor=conductor)
+        step = self.first_step
+        with modes_of(worker.model, training=True), torch.enable_grad():
+            for epoch in range(self.epochs):
+                step, stop = self._train_epoch(ensemble, epoch, step)
+                if stop:
+                    break
+        assert worker.updater is not None
+        gathered = control.gather(worker.updater.slots())
+        return step - self.first_step, [part for parts in gathered for part in parts]
+
+    def _train_epoch(self, ensemble: _Ensemble, epoch: int, step: int) -> tuple[int, bool]:
+        worker, conductor = ensemble.worker, ensemble.conductor
+        if ensemble.consult(lambda: conductor.begin_epoch(epoch)):
+            return step, True
+        order = epoch_order(
+            self.seed, self.first_epoch + epoch, len(self.source), shuffle=self.shuffle
+        )
+        self.metrics.reset()
+        observe = self.metrics.update if self.metrics else None
+        totals, weights = [], []
+        for index, (start, stop) in enumerate(batch_bounds(len(order), self.batch_size)):
+            if self.stepwise and ensemble.consult(lambda index=index: conductor.begin_step(index)):
+                break
+            result = worker.train_step(self.source, order[start:stop], step, observe)
+            totals.append(result.total)
+            weights.append(result.weight)
+            if _leaves_a_rank_idle(worker, stop - start):
+                ensemble.share_buffers()
+            if self.record:
+                _record(ensemble, step, result)
+            conductor.end_step(index, result)
+            step += 1
+        logs = self._logs(ensemble, totals, weights)
+        return step, ensemble.consult(lambda: conductor.end_epoch(epoch, logs))
+
+    def _logs(self, ensemble: _Ensemble, totals: list[float], weights: list[float]) -> Logs:
+        logs = {"loss": _mean(totals, weights), **_joined_metrics(self.metrics, ensemble.control)}
+        if self.validation is None:
+            return logs
+        ensemble.conductor.begin_validation()
+        ensemble.share_buffers()
+        validated = _evaluate(
+            ensemble.worker, ensemble.control, self.validation, self.batch_size, self.metrics
+        )
+        ensemble.conductor.end_validation(validated)
+        return {**logs, **{f"val_{name}": value for name, value in validated.items()}}
+
+
+@dataclass(kw_only=True)
+class EvaluateTask(Task):
+    """Loss and metrics over a source, every sample once."""
+
+    source: Source
+    batch_size: int
+    metrics: Metrics
+
+    def run(self, worker: Worker, control: Control, conductor: Conductor) -> Logs:
+        """Evaluate; rank 0 returns the values."""
+        return _evaluate(worker, control, self.source, self.batch_size, self.metrics)
+
+
+@dataclass(kw_only=True)
+class PredictTask(Task):
+    """Outputs for a source, every sample once."""
+
+    source: Source
+    batch_size: int
+
+    def run(self, worker: Worker, control: Control, conductor: Conductor) -> list[Tree]:
+        """Predict; rank 0 returns the outputs of all shares in the order of their samples."""
+        parts = []
+        with modes_of(worker.model, training=False):
+            for start, stop in batch_bounds(len(self.source), self.batch_size):
+                for position, output in worker.predict_step(
+                    self.source, torch.arange(start, stop)
+                ):
+                    parts.append((start + position, map_tensors(torch.Tensor.cpu, output)))
+        gathered = [part for parts in control.gather(parts) for part in parts]
+        return [output for _, output in sorted(gathered, key=lambda part: part[0])]
+
+
+def _evaluate(
+    worker: Worker, control: Control, source: Source, batch_size: int, metrics: Metrics
+) -> Logs:
+    metrics.reset()
+    observe = metrics.update if metrics else None
+    losses: list[tuple[float, float]] = []
+    with modes_of(worker.model, training=False):
+        for start, stop in batch_bounds(len(source), batch_size):
+            losses += worker.evaluate_step(source, torch.arange(start, stop), observe)
+    gathered = [loss for losses in control.gather(losses) for loss in losses]
+    mean = _mean([total for total, _ in gathered], [weight for _, weight in gathered])
+    return {"loss": mean, **_joined_metrics(metrics, control)}
+
+
+def _joined_metrics(metrics: Metrics, control: Control) -> Logs:
+    if not metrics:
+        return {}
+    states = control.gather(metrics.states())
+    if control.rank != 0:
+        return {}
+    metrics.merge(states)
+    return metrics.values()
+
+
+def _mean(totals: list[float], weights: list[float]) -> float:
+    """Exactly rounded sums: the order of ranks cannot matter."""
+    weight = math.fsum(weights)
+    return math.fsum(totals) / weight if weight else math.nan
+
+
+def _leaves_a_rank_idle(worker: Worker, num_samples: int) -> bool:
+    """Whether some rank had no share of the batch, and so did not see its buffers change."""
+    plan = worker.plan
+    filled = num_filled_shares(num_samples, plan.num_shares)
+    last = shares_of_replica(plan.num_replicas - 1, plan.num_replicas, plan.num_shares)
+    return last.start >= filled
+
+
+def _record(ensemble: _Ensemble, step: int, result: StepResult) -> None:
+    worker, control = ensemble.worker, ensemble.control
+    assert worker.updater is not None
+    state = {name: value.clone() for name, value in worker.model.state_dict().items()}
+    ranks = control.gather((state, worker.updater.slots()))
+    if control.rank == 0:
+        gradients = worker.gradients(result.num_samples) if result.weight else {}
+        ensemble.conductor.observe_state(
+            Snapshot(
+                step=step,
+                loss=result.loss,
+                weight=result.weight,
+                gradients={
+                    name: None if gradient is None else gradient.clone()
+                    for name, gradient in gradients.items()
+                },
+                states=[state for state, _ in ranks],
+                slots=[part for _, parts in ranks for part in parts],
+            )
+        )
+    worker.exchange.barrier()  # the next step overwrites the gradients
+
+
+def _versions(model: nn.Module) -> list[tuple[int, int]]:
+    return [(buffer.data_ptr(), buffer._version) for buffer in model.buffers()]
+
+
+@torch.no_grad()
+def _set_buffers(model: nn.Module, buffers: dict[str, torch.Tensor]) -> None:
+    for name, buffer in model.named_buffers():
+        if buffers[name] is not buffer:
+            buffer.copy_(buffers[name])

@@ -1,0 +1,436 @@
+"""The Trainer: fit, evaluate, predict, save, load, the same under every strategy.
+
+It never branches on the strategy: it captures the model, lets the strategy's maker make a Plan, and
+runs tasks on the Plan's ranks through a ``Session``.
+"""
+
+import os
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from lockstep.capture.layers import capture_layers
+from lockstep.checkpoint.weights import load_weights, save_weights
+from lockstep.cluster.devices import discover
+from lockstep.data.sources import Source, as_input_source, as_source
+from lockstep.data.trees import Tree, concatenate, map_tensors, tensors_of
+from lockstep.errors import (
+    DataError,
+    DeviceError,
+    ModelError,
+    OptionError,
+    Problems,
+    problem,
+)
+from lockstep.parallel.losses import LossAdapter
+from lockstep.parallel.update import Updater, assemble_slots
+from lockstep.parallel.worker import DTYPES
+from lockstep.plan.makers import Maker, SingleDevice
+from lockstep.plan.spec import Plan
+from lockstep.train.callbacks import Callback, Logs, watches_batches
+from lockstep.train.conducting import FitConductor
+from lockstep.train.history import History
+from lockstep.train.metrics import Metrics
+from lockstep.train.progress import ProgressDisplay
+from lockstep.train.scope import current_strategy
+from lockstep.train.session import Assignment, Session
+from lockstep.train.tasks import Conductor, EvaluateTask, FitTask, PredictTask, Task
+from lockstep.train.updaters import TorchUpdater, check_hooks, make_optimizer
+
+DEFAULT_BATCH_SIZE = 32
+DEFAULT_TIMEOUT_SECONDS = 600.0
+
+
+class StrategyLike(Protocol):
+    """What the Trainer asks of a strategy."""
+
+    timeout_seconds: float
+
+    def maker(self, precision: str) -> Maker:
+        """A maker of Plans of this precision."""
+
+
+class Trainer:
+    """Trains a PyTorch model under a strategy, with the weights one device would have given.
+
+    Args:
+        model: the model; it is trained in place.
+        loss: ``loss(output, target)`` returning the mean over the batch, values of shape (n,), or
+            a pair (total, weight). Needed for ``fit`` and ``evaluate``.
+        optimizer: a torch optimizer over ``model.parameters()``, or a class or function that makes
+            one from them. Needed for ``fit``.
+        metrics: torchmetrics metrics by name.
+        strategy: where and how to train; None is the strategy of the enclosing ``scope()``, else
+            one device.
+        precision: ``"fp32"``, or ``"fp64"``, which turns the model's parameters to float64.
+        seed: of the order of the samples and of all random numbers in training.
+        callbacks: called during every ``fit``.
+
+    Raises:
+        OptionError: an argument cannot be what it is.
+        ModelError: the model cannot be trained as it is.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        loss: Any = None,
+        optimizer: Any = None,
+        metrics: Mapping[str, Any] | None = None,
+        strategy: StrategyLike | None = None,
+        precision: str = "fp32",
+        seed: int = 0,
+        callbacks: Sequence[Callback] = (),
+    ) -> None:
+        _check_arguments(model, loss, precision, seed, callbacks)
+        self.model = model
+        self.strategy = strategy if strategy is not None else current_strategy()
+        self.precision = precision
+        self.seed = seed
+        self.callbacks = list(callbacks)
+        self.stop_training = False
+        _prepare_model(model, precision)
+        self.metrics = Metrics(metrics)
+        self.optimizer = None if optimizer is None else make_optimizer(optimizer, model)
+        self._loss = None if loss is None else LossAdapter(loss)
+        self._epochs_trained = 0
+        self._steps_trained = 0
+        self._plan: Plan | None = None
+        timeout = DEFAULT_TIMEOUT_SECONDS if self.strategy is None else self.strategy.timeout_seconds
+        self._session = Session(timeout)
+        self._finalizer = weakref.finalize(self, self._session.release)
+
+    @property
+    def plan(self) -> Plan:
+        """The Plan of the last call, or the one a ``fit`` with the default batch would have."""
+        return self._plan or self._make_plan(DEFAULT_BATCH_SIZE)
+
+    def fit(
+        self,
+        data: Any,
+        *,
+        epochs: int = 1,
+        batch_size: int = DEFAULT_BATCH_SIZE,
+        validation_data: Any = None,
+        shuffle: bool = True,
+        verbose: int = 1,
+        on_snapshot: Any = None,
+    ) -> History:
+        """Train; a second ``fit`` goes on where the first ended.
+
+        Args:
+            data: ``(inputs, targets)`` or ``(inputs, targets, sample_weight)`` of arrays or tensors
+                whose first dim is the samples, or a map-style Dataset of such items. A tuple of
+                inputs is the model's positional arguments, a dict its keyword arguments.
+            epochs: passes over the data.
+            batch_size: samples of a global batch, over all devices together.
+            validation_data: as ``data``; evaluated after every epoch.
+            shuffle: take the samples in a new order every epoch, a function of the seed and the
+                epoch alone.
+            verbose: 1 shows progress, 0 is silent.
+            on_snapshot: called with a ``train.tasks.Snapshot`` after every step: gradients, every
+                rank's state and the optimizer's slots. For proofs; slow.
+
+        Returns:
+            Loss, metrics and validation values of every epoch.
+
+        Raises:
+            OptionError, DataError, DeviceError, PlanError, ShippingError: before any process starts.
+            LossError, NonFiniteLossError, WorkerError: at the step they name.
+        """
+        _check_counts(epochs=epochs, batch_size=batch_size)
+        loss = self._need_loss("fit")
+        source = _filled(as_source(data), "data")
+        validation = None
+        if validation_data is not None:
+            validation = _filled(
+                as_source(validation_data, name="validation_data"), "validation_data"
+            )
+        updater = self._make_updater()
+        self.stop_training = False
+        steps = -(-len(source) // batch_size)
+        conductor = FitConductor(
+            self,
+            self.callbacks,
+            ProgressDisplay(epochs, steps) if verbose else None,
+            lambda: self._session.readopt(self.model),
+            on_snapshot,
+        )
+        task = FitTask(
+            source=source,
+            validation=validation,
+            epochs=epochs,
+            batch_size=batch_size,
+            shuffle=shuffle,
+            seed=self.seed,
+            first_epoch=self._epochs_trained,
+            first_step=self._steps_trained,
+            metrics=self.metrics,
+            stepwise=watches_batches(self.callbacks),
+            record=on_snapshot is not None,
+        )
+        try:
+            conductor.begin_train()
+            num_steps, slots = self._run(task, loss, updater, conductor, batch_size)
+        finally:
+            conductor.close()
+        updater.take_slots(assemble_slots(slots, dict(self.model.named_parameters())))
+        self._epochs_trained += len(conductor.history.epoch)
+        self._steps_trained += num_steps
+        conductor.end_train()
+        return conductor.history
+
+    def evaluate(self, data: Any, *, batch_size: int = DEFAULT_BATCH_SIZE) -> Logs:
+        """Loss and metrics over ``data``, every sample counted once.
+
+        Args:
+            data: as in ``fit``.
+            batch_size: samples of a global batch.
+
+        Returns:
+            ``{"loss": ..., <metric>: ...}``.
+        """
+        _check_counts(batch_size=batch_size)
+        loss = self._need_loss("evaluate")
+        source = _filled(as_source(data), "data")
+        task = EvaluateTask(source=source, batch_size=batch_size, metrics=self.metrics)
+        for callback in self.callbacks:
+            callback.set_trainer(self)
+            callback.on_test_begin()
+        logs: Logs = self._run(task, loss, None, Conductor(), batch_size)
+        for callback in self.callbacks:
+            callback.on_test_end(logs)
+        return logs
+
+    def predict(self, inputs: Any, *, batch_size: int = DEFAULT_BATCH_SIZE) -> Tree:
+        """The model's outputs for ``inputs``, in their order.
+
+        Args:
+            inputs: arrays or tensors, a tuple of them (positional arguments) or a dict (keyword
+                arguments), or a map-style Dataset, of whose items the first part is taken where
+                they are tuples.
+            batch_size: samples of a global batch.
+
+        Returns:
+            What the model returns, with all samples along the first dim of every tensor.
+        """
+        _check_counts(batch_size=batch_size)
+        source = as_input_source(inputs, name="inputs")
+        for callback in self.callbacks:
+            callback.set_trainer(self)
+            callback.on_predict_begin()
+        outputs = self._predict(source, batch_size) if len(source) else self._predict_none(source)
+        for callback in self.callbacks:
+            callback.on_predict_end()
+        return outputs
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the model's weights and buffers, whole and by name, as safetensors."""
+        save_weights(self.model, path)
+
+    def load(self, path: str | os.PathLike[str]) -> None:
+        """Read weights that ``save`` wrote under any strategy, into the model.
+
+        Raises:
+            CheckpointError: names or shapes do not fit the model; nothing is changed then.
+        """
+        load_weights(self.model, path)
+
+    def close(self) -> None:
+        """End the helper processes now instead of with the trainer."""
+        self._session.close()
+
+    # --- parts -----------------------------------------------------------------------------------
+
+    def _run(
+        self,
+        task: Task,
+        loss: LossAdapter | None,
+        updater: Updater | None,
+        conductor: Conductor,
+        batch_size: int,
+    ) -> Any:
+        self._plan = self._make_plan(batch_size)
+        if self._plan.num_shares > 1 and updater is not None:
+            check_hooks(self.model)
+        assignment = Assignment(
+            plan=self._plan,
+            model=self.model,
+            loss=loss,
+            updater=updater,
+            task=task,
+            seed=self.seed,
+            device=_check_device(self.model, self._plan),
+        )
+        return self._session.run(assignment, conductor)
+
+    def _make_plan(self, batch_size: int) -> Plan:
+        if self.strategy is not None:
+            maker = self.strategy.maker(self.precision)
+        else:
+            maker = SingleDevice(precision=self.precision)
+        return maker(capture_layers(self.model), discover(), batch_size)
+
+    def _make_updater(self) -> TorchUpdater:
+        if self.optimizer is None:
+            raise OptionError(
+                problem(
+                    "fit needs an optimizer.",
+                    received="optimizer=None",
+                    fix="Give the Trainer one: functools.partial(torch.optim.Adam, lr=1e-3).",
+                )
+            )
+        if not any(parameter.requires_grad for parameter in self.model.parameters()):
+            raise ModelError(
+                problem(
+                    "The model must have a trainable parameter.",
+                    received=f"a {type(self.model).__name__} without any",
+                    fix="Unfreeze a part of it, or use evaluate or predict.",
+                )
+            )
+        return TorchUpdater(self.optimizer, dict(self.model.named_parameters()))
+
+    def _need_loss(self, method: str) -> LossAdapter:
+        if self._loss is None:
+            raise OptionError(
+                problem(
+                    f"{method} needs a loss.",
+                    received="loss=None",
+                    fix="Give the Trainer one: torch.nn.CrossEntropyLoss(), for example.",
+                )
+            )
+        return self._loss
+
+    def _predict(self, source: Source, batch_size: int) -> Tree:
+        task = PredictTask(source=source, batch_size=batch_size)
+        return concatenate(self._run(task, None, None, Conductor(), batch_size))
+
+    def _predict_none(self, source: Source) -> Tree:
+        """No samples: outputs of the right kind and shape, found with one made-up sample."""
+        made_up = map_tensors(lambda tensor: tensor.new_zeros(1, *tensor.shape[1:]), _inputs(source))
+        outputs = self._predict(as_input_source(made_up, name="inputs"), 1)
+        return map_tensors(lambda tensor: tensor[:0], outputs)
+
+
+def _inputs(source: Source) -> Tree:
+    inputs = getattr(source, "inputs", None)
+    if next(tensors_of(inputs), None) is None:
+        raise DataError(
+            problem(
+                "An empty dataset says nothing of the shape of its samples.",
+                received="a dataset of length 0",
+                fix="Pass an array of shape (0, ...) instead.",
+            )
+        )
+    return inputs
+
+
+def _filled(source: Source, name: str) -> Source:
+    if len(source) == 0:
+        raise DataError(
+            problem(f"`{name}` must hold a sample.", received="0 samples", fix="Check its source.")
+        )
+    return source
+
+
+def _check_arguments(
+    model: object, loss: object, precision: object, seed: object, callbacks: Sequence[object]
+) -> None:
+    problems = Problems()
+    if not isinstance(model, nn.Module):
+        problems.add(
+            "`model` must be a torch.nn.Module.",
+            received=type(model).__name__,
+            fix="Pass an instance, not a class.",
+        )
+    if loss is not None and not callable(loss):
+        problems.add(
+            "`loss` must be callable as loss(output, target).",
+            received=repr(loss),
+            fix="Pass torch.nn.CrossEntropyLoss(), for example.",
+        )
+    if precision not in DTYPES:
+        problems.add(
+            f"`precision` must be one of {', '.join(DTYPES)}.",
+            received=repr(precision),
+            fix="Use 'fp32'.",
+        )
+    if not isinstance(seed, int) or not 0 <= seed < 1 << 63:
+        problems.add(
+            "`seed` must be an integer from 0 to 2**63 - 1.", received=repr(seed), fix="Use 0."
+        )
+    for callback in callbacks:
+        if not isinstance(callback, Callback):
+            problems.add(
+                "Callbacks must be instances of lockstep.Callback.",
+                received=type(callback).__name__,
+                fix="Derive its class from lockstep.Callback, and pass an instance.",
+            )
+    problems.raise_if_any(OptionError)
+
+
+def _check_counts(**counts: object) -> None:
+    problems = Problems()
+    for name, value in counts.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            problems.add(
+                f"`{name}` must be an integer of at least 1.",
+                received=f"{name}={value!r}",
+                fix="Pass a positive integer.",
+            )
+    problems.raise_if_any(OptionError)
+
+
+def _prepare_model(model: nn.Module, precision: str) -> None:
+    lazy = [
+        name for name, value in model.named_parameters() if torch.nn.parameter.is_lazy(value)
+    ]
+    if lazy:
+        raise ModelError(
+            problem(
+                "The shapes of all parameters must be known.",
+                received=f"lazy parameters {', '.join(lazy)}",
+                fix="Call the model once on a sample first.",
+            )
+        )
+    if precision == "fp64":
+        model.double()
+    wanted = DTYPES[precision]
+    strange = {
+        str(value.dtype)
+        for value in model.parameters()
+        if value.is_floating_point() and value.dtype != wanted
+    }
+    if strange:
+        raise ModelError(
+            problem(
+                f"precision={precision!r} needs parameters of {wanted}.",
+                received=", ".join(sorted(strange)),
+                fix="Convert the model: model.float(), or use precision='fp64'.",
+            )
+        )
+
+
+def _check_device(model: nn.Module, plan: Plan) -> torch.device:
+    """The device of rank 0's model, where the Plan wants it.
+
+    Raises:
+        DeviceError: the model is elsewhere.
+    """
+    wanted = torch.device(plan.devices[0])
+    tensors = [*model.parameters(), *model.buffers()]
+    found = {str(tensor.device) for tensor in tensors}
+    fits = {"cpu"} if wanted.type == "cpu" else {str(wanted)}
+    if found - fits:
+        raise DeviceError(
+            problem(
+                f"The model must be on {wanted.type if wanted.type == 'cpu' else wanted}.",
+                received=f"parameters or buffers on {', '.join(sorted(found))}",
+                fix=f"Move it first: model.to({wanted.type!r}).",
+            )
+        )
+    return wanted
