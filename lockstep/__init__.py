@@ -37,7 +37,7 @@ _HOMES = {
     "verify": ("lockstep.verify.verify", "verify_job"),
 }
 
-__all__ = [*_HOMES]  # noqa: PLE0604 - names, taken from the one table above
+__all__ = [*_HOMES]
 
 
 def __getattr__(name: str) -> Any:

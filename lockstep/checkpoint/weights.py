@@ -70,9 +70,10 @@ def load_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
     problems = Problems()
     missing, unexpected = own.keys() - loaded.keys(), loaded.keys() - own.keys()
     if missing or unexpected:
+        lists = f"missing {sorted(missing) or 'none'}, unexpected {sorted(unexpected) or 'none'}"
         problems.add(
             f"{os.fspath(path)} must have the model's names.",
-            received=f"missing {sorted(missing) or 'none'}, unexpected {sorted(unexpected) or 'none'}",
+            received=lists,
             fix="Load it into the model it was saved from.",
         )
     for name in own.keys() & loaded.keys():

@@ -191,7 +191,10 @@ class SharedMemoryExchange(Exchange):
         self._gradients = [
             [
                 region.tensor(
-                    gradients + share * row_bytes + offset, tensor.dtype, tensor.shape, tensor.stride
+                    gradients + share * row_bytes + offset,
+                    tensor.dtype,
+                    tensor.shape,
+                    tensor.stride,
                 )
                 for offset, tensor in zip(offsets, spec.tensors, strict=True)
             ]

@@ -29,7 +29,13 @@ def wait_while_equal(word: ctypes.c_uint32, value: int, timeout_seconds: float) 
         return
     timeout = _Timespec(int(timeout_seconds), int(timeout_seconds % 1 * 1e9))
     _syscall(
-        _NUMBER, ctypes.byref(word), _FUTEX_WAIT, ctypes.c_uint32(value), ctypes.byref(timeout), 0, 0
+        _NUMBER,
+        ctypes.byref(word),
+        _FUTEX_WAIT,
+        ctypes.c_uint32(value),
+        ctypes.byref(timeout),
+        0,
+        0,
     )
 
 

@@ -134,9 +134,7 @@ class _GlobalBatchNorm(torch.autograd.Function):
         dims = [dim for dim in range(inputs.dim()) if dim != 1]
         variance, mean = torch.var_mean(inputs, dims, correction=0)
         mean, variance = mean.double(), variance.double()
-        rows = statistics.forward(
-            torch.cat([mean.new_tensor([count]), mean, variance * count])
-        )
+        rows = statistics.forward(torch.cat([mean.new_tensor([count]), mean, variance * count]))
         total, mean, variance = _merge(rows)
         if total <= 1:
             raise ModelError(

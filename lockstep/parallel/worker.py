@@ -251,9 +251,7 @@ class Worker:
         """(position in the batch, output) of this rank's shares of the batch at ``indices``."""
         return [(start, output) for start, _, output in self._outputs(source, indices)]
 
-    def _outputs(
-        self, source: Source, indices: torch.Tensor
-    ) -> Iterator[tuple[int, Batch, Tree]]:
+    def _outputs(self, source: Source, indices: torch.Tensor) -> Iterator[tuple[int, Batch, Tree]]:
         run = _Step(source, indices, 0, self.plan.num_shares, None)
         if any(takes_batch_statistics(layer) for _, layer in self._norms):
             self.exchange.barrier()  # rows of the last pass may still be read

@@ -136,6 +136,7 @@ def _notes(replicas: int, shares: int, cores: int, batch_size: int) -> list[str]
     if replicas > cores:
         notes.append(f"{replicas} replicas share {cores} cores: right for tests, not for speed.")
     if batch_size < shares:
-        notes.append(f"Batches of {batch_size} leave {shares - batch_size} of {shares} shares empty.")
+        notes.append(
+            f"Batches of {batch_size} leave {shares - batch_size} of {shares} shares empty."
+        )
     return notes
-

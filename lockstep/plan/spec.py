@@ -102,9 +102,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             return msgspec.json.decode(text, type=cls)
         except msgspec.MsgspecError as error:
             raise PlanError(
-                problem(
-                    "This is no Plan.", received=error, fix="Give a file that Plan.save wrote."
-                )
+                problem("This is no Plan.", received=error, fix="Give a file that Plan.save wrote.")
             ) from error
 
     def save(self, path: str | os.PathLike[str]) -> None:

@@ -95,9 +95,7 @@ class Session:
         region = SharedRegion.create(spec.num_bytes)
         team = self._take_team(assignment.plan)
         try:
-            worker = _worker(
-                assignment, spec, region, rank=0, look_around=self._watch(team)
-            )
+            worker = _worker(assignment, spec, region, rank=0, look_around=self._watch(team))
             self._call(team, assignment.plan, parcel, spec, region, worker)
             control = LeaderControl(team, self._timeout)
             result = assignment.task.run(worker, control, conductor)
@@ -275,9 +273,7 @@ def _descend(
     return f"{label[0].upper()}{label[1:]} ({type(part).__name__})", reason
 
 
-def _first_failing(
-    part: Any, parameters: list[nn.Parameter]
-) -> tuple[str, Any, Exception] | None:
+def _first_failing(part: Any, parameters: list[nn.Parameter]) -> tuple[str, Any, Exception] | None:
     for name, value in _children(part):
         reason = _failure(value, parameters)
         if reason is not None:

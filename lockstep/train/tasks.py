@@ -239,9 +239,7 @@ class PredictTask(Task):
         parts = []
         with modes_of(worker.model, training=False):
             for start, stop in batch_bounds(len(self.source), self.batch_size):
-                for position, output in worker.predict_step(
-                    self.source, torch.arange(start, stop)
-                ):
+                for position, output in worker.predict_step(self.source, torch.arange(start, stop)):
                     parts.append((start + position, map_tensors(torch.Tensor.cpu, output)))
         gathered = [part for parts in control.gather(parts) for part in parts]
         return [output for _, output in sorted(gathered, key=lambda part: part[0])]

@@ -100,7 +100,9 @@ class Trainer:
         self._epochs_trained = 0
         self._steps_trained = 0
         self._plan: Plan | None = None
-        timeout = DEFAULT_TIMEOUT_SECONDS if self.strategy is None else self.strategy.timeout_seconds
+        timeout = (
+            DEFAULT_TIMEOUT_SECONDS if self.strategy is None else self.strategy.timeout_seconds
+        )
         self._session = Session(timeout)
         self._finalizer = weakref.finalize(self, self._session.release)
 
@@ -311,7 +313,9 @@ class Trainer:
 
     def _predict_none(self, source: Source) -> Tree:
         """No samples: outputs of the right kind and shape, found with one made-up sample."""
-        made_up = map_tensors(lambda tensor: tensor.new_zeros(1, *tensor.shape[1:]), _inputs(source))
+        made_up = map_tensors(
+            lambda tensor: tensor.new_zeros(1, *tensor.shape[1:]), _inputs(source)
+        )
         outputs = self._predict(as_input_source(made_up, name="inputs"), 1)
         return map_tensors(lambda tensor: tensor[:0], outputs)
 
@@ -386,9 +390,7 @@ def _check_counts(**counts: object) -> None:
 
 
 def _prepare_model(model: nn.Module, precision: str) -> None:
-    lazy = [
-        name for name, value in model.named_parameters() if torch.nn.parameter.is_lazy(value)
-    ]
+    lazy = [name for name, value in model.named_parameters() if torch.nn.parameter.is_lazy(value)]
     if lazy:
         raise ModelError(
             problem(

@@ -143,7 +143,9 @@ def _check_parameters(optimizer: optim.Optimizer, model: nn.Module) -> None:
     problems = Problems()
     own = {id(parameter) for parameter in model.parameters()}
     strange = sum(
-        id(parameter) not in own for group in optimizer.param_groups for parameter in group["params"]
+        id(parameter) not in own
+        for group in optimizer.param_groups
+        for parameter in group["params"]
     )
     if strange:
         problems.add(

@@ -1,0 +1,23 @@
+"""One pool of helper processes for all tests, one thread per process, no state kept between tests."""
+
+import faulthandler
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from lockstep.launch.pool import keep_teams
+
+faulthandler.enable()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def helper_pool() -> Iterator[None]:
+    """Helpers are started once per number of devices, and anew after a failure."""
+    with keep_teams():
+        yield
