@@ -1,4 +1,4 @@
-"""One pool of helper processes for all tests, one thread per process, no state kept between tests."""
+"""One pool of helper processes for all tests, one thread per process."""
 
 import faulthandler
 from collections.abc import Iterator

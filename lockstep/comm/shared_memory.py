@@ -86,7 +86,7 @@ def _nameless_file() -> int:
 
 
 def _reserve(descriptor: int, num_bytes: int) -> None:
-    """Size the file; on Linux take the pages now, so that a shortage shows here and not as SIGBUS."""
+    """Size the file. On Linux take its pages now: a shortage shows here, and not as SIGBUS."""
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(descriptor, 0, num_bytes)
     else:

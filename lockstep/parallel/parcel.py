@@ -1,8 +1,8 @@
 """Parcels: objects on their way to another process, with their tensors in shared memory.
 
-A parcel is a pickle (cloudpickle: what ``__main__`` defines goes by value) in which every CPU tensor
-and large array is replaced by its place in a shared region. Parameters that lie in a store are
-replaced by their number there, so that both sides hold the same memory.
+A parcel is a pickle (cloudpickle: what ``__main__`` defines goes by value) in which every CPU
+tensor and large array is replaced by its place in a shared region. Parameters that lie in a store
+are replaced by their number there, so that both sides hold the same memory.
 """
 
 import io

@@ -7,6 +7,7 @@ the same element in the same lane: cutting changes no bit of an elementwise upda
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 ALIGNMENT_BYTES = 512
 
@@ -51,7 +52,7 @@ def elementwise_slices(extents: Sequence[Extent], num_ranks: int) -> list[list[P
     offsets, total = flat_offsets(extents)
     cuts = [align(total * rank // num_ranks) for rank in range(num_ranks)] + [total]
     slices: list[list[Piece]] = []
-    for low, high in zip(cuts, cuts[1:], strict=False):
+    for low, high in pairwise(cuts):
         pieces = []
         for index, (offset, extent) in enumerate(zip(offsets, extents, strict=True)):
             # Whole elements: alignment is a multiple of every element size.

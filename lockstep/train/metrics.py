@@ -1,13 +1,15 @@
 """torchmetrics on many ranks: each updates its own states, rank 0 joins them in rank order."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torchmetrics import Metric, MetricCollection
 
 from lockstep.data.trees import Tree
 from lockstep.errors import OptionError, problem
+
+if TYPE_CHECKING:
+    from torchmetrics import Metric
 
 States = dict[str, Any]
 
@@ -24,7 +26,12 @@ class Metrics:
 
     def __init__(self, metrics: Mapping[str, Any] | None) -> None:
         self.by_name: dict[str, Metric] = {}
-        for name, metric in (metrics or {}).items():
+        if not metrics:
+            return
+        # torchmetrics takes as long to import as torch: only those wait who use it.
+        from torchmetrics import Metric, MetricCollection
+
+        for name, metric in metrics.items():
             if isinstance(metric, MetricCollection) or not isinstance(metric, Metric):
                 raise OptionError(
                     problem(
@@ -86,7 +93,7 @@ class Metrics:
 
 
 def _joined(values: list[Any], reduction: Any) -> Any:
-    """Join one state of all ranks as ``Metric.sync`` does: stack and reduce tensors, chain lists."""
+    """Join one state of all ranks as ``Metric.sync`` does: reduce stacked tensors, chain lists."""
     if not isinstance(values[0], torch.Tensor):
         return [entry for value in values for entry in value]
     stacked = torch.stack(values)

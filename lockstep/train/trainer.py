@@ -141,7 +141,7 @@ class Trainer:
             Loss, metrics and validation values of every epoch.
 
         Raises:
-            OptionError, DataError, DeviceError, PlanError, ShippingError: before any process starts.
+            OptionError, DataError, DeviceError, PlanError, ShippingError: before a process starts.
             LossError, NonFiniteLossError, WorkerError: at the step they name.
         """
         _check_counts(epochs=epochs, batch_size=batch_size)
