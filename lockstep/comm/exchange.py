@@ -49,7 +49,7 @@ class ShareTotals:
 
 
 class Exchange(ABC):
-    """One rank's end of the exchange. ``barrier`` and ``gather`` take every rank concerned."""
+    """One rank's end of the exchange. Some methods wait for other ranks."""
 
     board: Board | None = None
 
@@ -81,10 +81,17 @@ class Exchange(ABC):
         """Every rank begins its next pass over a batch, with shares of it or without."""
 
     @abstractmethod
-    def gather(self, share: int, row: torch.Tensor, num_filled: int) -> torch.Tensor:
-        """Rows of all filled shares, shape (num_filled, len(row)), in the order of the shares.
+    def offer(self, share: int, row: torch.Tensor, *, last: bool) -> None:
+        """Put up a share's row (float64); ``last`` says that this rank has no more shares of it.
 
-        Called by the filled shares only, all of them the same number of times in a pass.
+        Only filled shares offer rows, all of them the same number of times in a pass.
+        """
+
+    @abstractmethod
+    def offered(self, share: int, length: int, num_filled: int) -> torch.Tensor:
+        """The rows that all filled shares have offered, shape (num_filled, length), by share.
+
+        ``share`` is the one that asks; it has offered its own.
         """
 
 
@@ -94,6 +101,7 @@ class LocalExchange(Exchange):
     def __init__(self) -> None:
         self._gradients: Gradients = ()
         self._totals = ShareTotals([], [])
+        self._row = torch.empty(0)
 
     def put(self, share: int, gradients: Gradients, total: float, weight: float) -> None:
         self._gradients = gradients
@@ -114,8 +122,11 @@ class LocalExchange(Exchange):
     def begin_pass(self) -> None:
         return
 
-    def gather(self, share: int, row: torch.Tensor, num_filled: int) -> torch.Tensor:
-        return row[None]
+    def offer(self, share: int, row: torch.Tensor, *, last: bool) -> None:
+        self._row = row
+
+    def offered(self, share: int, length: int, num_filled: int) -> torch.Tensor:
+        return self._row[None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,13 +134,13 @@ class ExchangeSpec:
     """The layout of a ``SharedMemoryExchange``: the same on every rank.
 
     The region holds, each part aligned: the board; (total, weight) per share; which parameters a
-    share used; two buffers of rows for ``gather``; a row of gradients per share.
+    share used; two buffers of rows to offer; a row of gradients per share.
 
     Attributes:
         num_ranks: ranks that map the region.
         num_shares: rows of gradients.
         tensors: the trainable parameters.
-        row_capacity: longest row that ``gather`` takes, in float64.
+        row_capacity: longest row that a share may offer, in float64.
     """
 
     num_ranks: int
@@ -202,7 +213,7 @@ class SharedMemoryExchange(Exchange):
         ]
         self._users: list[list[int]] = []
         self._pass = 0
-        self._gathers = 0
+        self._offers = [0] * spec.num_shares
 
     def put(self, share: int, gradients: Gradients, total: float, weight: float) -> None:
         self._losses[share, 0] = total
@@ -242,18 +253,23 @@ class SharedMemoryExchange(Exchange):
 
     def begin_pass(self) -> None:
         self._pass += 1
-        self._gathers = 0
+        self._offers = [0] * self._spec.num_shares
 
-    def gather(self, share: int, row: torch.Tensor, num_filled: int) -> torch.Tensor:
-        self._gathers += 1
-        assert self._gathers < 1 << 20
-        tag = (self._pass << 20) | self._gathers
-        buffer = self._rows[self._gathers & 1, :num_filled, : len(row)]
-        buffer[share].copy_(row)
-        self.board.post(tag)
+    def offer(self, share: int, row: torch.Tensor, *, last: bool) -> None:
+        self._offers[share] += 1
+        self._rows[self._offers[share] & 1, share, : len(row)].copy_(row)
+        if last:
+            self.board.post(self._tag(share))
+
+    def offered(self, share: int, length: int, num_filled: int) -> torch.Tensor:
         for other in range(num_filled):
-            self.board.wait_for(self._rank_of(other), tag)
-        return buffer.clone()
+            self.board.wait_for(self._rank_of(other), self._tag(share))
+        return self._rows[self._offers[share] & 1, :num_filled, :length].clone()
+
+    def _tag(self, share: int) -> int:
+        """Grows with every pass and, within it, with every row that a share offers."""
+        assert self._offers[share] < 1 << 20
+        return (self._pass << 20) | self._offers[share]
 
     def _rank_of(self, share: int) -> int:
         return replica_of_share(share, self._spec.num_ranks, self._spec.num_shares)

@@ -7,9 +7,12 @@ import hashlib
 import random
 import struct
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
+
+StreamStates = tuple[torch.Tensor, Any, Any]
 
 
 def stream_seed(*keys: int | str) -> int:
@@ -31,6 +34,18 @@ def seed_streams(seed: int) -> None:
     torch.default_generator.manual_seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
     random.seed(seed)
+
+
+def stream_states() -> StreamStates:
+    """The states of the global random streams, for ``restore_streams``."""
+    return torch.get_rng_state(), np.random.get_state(), random.getstate()
+
+
+def restore_streams(states: StreamStates) -> None:
+    """Put the global random streams back to where ``stream_states`` found them."""
+    torch.set_rng_state(states[0])
+    np.random.set_state(states[1])
+    random.setstate(states[2])
 
 
 def epoch_order(seed: int, epoch: int, num_samples: int, *, shuffle: bool) -> torch.Tensor:

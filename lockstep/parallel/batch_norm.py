@@ -12,6 +12,7 @@ class, its state and its methods whenever the user can see it.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,8 +22,18 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from lockstep.errors import LockstepError, ModelError, problem
 
-# row -> rows of all filled shares, shape (shares, len(row)), in the order of the shares
-Gather = Callable[[torch.Tensor], torch.Tensor]
+
+@dataclass(frozen=True)
+class ShareLink:
+    """A share's line to the other shares of its batch.
+
+    Attributes:
+        gather: row -> rows of all filled shares, shape (shares, len(row)), in their order.
+        is_first: it is its rank's first share of the batch: the one that updates the buffers.
+    """
+
+    gather: Callable[[torch.Tensor], torch.Tensor]
+    is_first: bool
 
 
 def batch_norm_layers(model: nn.Module) -> list[tuple[str, _BatchNorm]]:
@@ -43,15 +54,22 @@ def takes_batch_statistics(layer: _BatchNorm) -> bool:
 
 
 @contextmanager
-def global_statistics(layers: list[tuple[str, _BatchNorm]], gather: Gather) -> Iterator[None]:
-    """Within the block, these layers see the global batch."""
+def global_statistics(
+    layers: list[tuple[str, _BatchNorm]], current_link: Callable[[], ShareLink]
+) -> Iterator[None]:
+    """Within the block, these layers see the global batch.
+
+    Args:
+        layers: as ``batch_norm_layers`` gives them.
+        current_link: the link of the share that is running.
+    """
     patched = [
         (number, name, layer)
         for number, (name, layer) in enumerate(layers)
         if takes_batch_statistics(layer)
     ]
     for number, name, layer in patched:
-        layer.__dict__["forward"] = _forward_of(layer, _Statistics(number, name, gather))
+        layer.__dict__["forward"] = _forward_of(layer, number, name, current_link)
     try:
         yield
     finally:
@@ -62,7 +80,9 @@ def global_statistics(layers: list[tuple[str, _BatchNorm]], gather: Gather) -> I
 class _Statistics:
     """Gathers one layer's rows, and sees that all shares are at the same layer."""
 
-    def __init__(self, number: int, name: str, gather: Gather) -> None:
+    def __init__(
+        self, number: int, name: str, gather: Callable[[torch.Tensor], torch.Tensor]
+    ) -> None:
         self._number = number
         self._name = name
         self._gather = gather
@@ -86,14 +106,18 @@ class _Statistics:
         return rows[:, 1:]
 
 
-def _forward_of(layer: _BatchNorm, statistics: _Statistics) -> Callable[[torch.Tensor], Any]:
+def _forward_of(
+    layer: _BatchNorm, number: int, name: str, current_link: Callable[[], ShareLink]
+) -> Callable[[torch.Tensor], torch.Tensor]:
     def forward(inputs: torch.Tensor) -> torch.Tensor:
+        link = current_link()
+        statistics = _Statistics(number, name, link.gather)
         if not isinstance(layer, nn.SyncBatchNorm):
             layer._check_input_dim(inputs)
         output, mean, variance, count = _GlobalBatchNorm.apply(
             inputs, layer.weight, layer.bias, layer.eps, statistics
         )
-        if layer.training and layer.track_running_stats:
+        if link.is_first and layer.training and layer.track_running_stats:
             _update_running_statistics(layer, mean, variance, int(count))
         return output
 

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -25,10 +25,12 @@ from lockstep.data.sources import Batch, Source
 from lockstep.data.trees import Tree, map_tensors
 from lockstep.errors import NonFiniteLossError, problem
 from lockstep.parallel.batch_norm import (
+    ShareLink,
     batch_norm_layers,
     global_statistics,
     takes_batch_statistics,
 )
+from lockstep.parallel.interleave import Interleaver
 from lockstep.parallel.losses import LossAdapter, ShareLoss
 from lockstep.parallel.update import BoundPiece, Updater
 from lockstep.plan.layout import Piece
@@ -107,8 +109,11 @@ class Worker:
         ]
         self._norms = batch_norm_layers(model)
         self._pieces = self._bind(owned)
-        self._train_program = lru_cache(maxsize=8)(lambda size: lower_train(plan, rank, size))
-        self._handlers: dict[type[Action], Callable[..., None]] = {
+        self._interleaver = Interleaver()
+        self._program = lru_cache(maxsize=8)(
+            lambda size: _grouped(plan, lower_train(plan, rank, size))
+        )
+        self._handlers: dict[type[Action], Callable[[_Step, list[int]], None]] = {
             Forward: self._forward,
             Backward: self._backward,
             Reduce: self._reduce,
@@ -144,8 +149,8 @@ class Worker:
             self.exchange.board.step = step
         self.exchange.begin_pass()
         self._clear_gradients()
-        for action in self._program(len(indices)):
-            self._handlers[type(action)](run, action)
+        for kind, shares in self._program(len(indices)):
+            self._handlers[kind](run, shares)
         totals = run.totals
         assert totals is not None
         return StepResult(
@@ -154,37 +159,67 @@ class Worker:
             num_samples=len(indices),
         )
 
-    def _program(self, num_samples: int) -> RankProgram:
-        return self._train_program(num_samples)
-
     def _clear_gradients(self) -> None:
         for _, parameter in self._trainable:
             parameter.grad = None
 
-    def _forward(self, run: "_Step", action: Forward) -> None:
-        share = action.microbatch
-        seed_streams(share_seed(self._seed, run.step, share))
-        batch = self._read(run, share)
-        with self._norms_of(share, run.num_filled):
-            output = call_model(self.model, batch.inputs)
-        run.losses[share] = self._loss_of(output, batch)
-        if run.observe is not None:
-            run.observe(map_tensors(torch.Tensor.detach, output), batch.targets)
+    def _forward(self, run: "_Step", shares: list[int]) -> None:
+        def forward(share: int) -> None:
+            seed_streams(share_seed(self._seed, run.step, share))
+            batch, output = self._output(run, share)
+            run.losses[share] = self._loss_of(output, batch)
+            if run.observe is not None:
+                run.observe(map_tensors(torch.Tensor.detach, output), batch.targets)
 
-    def _backward(self, run: "_Step", action: Backward) -> None:
-        share = action.microbatch
-        loss = run.losses.pop(share)
+        self._run_together(run, shares, forward)
+
+    def _backward(self, run: "_Step", shares: list[int]) -> None:
+        if len(shares) == 1:
+            self._backward_of(run, shares[0])
+            gradients = [parameter.grad for _, parameter in self._trainable]
+            self._put(run, shares[0], gradients)
+            return
+        taken: dict[int, list[torch.Tensor | None]] = {
+            share: [None] * len(self._trainable) for share in shares
+        }
+        with self._taking_gradients(lambda: taken[shares[self._interleaver.current]]):
+            self._interleaver.run([partial(self._backward_of, run, share) for share in shares])
+        for share in shares:
+            self._put(run, share, taken[share])
+
+    def _backward_of(self, run: "_Step", share: int) -> None:
         # Alone, a share knows the whole weight; among others it divides by the samples, and the
         # sum over the shares is corrected once all weights are known.
+        loss = run.losses[share]
         denominator = loss.weight if run.num_filled == 1 else float(run.num_samples)
         if denominator > 0:
             loss.backward(denominator)
-        gradients = [parameter.grad for _, parameter in self._trainable]
+
+    def _put(self, run: "_Step", share: int, gradients: list[torch.Tensor | None]) -> None:
+        loss = run.losses.pop(share)
         self.exchange.put(share, gradients, loss.total, loss.weight)
         if self.plan.num_shares > 1:
             self._clear_gradients()
 
-    def _reduce(self, run: "_Step", action: Reduce) -> None:
+    @contextmanager
+    def _taking_gradients(self, taken: Callable[[], list[torch.Tensor | None]]) -> Iterator[None]:
+        """Within the block, gradients go where ``taken`` says as soon as they are whole."""
+
+        def take(index: int, parameter: torch.Tensor) -> None:
+            taken()[index] = parameter.grad
+            parameter.grad = None
+
+        handles = [
+            parameter.register_post_accumulate_grad_hook(partial(take, index))
+            for index, (_, parameter) in enumerate(self._trainable)
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _reduce(self, run: "_Step", shares: list[int]) -> None:
         weight = self._collect(run)
         factor = 1.0 if run.num_filled == 1 or not weight else run.num_samples / weight
         for bound in self._pieces:
@@ -193,13 +228,13 @@ class Worker:
                 gradient.mul_(factor)
             bound.tensor.grad = gradient
 
-    def _step(self, run: "_Step", action: Step) -> None:
+    def _step(self, run: "_Step", shares: list[int]) -> None:
         weight = self._collect(run)
         assert self.updater is not None
         if weight:
             self.updater.step()
 
-    def _sync(self, run: "_Step", action: Sync) -> None:
+    def _sync(self, run: "_Step", shares: list[int]) -> None:
         self.exchange.barrier()
 
     def _collect(self, run: "_Step") -> float:
@@ -238,32 +273,68 @@ class Worker:
         self, source: Source, indices: torch.Tensor, observe: Observe | None = None
     ) -> list[tuple[float, float]]:
         """(total, weight) of this rank's shares of the batch at ``indices``."""
-        losses = []
-        for _, batch, output in self._outputs(source, indices):
+        run = self._begin(source, indices)
+        losses: list[tuple[float, float]] = []
+
+        def evaluate(share: int) -> None:
+            batch, output = self._output(run, share)
             loss = self._loss_of(output, batch)
             losses.append((loss.total, loss.weight))
             if observe is not None:
                 observe(output, batch.targets)
+
+        self._run_forward(run, evaluate)
         return losses
 
     @torch.no_grad()
     def predict_step(self, source: Source, indices: torch.Tensor) -> list[tuple[int, Tree]]:
         """(position in the batch, output) of this rank's shares of the batch at ``indices``."""
-        return [(start, output) for start, _, output in self._outputs(source, indices)]
+        run = self._begin(source, indices)
+        outputs: list[tuple[int, Tree]] = []
 
-    def _outputs(self, source: Source, indices: torch.Tensor) -> Iterator[tuple[int, Batch, Tree]]:
-        run = _Step(source, indices, 0, self.plan.num_shares, None)
+        def predict(share: int) -> None:
+            outputs.append((run.bounds[share][0], self._output(run, share)[1]))
+
+        self._run_forward(run, predict)
+        return outputs
+
+    def _begin(self, source: Source, indices: torch.Tensor) -> "_Step":
         if any(takes_batch_statistics(layer) for _, layer in self._norms):
             self.exchange.barrier()  # rows of the last pass may still be read
         self.exchange.begin_pass()
-        for action in lower_forward(self.plan, self.rank, run.num_samples):
-            assert isinstance(action, Forward)
-            batch = self._read(run, action.microbatch)
-            with self._norms_of(action.microbatch, run.num_filled):
-                output = call_model(self.model, batch.inputs)
-            yield run.bounds[action.microbatch][0], batch, output
+        return _Step(source, indices, 0, self.plan.num_shares, None)
+
+    def _run_forward(self, run: "_Step", body: Callable[[int], None]) -> None:
+        actions = lower_forward(self.plan, self.rank, run.num_samples)
+        for _, shares in _grouped(self.plan, actions):
+            self._run_together(run, shares, body)
 
     # --- shared ----------------------------------------------------------------------------------
+
+    def _run_together(self, run: "_Step", shares: list[int], body: Callable[[int], None]) -> None:
+        """Run ``body`` for shares whose BatchNorm layers see the whole batch."""
+        with self._global_norms(run, shares):
+            self._interleaver.run([partial(body, share) for share in shares])
+
+    def _output(self, run: "_Step", share: int) -> tuple[Batch, Tree]:
+        """A share's samples, and what the model makes of them."""
+        batch = self._read(run, share)
+        return batch, call_model(self.model, batch.inputs)
+
+    def _global_norms(self, run: "_Step", shares: list[int]) -> AbstractContextManager[None]:
+        if run.num_filled == 1 or not self._norms:
+            return nullcontext()
+
+        def link_of(share: int) -> ShareLink:
+            def gather(row: torch.Tensor) -> torch.Tensor:
+                self.exchange.offer(share, row, last=share == shares[-1])
+                self._interleaver.meet()
+                return self.exchange.offered(share, len(row), run.num_filled)
+
+            return ShareLink(gather, is_first=share == shares[0])
+
+        links = [link_of(share) for share in shares]
+        return global_statistics(self._norms, lambda: links[self._interleaver.current])
 
     def _read(self, run: "_Step", share: int) -> Batch:
         start, stop = run.bounds[share]
@@ -274,12 +345,17 @@ class Worker:
         assert self._loss is not None
         return self._loss(output, batch.targets, batch.sample_weight, batch.num_samples)
 
-    def _norms_of(self, share: int, num_filled: int) -> AbstractContextManager[None]:
-        if num_filled == 1 or not self._norms:
-            return nullcontext()
-        return global_statistics(
-            self._norms, lambda row: self.exchange.gather(share, row, num_filled)
-        )
+
+def _grouped(plan: Plan, program: RankProgram) -> list[tuple[type[Action], list[int]]]:
+    """A program as (kind of action, shares that it runs together)."""
+    groups: list[tuple[type[Action], list[int]]] = []
+    for action in program:
+        shares = [action.microbatch] if isinstance(action, Forward | Backward) else []
+        if plan.interleaved and shares and groups and groups[-1][0] is type(action):
+            groups[-1][1].extend(shares)
+        else:
+            groups.append((type(action), shares))
+    return groups
 
 
 class _Step:

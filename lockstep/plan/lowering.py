@@ -8,11 +8,17 @@ from lockstep.plan.spec import LocalUpdate, Plan
 def lower_train(plan: Plan, rank: int, num_samples: int) -> RankProgram:
     """One training step of ``rank`` on a batch of ``num_samples``.
 
-    Empty shares have no passes: the rank still reduces, steps and synchronises.
+    Empty shares have no passes: the rank still reduces, steps and synchronises. Consecutive passes
+    of one kind in an interleaved Plan run together.
     """
+    shares = _filled_shares(plan, rank, num_samples)
     passes: list[Action] = []
-    for share in _filled_shares(plan, rank, num_samples):
-        passes += [Forward(0, share), Backward(0, share)]
+    if plan.interleaved:
+        passes += [Forward(0, share) for share in shares]
+        passes += [Backward(0, share) for share in shares]
+    else:
+        for share in shares:
+            passes += [Forward(0, share), Backward(0, share)]
     if isinstance(plan.update, LocalUpdate):
         return (*passes, Step())
     return (*passes, Reduce(), Step(), Sync())

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from lockstep.cluster.topology import MAX_CPU_REPLICAS_PER_CORE, Cluster
-from lockstep.errors import DeviceError, OptionError, PlanError, problem
+from lockstep.errors import DeviceError, OptionError, problem
 from lockstep.graph.layer_graph import LayerGraph
 from lockstep.plan.spec import Axis, LayerPlacement, LocalUpdate, Plan, SlicedUpdate
 
@@ -32,6 +32,7 @@ class SingleDevice:
             devices=(self.device,),
             threads_per_device=None,
             num_shares=1,
+            interleaved=False,
             layers=_one_stage(graph),
             update=LocalUpdate(),
             precision=self.precision,
@@ -57,7 +58,6 @@ class Mirrored:
         Raises:
             DeviceError: more replicas than this host can hold.
             OptionError: fewer shares than replicas.
-            PlanError: batch statistics cannot be exact with these shares.
         """
         cores = cluster.hosts[0].num_cores
         replicas = num_mirrored_replicas(self.devices, cluster)
@@ -70,13 +70,14 @@ class Mirrored:
                     fix=f"Use num_shares >= {replicas}, or fewer devices.",
                 )
             )
-        _check_batch_statistics(graph, replicas, shares)
         return Plan(
             strategy="mirrored",
             mesh=(Axis(name="data", size=replicas),),
             devices=tuple(f"cpu:{rank % cores}" for rank in range(replicas)),
             threads_per_device=1,
             num_shares=shares,
+            interleaved=shares > replicas
+            and any(layer.uses_batch_statistics for layer in graph.layers),
             layers=_one_stage(graph),
             update=LocalUpdate() if replicas == shares == 1 else SlicedUpdate(),
             precision=self.precision,
@@ -115,20 +116,6 @@ def _one_stage(graph: LayerGraph) -> tuple[LayerPlacement, ...]:
         )
         for layer in graph.layers
     )
-
-
-def _check_batch_statistics(graph: LayerGraph, replicas: int, shares: int) -> None:
-    """Statistics over the whole batch need all its shares in flight at once: one per replica."""
-    names = [layer.name for layer in graph.layers if layer.uses_batch_statistics]
-    if shares != replicas and names:
-        raise PlanError(
-            problem(
-                "These layers take statistics over the whole batch, which a replica that computes "
-                f"its shares one after another does not see: {', '.join(names)}.",
-                received=f"num_shares={shares} with {replicas} replicas",
-                fix="Leave num_shares out, or use as many devices as shares.",
-            )
-        )
 
 
 def _notes(replicas: int, shares: int, cores: int, batch_size: int) -> list[str]:

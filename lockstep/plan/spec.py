@@ -50,6 +50,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         devices: the device of each rank.
         threads_per_device: compute threads of each rank; None leaves the process's setting.
         num_shares: parts into which every global batch is divided; see ``plan.shares``.
+        interleaved: a rank's shares run together, layer by layer, because layers take statistics
+            over the whole batch.
         layers: every layer and its stage.
         update: how gradients meet and parameters change.
         precision: ``"fp32"`` or ``"fp64"``.
@@ -62,6 +64,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     devices: tuple[str, ...]
     threads_per_device: int | None
     num_shares: int
+    interleaved: bool
     layers: tuple[LayerPlacement, ...]
     update: Update
     precision: str

@@ -26,13 +26,8 @@ class Metrics:
 
     def __init__(self, metrics: Mapping[str, Any] | None) -> None:
         self.by_name: dict[str, Metric] = {}
-        if not metrics:
-            return
-        # torchmetrics takes as long to import as torch: only those wait who use it.
-        from torchmetrics import Metric, MetricCollection
-
-        for name, metric in metrics.items():
-            if isinstance(metric, MetricCollection) or not isinstance(metric, Metric):
+        for name, metric in (metrics or {}).items():
+            if not _is_metric(metric):
                 raise OptionError(
                     problem(
                         f"metrics[{name!r}] must be a torchmetrics.Metric.",
@@ -90,6 +85,13 @@ class Metrics:
             for name, metric in self.by_name.items()
             if metric._update_count
         }
+
+
+def _is_metric(value: object) -> bool:
+    # torchmetrics takes as long to import as torch: only those wait who use it.
+    from torchmetrics import Metric
+
+    return isinstance(value, Metric)
 
 
 def _joined(values: list[Any], reduction: Any) -> Any:

@@ -6,18 +6,17 @@ script's own objects.
 """
 
 import pickle
-import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
 from lockstep.comm.exchange import ExchangeSpec
 from lockstep.comm.shared_memory import SharedRegion
+from lockstep.data.order import restore_streams, stream_states
 from lockstep.errors import ShippingError, WorkerError, problem
 from lockstep.launch.helper import HelperContext
 from lockstep.launch.pool import give_back, take_team
@@ -215,15 +214,13 @@ def _worker(
 def compute_settings(plan: Plan) -> Iterator[None]:
     """The Plan's threads within the block; the process's own threads and random states after it."""
     threads = torch.get_num_threads()
-    states = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    streams = stream_states()
     if plan.threads_per_device is not None:
         torch.set_num_threads(plan.threads_per_device)
     try:
         yield
     finally:
-        torch.set_rng_state(states[0])
-        np.random.set_state(states[1])
-        random.setstate(states[2])
+        restore_streams(streams)
         if plan.threads_per_device is not None:
             torch.set_num_threads(threads)
 

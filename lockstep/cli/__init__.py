@@ -1,0 +1,1 @@
+"""The ``lockstep`` command: from arguments to calls, one file per command."""

@@ -1,0 +1,55 @@
+"""The ``lockstep`` command."""
+
+import argparse
+import sys
+from importlib import import_module
+
+import lockstep
+from lockstep.errors import LockstepError
+
+# Command -> (its module, what it does). A module has add_arguments(parser) and run(options) -> int.
+COMMANDS = {
+    "demo": (
+        "lockstep.cli.demo",
+        "train a small convolutional net on two devices, with the proof that the result is exact",
+    ),
+    "verify": (
+        "lockstep.cli.verify",
+        "compare a strategy with a plain loop on one device, tensor by tensor",
+    ),
+    "plan": ("lockstep.cli.plan", "show how a strategy would train a model"),
+}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run a command; returns the exit status: 0, 1 for a failed check, 2 for wrong usage."""
+    given = sys.argv[1:] if arguments is None else arguments
+    parser = _make_parser(given)
+    options = parser.parse_args(given)
+    try:
+        return int(import_module(COMMANDS[options.command][0]).run(options))
+    except LockstepError as error:
+        print(f"lockstep {options.command}: {error}", file=sys.stderr)  # noqa: T201
+        return 2
+    except KeyboardInterrupt:
+        print(file=sys.stderr)  # noqa: T201
+        return 130
+
+
+def _make_parser(given: list[str]) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="lockstep",
+        description="Many devices, one result: trains PyTorch models on many devices "
+        "and gives the weights that one device would have given.",
+    )
+    parser.add_argument("--version", action="version", version=f"lockstep {lockstep.__version__}")
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, (module, summary) in COMMANDS.items():
+        subparser = subparsers.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
+        if name in given[:1]:  # the others' modules need not be loaded
+            import_module(module).add_arguments(subparser)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,118 @@
+"""Runs several shares of one rank together, where a layer needs all of them at once.
+
+BatchNorm's statistics are those of the whole batch, so a share cannot finish its forward pass
+before every other one has come as far. A rank with several shares runs each in a thread of its own,
+one at a time and always in the same order: at a meeting a share hands on to the next, and goes on
+when it is its turn again. Only one thread ever computes, so the result depends on no timing.
+
+Each share keeps its own random streams across meetings.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+
+import torch
+
+from lockstep.data.order import restore_streams, stream_states
+from lockstep.errors import ModelError, problem
+
+
+class Interleaver:
+    """Runs bodies in turns; inside a body, ``meet`` waits until all others have come as far."""
+
+    def __init__(self) -> None:
+        self._turns: list[threading.Semaphore] = []
+        self._finished: list[bool] = []
+        self._meetings: list[int] = []
+        self._failure: BaseException | None = None
+        self.current = 0
+
+    def run(self, bodies: Sequence[Callable[[], None]]) -> None:
+        """Run all bodies to their ends.
+
+        Raises:
+            Exception: what the first body that failed has raised.
+        """
+        self.current = 0
+        if len(bodies) == 1:
+            bodies[0]()
+            return
+        self._turns = [threading.Semaphore(0) for _ in bodies]
+        self._finished = [False] * len(bodies)
+        self._meetings = [0] * len(bodies)
+        self._failure = None
+        grad, threads = torch.is_grad_enabled(), torch.get_num_threads()
+        started = [
+            threading.Thread(target=self._run_body, args=(index, body, grad, threads))
+            for index, body in enumerate(bodies)
+        ]
+        for thread in started:
+            thread.start()
+        self._turns[0].release()
+        for thread in started:
+            thread.join()
+        failure, self._failure = self._failure, None
+        self._turns = []
+        if failure is not None:
+            raise failure
+
+    def meet(self) -> None:
+        """Let every other body come to its own ``meet``; then go on.
+
+        Raises:
+            ModelError: another body has ended instead.
+        """
+        if not self._turns:
+            return
+        own = self.current
+        self._meetings[own] += 1
+        streams = stream_states()
+        self._hand_on(own)
+        self._wait_for_turn(own)
+        restore_streams(streams)
+        if self._left_behind(own):
+            raise ModelError(
+                problem(
+                    "BatchNorm layers must run equally often for every share of a batch.",
+                    received="a share that passed through fewer of them than another",
+                    fix="Do not choose layers by the samples at hand before a BatchNorm.",
+                )
+            )
+
+    def _left_behind(self, own: int) -> bool:
+        """Whether a body has ended without coming to this meeting."""
+        return any(
+            finished and meetings < self._meetings[own]
+            for finished, meetings in zip(self._finished, self._meetings, strict=True)
+        )
+
+    def _run_body(self, index: int, body: Callable[[], None], grad: bool, threads: int) -> None:
+        torch.set_grad_enabled(grad)  # both settings belong to a thread
+        torch.set_num_threads(threads)
+        try:
+            self._wait_for_turn(index)
+            body()
+        except _Abandoned:
+            pass  # another body has failed: its error is the one to tell
+        except BaseException as error:
+            self._failure = self._failure or error
+        self._finished[index] = True
+        self._hand_on(index)
+
+    def _wait_for_turn(self, index: int) -> None:
+        self._turns[index].acquire()
+        self.current = index
+        if self._failure is not None:
+            raise _Abandoned
+
+    def _hand_on(self, index: int) -> None:
+        count = len(self._turns)
+        for offset in range(1, count + 1):
+            following = (index + offset) % count
+            if not self._finished[following]:
+                self._turns[following].release()
+                return
+
+
+class _Abandoned(BaseException):
+    """Ends a body whose sibling has failed."""
