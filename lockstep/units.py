@@ -3,9 +3,9 @@
 
 def format_bytes(num_bytes: float) -> str:
     """``1536`` -> ``"1.5 KiB"``."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(num_bytes) < 1024:
-            return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
+    for unit, digits in (("B", 0), ("KiB", 1), ("MiB", 1), ("GiB", 1)):
+        if abs(round(num_bytes, digits)) < 1024:
+            return f"{num_bytes:.{digits}f} {unit}"
         num_bytes /= 1024
     return f"{num_bytes:.1f} TiB"
 
@@ -17,7 +17,7 @@ def format_count(count: float) -> str:
 
 def format_seconds(seconds: float) -> str:
     """``3725`` -> ``"1:02:05"``, ``75`` -> ``"1:15"``, ``2.34`` -> ``"2.3 s"``."""
-    if seconds < 60:
+    if round(seconds, 1) < 60:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)

@@ -4,7 +4,9 @@ from collections import defaultdict
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parameter import is_lazy
 
+from lockstep.errors import ModelError, problem
 from lockstep.graph.layer_graph import Layer, LayerGraph, ParameterInfo
 
 
@@ -12,7 +14,11 @@ def capture_layers(model: nn.Module) -> LayerGraph:
     """The model's layers in the order of ``named_modules``.
 
     Parameters that are one object are listed wherever they occur and grouped in ``tied``.
+
+    Raises:
+        ModelError: a parameter has no shape yet.
     """
+    _check_shapes(model)
     layers = []
     names_of: dict[int, list[str]] = defaultdict(list)
     for name, module in model.named_modules():
@@ -34,6 +40,18 @@ def capture_layers(model: nn.Module) -> LayerGraph:
         )
     tied = tuple(tuple(names) for names in names_of.values() if len(names) > 1)
     return LayerGraph(layers=tuple(layers), tied=tied)
+
+
+def _check_shapes(model: nn.Module) -> None:
+    lazy = [name for name, value in model.named_parameters() if is_lazy(value)]
+    if lazy:
+        raise ModelError(
+            problem(
+                "The shapes of all parameters must be known.",
+                received=f"lazy parameters {', '.join(lazy)}",
+                fix="Call the model once on a sample first.",
+            )
+        )
 
 
 def _own_parameters(prefix: str, module: nn.Module) -> tuple[ParameterInfo, ...]:

@@ -19,7 +19,7 @@ def stream_seed(*keys: int | str) -> int:
     """A 63-bit seed that depends on every key; different keys give unrelated streams."""
     digest = hashlib.blake2b(digest_size=8)
     for key in keys:
-        text = key.encode() if isinstance(key, str) else struct.pack("<q", key)
+        text = b"s" + key.encode() if isinstance(key, str) else b"i" + struct.pack("<q", key)
         digest.update(struct.pack("<q", len(text)) + text)
     return int.from_bytes(digest.digest(), "little") >> 1
 

@@ -67,14 +67,16 @@ class ArraySource(Source):
 
     def read(self, indices: torch.Tensor, dtype: torch.dtype) -> Batch:
         def pick(tensor: torch.Tensor) -> torch.Tensor:
-            rows = tensor.index_select(0, indices.to(tensor.device))
+            places = indices.to(tensor.device)
+            # The faster index_select lacks some integer types for a single dim.
+            rows = tensor[places] if tensor.dim() == 1 else tensor.index_select(0, places)
             return rows.to(dtype) if rows.is_floating_point() else rows
 
-        weight = None if self.sample_weight is None else pick(self.sample_weight)
+        weight = self.sample_weight
         return Batch(
             inputs=map_tensors(pick, self.inputs),
             targets=map_tensors(pick, self.targets),
-            sample_weight=weight,
+            sample_weight=None if weight is None else pick(weight).to(dtype),
             num_samples=len(indices),
         )
 
@@ -90,7 +92,10 @@ class DatasetSource(Source):
         return len(self.dataset)  # type: ignore[arg-type]  # as_source has seen its __len__
 
     def read(self, indices: torch.Tensor, dtype: torch.dtype) -> Batch:
-        inputs, targets, weight = self._split(default_collate(self._items(indices.tolist())))
+        items = self._items(indices.tolist())
+        inputs, targets, weight = self._split(items[0], default_collate(items))
+        if weight is not None:
+            _check_collated_weight(weight)
 
         def cast(tensor: torch.Tensor) -> torch.Tensor:
             return tensor.to(dtype) if tensor.is_floating_point() else tensor
@@ -107,21 +112,31 @@ class DatasetSource(Source):
             return list(self.dataset.__getitems__(indices))
         return [self.dataset[index] for index in indices]
 
-    def _split(self, collated: Any) -> tuple[Tree, Tree, torch.Tensor | None]:
-        if isinstance(collated, tuple | list) and len(collated) in (2, 3):
+    def _split(self, item: Any, collated: Any) -> tuple[Tree, Tree, Any]:
+        parts = len(item) if isinstance(item, tuple | list) else 0
+        if parts in (2, 3):
             inputs, targets, *weight = collated
-            # default_collate gives lists where the model's positional arguments are meant.
-            inputs = tuple(inputs) if isinstance(inputs, list) else inputs
-            return inputs, targets, weight[0] if weight else None
-        if not self.with_targets:
-            return collated, None, None
-        raise DataError(
-            problem(
-                "An item of the dataset must be (input, target) or (input, target, weight).",
-                received=_describe(self.dataset[0]),
-                fix="Return such a tuple from __getitem__.",
+            return _arguments(item[0], inputs), targets, weight[0] if weight else None
+        if self.with_targets:
+            raise DataError(
+                problem(
+                    "An item of the dataset must be (input, target) or (input, target, weight).",
+                    received=_describe(item),
+                    fix="Return such a tuple from __getitem__.",
+                )
             )
-        )
+        return collated[0] if parts == 1 else _arguments(item, collated), None, None
+
+
+def _arguments(part: Any, collated: Any) -> Tree:
+    """default_collate gives lists where an item's tuple means positional arguments."""
+    return tuple(collated) if isinstance(part, tuple | list) else collated
+
+
+def _check_collated_weight(weight: Any) -> None:
+    problems = Problems()
+    _check_weight(weight, problems)
+    problems.raise_if_any(DataError)
 
 
 def as_source(data: Any, *, name: str = "data") -> Source:
@@ -164,9 +179,11 @@ def as_input_source(inputs: Any, *, name: str = "x") -> Source:
 
 
 def _is_dataset(data: Any) -> bool:
-    if isinstance(data, torch.Tensor | np.ndarray | dict | tuple | list):
-        return False
-    return isinstance(data, Dataset | DataLoader) or hasattr(data, "__getitem__")
+    if isinstance(data, Dataset | DataLoader):
+        return True
+    # Tables (pandas) and files (h5py) have rows and are arrays.
+    is_array = hasattr(data, "__array__") or isinstance(data, dict | tuple | list)
+    return hasattr(data, "__getitem__") and not is_array
 
 
 def _dataset_source(data: Any, name: str, *, with_targets: bool) -> Source:
@@ -199,7 +216,7 @@ def _as_tensors(value: Any, name: str) -> Tree:
     if isinstance(value, dict):
         return {key: _as_tensors(part, name) for key, part in value.items()}
     if isinstance(value, list) or hasattr(value, "__array__"):
-        return _from_numpy(np.asarray(value), name)
+        return _from_numpy(_as_array(value, name), name)
     raise DataError(
         problem(
             f"`{name}` must be {SUPPORTED}.",
@@ -209,18 +226,36 @@ def _as_tensors(value: Any, name: str) -> Tree:
     )
 
 
+def _as_array(value: Any, name: str) -> np.ndarray[Any, Any]:
+    try:
+        return np.asarray(value)
+    except ValueError as error:
+        raise DataError(
+            problem(
+                f"`{name}` holds rows that form no array.",
+                received=error,
+                fix="Give all rows the same shape, or pass a map-style Dataset.",
+            )
+        ) from error
+
+
 def _from_numpy(array: np.ndarray[Any, Any], name: str) -> torch.Tensor:
+    usable = array.dtype.isnative and all(
+        stride >= 0 and stride % array.itemsize == 0 for stride in array.strides
+    )
+    if not usable:  # reversed, a field of records, from another machine: torch needs a copy
+        array = array.astype(array.dtype.newbyteorder("="), order="C")
     try:
         with warnings.catch_warnings():
             # Read-only arrays (memory maps) are only ever read here.
             warnings.filterwarnings("ignore", "The given NumPy array is not writable")
             return torch.from_numpy(array)
-    except (TypeError, ValueError) as error:
+    except TypeError as error:
         raise DataError(
             problem(
                 f"`{name}` holds an array that torch cannot read.",
-                received=f"dtype {array.dtype}, shape {array.shape}: {error}",
-                fix="Convert it, for example with np.ascontiguousarray or .astype('float32').",
+                received=f"dtype {array.dtype}, shape {array.shape}",
+                fix="Convert it to numbers, for example with .astype('float32').",
             )
         ) from error
 
@@ -249,11 +284,12 @@ def _check_lengths(source: ArraySource, name: str) -> None:
     problems.raise_if_any(DataError)
 
 
-def _check_weight(weight: torch.Tensor, problems: Problems) -> None:
-    if weight.dim() != 1:
+def _check_weight(weight: Any, problems: Problems) -> None:
+    if not isinstance(weight, torch.Tensor) or weight.dim() != 1:
+        shape = f"shape {tuple(weight.shape)}" if isinstance(weight, torch.Tensor) else None
         problems.add(
             "sample_weight must have one number per sample.",
-            received=f"shape {tuple(weight.shape)}",
+            received=shape or _describe(weight),
             fix="Give an array of shape (samples,).",
         )
     elif not bool(torch.isfinite(weight.double()).all()) or bool((weight < 0).any()):

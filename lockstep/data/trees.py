@@ -3,6 +3,7 @@
 Structures may also hold what is no tensor (None, a flag): it passes through.
 """
 
+import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -26,8 +27,13 @@ def map_tensors(function: Callable[[torch.Tensor], Any], tree: Tree) -> Tree:
 
 
 def _like(original: dict[Any, Any], mapped: dict[Any, Any]) -> dict[Any, Any]:
-    """Keep dict subclasses that build from keywords (the outputs of Hugging Face models)."""
-    return mapped if type(original) is dict else type(original)(**mapped)
+    """Keep the kind of dict: ordered, default, or one whose keys are attributes (Hugging Face)."""
+    if type(original) is dict:
+        return mapped
+    result = copy.copy(original)
+    for key, value in mapped.items():
+        result[key] = value
+    return result
 
 
 def tensors_of(tree: Tree) -> Iterator[torch.Tensor]:

@@ -1,16 +1,33 @@
 """A link: framed messages with file descriptors over a Unix socket pair.
 
 The socket is inherited by the helper at its start: nobody else can reach it, which is why its
-messages may be unpickled.
+messages may be unpickled. No call blocks in the kernel for long: whoever waits looks around 50
+times a second, and gives up by raising.
 """
 
 import array
+import fcntl
+import os
+import select
 import socket
 import struct
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+LOOK_AROUND_SECONDS = 0.02
+
+# Longest span that one look around can have waited. The clock runs on while the script is stopped
+# (Ctrl-Z): what passed then is no waiting.
+_LONGEST_NAP_SECONDS = 1.0
+
+# Called every 20 ms of waiting with the seconds waited so far; raises to give up.
+LookAround = Callable[[float], None]
 
 _HEADER = struct.Struct("<cBQ")  # kind, number of descriptors, payload bytes
 _MOST_DESCRIPTORS = 16
+_FIRST_DESCRIPTOR = 3
 
 
 @dataclass(frozen=True)
@@ -18,8 +35,27 @@ class Message:
     """One message: a kind, bytes, and descriptors that now belong to the receiver."""
 
     kind: bytes
-    payload: bytes
+    payload: bytes = b""
     descriptors: tuple[int, ...] = ()
+
+
+class Stopwatch:
+    """Counts seconds of waiting, but not those in which this process was stopped itself."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._last = time.monotonic()
+
+    def tick(self) -> float:
+        """Seconds waited so far."""
+        now = time.monotonic()
+        self.seconds += min(now - self._last, _LONGEST_NAP_SECONDS)
+        self._last = now
+        return self.seconds
+
+
+def wait_on(seconds: float) -> None:
+    """Look around and see nothing to worry about."""
 
 
 class Link:
@@ -27,71 +63,151 @@ class Link:
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
+        self._socket.setblocking(False)
+        self._part = bytearray(_HEADER.size)
+        self._filled = 0
+        self._header: tuple[bytes, int, int] | None = None
+        self._descriptors: deque[int] = deque()
 
     @classmethod
     def pair(cls) -> tuple["Link", "Link"]:
         """Two connected ends."""
         left, right = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        return cls(left), cls(right)
+        return cls(_above_stdio(left)), cls(_above_stdio(right))
 
     def fileno(self) -> int:
-        """The socket's descriptor, for select."""
+        """The socket's descriptor."""
         return self._socket.fileno()
 
-    def send(self, message: Message) -> None:
-        """Send all of a message; the sender keeps its own descriptors."""
+    def send(self, message: Message, look_around: LookAround = wait_on) -> None:
+        """Send all of a message; the sender keeps its own descriptors.
+
+        Raises:
+            OSError: the other end is closed.
+        """
         assert len(message.descriptors) <= _MOST_DESCRIPTORS
+        watch = Stopwatch()
         header = _HEADER.pack(message.kind, len(message.descriptors), len(message.payload))
         rights = array.array("i", message.descriptors)
         ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)] if message.descriptors else []
-        sent = self._socket.sendmsg([header], ancillary)
-        assert sent == len(header)
-        self._socket.sendall(message.payload)
+        rest = memoryview(header)
+        while rest:
+            try:
+                # Descriptors travel with the first byte; a stream socket never takes none of them.
+                rest = rest[self._socket.sendmsg([rest], ancillary) :]
+                ancillary = []
+            except BlockingIOError:
+                self._wait_to_send(watch, look_around)
+        rest = memoryview(message.payload)
+        while rest:
+            try:
+                rest = rest[self._socket.send(rest) :]
+            except BlockingIOError:
+                self._wait_to_send(watch, look_around)
 
-    def receive(self) -> Message:
+    def receive(self, look_around: LookAround = wait_on) -> Message:
         """Wait for a whole message.
 
         Raises:
             EOFError: the other end is closed.
         """
-        descriptors: list[int] = []
-        header = self._read(_HEADER.size, descriptors)
-        kind, num_descriptors, num_bytes = _HEADER.unpack(header)
-        payload = self._read(num_bytes)
-        assert len(descriptors) == num_descriptors
-        return Message(kind, payload, tuple(descriptors))
+        watch = Stopwatch()
+        while True:
+            try:
+                message = self._advance()
+            except BlockingIOError:
+                if not is_readable([self]):
+                    look_around(watch.tick())
+            else:
+                if message is not None:
+                    return message
 
-    def peek(self) -> bytes:
-        """The kind of the next message, left unread; empty when the other end is closed."""
+    def take(self) -> list[Message]:
+        """The messages that have come in whole. Does not wait.
+
+        Raises:
+            EOFError: the other end is closed, and there is no message left.
+        """
+        messages = []
         try:
-            return self._socket.recv(1, socket.MSG_PEEK)
-        except ConnectionError:
-            return b""
+            while True:
+                message = self._advance()
+                if message is not None:
+                    messages.append(message)
+        except BlockingIOError:
+            return messages
+        except EOFError:
+            if not messages:
+                raise
+            return messages
 
     def close(self) -> None:
-        """Close this end."""
+        """Close this end, and the descriptors of a message that never came in whole."""
         self._socket.close()
+        while self._descriptors:
+            os.close(self._descriptors.popleft())
 
-    def _read(self, num_bytes: int, descriptors: list[int] | None = None) -> bytes:
-        buffer = bytearray(num_bytes)
-        view = memoryview(buffer)
-        while view:
-            if descriptors is None:
-                count = self._socket.recv_into(view)
-            else:
-                count = self._receive_with_rights(view, descriptors)
-            if count == 0:
-                raise EOFError("the other end of the link is closed")
-            view = view[count:]
-        return bytes(buffer)
+    def _wait_to_send(self, watch: Stopwatch, look_around: LookAround) -> None:
+        poller = select.poll()
+        poller.register(self, select.POLLOUT)
+        if not poller.poll(LOOK_AROUND_SECONDS * 1000):
+            look_around(watch.tick())
 
-    def _receive_with_rights(self, view: memoryview, descriptors: list[int]) -> int:
+    def _advance(self) -> Message | None:
+        """Read what the socket has, at most to the end of a message; the message if it is whole.
+
+        Raises:
+            BlockingIOError: there is nothing to read now.
+            EOFError: the other end is closed.
+        """
+        if self._filled < len(self._part):
+            self._filled += self._read(memoryview(self._part)[self._filled :])
+            if self._filled < len(self._part):
+                return None
+        if self._header is None:
+            self._header = _HEADER.unpack(self._part)
+            self._part, self._filled = bytearray(self._header[2]), 0
+            return None if self._part else self._finish()
+        return self._finish()
+
+    def _finish(self) -> Message:
+        assert self._header is not None
+        kind, num_descriptors, _ = self._header
+        descriptors = tuple(self._descriptors.popleft() for _ in range(num_descriptors))
+        message = Message(kind, bytes(self._part), descriptors)
+        self._header, self._part, self._filled = None, bytearray(_HEADER.size), 0
+        return message
+
+    def _read(self, view: memoryview) -> int:
         room = socket.CMSG_SPACE(_MOST_DESCRIPTORS * array.array("i").itemsize)
         flags = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
-        count, ancillary, _, _ = self._socket.recvmsg_into([view], room, flags)
+        try:
+            count, ancillary, _, _ = self._socket.recvmsg_into([view], room, flags)
+        except ConnectionError as error:
+            raise EOFError("the other end of the link is gone") from error
         for level, kind, data in ancillary:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                 received = array.array("i")
                 received.frombytes(data[: len(data) - len(data) % received.itemsize])
-                descriptors.extend(received)
+                self._descriptors.extend(received)
+        if count == 0:
+            raise EOFError("the other end of the link is closed")
         return count
+
+
+def is_readable(links: Sequence[Link], seconds: float = LOOK_AROUND_SECONDS) -> bool:
+    """Wait until one of the links has something to read, or is closed by the other end."""
+    poller = select.poll()  # unlike select, it takes descriptors above 1023
+    for link in links:
+        poller.register(link, select.POLLIN)
+    return bool(poller.poll(seconds * 1000))
+
+
+def _above_stdio(sock: socket.socket) -> socket.socket:
+    """The same socket, but never as descriptor 0 to 2, which a script may have closed."""
+    if sock.fileno() >= _FIRST_DESCRIPTOR:
+        return sock
+    with sock:
+        return socket.socket(
+            fileno=fcntl.fcntl(sock.fileno(), fcntl.F_DUPFD_CLOEXEC, _FIRST_DESCRIPTOR)
+        )

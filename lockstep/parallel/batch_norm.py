@@ -114,7 +114,8 @@ def _forward_of(
         statistics = _Statistics(number, name, link.gather)
         if not isinstance(layer, nn.SyncBatchNorm):
             layer._check_input_dim(inputs)
-        output, mean, variance, count = _GlobalBatchNorm.apply(
+        output: torch.Tensor
+        output, mean, variance, count = _GlobalBatchNorm.apply(  # type: ignore[no-untyped-call]
             inputs, layer.weight, layer.bias, layer.eps, statistics
         )
         if link.is_first and layer.training and layer.track_running_stats:

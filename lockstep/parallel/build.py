@@ -17,7 +17,7 @@ from lockstep.parallel.losses import LossAdapter
 from lockstep.parallel.store import tensor_spec
 from lockstep.parallel.update import Updater
 from lockstep.parallel.worker import Worker
-from lockstep.plan.layout import Piece, elementwise_slices, whole_parameters
+from lockstep.plan.layout import Piece
 from lockstep.plan.spec import LocalUpdate, Plan
 
 
@@ -81,5 +81,4 @@ def _owned_pieces(
 ) -> list[Piece]:
     if updater is None:
         return []
-    divide = elementwise_slices if updater.elementwise else whole_parameters
-    return divide(spec.extents, plan.num_ranks)[rank]
+    return updater.divide(spec.extents, plan.num_ranks)[rank]

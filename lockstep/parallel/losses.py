@@ -58,12 +58,9 @@ class ShareLoss:
                 )
             )
         seed = self.seed / denominator
-        if isinstance(seed, torch.Tensor):
-            self.value.backward(seed)
-        elif seed == 1.0:
-            self.value.backward()
-        else:
-            self.value.backward(torch.full_like(self.value, seed))
+        if not isinstance(seed, torch.Tensor):
+            seed = torch.full_like(self.value, seed)
+        torch.autograd.backward(self.value, seed)
 
 
 class LossAdapter:
@@ -75,7 +72,8 @@ class LossAdapter:
 
     def __init__(self, loss: Loss) -> None:
         self.loss = loss
-        if _reduction_of(loss) == "sum":
+        self._reduction = _reduction_of(loss)
+        if self._reduction == "sum":
             raise OptionError(
                 problem(
                     "The loss must be a mean over the samples, or give them one by one.",
@@ -84,7 +82,7 @@ class LossAdapter:
                 )
             )
         self._by_class = _ClassLoss.recognise(loss)
-        self._takes_weight = _takes_sample_weight(loss)
+        self._takes_weight = _takes(loss, "sample_weight")
 
     def __call__(
         self, output: Tree, target: Tree, sample_weight: torch.Tensor | None, num_samples: int
@@ -98,9 +96,9 @@ class LossAdapter:
             returned: Any = self._by_class(output, target, sample_weight)
             sample_weight = None
         elif sample_weight is not None and self._takes_weight:
-            returned = self.loss(output, target, sample_weight)
+            returned = self.loss(output, target, sample_weight=sample_weight)
             return self._weighted_pair(returned)
-        elif sample_weight is not None and _reduction_of(self.loss) == "mean":
+        elif sample_weight is not None and self._reduction == "mean":
             values = _unreduced(self.loss)(output, target)
             returned = values.flatten(1).mean(1) if values.dim() > 1 else values
         else:
@@ -152,12 +150,11 @@ def _per_sample(values: torch.Tensor, sample_weight: torch.Tensor | None) -> Sha
             weight=float(len(values)),
         )
     weights = sample_weight.to(values)
-    # A sample of weight 0 counts for nothing, even where its loss is not finite.
-    counted = torch.where(weights > 0, values.detach() * weights, torch.zeros_like(weights))
+    # A loss that is not finite makes the total so, also with weight 0: its gradient would be NaN.
     return ShareLoss(
         value=values,
         seed=weights,
-        total=counted.sum(dtype=torch.float64).item(),
+        total=(values.detach() * weights).sum(dtype=torch.float64).item(),
         weight=weights.sum(dtype=torch.float64).item(),
     )
 
@@ -165,6 +162,9 @@ def _per_sample(values: torch.Tensor, sample_weight: torch.Tensor | None) -> Sha
 def _pair(total: Any, weight: Any) -> ShareLoss:
     if not (isinstance(total, torch.Tensor) and total.dim() == 0):
         raise LossError(_misfit(f"a pair whose total is {_shape(total)}"))
+    if isinstance(weight, torch.Tensor) and weight.requires_grad:
+        # Perhaps two losses, and no weight at all.
+        raise LossError(_misfit("a pair whose weight depends on trainable parameters"))
     number = weight.detach() if isinstance(weight, torch.Tensor) else weight
     try:
         number = float(number)
@@ -218,8 +218,13 @@ def _options_of(loss: Loss) -> tuple[Any, dict[str, Any]]:
 
 def _is_torch_loss(loss: Any) -> bool:
     if isinstance(loss, nn.Module):
-        return type(loss).__module__ == nn.MSELoss.__module__
+        return getattr(_forward_of(loss), "__module__", None) == nn.MSELoss.__module__
     return getattr(loss, "__module__", None) == F.__name__
+
+
+def _forward_of(loss: nn.Module) -> Any:
+    """What the class computes: a subclass that leaves it alone is as good as torch's own."""
+    return getattr(type(loss), "forward", None)
 
 
 def _reduction_of(loss: Loss) -> str | None:
@@ -229,6 +234,8 @@ def _reduction_of(loss: Loss) -> str | None:
         return None
     if isinstance(inner, nn.Module):
         return getattr(inner, "reduction", None)
+    if not _takes(inner, "reduction"):  # cosine_similarity and its like: a value per sample
+        return None
     return str(options.get("reduction", "mean"))
 
 
@@ -236,17 +243,21 @@ def _unreduced(loss: Loss) -> Loss:
     """The same torch loss, element by element."""
     if isinstance(loss, nn.Module):
         unreduced = copy.copy(loss)
-        unreduced.reduction = "none"
+        vars(unreduced)["reduction"] = "none"
         return unreduced
     return functools.partial(loss, reduction="none")
 
 
-def _takes_sample_weight(loss: Loss) -> bool:
+def _takes(loss: Loss, argument: str) -> bool:
     function = loss.forward if isinstance(loss, nn.Module) else loss
     try:
-        return "sample_weight" in inspect.signature(function).parameters
+        return argument in inspect.signature(function).parameters
     except (TypeError, ValueError):  # builtins have no signature
         return False
+
+
+def _attributes(module: nn.Module, *names: str) -> dict[str, Any]:
+    return {name: getattr(module, name) for name in names}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -266,18 +277,19 @@ class _ClassLoss:
     @classmethod
     def recognise(cls, loss: Loss) -> "_ClassLoss | None":
         inner, options = _options_of(loss)
-        if type(inner) in (nn.CrossEntropyLoss, nn.NLLLoss):
-            options = {"weight": inner.weight, "ignore_index": inner.ignore_index}
-            reduction = inner.reduction
-            if type(inner) is nn.CrossEntropyLoss:
-                options["label_smoothing"] = inner.label_smoothing
-            function = F.cross_entropy if type(inner) is nn.CrossEntropyLoss else F.nll_loss
-        elif inner in (F.cross_entropy, F.nll_loss):
-            reduction = options.get("reduction", "mean")
+        forward = _forward_of(inner) if isinstance(inner, nn.Module) else inner
+        function: Callable[..., torch.Tensor]
+        if forward is nn.CrossEntropyLoss.forward:
+            function = F.cross_entropy
+            options = _attributes(inner, "weight", "ignore_index", "label_smoothing")
+        elif forward is nn.NLLLoss.forward:
+            function = F.nll_loss
+            options = _attributes(inner, "weight", "ignore_index")
+        elif forward in (F.cross_entropy, F.nll_loss):
             function = inner
         else:
             return None
-        if reduction != "mean" or (isinstance(loss, functools.partial) and loss.args):
+        if _reduction_of(loss) != "mean" or (isinstance(loss, functools.partial) and loss.args):
             return None
         options = {key: value for key, value in options.items() if key != "reduction"}
         return cls(

@@ -18,6 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lockstep.comm.shared_memory import SharedRegion
+from lockstep.parallel.store import dense_stride
 from lockstep.plan.layout import align
 
 _SMALL_ARRAY_BYTES = 4096
@@ -49,8 +50,8 @@ def pack(obj: Any, parameters: Sequence[nn.Parameter] = ()) -> Parcel:
     pickler = _Pickler(buffer, parameters)
     pickler.dump(obj)
     region = SharedRegion.create(pickler.num_bytes)
-    for offset, tensor in pickler.tensors:
-        region.tensor(offset, tensor.dtype, tensor.shape, _contiguous(tensor)).copy_(tensor)
+    for (offset, dtype, shape, stride), tensor in pickler.tensors:
+        region.tensor(offset, dtype, shape, stride).copy_(tensor)
     return Parcel(buffer.getvalue(), region)
 
 
@@ -59,13 +60,17 @@ def unpack(payload: bytes, region: SharedRegion, parameters: Sequence[nn.Paramet
     return _Unpickler(io.BytesIO(payload), region, parameters).load()
 
 
+# Where a tensor lies in the region: offset in bytes, dtype, shape, strides.
+_Place = tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...]]
+
+
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is untyped
     def __init__(self, file: io.BytesIO, parameters: Sequence[nn.Parameter]) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
         self._numbers = {id(parameter): index for index, parameter in enumerate(parameters)}
         self._places: dict[int, tuple[Any, ...]] = {}
         self._keep: list[Any] = []  # an id is good only while its object lives
-        self.tensors: list[tuple[int, torch.Tensor]] = []
+        self.tensors: list[tuple[_Place, torch.Tensor]] = []
         self.num_bytes = 0
 
     def persistent_id(self, obj: Any) -> tuple[Any, ...] | None:
@@ -83,7 +88,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is unt
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, Optimizer):
             # Its own pickling drops what subclasses add and what schedulers wrap.
-            return rebuild_optimizer, (type(obj), optimizer_contents(obj))
+            contents = optimizer_contents(obj)
+            return _blank, (type(obj),), contents, None, None, _fill_optimizer
         return super().reducer_override(obj)
 
     def _remember(self, obj: Any, place: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -91,11 +97,11 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is unt
         self._keep.append(obj)
         return place
 
-    def _place(self, tensor: torch.Tensor) -> tuple[int, torch.dtype, tuple[int, ...]]:
-        offset = self.num_bytes
-        self.num_bytes = align(offset + tensor.numel() * tensor.element_size())
-        self.tensors.append((offset, tensor))
-        return offset, tensor.dtype, tuple(tensor.shape)
+    def _place(self, tensor: torch.Tensor) -> _Place:
+        place = self.num_bytes, tensor.dtype, tuple(tensor.shape), dense_stride(tensor)
+        self.num_bytes = align(self.num_bytes + tensor.numel() * tensor.element_size())
+        self.tensors.append((place, tensor))
+        return place
 
 
 class _Unpickler(pickle.Unpickler):
@@ -116,8 +122,7 @@ class _Unpickler(pickle.Unpickler):
         if kind == "parameter":
             number, requires_grad = details
             return self._parameters[number].requires_grad_(requires_grad)
-        offset, dtype, shape, *rest = details
-        stride = torch.empty(shape, device="meta").stride()
+        offset, dtype, shape, stride, *rest = details
         tensor = self._region.tensor(offset, dtype, shape, stride)
         if kind == "array":
             return tensor.numpy()
@@ -131,15 +136,23 @@ def optimizer_contents(optimizer: Optimizer) -> dict[str, Any]:
     return {
         key: value
         for key, value in vars(optimizer).items()
-        if key != "step" and not key.endswith("_hooks") and not key.startswith("_hook_")
+        if key != "step" and not (key.startswith("_optimizer_") and key.endswith("_hooks"))
     }
 
 
 def rebuild_optimizer(kind: type[Optimizer], contents: dict[str, Any]) -> Optimizer:
     """An optimizer with these attributes, whatever its constructor asks for."""
-    optimizer = kind.__new__(kind)
-    optimizer.__setstate__({"defaults": {}, "state": {}, "param_groups": [], **contents})
+    optimizer = _blank(kind)
+    _fill_optimizer(optimizer, contents)
     return optimizer
+
+
+def _blank(kind: type[Optimizer]) -> Optimizer:
+    return kind.__new__(kind)
+
+
+def _fill_optimizer(optimizer: Optimizer, contents: dict[str, Any]) -> None:
+    optimizer.__setstate__({"defaults": {}, "state": {}, "param_groups": [], **contents})
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
@@ -159,9 +172,5 @@ def _is_large_and_numeric(array: np.ndarray[Any, Any]) -> bool:
 
 
 def _writable(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    usable = array.flags.writeable and all(stride >= 0 for stride in array.strides)
-    return array if usable else array.copy()
-
-
-def _contiguous(tensor: torch.Tensor) -> tuple[int, ...]:
-    return torch.empty(tensor.shape, device="meta").stride()
+    strides_fit = all(stride >= 0 and stride % array.itemsize == 0 for stride in array.strides)
+    return array if array.flags.writeable and strides_fit else array.copy()

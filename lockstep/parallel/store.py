@@ -5,6 +5,7 @@ of any rank is a change of the script's model, and ``model.state_dict()`` is alw
 """
 
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 
 import torch
 from torch import nn
@@ -19,8 +20,13 @@ NamedParameters = Sequence[tuple[str, nn.Parameter]]
 
 def tensor_spec(name: str, tensor: torch.Tensor) -> TensorSpec:
     """How a parameter lies in memory; a layout with holes or overlaps becomes a contiguous one."""
-    stride = tensor.stride() if is_dense(tensor) else torch.empty(tensor.shape).stride()
-    return TensorSpec(name, tuple(tensor.shape), tuple(stride), tensor.dtype)
+    return TensorSpec(name, tuple(tensor.shape), dense_stride(tensor), tensor.dtype)
+
+
+def dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The tensor's own strides where it is dense, else contiguous ones."""
+    dense = tensor if is_dense(tensor) else torch.empty(tensor.shape, device="meta")
+    return tuple(dense.stride())
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
@@ -66,9 +72,17 @@ class ParameterStore:
     def readopt(self, parameters: NamedParameters) -> None:
         """Bring back parameters whose memory was exchanged (``p.data = ...``, ``.double()``)."""
         for view, (_, parameter) in zip(self.views, parameters, strict=True):
-            if parameter.data_ptr() != view.data_ptr():
-                view.copy_(parameter)
+            if not _same_memory(parameter, view):
+                view.copy_(parameter.clone())  # it may be another view of the same memory
                 parameter.data = view
+
+
+def _same_memory(tensor: torch.Tensor, view: torch.Tensor) -> bool:
+    return (
+        tensor.data_ptr() == view.data_ptr()
+        and tensor.dtype == view.dtype
+        and tensor.stride() == view.stride()
+    )
 
 
 def check_separate(parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
@@ -77,15 +91,23 @@ def check_separate(parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
     Raises:
         ModelError: with the names of the two.
     """
-    seen: dict[int, str] = {}
-    for name, parameter in parameters:
-        address = parameter.data_ptr()
-        if parameter.numel() and address in seen:
+    spans = sorted((*_span(tensor), name) for name, tensor in parameters if tensor.numel())
+    for (_, end, name), (start, _, other) in pairwise(spans):
+        if start < end:
             raise ModelError(
                 problem(
                     "Two Parameters lie in the same memory.",
-                    received=f"{seen[address]!r} and {name!r}",
+                    received=f"{name!r} and {other!r}",
                     fix="Tie them by making them one Parameter: `b.weight = a.weight`.",
                 )
             )
-        seen[address] = name
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """First address and the one after the last."""
+    reach = sum(
+        (extent - 1) * stride
+        for extent, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+    start = tensor.data_ptr()
+    return start, start + (reach + 1) * tensor.element_size()

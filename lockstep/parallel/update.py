@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from lockstep.plan.layout import Piece
+from lockstep.plan.layout import Extent, Piece
 
 # Slots of one parameter: exp_avg, momentum_buffer, step, ...; tensors and plain numbers.
 Slots = dict[str, Any]
@@ -45,10 +45,13 @@ class PieceSlots:
 class Updater(ABC):
     """An optimizer that can work on pieces."""
 
-    @property
     @abstractmethod
-    def elementwise(self) -> bool:
-        """Whether each element is updated by itself, so that parameters may be cut anywhere."""
+    def divide(self, extents: Sequence[Extent], num_ranks: int) -> list[list[Piece]]:
+        """The pieces of the trainable parameters that each rank updates.
+
+        They may be as small as the optimizer's arithmetic allows and no smaller: dividing must not
+        change what a step computes.
+        """
 
     @abstractmethod
     def bind(self, pieces: Sequence[BoundPiece]) -> None:

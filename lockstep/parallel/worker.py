@@ -125,9 +125,9 @@ class Worker:
         pieces = []
         for piece in owned:
             name, parameter = self._trainable[piece.parameter]
-            cut = cut_piece(parameter.detach(), piece)
-            alone = self.plan.num_ranks == 1 and self.plan.num_shares == 1
-            tensor = parameter if alone else cut.requires_grad_()
+            # Alone, the parameters themselves are stepped: nobody else maps their memory.
+            cut = cut_piece(parameter.detach(), piece).requires_grad_()
+            tensor = parameter if self.plan.num_ranks == 1 else cut
             pieces.append(BoundPiece(name=name, piece=piece, tensor=tensor))
         if self.updater is not None:
             self.updater.bind(pieces)

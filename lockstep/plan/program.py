@@ -61,7 +61,7 @@ Action = Forward | Backward | Reduce | Step | Sync
 RankProgram = tuple[Action, ...]
 
 _WORDS: dict[str, Action] = {"REDUCE": Reduce(), "STEP": Step(), "SYNC": Sync()}
-_PASS = re.compile(r"(\d+)([FB])(\d+)")
+_PASS = re.compile(r"([0-9]+)([FB])([0-9]+)")
 
 
 def format_program(program: RankProgram) -> str:

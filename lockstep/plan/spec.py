@@ -4,24 +4,25 @@ A Plan is keyed by layer names and logical ranks, reads and writes JSON with a v
 the decision only, never the options of the search that led to it. A strategy is a way to get one.
 """
 
+import math
 import os
 from pathlib import Path
 
 import msgspec
 
-from lockstep.errors import PlanError, problem
+from lockstep.errors import PlanError, Problems, problem
 
 PLAN_VERSION = 1
 
 
-class Axis(msgspec.Struct, frozen=True, kw_only=True):
+class Axis(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One axis of the device mesh, such as ``data`` of size 2."""
 
     name: str
     size: int
 
 
-class LayerPlacement(msgspec.Struct, frozen=True, kw_only=True):
+class LayerPlacement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where a layer lives. Data parallel plans have one stage, which every replica holds."""
 
     name: str
@@ -30,11 +31,15 @@ class LayerPlacement(msgspec.Struct, frozen=True, kw_only=True):
     stage: int
 
 
-class LocalUpdate(msgspec.Struct, frozen=True, kw_only=True, tag="local"):
+class LocalUpdate(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="local"
+):
     """The only replica steps the optimizer on its own gradients."""
 
 
-class SlicedUpdate(msgspec.Struct, frozen=True, kw_only=True, tag="sliced"):
+class SlicedUpdate(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="sliced"
+):
     """Replicas of one host share the parameters' memory; each sums and steps its own slice."""
 
 
@@ -57,6 +62,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         precision: ``"fp32"`` or ``"fp64"``.
         notes: what a person should know about this plan.
         version: of this format.
+
+    Raises:
+        PlanError: the parts contradict one another.
     """
 
     strategy: str
@@ -70,6 +78,12 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     precision: str
     notes: tuple[str, ...] = ()
     version: int = PLAN_VERSION
+
+    def __post_init__(self) -> None:
+        problems = Problems()
+        _check_ranks(self, problems)
+        _check_shares(self, problems)
+        problems.raise_if_any(PlanError)
 
     @property
     def num_ranks(self) -> int:
@@ -104,6 +118,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
                 )
             return msgspec.json.decode(text, type=cls)
         except msgspec.MsgspecError as error:
+            if isinstance(error.__cause__, PlanError):
+                raise error.__cause__ from None
             raise PlanError(
                 problem("This is no Plan.", received=error, fix="Give a file that Plan.save wrote.")
             ) from error
@@ -122,6 +138,37 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         from lockstep.plan.tables import plan_table
 
         return plan_table(self)
+
+
+def _check_ranks(plan: Plan, problems: Problems) -> None:
+    sizes = [axis.size for axis in plan.mesh]
+    if min(sizes, default=1) < 1 or math.prod(sizes) != plan.num_ranks:
+        problems.add(
+            "The sizes of the mesh's axes must multiply to the number of devices.",
+            received=f"axes of {sizes} with {plan.num_ranks} devices",
+            fix="Name one device per rank.",
+        )
+    if plan.threads_per_device is not None and plan.threads_per_device < 1:
+        problems.add(
+            "A device must compute with at least one thread.",
+            received=f"threads_per_device={plan.threads_per_device}",
+            fix="Use null for the process's own setting.",
+        )
+
+
+def _check_shares(plan: Plan, problems: Problems) -> None:
+    if plan.num_shares < plan.num_replicas:
+        problems.add(
+            "Every replica must have a share of the batch.",
+            received=f"num_shares={plan.num_shares} with {plan.num_replicas} replicas",
+            fix=f"Use num_shares >= {plan.num_replicas}.",
+        )
+    if isinstance(plan.update, LocalUpdate) and (plan.num_ranks, plan.num_shares) != (1, 1):
+        problems.add(
+            "A local update sees the gradients of one rank and one share only.",
+            received=f"{plan.num_ranks} ranks, num_shares={plan.num_shares}",
+            fix='Use an update of type "sliced".',
+        )
 
 
 class _Versioned(msgspec.Struct):

@@ -1,5 +1,7 @@
 """Plans as tables for people."""
 
+import io
+
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -12,13 +14,15 @@ _MOST_LAYERS = 40
 
 def plan_table(plan: Plan) -> str:
     """The Plan as text: a heading, its layers, its notes."""
-    console = Console(width=100, highlight=False, color_system=None, force_terminal=False)
-    with console.capture() as capture:
-        console.print(Text(_heading(plan)))
-        console.print(_layers(plan))
-        for note in plan.notes:
-            console.print(Text(f"Note: {note}"))
-    return capture.get().rstrip()
+    text = io.StringIO()
+    console = Console(
+        file=text, width=100, color_system=None, force_terminal=False, force_jupyter=False
+    )
+    console.print(Text(_heading(plan)))
+    console.print(_layers(plan))
+    for note in plan.notes:
+        console.print(Text(f"Note: {note}"))
+    return "\n".join(line.rstrip() for line in text.getvalue().rstrip().splitlines())
 
 
 def _heading(plan: Plan) -> str:
@@ -28,11 +32,13 @@ def _heading(plan: Plan) -> str:
         if isinstance(plan.update, LocalUpdate)
         else "in shared memory, each rank updates its slice"
     )
-    threads = plan.threads_per_device
+    threads = ""
+    if plan.threads_per_device is not None:
+        word = "thread" if plan.threads_per_device == 1 else "threads"
+        threads = f" ({plan.threads_per_device} {word} each)"
     return (
         f"Plan: {plan.strategy}, {mesh}, {plan.precision}\n"
-        f"Devices: {', '.join(plan.devices)}"
-        f"{f' ({threads} thread each)' if threads else ''}\n"
+        f"Devices: {', '.join(plan.devices)}{threads}\n"
         f"Shares of each batch: {plan.num_shares}; parameters {update}"
     )
 
@@ -44,7 +50,7 @@ def _layers(plan: Plan) -> Table:
     for layer in plan.layers[:_MOST_LAYERS]:
         table.add_row(
             Text(layer.name or "(model)"),
-            layer.kind,
+            Text(layer.kind),
             format_count(layer.num_parameters),
             str(layer.stage),
         )

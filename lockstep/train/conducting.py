@@ -37,7 +37,6 @@ class FitConductor(Conductor):
         self._display = display
         self._readopt = readopt
         self._on_snapshot = on_snapshot
-        self._last: StepResult | None = None
         self.history = History()
 
     @property
@@ -64,23 +63,14 @@ class FitConductor(Conductor):
             self._display.begin_epoch(epoch)
 
     def begin_step(self, index: int) -> None:
-        self._tell_last_step(index - 1)
-        if not self.stop_training:
-            for callback in self._callbacks:
-                callback.on_train_batch_begin(index)
+        for callback in self._callbacks:
+            callback.on_train_batch_begin(index)
 
     def end_step(self, index: int, result: StepResult) -> None:
-        self._last = result
         if self._display is not None:
             self._display.end_step(index, result.total, result.weight, result.num_samples)
-
-    def _tell_last_step(self, index: int) -> None:
-        """``on_train_batch_end`` may change things, so it waits until all ranks are in line."""
-        result, self._last = self._last, None
-        if result is not None:
-            logs = {"loss": result.loss, "size": result.num_samples}
-            for callback in self._callbacks:
-                callback.on_train_batch_end(index, logs)
+        for callback in self._callbacks:
+            callback.on_train_batch_end(index, {"loss": result.loss, "size": result.num_samples})
 
     def begin_validation(self) -> None:
         if self._display is not None:

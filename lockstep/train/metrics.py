@@ -1,7 +1,7 @@
 """torchmetrics on many ranks: each updates its own states, rank 0 joins them in rank order."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 
@@ -59,24 +59,15 @@ class Metrics:
         for metric in self.by_name.values():
             metric.update(output, target)
 
-    def states(self) -> list[States]:
-        """Every metric's state, to be sent to rank 0."""
-        return [
-            {
-                "_update_count": metric._update_count,
-                **{name: getattr(metric, name) for name in metric._reductions},
-            }
-            for metric in self.by_name.values()
-        ]
+    def states(self) -> list[list[States]]:
+        """The states of every metric and of those inside it, to be sent to rank 0."""
+        return [[_states(part) for part in _parts(metric)] for metric in self.by_name.values()]
 
-    def merge(self, ranks: list[list[States]]) -> None:
+    def merge(self, ranks: list[list[list[States]]]) -> None:
         """On rank 0: take over the states of all ranks, as torchmetrics reduces them."""
         for number, metric in enumerate(self.by_name.values()):
-            states = [rank[number] for rank in ranks]
-            for name, reduction in metric._reductions.items():
-                setattr(metric, name, _joined([state[name] for state in states], reduction))
-            metric._update_count = sum(state["_update_count"] for state in states)
-            metric._computed = None
+            for place, part in enumerate(_parts(metric)):
+                _merge(part, [states[number][place] for states in ranks])
 
     def values(self) -> dict[str, Any]:
         """The metrics' values: numbers, or lists of numbers for metrics with several."""
@@ -87,11 +78,32 @@ class Metrics:
         }
 
 
-def _is_metric(value: object) -> bool:
+def _is_metric(value: object) -> "TypeGuard[Metric]":
     # torchmetrics takes as long to import as torch: only those wait who use it.
     from torchmetrics import Metric
 
     return isinstance(value, Metric)
+
+
+def _parts(metric: "Metric") -> list["Metric"]:
+    """The metric, and those that it wraps or combines: they hold the states then."""
+    return [part for part in metric.modules() if _is_metric(part)]
+
+
+def _states(metric: "Metric") -> States:
+    states = {name: getattr(metric, name) for name in metric._reductions}
+    return {"_update_count": metric._update_count, **states}
+
+
+def _merge(metric: "Metric", ranks: list[States]) -> None:
+    """Ranks that saw no sample have nothing to say: their states are no more than defaults."""
+    counts = [states["_update_count"] for states in ranks]
+    filled = [states for states, count in zip(ranks, counts, strict=True) if count] or ranks[:1]
+    for name, reduction in metric._reductions.items():
+        values = [states[name] for states in filled]
+        setattr(metric, name, values[0] if len(values) == 1 else _joined(values, reduction))
+    metric._update_count = sum(counts)
+    metric._computed = None
 
 
 def _joined(values: list[Any], reduction: Any) -> Any:

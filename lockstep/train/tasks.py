@@ -9,6 +9,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -187,7 +188,7 @@ class FitTask(Task):
         observe = self.metrics.update if self.metrics else None
         totals, weights = [], []
         for index, (start, stop) in enumerate(batch_bounds(len(order), self.batch_size)):
-            if self.stepwise and ensemble.consult(lambda index=index: conductor.begin_step(index)):
+            if self.stepwise and ensemble.consult(partial(conductor.begin_step, index)):
                 break
             result = worker.train_step(self.source, order[start:stop], step, observe)
             totals.append(result.total)
@@ -196,8 +197,13 @@ class FitTask(Task):
                 ensemble.share_buffers()
             if self.record:
                 _record(ensemble, step, result)
-            conductor.end_step(index, result)
             step += 1
+            end_step = partial(conductor.end_step, index, result)
+            if self.stepwise:
+                if ensemble.consult(end_step):
+                    break
+            else:
+                end_step()
         logs = self._logs(ensemble, totals, weights)
         return step, ensemble.consult(lambda: conductor.end_epoch(epoch, logs))
 

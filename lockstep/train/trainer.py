@@ -4,6 +4,7 @@ It never branches on the strategy: it captures the model, lets the strategy's ma
 runs tasks on the Plan's ranks through a ``Session``.
 """
 
+import copy
 import os
 import weakref
 from collections.abc import Mapping, Sequence
@@ -100,6 +101,7 @@ class Trainer:
         self._epochs_trained = 0
         self._steps_trained = 0
         self._plan: Plan | None = None
+        self._is_running = False
         timeout = (
             DEFAULT_TIMEOUT_SECONDS if self.strategy is None else self.strategy.timeout_seconds
         )
@@ -199,7 +201,9 @@ class Trainer:
         _check_counts(batch_size=batch_size)
         loss = self._need_loss("evaluate")
         source = _filled(as_source(data), "data")
-        task = EvaluateTask(source=source, batch_size=batch_size, metrics=self.metrics)
+        # Within a fit, the user's metrics are busy with the training data.
+        metrics = copy.deepcopy(self.metrics) if self._is_running else self.metrics
+        task = EvaluateTask(source=source, batch_size=batch_size, metrics=metrics)
         for callback in self.callbacks:
             callback.set_trainer(self)
             callback.on_test_begin()
@@ -256,25 +260,36 @@ class Trainer:
         conductor: Conductor,
         batch_size: int,
     ) -> Any:
-        self._plan = self._make_plan(batch_size)
-        if self._plan.num_shares > 1 and updater is not None:
+        session, plan = self._session, self._make_plan(batch_size)
+        if self._is_running:
+            session, plan = _nested(task, self._make_plan_for_one(batch_size))
+        else:
+            self._plan = plan
+        if plan.num_shares > 1 and updater is not None:
             check_hooks(self.model)
         assignment = Assignment(
-            plan=self._plan,
+            plan=plan,
             model=self.model,
             loss=loss,
             updater=updater,
             task=task,
             seed=self.seed,
-            device=_check_device(self.model, self._plan),
+            device=_check_device(self.model, plan),
         )
-        return self._session.run(assignment, conductor)
+        outermost, self._is_running = not self._is_running, True
+        try:
+            return session.run(assignment, conductor)
+        finally:
+            self._is_running = not outermost
 
     def _make_plan(self, batch_size: int) -> Plan:
-        if self.strategy is not None:
-            maker = self.strategy.maker(self.precision)
-        else:
-            maker = SingleDevice(precision=self.precision)
+        if self.strategy is None:
+            return self._make_plan_for_one(batch_size)
+        maker = self.strategy.maker(self.precision)
+        return maker(capture_layers(self.model), discover(), batch_size)
+
+    def _make_plan_for_one(self, batch_size: int) -> Plan:
+        maker = SingleDevice(precision=self.precision)
         return maker(capture_layers(self.model), discover(), batch_size)
 
     def _make_updater(self) -> TorchUpdater:
@@ -318,6 +333,23 @@ class Trainer:
         )
         outputs = self._predict(as_input_source(made_up, name="inputs"), 1)
         return map_tensors(lambda tensor: tensor[:0], outputs)
+
+
+def _nested(task: Task, plan: Plan) -> tuple[Session, Plan]:
+    """How a callback's own ``evaluate`` or ``predict`` runs: on rank 0, while the others wait.
+
+    Raises:
+        OptionError: a ``fit`` within a ``fit``.
+    """
+    if isinstance(task, FitTask):
+        raise OptionError(
+            problem(
+                "A callback cannot train the model that is being trained.",
+                received="fit within fit",
+                fix="Call evaluate or predict, or train another model with another Trainer.",
+            )
+        )
+    return Session(DEFAULT_TIMEOUT_SECONDS), plan
 
 
 def _inputs(source: Source) -> Tree:

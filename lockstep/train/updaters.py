@@ -3,6 +3,11 @@
 A rank's optimizer is a clone of the user's whose parameter groups hold the rank's pieces instead of
 whole parameters. Options and slots are the same objects' worth either way, so a state made by one
 number of ranks is right for any other.
+
+How small the pieces may be depends on the optimizer. torch's own are known: most treat every
+element by itself, some a parameter as a whole. Of any other nothing is known: it may clip by the
+norm of all gradients, wrap another optimizer, or count its steps. So rank 0 alone steps it, the
+user's own object on the user's own Parameters, and that is exact whatever it does.
 """
 
 from collections import defaultdict
@@ -16,6 +21,7 @@ from lockstep.comm.exchange import cut_piece
 from lockstep.errors import ModelError, OptionError, Problems, problem
 from lockstep.parallel.parcel import optimizer_contents, rebuild_optimizer
 from lockstep.parallel.update import BoundPiece, PieceSlots, Slots, Updater
+from lockstep.plan.layout import Extent, Piece, elementwise_slices, whole_parameters
 
 # Treat every element by itself. Exact types: a subclass may do anything.
 ELEMENTWISE = frozenset(
@@ -34,6 +40,9 @@ ELEMENTWISE = frozenset(
     }
 )
 
+# Treat every parameter by itself.
+PARAMETERWISE = frozenset({optim.Adafactor, optim.Muon})
+
 
 class TorchUpdater(Updater):
     """Steps a torch optimizer on pieces of its parameters.
@@ -46,46 +55,66 @@ class TorchUpdater(Updater):
     def __init__(self, optimizer: optim.Optimizer, parameters: dict[str, nn.Parameter]) -> None:
         self.optimizer = optimizer
         self.parameters = parameters
+        self._is_known = _is_known(optimizer)  # hooks do not travel, so rank 0 says it for all
         self._active = optimizer
         self._pieces: list[BoundPiece] = []
 
-    @property
-    def elementwise(self) -> bool:
-        return type(self.optimizer) in ELEMENTWISE
+    def divide(self, extents: Sequence[Extent], num_ranks: int) -> list[list[Piece]]:
+        if not self._is_known:
+            return [*whole_parameters(extents, 1), *([] for _ in range(num_ranks - 1))]
+        if type(self.optimizer) in ELEMENTWISE:
+            return elementwise_slices(extents, num_ranks)
+        return whole_parameters(extents, num_ranks)
 
     def bind(self, pieces: Sequence[BoundPiece]) -> None:
         self._pieces = list(pieces)
-        if all(piece.tensor is self.parameters[piece.name] for piece in pieces):
-            self._active = self.optimizer
-            return
+        same = all(piece.tensor is self.parameters[piece.name] for piece in pieces)
+        self._active = self.optimizer if same or not self._is_known else self._clone()
+
+    def _clone(self) -> optim.Optimizer:
         by_parameter: dict[int, list[BoundPiece]] = defaultdict(list)
-        for piece in pieces:
-            by_parameter[id(self.parameters[piece.name])].append(piece)
+        state: dict[torch.Tensor, Slots] = defaultdict(dict)
+        for bound in self._pieces:
+            parameter = self.parameters[bound.name]
+            by_parameter[id(parameter)].append(bound)
+            if parameter in self.optimizer.state:
+                state[bound.tensor] = _cut_slots(self.optimizer.state[parameter], parameter, bound)
         groups = [
             {**_options(group), "params": _tensors_of(group["params"], by_parameter)}
             for group in self.optimizer.param_groups
         ]
-        state: dict[torch.Tensor, Slots] = defaultdict(dict)
-        for bound in pieces:
-            parameter = self.parameters[bound.name]
-            if parameter in self.optimizer.state:
-                state[bound.tensor] = _cut_slots(self.optimizer.state[parameter], parameter, bound)
         contents = {**optimizer_contents(self.optimizer), "state": state, "param_groups": groups}
-        self._active = rebuild_optimizer(type(self.optimizer), contents)
+        return rebuild_optimizer(type(self.optimizer), contents)
 
     def step(self) -> None:
-        self._active.step()
+        if self._active is not self.optimizer:
+            self._active.step()
+            vars(self.optimizer)["_opt_called"] = True  # a scheduler asks whether it has stepped
+        elif self._pieces:
+            self._step_itself()
+
+    def _step_itself(self) -> None:
+        """Step the user's own optimizer, on whole Parameters with the pieces' gradients."""
+        whole = [(self.parameters[bound.name], bound.tensor) for bound in self._pieces]
+        for parameter, tensor in whole:
+            parameter.grad = tensor.grad
+        self.optimizer.step()
+        for parameter, tensor in whole:
+            if parameter is not tensor:
+                parameter.grad = None
 
     def slots(self) -> list[PieceSlots]:
+        own = self._active is self.optimizer
+        keys = [self.parameters[bound.name] if own else bound.tensor for bound in self._pieces]
         return [
             PieceSlots(
                 name=bound.name,
                 start=bound.piece.start,
                 stop=bound.piece.stop,
-                slots=dict(self._active.state[bound.tensor]),
+                slots=dict(self._active.state[key]),
             )
-            for bound in self._pieces
-            if bound.tensor in self._active.state
+            for bound, key in zip(self._pieces, keys, strict=True)
+            if key in self._active.state
         ]
 
     def take_slots(self, slots: dict[str, Slots]) -> None:
@@ -115,7 +144,7 @@ def make_optimizer(optimizer: Any, model: nn.Module) -> optim.Optimizer:
         made = optimizer(model.parameters())
         if not isinstance(made, optim.Optimizer):
             raise _no_optimizer(made)
-        optimizer = made
+        return make_optimizer(made, model)
     if isinstance(optimizer, optim.LBFGS | optim.SparseAdam):
         raise OptionError(
             problem(
@@ -126,6 +155,7 @@ def make_optimizer(optimizer: Any, model: nn.Module) -> optim.Optimizer:
             )
         )
     _check_parameters(optimizer, model)
+    _widen_slots(optimizer)
     return optimizer
 
 
@@ -156,6 +186,32 @@ def _check_parameters(optimizer: optim.Optimizer, model: nn.Module) -> None:
     problems.raise_if_any(OptionError)
 
 
+def _widen_slots(optimizer: optim.Optimizer) -> None:
+    """Slots made before the model became float64 follow it, as in ``Optimizer.load_state_dict``."""
+    if type(optimizer) not in ELEMENTWISE | PARAMETERWISE:
+        return
+    for parameter, slots in optimizer.state.items():
+        for slot, value in slots.items():
+            if (
+                parameter.dtype == torch.float64
+                and isinstance(value, torch.Tensor)
+                and value.is_floating_point()
+                and slot != "step"
+            ):
+                slots[slot] = value.double()
+
+
+def _is_known(optimizer: optim.Optimizer) -> bool:
+    """Whether its class alone says what a step does: no hooks, no ``step`` of its own."""
+    step = vars(optimizer).get("step")
+    return (
+        type(optimizer) in ELEMENTWISE | PARAMETERWISE
+        and not optimizer._optimizer_step_pre_hooks
+        and not optimizer._optimizer_step_post_hooks
+        and (step is None or hasattr(step, "_wrapped_by_lr_sched"))
+    )
+
+
 def check_hooks(model: nn.Module) -> None:
     """Refuse gradient hooks on parameters where gradients come in shares.
 
@@ -178,7 +234,12 @@ def check_hooks(model: nn.Module) -> None:
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+    """A copy: schedulers change a learning rate that is a tensor in place."""
+    return {
+        key: value.clone() if isinstance(value, torch.Tensor) else value
+        for key, value in group.items()
+        if key not in ("params", "param_names")
+    }
 
 
 def _tensors_of(

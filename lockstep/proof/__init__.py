@@ -1,0 +1,1 @@
+"""Proofs: any strategy, step by step, against a plain loop on one device."""

@@ -1,0 +1,132 @@
+"""The loss of a whole batch, as the reference understands what a loss function returns.
+
+Written apart from ``parallel.losses`` on purpose: a misunderstanding there must not be repeated
+here. It needs no denominators of shares, so it says what is meant in a few lines:
+
+- a scalar is the mean, exactly as the function computed it;
+- values of shape (n,) are averaged, weighted by ``sample_weight`` where the data has one;
+- a pair (total, weight) is total / weight.
+
+With ``sample_weight``, torch's own losses are asked for their values one by one and these are
+weighted; a loss that takes an argument ``sample_weight`` weighs for itself.
+"""
+
+import copy
+import functools
+import inspect
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from lockstep.errors import LossError, problem
+
+_CLASS_LOSSES = (F.cross_entropy, F.nll_loss)
+
+
+def batch_loss(
+    loss: Any, output: Any, target: Any, sample_weight: torch.Tensor | None
+) -> torch.Tensor | None:
+    """The weighted mean over the batch, a scalar; None where the batch weighs nothing.
+
+    Raises:
+        LossError: the loss returned something else than agreed.
+    """
+    if sample_weight is None:
+        returned = loss(output, target)
+        if isinstance(returned, torch.Tensor) and returned.dim() == 0:
+            return None if _is_mean_of_nothing(loss, output, target, returned) else returned
+        return _mean(returned, None)
+    if _takes_weight(loss):
+        return _mean(loss(output, target, sample_weight=sample_weight), None)
+    return _weighted(loss, output, target, sample_weight)
+
+
+def _mean(returned: Any, sample_weight: torch.Tensor | None) -> torch.Tensor | None:
+    if isinstance(returned, tuple | list) and len(returned) == 2 and sample_weight is None:
+        total, weight = returned
+        return total / weight if weight else None
+    if isinstance(returned, torch.Tensor) and returned.dim() == 1:
+        if sample_weight is None:
+            return returned.mean()
+        weights = sample_weight.to(returned)
+        return (returned * weights).sum() / weights.sum() if weights.any() else None
+    raise LossError(
+        problem(
+            "The loss must return a scalar, values of shape (n,), or a pair (total, weight).",
+            received=type(returned).__name__,
+            fix="With sample_weight only the last two can be weighted.",
+        )
+    )
+
+
+def _weighted(
+    loss: Any, output: Any, target: Any, sample_weight: torch.Tensor
+) -> torch.Tensor | None:
+    function, options = _torch_loss(loss)
+    if function is None or options["reduction"] != "mean":
+        return _mean(loss(output, target), sample_weight)
+    values = _one_by_one(loss)(output, target)
+    if function not in _CLASS_LOSSES:
+        return _mean(values.flatten(1).mean(1) if values.dim() > 1 else values, sample_weight)
+    each = sample_weight.to(values).reshape(-1, *[1] * (values.dim() - 1))
+    weight = (each * _class_weights(values, target, options)).sum()
+    return (values * each).sum() / weight if weight else None
+
+
+def _class_weights(
+    values: torch.Tensor, target: torch.Tensor, options: dict[str, Any]
+) -> torch.Tensor:
+    """What each position adds to the denominator of torch's weighted mean."""
+    if target.is_floating_point():  # class probabilities: torch divides by the positions
+        return torch.ones_like(values)
+    counts = (target != options["ignore_index"]).to(values)
+    if options["weight"] is None:
+        return counts
+    return counts * options["weight"].to(values)[target.where(counts > 0, 0)]
+
+
+def _is_mean_of_nothing(loss: Any, output: Any, target: Any, mean: torch.Tensor) -> bool:
+    """Whether torch divided 0 by 0 because no target counts."""
+    function, _ = _torch_loss(loss)
+    if function not in _CLASS_LOSSES or not mean.isnan():
+        return False
+    with torch.no_grad():
+        return not bool(_one_by_one(loss)(output, target).any())
+
+
+def _torch_loss(loss: Any) -> tuple[Any, dict[str, Any]]:
+    """torch's own function behind a loss, if it is one, and the options it is called with."""
+    options: dict[str, Any] = {"weight": None, "ignore_index": -100, "reduction": "mean"}
+    if isinstance(loss, functools.partial):
+        function, inner = _torch_loss(loss.func)
+        return function, {**inner, **loss.keywords}
+    if isinstance(loss, nn.Module):
+        own = type(loss).forward
+        if own.__module__ != nn.MSELoss.__module__:
+            return None, options
+        by_class = {nn.CrossEntropyLoss.forward: F.cross_entropy, nn.NLLLoss.forward: F.nll_loss}
+        found = {name: getattr(loss, name, default) for name, default in options.items()}
+        return by_class.get(own, own), found
+    if getattr(loss, "__module__", None) == F.__name__:
+        takes = "reduction" in inspect.signature(loss).parameters
+        return (loss if takes else None), options
+    return None, options
+
+
+def _one_by_one(loss: Any) -> Any:
+    """The same torch loss without its mean."""
+    if isinstance(loss, nn.Module):
+        single: Any = copy.copy(loss)
+        single.reduction = "none"
+        return single
+    return functools.partial(loss, reduction="none")
+
+
+def _takes_weight(loss: Any) -> bool:
+    try:
+        signature = inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss)
+    except (TypeError, ValueError):  # some builtins have none
+        return False
+    return "sample_weight" in signature.parameters

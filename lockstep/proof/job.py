@@ -1,0 +1,141 @@
+"""A Job: everything that ``lockstep verify`` and ``lockstep plan`` need to know of a training.
+
+A proof runs the same training twice, so a job makes copies of itself in float64: the user's own
+model and optimizer are never touched. Model, loss and optimizer are copied together, because they
+may hold the same parameters.
+"""
+
+import copy
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn, optim
+
+from lockstep.errors import ModelError, OptionError, Problems, problem
+from lockstep.parallel.parcel import optimizer_contents, rebuild_optimizer
+
+
+@dataclass(frozen=True)
+class Job:
+    """A training.
+
+    Attributes:
+        model: the model.
+        loss: as the Trainer takes it: a mean, values of shape (n,), or a pair (total, weight).
+        optimizer: a torch optimizer over ``model.parameters()``, or a class or function that makes
+            one from them.
+        data: as ``Trainer.fit`` takes it.
+        batch_size: samples of a global batch.
+
+    Raises:
+        OptionError: a part that cannot be what it is.
+    """
+
+    model: nn.Module
+    loss: Any
+    optimizer: Any
+    data: Any
+    batch_size: int = 32
+
+    def __post_init__(self) -> None:
+        problems = Problems()
+        if not isinstance(self.model, nn.Module):
+            problems.add(
+                "A Job's model must be a torch.nn.Module.",
+                received=type(self.model).__name__,
+                fix="Pass an instance, not a class or a function.",
+            )
+        for name in ("loss", "optimizer"):
+            part = getattr(self, name)
+            if not callable(part) and not isinstance(part, optim.Optimizer):
+                problems.add(
+                    f"A Job's {name} must be what the Trainer takes.",
+                    received=repr(part),
+                    fix="See the documentation of lockstep.Trainer.",
+                )
+        size = self.batch_size
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            problems.add(
+                "A Job's batch_size must be an integer of at least 1.",
+                received=repr(size),
+                fix="Give the number of samples of a global batch.",
+            )
+        problems.raise_if_any(OptionError)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DoubleCopy:
+    """A job's model, loss and optimizer, copied, in float64."""
+
+    model: nn.Module
+    loss: Any
+    optimizer: optim.Optimizer
+
+
+def copy_in_double(job: Job) -> DoubleCopy:
+    """Copy what a training changes.
+
+    Raises:
+        ModelError: the model cannot be copied.
+        OptionError: the optimizer makes no optimizer.
+    """
+    memo: dict[int, Any] = {}
+    try:
+        model: nn.Module = copy.deepcopy(job.model, memo)
+        loss = copy.deepcopy(job.loss, memo)
+    except Exception as error:
+        raise ModelError(
+            problem(
+                "A proof needs copies of the model and the loss, and copy.deepcopy fails.",
+                received=f"{type(error).__name__}: {error}",
+                fix="Look for tensors with a history (weights computed outside of forward), "
+                "or for open files and locks.",
+            )
+        ) from error
+    model.double()
+    return DoubleCopy(
+        model=model, loss=_in_double(loss), optimizer=_copied_optimizer(job.optimizer, model, memo)
+    )
+
+
+def _in_double(loss: Any) -> Any:
+    """Weights that a loss holds must have the precision of what it is given."""
+    if isinstance(loss, nn.Module):
+        return loss.double()
+    if isinstance(loss, functools.partial):
+        return functools.partial(
+            _in_double(loss.func),
+            *map(_double, loss.args),
+            **{key: _double(value) for key, value in loss.keywords.items()},
+        )
+    return loss
+
+
+def _double(value: Any) -> Any:
+    if isinstance(value, torch.Tensor) and value.is_floating_point():
+        return value.double()
+    return value
+
+
+def _copied_optimizer(optimizer: Any, model: nn.Module, memo: dict[int, Any]) -> optim.Optimizer:
+    if not isinstance(optimizer, optim.Optimizer):
+        made = optimizer(model.parameters())
+        if not isinstance(made, optim.Optimizer):
+            raise OptionError(
+                problem(
+                    "A Job's optimizer must be a torch optimizer, or make one from parameters.",
+                    received=f"something that makes a {type(made).__name__}",
+                    fix="Pass functools.partial(torch.optim.Adam, lr=1e-3), for example.",
+                )
+            )
+        return made
+    # The optimizer's own copying drops what subclasses add. The memo maps its parameters to the
+    # copied model's.
+    contents = copy.deepcopy(optimizer_contents(optimizer), memo)
+    for slots in contents["state"].values():
+        for name, value in slots.items():
+            if name != "step":  # a count, which torch keeps in float32
+                slots[name] = _double(value)
+    return rebuild_optimizer(type(optimizer), contents)

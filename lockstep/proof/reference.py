@@ -1,0 +1,237 @@
+"""The reference: a plain PyTorch loop over whole batches, in float64, on one device.
+
+What Lockstep promises is that dividing the work changes nothing, so the thing to compare with must
+not divide it, and must share no code with what does. This module sees ``lockstep.data`` (what the
+samples are), ``plan.shares`` and ``data.order`` (which numbers belong to which share's dropout), and
+nothing else of Lockstep. import-linter holds it to that.
+"""
+
+import copy
+import random
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn, optim
+
+from lockstep.data.order import batch_bounds, epoch_order, seed_streams, share_seed
+from lockstep.data.sources import Batch, Source
+from lockstep.data.trees import concatenate, map_tensors
+from lockstep.plan.shares import num_filled_shares, share_bounds
+from lockstep.proof.batch_loss import batch_loss
+from lockstep.proof.streams import Probe, ShareStreams, probe_draws
+
+Gradients = dict[str, torch.Tensor | None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """Everything a step of the reference left behind.
+
+    Attributes:
+        step: the step's number, from 0.
+        loss: of the whole batch; None where the batch weighs nothing and no update was made.
+        gradients: of every trainable parameter by name; None where it was not used.
+        state: the model's ``state_dict``.
+        buffers: which names of ``state`` are buffers.
+        moved_buffers: the buffers that training has changed so far.
+        slots: of the optimizer, by parameter name.
+    """
+
+    step: int
+    loss: float | None
+    gradients: Gradients
+    state: dict[str, torch.Tensor]
+    buffers: frozenset[str]
+    moved_buffers: frozenset[str]
+    slots: dict[str, dict[str, Any]]
+
+
+class Reference:
+    """Trains step by step.
+
+    Args:
+        model: in float64; it is trained in place.
+        loss: see ``batch_loss``.
+        optimizer: over the model's parameters.
+        source: the data, taken in its own order, epoch after epoch.
+        batch_size: of the whole batch.
+        seed: of all random streams.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Any,
+        optimizer: optim.Optimizer,
+        source: Source,
+        *,
+        batch_size: int,
+        seed: int,
+    ) -> None:
+        self.notes: list[str] = []
+        self._model = model
+        self._loss = loss
+        self._optimizer = optimizer
+        self._source = source
+        self._seed = seed
+        self._batches = enumerate(_batches(source, batch_size))
+        self._first_buffers = {name: value.clone() for name, value in _buffers(model).items()}
+        if not model.training:  # else modules that the user has put in evaluation mode stay there
+            model.train()
+        # Shapes do not depend on weights, so one copy serves all probes, whatever they do to it.
+        self._guinea_pig: tuple[nn.Module, Any] = copy.deepcopy((model, loss))
+
+    def step(
+        self, num_shares: int, settle: Callable[[dict[str, nn.Parameter]], None] | None = None
+    ) -> Record:
+        """Train on the next batch.
+
+        Args:
+            num_shares: into how many shares Lockstep divides a batch: it decides which random
+                numbers a sample gets, and nothing else.
+            settle: called with the trainable parameters between backward and update.
+        """
+        number, indices = next(self._batches)
+        self._optimizer.zero_grad(set_to_none=True)
+        loss = self._pass(number, indices, num_shares)
+        if loss is not None:
+            if settle is not None:
+                settle(dict(self._trainable()))
+            self._optimizer.step()
+        return self._record(number, None if loss is None else loss.item())
+
+    # --- forward and backward --------------------------------------------------------------------
+
+    def _pass(self, number: int, indices: torch.Tensor, num_shares: int) -> torch.Tensor | None:
+        bounds = share_bounds(len(indices), num_shares)
+        bounds = bounds[: num_filled_shares(len(indices), num_shares)]
+        batch, states = self._read(number, indices, bounds)
+        others = _other_streams()
+        streams: ShareStreams | None = None
+        scope: AbstractContextManager[Any] = nullcontext()
+        if len(bounds) > 1:
+            scope = streams = ShareStreams(bounds, states, self._probe(batch))
+        with scope:
+            loss = self._loss_of(self._model, self._loss, batch)
+            if loss is not None:
+                loss.backward()  # type: ignore[no-untyped-call]
+        if streams is not None:
+            self._note(streams.notes)
+            if others != _other_streams():
+                self._note(["the model draws from Python's or NumPy's random numbers"])
+        return None if loss is None else loss.detach()
+
+    def _read(
+        self, number: int, indices: torch.Tensor, bounds: list[tuple[int, int]]
+    ) -> tuple[Batch, list[torch.Tensor]]:
+        """The batch, and each share's generator state once its samples are read.
+
+        Read share by share, because data may be augmented at random while it is read.
+        """
+        parts, states = [], []
+        for share, (start, stop) in enumerate(bounds):
+            seed_streams(share_seed(self._seed, number, share))
+            parts.append(self._source.read(indices[start:stop], torch.float64))
+            states.append(torch.get_rng_state())
+        return self._moved(_joined(parts)), states
+
+    def _probe(self, batch: Batch) -> Probe | None:
+        """The draws for one sample less."""
+        fewer = _first(batch, batch.num_samples - 1)
+        return probe_draws(fewer.num_samples, lambda: self._loss_of(*self._guinea_pig, fewer))
+
+    def _loss_of(self, model: nn.Module, loss: Any, batch: Batch) -> torch.Tensor | None:
+        inputs = batch.inputs
+        if isinstance(inputs, tuple):
+            output = model(*inputs)
+        elif isinstance(inputs, dict):
+            output = model(**inputs)
+        else:
+            output = model(inputs)
+        return batch_loss(loss, output, batch.targets, batch.sample_weight)
+
+    def _moved(self, batch: Batch) -> Batch:
+        device = next(self._model.parameters()).device
+        return batch if device.type == "cpu" else _mapped(lambda part: part.to(device), batch)
+
+    def _note(self, texts: list[str]) -> None:
+        self.notes += [text for text in texts if text not in self.notes]
+
+    # --- what is left behind ---------------------------------------------------------------------
+
+    def _trainable(self) -> Iterator[tuple[str, nn.Parameter]]:
+        for name, parameter in self._model.named_parameters():
+            if parameter.requires_grad:
+                yield name, parameter
+
+    def _record(self, number: int, loss: float | None) -> Record:
+        buffers = _buffers(self._model)
+        return Record(
+            step=number,
+            loss=loss,
+            gradients={name: _clone(parameter.grad) for name, parameter in self._trainable()},
+            state={name: _clone(value) for name, value in self._model.state_dict().items()},
+            buffers=frozenset(buffers),
+            moved_buffers=frozenset(
+                name
+                for name, value in buffers.items()
+                if name not in self._first_buffers or not value.equal(self._first_buffers[name])
+            ),
+            slots={
+                name: {slot: _clone(value) for slot, value in slots.items()}
+                for name, parameter in self._trainable()
+                if (slots := self._optimizer.state.get(parameter))
+            },
+        )
+
+
+def _batches(source: Source, batch_size: int) -> Iterator[torch.Tensor]:
+    for epoch in count():
+        order = epoch_order(0, epoch, len(source), shuffle=False)
+        for start, stop in batch_bounds(len(order), batch_size):
+            yield order[start:stop]
+
+
+def _joined(parts: list[Batch]) -> Batch:
+    weights = [part.sample_weight for part in parts if part.sample_weight is not None]
+    return Batch(
+        inputs=concatenate([part.inputs for part in parts]),
+        targets=concatenate([part.targets for part in parts]),
+        sample_weight=torch.cat(weights) if weights else None,
+        num_samples=sum(part.num_samples for part in parts),
+    )
+
+
+def _first(batch: Batch, num_samples: int) -> Batch:
+    return _mapped(lambda part: part[:num_samples], batch, num_samples)
+
+
+def _mapped(
+    function: Callable[[torch.Tensor], torch.Tensor], batch: Batch, num_samples: int | None = None
+) -> Batch:
+    return Batch(
+        inputs=map_tensors(function, batch.inputs),
+        targets=map_tensors(function, batch.targets),
+        sample_weight=map_tensors(function, batch.sample_weight),
+        num_samples=batch.num_samples if num_samples is None else num_samples,
+    )
+
+
+def _buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Buffers under every name that they have."""
+    return dict(model.named_buffers(remove_duplicate=False))
+
+
+def _other_streams() -> tuple[Any, ...]:
+    """The states of Python's and NumPy's random streams."""
+    _, words, position, *_ = np.random.get_state(legacy=True)
+    return words.tobytes(), position, random.getstate()
+
+
+def _clone(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value

@@ -1,0 +1,271 @@
+"""Random numbers for a whole batch at once, equal to those its shares draw one by one.
+
+Lockstep seeds torch's generator anew for every share of every step, so what dropout draws depends
+on how the batch is divided. The reference runs the batch whole. ``ShareStreams`` sits between it
+and torch's random operations: where a draw has a dim that belongs to the samples, it is made share
+by share, each from the generator state that this share would have, on a tensor of the shape this
+share would have; so the bits are the share's own.
+
+Which dim belongs to the samples cannot always be told from its size (an LSTM draws its dropout with
+time first). ``probe_draws`` runs the forward pass once with one sample less: the dim that shrinks
+is the one.
+
+States are remembered by the state of torch's global generator, which advances with every draw. So
+whoever saves and restores the global state (``torch.utils.checkpoint``) restores the shares' states
+with it, and whoever seeds it anew seeds them all.
+
+Not covered: draws from a generator of the model's own, and draws that have no dim for the samples.
+Both are noted by name. Where a dim holds several rows per sample, those of one sample are taken to
+be neighbours.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+State = torch.Tensor  # of a torch.Generator
+
+
+@dataclass(frozen=True)
+class Draw:
+    """A random operation, and the shape that decides how it is divided."""
+
+    operation: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Probe:
+    """The draws that a forward pass makes for another number of samples."""
+
+    num_samples: int
+    draws: Sequence[Draw]
+
+
+class ShareStreams(TorchDispatchMode):
+    """Within it, random draws are made share by share.
+
+    Args:
+        bounds: rows ``[start, stop)`` of each share.
+        states: the generator state with which each share begins.
+        probe: the draws for another number of samples, or None where that could not be run.
+    """
+
+    def __init__(
+        self, bounds: Sequence[tuple[int, int]], states: list[State], probe: Probe | None
+    ) -> None:
+        super().__init__()
+        self._bounds = bounds
+        self._num_samples = bounds[-1][1]
+        self._probe = probe
+        self._num_draws = 0
+        self._states: dict[bytes, list[State]] = {_key(torch.get_rng_state()): states}
+        self._dims: dict[tuple[bytes, Draw], int | None] = {}
+        self.notes: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        call = _Call(func, args, kwargs or {})
+        if not call.may_draw:
+            return call.run()
+        if call.has_own_generator:
+            self._note(f"{call.name} draws from a generator of the model's own")
+            return call.run()
+        before = torch.get_rng_state()
+        if not call.draws():
+            return call.run()
+        # Where the forward pass has seeded the generator anew, so would every share.
+        states = self._states.get(_key(before), [before] * len(self._bounds))
+        dim = self._dim_of_samples(_key(before), Draw(call.name, call.shape))
+        result, states = self._draw(call, dim, states)
+        torch.set_rng_state(before)
+        torch.rand(())  # moves the global state on, so that the next draw finds its own states
+        self._states[_key(torch.get_rng_state())] = states
+        return result
+
+    def _draw(
+        self, call: "_Call", dim: int | None, states: list[State]
+    ) -> tuple[Any, list[State]]:
+        """The result put together from the shares' draws, and their states after it."""
+        if dim is None:
+            self._note(f"{call.name} draws numbers of shape {call.shape}, none per sample")
+            parts = [_from_state(state, call.run) for state in states]
+            return parts[0][0], [state for _, state in parts]
+        rows = call.shape[dim] // self._num_samples
+        pieces = [
+            call.cut(dim, start * rows, (stop - start) * rows) for start, stop in self._bounds
+        ]
+        parts = [
+            _from_state(state, piece.run) for state, piece in zip(states, pieces, strict=True)
+        ]
+        result = call.join(dim, pieces, [part for part, _ in parts])
+        return result, [state for _, state in parts]
+
+    def _dim_of_samples(self, moment: bytes, draw: Draw) -> int | None:
+        """The dim to divide; asked again at the same moment (recomputation), the same."""
+        number = self._num_draws
+        self._num_draws += 1
+        if (moment, draw) not in self._dims:
+            self._dims[moment, draw] = self._find_dim(draw, number)
+        return self._dims[moment, draw]
+
+    def _find_dim(self, draw: Draw, number: int) -> int | None:
+        fitting = [
+            dim for dim, size in enumerate(draw.shape) if size and size % self._num_samples == 0
+        ]
+        probe = self._probe
+        if probe is not None and number < len(probe.draws):
+            other = probe.draws[number]
+            if other.operation == draw.operation and len(other.shape) == len(draw.shape):
+                fitting = [
+                    dim
+                    for dim in fitting
+                    if other.shape[dim] * self._num_samples == draw.shape[dim] * probe.num_samples
+                ]
+        return fitting[0] if fitting else None
+
+    def _note(self, text: str) -> None:
+        if text not in self.notes:
+            self.notes.append(text)
+
+
+def probe_draws(num_samples: int, forward: Callable[[], object]) -> Probe | None:
+    """The draws of a forward pass over ``num_samples``; None if it fails, or draws nothing."""
+    recorder = _Recorder()
+    try:
+        with torch.random.fork_rng(devices=()), torch.no_grad(), recorder:
+            forward()
+    except Exception:
+        # One sample less may be too few, for a BatchNorm or a reshape: then sizes have to tell.
+        return None
+    return Probe(num_samples, recorder.draws) if recorder.draws else None
+
+
+class _Recorder(TorchDispatchMode):
+    """Writes down what is drawn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.draws: list[Draw] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        call = _Call(func, args, kwargs or {})
+        if call.may_draw and not call.has_own_generator and call.draws():
+            self.draws.append(Draw(call.name, call.shape))
+        return call.run()
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One call of a torch operation."""
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def run(self) -> Any:
+        return self.func(*self.args, **self.kwargs)
+
+    @property
+    def name(self) -> str:
+        return str(self.func)
+
+    @property
+    def may_draw(self) -> bool:
+        return torch.Tag.nondeterministic_seeded in self.func.tags
+
+    @property
+    def has_own_generator(self) -> bool:
+        generator = self.kwargs.get("generator")
+        return generator is not None and generator is not torch.default_generator
+
+    def draws(self) -> bool:
+        """Whether it takes anything from the global generator; leaves all as it was."""
+        before = torch.get_rng_state()
+        self._on(tuple(map(_clone, self.args)), self._cloned_kwargs()).run()
+        drew = not torch.equal(before, torch.get_rng_state())
+        torch.set_rng_state(before)
+        return drew
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The common shape of its tensors, or the size asked for."""
+        tensors = [arg for arg in self.args if isinstance(arg, torch.Tensor)]
+        if not tensors:
+            return self._size()[1]
+        try:
+            return tuple(torch.broadcast_shapes(*(tensor.shape for tensor in tensors)))
+        except RuntimeError:
+            return tuple(tensors[0].shape)
+
+    def _size(self) -> tuple[int | None, tuple[int, ...]]:
+        """Which argument asks for a size, and that size."""
+        for index, arg in enumerate(self.args):
+            if isinstance(arg, list | tuple):
+                return index, tuple(arg)
+        return None, ()
+
+    def cut(self, dim: int, start: int, length: int) -> "_Call":
+        """The same call for some rows, on copies of them."""
+        shape = self.shape
+        if not any(isinstance(arg, torch.Tensor) for arg in self.args):
+            index, size = self._size()
+            shorter = [*size[:dim], length, *size[dim + 1 :]]
+            return self._on(
+                tuple(shorter if at == index else arg for at, arg in enumerate(self.args)),
+                self.kwargs,
+            )
+        return self._on(
+            tuple(_rows(arg, shape, dim, start, length) for arg in self.args), self.kwargs
+        )
+
+    def join(self, dim: int, pieces: "Sequence[_Call]", results: list[Any]) -> Any:
+        """This call's result from those of its cut pieces; writes what it would have written."""
+        written = [
+            index
+            for index, argument in enumerate(self.func._schema.arguments)
+            if argument.is_write and index < len(self.args)
+        ]
+        for index in written:
+            self.args[index].copy_(torch.cat([piece.args[index] for piece in pieces], dim))
+        if self.func._schema.name.endswith("_"):
+            return self.args[0]
+        if isinstance(results[0], tuple):
+            return tuple(torch.cat(parts, dim) for parts in zip(*results, strict=True))
+        return torch.cat(results, dim)
+
+    def _on(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "_Call":
+        return _Call(self.func, args, kwargs)
+
+    def _cloned_kwargs(self) -> dict[str, Any]:
+        return {key: _clone(value) for key, value in self.kwargs.items()}
+
+
+def _rows(arg: Any, shape: tuple[int, ...], dim: int, start: int, length: int) -> Any:
+    """The rows of an argument that belong to a share; what is broadcast stays whole."""
+    if not isinstance(arg, torch.Tensor):
+        return arg
+    own_dim = dim - (len(shape) - arg.dim())
+    if own_dim < 0 or arg.shape[own_dim] != shape[dim]:
+        return arg.clone()
+    return arg.narrow(own_dim, start, length).clone()
+
+
+def _clone(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def _from_state(state: State, run: Callable[[], Any]) -> tuple[Any, State]:
+    """Run with torch's generator in this state; returns the result and the state after it."""
+    torch.set_rng_state(state)
+    return run(), torch.get_rng_state()
+
+
+def _key(state: State) -> bytes:
+    return state.numpy().tobytes()

@@ -1,0 +1,67 @@
+"""Same shares, same bits: on any number of replicas, and in every run."""
+
+import functools
+
+import pytest
+import torch
+from torch import Tensor
+
+import lockstep
+from tests.zoo import Case, case, cases
+
+NAMES = [one.name for one in cases()]
+
+
+def train(job: Case, devices: int, num_shares: int | None, precision: str) -> dict[str, Tensor]:
+    model = job.make_model()
+    trainer = lockstep.Trainer(
+        model,
+        loss=job.loss,
+        optimizer=job.optimizer,
+        strategy=lockstep.MirroredStrategy(devices, num_shares=num_shares),
+        precision=precision,
+        seed=3,
+    )
+    trainer.fit((job.inputs, job.targets), batch_size=job.batch_size, epochs=2, verbose=0)
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+@functools.cache
+def on_one_replica(name: str, precision: str) -> dict[str, Tensor]:
+    return train(case(name), 1, 4, precision)
+
+
+def assert_same_bits(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
+    different = [name for name in left if not torch.equal(left[name], right[name])]
+    assert different == []
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp64"])
+@pytest.mark.parametrize("devices", [2, 3, 4])
+@pytest.mark.parametrize("name", NAMES)
+def test_four_shares_give_the_same_bits_on_any_number_of_replicas(
+    name: str, devices: int, precision: str
+) -> None:
+    assert_same_bits(train(case(name), devices, 4, precision), on_one_replica(name, precision))
+
+
+@pytest.mark.parametrize("name", ["cnn_batch_norm", "cnn_dropout", "gpt_tied"])
+def test_two_runs_give_the_same_bits(name: str) -> None:
+    first, second = (train(case(name), 2, None, "fp32") for _ in range(2))
+    assert_same_bits(first, second)
+
+
+def test_the_seed_matters() -> None:
+    """Otherwise the tests above would pass for a trainer that ignores its random streams."""
+    job = case("cnn_dropout")
+    model = job.make_model()
+    trainer = lockstep.Trainer(
+        model,
+        loss=job.loss,
+        optimizer=job.optimizer,
+        strategy=lockstep.MirroredStrategy(1, num_shares=4),
+        seed=4,
+    )
+    trainer.fit((job.inputs, job.targets), batch_size=job.batch_size, epochs=2, verbose=0)
+    other = on_one_replica("cnn_dropout", "fp32")
+    assert any(not torch.equal(value, other[name]) for name, value in model.state_dict().items())

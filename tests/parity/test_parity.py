@@ -1,0 +1,39 @@
+"""The parity table: every strategy on every model against a plain loop on one device, in fp64.
+
+Five steps, batches that no number of replicas divides, the last one short: loss, and every
+gradient, parameter, buffer and optimizer slot by name, to the measure of docs/exactness.md.
+A new strategy or model kind adds its row here.
+"""
+
+import pytest
+
+import lockstep
+from tests.zoo import Case, case, cases
+
+STRATEGIES = {
+    "single": lockstep.SingleDeviceStrategy(),
+    "mirrored-1": lockstep.MirroredStrategy(1),
+    "mirrored-2": lockstep.MirroredStrategy(2),
+    "mirrored-3": lockstep.MirroredStrategy(3),
+    "mirrored-4": lockstep.MirroredStrategy(4),
+    "mirrored-1-shares-3": lockstep.MirroredStrategy(1, num_shares=3),
+    "mirrored-2-shares-5": lockstep.MirroredStrategy(2, num_shares=5),
+}
+
+
+def make_job(one: Case) -> lockstep.Job:
+    return lockstep.Job(
+        model=one.make_model(),
+        loss=one.loss,
+        optimizer=one.optimizer,
+        data=(one.inputs, one.targets),
+        batch_size=one.batch_size,
+    )
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("model", [one.name for one in cases()])
+def test_training_equals_one_device(model: str, strategy: str) -> None:
+    report = lockstep.verify(make_job(case(model)), STRATEGIES[strategy], steps=5)
+    assert report.passed, str(report)
+    assert not report.undetermined
