@@ -11,14 +11,16 @@ if TYPE_CHECKING:
     from lockstep import data as data
     from lockstep.errors import LockstepError as LockstepError
     from lockstep.plan.spec import Plan as Plan
+    from lockstep.proof.job import Job as Job
+    from lockstep.proof.verification import verify_job
     from lockstep.strategies.base import Strategy as Strategy
     from lockstep.strategies.mirrored import MirroredStrategy as MirroredStrategy
     from lockstep.strategies.single import SingleDeviceStrategy as SingleDeviceStrategy
     from lockstep.train.callbacks import Callback as Callback
     from lockstep.train.history import History as History
     from lockstep.train.trainer import Trainer as Trainer
-    from lockstep.verify.job import Job as Job
-    from lockstep.verify.verify import verify_job as verify
+
+    verify = verify_job
 
 __version__ = "0.1.0"
 
@@ -26,7 +28,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "Callback": ("lockstep.train.callbacks", "Callback"),
     "History": ("lockstep.train.history", "History"),
-    "Job": ("lockstep.verify.job", "Job"),
+    "Job": ("lockstep.proof.job", "Job"),
     "LockstepError": ("lockstep.errors", "LockstepError"),
     "MirroredStrategy": ("lockstep.strategies.mirrored", "MirroredStrategy"),
     "Plan": ("lockstep.plan.spec", "Plan"),
@@ -34,7 +36,7 @@ _HOMES = {
     "Strategy": ("lockstep.strategies.base", "Strategy"),
     "Trainer": ("lockstep.train.trainer", "Trainer"),
     "data": ("lockstep.data", ""),
-    "verify": ("lockstep.verify.verify", "verify_job"),
+    "verify": ("lockstep.proof.verification", "verify_job"),
 }
 
 __all__ = [*_HOMES]

@@ -5,10 +5,13 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from hypothesis import settings
 
 from lockstep.launch.pool import keep_teams
 
 faulthandler.enable()
+settings.register_profile("lockstep", deadline=None)  # other tests may have the cores
+settings.load_profile("lockstep")
 
 
 @pytest.fixture(scope="session", autouse=True)

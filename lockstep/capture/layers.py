@@ -24,7 +24,8 @@ def capture_layers(model: nn.Module) -> LayerGraph:
     for name, module in model.named_modules():
         parameters = _own_parameters(name, module)
         buffers = tuple(key for key, value in module._buffers.items() if value is not None)
-        if not parameters and not buffers:
+        sees_batch = isinstance(module, _BatchNorm)
+        if not (parameters or buffers or sees_batch):
             continue
         for key, parameter in module._parameters.items():
             if parameter is not None:
@@ -35,7 +36,7 @@ def capture_layers(model: nn.Module) -> LayerGraph:
                 kind=type(module).__name__,
                 parameters=parameters,
                 buffers=buffers,
-                uses_batch_statistics=isinstance(module, _BatchNorm),
+                uses_batch_statistics=sees_batch,
             )
         )
     tied = tuple(tuple(names) for names in names_of.values() if len(names) > 1)

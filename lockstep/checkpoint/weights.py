@@ -12,6 +12,8 @@ from torch import nn
 
 from lockstep.errors import CheckpointError, Problems, problem
 
+State = dict[str, torch.Tensor]
+
 _ALIAS = "alias:"
 
 
@@ -23,7 +25,7 @@ def save_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
     Raises:
         CheckpointError: the state holds something that is no tensor.
     """
-    tensors: dict[str, torch.Tensor] = {}
+    tensors: State = {}
     metadata = {"format": "pt"}
     first_names: dict[tuple[Any, ...], str] = {}
     for name, value in model.state_dict().items():
@@ -35,16 +37,22 @@ def save_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
                     fix="Save it apart, or keep it in a buffer.",
                 )
             )
-        place = (value.data_ptr(), value.shape, value.stride(), value.dtype)
-        if value.numel() and place in first_names:
-            metadata[_ALIAS + name] = first_names[place]
+        first = first_names.setdefault(_place(name, value), name)
+        if first != name:
+            metadata[_ALIAS + name] = first
             continue
-        first_names[place] = name
         tensors[name] = value.detach().cpu().contiguous().clone()
     _write_whole(tensors, metadata, Path(path))
 
 
-def _write_whole(tensors: dict[str, torch.Tensor], metadata: dict[str, str], path: Path) -> None:
+def _place(name: str, tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Equal for names of one tensor; what has no elements lies nowhere and is like nothing else."""
+    if not tensor.numel():
+        return (name,)
+    return (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+
+
+def _write_whole(tensors: State, metadata: dict[str, str], path: Path) -> None:
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     os.close(descriptor)
     try:
@@ -63,11 +71,21 @@ def load_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
     """Read what ``save_weights`` wrote into a model, in place.
 
     Raises:
-        CheckpointError: names or shapes do not fit; nothing is changed then.
+        CheckpointError: names, shapes or types do not fit; nothing is changed then.
     """
     loaded = _read(path)
     own = model.state_dict()
     problems = Problems()
+    _check_names(own, loaded, path, problems)
+    _check_tensors(own, loaded, problems)
+    problems.raise_if_any(CheckpointError)
+    for name, value in own.items():
+        value.copy_(loaded[name])
+
+
+def _check_names(
+    own: State, loaded: State, path: str | os.PathLike[str], problems: Problems
+) -> None:
     missing, unexpected = own.keys() - loaded.keys(), loaded.keys() - own.keys()
     if missing or unexpected:
         lists = f"missing {sorted(missing) or 'none'}, unexpected {sorted(unexpected) or 'none'}"
@@ -76,24 +94,35 @@ def load_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
             received=lists,
             fix="Load it into the model it was saved from.",
         )
-    for name in own.keys() & loaded.keys():
-        if own[name].shape != loaded[name].shape:
+
+
+def _check_tensors(own: State, loaded: State, problems: Problems) -> None:
+    fix = "Load it into the model it was saved from."
+    first_names: dict[tuple[Any, ...], str] = {}
+    for name in [name for name in own if name in loaded]:
+        mine, other = own[name], loaded[name]
+        first = first_names.setdefault(_place(name, mine), name)
+        if mine.shape != other.shape:
+            shapes = tuple(mine.shape), tuple(other.shape)
+            problems.add(f"{name!r} must have shape {shapes[0]}.", received=shapes[1], fix=fix)
+        elif not torch.can_cast(other.dtype, mine.dtype):
+            problems.add(f"{name!r} must hold {mine.dtype}.", received=other.dtype, fix=fix)
+        elif loaded[first] is not other and not torch.equal(
+            loaded[first].to(mine.dtype), other.to(mine.dtype)
+        ):
             problems.add(
-                f"{name!r} must have shape {tuple(own[name].shape)}.",
-                received=tuple(loaded[name].shape),
-                fix="Load it into the model it was saved from.",
+                f"{first!r} and {name!r} are one tensor of the model and must be equal.",
+                received="different values",
+                fix=fix,
             )
-    problems.raise_if_any(CheckpointError)
-    for name, value in own.items():
-        value.copy_(loaded[name])
 
 
-def _read(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
+def _read(path: str | os.PathLike[str]) -> State:
     try:
         with safe_open(path, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             metadata = file.metadata() or {}
-    except (SafetensorError, FileNotFoundError) as error:
+    except (SafetensorError, OSError) as error:
         raise CheckpointError(
             problem(
                 f"{os.fspath(path)} must be a safetensors file.",

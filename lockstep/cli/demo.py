@@ -19,8 +19,9 @@ from lockstep.units import format_count, format_seconds
 
 Arrays = tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]
 
-DIGITS_EPOCHS, MNIST_EPOCHS = 12, 2
+DIGITS_EPOCHS, MNIST_EPOCHS = 20, 3
 BATCH_SIZE = 64
+ADAM = partial(torch.optim.Adam, lr=2e-3)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,8 +55,7 @@ def run(options: argparse.Namespace) -> int:
         outcomes[name] = _train(strategy, train, test, epochs)
         console.print()
     console.print(_comparison(outcomes))
-    console.print("\n[bold]Is it the same training?[/bold] Five steps in float64, each compared")
-    console.print("with a plain PyTorch loop on one device, tensor by tensor:")
+    console.print(_PROOF)
     report = lockstep.verify(_job(train), strategies[f"{options.devices} devices"])
     console.print(str(report), markup=False)
     console.print(_NEXT, markup=False)
@@ -80,12 +80,12 @@ class DigitsNet(nn.Module):
     def __init__(self, image_size: int) -> None:
         super().__init__()
         self.features = nn.Sequential(
-            nn.Conv2d(1, 32, 3, padding=1),
+            nn.Conv2d(1, 16, 3, padding=1),
             nn.ReLU(),
-            nn.Conv2d(32, 64, 3, padding=1),
+            nn.Conv2d(16, 32, 3, padding=1),
             nn.ReLU(),
             nn.MaxPool2d(2),
-            nn.Conv2d(64, 64, 3, padding=1),
+            nn.Conv2d(32, 64, 3, padding=1),
             nn.ReLU(),
             nn.MaxPool2d(2),
         )
@@ -136,11 +136,11 @@ def _train(
     trainer = lockstep.Trainer(
         _make_model(train[0].shape[-1]),
         loss=nn.CrossEntropyLoss(),
-        optimizer=partial(torch.optim.Adam, lr=1e-3),
+        optimizer=ADAM,
         metrics={"accuracy": torchmetrics.Accuracy(task="multiclass", num_classes=10)},
         strategy=strategy,
     )
-    trainer.predict(train[0][:1])  # starts the helpers, so that the times are of training alone
+    trainer.evaluate(test)  # starts the helpers, so that the times are of training alone
     began = time.perf_counter()
     trainer.fit(train, epochs=epochs, batch_size=BATCH_SIZE)
     seconds = time.perf_counter() - began
@@ -152,7 +152,7 @@ def _job(train: Arrays) -> lockstep.Job:
     return lockstep.Job(
         model=_make_model(train[0].shape[-1]),
         loss=nn.CrossEntropyLoss(),
-        optimizer=partial(torch.optim.Adam, lr=1e-3),
+        optimizer=ADAM,
         data=train,
         batch_size=BATCH_SIZE - 1,  # does not divide by two
     )
@@ -175,6 +175,11 @@ def _comparison(outcomes: dict[str, _Outcome]) -> Table:
         )
     return table
 
+
+_PROOF = """
+[bold]Is it the same training?[/bold] Above, only float32 rounding differs. Here are five
+steps in float64, compared tensor by tensor with a plain PyTorch loop:
+"""
 
 _NEXT = """
 What to try next:

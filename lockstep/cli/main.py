@@ -45,7 +45,9 @@ def _make_parser(given: list[str]) -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"lockstep {lockstep.__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (module, summary) in COMMANDS.items():
-        subparser = subparsers.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
+        subparser = subparsers.add_parser(
+            name, help=summary, description=f"{summary[0].upper()}{summary[1:]}."
+        )
         if name in given[:1]:  # the others' modules need not be loaded
             import_module(module).add_arguments(subparser)
     return parser

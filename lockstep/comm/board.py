@@ -20,6 +20,10 @@ LINE_BYTES = 128
 _YIELDS = 100
 _LOOK_AROUND_SECONDS = 0.02
 
+# Longest span that one sleep can have been. The clock runs on while this process is stopped
+# (Ctrl-Z): what passed then is no waiting.
+_LONGEST_NAP_SECONDS = 1.0
+
 
 class _Line(ctypes.Structure):
     _fields_ = (
@@ -27,7 +31,8 @@ class _Line(ctypes.Structure):
         ("unused", ctypes.c_uint32),
         ("barriers", ctypes.c_uint64),
         ("tag", ctypes.c_uint64),
-        ("step", ctypes.c_int64),
+        ("steps", ctypes.c_int64),  # number of the current step, from 1; 0 before the first
+        ("halt", ctypes.c_uint64),
     )
 
 
@@ -61,23 +66,42 @@ class Board:
             for index in range(num_ranks)
         ]
         self._own = self._lines[rank]
+        self._is_there: Callable[[_Line], bool] | None = None
+        self.wants_halt: Callable[[], bool] = _never
 
     @property
     def step(self) -> int:
-        """The step this rank is in."""
-        return int(self._own.step)
+        """The step this rank is in; -1 before its first."""
+        return int(self._own.steps) - 1
 
     @step.setter
     def step(self, step: int) -> None:
-        self._own.step = step
+        self._own.steps = step + 1
 
     def step_of(self, rank: int) -> int:
-        """The step another rank is in, as far as it has told."""
-        return int(self._lines[rank].step)
+        """The step another rank is in, as far as it has told; -1 before its first."""
+        return int(self._lines[rank].steps) - 1
+
+    def is_awaited(self, rank: int) -> bool:
+        """Whether this rank waits, and ``rank`` is not yet where it is needed."""
+        return self._is_there is not None and not self._is_there(self._lines[rank])
+
+    @property
+    def is_halted(self) -> bool:
+        """Whether to stop here. Between two barriers every rank gets the same answer.
+
+        Rank 0 stops all by ``wants_halt``, which it asks when it enters a barrier. It notes the
+        barrier's number before it shows that it is there. So whoever is past that barrier knows,
+        and whoever is slow, and still between it and the one before, does not stop yet.
+        """
+        halt = int(self._lines[0].halt)
+        return 0 < halt <= int(self._own.barriers)
 
     def barrier(self) -> None:
         """Wait until every rank has entered this barrier as often as this one."""
         entered = self._own.barriers + 1
+        if not self._own.halt and self.wants_halt():
+            self._own.halt = entered
         self._own.barriers = entered
         self._ring()
         for rank in range(self.num_ranks):
@@ -104,13 +128,23 @@ class Board:
             if is_there(line):
                 return
             os.sched_yield()
-        began = time.monotonic()
-        bell = self._bells[rank]
+        self._is_there = is_there
+        self._sleep(self._bells[rank], line)
+        self._is_there = None
+
+    def _sleep(self, bell: ctypes.c_uint32, line: _Line) -> None:
+        assert self._is_there is not None
+        waited, last = 0.0, time.monotonic()
         while True:
             heard = bell.value
-            if is_there(line):
+            if self._is_there(line):
                 return
             futex.wait_while_equal(bell, heard, _LOOK_AROUND_SECONDS)
-            waited = time.monotonic() - began
+            now = time.monotonic()
+            waited, last = waited + min(now - last, _LONGEST_NAP_SECONDS), now
             if waited >= _LOOK_AROUND_SECONDS:
                 self._look_around(waited)
+
+
+def _never() -> bool:
+    return False

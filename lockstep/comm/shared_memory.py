@@ -20,12 +20,19 @@ from lockstep.units import format_bytes
 
 
 class SharedRegion:
-    """A mapped piece of nameless shared memory, zero when new."""
+    """A mapped piece of nameless shared memory, zero when new.
 
-    def __init__(self, descriptor: int, num_bytes: int) -> None:
+    Args:
+        descriptor: of the region.
+        num_bytes: its size.
+        private: pages that are written to become this process's own, and nobody else sees it.
+    """
+
+    def __init__(self, descriptor: int, num_bytes: int, *, private: bool = False) -> None:
         self.descriptor = descriptor
         self.num_bytes = num_bytes
-        self.memory = mmap.mmap(descriptor, max(num_bytes, 1))
+        flags = mmap.MAP_PRIVATE if private else mmap.MAP_SHARED
+        self.memory = mmap.mmap(descriptor, max(num_bytes, 1), flags=flags)
 
     @classmethod
     def create(cls, num_bytes: int) -> "SharedRegion":

@@ -1,9 +1,9 @@
 """The LayerGraph: what the model is, as pure data.
 
 Layers are keyed by their fully qualified module name. This first form lists every module that
-owns parameters or buffers itself, in the order of ``model.named_modules()``; edges and measured
-costs are added by the makers that need them. No torch here: a graph is read from JSON and planned
-for without it.
+owns parameters or buffers itself or sees the whole batch, in the order of
+``model.named_modules()``; edges and measured costs are added by the makers that need them. No torch
+here: a graph is read from JSON and planned for without it.
 """
 
 import msgspec
@@ -27,7 +27,7 @@ class ParameterInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Layer(msgspec.Struct, frozen=True, kw_only=True):
-    """A module that owns parameters or buffers itself.
+    """A module that owns parameters or buffers itself, or whose output depends on the batch.
 
     Attributes:
         name: fully qualified name; "" is the model itself.
@@ -49,7 +49,7 @@ class LayerGraph(msgspec.Struct, frozen=True, kw_only=True):
     """A model's layers in order, and which of their parameters are one.
 
     Attributes:
-        layers: every module that owns parameters or buffers.
+        layers: every module that owns parameters or buffers, or sees the whole batch.
         tied: groups of names that are one Parameter, the first name being the one it goes by.
     """
 

@@ -1,27 +1,31 @@
 """The helper process: waits for calls from the script's process, and dies with it.
 
-A helper is a fresh interpreter that knows its rank and one socket. It never imports the script's
-``__main__``: what is defined there arrives by value.
+A helper knows its rank and one socket. It never imports the script's ``__main__``: what is defined
+there arrives by value.
 """
 
 import ctypes
 import faulthandler
+import gc
+import importlib
+import io
 import os
 import pickle
 import signal
-import socket
 import sys
-import traceback
 from collections.abc import Callable
-from importlib import import_module
+from contextlib import suppress
 from typing import Any, NoReturn
 
+from lockstep.launch.failure import pack_failure
 from lockstep.launch.link import Link, Message
 
-CALL, DATA, RETURN, FAIL, READY = b"C", b"D", b"R", b"F", b"Y"
+CALL, DATA, RETURN, FAIL, PING, READY = b"C", b"D", b"R", b"F", b"P", b"Y"
 
-# Sent by the script's process when a wait takes too long; see ``Team.stacks``.
+# Sent by the script's process when a wait takes too long; see ``Team.raise_timeout``.
 STACKS_SIGNAL = signal.SIGUSR1
+
+_TIDY_AFTER_SECONDS = 0.2
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
@@ -30,73 +34,108 @@ _PR_SET_NAME = 15
 class HelperContext:
     """What a called function gets: who it is, and the link to rank 0."""
 
-    def __init__(self, rank: int, link: Link) -> None:
+    def __init__(self, rank: int, link: Link, parent: int) -> None:
         self.rank = rank
         self._link = link
+        self._parent = parent
 
     def send(self, payload: bytes, descriptors: tuple[int, ...] = ()) -> None:
         """Send data to rank 0."""
-        self._link.send(Message(DATA, payload, descriptors))
+        self._link.send(Message(DATA, payload, descriptors), self.look_around)
 
     def receive(self) -> tuple[bytes, tuple[int, ...]]:
-        """Wait for data from rank 0. Needs no timeout: the helper dies with its parent."""
-        message = self._link.receive()
-        assert message.kind == DATA
+        """Wait for data from rank 0, however long: rank 0 ends helpers that need not wait on."""
+        message = self._link.receive(self.look_around)
+        assert message.kind == DATA, message.kind
         return message.payload, message.descriptors
 
-
-def main(rank: int, socket_descriptor: int, stacks_descriptor: int, parent: int) -> None:
-    """Serve calls until the link closes."""
-    _die_with(parent)
-    _name_process(rank)
-    faulthandler.register(STACKS_SIGNAL, file=stacks_descriptor, all_threads=True, chain=False)
-    link = Link(socket.socket(fileno=socket_descriptor))
-    link.send(Message(READY, b""))
-    while True:
-        try:
-            call = link.receive()
-        except (EOFError, ConnectionError):
-            return
-        _serve(HelperContext(rank, link), link, call)
+    def look_around(self, waited_seconds: float) -> None:
+        """End this process if its parent has ended: where the kernel does not see to it."""
+        if os.getppid() != self._parent:
+            leave()
 
 
-def _serve(context: HelperContext, link: Link, call: Message) -> None:
+def serve_calls(rank: int, link: Link, scrap_descriptor: int, parent: int) -> None:
+    """Serve calls until the link closes.
+
+    Args:
+        rank: this helper's.
+        link: to rank 0.
+        scrap_descriptor: a file for stacks, when they are asked for and when this process crashes.
+        parent: the process that this one dies with.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the script, which tells us
+    name_process(f"lockstep:{rank}")
+    faulthandler.enable(file=scrap_descriptor)
+    faulthandler.register(STACKS_SIGNAL, file=scrap_descriptor, all_threads=True, chain=False)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True)  # helpers are killed: they flush nothing then
+    context = HelperContext(rank, link, parent)
+    ready = Message(READY, str(os.getpid()).encode())
+    with suppress(EOFError, OSError):  # rank 0 has closed the link: there is nothing left to do
+        link.send(ready)
+        while True:
+            message = link.receive(_Idleness(context))
+            link.send(ready if message.kind == PING else _answer(context, message))
+
+
+class _Idleness:
+    """What an idle helper does: look around, and once tidy up.
+
+    What a call made must not outlive it: its shared memory counts on all ranks.
+    """
+
+    def __init__(self, context: HelperContext) -> None:
+        self._context = context
+        self._is_tidy = False
+
+    def __call__(self, waited_seconds: float) -> None:
+        self._context.look_around(waited_seconds)
+        if waited_seconds > _TIDY_AFTER_SECONDS and not self._is_tidy:
+            gc.collect()
+            self._is_tidy = True
+
+
+def _answer(context: HelperContext, call: Message) -> Message:
+    assert call.kind == CALL, call.kind
     try:
-        target, sys.path[:], directory, body = pickle.loads(call.payload)
+        answer = Message(RETURN, _run(context, call))
+    except BaseException as error:  # SystemExit as well: a model that exits has failed
+        answer = Message(FAIL, pack_failure(error))
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(AttributeError, OSError, ValueError):  # there may be none, or a broken pipe
+            stream.flush()
+    return answer
+
+
+def _run(context: HelperContext, call: Message) -> bytes:
+    target, path, directory, body = pickle.loads(call.payload)
+    sys.path[:] = path
+    importlib.invalidate_caches()  # the script may have written modules since the last call
+    if directory is not None:
         os.chdir(directory)
-        module, _, name = target.partition(":")
-        function: Callable[..., bytes] = getattr(import_module(module), name)
-        result = function(context, body, call.descriptors)
-    except Exception as error:
-        link.send(Message(FAIL, _failure(error)))
-    else:
-        link.send(Message(RETURN, result))
+    module, _, name = target.partition(":")
+    function: Callable[..., bytes] = getattr(importlib.import_module(module), name)
+    return function(context, body, call.descriptors)
 
 
-def _failure(error: Exception) -> bytes:
-    """The traceback as text and, where it can be sent, the exception itself."""
-    text = "".join(traceback.format_exception(error))
-    try:
-        return pickle.dumps((text, f"{type(error).__name__}: {error}", error))
-    except Exception:
-        # An exception of a class that cannot be pickled is told by its text alone.
-        return pickle.dumps((text, f"{type(error).__name__}: {error}", None))
-
-
-def _die_with(parent: int) -> None:
+def die_with(parent: int) -> None:
     """Have the kernel kill this process when its parent ends, also when stopped or deep in C."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
-        _leave()
+        leave()
 
 
-def _name_process(rank: int) -> None:
+def name_process(name: str) -> None:
+    """The name that ``ps`` and ``top`` show, at most 15 characters."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_NAME, f"lockstep:{rank}".encode(), 0, 0, 0)
+        ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
 
 
-def _leave() -> NoReturn:
+def leave() -> NoReturn:
+    """End this process at once."""
     os._exit(1)
 
 

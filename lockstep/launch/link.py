@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 LOOK_AROUND_SECONDS = 0.02
 
@@ -90,20 +91,16 @@ class Link:
         header = _HEADER.pack(message.kind, len(message.descriptors), len(message.payload))
         rights = array.array("i", message.descriptors)
         ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)] if message.descriptors else []
-        rest = memoryview(header)
-        while rest:
+        # In one piece where there is room, so that a small message goes out whole or not at all.
+        parts = [memoryview(header), memoryview(message.payload)]
+        while parts:
             try:
-                # Descriptors travel with the first byte; a stream socket never takes none of them.
-                rest = rest[self._socket.sendmsg([rest], ancillary) :]
-                ancillary = []
+                sent = self._socket.sendmsg(parts, ancillary)
             except BlockingIOError:
                 self._wait_to_send(watch, look_around)
-        rest = memoryview(message.payload)
-        while rest:
-            try:
-                rest = rest[self._socket.send(rest) :]
-            except BlockingIOError:
-                self._wait_to_send(watch, look_around)
+                continue
+            ancillary = []  # descriptors go with the first byte
+            parts = _without(parts, sent)
 
     def receive(self, look_around: LookAround = wait_on) -> Message:
         """Wait for a whole message.
@@ -195,12 +192,31 @@ class Link:
         return count
 
 
-def is_readable(links: Sequence[Link], seconds: float = LOOK_AROUND_SECONDS) -> bool:
-    """Wait until one of the links has something to read, or is closed by the other end."""
+class HasDescriptor(Protocol):
+    """A socket, a link, an open file."""
+
+    def fileno(self) -> int:
+        """Its descriptor."""
+
+
+def is_readable(
+    ends: Sequence[HasDescriptor | int], seconds: float | None = LOOK_AROUND_SECONDS
+) -> bool:
+    """Wait until one of them has something to read, or is closed by the other end."""
     poller = select.poll()  # unlike select, it takes descriptors above 1023
-    for link in links:
-        poller.register(link, select.POLLIN)
-    return bool(poller.poll(seconds * 1000))
+    for end in ends:
+        poller.register(end, select.POLLIN)
+    return bool(poller.poll(None if seconds is None else seconds * 1000))
+
+
+def _without(parts: list[memoryview], num_bytes: int) -> list[memoryview]:
+    """What is left of some buffers after their first bytes."""
+    left = []
+    for part in parts:
+        taken = min(num_bytes, len(part))
+        num_bytes -= taken
+        left.append(part[taken:])
+    return [part for part in left if part]
 
 
 def _above_stdio(sock: socket.socket) -> socket.socket:

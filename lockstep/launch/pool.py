@@ -1,18 +1,28 @@
 """Where teams come from and go to.
 
+Helpers are forked from a template that lives as long as the script, so that the start of an
+interpreter and its imports are paid once (see ``template``).
+
 By default every trainer has a team of its own, fresh, and ended with it. Inside ``keep_teams``
-teams go on living and serve the next that asks for their size: a start of seconds is paid once.
-A kept helper has the modules it imported, so this is for code that does not change meanwhile.
+teams go on living and serve the next that asks for their size. A kept helper has the modules it
+imported, so this is for code that does not change meanwhile.
 """
 
+import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 
 from lockstep.launch.team import Team
+from lockstep.launch.template import Template
 
 _Key = tuple[int, int | None]
 _kept: ContextVar[dict[_Key, list[Team]] | None] = ContextVar("kept_teams", default=None)
+
+# What a template was made for, and the template; processes are state of the process, not of a task.
+_templates: dict[tuple[str, int | None], Template] = {}
 
 
 @contextmanager
@@ -29,15 +39,21 @@ def keep_teams() -> Iterator[None]:
                 team.close()
 
 
-def take_team(num_helpers: int, threads: int | None) -> Team:
-    """A living team, kept or fresh."""
+def take_team(num_helpers: int, threads: int | None, preload: tuple[str, ...] = ()) -> Team:
+    """A living team, kept or fresh.
+
+    Args:
+        num_helpers: processes it has.
+        threads: OpenMP threads each helper starts with; None leaves the environment's setting.
+        preload: modules that a fresh team's helpers should have imported.
+    """
     idle = (_kept.get() or {}).get((num_helpers, threads), [])
     while idle:
         team = idle.pop()
-        if team.is_alive:
+        if team.answers():
             return team
         team.close()
-    return Team(num_helpers, threads)
+    return Team(num_helpers, partial(warm_template, threads, preload))
 
 
 def give_back(team: Team, threads: int | None) -> None:
@@ -47,3 +63,17 @@ def give_back(team: Team, threads: int | None) -> None:
         pool.setdefault((team.num_helpers, threads), []).append(team)
     else:
         team.close()
+
+
+def warm_template(threads: int | None, preload: tuple[str, ...]) -> Template:
+    """The template for helpers of this kind, started now if there is none.
+
+    One that came from another environment is dropped: it ends with the last of its helpers.
+    """
+    key = (sys.executable, threads)
+    template = _templates.get(key)
+    if template is None or not template.is_alive or template.environment != dict(os.environ):
+        template = Template(threads, preload)
+        if template.forks:
+            _templates[key] = template
+    return template

@@ -7,99 +7,138 @@ the next one is fresh.
 
 import os
 import pickle
-import select
-import signal
-import subprocess
 import sys
-import threading
 import time
+import traceback
+import weakref
+from collections import deque
 from collections.abc import Callable
-from queue import SimpleQueue
-from typing import Any
+from contextlib import suppress
 
 from lockstep.errors import WorkerError
+from lockstep.launch.failure import describe_exit, unpack_failure
 from lockstep.launch.helper import (
     CALL,
     DATA,
     FAIL,
+    PING,
     READY,
     RETURN,
     STACKS_SIGNAL,
     reference_of,
 )
-from lockstep.launch.link import Link, Message
+from lockstep.launch.interpreter import search_path
+from lockstep.launch.link import Link, LookAround, Message, Stopwatch, is_readable
+from lockstep.launch.scrap import Scrap
+from lockstep.launch.template import Template
 
 START_TIMEOUT_SECONDS = 120.0
-_LOOK_AROUND_SECONDS = 0.02
+_PING_TIMEOUT_SECONDS = 5.0
+_STACKS_TIMEOUT_SECONDS = 1.0
+_DEATH_TIMEOUT_SECONDS = 5.0
 
 
 class _Helper:
     """One helper process as rank 0 sees it."""
 
-    def __init__(self, rank: int, threads: int | None) -> None:
+    def __init__(self, rank: int, template: Template) -> None:
         self.rank = rank
+        self.template = template
+        self.inbox: deque[Message] = deque()
+        self.pid = 0
+        self.scrap = Scrap()
         self.link, theirs = Link.pair()
-        self._stacks = os.memfd_create("lockstep-stacks") if hasattr(os, "memfd_create") else -1
-        stacks = self._stacks if self._stacks >= 0 else 2
-        code = (
-            f"import sys; sys.path[:] = {sys.path!r}\n"
-            "from lockstep.launch.helper import main\n"
-            f"main({rank}, {theirs.fileno()}, {stacks}, {os.getpid()})"
-        )
-        environment = dict(os.environ)
-        if threads is not None:
-            environment["OMP_NUM_THREADS"] = str(threads)
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", code],
-            stdin=subprocess.DEVNULL,
-            env=environment,
-            pass_fds=(theirs.fileno(), stacks),
-            process_group=0,  # Ctrl-C in the terminal is for the script, which then ends us
-        )
+        self.number = template.start_helper(rank, theirs, self.scrap)
         theirs.close()
+        self.is_closed = False
 
-    def wait_for_input(self, seconds: float) -> bool:
-        return bool(select.select([self.link], [], [], seconds)[0])
+    @property
+    def is_ready(self) -> bool:
+        """Whether it has said that it can take a call."""
+        return self.pid > 0
 
-    def stacks(self) -> str:
-        """What the helper does now: its threads' Python stacks."""
-        if self._stacks < 0:
-            return "(written to the standard error)"
-        before = os.fstat(self._stacks).st_size
-        self.process.send_signal(STACKS_SIGNAL)
-        for _ in range(50):
-            time.sleep(0.02)
-            size = os.fstat(self._stacks).st_size
-            if size > before:
-                time.sleep(0.02)
-                return os.pread(self._stacks, 1 << 20, before).decode(errors="replace")
-        return "(no answer: the process is stopped or deep in a system call)"
+    def pump(self) -> None:
+        """Take in what it has sent."""
+        if self.is_closed:
+            return
+        try:
+            self.inbox.extend(self.link.take())
+        except EOFError:
+            self.is_closed = True
+        if not self.is_ready and self.inbox and self.inbox[0].kind == READY:
+            self.pid = int(self.inbox.popleft().payload)
+            self.template.is_warm = True
 
-    def end(self) -> None:
-        self.process.kill()
-        self.process.wait()
+    def is_dead(self) -> bool:
+        """Whether nothing more will come from it; what it has sent is in the inbox then."""
+        if self.is_closed:
+            return True
+        if self.template.status(self.number) is None:
+            return False
+        self.pump()
+        return True
+
+    def is_in_trouble(self) -> bool:
+        """Whether the next thing it has to say, if any, is that it has failed or died."""
+        self.pump()
+        if not self.inbox and self.is_dead():
+            return not self.inbox or self.inbox[0].kind == FAIL
+        return bool(self.inbox) and self.inbox[0].kind == FAIL
+
+    def has_failed(self) -> bool:
+        """Whether it has told of an exception, be it after other things."""
+        self.pump()
+        return any(message.kind == FAIL for message in self.inbox)
+
+    def status(self) -> int | None:
+        """How it ended, once the kernel has told."""
+        deadline = time.monotonic() + _DEATH_TIMEOUT_SECONDS
+        while time.monotonic() < deadline:
+            status = self.template.status(self.number)
+            if status is not None:
+                return status
+            time.sleep(0.005)
+        return None
+
+    def close(self) -> None:
+        """Give up this end's descriptors, and those of messages that nobody has read."""
         self.link.close()
-        if self._stacks >= 0:
-            os.close(self._stacks)
+        self.scrap.close()
+        for message in self.inbox:
+            for descriptor in message.descriptors:
+                os.close(descriptor)
+        self.inbox.clear()
 
 
 class Team:
     """Helpers 1 to ``num_helpers``; this process is rank 0.
 
+    The helpers start in the background: the first call waits for them.
+
     Args:
         num_helpers: processes to start.
-        threads: OpenMP threads each helper starts with; None leaves the environment's setting.
+        make_template: makes or finds the template that a helper comes from.
+        start_timeout_seconds: longest wait for the helpers to start.
+
+    Raises:
+        WorkerError: no process can be started.
     """
 
-    def __init__(self, num_helpers: int, threads: int | None = None) -> None:
-        self._owner = os.getpid()
-        self._position: Callable[[int], str] = lambda rank: "before its first step"
+    def __init__(
+        self,
+        num_helpers: int,
+        make_template: Callable[[], Template],
+        *,
+        start_timeout_seconds: float = START_TIMEOUT_SECONDS,
+    ) -> None:
+        self._start_timeout = start_timeout_seconds
+        self._timeout = start_timeout_seconds
+        self._position: Callable[[int], str] = _between_calls
         self._helpers: list[_Helper] = []
+        _living.add(self)
         try:
             for rank in range(1, num_helpers + 1):
-                self._helpers.append(_spawn(lambda rank=rank: _Helper(rank, threads)))
-            for helper in self._helpers:
-                self._next(helper, READY, START_TIMEOUT_SECONDS)
+                self._helpers.append(_Helper(rank, make_template()))
         except BaseException:
             self.close()
             raise
@@ -111,14 +150,50 @@ class Team:
 
     @property
     def is_alive(self) -> bool:
-        """Whether every helper can take a call."""
-        return bool(self._helpers) and all(
-            helper.process.poll() is None for helper in self._helpers
+        """Whether no helper has died or failed, as far as can be told without asking."""
+        for helper in self._helpers:
+            helper.pump()
+        return bool(self._helpers) and not any(
+            helper.inbox or helper.is_dead() for helper in self._helpers
         )
 
+    def answers(self) -> bool:
+        """Whether every idle helper answers; one that is stopped does not."""
+        if not self.is_alive:
+            return False
+        if not all(helper.is_ready for helper in self._helpers):
+            return True  # still on their way: the first call waits for them
+        try:
+            self.broadcast(b"", kind=PING)
+            for helper in self._helpers:
+                self._next(helper, READY, _PING_TIMEOUT_SECONDS)
+        except WorkerError:
+            return False
+        return True
+
     def pids(self) -> list[int]:
-        """Process ids by rank, from rank 1."""
-        return [helper.process.pid for helper in self._helpers]
+        """Process ids by rank, from rank 1; waits until all helpers have started."""
+        self.wait_until_ready()
+        return [helper.pid for helper in self._helpers]
+
+    def wait_until_ready(self) -> None:
+        """Wait until all helpers have started.
+
+        Raises:
+            WorkerError: one ended before that, or time is up; with what it wrote to its standard
+                error.
+        """
+        watch = Stopwatch()
+        while not all(helper.is_ready for helper in self._helpers):
+            for helper in self._helpers:
+                helper.pump()
+                if not helper.is_ready and helper.is_dead():
+                    raise _no_start(helper, describe_exit(helper.status() or 0))
+            if watch.tick() > self._start_timeout:
+                raise self._too_late(watch.seconds)
+            self._wait()
+        for template in {helper.template for helper in self._helpers}:
+            sys.stderr.write(template.scrap.read_new())  # warnings of imports, most likely
 
     def call(
         self,
@@ -127,6 +202,7 @@ class Team:
         descriptors: tuple[int, ...] = (),
         *,
         position: Callable[[int], str],
+        timeout_seconds: float,
     ) -> None:
         """Have every helper run ``function(context, body, descriptors) -> bytes``.
 
@@ -134,21 +210,26 @@ class Team:
             function: at the top level of a module that helpers can import.
             body: its argument, the same for all.
             descriptors: passed along; the caller keeps its own.
-            position: says where a rank is ("step 3"), for messages.
+            position: says where a rank is ("in fit, step 3"), for messages.
+            timeout_seconds: longest wait for a helper, in all that belongs to this call.
         """
+        self.wait_until_ready()
         self._position = position
-        payload = pickle.dumps((reference_of(function), sys.path, os.getcwd(), body))
+        self._timeout = timeout_seconds
+        payload = pickle.dumps((reference_of(function), search_path(), _directory(), body))
         self.broadcast(payload, descriptors, kind=CALL)
 
     def broadcast(
         self, payload: bytes, descriptors: tuple[int, ...] = (), *, kind: bytes = DATA
     ) -> None:
         """Send the same bytes to every helper."""
+        message = Message(kind, payload, descriptors)
         for helper in self._helpers:
             try:
-                helper.link.send(Message(kind, payload, descriptors))
+                helper.link.send(message, self._patience(self._timeout))
             except OSError:
-                self._raise_death(helper)
+                helper.pump()
+                self._raise_trouble(helper)
 
     def gather(self, timeout_seconds: float) -> list[tuple[bytes, tuple[int, ...]]]:
         """One message of data from every helper, by rank."""
@@ -159,129 +240,156 @@ class Team:
         """Wait until every helper has returned from the call."""
         for helper in self._helpers:
             self._next(helper, RETURN, timeout_seconds)
+        self._position = _between_calls  # it knows the call's memory: let go of that
 
-    def look_around(self) -> None:
-        """Raise if a helper has failed or died.
+    def look_around(self, is_awaited: Callable[[int], bool] = lambda rank: True) -> None:
+        """Raise if a helper has died, or one that rank 0 waits for has failed.
+
+        When all ranks fail alike, rank 0's own exception is the one to see. So the failure of a
+        helper that is ahead of rank 0 is no news yet: rank 0 may be about to fail by itself.
+
+        Args:
+            is_awaited: whether rank 0 now waits for this rank.
 
         Raises:
             WorkerError: with the rank, where it was, and its traceback.
         """
         for helper in self._helpers:
-            if helper.wait_for_input(0):
-                self._look_at(helper)
-            elif helper.process.poll() is not None:
-                self._raise_death(helper)
+            if not helper.has_failed() and helper.is_dead() and not helper.has_failed():
+                self._raise_trouble(helper)
+        for helper in self._helpers:
+            if helper.has_failed() and is_awaited(helper.rank):
+                self._raise_trouble(helper)
 
     def raise_timeout(self, waited_seconds: float) -> None:
-        """Raise a WorkerError that shows what every helper is doing."""
-        shown = "\n".join(
-            f"--- rank {helper.rank} ({self._position(helper.rank)}) ---\n{helper.stacks()}"
-            for helper in self._helpers
+        """Raise a WorkerError that shows what every rank is doing."""
+        for helper in self._helpers:
+            if helper.has_failed():
+                self._raise_trouble(helper)
+        own = "".join(traceback.format_stack()[:-1])
+        shown = "".join(
+            f"\n--- rank {helper.rank} ({self._position(helper.rank)}) ---\n{stacks}"
+            for helper, stacks in zip(self._helpers, self._stacks(), strict=True)
         )
         raise WorkerError(
             f"Rank 0 has waited {waited_seconds:.0f} s for its helpers ({self._position(0)}). "
-            f"A rank hangs, or computes longer than the time allowed. All ranks' stacks:\n{shown}"
+            f"A rank hangs, or computes longer than the time allowed. All ranks' stacks:\n"
+            f"--- rank 0 ({self._position(0)}) ---\n{own}{shown}"
         )
 
     def close(self) -> None:
-        """End all helpers now. A process forked from the script leaves them alone."""
+        """End all helpers now."""
         helpers, self._helpers = self._helpers, []
-        if os.getpid() == self._owner:
-            for helper in helpers:
-                helper.end()
+        by_template: dict[Template, list[_Helper]] = {}
+        for helper in helpers:
+            by_template.setdefault(helper.template, []).append(helper)
+        for template, group in by_template.items():
+            template.end([helper.number for helper in group])
+        for helper in helpers:
+            helper.close()
+
+    def abandon(self) -> None:
+        """In a fork of the script: the helpers are not ours."""
+        helpers, self._helpers = self._helpers, []
+        for helper in helpers:
+            helper.close()
+
+    # --- waiting ---------------------------------------------------------------------------------
+
+    def _wait(self) -> None:
+        is_readable([helper.link for helper in self._helpers if not helper.is_closed])
+
+    def _patience(self, timeout_seconds: float) -> LookAround:
+        def look_around(waited_seconds: float) -> None:
+            self.look_around()
+            if waited_seconds > timeout_seconds:
+                self.raise_timeout(waited_seconds)
+
+        return look_around
 
     def _next(self, helper: _Helper, kind: bytes, timeout_seconds: float) -> Message:
-        began = time.monotonic()
-        while not helper.wait_for_input(_LOOK_AROUND_SECONDS):
+        watch = Stopwatch()
+        while True:
             for other in self._helpers:
-                if other.process.poll() is not None and not other.wait_for_input(0):
-                    self._raise_death(other)
-            waited = time.monotonic() - began
-            if waited > timeout_seconds:
-                self.raise_timeout(waited)
-        message = self._receive(helper)
-        assert message.kind == kind, (message.kind, kind)
-        return message
+                if other.is_in_trouble():
+                    self._raise_trouble(other)
+            if helper.inbox:
+                message = helper.inbox.popleft()
+                assert message.kind == kind, (message.kind, kind)
+                return message
+            if watch.tick() > timeout_seconds:
+                self.raise_timeout(watch.seconds)
+            self._wait()
 
-    def _look_at(self, helper: _Helper) -> None:
-        """A helper has sent something while rank 0 waits for another thing: only failures matter.
+    def _too_late(self, waited_seconds: float) -> WorkerError:
+        late = next(helper for helper in self._helpers if not helper.is_ready)
+        error = _no_start(late, f"it is not ready after {waited_seconds:.0f} s")
+        late.template.close()  # a template that hangs must not get another chance
+        return error
 
-        Data stays in the socket; a failure is the first byte of a message.
-        """
-        first = helper.link.peek()
-        if first in (FAIL, b""):
-            self._receive(helper)
+    # --- trouble ---------------------------------------------------------------------------------
 
-    def _receive(self, helper: _Helper) -> Message:
-        try:
-            message = helper.link.receive()
-        except (EOFError, ConnectionError):
-            self._raise_death(helper)
-        if message.kind == FAIL:
-            self._raise_failure(helper.rank, message)
-        return message
-
-    def _raise_failure(self, rank: int, message: Message) -> None:
-        text, summary, error = pickle.loads(message.payload)
+    def _raise_trouble(self, helper: _Helper) -> None:
+        """Raise what a helper died of: its exception, or what the kernel says."""
+        where = self._position(helper.rank)
+        for message in helper.inbox:
+            if message.kind == FAIL:
+                failure = unpack_failure(message.payload)
+                raise WorkerError(
+                    f"Rank {helper.rank} failed ({where}): {failure.summary}\n"
+                    f"--- traceback of rank {helper.rank} ---\n{failure.text}"
+                ) from failure.error
+        status = helper.status()
+        reason = "its link is closed" if status is None else describe_exit(status)
+        last_words = helper.scrap.read_new()
         raise WorkerError(
-            f"Rank {rank} failed ({self._position(rank)}): {summary}\n"
-            f"--- traceback of rank {rank} ---\n{text}"
-        ) from error
-
-    def _raise_death(self, helper: _Helper) -> Any:
-        try:
-            status = helper.process.wait(timeout=5)
-        except subprocess.TimeoutExpired:
-            status = 0
-        raise WorkerError(
-            f"Rank {helper.rank} (process {helper.process.pid}) ended "
-            f"({self._position(helper.rank)}): {_describe_exit(status)}."
+            f"Rank {helper.rank} (process {helper.pid}) ended ({where}): {reason}."
+            + (f"\n--- last words of rank {helper.rank} ---\n{last_words}" if last_words else "")
         )
 
-
-def _describe_exit(status: int) -> str:
-    if status < 0:
-        name = signal.Signals(-status).name
-        hint = "; the kernel does this when memory runs out" if name == "SIGKILL" else ""
-        return f"killed by {name}{hint}"
-    return f"it left with exit status {status}"
-
-
-def _spawn(make: Callable[[], _Helper]) -> _Helper:
-    """Start a helper from a thread that lives as long as this process.
-
-    The kernel kills a helper when the *thread* that started it ends (man 2 prctl,
-    PR_SET_PDEATHSIG), and ``fit`` may be called from a short-lived one.
-    """
-    answers: SimpleQueue[_Helper | BaseException] = SimpleQueue()
-    _spawner().put((make, answers))
-    answer = answers.get()
-    if isinstance(answer, BaseException):
-        raise answer
-    return answer
+    def _stacks(self) -> list[str]:
+        """What every helper does now: its threads' Python stacks."""
+        for helper in self._helpers:
+            helper.scrap.read_new()
+            helper.template.signal([helper.number], STACKS_SIGNAL)
+        deadline = time.monotonic() + _STACKS_TIMEOUT_SECONDS
+        while time.monotonic() < deadline:
+            time.sleep(0.02)
+            if all(helper.scrap.has_new for helper in self._helpers):
+                break
+        time.sleep(0.05)  # what has begun to come may not be there in whole
+        return [
+            helper.scrap.read_new()
+            or "(no answer: the process is stopped, or deep in a system call)\n"
+            for helper in self._helpers
+        ]
 
 
-_Request = tuple[Callable[[], _Helper], "SimpleQueue[_Helper | BaseException]"]
-_requests: dict[int, "SimpleQueue[_Request]"] = {}
-_lock = threading.Lock()
+def _between_calls(rank: int) -> str:
+    return "between calls"
 
 
-def _spawner() -> "SimpleQueue[_Request]":
-    """The queue of this process's spawning thread, which is started on first use."""
-    with _lock:
-        pid = os.getpid()  # a fork has no threads: it needs a spawner of its own
-        if pid not in _requests:
-            _requests[pid] = SimpleQueue()
-            threading.Thread(
-                target=_serve_requests, args=(_requests[pid],), name="lockstep-spawner", daemon=True
-            ).start()
-        return _requests[pid]
+def _directory() -> str | None:
+    with suppress(FileNotFoundError):  # the script's directory may have been removed
+        return os.getcwd()
+    return None
 
 
-def _serve_requests(requests: "SimpleQueue[_Request]") -> None:
-    while True:
-        make, answers = requests.get()
-        try:
-            answers.put(make())
-        except BaseException as error:
-            answers.put(error)
+def _no_start(helper: _Helper, reason: str) -> WorkerError:
+    said = helper.template.scrap.read_new() + helper.scrap.read_new()
+    return WorkerError(
+        f"Rank {helper.rank}'s process could not start: {reason}. "
+        f"It was to run {sys.executable}. Its standard error:\n{said or '(empty)'}"
+    )
+
+
+_living: "weakref.WeakSet[Team]" = weakref.WeakSet()
+
+
+def _abandon_all() -> None:
+    for team in list(_living):
+        team.abandon()
+    _living.clear()
+
+
+os.register_at_fork(after_in_child=_abandon_all)

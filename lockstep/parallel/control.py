@@ -80,13 +80,13 @@ class FollowerControl(Control):
 
 
 def _open(payload: bytes, descriptors: tuple[int, ...]) -> Any:
-    region = open_region(descriptors[0])
+    region = open_region(descriptors[0], private=True)
     try:
         return unpack(payload, region)
     finally:
         region.close()
 
 
-def open_region(descriptor: int) -> SharedRegion:
-    """Map a region that came as a descriptor."""
-    return SharedRegion(descriptor, os.fstat(descriptor).st_size)
+def open_region(descriptor: int, *, private: bool = False) -> SharedRegion:
+    """Map a region that came as a descriptor; see ``SharedRegion``."""
+    return SharedRegion(descriptor, os.fstat(descriptor).st_size, private=private)

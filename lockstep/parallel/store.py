@@ -106,8 +106,7 @@ def check_separate(parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
     """First address and the one after the last."""
     reach = sum(
-        (extent - 1) * stride
-        for extent, stride in zip(tensor.shape, tensor.stride(), strict=True)
+        (extent - 1) * stride for extent, stride in zip(tensor.shape, tensor.stride(), strict=True)
     )
     start = tensor.data_ptr()
     return start, start + (reach + 1) * tensor.element_size()

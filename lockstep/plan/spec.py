@@ -117,7 +117,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
                     )
                 )
             return msgspec.json.decode(text, type=cls)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, UnicodeError) as error:
             if isinstance(error.__cause__, PlanError):
                 raise error.__cause__ from None
             raise PlanError(

@@ -46,7 +46,8 @@ def batch_loss(
 def _mean(returned: Any, sample_weight: torch.Tensor | None) -> torch.Tensor | None:
     if isinstance(returned, tuple | list) and len(returned) == 2 and sample_weight is None:
         total, weight = returned
-        return total / weight if weight else None
+        mean: torch.Tensor | None = total / weight if weight else None
+        return mean
     if isinstance(returned, torch.Tensor) and returned.dim() == 1:
         if sample_weight is None:
             return returned.mean()
@@ -81,10 +82,11 @@ def _class_weights(
     """What each position adds to the denominator of torch's weighted mean."""
     if target.is_floating_point():  # class probabilities: torch divides by the positions
         return torch.ones_like(values)
-    counts = (target != options["ignore_index"]).to(values)
+    counts: torch.Tensor = (target != options["ignore_index"]).to(values)
     if options["weight"] is None:
         return counts
-    return counts * options["weight"].to(values)[target.where(counts > 0, 0)]
+    by_class: torch.Tensor = options["weight"].to(values)
+    return counts * by_class[torch.where(counts > 0, target, 0)]
 
 
 def _is_mean_of_nothing(loss: Any, output: Any, target: Any, mean: torch.Tensor) -> bool:
@@ -97,7 +99,7 @@ def _is_mean_of_nothing(loss: Any, output: Any, target: Any, mean: torch.Tensor)
 
 
 def _torch_loss(loss: Any) -> tuple[Any, dict[str, Any]]:
-    """torch's own function behind a loss, if it is one, and the options it is called with."""
+    """The function of torch behind a loss, if it is one, and the options it is called with."""
     options: dict[str, Any] = {"weight": None, "ignore_index": -100, "reduction": "mean"}
     if isinstance(loss, functools.partial):
         function, inner = _torch_loss(loss.func)

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from lockstep.proof.reference import Gradients, Record
+from lockstep.proof.reference import Record
 from lockstep.train.tasks import Snapshot
 
 TOLERANCE = 1e-12
@@ -140,7 +140,7 @@ def _compare_gradients(snapshot: Snapshot, record: Record) -> Iterator[Compariso
 
 def _compare_states(snapshot: Snapshot, record: Record) -> Iterator[Comparison]:
     scales = {
-        PARAMETER: norm_of(_floating(record.state, record.state.keys() - record.buffers)),
+        PARAMETER: norm_of(_floating(record.state, record.parameters)),
         BUFFER: norm_of(_floating(record.state, record.moved_buffers)),
     }
     for rank, state in enumerate(snapshot.states):
@@ -151,56 +151,123 @@ def _compare_states(snapshot: Snapshot, record: Record) -> Iterator[Comparison]:
 
 
 def _compare_slots(snapshot: Snapshot, record: Record) -> Iterator[Comparison]:
+    pieces = _pieces_by_slot(snapshot)
     scales = _slot_scales(record.slots)
-    found = _PiecesBySlot(snapshot)
     for name, slots in record.slots.items():
         for slot, ours in slots.items():
-            for theirs in found.take(name, slot, ours):
-                label = f"{name} {slot}"
-                yield _compare(SLOT, label, None, record.step, theirs, ours, scales[slot])
-    for name, slot in found.left():
-        yield _compare(SLOT, f"{name} {slot}", None, record.step, torch.zeros(()), None, 0.0)
+            found = pieces.pop((name, slot), [])
+            for theirs, same in _aligned(found, ours, record.state[name]):
+                yield _compare(
+                    SLOT, f"{name} {slot}", None, record.step, theirs, same, scales[slot]
+                )
+    for (name, slot), found in pieces.items():  # what the reference does not have
+        yield _compare(SLOT, f"{name} {slot}", None, record.step, found[0].value, None, 0.0)
+
+
+# --- slots: the ranks hold pieces of them -------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Piece:
+    start: int
+    stop: int
+    value: Any
+
+
+def _pieces_by_slot(snapshot: Snapshot) -> dict[tuple[str, str], list[_Piece]]:
+    pieces: dict[tuple[str, str], list[_Piece]] = {}
+    for part in snapshot.slots:
+        for slot, value in part.slots.items():
+            pieces.setdefault((part.name, slot), []).append(_Piece(part.start, part.stop, value))
+    return pieces
+
+
+def _aligned(pieces: list[_Piece], ours: Any, parameter: torch.Tensor) -> Iterator[tuple[Any, Any]]:
+    """Pairs to compare: the whole slot, or what each piece has of its own (a step count)."""
+    if not pieces:
+        yield None, ours
+    elif all(_shape_of(piece.value) == _shape_of(ours) for piece in pieces):
+        for piece in pieces:
+            yield piece.value, ours
+    elif isinstance(ours, torch.Tensor) and ours.shape == parameter.shape:
+        yield _assembled(pieces, ours.numel()), _in_memory_order(ours, parameter)
+    else:
+        yield pieces[0].value, ours
+
+
+def _assembled(pieces: list[_Piece], num_elements: int) -> torch.Tensor:
+    """One flat tensor from pieces; what no rank has is NaN, which equals nothing."""
+    whole = torch.full((num_elements,), math.nan, dtype=torch.float64)
+    for piece in pieces:
+        if _shape_of(piece.value) == (piece.stop - piece.start,):
+            whole[piece.start : piece.stop] = piece.value
+    return whole
+
+
+def _in_memory_order(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Elements in the order in which the parameter's lie in memory: pieces are cut along it."""
+    strides = parameter.stride()
+    dims = sorted(range(parameter.dim()), key=lambda dim: strides[dim], reverse=True)
+    return value.permute(dims).flatten()
 
 
 def _slot_scales(slots: dict[str, dict[str, Any]]) -> dict[str, float]:
-    names = {slot for values in slots.values() for slot in values}
-    return {
-        slot: norm_of(
-            torch.as_tensor(values[slot])
-            for values in slots.values()
-            if isinstance(values.get(slot), torch.Tensor | float | int)
-        )
-        for slot in names
-    }
+    by_slot: dict[str, list[torch.Tensor]] = {}
+    for values in slots.values():
+        for slot, value in values.items():
+            numbers = [torch.as_tensor(value)] if _is_numeric(value) else []
+            by_slot.setdefault(slot, []).extend(numbers)
+    return {slot: norm_of(values) for slot, values in by_slot.items()}
 
 
-class _PiecesBySlot:
-    """The optimizer's slots as the ranks hold them, each a piece of some parameters."""
+# --- one tensor ---------------------------------------------------------------------------------
 
-    def __init__(self, snapshot: Snapshot) -> None:
-        self._pieces: dict[tuple[str, str], list[tuple[int, int, Any]]] = {}
-        for part in snapshot.slots:
-            for slot, value in part.slots.items():
-                found = self._pieces.setdefault((part.name, slot), [])
-                found.append((part.start, part.stop, value))
 
-    def take(self, name: str, slot: str, like: Any) -> list[Any]:
-        """One whole slot put together from its pieces, or what every piece has of its own (a step
-        count); [None] where no rank has any.
-        """
-        pieces = self._pieces.pop((name, slot), [])
-        if not pieces or not isinstance(like, torch.Tensor):
-            return [value for _, _, value in pieces] or [None]
-        if all(isinstance(value, torch.Tensor) and value.shape == like.shape
-               for _, _, value in pieces):
-            return [value for _, _, value in pieces]
-        # What no rank has stays NaN, which is a difference.
-        whole = torch.full(like.shape, math.nan, dtype=torch.float64)
-        flat = _in_memory_order(whole, like)
-        for start, stop, value in pieces:
-            flat[start:stop] = value
-        return [_from_memory_order(flat, like)]
+def _compare(
+    kind: str, name: str, rank: int | None, step: int, theirs: Any, ours: Any, scale: float
+) -> Comparison:
+    relative, remark = _measure(theirs, ours, scale)
+    return Comparison(kind=kind, name=name, rank=rank, step=step, relative=relative, remark=remark)
 
-    def left(self) -> list[tuple[str, str]]:
-        """Slots that nobody has asked for."""
-        return list(self._pieces)
+
+def _measure(theirs: Any, ours: Any, scale: float) -> tuple[float, str]:
+    """How far apart, and what is wrong where no number says it."""
+    if ours is None or theirs is None:
+        return (0.0, "") if ours is theirs else (math.inf, _presence("one", theirs is not None))
+    if not (_is_numeric(ours) and _is_numeric(theirs)):
+        return (0.0, "") if ours == theirs else (math.inf, f"{theirs!r} instead of {ours!r}")
+    theirs, ours = torch.as_tensor(theirs).detach().cpu(), torch.as_tensor(ours).detach().cpu()
+    if theirs.shape != ours.shape:
+        return math.inf, f"shape {tuple(theirs.shape)} instead of {tuple(ours.shape)}"
+    if not (ours.is_floating_point() or ours.is_complex()):
+        differing = int((theirs != ours).sum())
+        return (math.inf, f"{differing} of {ours.numel()} differ") if differing else (0.0, "")
+    distance = (theirs - ours).abs().double().where(theirs != ours, 0.0)
+    largest = max(norm_of([ours.abs()]), scale)
+    difference = torch.linalg.vector_norm(distance).item()
+    if not math.isfinite(difference):
+        return math.inf, f"{int((~distance.isfinite()).sum())} of {ours.numel()} not finite"
+    if difference == 0:
+        return 0.0, ""
+    return (difference / largest, "") if largest else (math.inf, "not zero")
+
+
+def _presence(what: str, theirs: bool) -> str:
+    return f"{what} where the reference has none" if theirs else f"none, the reference has {what}"
+
+
+def _shape_of(value: Any) -> tuple[int, ...] | None:
+    return tuple(value.shape) if isinstance(value, torch.Tensor) else None
+
+
+def _is_numeric(value: Any) -> bool:
+    return isinstance(value, torch.Tensor | float | int)
+
+
+def _floating(state: dict[str, Any], names: Iterable[str]) -> list[torch.Tensor]:
+    tensors = [state[name] for name in names if isinstance(state.get(name), torch.Tensor)]
+    return [tensor for tensor in tensors if tensor.is_floating_point()]
+
+
+def _all_names(theirs: Iterable[str], ours: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys([*ours, *theirs]))

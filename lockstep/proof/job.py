@@ -41,10 +41,11 @@ class Job:
 
     def __post_init__(self) -> None:
         problems = Problems()
-        if not isinstance(self.model, nn.Module):
+        model: object = self.model
+        if not isinstance(model, nn.Module):
             problems.add(
                 "A Job's model must be a torch.nn.Module.",
-                received=type(self.model).__name__,
+                received=type(model).__name__,
                 fix="Pass an instance, not a class or a function.",
             )
         for name in ("loss", "optimizer"):
@@ -55,7 +56,7 @@ class Job:
                     received=repr(part),
                     fix="See the documentation of lockstep.Trainer.",
                 )
-        size = self.batch_size
+        size: object = self.batch_size
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             problems.add(
                 "A Job's batch_size must be an integer of at least 1.",

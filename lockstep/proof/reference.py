@@ -1,9 +1,9 @@
 """The reference: a plain PyTorch loop over whole batches, in float64, on one device.
 
 What Lockstep promises is that dividing the work changes nothing, so the thing to compare with must
-not divide it, and must share no code with what does. This module sees ``lockstep.data`` (what the
-samples are), ``plan.shares`` and ``data.order`` (which numbers belong to which share's dropout), and
-nothing else of Lockstep. import-linter holds it to that.
+not divide it, and must share no code with what does. Of Lockstep it sees ``data`` (the samples and
+their order) and ``plan.shares`` (which random numbers belong to which sample), and nothing else:
+import-linter holds it to that.
 """
 
 import copy
@@ -36,9 +36,10 @@ class Record:
         step: the step's number, from 0.
         loss: of the whole batch; None where the batch weighs nothing and no update was made.
         gradients: of every trainable parameter by name; None where it was not used.
-        state: the model's ``state_dict``.
+        state: the model's ``state_dict``, in which a tied tensor has several names.
         buffers: which names of ``state`` are buffers.
-        moved_buffers: the buffers that training has changed so far.
+        parameters: the names of the parameters, each by its first.
+        moved_buffers: the buffers that training has changed so far, each by its first name.
         slots: of the optimizer, by parameter name.
     """
 
@@ -47,6 +48,7 @@ class Record:
     gradients: Gradients
     state: dict[str, torch.Tensor]
     buffers: frozenset[str]
+    parameters: frozenset[str]
     moved_buffers: frozenset[str]
     slots: dict[str, dict[str, Any]]
 
@@ -80,7 +82,7 @@ class Reference:
         self._source = source
         self._seed = seed
         self._batches = enumerate(_batches(source, batch_size))
-        self._first_buffers = {name: value.clone() for name, value in _buffers(model).items()}
+        self._first_buffers = {name: value.clone() for name, value in model.named_buffers()}
         if not model.training:  # else modules that the user has put in evaluation mode stay there
             model.train()
         # Shapes do not depend on weights, so one copy serves all probes, whatever they do to it.
@@ -119,7 +121,7 @@ class Reference:
         with scope:
             loss = self._loss_of(self._model, self._loss, batch)
             if loss is not None:
-                loss.backward()  # type: ignore[no-untyped-call]
+                loss.backward()
         if streams is not None:
             self._note(streams.notes)
             if others != _other_streams():
@@ -170,16 +172,16 @@ class Reference:
                 yield name, parameter
 
     def _record(self, number: int, loss: float | None) -> Record:
-        buffers = _buffers(self._model)
         return Record(
             step=number,
             loss=loss,
             gradients={name: _clone(parameter.grad) for name, parameter in self._trainable()},
             state={name: _clone(value) for name, value in self._model.state_dict().items()},
-            buffers=frozenset(buffers),
+            buffers=frozenset(dict(self._model.named_buffers(remove_duplicate=False))),
+            parameters=frozenset(dict(self._model.named_parameters())),
             moved_buffers=frozenset(
                 name
-                for name, value in buffers.items()
+                for name, value in self._model.named_buffers()
                 if name not in self._first_buffers or not value.equal(self._first_buffers[name])
             ),
             slots={
@@ -222,15 +224,10 @@ def _mapped(
     )
 
 
-def _buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Buffers under every name that they have."""
-    return dict(model.named_buffers(remove_duplicate=False))
-
-
 def _other_streams() -> tuple[Any, ...]:
     """The states of Python's and NumPy's random streams."""
-    _, words, position, *_ = np.random.get_state(legacy=True)
-    return words.tobytes(), position, random.getstate()
+    numbers: dict[str, Any] = np.random.get_state(legacy=False)["state"]
+    return numbers["key"].tobytes(), numbers["pos"], random.getstate()
 
 
 def _clone(value: Any) -> Any:

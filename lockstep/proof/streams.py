@@ -57,7 +57,7 @@ class ShareStreams(TorchDispatchMode):
     def __init__(
         self, bounds: Sequence[tuple[int, int]], states: list[State], probe: Probe | None
     ) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._bounds = bounds
         self._num_samples = bounds[-1][1]
         self._probe = probe
@@ -87,9 +87,7 @@ class ShareStreams(TorchDispatchMode):
         self._states[_key(torch.get_rng_state())] = states
         return result
 
-    def _draw(
-        self, call: "_Call", dim: int | None, states: list[State]
-    ) -> tuple[Any, list[State]]:
+    def _draw(self, call: "_Call", dim: int | None, states: list[State]) -> tuple[Any, list[State]]:
         """The result put together from the shares' draws, and their states after it."""
         if dim is None:
             self._note(f"{call.name} draws numbers of shape {call.shape}, none per sample")
@@ -99,9 +97,7 @@ class ShareStreams(TorchDispatchMode):
         pieces = [
             call.cut(dim, start * rows, (stop - start) * rows) for start, stop in self._bounds
         ]
-        parts = [
-            _from_state(state, piece.run) for state, piece in zip(states, pieces, strict=True)
-        ]
+        parts = [_from_state(state, piece.run) for state, piece in zip(states, pieces, strict=True)]
         result = call.join(dim, pieces, [part for part, _ in parts])
         return result, [state for _, state in parts]
 
@@ -149,7 +145,7 @@ class _Recorder(TorchDispatchMode):
     """Writes down what is drawn."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.draws: list[Draw] = []
 
     def __torch_dispatch__(

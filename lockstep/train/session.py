@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lockstep.comm.board import Board
 from lockstep.comm.exchange import ExchangeSpec
 from lockstep.comm.shared_memory import SharedRegion
 from lockstep.data.order import restore_streams, stream_states
@@ -30,6 +31,10 @@ from lockstep.parallel.update import Updater
 from lockstep.parallel.worker import Worker
 from lockstep.plan.spec import Plan
 from lockstep.train.tasks import Conductor, Task
+
+# What every helper needs; the template imports it before any helper is born. The second is what
+# torch itself imports at the first backward.
+_PRELOAD = ("lockstep.train.session", "torch.fx.experimental.symbolic_shapes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,20 +93,17 @@ class Session:
 
     def _run_with_helpers(self, assignment: Assignment, conductor: Conductor) -> Any:
         self._adopt(assignment.model)
-        assert self._store is not None
         parcel = _pack(assignment)  # before any process starts: what cannot be sent shows here
-        spec = exchange_spec(assignment.plan, assignment.model)
-        region = SharedRegion.create(spec.num_bytes)
-        team = self._take_team(assignment.plan)
         try:
-            worker = _worker(assignment, spec, region, rank=0, look_around=self._watch(team))
-            self._call(team, assignment.plan, parcel, spec, region, worker)
-            control = LeaderControl(team, self._timeout)
-            result = assignment.task.run(worker, control, conductor)
+            team = self._take_team(assignment.plan)
+            worker = self._call(team, assignment, parcel)
+            result = assignment.task.run(worker, LeaderControl(team, self._timeout), conductor)
             team.finish(self._timeout)
         except BaseException:
             self.close()
             raise
+        finally:
+            parcel.close()
         return result
 
     def _adopt(self, model: nn.Module) -> None:
@@ -117,46 +119,34 @@ class Session:
 
     def _take_team(self, plan: Plan) -> Team:
         if self._team is not None and not (
-            self._team.is_alive
-            and self._team.num_helpers == plan.num_ranks - 1
+            self._team.num_helpers == plan.num_ranks - 1
             and self._threads == plan.threads_per_device
+            and self._team.answers()
         ):
             self.close()
         if self._team is None:
             self._threads = plan.threads_per_device
-            self._team = take_team(plan.num_ranks - 1, self._threads)
+            self._team = take_team(plan.num_ranks - 1, self._threads, _PRELOAD)
         return self._team
 
-    def _watch(self, team: Team) -> Callable[[float], None]:
-        def look_around(waited_seconds: float) -> None:
-            team.look_around()
-            if waited_seconds > self._timeout:
-                team.raise_timeout(waited_seconds)
-
-        return look_around
-
-    def _call(
-        self,
-        team: Team,
-        plan: Plan,
-        parcel: Parcel,
-        spec: ExchangeSpec,
-        region: SharedRegion,
-        worker: Worker,
-    ) -> None:
+    def _call(self, team: Team, assignment: Assignment, parcel: Parcel) -> Worker:
+        """Send the helpers their parts; returns rank 0's."""
         assert self._store is not None
-        board = worker.exchange.board
-        assert board is not None
-        body = pickle.dumps((plan.num_ranks, self._store.specs, spec, parcel.payload))
-        regions = (self._store.region, region, parcel.region)
+        spec = exchange_spec(assignment.plan, assignment.model)
+        region = SharedRegion.create(spec.num_bytes)
+        watch = _Watch(team, self._timeout)
+        worker = _worker(assignment, spec, region, rank=0, look_around=watch.look_around)
+        watch.board = worker.exchange.board
+        body = pickle.dumps((assignment.plan.num_ranks, self._store.specs, spec, parcel.payload))
         team.call(
             serve,
             body,
-            tuple(part.descriptor for part in regions),
-            position=lambda rank: f"step {board.step_of(rank)}",
+            (self._store.region.descriptor, region.descriptor, parcel.region.descriptor),
+            position=_Position(assignment.task, worker.exchange.board),
+            timeout_seconds=self._timeout,
         )
         region.close()
-        parcel.close()
+        return worker
 
     def close(self) -> None:
         """End the helpers."""
@@ -171,10 +161,40 @@ class Session:
             give_back(team, self._threads)
 
 
+class _Watch:
+    """What rank 0 looks after while it waits at the board."""
+
+    def __init__(self, team: Team, timeout_seconds: float) -> None:
+        self._team = team
+        self._timeout = timeout_seconds
+        self.board: Board | None = None
+
+    def look_around(self, waited_seconds: float) -> None:
+        """Raise if waiting on is in vain."""
+        assert self.board is not None
+        self._team.look_around(self.board.is_awaited)
+        if waited_seconds > self._timeout:
+            self._team.raise_timeout(waited_seconds)
+
+
+class _Position:
+    """Where ranks are, for messages."""
+
+    def __init__(self, task: Task, board: Board | None) -> None:
+        self._name = type(task).__name__.removesuffix("Task").lower()
+        self._board = board
+
+    def __call__(self, rank: int) -> str:
+        step = -1 if self._board is None else self._board.step_of(rank)
+        return f"in {self._name}, step {step}" if step >= 0 else f"in {self._name}"
+
+
 def serve(context: HelperContext, body: bytes, descriptors: tuple[int, ...]) -> bytes:
     """A helper's part of ``Session.run``."""
     num_ranks, specs, spec, payload = pickle.loads(body)
-    store_region, region, parcel_region = (open_region(number) for number in descriptors)
+    store_region, region = (open_region(number) for number in descriptors[:2])
+    # All helpers get one parcel, but each has buffers of its own in it.
+    parcel_region = open_region(descriptors[2], private=True)
     store = ParameterStore(specs, store_region)
     parameters = [nn.Parameter(view, requires_grad=False) for view in store.views]
     assignment: Assignment = unpack(payload, parcel_region, parameters)
@@ -182,7 +202,7 @@ def serve(context: HelperContext, body: bytes, descriptors: tuple[int, ...]) -> 
         opened.close()
     with compute_settings(assignment.plan):
         worker = _worker(
-            assignment, spec, region, rank=context.rank, look_around=lambda waited: None
+            assignment, spec, region, rank=context.rank, look_around=context.look_around
         )
         assignment.task.run(worker, FollowerControl(context, num_ranks), Conductor())
     return b""

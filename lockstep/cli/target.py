@@ -1,0 +1,188 @@
+"""What the commands are about: a TARGET, ``file.py:function``, and a strategy by name.
+
+The file is imported as a module of its own name, with its directory in front of ``sys.path``, and
+not executed as a script: so what it defines can be sent to helper processes by reference.
+"""
+
+import argparse
+import importlib
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from lockstep.errors import LockstepError, OptionError, problem
+from lockstep.proof.job import Job
+from lockstep.strategies.base import Strategy
+from lockstep.strategies.mirrored import MirroredStrategy
+from lockstep.strategies.single import SingleDeviceStrategy
+
+
+def add_strategy_arguments(parser: argparse.ArgumentParser) -> None:
+    """TARGET, and which strategy; see ``load_job`` and ``make_strategy``."""
+    parser.add_argument(
+        "target", metavar="TARGET", help="file.py:function, the function returning a lockstep.Job"
+    )
+    parser.add_argument(
+        "--strategy",
+        metavar="NAME",
+        default="mirrored",
+        help=f"one of: {', '.join(_STRATEGIES)} (default: mirrored)",
+    )
+    parser.add_argument("--devices", type=int, metavar="N", help="number of devices")
+    parser.add_argument(
+        "--shares", type=int, metavar="S", help="parts of each batch (default: one per device)"
+    )
+
+
+# --- strategies ---------------------------------------------------------------------------------
+
+
+def make_strategy(options: argparse.Namespace) -> Strategy:
+    """The strategy that the options ask for.
+
+    Raises:
+        OptionError: no such strategy, or one that does not take these options.
+        DeviceError: devices that are not there.
+    """
+    make = _STRATEGIES.get(options.strategy)
+    if make is None:
+        raise OptionError(
+            problem(
+                f"--strategy must be one of: {', '.join(_STRATEGIES)}.",
+                received=options.strategy,
+                fix="Name one of these.",
+            )
+        )
+    return make(options)
+
+
+def _single(options: argparse.Namespace) -> Strategy:
+    if options.devices not in (None, 1) or options.shares not in (None, 1):
+        raise OptionError(
+            problem(
+                "The strategy single has one device and one share.",
+                received=f"--devices {options.devices} --shares {options.shares}",
+                fix="Use --strategy mirrored, or leave these out.",
+            )
+        )
+    return SingleDeviceStrategy()
+
+
+def _mirrored(options: argparse.Namespace) -> Strategy:
+    return MirroredStrategy(options.devices, num_shares=options.shares)
+
+
+_STRATEGIES: dict[str, Callable[[argparse.Namespace], Strategy]] = {
+    "single": _single,
+    "mirrored": _mirrored,
+}
+
+
+# --- targets ------------------------------------------------------------------------------------
+
+
+def load_job(target: str) -> Job:
+    """The Job that a TARGET's function returns.
+
+    Raises:
+        OptionError: there is no such file or function, it fails, or returns something else.
+    """
+    path, name = _parse(target)
+    make = _function(_import(path), name)
+    job = _guarded(f"{name} of {path.name} fails.", path, make)
+    if not isinstance(job, Job):
+        raise OptionError(
+            problem(
+                f"{name} of {path.name} must return a lockstep.Job.",
+                received=type(job).__name__,
+                fix="Return lockstep.Job(model, loss, optimizer, data, batch_size).",
+            )
+        )
+    return job
+
+
+def _parse(target: str) -> tuple[Path, str]:
+    file, colon, name = target.rpartition(":")
+    if not colon or not name.isidentifier() or not file.endswith(".py"):
+        raise OptionError(
+            problem(
+                "A TARGET must be file.py:function.",
+                received=target,
+                fix="For example: lockstep verify job.py:make_job",
+            )
+        )
+    path = Path(file).resolve()
+    if not path.is_file():
+        raise OptionError(
+            problem("There is no such file.", received=file, fix=f"It was looked for as {path}.")
+        )
+    return path, name
+
+
+def _import(path: Path) -> ModuleType:
+    name = path.stem
+    loaded = sys.modules.get(name)
+    if loaded is not None and _file_of(loaded) == path:
+        return loaded
+    if loaded is not None or name in sys.stdlib_module_names or not name.isidentifier():
+        raise OptionError(
+            problem(
+                "The file must have a name that can be imported and is not taken.",
+                received=path.name,
+                fix="Rename it, for example to job.py.",
+            )
+        )
+    sys.path.insert(0, str(path.parent))  # helpers get this path, too
+    importlib.invalidate_caches()
+    module: ModuleType = _guarded(
+        f"{path.name} cannot be imported.", path, lambda: importlib.import_module(name)
+    )
+    return module
+
+
+def _file_of(module: ModuleType) -> Path | None:
+    file = getattr(module, "__file__", None)
+    return None if file is None else Path(file).resolve()
+
+
+def _function(module: ModuleType, name: str) -> Callable[[], Any]:
+    function = getattr(module, name, None)
+    if callable(function):
+        return function  # type: ignore[no-any-return]  # of the user's making
+    there = [
+        key
+        for key, value in vars(module).items()
+        if callable(value) and getattr(value, "__module__", None) == module.__name__
+    ]
+    raise OptionError(
+        problem(
+            f"{module.__name__}.py has no function of this name.",
+            received=name,
+            fix=f"It defines: {', '.join(there) or 'none'}.",
+        )
+    )
+
+
+def _guarded(what: str, path: Path, call: Callable[[], Any]) -> Any:
+    """Call into the user's file; its errors become one line that says where."""
+    try:
+        return call()
+    except LockstepError:
+        raise
+    except Exception as error:
+        lines = [
+            frame.lineno
+            for frame in traceback.extract_tb(error.__traceback__)
+            if frame.filename == str(path)
+        ]
+        place = f" (line {lines[-1]} of {path.name})" if lines else ""
+        raise OptionError(
+            problem(
+                what,
+                received=f"{type(error).__name__}: {error}{place}",
+                fix="Run the function by itself to see more.",
+            )
+        ) from error

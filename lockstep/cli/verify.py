@@ -1,0 +1,46 @@
+"""``lockstep verify``: the proof that a strategy trains a job as one device would.
+
+The exit status is 0 where everything agrees, 1 where something differs, and 2 where nothing could
+be compared.
+"""
+
+import argparse
+import sys
+import traceback
+
+from rich.console import Console
+
+from lockstep.cli.target import add_strategy_arguments, load_job, make_strategy
+from lockstep.errors import LockstepError
+from lockstep.proof.verification import verify_job
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of the command."""
+    add_strategy_arguments(parser)
+    parser.add_argument(
+        "--steps", type=int, default=5, metavar="K", help="updates to compare (default: 5)"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, metavar="S", help="of all random numbers (default: 0)"
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the report.
+
+    Raises:
+        LockstepError: the options, the file or the job are not what they must be.
+    """
+    strategy = make_strategy(options)
+    job = load_job(options.target)
+    try:
+        report = verify_job(job, strategy, steps=options.steps, seed=options.seed)
+    except LockstepError:
+        raise
+    except Exception:  # of the user's model, loss or data
+        traceback.print_exc()
+        return 2
+    width = None if sys.stdout.isatty() else 100
+    Console(highlight=False, width=width).print(report)
+    return 0 if report.passed else 1

@@ -1,0 +1,305 @@
+"""The template: a warm interpreter from which helpers are forked.
+
+``import torch`` takes a second or more. One process imports it once; a helper is then a fork of
+that process, there in milliseconds, and shares its memory. The template has run nothing, so what
+makes forks dangerous (threads, OpenMP, CUDA) has not begun in it; it is never a fork of the script.
+
+The script's death kills the template, and the template's death kills the helpers, all by the
+kernel. As their parent it tells rank 0 how each of them ended.
+
+macOS forbids its numerical libraries in forks: there a template becomes the one helper itself.
+"""
+
+import gc
+import itertools
+import os
+import pickle
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+import traceback
+import warnings
+import weakref
+from collections.abc import Sequence
+from contextlib import suppress
+from importlib import import_module
+from types import FrameType
+
+from lockstep.launch.helper import die_with, name_process, serve_calls
+from lockstep.launch.interpreter import start_interpreter
+from lockstep.launch.link import Link, Message, is_readable
+from lockstep.launch.scrap import Scrap
+
+FORK, SIGNAL = b"F", b"S"
+
+_FORKS = sys.platform == "linux"
+_END_TIMEOUT_SECONDS = 5.0
+_REPORT = struct.Struct("<qi")  # a helper's number, its exit status
+
+
+class Template:
+    """The script's end of a template process.
+
+    Takes no lock: a Trainer's finalizer may come in from the garbage collector in the midst of any
+    of these methods. Requests are small and go out in one system call, reports come in whole.
+
+    Args:
+        threads: OpenMP threads it and its helpers start with; None leaves the environment's
+            setting.
+        preload: modules to import before any helper is forked.
+
+    Raises:
+        WorkerError: it cannot be started.
+    """
+
+    def __init__(self, threads: int | None, preload: tuple[str, ...]) -> None:
+        self.forks = _FORKS
+        self.is_warm = False  # until a helper has come from it
+        self.environment = dict(os.environ)
+        self.scrap = Scrap()
+        self._numbers = itertools.count(1)
+        self._statuses: dict[int, int] = {}
+        self._link, theirs = Link.pair()
+        self._reports, reports = _report_pipe()
+        code = (
+            "from lockstep.launch.template import main\n"
+            f"main({theirs.fileno()}, {reports}, {os.getpid()}, {preload!r}, forks={self.forks})"
+        )
+        try:
+            self._process = start_interpreter(code, (theirs.fileno(), reports), self.scrap, threads)
+        except BaseException:
+            self._link.close()
+            os.close(self._reports)
+            self.scrap.close()
+            raise
+        finally:
+            theirs.close()
+            os.close(reports)
+        _living.add(self)
+        self._finalizer = weakref.finalize(
+            self, _end_process, self._process, self._link, self._reports, self.scrap
+        )
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it can start helpers."""
+        return self._finalizer.alive and self._process.poll() is None
+
+    def start_helper(self, rank: int, link: Link, scrap: Scrap) -> int:
+        """Ask for a helper, which will say READY on its link; returns its number here.
+
+        Args:
+            rank: the helper's.
+            link: the helper's end.
+            scrap: see ``serve_calls``.
+        """
+        number = next(self._numbers)
+        stdio = [target for target in (1, 2) if _is_open(target)]
+        payload = pickle.dumps((number, rank, stdio))
+        self._send(Message(FORK, payload, (link.fileno(), scrap.descriptor, *stdio)))
+        return number
+
+    def status(self, number: int) -> int | None:
+        """How a helper ended, negative for a signal, or None while it lives."""
+        self._take_reports()
+        if number not in self._statuses:
+            return self._process.poll()  # helpers live no longer than their template
+        return self._statuses[number]
+
+    def signal(self, numbers: Sequence[int], number_of_signal: int) -> None:
+        """Send a signal to those of the helpers that live."""
+        if self.forks:
+            # Not from here: only a parent knows that a process id still means its child.
+            self._send(Message(SIGNAL, pickle.dumps((list(numbers), number_of_signal))))
+        else:
+            self._process.send_signal(number_of_signal)
+
+    def end(self, numbers: Sequence[int]) -> None:
+        """Kill helpers, and return when they are gone."""
+        self.signal(numbers, signal.SIGKILL)
+        if self.forks and not self.is_warm:
+            return  # it still imports, and obeys when it has done so
+        deadline = time.monotonic() + _END_TIMEOUT_SECONDS
+        while any(self.status(number) is None for number in numbers):
+            if time.monotonic() > deadline:  # the template is stopped: all go with it
+                self.close()
+                return
+            time.sleep(0.001)
+
+    def close(self) -> None:
+        """End the template, and all its helpers with it."""
+        self._finalizer()
+
+    def abandon(self) -> None:
+        """In a fork of the script: the template is not ours, our ends of its files are."""
+        if self._finalizer.detach():
+            self._process.returncode = 0  # keeps it from being waited for, and from warning
+            _close(self._link, self._reports, self.scrap)
+
+    def _send(self, message: Message) -> None:
+        with suppress(OSError):  # its death shows in ``status``
+            self._link.send(message)
+
+    def _take_reports(self) -> None:
+        if not self._finalizer.alive:
+            return
+        with suppress(BlockingIOError):
+            for report in _REPORT.iter_unpack(os.read(self._reports, 256 * _REPORT.size)):
+                self._statuses[report[0]] = report[1]
+
+
+def _report_pipe() -> tuple[int, int]:
+    reader, writer = os.pipe()
+    os.set_blocking(reader, False)
+    return reader, writer
+
+
+def _end_process(
+    process: "subprocess.Popen[bytes]", link: Link, reports: int, scrap: Scrap
+) -> None:
+    process.kill()
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(_END_TIMEOUT_SECONDS)
+    _close(link, reports, scrap)
+
+
+def _close(link: Link, reports: int, scrap: Scrap) -> None:
+    link.close()
+    os.close(reports)
+    scrap.close()
+
+
+def _is_open(descriptor: int) -> bool:
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        return False
+    return True
+
+
+_living: "weakref.WeakSet[Template]" = weakref.WeakSet()
+
+
+def _abandon_all() -> None:
+    for template in list(_living):
+        template.abandon()
+    _living.clear()
+
+
+os.register_at_fork(after_in_child=_abandon_all)
+
+
+# --- in the template's process -------------------------------------------------------------------
+
+
+def main(
+    descriptor: int, reports: int, parent: int, preload: tuple[str, ...], *, forks: bool
+) -> None:
+    """Fork helpers on demand until the link closes, which also ends them."""
+    die_with(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    name_process("lockstep:0")
+    for inherited in (descriptor, reports):
+        os.set_inheritable(inherited, False)
+    link = Link(socket.socket(fileno=descriptor))
+    for module in preload:
+        import_module(module)
+    gc.collect()
+    gc.freeze()  # what is here now is here to stay: no helper's collector need look at it
+    with suppress(EOFError):  # the script has closed the link
+        if forks:
+            _Nursery(link, reports).run()
+        _become_helper(link.receive(), parent)
+
+
+class _Nursery:
+    """Forks children, passes signals on, reports deaths."""
+
+    def __init__(self, link: Link, reports: int) -> None:
+        self._link = link
+        self._reports = reports
+        self._children: dict[int, int] = {}  # number -> process id
+        self._pid = os.getpid()
+        self._bell, self._rung = socket.socketpair()
+        for end in (self._bell, self._rung):
+            end.setblocking(False)
+
+    def run(self) -> None:
+        """Raises EOFError in the end."""
+        signal.signal(signal.SIGCHLD, _ignore)
+        signal.set_wakeup_fd(self._bell.fileno(), warn_on_full_buffer=False)
+        while True:
+            is_readable([self._link, self._rung], None)
+            with suppress(BlockingIOError):
+                self._rung.recv(4096)
+            self._reap()  # before any signal is passed on: a process id may mean another by now
+            for message in self._link.take():
+                self._obey(message)
+
+    def _obey(self, message: Message) -> None:
+        if message.kind == FORK:
+            self._fork(message)
+            return
+        numbers, number_of_signal = pickle.loads(message.payload)
+        for number in numbers:
+            if number in self._children:
+                os.kill(self._children[number], number_of_signal)
+
+    def _fork(self, message: Message) -> None:
+        number, *_ = pickle.loads(message.payload)
+        with warnings.catch_warnings():
+            # OpenBLAS has threads from its import on, and stops them around a fork.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            try:
+                pid = os.fork()
+            except OSError:
+                traceback.print_exc()
+                self._report(number, 1)
+                return
+        if pid == 0:
+            self._be_born(message)
+        self._children[number] = pid
+        for descriptor in message.descriptors:
+            os.close(descriptor)
+
+    def _be_born(self, message: Message) -> None:
+        status = 1
+        try:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            die_with(self._pid)
+            for end in (self._link, self._bell, self._rung):
+                end.close()
+            os.close(self._reports)
+            _become_helper(message, self._pid)
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(status)  # a fork must never go on with the template's own work
+
+    def _reap(self) -> None:
+        for number, pid in list(self._children.items()):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                del self._children[number]
+                self._report(number, os.waitstatus_to_exitcode(status))
+
+    def _report(self, number: int, status: int) -> None:
+        os.write(self._reports, _REPORT.pack(number, status))
+
+
+def _ignore(number: int, frame: FrameType | None) -> None:
+    """With a handler, unlike with SIG_IGN, children wait to be reaped and ring the bell."""
+
+
+def _become_helper(message: Message, parent: int) -> None:
+    _, rank, stdio = pickle.loads(message.payload)
+    socket_descriptor, scrap_descriptor, *outputs = message.descriptors
+    for output, target in zip(outputs, stdio, strict=True):
+        os.dup2(output, target)
+        os.close(output)
+    serve_calls(rank, Link(socket.socket(fileno=socket_descriptor)), scrap_descriptor, parent)

@@ -1,0 +1,228 @@
+"""``lockstep.verify``: train a job under a strategy and, beside it, with a plain loop.
+
+The two go step by step: after every step of Lockstep's the reference makes its own on the same
+samples, both are compared, and only the figures are kept. So memory does not grow with the steps,
+and a proof costs about one plain step more per step, in float64.
+
+Where a gradient is nothing but rounding on both sides (see ``comparison.rounding_mask``) and the
+optimizer divides by its size, the reference takes Lockstep's digits before its update. They are as
+good as its own, both are zero but for the last bit of larger numbers, and so the parameter, its
+slots and everything behind it (a running mean) can still be compared. Such parameters are reported.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn, optim
+
+from lockstep.data.order import restore_streams, stream_states
+from lockstep.data.sources import ArraySource, Batch, Source, as_source
+from lockstep.data.trees import map_tensors
+from lockstep.errors import NonFiniteLossError, OptionError, Problems
+from lockstep.plan.spec import Plan
+from lockstep.proof.comparison import LOSS, Comparison, compare_step, norm_of, rounding_mask
+from lockstep.proof.job import Job, copy_in_double
+from lockstep.proof.reference import Record, Reference
+from lockstep.proof.report import Report, make_report
+from lockstep.train.callbacks import Callback, Logs
+from lockstep.train.tasks import Snapshot
+from lockstep.train.trainer import StrategyLike, Trainer
+
+
+def verify_job(job: Job, strategy: StrategyLike, *, steps: int = 5, seed: int = 0) -> Report:
+    """Prove that a strategy gives the weights that one device would have given.
+
+    The job's model and optimizer are copied, not touched. Both sides train in float64, on the
+    samples in their order, epoch after epoch where the data has fewer batches than ``steps``.
+
+    Args:
+        job: what to train.
+        strategy: how.
+        steps: updates to compare.
+        seed: of dropout and all other random numbers.
+
+    Returns:
+        A report: ``report.passed``, and ``print(report)`` for the table.
+
+    Raises:
+        OptionError: ``steps`` or ``seed`` cannot be what it is.
+        ModelError: the model cannot be copied.
+        LockstepError: whatever ``Trainer.fit`` raises for this job.
+    """
+    _check(steps, seed)
+    ours, theirs = copy_in_double(job), copy_in_double(job)
+    source = as_source(job.data)
+    reference = Reference(
+        ours.model, ours.loss, ours.optimizer, source, batch_size=job.batch_size, seed=seed
+    )
+    trainer = Trainer(
+        theirs.model,
+        loss=theirs.loss,
+        optimizer=theirs.optimizer,
+        strategy=strategy,
+        precision="fp64",
+        seed=seed,
+    )
+    proof = _Proof(reference, trainer, linear=type(ours.optimizer) is optim.SGD)
+    states = stream_states()
+    try:
+        proof.run(source, job.batch_size, steps)
+    finally:
+        restore_streams(states)
+    return make_report(
+        _title(trainer.plan, steps, job.batch_size),
+        proof.comparisons,
+        proof.undetermined(),
+        [*reference.notes, *proof.notes()],
+    )
+
+
+class _Proof:
+    """A run of both sides.
+
+    Args:
+        reference: the plain loop.
+        trainer: Lockstep.
+        linear: the update is linear in the gradient: rounding stays rounding.
+    """
+
+    def __init__(self, reference: Reference, trainer: Trainer, *, linear: bool) -> None:
+        self.comparisons: list[Comparison] = []
+        self._reference = reference
+        self._trainer = trainer
+        self._linear = linear
+        self._rounding: dict[str, torch.Tensor] = {}
+        self._updates = 0
+
+    def run(self, source: Source, batch_size: int, steps: int) -> None:
+        """Train both, comparing every step."""
+        epochs = -(-steps // -(-len(source) // batch_size)) if len(source) else 1
+        self._trainer.callbacks = [_StopAfter(steps)] if epochs > 1 else []
+        try:
+            self._trainer.fit(
+                _first_samples(source, steps * batch_size),
+                epochs=epochs,
+                batch_size=batch_size,
+                shuffle=False,
+                verbose=0,
+                on_snapshot=self._compare,
+            )
+        except NonFiniteLossError as error:
+            self._compare_failure(error)
+        finally:
+            self._trainer.callbacks = []
+
+    def undetermined(self) -> Iterator[str]:
+        """The parameters of whose gradients something was rounding in some step."""
+        for name, mask in self._rounding.items():
+            yield name if mask.all() else f"{name} ({int(mask.sum())} of {mask.numel()} elements)"
+
+    def notes(self) -> Iterator[str]:
+        """What a person should know of this run."""
+        if not self._updates:
+            yield "no batch weighed anything, so nothing was updated"
+
+    def _compare(self, snapshot: Snapshot) -> None:
+        record = self._step(snapshot)
+        self._updates += record.loss is not None
+        self.comparisons += compare_step(snapshot, record)
+
+    def _step(self, snapshot: Snapshot | None) -> Record:
+        def settle(parameters: dict[str, nn.Parameter]) -> None:
+            if snapshot is not None and not self._linear:
+                self._take_rounding(parameters, snapshot)
+
+        return self._reference.step(self._trainer.plan.num_shares, settle)
+
+    @torch.no_grad()
+    def _take_rounding(self, parameters: dict[str, nn.Parameter], snapshot: Snapshot) -> None:
+        scale = norm_of(parameter.grad for parameter in parameters.values())
+        for name, parameter in parameters.items():
+            theirs = snapshot.gradients.get(name)
+            if parameter.grad is None or theirs is None or theirs.shape != parameter.shape:
+                continue
+            mask = rounding_mask(parameter.grad, theirs, scale)
+            if mask.any():
+                parameter.grad.copy_(theirs.where(mask, parameter.grad))
+                self._rounding[name] = mask | self._rounding.get(name, mask)
+
+    def _compare_failure(self, error: NonFiniteLossError) -> None:
+        """Lockstep has stopped at a loss that is not finite: so must the reference's be."""
+        record = self._step(None)
+        if record.loss is None or torch.isfinite(torch.tensor(record.loss)):
+            self.comparisons.append(
+                Comparison(
+                    kind=LOSS,
+                    name="",
+                    rank=None,
+                    step=record.step,
+                    relative=float("inf"),
+                    remark=f"not finite, the reference has {record.loss}",
+                )
+            )
+            return
+        raise error
+
+
+class _StopAfter(Callback):
+    """Ends the training after some steps."""
+
+    def __init__(self, steps: int) -> None:
+        self._left = steps
+
+    def on_train_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
+        self.trainer.stop_training = self._left == 0
+        self._left -= 1
+
+
+class _FirstSamples(Source):
+    """The first samples of a source."""
+
+    def __init__(self, source: Source, num_samples: int) -> None:
+        self._source = source
+        self._num_samples = num_samples
+
+    def __len__(self) -> int:
+        return self._num_samples
+
+    def read(self, indices: torch.Tensor, dtype: torch.dtype) -> Batch:
+        return self._source.read(indices, dtype)
+
+
+def _first_samples(source: Source, num_samples: int) -> Source:
+    """As much as the proof needs: what helpers get is copied to shared memory."""
+    if num_samples >= len(source):
+        return source
+    if not isinstance(source, ArraySource):
+        return _FirstSamples(source, num_samples)
+
+    def first(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor[:num_samples]
+
+    return ArraySource(
+        map_tensors(first, source.inputs),
+        map_tensors(first, source.targets),
+        map_tensors(first, source.sample_weight),
+    )
+
+
+def _title(plan: Plan, steps: int, batch_size: int) -> str:
+    mesh = " x ".join(f"{axis.name} {axis.size}" for axis in plan.mesh) or "one device"
+    return (
+        f"{plan.strategy}, {mesh}, num_shares={plan.num_shares}, against a plain PyTorch loop: "
+        f"{steps} steps of {batch_size} samples, float64"
+    )
+
+
+def _check(steps: Any, seed: Any) -> None:
+    problems = Problems()
+    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
+        problems.add(
+            "`steps` must be an integer of at least 1.", received=repr(steps), fix="Use 5."
+        )
+    if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 1 << 63:
+        problems.add(
+            "`seed` must be an integer from 0 to 2**63 - 1.", received=repr(seed), fix="Use 0."
+        )
+    problems.raise_if_any(OptionError)

@@ -1,0 +1,291 @@
+"""Saved weights: whole tensors by name, readable by others, written whole or not at all."""
+
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from lockstep.checkpoint import weights
+from lockstep.checkpoint.weights import load_weights, save_weights
+from lockstep.errors import CheckpointError
+from tests.zoo import Case, case, cases
+
+
+class TiedPair(nn.Module):
+    def __init__(self, *, tied: bool = True) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(7, 4)
+        self.head = nn.Linear(4, 7, bias=False)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+
+class Buffers(nn.Module):
+    """One of each kind that a state may hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.tensor(7))
+        self.register_buffer("mask", torch.tensor([True, False]))
+        self.register_buffer("scale", torch.tensor(0.5, dtype=torch.float64))
+        self.register_buffer("coarse", torch.tensor([1.5, 2.5], dtype=torch.bfloat16))
+        self.register_buffer("nothing", torch.empty(0, 3))
+        self.register_buffer("nothing_else", torch.empty(0, 3))
+        self.register_buffer("fleeting", torch.ones(2), persistent=False)
+
+
+def copy_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def channels_last(model: nn.Conv2d) -> nn.Conv2d:
+    model.weight.data = model.weight.data.contiguous(memory_format=torch.channels_last)
+    return model
+
+
+def wiped(model: nn.Module) -> nn.Module:
+    with torch.no_grad():
+        for value in model.state_dict().values():
+            value.zero_()
+    return model
+
+
+def assert_same_state(model: nn.Module, expected: dict[str, Tensor]) -> None:
+    state = model.state_dict()
+    assert state.keys() == expected.keys()
+    different = [
+        name
+        for name, value in expected.items()
+        if state[name].dtype != value.dtype or not torch.equal(state[name], value)
+    ]
+    assert different == []
+
+
+@pytest.mark.parametrize("job", cases(), ids=lambda job: job.name)
+def test_what_was_saved_is_loaded_bit_by_bit(job: Case, tmp_path: Path) -> None:
+    model = job.make_model()
+    expected = copy_of(model)
+    save_weights(model, tmp_path / "weights")
+    load_weights(wiped(model), tmp_path / "weights")
+    assert_same_state(model, expected)
+
+
+def test_buffers_of_every_kind_are_kept_and_fleeting_ones_are_not(tmp_path: Path) -> None:
+    model = Buffers()
+    expected = copy_of(model)
+    save_weights(model, tmp_path / "weights")
+    load_weights(wiped(model), tmp_path / "weights")
+    assert_same_state(model, expected)
+    assert "fleeting" not in load_file(tmp_path / "weights")
+
+
+@pytest.mark.parametrize("path", ["weights.safetensors", "no-suffix"])
+def test_plain_safetensors_reads_the_file(path: str, tmp_path: Path) -> None:
+    model = nn.Linear(3, 2)
+    save_weights(model, str(tmp_path / path))
+    loaded = load_file(tmp_path / path)
+    assert loaded.keys() == {"weight", "bias"}
+    assert torch.equal(loaded["weight"], model.weight)
+    with safe_open(tmp_path / path, framework="pt") as file:
+        assert file.metadata() == {"format": "pt"}
+
+
+def test_a_file_of_plain_safetensors_is_loaded(tmp_path: Path) -> None:
+    model = nn.Linear(3, 2)
+    expected = copy_of(model)
+    save_file(expected, tmp_path / "weights")
+    load_weights(wiped(model), tmp_path / "weights")
+    assert_same_state(model, expected)
+
+
+def test_loading_keeps_parameters_and_their_memory(tmp_path: Path) -> None:
+    model = channels_last(nn.Conv2d(2, 3, 3))
+    save_weights(model, tmp_path / "weights")
+    parameter, address, stride = model.weight, model.weight.data_ptr(), model.weight.stride()
+    load_weights(model, tmp_path / "weights")
+    assert model.weight is parameter
+    assert (parameter.data_ptr(), parameter.stride()) == (address, stride)
+    assert parameter.requires_grad
+
+
+def test_the_layout_in_memory_does_not_matter(tmp_path: Path) -> None:
+    model = nn.Conv2d(2, 3, 3)
+    expected = copy_of(model)
+    save_weights(channels_last(model), tmp_path / "weights")
+    plain = wiped(nn.Conv2d(2, 3, 3))
+    load_weights(plain, tmp_path / "weights")
+    assert_same_state(plain, expected)
+
+
+def test_a_view_of_larger_memory_is_written_alone(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    model.weight.data = torch.randn(1000, 1000)[:2, :2]
+    save_weights(model, tmp_path / "weights")
+    assert (tmp_path / "weights").stat().st_size < 1000
+
+
+# --- tied tensors -------------------------------------------------------------------------------
+
+
+def test_a_tied_tensor_is_written_once_and_loaded_under_all_names(tmp_path: Path) -> None:
+    model = TiedPair()
+    expected = copy_of(model)
+    save_weights(model, tmp_path / "weights")
+    assert [*load_file(tmp_path / "weights")] == ["embedding.weight"]
+    load_weights(wiped(model), tmp_path / "weights")
+    assert_same_state(model, expected)
+    assert model.head.weight is model.embedding.weight
+    apart = TiedPair(tied=False)
+    load_weights(apart, tmp_path / "weights")
+    assert_same_state(apart, expected)
+
+
+def test_weights_that_were_apart_can_be_loaded_together_only_if_they_are_equal(
+    tmp_path: Path,
+) -> None:
+    apart, tied = TiedPair(tied=False), TiedPair()
+    before = copy_of(tied)
+    save_weights(apart, tmp_path / "different")
+    with pytest.raises(CheckpointError, match=r"'embedding.weight' and 'head.weight' are one"):
+        load_weights(tied, tmp_path / "different")
+    assert_same_state(tied, before)
+    apart.head.weight.data.copy_(apart.embedding.weight)
+    save_weights(apart, tmp_path / "equal")
+    load_weights(tied, tmp_path / "equal")
+    assert torch.equal(tied.head.weight, apart.head.weight)
+
+
+def test_weights_that_are_no_numbers_are_kept(tmp_path: Path) -> None:
+    model = TiedPair()
+    model.embedding.weight.data.fill_(float("nan"))
+    save_weights(model, tmp_path / "weights")
+    load_weights(wiped(model), tmp_path / "weights")
+    assert bool(model.head.weight.isnan().all())
+
+
+# --- what does not fit --------------------------------------------------------------------------
+
+MISFITS: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "other names": (
+        lambda: nn.Sequential(nn.Linear(3, 2)),
+        r"missing \['0.bias', '0.weight'\], unexpected \['bias', 'weight'\]",
+    ),
+    "a name missing": (lambda: nn.Linear(3, 2, bias=False), r"missing none, unexpected \['bias'\]"),
+    "another shape": (
+        lambda: nn.Linear(5, 2),
+        r"'weight' must have shape \(2, 5\).*Received: \(2, 3\)",
+    ),
+    "other shapes": (lambda: nn.Linear(5, 4), r"2 problems.*'weight' must.*'bias' must"),
+}
+
+
+@pytest.mark.parametrize("name", MISFITS)
+def test_weights_that_do_not_fit_change_nothing(name: str, tmp_path: Path) -> None:
+    make, message = MISFITS[name]
+    save_weights(nn.Linear(3, 2), tmp_path / "weights")
+    model = make()
+    before = copy_of(model)
+    with pytest.raises(CheckpointError, match=f"(?s){message}"):
+        load_weights(model, tmp_path / "weights")
+    assert_same_state(model, before)
+
+
+def test_floating_numbers_do_not_become_whole_ones(tmp_path: Path) -> None:
+    state = {**Buffers().state_dict(), "count": torch.tensor(7.5)}
+    save_file(state, tmp_path / "weights")
+    with pytest.raises(CheckpointError, match=r"'count' must hold torch\.int64.*torch\.float32"):
+        load_weights(Buffers(), tmp_path / "weights")
+
+
+def test_weights_are_loaded_in_another_precision(tmp_path: Path) -> None:
+    model = nn.Linear(3, 2)
+    save_weights(model, tmp_path / "weights")
+    wide = nn.Linear(3, 2, dtype=torch.float64)
+    load_weights(wide, tmp_path / "weights")
+    assert torch.equal(wide.weight, model.weight.double())
+
+
+NO_CHECKPOINTS: dict[str, Callable[[Path], object]] = {
+    "not there": lambda path: None,
+    "empty": lambda path: path.write_bytes(b""),
+    "text": lambda path: path.write_text("weights " * 100),
+    "a pickle of torch.save": lambda path: torch.save(nn.Linear(3, 2).state_dict(), path),
+    "a directory": lambda path: path.mkdir(),
+}
+
+
+@pytest.mark.parametrize("name", NO_CHECKPOINTS)
+def test_what_is_no_checkpoint_is_refused_by_name(name: str, tmp_path: Path) -> None:
+    NO_CHECKPOINTS[name](tmp_path / "weights")
+    with pytest.raises(CheckpointError, match="weights must be a safetensors file"):
+        load_weights(nn.Linear(3, 2), tmp_path / "weights")
+
+
+def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "weights"
+    save_weights(nn.Linear(3, 2), path)
+    path.write_bytes(path.read_bytes()[:-4])
+    with pytest.raises(CheckpointError, match="must be a safetensors file"):
+        load_weights(nn.Linear(3, 2), path)
+
+
+class ExtraState(nn.Linear):
+    def get_extra_state(self) -> Any:
+        return {"calls": 3}
+
+    def set_extra_state(self, state: Any) -> None:
+        raise NotImplementedError
+
+
+def test_state_that_is_no_tensor_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="'_extra_state', a dict"):
+        save_weights(ExtraState(3, 2), tmp_path / "weights")
+    assert os.listdir(tmp_path) == []
+
+
+# --- whole or not at all ------------------------------------------------------------------------
+
+
+def test_a_save_that_fails_leaves_the_old_file_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "weights"
+    save_weights(nn.Linear(3, 2), path)
+    before = path.read_bytes()
+
+    def fail(tensors: Any, file: str, metadata: Any) -> None:
+        Path(file).write_bytes(b"half of it")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(weights, "save_file", fail)
+    with pytest.raises(KeyboardInterrupt):
+        save_weights(nn.Linear(30, 20), path)
+    assert path.read_bytes() == before
+    assert os.listdir(tmp_path) == ["weights"]
+
+
+def test_a_save_replaces_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "weights"
+    save_weights(nn.Linear(3, 2), path)
+    save_weights(nn.Linear(30, 20), path)
+    load_weights(nn.Linear(30, 20), path)
+    assert os.listdir(tmp_path) == ["weights"]
+
+
+def test_a_file_has_the_permissions_of_any_new_file(tmp_path: Path) -> None:
+    (tmp_path / "other").touch()
+    save_weights(nn.Linear(3, 2), tmp_path / "weights")
+    modes = {stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("other", "weights")}
+    assert len(modes) == 1
+
+
+def test_a_folder_that_is_not_there_is_the_systems_error(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        save_weights(case("mlp").make_model(), tmp_path / "nowhere" / "weights")

@@ -1,0 +1,113 @@
+"""Makers: which Plan comes from a model, a cluster and a strategy, and what cannot be had."""
+
+import pytest
+
+from lockstep.cluster.devices import discover, memory_bytes, usable_cores
+from lockstep.cluster.topology import MAX_CPU_REPLICAS_PER_CORE, Cluster, Device, Host
+from lockstep.errors import DeviceError, OptionError
+from lockstep.graph.layer_graph import Layer, LayerGraph, ParameterInfo
+from lockstep.plan.makers import MAX_DEFAULT_REPLICAS, Mirrored, SingleDevice, num_mirrored_replicas
+from lockstep.plan.spec import LocalUpdate, SlicedUpdate
+
+
+def make_cluster(cores: int) -> Cluster:
+    devices = tuple(Device(kind="cpu", index=core, memory_bytes=1 << 30) for core in range(cores))
+    return Cluster(hosts=(Host(name="here", num_cores=cores, devices=devices),))
+
+
+def make_graph(*, batch_norm: bool = False) -> LayerGraph:
+    weight = ParameterInfo(name="0.weight", shape=(3, 4), dtype="float32", trainable=True)
+    layers = [Layer(name="0", kind="Linear", parameters=(weight,))]
+    if batch_norm:
+        layers.append(Layer(name="1", kind="BatchNorm1d", uses_batch_statistics=True))
+    return LayerGraph(layers=tuple(layers))
+
+
+def test_one_device_computes_one_share_where_the_model_is() -> None:
+    plan = SingleDevice(device="cpu:0", precision="fp64")(make_graph(), make_cluster(2), 32)
+    assert (plan.num_ranks, plan.num_replicas, plan.num_shares) == (1, 1, 1)
+    assert plan.devices == ("cpu:0",)
+    assert plan.threads_per_device is None
+    assert plan.update == LocalUpdate()
+    assert plan.precision == "fp64"
+
+
+@pytest.mark.parametrize(
+    ("cores", "devices", "expected"), [(2, 2, 2), (2, None, 2), (16, None, 8), (1, 8, 8)]
+)
+def test_replicas_are_as_many_as_asked_for_or_cores(
+    cores: int, devices: int | None, expected: int
+) -> None:
+    plan = Mirrored(devices=devices)(make_graph(), make_cluster(cores), 32)
+    assert plan.num_ranks == plan.num_replicas == plan.num_shares == expected
+    assert plan.threads_per_device == 1
+    assert plan.devices == tuple(f"cpu:{rank % cores}" for rank in range(expected))
+
+
+def test_the_default_number_of_replicas_is_bounded() -> None:
+    assert num_mirrored_replicas(None, make_cluster(64)) == MAX_DEFAULT_REPLICAS
+
+
+def test_more_replicas_than_the_host_can_hold_are_refused() -> None:
+    most = 2 * MAX_CPU_REPLICAS_PER_CORE
+    assert num_mirrored_replicas(most, make_cluster(2)) == most
+    with pytest.raises(DeviceError, match=rf"2 usable cores.*devices={most + 1}.*devices=2"):
+        Mirrored(devices=most + 1)(make_graph(), make_cluster(2), 32)
+
+
+def test_fewer_shares_than_replicas_are_refused() -> None:
+    with pytest.raises(OptionError, match=r"num_shares=2 with 3 replicas.*num_shares >= 3"):
+        Mirrored(devices=3, num_shares=2)(make_graph(), make_cluster(2), 32)
+
+
+@pytest.mark.parametrize("num_shares", [None, 1, 2, 5])
+def test_one_replica_updates_locally_only_when_it_sees_the_whole_batch(
+    num_shares: int | None,
+) -> None:
+    plan = Mirrored(devices=1, num_shares=num_shares)(make_graph(), make_cluster(2), 32)
+    assert plan.num_shares == (num_shares or 1)
+    assert plan.update == (LocalUpdate() if plan.num_shares == 1 else SlicedUpdate())
+
+
+@pytest.mark.parametrize(
+    ("batch_norm", "num_shares", "interleaved"),
+    [(True, 4, True), (True, 2, False), (False, 4, False)],
+)
+def test_a_ranks_shares_run_together_only_where_batch_statistics_need_it(
+    batch_norm: bool, num_shares: int, interleaved: bool
+) -> None:
+    maker = Mirrored(devices=2, num_shares=num_shares)
+    plan = maker(make_graph(batch_norm=batch_norm), make_cluster(2), 32)
+    assert plan.interleaved is interleaved
+
+
+def test_layers_are_placed_by_name_in_order() -> None:
+    plan = Mirrored(devices=2)(make_graph(batch_norm=True), make_cluster(2), 32)
+    placed = [(layer.name, layer.kind, layer.num_parameters, layer.stage) for layer in plan.layers]
+    assert placed == [("0", "Linear", 12, 0), ("1", "BatchNorm1d", 0, 0)]
+
+
+@pytest.mark.parametrize(
+    ("devices", "batch_size", "notes"),
+    [
+        (2, 32, ()),
+        (2, 2, ()),
+        (3, 3, ("3 replicas share 2 cores: right for tests, not for speed.",)),
+        (2, 1, ("Batches of 1 leave 1 of 2 shares empty.",)),
+    ],
+)
+def test_notes_say_what_will_be_slow(devices: int, batch_size: int, notes: tuple[str, ...]) -> None:
+    assert Mirrored(devices=devices)(make_graph(), make_cluster(2), batch_size).notes == notes
+
+
+def test_the_same_question_has_the_same_plan() -> None:
+    maker = Mirrored(devices=2)
+    assert maker(make_graph(), make_cluster(2), 32) == maker(make_graph(), make_cluster(2), 32)
+
+
+def test_this_host_is_found_with_its_cores_and_memory() -> None:
+    (host,) = discover().hosts
+    cpus = host.devices_of("cpu")
+    assert host.num_cores == usable_cores() == len(cpus)
+    assert [device.name for device in cpus] == [f"cpu:{core}" for core in range(len(cpus))]
+    assert 0 < sum(device.memory_bytes for device in cpus) <= memory_bytes()

@@ -1,0 +1,159 @@
+"""``lockstep verify`` as typed: exit status, one line for each mistake, a file's own classes."""
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lockstep.cli.main import main
+
+JOB = """
+import functools
+import torch
+import lockstep
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(6, 3)
+
+    def forward(self, x):
+        return torch.tanh(self.layer(x))
+
+def mean_square(output, target):
+    return (output - target).pow(2).mean(1)
+
+def make_job():
+    torch.manual_seed(0)
+    x = torch.randn(21, 6)
+    optimizer = functools.partial(torch.optim.Adam, lr=1e-2)
+    return lockstep.Job(Net(), mean_square, optimizer, (x, x[:, :3].sin()), batch_size=5)
+
+def make_wrong_job():
+    job = make_job()
+    worst = lambda output, target: mean_square(output, target).max()
+    return lockstep.Job(job.model, worst, job.optimizer, job.data, 5)
+
+def make_unfit_job():
+    job = make_job()
+    return lockstep.Job(torch.nn.Linear(7, 3), job.loss, job.optimizer, job.data, 5)
+
+def make_nothing():
+    return 3
+
+def fail():
+    return 1 / 0
+
+number = 3
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Iterator[Path]:
+    path = tmp_path / "verify_command_job.py"
+    path.write_text(JOB)
+    before = list(sys.path)
+    yield path
+    sys.path[:] = before
+    sys.modules.pop(path.stem, None)
+
+
+def test_a_job_that_passes(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status = main(["verify", f"{file}:make_job", "--strategy", "mirrored", "--devices", "2"])
+    shown = capsys.readouterr().out
+    assert status == 0, shown
+    assert shown.startswith("mirrored, data 2, num_shares=2, against a plain PyTorch loop: 5 steps")
+    assert re.search(r"parameters +20 ", shown)  # 2 tensors, 2 ranks, 5 steps
+    assert "Exact" in shown
+    assert max(map(len, shown.splitlines())) <= 100
+
+
+def test_a_job_that_does_not(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = [
+        "verify",
+        f"{file}:make_wrong_job",
+        "--devices",
+        "1",
+        "--shares",
+        "2",
+        "--steps",
+        "3",
+    ]
+    assert main(command) == 1
+    assert "first difference: loss, step 0: relative" in capsys.readouterr().out
+
+
+def test_options_reach_the_proof(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["verify", f"{file}:make_job", "--strategy", "single", "--steps", "2", "--seed", "7"]
+    assert main(command) == 0
+    assert "single device, one device, num_shares=1" in capsys.readouterr().out
+
+
+MISTAKES = {
+    "no function named": ("{file}", "must be file.py:function"),
+    "no file": ("nowhere.py:make_job", "There is no such file"),
+    "no function": ("{file}:make_jobs", "It defines: Net, mean_square, make_job"),
+    "no function either": ("{file}:number", "has no function of this name"),
+    "no job": ("{file}:make_nothing", "must return a lockstep.Job. Received: int"),
+    "an error": ("{file}:fail", "ZeroDivisionError: division by zero (line 36 of verify_command"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_in_the_target_take_one_line(
+    name: str, file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target, message = MISTAKES[name]
+    assert main(["verify", target.format(file=file)]) == 2
+    shown = capsys.readouterr().err
+    assert message in shown
+    assert len(shown.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--strategy", "magic"], "must be one of: single, mirrored"),
+        (["--strategy", "single", "--devices", "2"], "one device and one share"),
+        (["--devices", "0"], "devices=0"),
+        (["--devices", "2", "--shares", "1"], "num_shares=1 with 2 replicas"),
+        (["--steps", "0"], "`steps` must be"),
+    ],
+)
+def test_mistakes_in_the_options_take_one_line(
+    options: list[str], message: str, file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["verify", f"{file}:make_job", *options]) == 2
+    shown = capsys.readouterr().err
+    assert message in shown
+    assert len(shown.strip().splitlines()) == 1
+
+
+def test_a_file_that_cannot_be_imported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for name, text, message in [
+        ("broken_job.py", "x = 1\ny = (", "SyntaxError: '(' was never closed"),
+        (
+            "failing_job.py",
+            "x = 1\nraise RuntimeError('no')",
+            "RuntimeError: no (line 2 of failing",
+        ),
+        ("needy_job.py", "import no_such_module", "No module named 'no_such_module'"),
+        ("queue.py", "", "is not taken"),
+        ("my-job.py", "", "is not taken"),
+    ]:
+        path = tmp_path / name
+        path.write_text(text)
+        assert main(["verify", f"{path}:make_job"]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_an_error_of_the_model_is_shown_whole_and_is_no_difference(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["verify", f"{file}:make_unfit_job", "--strategy", "single"]) == 2
+    assert "mat1 and mat2 shapes cannot be multiplied" in capsys.readouterr().err
