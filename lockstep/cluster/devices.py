@@ -3,20 +3,39 @@
 import os
 import socket
 import sys
+from pathlib import Path
 
 from lockstep.cluster.topology import Cluster, Device, Host
 
+_CONTROL_GROUP = Path("/sys/fs/cgroup")
+
 
 def usable_cores() -> int:
-    """Cores that this process may run on (its affinity, not the machine's count)."""
+    """Cores' worth of time that this process may use: its affinity and its container's share."""
     if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+        cores = len(os.sched_getaffinity(0))
+    else:
+        cores = os.cpu_count() or 1
+    match _container_limit("cpu.max"):
+        case [quota, period]:  # microseconds of computing in so many of time
+            return min(cores, -(-quota // period))
+        case _:
+            return cores
 
 
 def memory_bytes() -> int:
-    """Physical memory of the host in bytes."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    """Memory in bytes: the host's, or as much of it as the container may use."""
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min([physical, *_container_limit("memory.max")])
+
+
+def _container_limit(name: str) -> list[int]:
+    """Numbers of a control group's file (Linux, cgroup v2); none where there is no limit."""
+    try:
+        words = (_CONTROL_GROUP / name).read_text().split()
+    except OSError:
+        return []
+    return [] if "max" in words else [int(word) for word in words]
 
 
 def discover() -> Cluster:

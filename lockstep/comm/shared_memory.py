@@ -6,12 +6,19 @@ can be left behind in /dev/shm.
 
 A handle (the descriptor) is apart from the memory: ``SharedRegion.close`` gives up the descriptor
 only, while tensors made from the region keep the mapping alive.
+
+What the script forks (DataLoader workers, a pool) has nothing to do with training, and expects its
+memory to be its own as after any fork. So in a fork, regions that were not closed become private:
+what the fork writes nobody else sees.
 """
 
+import ctypes
 import mmap
 import os
 import tempfile
+import weakref
 from collections.abc import Sequence
+from typing import Self
 
 import torch
 
@@ -29,10 +36,18 @@ class SharedRegion:
     """
 
     def __init__(self, descriptor: int, num_bytes: int, *, private: bool = False) -> None:
-        self.descriptor = descriptor
         self.num_bytes = num_bytes
-        flags = mmap.MAP_PRIVATE if private else mmap.MAP_SHARED
-        self.memory = mmap.mmap(descriptor, max(num_bytes, 1), flags=flags)
+        self.memory = _Memory(descriptor, max(num_bytes, 1), private=private)
+
+    @property
+    def descriptor(self) -> int:
+        """By which other processes can map the region; -1 once it is closed."""
+        return self.memory.descriptor
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other processes can still come to see it: not after ``close``, nor in a fork."""
+        return self.memory.descriptor >= 0
 
     @classmethod
     def create(cls, num_bytes: int) -> "SharedRegion":
@@ -76,13 +91,61 @@ class SharedRegion:
 
     def close(self) -> None:
         """Give up the descriptor; the mapping lives as long as tensors use it."""
+        self.memory.close_descriptor()
+
+
+class _Memory(mmap.mmap):
+    """A mapping that has its descriptor with it, as long as tensors or anybody keeps it."""
+
+    descriptor: int = -1
+
+    def __new__(cls, descriptor: int, num_bytes: int, *, private: bool) -> Self:
+        flags = mmap.MAP_PRIVATE if private else mmap.MAP_SHARED
+        memory = super().__new__(cls, descriptor, num_bytes, flags=flags)
+        memory.descriptor = descriptor
+        if not private:
+            _shared.add(memory)
+        return memory
+
+    def close_descriptor(self) -> None:
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
 
+    def become_private(self) -> None:
+        """Map the same pages once more in the same place, copied when written to."""
+        address = ctypes.addressof(ctypes.c_char.from_buffer(self))
+        protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | _MAP_FIXED
+        if _mmap(address, len(self), protection, flags, self.descriptor, 0) != address:
+            raise OSError(ctypes.get_errno(), "a fork cannot have shared memory for itself")
+        self.close_descriptor()
+
     def __del__(self) -> None:
-        if hasattr(self, "descriptor"):
-            self.close()
+        self.close_descriptor()
+
+
+_MAP_FIXED = 0x10  # on Linux and macOS; the module mmap does not name it
+_mmap = ctypes.CDLL(None, use_errno=True).mmap
+_mmap.restype = ctypes.c_void_p
+_mmap.argtypes = (
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int64,
+)
+_shared: "weakref.WeakSet[_Memory]" = weakref.WeakSet()
+
+
+def _become_private_in_fork() -> None:
+    for memory in list(_shared):
+        if memory.descriptor >= 0:
+            memory.become_private()
+    _shared.clear()
+
+
+os.register_at_fork(after_in_child=_become_private_in_fork)
 
 
 def _nameless_file() -> int:

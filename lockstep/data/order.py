@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-StreamStates = tuple[torch.Tensor, Any, Any]
+StreamStates = tuple[torch.Tensor, list[torch.Tensor], Any, Any]
 
 
 def stream_seed(*keys: int | str) -> int:
@@ -32,20 +32,26 @@ def share_seed(seed: int, step: int, share: int) -> int:
 def seed_streams(seed: int) -> None:
     """Seed torch's, NumPy's and Python's global random streams of this process."""
     torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
     random.seed(seed)
 
 
 def stream_states() -> StreamStates:
     """The states of the global random streams, for ``restore_streams``."""
-    return torch.get_rng_state(), np.random.get_state(), random.getstate()
+    gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    return torch.get_rng_state(), gpus, np.random.get_state(), random.getstate()
 
 
 def restore_streams(states: StreamStates) -> None:
     """Put the global random streams back to where ``stream_states`` found them."""
-    torch.set_rng_state(states[0])
-    np.random.set_state(states[1])
-    random.setstate(states[2])
+    host, gpus, numpy, python = states
+    torch.set_rng_state(host)
+    if gpus:
+        torch.cuda.set_rng_state_all(gpus)
+    np.random.set_state(numpy)
+    random.setstate(python)
 
 
 def epoch_order(seed: int, epoch: int, num_samples: int, *, shuffle: bool) -> torch.Tensor:

@@ -73,11 +73,17 @@ def serve_calls(rank: int, link: Link, scrap_descriptor: int, parent: int) -> No
             stream.reconfigure(line_buffering=True)  # helpers are killed: they flush nothing then
     context = HelperContext(rank, link, parent)
     ready = Message(READY, str(os.getpid()).encode())
-    with suppress(EOFError, OSError):  # rank 0 has closed the link: there is nothing left to do
+    try:
         link.send(ready)
         while True:
             message = link.receive(_Idleness(context))
-            link.send(ready if message.kind == PING else _answer(context, message))
+            if message.kind == PING:
+                link.send(ready)
+            elif message.kind == CALL:
+                link.send(_answer(context, message))
+            # Anything else is for a call that has failed here, as rank 0 will see.
+    except (EOFError, OSError):  # rank 0 has closed the link: there is nothing left to do
+        link.close()
 
 
 class _Idleness:
@@ -98,7 +104,6 @@ class _Idleness:
 
 
 def _answer(context: HelperContext, call: Message) -> Message:
-    assert call.kind == CALL, call.kind
     try:
         answer = Message(RETURN, _run(context, call))
     except BaseException as error:  # SystemExit as well: a model that exits has failed

@@ -68,7 +68,8 @@ def search_path() -> list[str]:
     imported through it must be found again. Such places come in its stead, before it.
     """
     known = {os.path.abspath(entry) for entry in sys.path}
-    lost = dict.fromkeys(root for root in _roots() if root not in known)
+    unknown = dict.fromkeys(root for root in _roots() if root not in known)
+    lost = [root for root in unknown if not os.path.exists(os.path.join(root, "__init__.py"))]
     relative = [index for index, entry in enumerate(sys.path) if not os.path.isabs(entry)]
     at = relative[0] if relative else len(sys.path)
     return [*sys.path[:at], *lost, *sys.path[at:]]
@@ -77,17 +78,14 @@ def search_path() -> list[str]:
 def _roots() -> Iterator[str]:
     """Directories that hold the top-level modules and packages loaded by now."""
     for name, module in list(sys.modules.items()):
-        if "." in name or name == "__main__" or not isinstance(module, ModuleType):
+        # Some extension modules of packages show up here by their short name, too.
+        spec = getattr(module, "__spec__", None) if isinstance(module, ModuleType) else None
+        if "." in name or name == "__main__" or spec is None or spec.name != name:
             continue
-        # Not getattr: some modules import half the world when an attribute is missing.
-        contents = vars(module)
-        places = contents.get("__path__") or [contents.get("__file__")]
-        try:
-            found = [place for place in places if isinstance(place, str)]
-        except TypeError:
-            continue
-        for place in found:
-            root, base = os.path.split(os.path.abspath(place))
+        for place in [*(spec.submodule_search_locations or [spec.origin])]:
+            if not isinstance(place, str) or not os.path.isabs(place):
+                continue  # built in or frozen
+            root, base = os.path.split(place)
             if base.partition(".")[0] == name:
                 yield root
 

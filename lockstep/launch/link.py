@@ -109,15 +109,10 @@ class Link:
             EOFError: the other end is closed.
         """
         watch = Stopwatch()
-        while True:
-            try:
-                message = self._advance()
-            except BlockingIOError:
-                if not is_readable([self]):
-                    look_around(watch.tick())
-            else:
-                if message is not None:
-                    return message
+        while (message := self.take_one()) is None:
+            if not is_readable([self]):
+                look_around(watch.tick())
+        return message
 
     def take(self) -> list[Message]:
         """The messages that have come in whole. Does not wait.
@@ -125,18 +120,27 @@ class Link:
         Raises:
             EOFError: the other end is closed, and there is no message left.
         """
-        messages = []
+        messages: list[Message] = []
         try:
-            while True:
-                message = self._advance()
-                if message is not None:
-                    messages.append(message)
-        except BlockingIOError:
-            return messages
+            while (message := self.take_one()) is not None:
+                messages.append(message)
         except EOFError:
             if not messages:
                 raise
-            return messages
+        return messages
+
+    def take_one(self) -> Message | None:
+        """The next message, if it has come in whole. Does not wait, nor touch the one after it.
+
+        Raises:
+            EOFError: the other end is closed.
+        """
+        try:
+            while (message := self._advance()) is None:
+                pass
+        except BlockingIOError:
+            return None
+        return message
 
     def close(self) -> None:
         """Close this end, and the descriptors of a message that never came in whole."""

@@ -136,6 +136,7 @@ class Team:
         self._position: Callable[[int], str] = _between_calls
         self._helpers: list[_Helper] = []
         _living.add(self)
+        weakref.finalize(self, _end_helpers, self._helpers)
         try:
             for rank in range(1, num_helpers + 1):
                 self._helpers.append(_Helper(rank, make_template()))
@@ -279,20 +280,11 @@ class Team:
 
     def close(self) -> None:
         """End all helpers now."""
-        helpers, self._helpers = self._helpers, []
-        by_template: dict[Template, list[_Helper]] = {}
-        for helper in helpers:
-            by_template.setdefault(helper.template, []).append(helper)
-        for template, group in by_template.items():
-            template.end([helper.number for helper in group])
-        for helper in helpers:
-            helper.close()
+        _end_helpers(self._helpers)
 
     def abandon(self) -> None:
         """In a fork of the script: the helpers are not ours."""
-        helpers, self._helpers = self._helpers, []
-        for helper in helpers:
-            helper.close()
+        _close_helpers(self._helpers)
 
     # --- waiting ---------------------------------------------------------------------------------
 
@@ -363,6 +355,20 @@ class Team:
             or "(no answer: the process is stopped, or deep in a system call)\n"
             for helper in self._helpers
         ]
+
+
+def _end_helpers(helpers: list[_Helper]) -> None:
+    by_template: dict[Template, list[int]] = {}
+    for helper in helpers:
+        by_template.setdefault(helper.template, []).append(helper.number)
+    for template, numbers in by_template.items():
+        template.end(numbers)
+    _close_helpers(helpers)
+
+
+def _close_helpers(helpers: list[_Helper]) -> None:
+    while helpers:
+        helpers.pop().close()
 
 
 def _between_calls(rank: int) -> str:

@@ -213,6 +213,7 @@ def main(
         if forks:
             _Nursery(link, reports).run()
         _become_helper(link.receive(), parent)
+    os._exit(0)  # there is nothing to tidy up, and much to tear down
 
 
 class _Nursery:
@@ -236,7 +237,8 @@ class _Nursery:
             with suppress(BlockingIOError):
                 self._rung.recv(4096)
             self._reap()  # before any signal is passed on: a process id may mean another by now
-            for message in self._link.take():
+            # One by one: a child must not inherit the descriptors of the next.
+            while (message := self._link.take_one()) is not None:
                 self._obey(message)
 
     def _obey(self, message: Message) -> None:

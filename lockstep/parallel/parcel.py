@@ -15,6 +15,7 @@ import cloudpickle
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 
 from lockstep.comm.shared_memory import SharedRegion
@@ -90,6 +91,10 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is unt
             # Its own pickling drops what subclasses add and what schedulers wrap.
             contents = optimizer_contents(obj)
             return _blank, (type(obj),), contents, None, None, _fill_optimizer
+        if isinstance(obj, nn.Module) and parametrize.is_parametrized(obj):
+            # Its class was made for it, on top of the user's, and refuses to be pickled.
+            original = type(obj).__mro__[1]
+            return _blank, (original,), vars(obj), None, None, _fill_parametrized
         return super().reducer_override(obj)
 
     def _remember(self, obj: Any, place: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -142,17 +147,24 @@ def optimizer_contents(optimizer: Optimizer) -> dict[str, Any]:
 
 def rebuild_optimizer(kind: type[Optimizer], contents: dict[str, Any]) -> Optimizer:
     """An optimizer with these attributes, whatever its constructor asks for."""
-    optimizer = _blank(kind)
+    optimizer: Optimizer = _blank(kind)
     _fill_optimizer(optimizer, contents)
     return optimizer
 
 
-def _blank(kind: type[Optimizer]) -> Optimizer:
+def _blank(kind: Any) -> Any:
     return kind.__new__(kind)
 
 
 def _fill_optimizer(optimizer: Optimizer, contents: dict[str, Any]) -> None:
     optimizer.__setstate__({"defaults": {}, "state": {}, "param_groups": [], **contents})
+
+
+def _fill_parametrized(module: Any, contents: dict[str, Any]) -> None:
+    vars(module).update(contents)
+    parametrize._inject_new_class(module)
+    for name in module.parametrizations:
+        parametrize._inject_property(module, name)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

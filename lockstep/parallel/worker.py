@@ -113,13 +113,6 @@ class Worker:
         self._program = lru_cache(maxsize=8)(
             lambda size: _grouped(plan, lower_train(plan, rank, size))
         )
-        self._handlers: dict[type[Action], Callable[[_Step, list[int]], None]] = {
-            Forward: self._forward,
-            Backward: self._backward,
-            Reduce: self._reduce,
-            Step: self._step,
-            Sync: self._sync,
-        }
 
     def _bind(self, owned: list[Piece]) -> list[BoundPiece]:
         pieces = []
@@ -150,7 +143,7 @@ class Worker:
         self.exchange.begin_pass()
         self._clear_gradients()
         for kind, shares in self._program(len(indices)):
-            self._handlers[kind](run, shares)
+            _HANDLERS[kind](self, run, shares)
         totals = run.totals
         assert totals is not None
         return StepResult(
@@ -356,6 +349,16 @@ def _grouped(plan: Plan, program: RankProgram) -> list[tuple[type[Action], list[
         else:
             groups.append((type(action), shares))
     return groups
+
+
+# By action, and not in the Worker: a cycle would keep its shared memory until the collector runs.
+_HANDLERS: dict[type[Action], Callable[[Worker, "_Step", list[int]], None]] = {
+    Forward: Worker._forward,
+    Backward: Worker._backward,
+    Reduce: Worker._reduce,
+    Step: Worker._step,
+    Sync: Worker._sync,
+}
 
 
 class _Step:

@@ -32,6 +32,7 @@ def _heading(plan: Plan) -> str:
         if isinstance(plan.update, LocalUpdate)
         else "in shared memory, each rank updates its slice"
     )
+    together = ", those of a rank together" if plan.interleaved else ""
     threads = ""
     if plan.threads_per_device is not None:
         word = "thread" if plan.threads_per_device == 1 else "threads"
@@ -39,7 +40,7 @@ def _heading(plan: Plan) -> str:
     return (
         f"Plan: {plan.strategy}, {mesh}, {plan.precision}\n"
         f"Devices: {', '.join(plan.devices)}{threads}\n"
-        f"Shares of each batch: {plan.num_shares}; parameters {update}"
+        f"Shares of each batch: {plan.num_shares}{together}; parameters {update}"
     )
 
 

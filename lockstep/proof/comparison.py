@@ -111,7 +111,9 @@ def norm_of(tensors: Iterable[torch.Tensor | None]) -> float:
 
 def _compare_loss(snapshot: Snapshot, record: Record) -> Comparison:
     relative, remark = 0.0, ""
-    if (record.loss is None) != (snapshot.weight == 0):
+    if snapshot.step != record.step:
+        relative, remark = math.inf, f"Lockstep has it as step {snapshot.step}"
+    elif (record.loss is None) != (snapshot.weight == 0):
         relative, remark = math.inf, _presence("an update", snapshot.weight != 0)
     elif record.loss is not None:
         relative = abs(snapshot.loss - record.loss) / max(abs(record.loss), 1.0)
@@ -264,8 +266,8 @@ def _is_numeric(value: Any) -> bool:
     return isinstance(value, torch.Tensor | float | int)
 
 
-def _floating(state: dict[str, Any], names: Iterable[str]) -> list[torch.Tensor]:
-    tensors = [state[name] for name in names if isinstance(state.get(name), torch.Tensor)]
+def _floating(state: dict[str, torch.Tensor], names: Iterable[str]) -> list[torch.Tensor]:
+    tensors = [state[name] for name in names if name in state]
     return [tensor for tensor in tensors if tensor.is_floating_point()]
 
 

@@ -36,7 +36,7 @@ class Record:
         step: the step's number, from 0.
         loss: of the whole batch; None where the batch weighs nothing and no update was made.
         gradients: of every trainable parameter by name; None where it was not used.
-        state: the model's ``state_dict``, in which a tied tensor has several names.
+        state: the tensors of the model's ``state_dict``, a tied one under each of its names.
         buffers: which names of ``state`` are buffers.
         parameters: the names of the parameters, each by its first.
         moved_buffers: the buffers that training has changed so far, each by its first name.
@@ -176,7 +176,11 @@ class Reference:
             step=number,
             loss=loss,
             gradients={name: _clone(parameter.grad) for name, parameter in self._trainable()},
-            state={name: _clone(value) for name, value in self._model.state_dict().items()},
+            state={
+                name: _clone(value)
+                for name, value in self._model.state_dict().items()
+                if isinstance(value, torch.Tensor)
+            },
             buffers=frozenset(dict(self._model.named_buffers(remove_duplicate=False))),
             parameters=frozenset(dict(self._model.named_parameters())),
             moved_buffers=frozenset(

@@ -85,11 +85,11 @@ class Report:
 
     def _verdict(self) -> Iterable[Text]:
         if self.passed:
-            yield Text(f"Exact: all within {TOLERANCE:g}.", style="bold green")
+            yield Text(f"Passed: the same, to within {TOLERANCE:g}.", style="bold green")
             return
         total = sum(summary.count for summary in self.kinds)
         yield Text(
-            f"Not exact: {len(self.differences)} of {total} comparisons differ by more than "
+            f"Failed: {len(self.differences)} of {total} comparisons differ by more than "
             f"{TOLERANCE:g}.",
             style="bold red",
         )

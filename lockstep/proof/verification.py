@@ -10,6 +10,7 @@ good as its own, both are zero but for the last bit of larger numbers, and so th
 slots and everything behind it (a running mean) can still be compared. Such parameters are reported.
 """
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,7 +20,14 @@ from torch import nn, optim
 from lockstep.data.order import restore_streams, stream_states
 from lockstep.data.sources import ArraySource, Batch, Source, as_source
 from lockstep.data.trees import map_tensors
-from lockstep.errors import NonFiniteLossError, OptionError, Problems
+from lockstep.errors import (
+    LockstepError,
+    ModelError,
+    NonFiniteLossError,
+    OptionError,
+    Problems,
+    problem,
+)
 from lockstep.plan.spec import Plan
 from lockstep.proof.comparison import LOSS, Comparison, compare_step, norm_of, rounding_mask
 from lockstep.proof.job import Job, copy_in_double
@@ -47,7 +55,7 @@ def verify_job(job: Job, strategy: StrategyLike, *, steps: int = 5, seed: int = 
 
     Raises:
         OptionError: ``steps`` or ``seed`` cannot be what it is.
-        ModelError: the model cannot be copied.
+        ModelError: the model cannot be copied, or not compute in float64.
         LockstepError: whatever ``Trainer.fit`` raises for this job.
     """
     _check(steps, seed)
@@ -68,6 +76,10 @@ def verify_job(job: Job, strategy: StrategyLike, *, steps: int = 5, seed: int = 
     states = stream_states()
     try:
         proof.run(source, job.batch_size, steps)
+    except RuntimeError as error:
+        if _is_about_precision(error):
+            raise _not_in_double(error) from error
+        raise
     finally:
         restore_streams(states)
     return make_report(
@@ -93,6 +105,7 @@ class _Proof:
         self._trainer = trainer
         self._linear = linear
         self._rounding: dict[str, torch.Tensor] = {}
+        self._steps = 0
         self._updates = 0
 
     def run(self, source: Source, batch_size: int, steps: int) -> None:
@@ -108,6 +121,7 @@ class _Proof:
                 verbose=0,
                 on_snapshot=self._compare,
             )
+            self._check_complete(steps)
         except NonFiniteLossError as error:
             self._compare_failure(error)
         finally:
@@ -125,6 +139,7 @@ class _Proof:
 
     def _compare(self, snapshot: Snapshot) -> None:
         record = self._step(snapshot)
+        self._steps += 1
         self._updates += record.loss is not None
         self.comparisons += compare_step(snapshot, record)
 
@@ -150,19 +165,18 @@ class _Proof:
     def _compare_failure(self, error: NonFiniteLossError) -> None:
         """Lockstep has stopped at a loss that is not finite: so must the reference's be."""
         record = self._step(None)
-        if record.loss is None or torch.isfinite(torch.tensor(record.loss)):
-            self.comparisons.append(
-                Comparison(
-                    kind=LOSS,
-                    name="",
-                    rank=None,
-                    step=record.step,
-                    relative=float("inf"),
-                    remark=f"not finite, the reference has {record.loss}",
-                )
-            )
-            return
-        raise error
+        if record.loss is not None and not math.isfinite(record.loss):
+            raise error
+        self._note_difference(record.step, f"not finite, the reference has {record.loss}")
+
+    def _check_complete(self, steps: int) -> None:
+        if self._steps != steps:
+            self._note_difference(self._steps, f"{self._steps} steps were made instead of {steps}")
+
+    def _note_difference(self, step: int, remark: str) -> None:
+        self.comparisons.append(
+            Comparison(kind=LOSS, name="", rank=None, step=step, relative=math.inf, remark=remark)
+        )
 
 
 class _StopAfter(Callback):
@@ -211,7 +225,23 @@ def _title(plan: Plan, steps: int, batch_size: int) -> str:
     mesh = " x ".join(f"{axis.name} {axis.size}" for axis in plan.mesh) or "one device"
     return (
         f"{plan.strategy}, {mesh}, num_shares={plan.num_shares}, against a plain PyTorch loop: "
-        f"{steps} steps of {batch_size} samples, float64"
+        f"{steps} {'step' if steps == 1 else 'steps'} of {batch_size} samples, float64"
+    )
+
+
+def _is_about_precision(error: Exception) -> bool:
+    if isinstance(error, LockstepError):
+        return False
+    return all(word in str(error).lower() for word in ("float", "double"))
+
+
+def _not_in_double(error: Exception) -> ModelError:
+    return ModelError(
+        problem(
+            "A proof needs a model and a loss that compute in the precision of their inputs.",
+            received=str(error).partition("\n")[0],
+            fix="Where they make tensors, use x.new_zeros(...) or dtype=x.dtype.",
+        )
     )
 
 

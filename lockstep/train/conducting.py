@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep.parallel.worker import StepResult
 from lockstep.train.callbacks import Callback
 from lockstep.train.history import History
+from lockstep.train.interrupt import Interrupt
 from lockstep.train.progress import ProgressDisplay
 from lockstep.train.tasks import Conductor, Snapshot
 
@@ -22,6 +23,7 @@ class FitConductor(Conductor):
         display: the progress display, or None to be silent.
         readopt: see ``Conductor``.
         on_snapshot: gets every Snapshot where the task records them.
+        interrupt: what has become of Ctrl-C.
     """
 
     def __init__(
@@ -31,18 +33,28 @@ class FitConductor(Conductor):
         display: ProgressDisplay | None,
         readopt: Callable[[], None],
         on_snapshot: Callable[[Snapshot], None] | None,
+        interrupt: Interrupt,
     ) -> None:
         self._trainer = trainer
         self._callbacks = callbacks
         self._display = display
         self._readopt = readopt
         self._on_snapshot = on_snapshot
+        self._interrupt = interrupt
         self.history = History()
 
     @property
     def stop_training(self) -> bool:  # type: ignore[override]  # an attribute in the base
         """Whether a callback wants training to end."""
         return self._trainer.stop_training
+
+    @property
+    def is_interrupted(self) -> bool:  # type: ignore[override]  # an attribute in the base
+        """Whether the user wants training to end."""
+        return self._interrupt.is_requested
+
+    def hold_interrupts(self) -> None:
+        self._interrupt.hold()
 
     def begin_train(self) -> None:
         """Before the first epoch."""

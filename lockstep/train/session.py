@@ -6,6 +6,7 @@ script's own objects.
 """
 
 import pickle
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -89,6 +90,7 @@ class Session:
         spec = exchange_spec(assignment.plan, assignment.model)
         region = SharedRegion.create(spec.num_bytes) if assignment.plan.num_shares > 1 else None
         worker = _worker(assignment, spec, region, rank=0, look_around=lambda waited: None)
+        _heed(conductor, worker)
         return assignment.task.run(worker, SoloControl(), conductor)
 
     def _run_with_helpers(self, assignment: Assignment, conductor: Conductor) -> Any:
@@ -97,6 +99,7 @@ class Session:
         try:
             team = self._take_team(assignment.plan)
             worker = self._call(team, assignment, parcel)
+            _heed(conductor, worker)
             result = assignment.task.run(worker, LeaderControl(team, self._timeout), conductor)
             team.finish(self._timeout)
         except BaseException:
@@ -108,7 +111,11 @@ class Session:
 
     def _adopt(self, model: nn.Module) -> None:
         parameters = list(model.named_parameters())
-        if self._store is None or not self._store.fits(parameters):
+        if (
+            self._store is None
+            or not self._store.region.is_shared
+            or not self._store.fits(parameters)
+        ):
             self._store = ParameterStore.adopt(parameters)
         self._store.readopt(parameters)
 
@@ -136,7 +143,7 @@ class Session:
         region = SharedRegion.create(spec.num_bytes)
         watch = _Watch(team, self._timeout)
         worker = _worker(assignment, spec, region, rank=0, look_around=watch.look_around)
-        watch.board = worker.exchange.board
+        watch.watch(worker.exchange.board)
         body = pickle.dumps((assignment.plan.num_ranks, self._store.specs, spec, parcel.payload))
         team.call(
             serve,
@@ -161,18 +168,31 @@ class Session:
             give_back(team, self._threads)
 
 
+def _heed(conductor: Conductor, worker: Worker) -> None:
+    """Have all ranks stop together when the user wants rank 0 to."""
+    if worker.exchange.board is not None:
+        worker.exchange.board.wants_halt = lambda: conductor.is_interrupted
+
+
 class _Watch:
     """What rank 0 looks after while it waits at the board."""
 
     def __init__(self, team: Team, timeout_seconds: float) -> None:
         self._team = team
         self._timeout = timeout_seconds
-        self.board: Board | None = None
+        self._board: Callable[[], Board | None] = lambda: None
+
+    def watch(self, board: Board | None) -> None:
+        """Say where waiting takes place."""
+        if board is not None:
+            # The board knows this object. A cycle would keep its memory until the collector runs.
+            self._board = weakref.ref(board)
 
     def look_around(self, waited_seconds: float) -> None:
         """Raise if waiting on is in vain."""
-        assert self.board is not None
-        self._team.look_around(self.board.is_awaited)
+        board = self._board()
+        assert board is not None
+        self._team.look_around(board.is_awaited)
         if waited_seconds > self._timeout:
             self._team.raise_timeout(waited_seconds)
 
@@ -268,7 +288,10 @@ def _find_culprit(
 ) -> tuple[str, Exception]:
     """Name the innermost part that fails when it is packed by itself."""
     task = vars(assignment.task)
-    parts = {"the model": assignment.model, "the loss": assignment.loss and assignment.loss.loss}
+    parts: dict[str, Any] = {
+        "the model": assignment.model,
+        "the loss": assignment.loss and assignment.loss.loss,
+    }
     parts |= {f"the {name}": value for name, value in task.items()}
     parts["the optimizer"] = assignment.updater
     for label, part in parts.items():

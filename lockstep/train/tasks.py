@@ -8,6 +8,7 @@ before the next step.
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -26,11 +27,17 @@ from lockstep.train.metrics import Metrics
 
 Logs = dict[str, Any]
 
+_BATCHES_BETWEEN_PAUSES = 4
+
 
 class Conductor:
     """What rank 0 does between steps. This base does nothing, as on every other rank."""
 
     stop_training = False
+    is_interrupted = False
+
+    def hold_interrupts(self) -> None:
+        """Steps begin: Ctrl-C must not cut one in half, but set ``is_interrupted``."""
 
     def begin_epoch(self, epoch: int) -> None:
         """An epoch begins."""
@@ -78,11 +85,39 @@ class Snapshot:
     slots: list[PieceSlots]
 
 
+@dataclass(frozen=True, kw_only=True)
+class FitResult:
+    """What a training came to.
+
+    Attributes:
+        num_epochs: epochs begun: the last one may have been interrupted.
+        num_steps: steps made.
+        slots: the pieces of the optimizer's slots, of all ranks; on rank 0 only.
+    """
+
+    num_epochs: int
+    num_steps: int
+    slots: list[PieceSlots]
+
+
+@dataclass
+class _Progress:
+    """How far a training has come."""
+
+    num_epochs: int = 0
+    num_steps: int = 0
+
+
+class _Halt(Exception):  # noqa: N818  # no error: all ranks leave the loop here, together
+    """The user has pressed Ctrl-C."""
+
+
 @dataclass(frozen=True)
 class _Directive:
     """What rank 0's callbacks decided; None: unchanged."""
 
     stop: bool
+    halt: bool
     options: list[dict[str, Any]] | None
     buffers: dict[str, torch.Tensor] | None
 
@@ -96,7 +131,11 @@ class _Ensemble:
     conductor: Conductor
 
     def consult(self, act: Callable[[], None]) -> bool:
-        """Let rank 0 act, bring what it changed to all ranks; returns whether to stop."""
+        """Let rank 0 act, bring what it changed to all ranks; returns whether to stop.
+
+        Raises:
+            _Halt: on all ranks, if the user wants out.
+        """
         updater, model = self.worker.updater, self.worker.model
         assert updater is not None
         directive = None
@@ -107,6 +146,7 @@ class _Ensemble:
             changed = updater.options()
             directive = _Directive(
                 stop=self.conductor.stop_training,
+                halt=self.conductor.is_interrupted,
                 options=changed if changed != options else None,
                 buffers=dict(model.named_buffers()) if _versions(model) != versions else None,
             )
@@ -115,7 +155,26 @@ class _Ensemble:
             updater.set_options(directive.options)
         if directive.buffers is not None:
             _set_buffers(model, directive.buffers)
+        if directive.halt:
+            raise _Halt
         return bool(directive.stop)
+
+    def check_halt(self) -> None:
+        """Between two barriers: leave the loop, on all ranks or on none.
+
+        Raises:
+            _Halt: the user wants out.
+        """
+        board = self.worker.exchange.board
+        alone = self.control.num_ranks == 1 and self.conductor.is_interrupted
+        if alone or (board is not None and board.is_halted):
+            raise _Halt
+
+    def pause_validation(self, index: int) -> None:
+        """After a batch of the validation: nothing waits there otherwise, so not at each."""
+        if index % _BATCHES_BETWEEN_PAUSES == 0:
+            self.worker.exchange.barrier()
+            self.check_halt()
 
     def share_buffers(self) -> None:
         """Give every rank rank 0's buffers."""
@@ -162,25 +221,28 @@ class FitTask(Task):
     stepwise: bool
     record: bool = False
 
-    def run(
-        self, worker: Worker, control: Control, conductor: Conductor
-    ) -> tuple[int, list[PieceSlots]]:
-        """Train; returns the steps made and, on rank 0, the slots of all ranks."""
+    def run(self, worker: Worker, control: Control, conductor: Conductor) -> FitResult:
+        """Train until the last epoch, or until a callback or Ctrl-C ends it."""
         ensemble = _Ensemble(worker=worker, control=control, conductor=conductor)
-        step = self.first_step
-        with modes_of(worker.model, training=True), torch.enable_grad():
+        progress = _Progress()
+        conductor.hold_interrupts()
+        with modes_of(worker.model, training=True), torch.enable_grad(), suppress(_Halt):
             for epoch in range(self.epochs):
-                step, stop = self._train_epoch(ensemble, epoch, step)
-                if stop:
+                if self._train_epoch(ensemble, epoch, progress):
                     break
         assert worker.updater is not None
         gathered = control.gather(worker.updater.slots())
-        return step - self.first_step, [part for parts in gathered for part in parts]
+        return FitResult(
+            num_epochs=progress.num_epochs,
+            num_steps=progress.num_steps,
+            slots=[part for parts in gathered for part in parts],
+        )
 
-    def _train_epoch(self, ensemble: _Ensemble, epoch: int, step: int) -> tuple[int, bool]:
+    def _train_epoch(self, ensemble: _Ensemble, epoch: int, progress: _Progress) -> bool:
+        """Train an epoch; returns whether to stop after it."""
         worker, conductor = ensemble.worker, ensemble.conductor
         if ensemble.consult(lambda: conductor.begin_epoch(epoch)):
-            return step, True
+            return True
         order = epoch_order(
             self.seed, self.first_epoch + epoch, len(self.source), shuffle=self.shuffle
         )
@@ -190,22 +252,25 @@ class FitTask(Task):
         for index, (start, stop) in enumerate(batch_bounds(len(order), self.batch_size)):
             if self.stepwise and ensemble.consult(partial(conductor.begin_step, index)):
                 break
+            step = self.first_step + progress.num_steps
             result = worker.train_step(self.source, order[start:stop], step, observe)
+            progress.num_epochs, progress.num_steps = epoch + 1, progress.num_steps + 1
             totals.append(result.total)
             weights.append(result.weight)
             if _leaves_a_rank_idle(worker, stop - start):
                 ensemble.share_buffers()
             if self.record:
                 _record(ensemble, step, result)
-            step += 1
             end_step = partial(conductor.end_step, index, result)
             if self.stepwise:
                 if ensemble.consult(end_step):
                     break
             else:
                 end_step()
+                ensemble.check_halt()
+        progress.num_epochs = epoch + 1
         logs = self._logs(ensemble, totals, weights)
-        return step, ensemble.consult(lambda: conductor.end_epoch(epoch, logs))
+        return ensemble.consult(lambda: conductor.end_epoch(epoch, logs))
 
     def _logs(self, ensemble: _Ensemble, totals: list[float], weights: list[float]) -> Logs:
         logs = {"loss": _mean(totals, weights), **_joined_metrics(self.metrics, ensemble.control)}
@@ -214,7 +279,12 @@ class FitTask(Task):
         ensemble.conductor.begin_validation()
         ensemble.share_buffers()
         validated = _evaluate(
-            ensemble.worker, ensemble.control, self.validation, self.batch_size, self.metrics
+            ensemble.worker,
+            ensemble.control,
+            self.validation,
+            self.batch_size,
+            self.metrics,
+            ensemble.pause_validation,
         )
         ensemble.conductor.end_validation(validated)
         return {**logs, **{f"val_{name}": value for name, value in validated.items()}}
@@ -252,14 +322,20 @@ class PredictTask(Task):
 
 
 def _evaluate(
-    worker: Worker, control: Control, source: Source, batch_size: int, metrics: Metrics
+    worker: Worker,
+    control: Control,
+    source: Source,
+    batch_size: int,
+    metrics: Metrics,
+    pause: Callable[[int], None] = lambda index: None,
 ) -> Logs:
     metrics.reset()
     observe = metrics.update if metrics else None
     losses: list[tuple[float, float]] = []
     with modes_of(worker.model, training=False):
-        for start, stop in batch_bounds(len(source), batch_size):
+        for index, (start, stop) in enumerate(batch_bounds(len(source), batch_size)):
             losses += worker.evaluate_step(source, torch.arange(start, stop), observe)
+            pause(index)
     gathered = [loss for losses in control.gather(losses) for loss in losses]
     mean = _mean([total for total, _ in gathered], [weight for _, weight in gathered])
     return {"loss": mean, **_joined_metrics(metrics, control)}
@@ -292,7 +368,11 @@ def _leaves_a_rank_idle(worker: Worker, num_samples: int) -> bool:
 def _record(ensemble: _Ensemble, step: int, result: StepResult) -> None:
     worker, control = ensemble.worker, ensemble.control
     assert worker.updater is not None
-    state = {name: value.clone() for name, value in worker.model.state_dict().items()}
+    state = {
+        name: value.clone()
+        for name, value in worker.model.state_dict().items()
+        if isinstance(value, torch.Tensor)  # a module's extra state may be anything
+    }
     ranks = control.gather((state, worker.updater.slots()))
     if control.rank == 0:
         gradients = worker.gradients(result.num_samples) if result.weight else {}

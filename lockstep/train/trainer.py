@@ -34,6 +34,7 @@ from lockstep.plan.spec import Plan
 from lockstep.train.callbacks import Callback, Logs, watches_batches
 from lockstep.train.conducting import FitConductor
 from lockstep.train.history import History
+from lockstep.train.interrupt import held_interrupts
 from lockstep.train.metrics import Metrics
 from lockstep.train.progress import ProgressDisplay
 from lockstep.train.scope import current_strategy
@@ -145,6 +146,8 @@ class Trainer:
         Raises:
             OptionError, DataError, DeviceError, PlanError, ShippingError: before a process starts.
             LossError, NonFiniteLossError, WorkerError: at the step they name.
+            KeyboardInterrupt: after Ctrl-C and the step that was under way, with weights and
+                optimizer as that step left them; at once after a second Ctrl-C.
         """
         _check_counts(epochs=epochs, batch_size=batch_size)
         loss = self._need_loss("fit")
@@ -157,13 +160,6 @@ class Trainer:
         updater = self._make_updater()
         self.stop_training = False
         steps = -(-len(source) // batch_size)
-        conductor = FitConductor(
-            self,
-            self.callbacks,
-            ProgressDisplay(epochs, steps) if verbose else None,
-            lambda: self._session.readopt(self.model),
-            on_snapshot,
-        )
         task = FitTask(
             source=source,
             validation=validation,
@@ -177,14 +173,24 @@ class Trainer:
             stepwise=watches_batches(self.callbacks),
             record=on_snapshot is not None,
         )
-        try:
-            conductor.begin_train()
-            num_steps, slots = self._run(task, loss, updater, conductor, batch_size)
-        finally:
-            conductor.close()
-        updater.take_slots(assemble_slots(slots, dict(self.model.named_parameters())))
-        self._epochs_trained += len(conductor.history.epoch)
-        self._steps_trained += num_steps
+        display = ProgressDisplay(epochs, steps) if verbose else None
+        with held_interrupts() as interrupt:
+            conductor = FitConductor(
+                self,
+                self.callbacks,
+                display,
+                lambda: self._session.readopt(self.model),
+                on_snapshot,
+                interrupt,
+            )
+            try:
+                conductor.begin_train()
+                result = self._run(task, loss, updater, conductor, batch_size)
+            finally:
+                conductor.close()
+            updater.take_slots(assemble_slots(result.slots, dict(self.model.named_parameters())))
+            self._epochs_trained += result.num_epochs
+            self._steps_trained += result.num_steps
         conductor.end_train()
         return conductor.history
 

@@ -1,7 +1,10 @@
 """Makers: which Plan comes from a model, a cluster and a strategy, and what cannot be had."""
 
+from pathlib import Path
+
 import pytest
 
+from lockstep.cluster import devices
 from lockstep.cluster.devices import discover, memory_bytes, usable_cores
 from lockstep.cluster.topology import MAX_CPU_REPLICAS_PER_CORE, Cluster, Device, Host
 from lockstep.errors import DeviceError, OptionError
@@ -33,12 +36,12 @@ def test_one_device_computes_one_share_where_the_model_is() -> None:
 
 
 @pytest.mark.parametrize(
-    ("cores", "devices", "expected"), [(2, 2, 2), (2, None, 2), (16, None, 8), (1, 8, 8)]
+    ("cores", "asked", "expected"), [(2, 2, 2), (2, None, 2), (16, None, 8), (1, 8, 8)]
 )
 def test_replicas_are_as_many_as_asked_for_or_cores(
-    cores: int, devices: int | None, expected: int
+    cores: int, asked: int | None, expected: int
 ) -> None:
-    plan = Mirrored(devices=devices)(make_graph(), make_cluster(cores), 32)
+    plan = Mirrored(devices=asked)(make_graph(), make_cluster(cores), 32)
     assert plan.num_ranks == plan.num_replicas == plan.num_shares == expected
     assert plan.threads_per_device == 1
     assert plan.devices == tuple(f"cpu:{rank % cores}" for rank in range(expected))
@@ -88,7 +91,7 @@ def test_layers_are_placed_by_name_in_order() -> None:
 
 
 @pytest.mark.parametrize(
-    ("devices", "batch_size", "notes"),
+    ("num_devices", "batch_size", "notes"),
     [
         (2, 32, ()),
         (2, 2, ()),
@@ -96,13 +99,41 @@ def test_layers_are_placed_by_name_in_order() -> None:
         (2, 1, ("Batches of 1 leave 1 of 2 shares empty.",)),
     ],
 )
-def test_notes_say_what_will_be_slow(devices: int, batch_size: int, notes: tuple[str, ...]) -> None:
-    assert Mirrored(devices=devices)(make_graph(), make_cluster(2), batch_size).notes == notes
+def test_notes_say_what_will_be_slow(
+    num_devices: int, batch_size: int, notes: tuple[str, ...]
+) -> None:
+    assert Mirrored(devices=num_devices)(make_graph(), make_cluster(2), batch_size).notes == notes
 
 
 def test_the_same_question_has_the_same_plan() -> None:
     maker = Mirrored(devices=2)
     assert maker(make_graph(), make_cluster(2), 32) == maker(make_graph(), make_cluster(2), 32)
+
+
+@pytest.mark.parametrize(
+    ("cpu", "memory", "cores", "num_bytes"),
+    [
+        ("100000 100000", "1048576", 1, 1 << 20),
+        ("max 100000", "max", None, None),
+        ("1 100000", "max", 1, None),  # less than a core is one
+        ("99900000 100000", "9223372036854771712", None, None),  # more than there is
+        (None, None, None, None),
+    ],
+)
+def test_a_container_may_use_less_than_the_host_has(
+    cpu: str | None,
+    memory: str | None,
+    cores: int | None,
+    num_bytes: int | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(devices, "_CONTROL_GROUP", tmp_path)
+    without = usable_cores(), memory_bytes()
+    for name, text in (("cpu.max", cpu), ("memory.max", memory)):
+        if text is not None:
+            (tmp_path / name).write_text(f"{text}\n")
+    assert (usable_cores(), memory_bytes()) == (cores or without[0], num_bytes or without[1])
 
 
 def test_this_host_is_found_with_its_cores_and_memory() -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize
 from torch.optim import Adam, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, StepLR
 
@@ -53,7 +54,6 @@ TENSORS: dict[str, Callable[[], Tensor]] = {
     "a parameter": lambda: nn.Parameter(torch.randn(3)),
     "a frozen parameter": lambda: nn.Parameter(torch.arange(3), requires_grad=False),
     "sparse": lambda: torch.eye(3).to_sparse(),
-    "without memory": lambda: torch.empty(3, device="meta").zero_().new_zeros(0, device="cpu"),
 }
 
 
@@ -181,6 +181,21 @@ def test_a_parameter_in_two_parts_of_a_job_is_one() -> None:
     optimizer = Adam(model.parameters())
     arrived_model, arrived = sent((model, optimizer), [*model.parameters()])
     assert arrived.param_groups[0]["params"][0] is arrived_model.weight
+
+
+def test_parametrized_layers_arrive() -> None:
+    """Their classes are made when they are parametrized, and torch refuses to pickle them."""
+    model = nn.Sequential(
+        parametrizations.weight_norm(nn.Linear(3, 4)),
+        parametrizations.spectral_norm(nn.Linear(4, 2), "weight"),
+    ).eval()
+    parameters = [*model.parameters()]
+    arrived = sent(model, parameters)
+    inputs = torch.randn(5, 3)
+    assert torch.equal(arrived(inputs), model(inputs))
+    assert arrived.state_dict().keys() == model.state_dict().keys()
+    parametrize.remove_parametrizations(arrived[0], "weight")
+    assert type(arrived[0]) is nn.Linear
 
 
 # --- optimizers -------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """The Trainer's own promises: state that lasts, callbacks that reach all ranks, clear errors."""
 
 import math
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,14 @@ def test_the_optimizer_given_holds_the_slots_of_whole_parameters(devices: int) -
         assert slots["step"] == 8
     restored = ADAM(make_model().parameters())
     restored.load_state_dict(optimizer.state_dict())
+
+
+def test_fp64_takes_over_the_slots_of_an_optimizer_that_has_stepped() -> None:
+    model = make_model()
+    optimizer = ADAM(model.parameters())
+    fit(make_trainer(1, model=model, optimizer=optimizer))
+    fit(make_trainer(2, model=model, optimizer=optimizer, precision="fp64"))
+    assert {slots["exp_avg"].dtype for slots in optimizer.state.values()} == {torch.float64}
 
 
 def test_the_number_of_devices_may_change_between_fits() -> None:
@@ -194,6 +203,7 @@ class HalveAndPush(lockstep.Callback):
     """Changes the learning rate and a weight, by batches or by epochs."""
 
     def change(self) -> None:
+        assert self.trainer.optimizer is not None
         for group in self.trainer.optimizer.param_groups:
             group["lr"] *= 0.5
         with torch.no_grad():
@@ -356,7 +366,7 @@ class Locked(torch.utils.data.Dataset[Any]):
         return X[index], Y[index]
 
 
-BEFORE_ANY_PROCESS = {
+BEFORE_ANY_PROCESS: dict[str, tuple[Callable[[], object], str, str]] = {
     "batch size": (lambda: fit(make_trainer(), batch_size=0), "OptionError", "batch_size=0"),
     "epochs": (lambda: fit(make_trainer(), epochs=-1), "OptionError", "epochs=-1"),
     "lengths": (bad_lengths, "DataError", "inputs 50, targets 49"),
@@ -455,7 +465,8 @@ def test_unknown_options_are_refused() -> None:
 
 def test_gradient_hooks_are_refused_where_gradients_come_in_shares() -> None:
     trainer = make_trainer(2)
-    next(trainer.model.parameters()).register_hook(lambda gradient: gradient * 2)
+    parameter = next(trainer.model.parameters())
+    parameter.register_hook(torch.neg)
     with pytest.raises(errors.ModelError, match=r"0\.weight"):
         fit(trainer)
 

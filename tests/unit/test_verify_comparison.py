@@ -168,6 +168,9 @@ def test_losses() -> None:
         "loss, step 2: relative 2.0e-12"
     ]
     assert differences(compare_step(snapshot(loss=5e5 * (1 + 0.9e-12)), record(loss=5e5))) == []
+    assert differences(compare_step(snapshot(step=3), record())) == [
+        "loss, step 2: Lockstep has it as step 3"
+    ]
     assert "nan instead of 0.5" in differences(compare_step(snapshot(loss=math.nan), record()))[0]
 
 
@@ -246,7 +249,7 @@ def test_differences_come_in_the_order_in_which_a_fault_spreads() -> None:
         ("loss", 4),
     ]
     assert "first difference: gradient head.weight, rank 1, step 3: relative 1.0e-01" in str(report)
-    assert "Not exact: 4 of 5 comparisons" in str(report)
+    assert "Failed: 4 of 5 comparisons" in str(report)
 
 
 def test_a_report_of_agreement() -> None:
@@ -256,7 +259,7 @@ def test_a_report_of_agreement() -> None:
     assert report.first_difference is None
     text = str(report)
     assert text.splitlines()[0] == "two devices"
-    assert "Exact: all within 1e-12." in text.splitlines()[-1]
+    assert "Passed: the same, to within 1e-12." in text.splitlines()[-1]
     assert "Undetermined: a.bias (1 of 2 elements)." in text
     assert "Note: a note." in text
 

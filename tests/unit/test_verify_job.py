@@ -20,6 +20,8 @@ from lockstep.data.order import stream_states
 from lockstep.errors import LossError, ModelError, NonFiniteLossError, OptionError
 from lockstep.proof.job import copy_in_double
 from lockstep.proof.report import Report
+from lockstep.train import trainer
+from lockstep.train.tasks import FitTask
 from tests.zoo import Case, build_seeded, case
 
 # One process, but the batch is divided all the same.
@@ -71,6 +73,16 @@ def test_it_makes_as_many_steps_as_asked_for(steps: int) -> None:
     assert kinds(report)["loss"] == steps
 
 
+def test_steps_that_are_not_made_are_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    def make(**options: Any) -> FitTask:
+        return FitTask(**{**options, "epochs": 1})
+
+    monkeypatch.setattr(trainer, "FitTask", make)
+    report = lockstep.verify(job_of(case("mlp")), TWO_SHARES, steps=7)
+    assert not report.passed
+    assert "5 steps were made instead of 7" in str(report)
+
+
 def test_it_counts_every_rank() -> None:
     one, strategy = case("cnn_batch_norm"), lockstep.MirroredStrategy(devices=2)
     found = kinds(lockstep.verify(job_of(one), strategy, steps=1))
@@ -81,7 +93,9 @@ def test_it_counts_every_rank() -> None:
 
 
 def test_data_that_is_augmented_at_random_is_the_same_on_both_sides() -> None:
-    report = lockstep.verify(job_of(case("mlp"), data=Noisy()), TWO_SHARES)
+    """Dropout goes on in the stream that reading the share has left."""
+    model = build_seeded(lambda: nn.Sequential(nn.Dropout(0.3), nn.Linear(20, 5)))
+    report = lockstep.verify(job_of(case("mlp"), model=model, data=Noisy()), TWO_SHARES)
     assert report.passed, str(report)
 
 
@@ -123,6 +137,25 @@ def test_modules_in_evaluation_mode_stay_there() -> None:
     report = lockstep.verify(job_of(one, model=model), TWO_SHARES)
     assert report.passed, str(report)
     assert not model.training
+
+
+class WithExtraState(nn.Sequential):
+    """State that is no tensor, and a buffer that is not saved."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(20, 5))
+        self.register_buffer("mask", torch.ones(5), persistent=False)
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"version": 1}
+
+    def set_extra_state(self, state: Any) -> None:
+        assert state == {"version": 1}
+
+
+def test_state_that_is_no_tensor_is_left_out() -> None:
+    report = lockstep.verify(job_of(case("mlp"), model=WithExtraState()), TWO_SHARES)
+    assert report.passed, str(report)
 
 
 def test_class_weights_may_have_any_precision() -> None:
@@ -263,7 +296,11 @@ def test_a_loss_that_holds_the_model_holds_its_copy() -> None:
 
     one = case("mlp")
     model = one.make_model()
-    report = lockstep.verify(job_of(one, model=model, loss=Penalised(model)), TWO_SHARES)
+    job = job_of(one, model=model, loss=Penalised(model))
+    copied = copy_in_double(job)
+    assert copied.loss.model is copied.model
+    assert copied.model is not model
+    report = lockstep.verify(job, TWO_SHARES)
     assert report.passed, str(report)
     assert all(value.grad is None for value in model.parameters())
 
@@ -288,6 +325,21 @@ def test_a_model_that_cannot_be_copied() -> None:
     model.cached = model.weight * 2  # as old weight norms do
     with pytest.raises(ModelError, match=r"copy\.deepcopy fails"):
         lockstep.verify(job_of(case("mlp"), model=model), TWO_SHARES)
+
+
+class SinglePrecision(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(20, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(torch.zeros(x.shape, dtype=torch.float32))
+        return y
+
+
+def test_a_model_that_computes_in_single_precision_only() -> None:
+    with pytest.raises(ModelError, match=r"x\.new_zeros"):
+        lockstep.verify(job_of(case("mlp"), model=SinglePrecision()), TWO_SHARES)
 
 
 def test_an_optimizer_that_is_none() -> None:

@@ -1,0 +1,82 @@
+"""Plans, their tables and lowered programs, byte for byte as they were when last looked at.
+
+A change that is meant is taken over with
+
+    LOCKSTEP_WRITE_GOLDEN=1 .venv/bin/python -m pytest tests/golden
+
+and shows in the diff of the files beside this one.
+"""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from lockstep.capture.layers import capture_layers
+from lockstep.cluster.topology import Cluster, Device, Host
+from lockstep.plan.lowering import lower_forward, lower_train
+from lockstep.plan.makers import Maker, Mirrored, SingleDevice
+from lockstep.plan.program import format_program
+from lockstep.plan.spec import Plan
+from tests.zoo import case
+
+HERE = Path(__file__).parent
+WRITE = os.environ.get("LOCKSTEP_WRITE_GOLDEN") == "1"
+
+CPUS = tuple(Device(kind="cpu", index=core, memory_bytes=1 << 30) for core in range(2))
+CLUSTER = Cluster(hosts=(Host(name="golden", num_cores=2, devices=CPUS),))
+
+MAKERS: dict[str, Maker] = {
+    "single": SingleDevice(),
+    "mirrored": Mirrored(devices=2, precision="fp64"),
+    "mirrored-shares": Mirrored(devices=3, num_shares=5),
+}
+MODELS = ("mlp", "cnn_batch_norm", "gpt_tied")
+PLANS = [f"{model}.{maker}" for model in MODELS for maker in MAKERS]
+
+
+def make_plan(name: str) -> Plan:
+    model, maker = name.split(".")
+    job = case(model)
+    return MAKERS[maker](capture_layers(job.make_model()), CLUSTER, job.batch_size)
+
+
+def describe(plan: Plan, batch_size: int) -> str:
+    """The table, and every rank's programs for a whole batch and for short ones."""
+    lines = [str(plan)]
+    for num_samples in sorted({batch_size, plan.num_ranks, 1}, reverse=True):
+        lines.append(f"\nA batch of {num_samples}")
+        for rank in range(plan.num_ranks):
+            train = format_program(lower_train(plan, rank, num_samples))
+            forward = format_program(lower_forward(plan, rank, num_samples))
+            lines.append(f"rank {rank} trains:    {train}".rstrip())
+            lines.append(f"rank {rank} evaluates: {forward}".rstrip())
+    return "\n".join(lines) + "\n"
+
+
+def assert_is_golden(found: bytes, file: Path) -> None:
+    if WRITE:
+        file.write_bytes(found)
+    assert found.decode() == file.read_text()
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_plan(name: str, tmp_path: Path) -> None:
+    make_plan(name).save(tmp_path / "plan.json")
+    assert_is_golden((tmp_path / "plan.json").read_bytes(), HERE / f"{name}.json")
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_table_and_programs(name: str) -> None:
+    text = describe(make_plan(name), case(name.split(".")[0]).batch_size)
+    assert_is_golden(text.encode(), HERE / f"{name}.txt")
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_plans_of_old_files_can_be_read(name: str) -> None:
+    assert Plan.load(HERE / f"{name}.json") == make_plan(name)
+
+
+def test_no_file_is_left_over() -> None:
+    expected = {f"{name}.{kind}" for name in PLANS for kind in ("json", "txt")}
+    assert {path.name for path in HERE.iterdir() if path.suffix in (".json", ".txt")} == expected
