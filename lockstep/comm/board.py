@@ -20,9 +20,9 @@ LINE_BYTES = 128
 _YIELDS = 100
 _LOOK_AROUND_SECONDS = 0.02
 
-# Longest span that one sleep can have been. The clock runs on while this process is stopped
-# (Ctrl-Z): what passed then is no waiting.
-_LONGEST_NAP_SECONDS = 1.0
+# Most that one sleep counts for. The clock runs on while this process is stopped (Ctrl-Z): what
+# passed then is no waiting.
+_LONGEST_NAP_SECONDS = 5 * _LOOK_AROUND_SECONDS
 
 
 class _Line(ctypes.Structure):
@@ -139,11 +139,11 @@ class Board:
             heard = bell.value
             if self._is_there(line):
                 return
-            futex.wait_while_equal(bell, heard, _LOOK_AROUND_SECONDS)
             now = time.monotonic()
             waited, last = waited + min(now - last, _LONGEST_NAP_SECONDS), now
             if waited >= _LOOK_AROUND_SECONDS:
                 self._look_around(waited)
+            futex.wait_while_equal(bell, heard, _LOOK_AROUND_SECONDS)
 
 
 def _never() -> bool:

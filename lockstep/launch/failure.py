@@ -85,7 +85,7 @@ def _unpickled(pickled: bytes) -> BaseException | None:
         return None
     try:
         error = pickle.loads(pickled)
-    except Exception:
+    except (Exception, SystemExit):
         # Typically a class whose __init__ asks for more than the message.
         return None
     return error if isinstance(error, BaseException) else None

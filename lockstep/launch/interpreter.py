@@ -31,9 +31,6 @@ def start_interpreter(
     Raises:
         WorkerError: it cannot be started.
     """
-    environment = dict(os.environ)
-    if threads is not None:
-        environment["OMP_NUM_THREADS"] = str(threads)
     command = [
         sys.executable,
         *subprocess._args_from_interpreter_flags(),  # type: ignore[attr-defined]  # -O, -W, -X
@@ -46,7 +43,7 @@ def start_interpreter(
                 command,
                 stdin=subprocess.DEVNULL,
                 stderr=scrap.descriptor,
-                env=environment,
+                env=environment(threads),
                 pass_fds=descriptors,
                 process_group=0,  # Ctrl-C in the terminal is for the script, which then ends us
             )
@@ -59,6 +56,12 @@ def start_interpreter(
                 fix="Check sys.executable, and the limits on processes and memory.",
             )
         ) from error
+
+
+def environment(threads: int | None) -> dict[str, str]:
+    """The script's environment for processes with this many OpenMP threads."""
+    own = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
+    return {**os.environ, **own}
 
 
 def search_path() -> list[str]:

@@ -19,9 +19,9 @@ from typing import Protocol
 
 LOOK_AROUND_SECONDS = 0.02
 
-# Longest span that one look around can have waited. The clock runs on while the script is stopped
-# (Ctrl-Z): what passed then is no waiting.
-_LONGEST_NAP_SECONDS = 1.0
+# Most that the time from one look around to the next counts for. The clock runs on while the script
+# is stopped (Ctrl-Z): what passed then is no waiting.
+_LONGEST_NAP_SECONDS = 5 * LOOK_AROUND_SECONDS
 
 # Called every 20 ms of waiting with the seconds waited so far; raises to give up.
 LookAround = Callable[[float], None]

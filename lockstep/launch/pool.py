@@ -8,7 +8,6 @@ teams go on living and serve the next that asks for their size. A kept helper ha
 imported, so this is for code that does not change meanwhile.
 """
 
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -72,7 +71,7 @@ def warm_template(threads: int | None, preload: tuple[str, ...]) -> Template:
     """
     key = (sys.executable, threads)
     template = _templates.get(key)
-    if template is None or not template.is_alive or template.environment != dict(os.environ):
+    if template is None or not (template.is_alive and template.is_current):
         template = Template(threads, preload)
         if template.forks:
             _templates[key] = template

@@ -33,7 +33,7 @@ from lockstep.launch.scrap import Scrap
 from lockstep.launch.template import Template
 
 START_TIMEOUT_SECONDS = 120.0
-_PING_TIMEOUT_SECONDS = 5.0
+_PING_TIMEOUT_SECONDS = 2.0
 _STACKS_TIMEOUT_SECONDS = 1.0
 _DEATH_TIMEOUT_SECONDS = 5.0
 
@@ -164,13 +164,18 @@ class Team:
             return False
         if not all(helper.is_ready for helper in self._helpers):
             return True  # still on their way: the first call waits for them
-        try:
+        with suppress(WorkerError):
             self.broadcast(b"", kind=PING)
+        watch = Stopwatch()
+        while not all(helper.inbox for helper in self._helpers):
+            if watch.tick() > _PING_TIMEOUT_SECONDS or any(
+                helper.is_dead() for helper in self._helpers
+            ):
+                return False
+            self._wait()
             for helper in self._helpers:
-                self._next(helper, READY, _PING_TIMEOUT_SECONDS)
-        except WorkerError:
-            return False
-        return True
+                helper.pump()
+        return all(helper.inbox.popleft().kind == READY for helper in self._helpers)
 
     def pids(self) -> list[int]:
         """Process ids by rank, from rank 1; waits until all helpers have started."""

@@ -29,7 +29,7 @@ from importlib import import_module
 from types import FrameType
 
 from lockstep.launch.helper import die_with, name_process, serve_calls
-from lockstep.launch.interpreter import start_interpreter
+from lockstep.launch.interpreter import environment, start_interpreter
 from lockstep.launch.link import Link, Message, is_readable
 from lockstep.launch.scrap import Scrap
 
@@ -37,6 +37,14 @@ FORK, SIGNAL = b"F", b"S"
 
 _FORKS = sys.platform == "linux"
 _END_TIMEOUT_SECONDS = 5.0
+
+# Variables that the interpreter and its libraries read once, when they are loaded. All others a
+# helper has from the script as they are when it starts.
+_READ_ON_LOADING = (
+    *("PYTHON", "LD_", "GLIBC_", "MALLOC_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_"),
+    *("TORCH_", "PYTORCH_", "ATEN_", "CUDA_", "NVIDIA_", "HIP_", "ROCR_"),
+)
+
 _REPORT = struct.Struct("<qi")  # a helper's number, its exit status
 
 
@@ -58,7 +66,8 @@ class Template:
     def __init__(self, threads: int | None, preload: tuple[str, ...]) -> None:
         self.forks = _FORKS
         self.is_warm = False  # until a helper has come from it
-        self.environment = dict(os.environ)
+        self.threads = threads
+        self._loaded_with = _variables_of_libraries()
         self.scrap = Scrap()
         self._numbers = itertools.count(1)
         self._statuses: dict[int, int] = {}
@@ -88,6 +97,11 @@ class Template:
         """Whether it can start helpers."""
         return self._finalizer.alive and self._process.poll() is None
 
+    @property
+    def is_current(self) -> bool:
+        """Whether its libraries were loaded in an environment like the script's now."""
+        return self._loaded_with == _variables_of_libraries()
+
     def start_helper(self, rank: int, link: Link, scrap: Scrap) -> int:
         """Ask for a helper, which will say READY on its link; returns its number here.
 
@@ -98,7 +112,7 @@ class Template:
         """
         number = next(self._numbers)
         stdio = [target for target in (1, 2) if _is_open(target)]
-        payload = pickle.dumps((number, rank, stdio))
+        payload = pickle.dumps((number, rank, stdio, environment(self.threads)))
         self._send(Message(FORK, payload, (link.fileno(), scrap.descriptor, *stdio)))
         return number
 
@@ -170,6 +184,10 @@ def _close(link: Link, reports: int, scrap: Scrap) -> None:
     link.close()
     os.close(reports)
     scrap.close()
+
+
+def _variables_of_libraries() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name.startswith(_READ_ON_LOADING)}
 
 
 def _is_open(descriptor: int) -> bool:
@@ -251,7 +269,7 @@ class _Nursery:
                 os.kill(self._children[number], number_of_signal)
 
     def _fork(self, message: Message) -> None:
-        number, *_ = pickle.loads(message.payload)
+        number = pickle.loads(message.payload)[0]
         with warnings.catch_warnings():
             # OpenBLAS has threads from its import on, and stops them around a fork.
             warnings.simplefilter("ignore", DeprecationWarning)
@@ -299,7 +317,9 @@ def _ignore(number: int, frame: FrameType | None) -> None:
 
 
 def _become_helper(message: Message, parent: int) -> None:
-    _, rank, stdio = pickle.loads(message.payload)
+    _, rank, stdio, variables = pickle.loads(message.payload)
+    os.environ.clear()
+    os.environ.update(variables)
     socket_descriptor, scrap_descriptor, *outputs = message.descriptors
     for output, target in zip(outputs, stdio, strict=True):
         os.dup2(output, target)

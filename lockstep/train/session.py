@@ -19,14 +19,15 @@ from lockstep.comm.board import Board
 from lockstep.comm.exchange import ExchangeSpec
 from lockstep.comm.shared_memory import SharedRegion
 from lockstep.data.order import restore_streams, stream_states
-from lockstep.errors import ShippingError, WorkerError, problem
 from lockstep.launch.helper import HelperContext
 from lockstep.launch.pool import give_back, take_team
 from lockstep.launch.team import Team
+from lockstep.parallel.allocator import keep_freed_memory
 from lockstep.parallel.build import build_exchange, build_worker, exchange_spec
 from lockstep.parallel.control import FollowerControl, LeaderControl, SoloControl, open_region
 from lockstep.parallel.losses import LossAdapter
-from lockstep.parallel.parcel import Parcel, pack, unpack
+from lockstep.parallel.parcel import Parcel, unpack
+from lockstep.parallel.shipping import pack_named
 from lockstep.parallel.store import ParameterStore
 from lockstep.parallel.update import Updater
 from lockstep.parallel.worker import Worker
@@ -253,6 +254,7 @@ def _worker(
 @contextmanager
 def compute_settings(plan: Plan) -> Iterator[None]:
     """The Plan's threads within the block; the process's own threads and random states after it."""
+    keep_freed_memory()
     threads = torch.get_num_threads()
     streams = stream_states()
     if plan.threads_per_device is not None:
@@ -266,79 +268,15 @@ def compute_settings(plan: Plan) -> Iterator[None]:
 
 
 def _pack(assignment: Assignment) -> Parcel:
-    parameters = list(assignment.model.parameters())
-    try:
-        return pack(assignment, parameters)
-    except (WorkerError, ShippingError):
-        raise
-    except Exception as error:
-        culprit, reason = _find_culprit(assignment, parameters, error)
-        raise ShippingError(
-            problem(
-                f"{culprit} cannot be sent to a helper process.",
-                received=f"{type(reason).__name__}: {reason}",
-                fix="Make it where it is used (in forward, __getitem__, ...), or keep it out of "
-                "what is trained.",
-            )
-        ) from error
+    """Pack an assignment.
 
-
-def _find_culprit(
-    assignment: Assignment, parameters: list[nn.Parameter], error: Exception
-) -> tuple[str, Exception]:
-    """Name the innermost part that fails when it is packed by itself."""
-    task = vars(assignment.task)
+    Raises:
+        ShippingError: a part of it cannot be sent; with the part's name.
+    """
     parts: dict[str, Any] = {
         "the model": assignment.model,
         "the loss": assignment.loss and assignment.loss.loss,
+        **{f"the {name}": value for name, value in vars(assignment.task).items()},
+        "the optimizer": assignment.updater,
     }
-    parts |= {f"the {name}": value for name, value in task.items()}
-    parts["the optimizer"] = assignment.updater
-    for label, part in parts.items():
-        reason = _failure(part, parameters)
-        if reason is not None:
-            return _descend(label, part, parameters, reason)
-    return "The training job", error
-
-
-def _descend(
-    label: str, part: Any, parameters: list[nn.Parameter], reason: Exception
-) -> tuple[str, Exception]:
-    for _ in range(20):
-        inner = _first_failing(part, parameters)
-        if inner is None:
-            break
-        name, part, reason = inner
-        label = f"{name} of {label}"
-    return f"{label[0].upper()}{label[1:]} ({type(part).__name__})", reason
-
-
-def _first_failing(part: Any, parameters: list[nn.Parameter]) -> tuple[str, Any, Exception] | None:
-    for name, value in _children(part):
-        reason = _failure(value, parameters)
-        if reason is not None:
-            return name, value, reason
-    return None
-
-
-def _children(part: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(part, nn.Module):
-        yield from part._modules.items()
-    if isinstance(part, dict):
-        for key, value in part.items():
-            yield f"[{key!r}]", value
-    elif isinstance(part, list | tuple):
-        for index, value in enumerate(part):
-            yield f"[{index}]", value
-    elif hasattr(part, "__dict__") and not isinstance(part, type):
-        for key, value in vars(part).items():
-            if key not in ("_modules", "_parameters", "_buffers"):
-                yield f"`{key}`", value
-
-
-def _failure(part: Any, parameters: list[nn.Parameter]) -> Exception | None:
-    try:
-        pack(part, parameters).close()
-    except Exception as error:
-        return error
-    return None
+    return pack_named(assignment, parts, list(assignment.model.parameters()))

@@ -82,7 +82,7 @@ def running(
     command: list[str] | None = None,
     stdin: str | None = None,
     options: tuple[str, ...] = ("-W", "error"),
-    variables: dict[str, str] | None = None,
+    terminal: int | None = None,
 ) -> Iterator[Script]:
     """Run a script; whatever becomes of it, nothing of it is left after the block.
 
@@ -92,25 +92,27 @@ def running(
         command: the arguments of the interpreter; the script's path by default.
         stdin: what it reads on its standard input.
         options: of the interpreter.
-        variables: added to its environment.
+        terminal: a terminal that becomes its standard input, in a session of its own.
     """
     path = directory / "script.py"
     path.write_text(source)
     mark = uuid.uuid4().hex
+    environment = os.environ | {MARK: mark, "OMP_NUM_THREADS": "1"}
+    environment.pop("PYTHONUNBUFFERED", None)
     process = subprocess.Popen(
         [sys.executable, *options, *(command or [str(path)])],
         cwd=directory,
-        env=os.environ | {MARK: mark, "OMP_NUM_THREADS": "1"} | (variables or {}),
-        stdin=subprocess.PIPE,
+        env=environment,
+        stdin=subprocess.PIPE if terminal is None else terminal,
+        start_new_session=terminal is not None,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
-    assert process.stdin is not None
-    if stdin is not None:
-        process.stdin.write(stdin)
-    process.stdin.close()
-    process.stdin = None
+    if process.stdin is not None:
+        process.stdin.write(stdin or "")
+        process.stdin.close()
+        process.stdin = None
     try:
         yield Script(process, mark)
     finally:

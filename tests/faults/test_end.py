@@ -75,7 +75,7 @@ def test_helpers_end_with_the_script(
     (tmp_path / "work.py").write_text(WORK)
     with running(TEAM.format(function=function, ending=act), directory=tmp_path) as script:
         pids = [int(pid) for pid in script.wait_for_line("working").split()]
-        status, out, err = script.finish()
+        status, _, err = script.finish()
         wait_until(lambda: not script.others(), END_SECONDS, lambda: f"left: {script.others()}")
     assert status == expected, err
     assert len(pids) == 3

@@ -1,0 +1,94 @@
+"""Small training jobs in this process, whose models misbehave on a given rank and step."""
+
+import os
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import lockstep
+
+NUM_SAMPLES = 24
+BATCH_SIZE = 8
+STEPS_PER_EPOCH = 3
+
+Act = Callable[[], None]
+
+
+class Net(nn.Module):
+    """Calls ``act`` in forward, from the given step on, on rank 0 or on the others.
+
+    Each rank has one share, so a forward is a step.
+    """
+
+    def __init__(self, act: Act | None = None, *, step: int = 0, on: str = "helpers") -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 64), nn.Linear(64, 3)
+        self.act, self.step, self.on = act, step, on
+        self.script = os.getpid()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        is_helper = os.getpid() != self.script
+        here = self.on == "all" or is_helper == (self.on == "helpers")
+        if self.act is not None and here and self.calls > self.step:
+            self.act()
+        return self.second(torch.relu(self.first(x)))  # type: ignore[no-any-return]
+
+
+def make_data() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(NUM_SAMPLES, 16, generator=generator)
+    return inputs, torch.randint(0, 3, (NUM_SAMPLES,), generator=generator)
+
+
+def make_trainer(
+    devices: int,
+    act: Act | None = None,
+    *,
+    step: int = 0,
+    on: str = "helpers",
+    loss: Any = None,
+    callbacks: tuple[lockstep.Callback, ...] = (),
+    timeout_seconds: float = 60.0,
+) -> lockstep.Trainer:
+    with torch.random.fork_rng(devices=()):
+        torch.default_generator.manual_seed(0)
+        model = Net(act, step=step, on=on)
+    return lockstep.Trainer(
+        model,
+        loss=loss or nn.CrossEntropyLoss(),
+        optimizer=partial(torch.optim.Adam, lr=1e-3),
+        strategy=lockstep.MirroredStrategy(devices=devices, timeout_seconds=timeout_seconds),
+        callbacks=callbacks,
+    )
+
+
+def fit(trainer: lockstep.Trainer, epochs: int = 1, **options: Any) -> lockstep.History:
+    return trainer.fit(make_data(), epochs=epochs, batch_size=BATCH_SIZE, verbose=0, **options)
+
+
+def model_of(trainer: lockstep.Trainer) -> Net:
+    assert isinstance(trainer.model, Net)
+    return trainer.model
+
+
+def helpers_of(trainer: lockstep.Trainer) -> list[int]:
+    """Process ids, by rank from 1."""
+    team = trainer._session._team
+    assert team is not None
+    return team.pids()
+
+
+def template_of(pid: int) -> int:
+    """The process that a helper was forked from."""
+    with open(f"/proc/{pid}/stat") as file:
+        return int(file.read().rpartition(")")[2].split()[1])
+
+
+def sleep_forever() -> None:
+    time.sleep(1000)

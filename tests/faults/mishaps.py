@@ -1,0 +1,74 @@
+"""What goes wrong in helpers. They import this module: nothing heavy belongs here."""
+
+import os
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.faults.jobs import make_data
+
+
+class AsAsked(Exception):  # noqa: N818
+    pass
+
+
+class TwoArguments(Exception):  # noqa: N818
+    """Pickles well and cannot be unpickled: a classic."""
+
+    def __init__(self, one: int, two: int) -> None:
+        super().__init__(f"{one} and {two}")
+
+
+class WithFile(Exception):  # noqa: N818
+    def __init__(self) -> None:
+        super().__init__("it holds a file")
+        self.file = sys.stderr
+
+
+class BadStr(Exception):  # noqa: N818
+    def __str__(self) -> str:
+        raise SystemExit("__str__ leaves")
+
+
+class BadReduce(Exception):  # noqa: N818
+    def __reduce__(self) -> Any:
+        raise KeyboardInterrupt
+
+
+class BadLoad(Exception):  # noqa: N818
+    def __reduce__(self) -> Any:
+        return sys.exit, (3,)
+
+
+def fail(error: BaseException) -> None:
+    raise error
+
+
+def recurse() -> None:
+    recurse()
+
+
+class Rows(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
+    def __init__(self) -> None:
+        self.script = os.getpid()
+        self.rows = list(zip(*make_data(), strict=True))
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if os.getpid() != self.script:
+            raise AsAsked("in __getitem__")
+        return self.rows[index]
+
+
+class FailingLoss:
+    def __init__(self) -> None:
+        self.script = os.getpid()
+
+    def __call__(self, output: Tensor, target: Tensor) -> Tensor:
+        if os.getpid() != self.script:
+            raise AsAsked("in the loss")
+        return torch.nn.functional.cross_entropy(output, target)

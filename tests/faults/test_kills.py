@@ -1,0 +1,113 @@
+"""A helper is killed: one clear error, soon; the others end; the next fit has fresh helpers."""
+
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import lockstep
+from lockstep.errors import WorkerError
+from tests.faults.jobs import fit, helpers_of, make_data, make_trainer
+from tests.faults.processes import is_alive, wait_until
+
+FULL = os.environ.get("LOCKSTEP_FULL_FAULTS") == "1"
+NUM_KILLS = 30 if FULL else 6
+TIMEOUT_SECONDS = 60
+
+
+class _Killer(lockstep.Callback):
+    """Kills a random helper at a random moment after the first epoch."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+        self._thread: threading.Thread | None = None
+        self.rank = 0
+        self.pids: list[int] = []
+        self.killed_at = 0.0
+
+    def on_epoch_end(self, epoch: int, logs: object = None) -> None:
+        if self._thread is None:
+            self.pids = helpers_of(self.trainer)
+            self.rank = self._random.randint(1, len(self.pids))
+            self._thread = threading.Thread(target=self._kill)
+            self._thread.start()
+
+    def _kill(self) -> None:
+        time.sleep(self._random.uniform(0.0, 0.1))
+        self.killed_at = time.monotonic()
+        os.kill(self.pids[self.rank - 1], signal.SIGKILL)
+
+
+@pytest.mark.parametrize("devices", [2, 4])
+def test_a_helper_is_killed_at_any_moment(
+    devices: int, record_property: Callable[[str, object], None]
+) -> None:
+    slowest = 0.0
+    for seed in range(NUM_KILLS // 2):
+        killer = _Killer(seed)
+        trainer = make_trainer(devices, callbacks=(killer,))
+        with pytest.raises(WorkerError) as caught:
+            fit(trainer, epochs=10**6)
+        slowest = max(slowest, time.monotonic() - killer.killed_at)
+        message = str(caught.value)
+        assert message.startswith(f"Rank {killer.rank} (process {killer.pids[killer.rank - 1]})")
+        assert "in fit, step " in message
+        assert "SIGKILL" in message
+        assert not any(is_alive(pid) for pid in killer.pids)
+        check_goes_on(trainer, killer.pids)
+    assert slowest < 5
+    record_property(f"slowest of {NUM_KILLS // 2} kills", slowest)
+
+
+def check_goes_on(trainer: lockstep.Trainer, before: list[int]) -> None:
+    trainer.callbacks = []
+    fit(trainer)
+    assert not set(before) & set(helpers_of(trainer))
+    assert all(parameter.isfinite().all() for parameter in trainer.model.parameters())
+    trainer.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV])
+def test_a_helper_that_dies_in_its_model(number: signal.Signals) -> None:
+    trainer = make_trainer(2, lambda: os.kill(os.getpid(), number), step=2)
+    with pytest.raises(WorkerError, match=rf"in fit, step 2\): killed by {number.name}") as caught:
+        fit(trainer)
+    # Where faulthandler has the last word, it is shown.
+    assert ("test_kills.py" in str(caught.value)) == (number == signal.SIGSEGV)
+
+
+def test_a_helper_that_leaves_by_itself() -> None:
+    trainer = make_trainer(2, lambda: os._exit(7), step=1)
+    with pytest.raises(WorkerError, match=r"Rank 1 .*step 1\): it left with exit status 7"):
+        fit(trainer)
+
+
+@pytest.mark.parametrize("method", ["evaluate", "predict"])
+def test_a_helper_dies_in_evaluation(method: str) -> None:
+    trainer = make_trainer(2, lambda: os._exit(7))
+    inputs, targets = make_data()
+    with pytest.raises(WorkerError, match=rf"Rank 1 .*\(in {method}\): it left"):
+        trainer.predict(inputs) if method == "predict" else trainer.evaluate((inputs, targets))
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_an_idle_helper_is_killed_or_stopped(number: signal.Signals) -> None:
+    """Nothing was lost: the next fit simply has fresh helpers."""
+    trainer = make_trainer(3)
+    fit(trainer)
+    before = helpers_of(trainer)
+    os.kill(before[1], number)
+    fit(trainer)
+    after = helpers_of(trainer)
+    assert not set(before) & set(after)
+    wait_until(lambda: not any(is_alive(pid) for pid in before), 5)
+    expected = make_trainer(3)
+    fit(expected)
+    fit(expected)
+    for left, right in zip(trainer.model.parameters(), expected.model.parameters(), strict=True):
+        assert torch.equal(left, right)
