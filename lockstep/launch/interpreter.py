@@ -81,10 +81,11 @@ def search_path() -> list[str]:
 def _roots() -> Iterator[str]:
     """Directories that hold the top-level modules and packages loaded by now."""
     for name, module in list(sys.modules.items()):
-        # Some extension modules of packages show up here by their short name, too.
-        spec = getattr(module, "__spec__", None) if isinstance(module, ModuleType) else None
-        if "." in name or name == "__main__" or spec is None or spec.name != name:
+        if "." in name or name == "__main__" or not isinstance(module, ModuleType):
             continue
+        spec = getattr(module, "__spec__", None)
+        if spec is None or spec.name != name:
+            continue  # some extension modules of packages show up by their short name, too
         for place in [*(spec.submodule_search_locations or [spec.origin])]:
             if not isinstance(place, str) or not os.path.isabs(place):
                 continue  # built in or frozen

@@ -21,7 +21,7 @@ _Key = tuple[int, int | None]
 _kept: ContextVar[dict[_Key, list[Team]] | None] = ContextVar("kept_teams", default=None)
 
 # What a template was made for, and the template; processes are state of the process, not of a task.
-_templates: dict[tuple[str, int | None], Template] = {}
+_templates: dict[tuple[str, int | None, tuple[str, ...]], Template] = {}
 
 
 @contextmanager
@@ -69,7 +69,7 @@ def warm_template(threads: int | None, preload: tuple[str, ...]) -> Template:
 
     One that came from another environment is dropped: it ends with the last of its helpers.
     """
-    key = (sys.executable, threads)
+    key = (sys.executable, threads, preload)
     template = _templates.get(key)
     if template is None or not (template.is_alive and template.is_current):
         template = Template(threads, preload)

@@ -308,7 +308,9 @@ class Team:
         watch = Stopwatch()
         while True:
             for other in self._helpers:
-                if other.is_in_trouble():
+                # Who has had its turn in this gather is ahead: see ``look_around``.
+                is_ahead = other.rank < helper.rank and other.has_failed()
+                if other.is_in_trouble() and not is_ahead:
                     self._raise_trouble(other)
             if helper.inbox:
                 message = helper.inbox.popleft()

@@ -270,18 +270,18 @@ class _Nursery:
 
     def _fork(self, message: Message) -> None:
         number = pickle.loads(message.payload)[0]
-        with warnings.catch_warnings():
-            # OpenBLAS has threads from its import on, and stops them around a fork.
-            warnings.simplefilter("ignore", DeprecationWarning)
-            try:
+        try:
+            with warnings.catch_warnings():
+                # OpenBLAS has threads from its import on, and stops them around a fork.
+                warnings.simplefilter("ignore", DeprecationWarning)
                 pid = os.fork()
-            except OSError:
-                traceback.print_exc()
-                self._report(number, 1)
-                return
-        if pid == 0:
-            self._be_born(message)
-        self._children[number] = pid
+        except OSError:
+            traceback.print_exc()
+            self._report(number, 1)
+        else:
+            if pid == 0:
+                self._be_born(message)
+            self._children[number] = pid
         for descriptor in message.descriptors:
             os.close(descriptor)
 

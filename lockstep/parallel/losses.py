@@ -234,8 +234,6 @@ def _reduction_of(loss: Loss) -> str | None:
         return None
     if isinstance(inner, nn.Module):
         return getattr(inner, "reduction", None)
-    if not _takes(inner, "reduction"):  # cosine_similarity and its like: a value per sample
-        return None
     return str(options.get("reduction", "mean"))
 
 

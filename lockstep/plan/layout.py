@@ -67,7 +67,7 @@ def elementwise_slices(extents: Sequence[Extent], num_ranks: int) -> list[list[P
 def whole_parameters(extents: Sequence[Extent], num_ranks: int) -> list[list[Piece]]:
     """Give each rank whole parameters: the largest first, each to the least loaded rank.
 
-    For optimizers that look at a parameter as a whole (LAMB, Muon, Adafactor, unknown ones).
+    For optimizers that look at each parameter as a whole (Muon, Adafactor).
     Within 4/3 of the optimal balance (Graham 1969, longest processing time first).
     """
     sizes = [extent.num_elements * extent.element_bytes for extent in extents]

@@ -86,14 +86,25 @@ def test_helpers_end_with_the_script(
 @pytest.mark.parametrize("number", range(30 if FULL else 6))
 def test_the_script_is_killed_at_any_moment(number: int, tmp_path: Path) -> None:
     """From before the first helper starts to long after: the first 0.4 s of a team's life."""
-    (tmp_path / "work.py").write_text(WORK)
+    kill_the_team(number, tmp_path)
+
+
+def kill_the_team(seed: int, directory: Path) -> float:
+    (directory / "work.py").write_text(WORK)
     source = "print('begun', flush=True)\n" + TEAM.format(function="wait", ending="time.sleep(60)")
-    with running(source, directory=tmp_path) as script:
+    return kill_the_script(source, directory, random.Random(seed).uniform(0.0, 0.4))
+
+
+def kill_the_script(source: str, directory: Path, delay_seconds: float) -> float:
+    """Returns the seconds from the kill until nothing is left."""
+    with running(source, directory=directory) as script:
         script.wait_for_line("begun")
-        time.sleep(random.Random(number).uniform(0.0, 0.4))
+        time.sleep(delay_seconds)
+        began = time.monotonic()
         script.process.kill()
         script.process.wait(TIMEOUT_SECONDS)
         wait_until(lambda: not script.others(), END_SECONDS, lambda: f"left: {script.others()}")
+        return time.monotonic() - began
 
 
 FIT = (
@@ -110,12 +121,7 @@ train(trainer, epochs=10**6)
 def test_the_script_is_killed_while_it_trains(
     number: int, tmp_path: Path, shared_files: set[str]
 ) -> None:
-    with running(FIT, directory=tmp_path) as script:
-        script.wait_for_line("begun")
-        time.sleep(random.Random(number).uniform(0.0, 4.0))
-        script.process.kill()
-        script.process.wait(TIMEOUT_SECONDS)
-        wait_until(lambda: not script.others(), END_SECONDS, lambda: f"left: {script.others()}")
+    kill_the_script(FIT, tmp_path, random.Random(number).uniform(0.0, 4.0))
     assert set(os.listdir("/dev/shm")) <= shared_files
 
 

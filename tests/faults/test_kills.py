@@ -5,7 +5,6 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -16,8 +15,7 @@ from tests.faults.jobs import fit, helpers_of, make_data, make_trainer
 from tests.faults.processes import is_alive, wait_until
 
 FULL = os.environ.get("LOCKSTEP_FULL_FAULTS") == "1"
-NUM_KILLS = 30 if FULL else 6
-TIMEOUT_SECONDS = 60
+NUM_KILLS = 30 if FULL else 3
 
 
 class _Killer(lockstep.Callback):
@@ -44,24 +42,25 @@ class _Killer(lockstep.Callback):
 
 
 @pytest.mark.parametrize("devices", [2, 4])
-def test_a_helper_is_killed_at_any_moment(
-    devices: int, record_property: Callable[[str, object], None]
-) -> None:
-    slowest = 0.0
-    for seed in range(NUM_KILLS // 2):
-        killer = _Killer(seed)
-        trainer = make_trainer(devices, callbacks=(killer,))
-        with pytest.raises(WorkerError) as caught:
-            fit(trainer, epochs=10**6)
-        slowest = max(slowest, time.monotonic() - killer.killed_at)
-        message = str(caught.value)
-        assert message.startswith(f"Rank {killer.rank} (process {killer.pids[killer.rank - 1]})")
-        assert "in fit, step " in message
-        assert "SIGKILL" in message
-        assert not any(is_alive(pid) for pid in killer.pids)
-        check_goes_on(trainer, killer.pids)
-    assert slowest < 5
-    record_property(f"slowest of {NUM_KILLS // 2} kills", slowest)
+def test_a_helper_is_killed_at_any_moment(devices: int) -> None:
+    seconds = [kill_a_helper(devices, seed) for seed in range(NUM_KILLS)]
+    assert max(seconds) < 5
+
+
+def kill_a_helper(devices: int, seed: int) -> float:
+    """Returns the seconds from the kill to the error."""
+    killer = _Killer(seed)
+    trainer = make_trainer(devices, callbacks=(killer,))
+    with pytest.raises(WorkerError) as caught:
+        fit(trainer, epochs=10**6)
+    seconds = time.monotonic() - killer.killed_at
+    message = str(caught.value)
+    assert message.startswith(f"Rank {killer.rank} (process {killer.pids[killer.rank - 1]})")
+    assert "in fit, step " in message
+    assert "SIGKILL" in message
+    assert not any(is_alive(pid) for pid in killer.pids)
+    check_goes_on(trainer, killer.pids)
+    return seconds
 
 
 def check_goes_on(trainer: lockstep.Trainer, before: list[int]) -> None:

@@ -20,6 +20,7 @@ import torch
 
 import lockstep
 from lockstep.errors import WorkerError
+from lockstep.launch.pool import keep_teams
 from tests.faults.jobs import fit, helpers_of, make_data, make_trainer, template_of
 from tests.faults.mishaps import AsAsked, fail
 from tests.faults.processes import children_of
@@ -95,11 +96,13 @@ def no_collector() -> Any:
 
 
 def check_no_leak(act: Callable[[], None], num_times: int) -> None:
-    act()
-    before = num_descriptors(), num_maps(), sorted(children_of(os.getpid()))
-    for _ in range(num_times):
+    with keep_teams():  # other tests' teams would come and go here
         act()
-    assert (num_descriptors(), num_maps(), sorted(children_of(os.getpid()))) == before
+        gc.collect()
+        before = num_descriptors(), num_maps(), sorted(children_of(os.getpid()))
+        for _ in range(num_times):
+            act()
+        assert (num_descriptors(), num_maps(), sorted(children_of(os.getpid()))) == before
 
 
 @pytest.mark.usefixtures("no_collector")

@@ -1,5 +1,6 @@
 """Orders and seeds are pure functions of what they are named by, and of nothing else."""
 
+import random
 import struct
 
 import numpy as np
@@ -97,19 +98,27 @@ def test_every_share_of_every_step_has_a_stream_of_its_own() -> None:
     assert len(seeds) == 2 * 50 * 8
 
 
-def test_seeded_streams_repeat_and_are_restored() -> None:
-    before = stream_states()
+def draw_from_all_streams() -> tuple[list[float], float, float]:
+    return torch.rand(4).tolist(), float(np.random.rand()), random.random()
 
-    def draw() -> tuple[list[float], float]:
+
+def test_seeded_streams_repeat() -> None:
+    states = stream_states()
+    try:
         seed_streams(12)
-        return torch.rand(4).tolist(), float(np.random.rand())
+        drawn = draw_from_all_streams()
+        seed_streams(12)
+        assert draw_from_all_streams() == drawn
+    finally:
+        restore_streams(states)
 
-    assert draw() == draw()
-    restore_streams(before)
-    after = stream_states()
-    assert torch.equal(before[0], after[0])
-    assert before[2] == after[2]
-    assert np.array_equal(before[1][1], after[1][1])
+
+def test_restored_streams_go_on_where_they_were() -> None:
+    states = stream_states()
+    drawn = draw_from_all_streams()
+    seed_streams(12)
+    restore_streams(states)
+    assert draw_from_all_streams() == drawn
 
 
 def test_streams_do_not_change_from_release_to_release() -> None:

@@ -34,25 +34,28 @@ class Confidence(torchmetrics.MeanMetric):
 
 
 class Extremes(Metric):
-    """States that are joined by maximum and minimum, or not at all."""
+    """States that are joined by maximum, minimum and mean, or not at all."""
 
     largest: Tensor
     smallest: Tensor
+    level: Tensor
     kept: Tensor
 
     def __init__(self) -> None:
         super().__init__()
         self.add_state("largest", torch.tensor(-torch.inf), dist_reduce_fx="max")
         self.add_state("smallest", torch.tensor(torch.inf), dist_reduce_fx="min")
+        self.add_state("level", torch.tensor(0.0), dist_reduce_fx="mean")
         self.add_state("kept", torch.tensor(0.0), dist_reduce_fx=None)
 
     def update(self, output: Tensor, target: Tensor) -> None:
         self.largest = torch.maximum(self.largest, output.max().float())
         self.smallest = torch.minimum(self.smallest, output.min().float())
+        self.level = torch.tensor(3.5)  # as a data range, known once there is data
         self.kept = self.kept + output.sum().float()
 
     def compute(self) -> Tensor:
-        return torch.stack([self.largest, self.smallest, self.kept.sum()])
+        return torch.stack([self.largest, self.smallest, self.level, self.kept.sum()])
 
 
 def classwise() -> Metric:
@@ -148,6 +151,23 @@ def test_each_of_several_metrics_has_its_own_states() -> None:
         alone = Metrics({name: METRICS[name]()})
         run_ranks(alone, RANKS["two"])
         assert together[name] == alone.values()[name]
+
+
+def test_one_ranks_states_stay_as_they_are() -> None:
+    extremes = Extremes()
+    for ranks in ("one", "two idle"):
+        run_ranks(Metrics({"extremes": extremes}), RANKS[ranks])
+        assert extremes.kept.shape == ()
+
+
+def test_what_was_computed_before_a_merge_is_forgotten() -> None:
+    first, second = (Metrics({"accuracy": METRICS["accuracy"]()}) for _ in range(2))
+    samples = make_samples("accuracy")
+    update(first, samples, 0, 7)
+    update(second, samples, 7, NUM_SAMPLES)
+    before = first.values()
+    first.merge([first.states(), second.states()])
+    assert first.values() != before
 
 
 def test_the_users_own_metric_holds_the_result() -> None:

@@ -131,14 +131,19 @@ def test_what_is_one_object_stays_one() -> None:
     assert arrived[2] is arrived[3]
 
 
-def test_views_that_come_and_go_are_not_mistaken_for_one_another() -> None:
+def test_tensors_that_come_and_go_are_not_mistaken_for_one_another() -> None:
     class Rows:
         """Makes its tensors while it is pickled."""
 
-        def __reduce__(self) -> Any:
-            return list, ([torch.full((2,), float(row)) for row in range(50)],)
+        def __init__(self, first: int) -> None:
+            self.first = first
 
-    assert [row.tolist() for row in sent([Rows(), Rows()])[1]] == [[row] * 2 for row in range(50)]
+        def __reduce__(self) -> Any:
+            rows = (torch.tensor(float(self.first + row)) for row in range(50))
+            return list, (), None, rows
+
+    arrived = sent([Rows(first) for first in range(0, 500, 50)])
+    assert [row.item() for rows in arrived for row in rows] == [*range(500)]
 
 
 # --- modules ----------------------------------------------------------------------------------

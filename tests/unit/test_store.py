@@ -132,6 +132,7 @@ def test_parameters_that_left_are_brought_back_with_their_new_values(name: str) 
     model.weight.data = new
     store.readopt(parameters_of(model))
     assert model.weight.data_ptr() == store.views[0].data_ptr()
+    assert model.weight.stride() == store.views[0].stride()
     assert model.weight.dtype == torch.float32
     assert torch.equal(model.weight, expected.float())
     assert lies_in(model.weight, store)

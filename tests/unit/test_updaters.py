@@ -206,7 +206,7 @@ def test_pieces_are_stepped_as_the_whole_bit_by_bit(
     gradients = [make_gradients(whole, step) for step in range(STEPS)]
     for step in range(STEPS):
         step_whole(reference, whole, gradients[step])
-    for num_ranks in (2, 3, 4):
+    for num_ranks in (2, 3, 4, 8):  # 8 cut the parameter that lies in another layout
         parameters = make_parameters(dtype)
         optimizer = make(parameters.values())
         ranks = Ranks(optimizer, parameters, num_ranks)
@@ -231,6 +231,24 @@ def test_slots_go_from_any_number_of_ranks_to_any_other(make: MakeOptimizer) -> 
         ranks.finish()
     assert_same_values(parameters, whole)
     assert_same_slots(optimizer, reference, parameters, whole)
+
+
+def test_slots_in_another_layout_than_their_parameter_are_cut_right() -> None:
+    """As after ``Optimizer.load_state_dict``, which keeps a saved slot's layout."""
+    whole, parameters = make_parameters(), make_parameters()
+    reference, optimizer = (optim.Adam(one.values(), lr=0.1) for one in (whole, parameters))
+    gradients = make_gradients(whole, 0)
+    for one, owned in ((reference, whole), (optimizer, parameters)):
+        step_whole(one, owned, gradients)
+    slots = optimizer.state[parameters["images"]]
+    for slot in ("exp_avg", "exp_avg_sq"):
+        slots[slot] = slots[slot].contiguous()
+        assert slots[slot].stride() != parameters["images"].stride()
+    step_whole(reference, whole, gradients)
+    ranks = Ranks(optimizer, parameters, 8)
+    assert sum(bound.name == "images" for rank in ranks.ranks for bound in rank.pieces) > 1
+    ranks.step(gradients)
+    assert_same_values(parameters, whole)
 
 
 def test_work_is_divided_evenly_and_every_rank_has_a_part() -> None:

@@ -1,0 +1,221 @@
+"""Teams: calls, kept and fresh helpers, and starts that fail."""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from lockstep.errors import WorkerError
+from lockstep.launch import template as template_module
+from lockstep.launch.pool import give_back, keep_teams, take_team, warm_template
+from lockstep.launch.team import Team
+from lockstep.launch.template import Template
+from tests.faults.processes import is_alive, wait_until
+from tests.parallel import calls
+
+
+def call(team: Team, function: calls.Part, body: bytes = b"", timeout_seconds: float = 60) -> None:
+    team.call(function, body, position=lambda rank: f"at {rank}", timeout_seconds=timeout_seconds)
+
+
+@pytest.fixture
+def team() -> Iterator[Team]:
+    team = calls.start_team(3)
+    yield team
+    team.close()
+
+
+def test_calls_in_a_row(team: Team) -> None:
+    for number in range(20):
+        call(team, calls.echo, b"%d" % number)
+        assert [payload for payload, _ in team.gather(60)] == [b"%d" % number] * 2
+        team.finish(60)
+    assert team.answers()
+
+
+def test_a_failure_is_seen_behind_data(team: Team) -> None:
+    """Rank 0 has not asked for the data yet, and must not wait for its timeout."""
+    call(team, calls.talk_and_fail)
+    with pytest.raises(WorkerError, match=r"Rank 1 failed \(at 1\): ValueError: after the data"):
+        wait_until(lambda: team.look_around() is not None, 10)  # type: ignore[func-returns-value]
+
+
+def test_the_failure_of_a_rank_that_is_not_awaited_is_kept_back(team: Team) -> None:
+    call(team, calls.talk_and_fail)
+    for _ in range(20):
+        team.look_around(lambda rank: rank != 1)
+        time.sleep(0.01)
+    assert len(team.gather(60)) == 2
+    with pytest.raises(WorkerError, match="Rank 1 failed"):
+        team.finish(60)
+
+
+def test_a_gather_sees_the_failure_of_another(team: Team) -> None:
+    call(team, calls.talk_and_fail)
+    team.gather(60)
+    began = time.monotonic()
+    with pytest.raises(WorkerError, match="Rank 1 failed"):
+        team.gather(60)
+    assert time.monotonic() - began < 10
+
+
+def test_more_data_than_a_socket_holds_for_a_rank_that_does_not_read(team: Team) -> None:
+    call(team, calls.ignore_data, b"0.3")
+    for _ in range(3):
+        team.broadcast(b"x" * 5_000_000)
+    team.finish(60)
+
+
+def test_data_for_a_rank_that_never_reads(team: Team) -> None:
+    call(team, calls.ignore_data, b"60", timeout_seconds=0.5)
+    with pytest.raises(WorkerError, match="ignore_data"):
+        team.broadcast(b"x" * 5_000_000)
+
+
+def test_output_is_flushed_after_a_call(team: Team, capfd: pytest.CaptureFixture[str]) -> None:
+    fresh = calls.start_team(2)  # kept ones were started with another standard output
+    call(fresh, calls.print_and_return, b"without an end of line")
+    fresh.finish(60)
+    fresh.close()
+    assert capfd.readouterr().out == "without an end of line"
+    assert team.is_alive
+
+
+def test_idle_helpers_are_asked_before_they_are_used(team: Team) -> None:
+    assert team.answers()
+    os.kill(team.pids()[0], signal.SIGSTOP)
+    began = time.monotonic()
+    assert (team.is_alive, team.answers()) == (True, False)
+    assert time.monotonic() - began < 4
+    team.close()
+    assert (team.is_alive, team.answers()) == (False, False)
+
+
+def test_kept_teams_serve_the_next() -> None:
+    with keep_teams():
+        first = take_team(1, 1)
+        pids = first.pids()
+        give_back(first, 1)
+        second = take_team(1, 1)
+        assert second.pids() == pids
+        give_back(second, 1)
+        os.kill(pids[0], signal.SIGKILL)
+        wait_until(lambda: not is_alive(pids[0]), 5)
+        third = take_team(1, 1)
+        assert third.pids() != pids
+        give_back(third, 1)
+        kept = third.pids()
+    assert not is_alive(kept[0])
+
+
+def num_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.parametrize(
+    ("program", "expected"),
+    [
+        ("/nonexistent/python", r"cannot be started. Received: .*No such file"),
+        ("/", r"cannot be started. Received: .*Permission denied"),
+        ("/bin/false", r"Rank 1's process could not start: it left with exit status 1"),
+        ("broken", r"(?s)could not start: it left with exit status 3.*standard error:\nsorry"),
+        ("silent", r"(?s)could not start: it is not ready after 1 s"),
+    ],
+)
+def test_interpreters_that_do_not_start(
+    program: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scripts = {"broken": "echo sorry >&2; exit 3", "silent": "exec sleep 100"}
+    if program in scripts:
+        path = tmp_path / "python"
+        path.write_text(f"#!/bin/sh\n{scripts[program]}\n")
+        path.chmod(0o755)
+        program = str(path)
+    monkeypatch.setattr(sys, "executable", program)
+    before = num_descriptors()
+    with pytest.raises(WorkerError, match=expected):
+        start_and_end(partial(Template, None, ()))
+    assert num_descriptors() == before
+
+
+def start_and_end(make_template: Callable[[], Template]) -> None:
+    team = Team(2, make_template, start_timeout_seconds=1.0)
+    try:
+        team.wait_until_ready()
+    finally:
+        team.close()
+
+
+def test_an_import_that_fails_shows_its_traceback() -> None:
+    with pytest.raises(WorkerError, match="No module named 'no_such_module'"):
+        start_and_end(partial(Template, None, ("no_such_module",)))
+
+
+def test_a_template_that_is_stopped_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template_module, "_END_TIMEOUT_SECONDS", 1.0)
+    template = Template(None, ())
+    team = Team(1, lambda: template)
+    pids = team.pids()
+    template._process.send_signal(signal.SIGSTOP)
+    team.close()
+    assert not template.is_alive
+    wait_until(lambda: not is_alive(pids[0]), 5)
+
+
+def test_a_template_is_made_anew_when_what_libraries_read_has_changed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    first = warm_template(1, ())
+    assert warm_template(1, ()) is first
+    monkeypatch.setenv("SOME_OTHER_VARIABLE", "1")
+    assert warm_template(1, ()) is first
+    monkeypatch.setenv("MKL_CBWR", "COMPATIBLE")
+    second = warm_template(1, ())
+    assert second is not first
+    second.close()
+    monkeypatch.undo()
+    third = warm_template(1, ())
+    assert third is not second
+    assert third.is_alive
+
+
+def test_variables_reach_helpers_of_a_template_that_is_older(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    warm_template(1, ())
+    monkeypatch.setenv("SOME_OTHER_VARIABLE", "its value")
+    with keep_teams():  # whose teams are all fresh
+        team = take_team(1, 1)
+        call(team, calls.print_variable, b"SOME_OTHER_VARIABLE")
+        team.finish(60)
+        team.close()
+    assert capfd.readouterr().out == "its value\n"
+
+
+def test_without_forks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on macOS: each helper is an interpreter of its own."""
+    monkeypatch.setattr(template_module, "_FORKS", False)
+    before = num_descriptors()
+    team = Team(2, partial(Template, 1, ()))
+    pids = team.pids()
+    assert len(set(pids)) == 2
+    for body in (b"one", b"two"):
+        call(team, calls.echo, body)
+        assert [payload for payload, _ in team.gather(60)] == [body] * 2
+        team.finish(60)
+    assert team.answers()
+    call(team, calls.ignore_data, b"60", timeout_seconds=0.5)
+    with pytest.raises(WorkerError, match="ignore_data"):
+        team.broadcast(b"x" * 5_000_000)
+    os.kill(pids[1], signal.SIGKILL)
+    with pytest.raises(WorkerError, match=r"Rank 2 .*killed by SIGKILL"):
+        team.finish(60)
+    team.close()
+    wait_until(lambda: not any(is_alive(pid) for pid in pids), 5)
+    del team
+    assert num_descriptors() <= before
