@@ -7,12 +7,19 @@ import hashlib
 import random
 import struct
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-StreamStates = tuple[torch.Tensor, list[torch.Tensor], Any, Any]
+
+class StreamStates(NamedTuple):
+    """States of the global random streams; ``gpus`` is empty where CUDA is not in use."""
+
+    cpu: torch.Tensor
+    gpus: list[torch.Tensor]
+    numpy: Any
+    python: Any
 
 
 def stream_seed(*keys: int | str) -> int:
@@ -41,17 +48,16 @@ def seed_streams(seed: int) -> None:
 def stream_states() -> StreamStates:
     """The states of the global random streams, for ``restore_streams``."""
     gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-    return torch.get_rng_state(), gpus, np.random.get_state(), random.getstate()
+    return StreamStates(torch.get_rng_state(), gpus, np.random.get_state(), random.getstate())
 
 
 def restore_streams(states: StreamStates) -> None:
     """Put the global random streams back to where ``stream_states`` found them."""
-    host, gpus, numpy, python = states
-    torch.set_rng_state(host)
-    if gpus:
-        torch.cuda.set_rng_state_all(gpus)
-    np.random.set_state(numpy)
-    random.setstate(python)
+    torch.set_rng_state(states.cpu)
+    if states.gpus:
+        torch.cuda.set_rng_state_all(states.gpus)
+    np.random.set_state(states.numpy)
+    random.setstate(states.python)
 
 
 def epoch_order(seed: int, epoch: int, num_samples: int, *, shuffle: bool) -> torch.Tensor:

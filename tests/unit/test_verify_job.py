@@ -245,9 +245,9 @@ def test_model_optimizer_and_random_states_are_left_alone() -> None:
     after = model.state_dict(), optimizer.state_dict()["state"]
     torch.testing.assert_close(after, before, rtol=0, atol=0)
     found = stream_states()
-    assert torch.equal(found[0], states[0])
-    assert np.array_equal(found[1][1], states[1][1])
-    assert found[2] == states[2]
+    assert torch.equal(found.cpu, states.cpu)
+    assert np.array_equal(found.numpy[1], states.numpy[1])
+    assert found.python == states.python
 
 
 class Counting(optim.SGD):
