@@ -73,6 +73,10 @@ class Exchange(ABC):
         """A parameter's whole gradient after every rank has reduced its pieces."""
 
     @abstractmethod
+    def is_any_used(self) -> bool:
+        """Whether any share used any parameter, as ``collect`` has found."""
+
+    @abstractmethod
     def barrier(self) -> None:
         """Wait for all ranks."""
 
@@ -115,6 +119,9 @@ class LocalExchange(Exchange):
 
     def summed(self, parameter: int, num_filled: int) -> torch.Tensor | None:
         return self._gradients[parameter]
+
+    def is_any_used(self) -> bool:
+        return any(gradient is not None for gradient in self._gradients)
 
     def barrier(self) -> None:
         return
@@ -247,6 +254,9 @@ class SharedMemoryExchange(Exchange):
     def summed(self, parameter: int, num_filled: int) -> torch.Tensor | None:
         users = self._users[parameter]
         return self._gradients[users[0]][parameter] if users else None
+
+    def is_any_used(self) -> bool:
+        return any(self._users)
 
     def barrier(self) -> None:
         self.board.barrier()

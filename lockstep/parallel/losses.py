@@ -48,15 +48,12 @@ class ShareLoss:
     weight: float
 
     def backward(self, denominator: float) -> None:
-        """Add d (total / denominator) to the gradients."""
+        """Add d (total / denominator) to the gradients.
+
+        A share whose samples have used no trainable parameter adds nothing.
+        """
         if not self.value.requires_grad:
-            raise LossError(
-                problem(
-                    "The loss must depend on a trainable parameter.",
-                    received="a loss that needs no gradient",
-                    fix="Look for detach(), no_grad() or frozen parameters on the way to it.",
-                )
-            )
+            return
         seed = self.seed / denominator
         if not isinstance(seed, torch.Tensor):
             seed = torch.full_like(self.value, seed)

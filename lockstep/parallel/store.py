@@ -55,9 +55,11 @@ class ParameterStore:
         ]
 
     @classmethod
-    def adopt(cls, parameters: NamedParameters) -> "ParameterStore":
-        """Move parameters into a new store, in place."""
-        check_separate(parameters)
+    def adopt(
+        cls, parameters: NamedParameters, buffers: Iterable[tuple[str, torch.Tensor]] = ()
+    ) -> "ParameterStore":
+        """Move parameters into a new store, in place; ``buffers`` must not be views of them."""
+        check_separate(parameters, buffers)
         specs = [tensor_spec(name, parameter) for name, parameter in parameters]
         _, num_bytes = flat_offsets([spec.extent for spec in specs])
         store = cls(specs, SharedRegion.create(num_bytes))
@@ -85,20 +87,28 @@ def _same_memory(tensor: torch.Tensor, view: torch.Tensor) -> bool:
     )
 
 
-def check_separate(parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
-    """Refuse distinct parameters that share memory: nothing says how to update them.
+def check_separate(
+    parameters: Iterable[tuple[str, nn.Parameter]],
+    buffers: Iterable[tuple[str, torch.Tensor]] = (),
+) -> None:
+    """Refuse parameters that share memory with others, or with buffers: they are about to move.
 
     Raises:
         ModelError: with the names of the two.
     """
-    spans = sorted((*_span(tensor), name) for name, tensor in parameters if tensor.numel())
-    for (_, end, name), (start, _, other) in pairwise(spans):
-        if start < end:
+    named = [
+        *((name, tensor, True) for name, tensor in parameters),
+        *((name, tensor, False) for name, tensor in buffers),
+    ]
+    spans = sorted((*_span(tensor), name, moves) for name, tensor, moves in named if tensor.numel())
+    for (_, end, name, moves), (start, _, other, other_moves) in pairwise(spans):
+        if start < end and (moves or other_moves):
             raise ModelError(
                 problem(
-                    "Two Parameters lie in the same memory.",
+                    "A Parameter lies in the same memory as another Parameter or buffer.",
                     received=f"{name!r} and {other!r}",
-                    fix="Tie them by making them one Parameter: `b.weight = a.weight`.",
+                    fix="Tie parameters by making them one Parameter, `b.weight = a.weight`; "
+                    "make a buffer a copy.",
                 )
             )
 

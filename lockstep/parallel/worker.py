@@ -23,7 +23,7 @@ from lockstep.comm.exchange import Exchange, ShareTotals, cut_piece
 from lockstep.data.order import seed_streams, share_seed
 from lockstep.data.sources import Batch, Source
 from lockstep.data.trees import Tree, map_tensors
-from lockstep.errors import NonFiniteLossError, problem
+from lockstep.errors import LossError, NonFiniteLossError, problem
 from lockstep.parallel.batch_norm import (
     ShareLink,
     batch_norm_layers,
@@ -36,7 +36,7 @@ from lockstep.parallel.update import BoundPiece, Updater
 from lockstep.plan.layout import Piece
 from lockstep.plan.lowering import lower_forward, lower_train
 from lockstep.plan.program import Action, Backward, Forward, RankProgram, Reduce, Step, Sync
-from lockstep.plan.shares import num_filled_shares, share_bounds
+from lockstep.plan.shares import num_filled_shares, share_bounds, shares_of_replica
 from lockstep.plan.spec import Plan
 
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
@@ -164,7 +164,31 @@ class Worker:
             if run.observe is not None:
                 run.observe(map_tensors(torch.Tensor.detach, output), batch.targets)
 
-        self._run_together(run, shares, forward)
+        with self._changing_buffers_once(run, shares[0]):
+            self._run_together(run, shares, forward)
+
+    @contextmanager
+    def _changing_buffers_once(self, run: "_Step", share: int) -> Iterator[None]:
+        """Of a rank's shares only the first changes buffers, and all find them as the step did.
+
+        One forward pass over the whole batch would change them once: a power iteration
+        (spectral_norm), a count of calls.
+        """
+        mine = shares_of_replica(self.rank, self.plan.num_replicas, self.plan.num_shares)
+        if share == mine.start:
+            if mine.start + 1 < min(mine.stop, run.num_filled):
+                run.buffers = [buffer.clone() for buffer in self.model.buffers()]
+            yield
+            return
+        after_first = [buffer.clone() for buffer in self.model.buffers()]
+        self._set_buffers(run.buffers)
+        yield
+        self._set_buffers(after_first)
+
+    @torch.no_grad()
+    def _set_buffers(self, values: list[torch.Tensor]) -> None:
+        for buffer, value in zip(self.model.buffers(), values, strict=True):
+            buffer.copy_(value)
 
     def _backward(self, run: "_Step", shares: list[int]) -> None:
         if len(shares) == 1:
@@ -232,24 +256,39 @@ class Worker:
 
     def _collect(self, run: "_Step") -> float:
         """Everyone's losses, once per step; returns their weight."""
-        if run.totals is None:
-            run.totals = self.exchange.collect(run.num_filled)
-            self._check_finite(run, run.totals)
-        return math.fsum(run.totals.weights)
+        if run.totals is not None:
+            return math.fsum(run.totals.weights)
+        run.totals = self.exchange.collect(run.num_filled)
+        weight = math.fsum(run.totals.weights)
+        if weight:
+            self._check_finite(run, run.totals.totals)
+            self._check_used(run)
+        return weight
 
-    def _check_finite(self, run: "_Step", totals: ShareTotals) -> None:
-        for share, (total, weight) in enumerate(zip(totals.totals, totals.weights, strict=True)):
-            if weight and not math.isfinite(total):
+    def _check_finite(self, run: "_Step", totals: list[float]) -> None:
+        """A total that is not finite has such gradients, also where its weight is 0."""
+        for share, total in enumerate(totals):
+            if not math.isfinite(total):
                 start, stop = run.bounds[share]
                 raise NonFiniteLossError(
                     problem(
                         f"The loss of step {run.step} is not finite.",
-                        received=f"{total / weight} from share {share} "
+                        received=f"{total} from share {share} "
                         f"(samples {start} to {stop - 1} of the batch)",
                         fix="Lower the learning rate, or look at these samples. "
                         "The weights are those before this step.",
                     )
                 )
+
+    def _check_used(self, run: "_Step") -> None:
+        if not self.exchange.is_any_used():
+            raise LossError(
+                problem(
+                    f"The loss of step {run.step} must depend on a trainable parameter.",
+                    received="a loss that needs no gradient",
+                    fix="Look for detach(), no_grad() or frozen parameters on the way to it.",
+                )
+            )
 
     def gradients(self, num_samples: int) -> dict[str, torch.Tensor | None]:
         """Every parameter's gradient of the last step, summed over all shares."""
@@ -381,6 +420,7 @@ class _Step:
         self.num_filled = num_filled_shares(self.num_samples, num_shares)
         self.losses: dict[int, ShareLoss] = {}
         self.totals: ShareTotals | None = None
+        self.buffers: list[torch.Tensor] = []
 
 
 def call_model(model: nn.Module, inputs: Tree) -> Any:

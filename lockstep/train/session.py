@@ -117,7 +117,7 @@ class Session:
             or not self._store.region.is_shared
             or not self._store.fits(parameters)
         ):
-            self._store = ParameterStore.adopt(parameters)
+            self._store = ParameterStore.adopt(parameters, model.named_buffers())
         self._store.readopt(parameters)
 
     def readopt(self, model: nn.Module) -> None:

@@ -1,7 +1,9 @@
 """Teams: calls, kept and fresh helpers, and starts that fail."""
 
 import os
+import pickle
 import signal
+import struct
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -12,6 +14,7 @@ import pytest
 
 from lockstep.errors import WorkerError
 from lockstep.launch import template as template_module
+from lockstep.launch.link import Link, Message
 from lockstep.launch.pool import give_back, keep_teams, take_team, warm_template
 from lockstep.launch.team import Team
 from lockstep.launch.template import Template
@@ -195,6 +198,30 @@ def test_variables_reach_helpers_of_a_template_that_is_older(
         team.finish(60)
         team.close()
     assert capfd.readouterr().out == "its value\n"
+
+
+def test_a_fork_that_fails_is_reported(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """In the template's own code, here in this process."""
+
+    def refuse() -> int:
+        raise BlockingIOError("no more processes")
+
+    link, _ = ends = Link.pair()
+    reports, writer = os.pipe()
+    passed = os.dup(0)
+    nursery = template_module._Nursery(link, writer)
+    monkeypatch.setattr(os, "fork", refuse)
+    nursery._fork(Message(template_module.FORK, pickle.dumps((7, 1, [], {})), (passed,)))
+    assert struct.unpack("<qi", os.read(reports, 100)) == (7, 1)
+    assert "no more processes" in capfd.readouterr().err
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(passed)
+    for end in (*ends, nursery._bell, nursery._rung):
+        end.close()
+    os.close(reports)
+    os.close(writer)
 
 
 def test_without_forks(monkeypatch: pytest.MonkeyPatch) -> None:

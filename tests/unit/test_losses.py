@@ -200,10 +200,12 @@ def test_a_sum_is_no_mean_and_refused_at_once(loss: Any) -> None:
         LossAdapter(loss)
 
 
-def test_a_loss_that_depends_on_nothing_trainable_is_told_where_to_look() -> None:
+def test_a_share_that_depends_on_nothing_trainable_adds_no_gradient() -> None:
+    """The Worker, which sees all shares, tells when none of them does."""
     share = LossAdapter(nn.CrossEntropyLoss())(OUTPUT, TARGET, None, NUM_SAMPLES)
-    with pytest.raises(LossError, match=r"Look for detach\(\)"):
-        share.backward(1.0)
+    share.backward(1.0)
+    assert not OUTPUT.requires_grad
+    assert OUTPUT.grad is None
 
 
 def test_an_error_of_the_loss_itself_is_not_touched() -> None:

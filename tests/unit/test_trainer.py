@@ -439,7 +439,7 @@ def nan_loss(output: Tensor, target: Tensor) -> Tensor:
 AT_THE_STEP = {
     "a matrix": (matrix_loss, errors.LossError, r"shape \(\d+, 3\)"),
     "a number": (number_loss, errors.LossError, "float"),
-    "detached": (detached_loss, errors.LossError, "needs no gradient"),
+    "detached": (detached_loss, errors.LossError, r"step 0.*needs no gradient.*detach\(\)"),
     "nan": (nan_loss, errors.NonFiniteLossError, "step 0.*nan"),
 }
 
@@ -476,3 +476,77 @@ def test_numpy_predictions_keep_their_order() -> None:
     outputs = make_trainer(2).predict(rows, batch_size=3)
     with torch.no_grad():
         torch.testing.assert_close(outputs, make_model()(torch.from_numpy(rows)))
+
+
+class Routed(nn.Module):
+    """A frozen base; samples whose first feature is positive go through a trainable layer, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(4, 3).requires_grad_(False)
+        self.expert = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.base(x)
+        chosen = x[:, 0] > 0
+        return (
+            output.index_add(0, chosen.nonzero()[:, 0], self.expert(x[chosen]))
+            if bool(chosen.any())
+            else output
+        )
+
+
+def test_a_share_that_uses_no_trainable_parameter_adds_nothing() -> None:
+    inputs = X[:8].clone()
+    inputs[:, 0] = torch.tensor([-1.0] * 6 + [1.0] * 2)
+    models = []
+    for devices in (1, 2, 4):
+        torch.manual_seed(0)
+        model = Routed()
+        trainer = make_trainer(devices, model=model, precision="fp64")
+        trainer.fit((inputs, Y[:8]), batch_size=8, shuffle=False, verbose=0)
+        models.append(model)
+    for model in models[1:]:
+        torch.testing.assert_close(
+            model.expert.weight, models[0].expert.weight, rtol=1e-12, atol=1e-14
+        )
+
+
+def nan_pair(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
+    """In the share that holds the last sample: no weight, and no number either."""
+    if bool((target == 7).any()):
+        return output.sum() * math.nan, 0
+    return output.pow(2).sum(), len(output)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_share_of_weight_zero_cannot_smuggle_in_nan(devices: int) -> None:
+    target = torch.zeros(8, dtype=torch.long)
+    target[-1] = 7
+    strategy = lockstep.MirroredStrategy(devices, num_shares=2)
+    trainer = make_trainer(strategy=strategy, loss=nan_pair)
+    with pytest.raises(errors.NonFiniteLossError, match="share 1"):
+        trainer.fit((X[:8], target), batch_size=8, shuffle=False, verbose=0)
+    assert all(bool(parameter.isfinite().all()) for parameter in trainer.model.parameters())
+
+
+@pytest.mark.parametrize(("devices", "num_shares"), [(1, 3), (2, 2), (2, 5)])
+def test_buffers_change_once_per_step(devices: int, num_shares: int) -> None:
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        normed = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 3))
+        return nn.Sequential(normed, nn.Tanh(), nn.Linear(3, 3)).double()
+
+    job = lockstep.Job(
+        build(), nn.CrossEntropyLoss(), partial(torch.optim.SGD, lr=0.1), (X, Y), batch_size=16
+    )
+    strategy = lockstep.MirroredStrategy(devices, num_shares=num_shares)
+    report = lockstep.verify(job, strategy)
+    assert report.passed, str(report)
+
+
+def test_a_buffer_that_is_a_view_of_a_parameter_is_refused() -> None:
+    model = nn.Linear(4, 3)
+    model.register_buffer("first_row", model.weight.detach()[0])
+    with pytest.raises(errors.ModelError, match="first_row"):
+        fit(make_trainer(2, model=model))
