@@ -1,5 +1,6 @@
 """Weights as safetensors: whole tensors by name, whatever strategy trained them."""
 
+import errno
 import os
 import tempfile
 from pathlib import Path
@@ -24,7 +25,9 @@ def save_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
 
     Raises:
         CheckpointError: the state holds something that is no tensor.
+        FileNotFoundError: there is no such folder.
     """
+    _check_folder(Path(path))
     tensors: State = {}
     metadata = {"format": "pt"}
     first_names: dict[tuple[Any, ...], str] = {}
@@ -43,6 +46,11 @@ def save_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
             continue
         tensors[name] = value.detach().cpu().contiguous().clone()
     _write_whole(tensors, metadata, Path(path))
+
+
+def _check_folder(path: Path) -> None:
+    if not path.parent.is_dir():
+        raise FileNotFoundError(errno.ENOENT, "There is no such folder to save into", str(path))
 
 
 def _place(name: str, tensor: torch.Tensor) -> tuple[Any, ...]:

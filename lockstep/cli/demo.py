@@ -1,4 +1,4 @@
-"""``lockstep demo``: real digits, a convolutional net, two devices, and the proof."""
+"""``lockstep demo``: real digits, a convolutional net, many devices, and the proof."""
 
 import argparse
 import time
@@ -26,8 +26,15 @@ ADAM = partial(torch.optim.Adam, lr=2e-3)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the command."""
-    parser.add_argument("--devices", type=int, default=2, help="number of devices (default: 2)")
-    parser.add_argument("--epochs", type=int, help="passes over the data")
+    parser.add_argument(
+        "--devices", type=int, default=2, metavar="N", help="number of devices (default: 2)"
+    )
+    parser.add_argument(
+        "--epochs",
+        type=int,
+        metavar="N",
+        help=f"passes over the data (default: {DIGITS_EPOCHS}; {MNIST_EPOCHS} with --mnist)",
+    )
     parser.add_argument(
         "--mnist",
         metavar="FOLDER",
@@ -57,7 +64,7 @@ def run(options: argparse.Namespace) -> int:
     console.print(_comparison(outcomes))
     console.print(_PROOF)
     report = lockstep.verify(_job(train), strategies[f"{options.devices} devices"])
-    console.print(str(report), markup=False)
+    console.print(str(report), markup=False, soft_wrap=True)
     console.print(_NEXT, markup=False)
     return 0 if report.passed else 1
 

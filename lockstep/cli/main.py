@@ -11,7 +11,7 @@ from lockstep.errors import LockstepError
 COMMANDS = {
     "demo": (
         "lockstep.cli.demo",
-        "train a small convolutional net on two devices, with the proof that the result is exact",
+        "train a small convolutional net on many devices, with the proof that the result is exact",
     ),
     "verify": (
         "lockstep.cli.verify",

@@ -27,9 +27,9 @@ def add_strategy_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--strategy",
-        metavar="NAME",
+        choices=tuple(_STRATEGIES),
         default="mirrored",
-        help=f"one of: {', '.join(_STRATEGIES)} (default: mirrored)",
+        help="how to train (default: mirrored)",
     )
     parser.add_argument("--devices", type=int, metavar="N", help="number of devices")
     parser.add_argument(
@@ -44,19 +44,10 @@ def make_strategy(options: argparse.Namespace) -> Strategy:
     """The strategy that the options ask for.
 
     Raises:
-        OptionError: no such strategy, or one that does not take these options.
+        OptionError: a strategy that does not take these options.
         DeviceError: devices that are not there.
     """
-    make = _STRATEGIES.get(options.strategy)
-    if make is None:
-        raise OptionError(
-            problem(
-                f"--strategy must be one of: {', '.join(_STRATEGIES)}.",
-                received=options.strategy,
-                fix="Name one of these.",
-            )
-        )
-    return make(options)
+    return _STRATEGIES[options.strategy](options)
 
 
 def _single(options: argparse.Namespace) -> Strategy:

@@ -41,6 +41,8 @@ def run(options: argparse.Namespace) -> int:
     except Exception:  # of the user's model, loss or data
         traceback.print_exc()
         return 2
-    width = None if sys.stdout.isatty() else 100
-    Console(highlight=False, width=width).print(report)
+    if sys.stdout.isatty():
+        Console(highlight=False).print(report)
+    else:
+        print(report)  # noqa: T201
     return 0 if report.passed else 1

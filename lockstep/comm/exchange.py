@@ -266,6 +266,14 @@ class SharedMemoryExchange(Exchange):
         self._offers = [0] * self._spec.num_shares
 
     def offer(self, share: int, row: torch.Tensor, *, last: bool) -> None:
+        if len(row) > self._rows.shape[2]:
+            raise ModelError(
+                problem(
+                    "A functional batch_norm has more channels than any BatchNorm layer.",
+                    received=f"{(len(row) - 2) // 2} channels",
+                    fix="Use a BatchNorm layer instead.",
+                )
+            )
         self._offers[share] += 1
         self._rows[self._offers[share] & 1, share, : len(row)].copy_(row)
         if last:

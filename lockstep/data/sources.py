@@ -93,7 +93,9 @@ class DatasetSource(Source):
 
     def read(self, indices: torch.Tensor, dtype: torch.dtype) -> Batch:
         items = self._items(indices.tolist())
-        inputs, targets, weight = self._split(items[0], default_collate(items))
+        if not self.with_targets:
+            items = [_first_part(item) for item in items]
+        inputs, targets, weight = self._split(items[0], _collated(items))
         if weight is not None:
             _check_collated_weight(weight)
 
@@ -113,11 +115,10 @@ class DatasetSource(Source):
         return [self.dataset[index] for index in indices]
 
     def _split(self, item: Any, collated: Any) -> tuple[Tree, Tree, Any]:
+        if not self.with_targets:
+            return _arguments(item, collated), None, None
         parts = len(item) if isinstance(item, tuple | list) else 0
-        if parts in (2, 3):
-            inputs, targets, *weight = collated
-            return _arguments(item[0], inputs), targets, weight[0] if weight else None
-        if self.with_targets:
+        if parts not in (2, 3):
             raise DataError(
                 problem(
                     "An item of the dataset must be (input, target) or (input, target, weight).",
@@ -125,7 +126,32 @@ class DatasetSource(Source):
                     fix="Return such a tuple from __getitem__.",
                 )
             )
-        return collated[0] if parts == 1 else _arguments(item, collated), None, None
+        inputs, targets, *weight = collated
+        return _arguments(item[0], inputs), targets, weight[0] if weight else None
+
+
+def _first_part(item: Any) -> Any:
+    """The input of an item that may have a target and a weight, too."""
+    return item[0] if isinstance(item, tuple | list) and len(item) in (1, 2, 3) else item
+
+
+def _collated(items: list[Any]) -> Any:
+    try:
+        return default_collate(items)
+    except TypeError as error:
+        raise DataError(
+            problem(
+                "The items of a dataset must consist of tensors, arrays and numbers.",
+                received=f"an item that is a {_describe(items[0])}",
+                fix="Where there is no target, give the input twice and let the loss ignore it."
+                if _holds_none(items[0])
+                else "Convert the rest in __getitem__.",
+            )
+        ) from error
+
+
+def _holds_none(item: Any) -> bool:
+    return isinstance(item, tuple | list) and any(part is None for part in item)
 
 
 def _arguments(part: Any, collated: Any) -> Tree:

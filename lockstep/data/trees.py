@@ -1,13 +1,16 @@
-"""Nested inputs and outputs: a tensor, or tuples, lists and dicts of trees.
+"""Nested inputs and outputs: a tensor, or tuples, lists, dicts and dataclasses of trees.
 
 Structures may also hold what is no tensor (None, a flag): it passes through.
 """
 
 import copy
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+
+from lockstep.errors import ModelError, problem
 
 Tree = Any
 
@@ -23,6 +26,10 @@ def map_tensors(function: Callable[[torch.Tensor], Any], tree: Tree) -> Tree:
         return type(tree)(*(map_tensors(function, value) for value in tree))
     if isinstance(tree, tuple | list):
         return type(tree)(map_tensors(function, value) for value in tree)
+    if _is_record(tree):
+        return _with_fields(
+            tree, {name: map_tensors(function, value) for name, value in _fields_of(tree).items()}
+        )
     return tree
 
 
@@ -46,17 +53,99 @@ def tensors_of(tree: Tree) -> Iterator[torch.Tensor]:
     elif isinstance(tree, tuple | list):
         for value in tree:
             yield from tensors_of(value)
+    elif _is_record(tree):
+        for value in _fields_of(tree).values():
+            yield from tensors_of(value)
+
+
+def _is_record(tree: Tree) -> bool:
+    return dataclasses.is_dataclass(tree) and not isinstance(tree, type)
+
+
+def _fields_of(record: Any) -> dict[str, Any]:
+    names = [field.name for field in dataclasses.fields(record)]
+    return {name: getattr(record, name) for name in names if hasattr(record, name)}
+
+
+def _with_fields(record: Any, values: dict[str, Any]) -> Any:
+    """A copy with other values, whatever ``__init__`` would make of them, frozen or not."""
+    result = copy.copy(record)
+    for name, value in values.items():
+        object.__setattr__(result, name, value)
+    return result
 
 
 def concatenate(trees: list[Tree]) -> Tree:
-    """Join trees of one structure along the first dim of their tensors."""
+    """Join trees of one structure along the first dim of their tensors.
+
+    Raises:
+        ModelError: they are of different structure, hold tensors that cannot be joined, or
+            something that is no tensor and not the same in all of them.
+    """
     first = trees[0]
     if isinstance(first, torch.Tensor):
-        return torch.cat(trees)
+        return _joined(trees)
+    if len({type(tree) for tree in trees}) > 1:
+        raise _unlike(sorted({type(tree).__name__ for tree in trees}))
     if isinstance(first, dict):
-        return _like(first, {key: concatenate([tree[key] for tree in trees]) for key in first})
-    if isinstance(first, tuple) and hasattr(first, "_fields"):
-        return type(first)(*(concatenate(list(parts)) for parts in zip(*trees, strict=True)))
+        return _like(first, _concatenate_values(trees))
     if isinstance(first, tuple | list):
-        return type(first)(concatenate(list(parts)) for parts in zip(*trees, strict=True))
-    return first
+        parts = [concatenate(list(parts)) for parts in zip(*_of_one_length(trees), strict=True)]
+        return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)
+    if _is_record(first):
+        return _with_fields(first, _concatenate_values([_fields_of(tree) for tree in trees]))
+    return _common(trees)
+
+
+def _concatenate_values(trees: list[dict[Any, Tree]]) -> dict[Any, Tree]:
+    if any(tree.keys() != trees[0].keys() for tree in trees):
+        raise _unlike([list(tree) for tree in trees])
+    return {key: concatenate([tree[key] for tree in trees]) for key in trees[0]}
+
+
+def _of_one_length(trees: list[Tree]) -> list[Tree]:
+    lengths = sorted({len(tree) for tree in trees})
+    if len(lengths) > 1:
+        raise _unlike(f"a {type(trees[0]).__name__} of {' and of '.join(map(str, lengths))}")
+    return trees
+
+
+def _joined(parts: list[Tree]) -> torch.Tensor:
+    if not all(isinstance(part, torch.Tensor) for part in parts):
+        raise _unlike(sorted({type(part).__name__ for part in parts}))
+    if any(part.dim() == 0 or part.shape[1:] != parts[0].shape[1:] for part in parts):
+        shapes = dict.fromkeys(str(tuple(part.shape)) for part in parts)
+        raise _unlike(f"tensors of shape {', '.join(shapes)}")
+    return torch.cat(parts)
+
+
+def _common(leaves: list[Any]) -> Any:
+    """What is no tensor must be the same for all samples."""
+    if all(_is_equal(leaf, leaves[0]) for leaf in leaves[1:]):
+        return leaves[0]
+    raise ModelError(
+        problem(
+            "predict joins the tensors of a model's outputs; what is no tensor must be the same "
+            "for all samples.",
+            received=f"a {type(leaves[0]).__name__} that differs from share to share",
+            fix="Return tensors, in tuples, lists, dicts or dataclasses.",
+        )
+    )
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    try:
+        return one is other or bool(one == other)
+    except (TypeError, ValueError, RuntimeError):  # of arrays, which are compared by element
+        return False
+
+
+def _unlike(received: object) -> ModelError:
+    return ModelError(
+        problem(
+            "predict joins outputs along their first dim: every tensor must have one row per "
+            "sample, and all batches the same structure.",
+            received=received,
+            fix="Return tensors of shape (samples, ...), padded to one shape.",
+        )
+    )

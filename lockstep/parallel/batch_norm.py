@@ -6,85 +6,150 @@ algorithm of Chan, Golub and LeVeque (1979), which keeps the variance accurate w
 squares would cancel. Backward gathers the two sums that the gradient of the normalisation needs
 (Ioffe and Szegedy 2015, section 3).
 
-A layer is replaced on the instance for the time of one forward pass, so the user's module keeps its
-class, its state and its methods whenever the user can see it.
+Not the layers are changed but the function that all of them call, ``F.batch_norm``, and that only
+for calls from within a ``GlobalStatistics`` block: so subclasses that do more than their base and
+layers that run again in backward (activation checkpointing) are right, too.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lockstep.errors import LockstepError, ModelError, problem
 
-
-@dataclass(frozen=True)
-class ShareLink:
-    """A share's line to the other shares of its batch.
-
-    Attributes:
-        gather: row -> rows of all filled shares, shape (shares, len(row)), in their order.
-        is_first: it is its rank's first share of the batch: the one that updates the buffers.
-    """
-
-    gather: Callable[[torch.Tensor], torch.Tensor]
-    is_first: bool
+# row -> rows of all filled shares, shape (shares, len(row)), in the order of the shares
+Gather = Callable[[torch.Tensor], torch.Tensor]
 
 
-def batch_norm_layers(model: nn.Module) -> list[tuple[str, _BatchNorm]]:
-    """The model's BatchNorm layers by name."""
-    return [
-        (name, module) for name, module in model.named_modules() if isinstance(module, _BatchNorm)
-    ]
+class BatchNorms:
+    """The BatchNorm layers of a model, numbered, so that shares can tell which one they are at."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._layers = [
+            (name, module)
+            for name, module in model.named_modules()
+            if isinstance(module, _BatchNorm)
+        ]
+        self._numbers = {
+            id(tensor): number
+            for number, (_, layer) in enumerate(self._layers)
+            for tensor in (layer.running_mean, layer.weight)
+            if tensor is not None
+        }
+
+    def __bool__(self) -> bool:
+        return bool(self._layers)
+
+    @property
+    def row_length(self) -> int:
+        """Longest row that these layers gather."""
+        return max((2 + 2 * layer.num_features for _, layer in self._layers), default=0)
+
+    @property
+    def use_batch_statistics(self) -> bool:
+        """Whether any layer, in its present mode, normalises by the batch at hand."""
+        return any(layer.training or layer.running_mean is None for _, layer in self._layers)
+
+    def number_of(self, *tensors: torch.Tensor | None) -> int:
+        """The number of the layer that owns one of these tensors; one more for any other."""
+        numbers = (self._numbers.get(id(tensor)) for tensor in tensors)
+        return next((number for number in numbers if number is not None), len(self._layers))
+
+    def name_of(self, number: int) -> str:
+        """A layer's name, for messages."""
+        return self._layers[number][0] if number < len(self._layers) else "a functional batch_norm"
 
 
-def row_length(layers: list[tuple[str, _BatchNorm]]) -> int:
-    """Longest row that these layers gather."""
-    return max((2 + 2 * layer.num_features for _, layer in layers), default=0)
-
-
-def takes_batch_statistics(layer: _BatchNorm) -> bool:
-    """Whether the layer, in its present mode, normalises by the batch at hand."""
-    return layer.training or layer.running_mean is None
-
-
-@contextmanager
-def global_statistics(
-    layers: list[tuple[str, _BatchNorm]], current_link: Callable[[], ShareLink]
-) -> Iterator[None]:
-    """Within the block, these layers see the global batch.
+class GlobalStatistics:
+    """Within the block, batch statistics in this thread are those of the global batch.
 
     Args:
-        layers: as ``batch_norm_layers`` gives them.
-        current_link: the link of the share that is running.
+        norms: the model's layers.
+        gather: of the share that runs in the block.
     """
-    patched = [
-        (number, name, layer)
-        for number, (name, layer) in enumerate(layers)
-        if takes_batch_statistics(layer)
-    ]
-    for number, name, layer in patched:
-        layer.__dict__["forward"] = _forward_of(layer, number, name, current_link)
-    try:
-        yield
-    finally:
-        for _, _, layer in patched:
-            layer.__dict__.pop("forward", None)
+
+    def __init__(self, norms: BatchNorms, gather: Gather) -> None:
+        self._norms = norms
+        self._gather = gather
+
+    def __enter__(self) -> None:
+        _redirection.enter(self.batch_norm)
+
+    def __exit__(self, *exception: object) -> None:
+        _redirection.leave()
+
+    def batch_norm(
+        self,
+        input: torch.Tensor,  # as F.batch_norm names it
+        running_mean: torch.Tensor | None,
+        running_var: torch.Tensor | None,
+        weight: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
+        training: bool = False,
+        momentum: float = 0.1,
+        eps: float = 1e-5,
+    ) -> torch.Tensor:
+        """What ``F.batch_norm`` is within the block."""
+        if not training:
+            return torch.batch_norm(
+                input, weight, bias, running_mean, running_var, False, 0.0, eps, False
+            )
+        number = self._norms.number_of(running_mean, weight)
+        statistics = _Statistics(self._norms, number, self._gather)
+
+        def settle(mean: torch.Tensor, variance: torch.Tensor, count: int) -> None:
+            if running_mean is not None and running_var is not None:
+                _update_running(running_mean, running_var, mean, variance, count, momentum)
+
+        output: torch.Tensor = _GlobalBatchNorm.apply(  # type: ignore[no-untyped-call]
+            input, weight, bias, eps, statistics, settle
+        )
+        return output
+
+
+class _Redirection:
+    """Sends ``F.batch_norm`` elsewhere, in the threads that ask for it and while any does."""
+
+    def __init__(self) -> None:
+        self._own = threading.local()
+        self._lock = threading.Lock()
+        self._blocks = 0
+        self._plain: Callable[..., torch.Tensor] = F.batch_norm
+
+    def enter(self, target: Callable[..., torch.Tensor]) -> None:
+        with self._lock:
+            if self._blocks == 0:
+                self._plain, F.batch_norm = F.batch_norm, self._call
+            self._blocks += 1
+        self._own.target = target
+
+    def leave(self) -> None:
+        self._own.target = None
+        with self._lock:
+            self._blocks -= 1
+            if self._blocks == 0:
+                F.batch_norm = self._plain
+
+    def _call(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        target = getattr(self._own, "target", None)
+        return (target or self._plain)(*args, **kwargs)
+
+
+_redirection = _Redirection()
 
 
 class _Statistics:
     """Gathers one layer's rows, and sees that all shares are at the same layer."""
 
-    def __init__(
-        self, number: int, name: str, gather: Callable[[torch.Tensor], torch.Tensor]
-    ) -> None:
+    def __init__(self, norms: BatchNorms, number: int, gather: Gather) -> None:
+        self._norms = norms
         self._number = number
-        self._name = name
         self._gather = gather
 
     def forward(self, row: torch.Tensor) -> torch.Tensor:
@@ -95,52 +160,32 @@ class _Statistics:
 
     def _checked(self, row: torch.Tensor, code: int) -> torch.Tensor:
         rows = self._gather(torch.cat([row.new_tensor([code]), row]))
-        if not bool((rows[:, 0] == code).all()):
+        other = next((found for found in rows[:, 0].tolist() if found != code), None)
+        if other is not None:
+            names = (self._norms.name_of(number) for number in (self._number, int(other) // 2))
             raise LockstepError(
                 problem(
                     "BatchNorm layers must run in the same order for every share of a batch.",
-                    received=f"{self._name!r} in one share, another layer in another",
+                    received=" in one share, ".join(map(repr, names)) + " in another",
                     fix="Do not choose layers by the samples at hand before a BatchNorm.",
                 )
             )
         return rows[:, 1:]
 
 
-def _forward_of(
-    layer: _BatchNorm, number: int, name: str, current_link: Callable[[], ShareLink]
-) -> Callable[[torch.Tensor], torch.Tensor]:
-    def forward(inputs: torch.Tensor) -> torch.Tensor:
-        link = current_link()
-        statistics = _Statistics(number, name, link.gather)
-        if not isinstance(layer, nn.SyncBatchNorm):
-            layer._check_input_dim(inputs)
-        output: torch.Tensor
-        output, mean, variance, count = _GlobalBatchNorm.apply(  # type: ignore[no-untyped-call]
-            inputs, layer.weight, layer.bias, layer.eps, statistics
-        )
-        if link.is_first and layer.training and layer.track_running_stats:
-            _update_running_statistics(layer, mean, variance, int(count))
-        return output
-
-    return forward
-
-
 @torch.no_grad()
-def _update_running_statistics(
-    layer: _BatchNorm, mean: torch.Tensor, variance: torch.Tensor, count: int
+def _update_running(
+    running_mean: torch.Tensor,
+    running_var: torch.Tensor,
+    mean: torch.Tensor,
+    variance: torch.Tensor,
+    count: int,
+    momentum: float,
 ) -> None:
-    """As nn.BatchNorm: momentum None is the plain average, the running variance is unbiased."""
-    if layer.running_mean is None or layer.running_var is None:
-        return
-    factor = layer.momentum
-    if layer.num_batches_tracked is not None:
-        layer.num_batches_tracked.add_(1)
-        if factor is None:
-            factor = 1.0 / float(layer.num_batches_tracked)
-    factor = 0.0 if factor is None else factor
+    """As ``F.batch_norm``: the running variance is unbiased."""
     unbiased = variance * (count / (count - 1))
-    layer.running_mean.mul_(1 - factor).add_(mean.to(layer.running_mean), alpha=factor)
-    layer.running_var.mul_(1 - factor).add_(unbiased.to(layer.running_var), alpha=factor)
+    running_mean.mul_(1 - momentum).add_(mean.to(running_mean), alpha=momentum)
+    running_var.mul_(1 - momentum).add_(unbiased.to(running_var), alpha=momentum)
 
 
 class _GlobalBatchNorm(torch.autograd.Function):
@@ -154,7 +199,8 @@ class _GlobalBatchNorm(torch.autograd.Function):
         bias: torch.Tensor | None,
         eps: float,
         statistics: _Statistics,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        settle: Callable[[torch.Tensor, torch.Tensor, int], None],
+    ) -> torch.Tensor:
         count = inputs.numel() // inputs.shape[1]
         dims = [dim for dim in range(inputs.dim()) if dim != 1]
         variance, mean = torch.var_mean(inputs, dims, correction=0)
@@ -170,17 +216,17 @@ class _GlobalBatchNorm(torch.autograd.Function):
                 )
             )
         mean, variance = mean.to(inputs.dtype), variance.to(inputs.dtype)
-        output = F.batch_norm(inputs, mean, variance, weight, bias, False, 0.0, eps)
+        output = torch.batch_norm(inputs, weight, bias, mean, variance, False, 0.0, eps, False)
         ctx.save_for_backward(inputs, weight, mean, variance)
         ctx.eps, ctx.total, ctx.statistics, ctx.dims = eps, total, statistics, dims
         ctx.has_bias = bias is not None
-        count_tensor = torch.tensor(total)
-        ctx.mark_non_differentiable(mean, variance, count_tensor)
-        return output, mean, variance, count_tensor
+        # Here and not after: a checkpoint that recomputes ends as soon as it has what was saved.
+        settle(mean, variance, total)
+        return output
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        gradient = gradients[0]
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         inputs, weight, mean, variance = ctx.saved_tensors
         shape = [1, -1] + [1] * (inputs.dim() - 2)
         inverse = torch.rsqrt(variance + ctx.eps)
@@ -198,6 +244,7 @@ class _GlobalBatchNorm(torch.autograd.Function):
             input_gradient,
             None if weight is None else own_dot,
             own_sum if ctx.has_bias else None,
+            None,
             None,
             None,
         )

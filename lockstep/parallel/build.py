@@ -12,7 +12,7 @@ from lockstep.comm.exchange import (
     SharedMemoryExchange,
 )
 from lockstep.comm.shared_memory import SharedRegion
-from lockstep.parallel.batch_norm import batch_norm_layers, row_length
+from lockstep.parallel.batch_norm import BatchNorms
 from lockstep.parallel.losses import LossAdapter
 from lockstep.parallel.store import tensor_spec
 from lockstep.parallel.update import Updater
@@ -31,7 +31,7 @@ def exchange_spec(plan: Plan, model: nn.Module) -> ExchangeSpec:
             for name, parameter in model.named_parameters()
             if parameter.requires_grad
         ),
-        row_capacity=row_length(batch_norm_layers(model)),
+        row_capacity=BatchNorms(model).row_length,
     )
 
 

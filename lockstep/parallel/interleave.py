@@ -5,22 +5,30 @@ before every other one has come as far. A rank with several shares runs each in 
 one at a time and always in the same order: at a meeting a share hands on to the next, and goes on
 when it is its turn again. Only one thread ever computes, so the result depends on no timing.
 
-Each share keeps its own random streams across meetings.
+What a share must not see others change (random streams, buffers) is kept and restored around its
+meetings.
 """
 
 import threading
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
-from lockstep.data.order import restore_streams, stream_states
 from lockstep.errors import ModelError, problem
 
 
 class Interleaver:
-    """Runs bodies in turns; inside a body, ``meet`` waits until all others have come as far."""
+    """Runs bodies in turns; inside a body, ``meet`` waits until all others have come as far.
 
-    def __init__(self) -> None:
+    Args:
+        keep: copies what is each body's own.
+        restore: puts it back.
+    """
+
+    def __init__(self, keep: Callable[[], Any], restore: Callable[[Any], None]) -> None:
+        self._keep = keep
+        self._restore = restore
         self._turns: list[threading.Semaphore] = []
         self._finished: list[bool] = []
         self._meetings: list[int] = []
@@ -66,10 +74,10 @@ class Interleaver:
             return
         own = self.current
         self._meetings[own] += 1
-        streams = stream_states()
+        kept = self._keep()
         self._hand_on(own)
         self._wait_for_turn(own)
-        restore_streams(streams)
+        self._restore(kept)
         if self._left_behind(own):
             raise ModelError(
                 problem(

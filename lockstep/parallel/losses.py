@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lockstep.data.trees import Tree
+from lockstep.data.trees import Tree, tensors_of
 from lockstep.errors import LossError, OptionError, problem
 
 Loss = Callable[..., Any]
@@ -36,13 +36,13 @@ class ShareLoss:
     """A share's loss and how to go backward from it.
 
     Attributes:
-        value: the tensor that backward starts from.
-        seed: d total / d value, a number or a tensor of the shape of ``value``.
+        values: the tensors that backward starts from.
+        seed: d total / d value, a number or a tensor of the shape of the values.
         total: weighted sum of the losses of the share's samples.
         weight: the sum of their weights.
     """
 
-    value: torch.Tensor
+    values: tuple[torch.Tensor, ...]
     seed: torch.Tensor | float
     total: float
     weight: float
@@ -52,12 +52,17 @@ class ShareLoss:
 
         A share whose samples have used no trainable parameter adds nothing.
         """
-        if not self.value.requires_grad:
+        values = [value for value in self.values if value.requires_grad]
+        if not values:
             return
         seed = self.seed / denominator
-        if not isinstance(seed, torch.Tensor):
-            seed = torch.full_like(self.value, seed)
-        torch.autograd.backward(self.value, seed)
+        torch.autograd.backward(
+            values,
+            [
+                seed if isinstance(seed, torch.Tensor) else torch.full_like(value, seed)
+                for value in values
+            ],
+        )
 
 
 class LossAdapter:
@@ -69,16 +74,7 @@ class LossAdapter:
 
     def __init__(self, loss: Loss) -> None:
         self.loss = loss
-        self._reduction = _reduction_of(loss)
-        if self._reduction == "sum":
-            raise OptionError(
-                problem(
-                    "The loss must be a mean over the samples, or give them one by one.",
-                    received='reduction="sum"',
-                    fix='Use reduction="mean" (and a larger learning rate) or "none".',
-                )
-            )
-        self._by_class = _ClassLoss.recognise(loss)
+        _check_reduction(loss)
         self._takes_weight = _takes(loss, "sample_weight")
 
     def __call__(
@@ -88,34 +84,39 @@ class LossAdapter:
 
         Raises:
             LossError: the loss function returned something else than agreed.
+            OptionError: the loss has become a sum since.
         """
-        if self._by_class is not None and isinstance(output, torch.Tensor):
-            returned: Any = self._by_class(output, target, sample_weight)
+        # Looked at anew for every share: a loss may change between two fits, or in a callback.
+        reduction = _check_reduction(self.loss)
+        by_class = _ClassLoss.recognise(self.loss)
+        if by_class is not None and isinstance(output, torch.Tensor):
+            returned: Any = by_class(output, target, sample_weight)
             sample_weight = None
         elif sample_weight is not None and self._takes_weight:
             returned = self.loss(output, target, sample_weight=sample_weight)
-            return self._weighted_pair(returned)
-        elif sample_weight is not None and self._reduction == "mean":
+            return self._weighted_pair(returned, output)
+        elif sample_weight is not None and reduction == "mean":
             values = _unreduced(self.loss)(output, target)
             returned = values.flatten(1).mean(1) if values.dim() > 1 else values
         else:
             returned = self.loss(output, target)
-        return self._read(returned, sample_weight, num_samples)
+        return self._read(returned, output, sample_weight, num_samples)
 
     def _read(
-        self, returned: Any, sample_weight: torch.Tensor | None, num_samples: int
+        self, returned: Any, output: Tree, sample_weight: torch.Tensor | None, num_samples: int
     ) -> ShareLoss:
         if isinstance(returned, tuple | list) and len(returned) == 2:
             if sample_weight is not None:
                 raise _needs_weight_argument()
-            return _pair(*returned)
+            total, weight = returned
+            return _pair(total, weight, output)
         if not isinstance(returned, torch.Tensor):
             raise LossError(_misfit(f"{type(returned).__name__}"))
         if returned.dim() == 0:
             if sample_weight is not None:
                 raise _needs_per_sample_values()
             return ShareLoss(
-                value=returned,
+                values=(returned,),
                 seed=float(num_samples),
                 total=returned.item() * num_samples,
                 weight=float(num_samples),
@@ -126,9 +127,10 @@ class LossAdapter:
             _misfit(f"a tensor of shape {tuple(returned.shape)} for {num_samples} samples")
         )
 
-    def _weighted_pair(self, returned: Any) -> ShareLoss:
+    def _weighted_pair(self, returned: Any, output: Tree) -> ShareLoss:
         if isinstance(returned, tuple | list) and len(returned) == 2:
-            return _pair(*returned)
+            total, weight = returned
+            return _pair(total, weight, output)
         raise LossError(
             problem(
                 "A loss that takes sample_weight must return a pair (total, weight).",
@@ -141,7 +143,7 @@ class LossAdapter:
 def _per_sample(values: torch.Tensor, sample_weight: torch.Tensor | None) -> ShareLoss:
     if sample_weight is None:
         return ShareLoss(
-            value=values,
+            values=(values,),
             seed=torch.ones_like(values),
             total=values.detach().sum(dtype=torch.float64).item(),
             weight=float(len(values)),
@@ -149,14 +151,14 @@ def _per_sample(values: torch.Tensor, sample_weight: torch.Tensor | None) -> Sha
     weights = sample_weight.to(values)
     # A loss that is not finite makes the total so, also with weight 0: its gradient would be NaN.
     return ShareLoss(
-        value=values,
+        values=(values,),
         seed=weights,
         total=(values.detach() * weights).sum(dtype=torch.float64).item(),
         weight=weights.sum(dtype=torch.float64).item(),
     )
 
 
-def _pair(total: Any, weight: Any) -> ShareLoss:
+def _pair(total: Any, weight: Any, output: Tree) -> ShareLoss:
     if not (isinstance(total, torch.Tensor) and total.dim() == 0):
         raise LossError(_misfit(f"a pair whose total is {_shape(total)}"))
     if isinstance(weight, torch.Tensor) and weight.requires_grad:
@@ -169,7 +171,18 @@ def _pair(total: Any, weight: Any) -> ShareLoss:
         raise LossError(_misfit(f"a pair whose weight is {_shape(weight)}")) from error
     if not (math.isfinite(number) and number >= 0):
         raise LossError(_misfit(f"a pair whose weight is {number}"))
-    return ShareLoss(value=total, seed=1.0, total=total.item(), weight=number)
+    if number == 0 and not math.isfinite(total.item()):
+        return _nothing(output)
+    return ShareLoss(values=(total,), seed=1.0, total=total.item(), weight=number)
+
+
+def _nothing(output: Tree) -> ShareLoss:
+    """A share in which nothing counts, of whose mean (0 / 0) only NaN is left.
+
+    It goes backward with zeros, so that BatchNorm layers meet the other shares there, and what it
+    has used counts as used.
+    """
+    return ShareLoss(values=tuple(tensors_of(output)), seed=0.0, total=0.0, weight=0.0)
 
 
 def _shape(value: Any) -> str:
@@ -222,6 +235,20 @@ def _is_torch_loss(loss: Any) -> bool:
 def _forward_of(loss: nn.Module) -> Any:
     """What the class computes: a subclass that leaves it alone is as good as torch's own."""
     return getattr(type(loss), "forward", None)
+
+
+def _check_reduction(loss: Loss) -> str | None:
+    """``_reduction_of``, or an OptionError for a sum."""
+    reduction = _reduction_of(loss)
+    if reduction == "sum":
+        raise OptionError(
+            problem(
+                "The loss must be a mean over the samples, or give them one by one.",
+                received='reduction="sum"',
+                fix='Use reduction="mean" (and a larger learning rate) or "none".',
+            )
+        )
+    return reduction
 
 
 def _reduction_of(loss: Loss) -> str | None:

@@ -20,16 +20,18 @@ import torch
 from torch import nn
 
 from lockstep.comm.exchange import Exchange, ShareTotals, cut_piece
-from lockstep.data.order import seed_streams, share_seed
+from lockstep.data.order import (
+    StreamStates,
+    restore_streams,
+    seed_streams,
+    share_seed,
+    stream_states,
+)
 from lockstep.data.sources import Batch, Source
 from lockstep.data.trees import Tree, map_tensors
 from lockstep.errors import LossError, NonFiniteLossError, problem
-from lockstep.parallel.batch_norm import (
-    ShareLink,
-    batch_norm_layers,
-    global_statistics,
-    takes_batch_statistics,
-)
+from lockstep.parallel.batch_norm import BatchNorms, GlobalStatistics
+from lockstep.parallel.buffers import Buffers, Kept
 from lockstep.parallel.interleave import Interleaver
 from lockstep.parallel.losses import LossAdapter, ShareLoss
 from lockstep.parallel.update import BoundPiece, Updater
@@ -102,14 +104,18 @@ class Worker:
         self._seed = seed
         self._device = device
         self._dtype = DTYPES[plan.precision]
+        self._parameters = list(model.parameters())
         self._trainable = [
             (name, parameter)
             for name, parameter in model.named_parameters()
             if parameter.requires_grad
         ]
-        self._norms = batch_norm_layers(model)
+        self._norms = BatchNorms(model)
+        self._buffers = Buffers(model)
         self._pieces = self._bind(owned)
-        self._interleaver = Interleaver()
+        self._interleaver = Interleaver(
+            lambda: (stream_states(), self._buffers.keep()), self._restore_own
+        )
         self._program = lru_cache(maxsize=8)(
             lambda size: _grouped(plan, lower_train(plan, rank, size))
         )
@@ -142,8 +148,10 @@ class Worker:
             self.exchange.board.step = step
         self.exchange.begin_pass()
         self._clear_gradients()
+        self._isolate_buffers(run)
         for kind, shares in self._program(len(indices)):
             _HANDLERS[kind](self, run, shares)
+        self._keep_first_buffers(run)
         totals = run.totals
         assert totals is not None
         return StepResult(
@@ -153,7 +161,7 @@ class Worker:
         )
 
     def _clear_gradients(self) -> None:
-        for _, parameter in self._trainable:
+        for parameter in self._parameters:
             parameter.grad = None
 
     def _forward(self, run: "_Step", shares: list[int]) -> None:
@@ -164,43 +172,19 @@ class Worker:
             if run.observe is not None:
                 run.observe(map_tensors(torch.Tensor.detach, output), batch.targets)
 
-        with self._changing_buffers_once(run, shares[0]):
-            self._run_together(run, shares, forward)
-
-    @contextmanager
-    def _changing_buffers_once(self, run: "_Step", share: int) -> Iterator[None]:
-        """Of a rank's shares only the first changes buffers, and all find them as the step did.
-
-        One forward pass over the whole batch would change them once: a power iteration
-        (spectral_norm), a count of calls.
-        """
-        mine = shares_of_replica(self.rank, self.plan.num_replicas, self.plan.num_shares)
-        if share == mine.start:
-            if mine.start + 1 < min(mine.stop, run.num_filled):
-                run.buffers = [buffer.clone() for buffer in self.model.buffers()]
-            yield
-            return
-        after_first = [buffer.clone() for buffer in self.model.buffers()]
-        self._set_buffers(run.buffers)
-        yield
-        self._set_buffers(after_first)
-
-    @torch.no_grad()
-    def _set_buffers(self, values: list[torch.Tensor]) -> None:
-        for buffer, value in zip(self.model.buffers(), values, strict=True):
-            buffer.copy_(value)
+        self._run_together(run, shares, forward)
 
     def _backward(self, run: "_Step", shares: list[int]) -> None:
+        backward = partial(self._backward_of, run)
         if len(shares) == 1:
-            self._backward_of(run, shares[0])
-            gradients = [parameter.grad for _, parameter in self._trainable]
-            self._put(run, shares[0], gradients)
+            self._run_together(run, shares, backward)
+            self._put(run, shares[0], [parameter.grad for _, parameter in self._trainable])
             return
         taken: dict[int, list[torch.Tensor | None]] = {
             share: [None] * len(self._trainable) for share in shares
         }
         with self._taking_gradients(lambda: taken[shares[self._interleaver.current]]):
-            self._interleaver.run([partial(self._backward_of, run, share) for share in shares])
+            self._run_together(run, shares, backward)
         for share in shares:
             self._put(run, share, taken[share])
 
@@ -220,10 +204,14 @@ class Worker:
 
     @contextmanager
     def _taking_gradients(self, taken: Callable[[], list[torch.Tensor | None]]) -> Iterator[None]:
-        """Within the block, gradients go where ``taken`` says as soon as they are whole."""
+        """Within the block, gradients go where ``taken`` says as soon as they are there."""
 
         def take(index: int, parameter: torch.Tensor) -> None:
-            taken()[index] = parameter.grad
+            # Once per share, but for reentrant checkpoints, which go backward bit by bit.
+            own, gradient = taken(), parameter.grad
+            assert gradient is not None
+            before = own[index]
+            own[index] = gradient if before is None else before + gradient
             parameter.grad = None
 
         handles = [
@@ -331,7 +319,7 @@ class Worker:
         return outputs
 
     def _begin(self, source: Source, indices: torch.Tensor) -> "_Step":
-        if any(takes_batch_statistics(layer) for _, layer in self._norms):
+        if self._norms.use_batch_statistics:
             self.exchange.barrier()  # rows of the last pass may still be read
         self.exchange.begin_pass()
         return _Step(source, indices, 0, self.plan.num_shares, None)
@@ -344,29 +332,51 @@ class Worker:
     # --- shared ----------------------------------------------------------------------------------
 
     def _run_together(self, run: "_Step", shares: list[int], body: Callable[[int], None]) -> None:
-        """Run ``body`` for shares whose BatchNorm layers see the whole batch."""
-        with self._global_norms(run, shares):
-            self._interleaver.run([partial(body, share) for share in shares])
+        """Run ``body`` for shares at once: BatchNorm sees the whole batch, buffers change once."""
+
+        def run_share(share: int) -> None:
+            with self._global_statistics(run, share, is_last=share == shares[-1]):
+                if not run.isolates_buffers:
+                    body(share)
+                    return
+                self._buffers.restore(run.buffers.get(share, run.first_buffers))
+                body(share)
+                run.buffers[share] = self._buffers.keep()
+
+        self._interleaver.run([partial(run_share, share) for share in shares])
+
+    def _isolate_buffers(self, run: "_Step") -> None:
+        """Where this rank has several shares of the batch, each starts from the same buffers."""
+        mine = shares_of_replica(self.rank, self.plan.num_replicas, self.plan.num_shares)
+        if mine.start + 1 < min(mine.stop, run.num_filled) and self._buffers:
+            run.isolates_buffers = True
+            run.first_buffers = self._buffers.keep()
+
+    def _keep_first_buffers(self, run: "_Step") -> None:
+        if run.isolates_buffers:
+            self._buffers.restore(run.buffers[min(run.buffers)])
+
+    def _restore_own(self, kept: tuple[StreamStates, Kept]) -> None:
+        restore_streams(kept[0])
+        self._buffers.restore(kept[1])
+
+    def _global_statistics(
+        self, run: "_Step", share: int, *, is_last: bool
+    ) -> AbstractContextManager[Any]:
+        if run.num_filled == 1 or not self._norms:
+            return nullcontext()
+
+        def gather(row: torch.Tensor) -> torch.Tensor:
+            self.exchange.offer(share, row, last=is_last)
+            self._interleaver.meet()
+            return self.exchange.offered(share, len(row), run.num_filled)
+
+        return GlobalStatistics(self._norms, gather)
 
     def _output(self, run: "_Step", share: int) -> tuple[Batch, Tree]:
         """A share's samples, and what the model makes of them."""
         batch = self._read(run, share)
         return batch, call_model(self.model, batch.inputs)
-
-    def _global_norms(self, run: "_Step", shares: list[int]) -> AbstractContextManager[None]:
-        if run.num_filled == 1 or not self._norms:
-            return nullcontext()
-
-        def link_of(share: int) -> ShareLink:
-            def gather(row: torch.Tensor) -> torch.Tensor:
-                self.exchange.offer(share, row, last=share == shares[-1])
-                self._interleaver.meet()
-                return self.exchange.offered(share, len(row), run.num_filled)
-
-            return ShareLink(gather, is_first=share == shares[0])
-
-        links = [link_of(share) for share in shares]
-        return global_statistics(self._norms, lambda: links[self._interleaver.current])
 
     def _read(self, run: "_Step", share: int) -> Batch:
         start, stop = run.bounds[share]
@@ -420,7 +430,9 @@ class _Step:
         self.num_filled = num_filled_shares(self.num_samples, num_shares)
         self.losses: dict[int, ShareLoss] = {}
         self.totals: ShareTotals | None = None
-        self.buffers: list[torch.Tensor] = []
+        self.isolates_buffers = False
+        self.first_buffers: Kept = []
+        self.buffers: dict[int, Kept] = {}
 
 
 def call_model(model: nn.Module, inputs: Tree) -> Any:

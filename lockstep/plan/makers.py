@@ -25,7 +25,12 @@ class SingleDevice:
     precision: str = "fp32"
 
     def __call__(self, graph: LayerGraph, cluster: Cluster, batch_size: int) -> Plan:
-        """Make the Plan; ``batch_size`` does not matter here."""
+        """Make the Plan; ``batch_size`` does not matter here.
+
+        Raises:
+            DeviceError: a GPU that this host does not have.
+        """
+        _check_gpu(self.device, cluster)
         return Plan(
             strategy="single device",
             mesh=(),
@@ -104,6 +109,18 @@ def num_mirrored_replicas(devices: int | None, cluster: Cluster) -> int:
             )
         )
     return devices
+
+
+def _check_gpu(device: str, cluster: Cluster) -> None:
+    gpus = [gpu.name for gpu in cluster.hosts[0].devices_of("cuda")]
+    if device.startswith("cuda") and device not in gpus:
+        raise DeviceError(
+            problem(
+                f"This host's GPUs are: {', '.join(gpus) or 'none'}.",
+                received=f"device={device!r}",
+                fix=f"Use {gpus[0]!r}." if gpus else "Use 'cpu', or a torch built for the GPU.",
+            )
+        )
 
 
 def _one_stage(graph: LayerGraph) -> tuple[LayerPlacement, ...]:

@@ -99,11 +99,15 @@ def norm_of(tensors: Iterable[torch.Tensor | None]) -> float:
     """Norm of all finite elements of all tensors together."""
     return math.sqrt(
         sum(
-            tensor.double().where(tensor.isfinite(), 0.0).pow(2).sum().item()
+            _magnitude(tensor).where(tensor.isfinite(), 0.0).pow(2).sum().item()
             for tensor in tensors
             if tensor is not None
         )
     )
+
+
+def _magnitude(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.abs() if tensor.is_complex() else tensor).double()
 
 
 # --- kind by kind -------------------------------------------------------------------------------
@@ -158,6 +162,8 @@ def _compare_slots(snapshot: Snapshot, record: Record) -> Iterator[Comparison]:
     for name, slots in record.slots.items():
         for slot, ours in slots.items():
             found = pieces.pop((name, slot), [])
+            if not (found or record.state[name].numel()):
+                continue  # no rank steps on a parameter without elements
             for theirs, same in _aligned(found, ours, record.state[name]):
                 yield _compare(
                     SLOT, f"{name} {slot}", None, record.step, theirs, same, scales[slot]
@@ -192,14 +198,15 @@ def _aligned(pieces: list[_Piece], ours: Any, parameter: torch.Tensor) -> Iterat
         for piece in pieces:
             yield piece.value, ours
     elif isinstance(ours, torch.Tensor) and ours.shape == parameter.shape:
-        yield _assembled(pieces, ours.numel()), _in_memory_order(ours, parameter)
+        yield _assembled(pieces, ours), _in_memory_order(ours, parameter)
     else:
         yield pieces[0].value, ours
 
 
-def _assembled(pieces: list[_Piece], num_elements: int) -> torch.Tensor:
+def _assembled(pieces: list[_Piece], ours: torch.Tensor) -> torch.Tensor:
     """One flat tensor from pieces; what no rank has is NaN, which equals nothing."""
-    whole = torch.full((num_elements,), math.nan, dtype=torch.float64)
+    dtype = torch.complex128 if ours.is_complex() else torch.float64
+    whole = torch.full((ours.numel(),), math.nan, dtype=dtype)
     for piece in pieces:
         if _shape_of(piece.value) == (piece.stop - piece.start,):
             whole[piece.start : piece.stop] = piece.value
@@ -268,7 +275,7 @@ def _is_numeric(value: Any) -> bool:
 
 def _floating(state: dict[str, torch.Tensor], names: Iterable[str]) -> list[torch.Tensor]:
     tensors = [state[name] for name in names if name in state]
-    return [tensor for tensor in tensors if tensor.is_floating_point()]
+    return [tensor for tensor in tensors if tensor.is_floating_point() or tensor.is_complex()]
 
 
 def _all_names(theirs: Iterable[str], ours: Iterable[str]) -> list[str]:

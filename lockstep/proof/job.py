@@ -95,7 +95,7 @@ def copy_in_double(job: Job) -> DoubleCopy:
                 "or for open files and locks.",
             )
         ) from error
-    model.double()
+    model._apply(_double)
     return DoubleCopy(
         model=model, loss=_in_double(loss), optimizer=_copied_optimizer(job.optimizer, model, memo)
     )
@@ -104,7 +104,7 @@ def copy_in_double(job: Job) -> DoubleCopy:
 def _in_double(loss: Any) -> Any:
     """Weights that a loss holds must have the precision of what it is given."""
     if isinstance(loss, nn.Module):
-        return loss.double()
+        return loss._apply(_double)
     if isinstance(loss, functools.partial):
         return functools.partial(
             _in_double(loss.func),
@@ -115,9 +115,11 @@ def _in_double(loss: Any) -> Any:
 
 
 def _double(value: Any) -> Any:
-    if isinstance(value, torch.Tensor) and value.is_floating_point():
-        return value.double()
-    return value
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.is_complex():
+        return value.to(torch.complex128)
+    return value.double() if value.is_floating_point() else value
 
 
 def _copied_optimizer(optimizer: Any, model: nn.Module, memo: dict[int, Any]) -> optim.Optimizer:

@@ -64,16 +64,18 @@ class Report:
         console = Console(
             file=text, width=100, color_system=None, force_terminal=False, force_jupyter=False
         )
-        console.print(self.__rich__())
-        return "\n".join(line.rstrip() for line in text.getvalue().rstrip().splitlines())
+        console.print(self._body())
+        lines = [self.title, *text.getvalue().rstrip().splitlines()]
+        return "\n".join(line.rstrip() for line in lines)
 
     def __rich__(self) -> Group:
         return Group(
             Text(self.title),
-            _table(self.kinds),
-            *self._remarks(),
-            *self._verdict(),
+            self._body(),
         )
+
+    def _body(self) -> Group:
+        return Group(_table(self.kinds), *self._remarks(), *self._verdict())
 
     def _remarks(self) -> Iterable[Text]:
         if self.undetermined:

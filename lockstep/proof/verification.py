@@ -35,7 +35,7 @@ from lockstep.proof.reference import Record, Reference
 from lockstep.proof.report import Report, make_report
 from lockstep.train.callbacks import Callback, Logs
 from lockstep.train.tasks import Snapshot
-from lockstep.train.trainer import StrategyLike, Trainer
+from lockstep.train.trainer import StrategyLike, Trainer, check_strategy
 
 
 def verify_job(job: Job, strategy: StrategyLike, *, steps: int = 5, seed: int = 0) -> Report:
@@ -54,11 +54,11 @@ def verify_job(job: Job, strategy: StrategyLike, *, steps: int = 5, seed: int = 
         A report: ``report.passed``, and ``print(report)`` for the table.
 
     Raises:
-        OptionError: ``steps`` or ``seed`` cannot be what it is.
+        OptionError: an argument cannot be what it is.
         ModelError: the model cannot be copied, or not compute in float64.
         LockstepError: whatever ``Trainer.fit`` raises for this job.
     """
-    _check(steps, seed)
+    _check(job, strategy, steps, seed)
     ours, theirs = copy_in_double(job), copy_in_double(job)
     source = as_source(job.data)
     reference = Reference(
@@ -245,8 +245,16 @@ def _not_in_double(error: Exception) -> ModelError:
     )
 
 
-def _check(steps: Any, seed: Any) -> None:
+def _check(job: object, strategy: object, steps: Any, seed: Any) -> None:
     problems = Problems()
+    if not isinstance(job, Job):
+        problems.add(
+            "verify needs a lockstep.Job.",
+            received=getattr(job, "__name__", type(job).__name__),
+            fix="Pass lockstep.Job(model, loss, optimizer, data, batch_size), or what your "
+            "function returns: verify(make_job(), strategy).",
+        )
+    check_strategy(strategy, problems)
     if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
         problems.add(
             "`steps` must be an integer of at least 1.", received=repr(steps), fix="Use 5."

@@ -46,10 +46,10 @@ class MirroredStrategy(Strategy):
                     fix="Leave it out for one share per device.",
                 )
             )
-        if not timeout_seconds > 0:
+        if not _is_positive(timeout_seconds):
             raise OptionError(
                 problem(
-                    "`timeout_seconds` must be positive.",
+                    "`timeout_seconds` must be a positive number.",
                     received=f"timeout_seconds={timeout_seconds!r}",
                     fix="Leave it out for 600 s.",
                 )
@@ -69,3 +69,7 @@ class MirroredStrategy(Strategy):
 
 def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0

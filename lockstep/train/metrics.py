@@ -25,6 +25,14 @@ class Metrics:
     """
 
     def __init__(self, metrics: Mapping[str, Any] | None) -> None:
+        if metrics is not None and not isinstance(metrics, Mapping):
+            raise OptionError(
+                problem(
+                    "`metrics` must be a dict of metrics by name.",
+                    received=type(metrics).__name__,
+                    fix='Pass {"accuracy": torchmetrics.Accuracy(...)}, for example.',
+                )
+            )
         self.by_name: dict[str, Metric] = {}
         for name, metric in (metrics or {}).items():
             if not _is_metric(metric):
@@ -32,7 +40,9 @@ class Metrics:
                     problem(
                         f"metrics[{name!r}] must be a torchmetrics.Metric.",
                         received=type(metric).__name__,
-                        fix='Pass {"accuracy": torchmetrics.Accuracy(...)}, for example.',
+                        fix="Pass its members by name: metrics=dict(collection.items())."
+                        if _is_collection(metric)
+                        else 'Pass {"accuracy": torchmetrics.Accuracy(...)}, for example.',
                     )
                 )
             if name == "loss" or name.startswith("val_"):
@@ -83,6 +93,12 @@ def _is_metric(value: object) -> "TypeGuard[Metric]":
     from torchmetrics import Metric
 
     return isinstance(value, Metric)
+
+
+def _is_collection(value: object) -> bool:
+    from torchmetrics import MetricCollection
+
+    return isinstance(value, MetricCollection)
 
 
 def _parts(metric: "Metric") -> list["Metric"]:

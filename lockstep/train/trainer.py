@@ -5,6 +5,7 @@ runs tasks on the Plan's ranks through a ``Session``.
 """
 
 import copy
+import operator
 import os
 import weakref
 from collections.abc import Mapping, Sequence
@@ -88,7 +89,7 @@ class Trainer:
         seed: int = 0,
         callbacks: Sequence[Callback] = (),
     ) -> None:
-        _check_arguments(model, loss, precision, seed, callbacks)
+        _check_arguments(model, loss, strategy, precision, seed, callbacks)
         self.model = model
         self.strategy = strategy if strategy is not None else current_strategy()
         self.precision = precision
@@ -149,7 +150,7 @@ class Trainer:
             KeyboardInterrupt: after Ctrl-C and the step that was under way, with weights and
                 optimizer as that step left them; at once after a second Ctrl-C.
         """
-        _check_counts(epochs=epochs, batch_size=batch_size)
+        epochs, batch_size = _check_counts(epochs=epochs, batch_size=batch_size)
         loss = self._need_loss("fit")
         source = _filled(as_source(data), "data")
         validation = None
@@ -204,7 +205,7 @@ class Trainer:
         Returns:
             ``{"loss": ..., <metric>: ...}``.
         """
-        _check_counts(batch_size=batch_size)
+        (batch_size,) = _check_counts(batch_size=batch_size)
         loss = self._need_loss("evaluate")
         source = _filled(as_source(data), "data")
         # Within a fit, the user's metrics are busy with the training data.
@@ -230,7 +231,7 @@ class Trainer:
         Returns:
             What the model returns, with all samples along the first dim of every tensor.
         """
-        _check_counts(batch_size=batch_size)
+        (batch_size,) = _check_counts(batch_size=batch_size)
         source = as_input_source(inputs, name="inputs")
         for callback in self.callbacks:
             callback.set_trainer(self)
@@ -379,8 +380,41 @@ def _filled(source: Source, name: str) -> Source:
     return source
 
 
+def check_strategy(strategy: object, problems: Problems) -> None:
+    """Note what is no strategy: its name, its class, anything else without a maker of Plans."""
+    if strategy is None or (hasattr(strategy, "maker") and not isinstance(strategy, type)):
+        return
+    problems.add(
+        "`strategy` must be a strategy.",
+        received=f"the class {strategy.__name__}" if isinstance(strategy, type) else repr(strategy),
+        fix="Pass an instance: lockstep.MirroredStrategy(devices=2), for example.",
+    )
+
+
+def _check_callbacks(callbacks: object, problems: Problems) -> None:
+    if not isinstance(callbacks, Sequence) or isinstance(callbacks, str):
+        problems.add(
+            "`callbacks` must be a list of callbacks.",
+            received=type(callbacks).__name__,
+            fix="Put it into a list: callbacks=[callback].",
+        )
+        return
+    for callback in callbacks:
+        if not isinstance(callback, Callback):
+            problems.add(
+                "Callbacks must be instances of lockstep.Callback.",
+                received=type(callback).__name__,
+                fix="Derive its class from lockstep.Callback, and pass an instance.",
+            )
+
+
 def _check_arguments(
-    model: object, loss: object, precision: object, seed: object, callbacks: Sequence[object]
+    model: object,
+    loss: object,
+    strategy: object,
+    precision: object,
+    seed: object,
+    callbacks: object,
 ) -> None:
     problems = Problems()
     if not isinstance(model, nn.Module):
@@ -389,12 +423,13 @@ def _check_arguments(
             received=type(model).__name__,
             fix="Pass an instance, not a class.",
         )
-    if loss is not None and not callable(loss):
+    if loss is not None and (isinstance(loss, type) or not callable(loss)):
         problems.add(
             "`loss` must be callable as loss(output, target).",
-            received=repr(loss),
-            fix="Pass torch.nn.CrossEntropyLoss(), for example.",
+            received=f"the class {loss.__name__}" if isinstance(loss, type) else repr(loss),
+            fix="Pass an instance: torch.nn.CrossEntropyLoss(), for example.",
         )
+    check_strategy(strategy, problems)
     if precision not in DTYPES:
         problems.add(
             f"`precision` must be one of {', '.join(DTYPES)}.",
@@ -405,26 +440,27 @@ def _check_arguments(
         problems.add(
             "`seed` must be an integer from 0 to 2**63 - 1.", received=repr(seed), fix="Use 0."
         )
-    for callback in callbacks:
-        if not isinstance(callback, Callback):
-            problems.add(
-                "Callbacks must be instances of lockstep.Callback.",
-                received=type(callback).__name__,
-                fix="Derive its class from lockstep.Callback, and pass an instance.",
-            )
+    _check_callbacks(callbacks, problems)
     problems.raise_if_any(OptionError)
 
 
-def _check_counts(**counts: object) -> None:
+def _check_counts(**counts: Any) -> list[int]:
+    """The counts as plain integers (numpy's are welcome)."""
     problems = Problems()
+    found = []
     for name, value in counts.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        try:
+            found.append(0 if isinstance(value, bool) else operator.index(value))
+        except TypeError:
+            found.append(0)
+        if found[-1] < 1:
             problems.add(
                 f"`{name}` must be an integer of at least 1.",
                 received=f"{name}={value!r}",
                 fix="Pass a positive integer.",
             )
     problems.raise_if_any(OptionError)
+    return found
 
 
 def _prepare_model(model: nn.Module, precision: str) -> None:

@@ -288,5 +288,7 @@ def test_a_file_has_the_permissions_of_any_new_file(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_not_there_is_the_systems_error(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
-        save_weights(case("mlp").make_model(), tmp_path / "nowhere" / "weights")
+    path = tmp_path / "nowhere" / "weights"
+    with pytest.raises(FileNotFoundError) as caught:
+        save_weights(case("mlp").make_model(), path)
+    assert caught.value.filename == str(path)  # the user's, not a temporary one

@@ -138,6 +138,32 @@ def test_a_value_that_is_not_finite_shows_even_with_weight_zero(bad: float) -> N
     assert not bool(output.grad.isfinite().all())
 
 
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_pair_of_no_weight_and_no_number_is_nothing(bad: float) -> None:
+    output = OUTPUT.clone().requires_grad_()
+    adapter = LossAdapter(lambda output, target: (output["logits"].sum() * bad, 0))
+    share = adapter({"logits": output, "other": None}, TARGET, None, NUM_SAMPLES)
+    assert (share.total, share.weight) == (0.0, 0.0)
+    share.backward(4.0)
+    assert output.grad is not None
+    assert output.grad.tolist() == torch.zeros_like(OUTPUT).tolist()
+
+
+def test_a_loss_may_change_after_the_trainer_is_made() -> None:
+    loss = nn.CrossEntropyLoss()
+    adapter = LossAdapter(loss)
+    weight = torch.tensor([1.0, 2.0, 3.0])
+    for change in ({"label_smoothing": 0.5}, {"weight": weight}, {"ignore_index": 1}):
+        vars(loss).update({key: value for key, value in change.items() if key != "weight"})
+        if "weight" in change:
+            loss.weight = weight
+        share = adapter(OUTPUT, TARGET, None, NUM_SAMPLES)
+        assert share.total / share.weight == pytest.approx(loss(OUTPUT, TARGET).item(), rel=1e-6)
+    loss.reduction = "sum"
+    with pytest.raises(OptionError, match='reduction="sum"'):
+        adapter(OUTPUT, TARGET, None, NUM_SAMPLES)
+
+
 # --- what is refused ----------------------------------------------------------------------------
 
 RETURNED: dict[str, tuple[Any, str]] = {

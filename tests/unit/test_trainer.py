@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 import torchmetrics
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
@@ -512,22 +514,44 @@ def test_a_share_that_uses_no_trainable_parameter_adds_nothing() -> None:
         )
 
 
-def nan_pair(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
-    """In the share that holds the last sample: no weight, and no number either."""
-    if bool((target == 7).any()):
-        return output.sum() * math.nan, 0
-    return output.pow(2).sum(), len(output)
+def mean_of_counted(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """As people write it: nan * 0 where no target counts."""
+    counted = target < 7
+    return F.cross_entropy(output[counted], target[counted]) * counted.sum(), counted.sum()
 
 
 @pytest.mark.parametrize("devices", [1, 2])
-def test_a_share_of_weight_zero_cannot_smuggle_in_nan(devices: int) -> None:
-    target = torch.zeros(8, dtype=torch.long)
-    target[-1] = 7
-    strategy = lockstep.MirroredStrategy(devices, num_shares=2)
-    trainer = make_trainer(strategy=strategy, loss=nan_pair)
-    with pytest.raises(errors.NonFiniteLossError, match="share 1"):
-        trainer.fit((X[:8], target), batch_size=8, shuffle=False, verbose=0)
-    assert all(bool(parameter.isfinite().all()) for parameter in trainer.model.parameters())
+def test_a_share_in_which_nothing_counts_is_no_nan(devices: int) -> None:
+    target = Y[:8].clone()
+    target[4:] = 7
+    models, losses = [], []
+    for strategy, samples in (
+        (lockstep.SingleDeviceStrategy(), 4),
+        (lockstep.MirroredStrategy(devices, num_shares=2), 8),
+    ):
+        trainer = make_trainer(strategy=strategy, loss=mean_of_counted, precision="fp64")
+        data = X[:samples], target[:samples]
+        history = trainer.fit(data, batch_size=8, epochs=2, shuffle=False, verbose=0)
+        models.append(trainer.model)
+        losses += [history.history["loss"], [trainer.evaluate(data, batch_size=8)["loss"]]]
+    for other, one in zip(models[1].parameters(), models[0].parameters(), strict=True):
+        torch.testing.assert_close(other, one, rtol=1e-12, atol=1e-14)
+    assert losses[2] == pytest.approx(losses[0], rel=1e-12)
+    assert losses[3] == pytest.approx(losses[1], rel=1e-12)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_the_batch_norm_of_a_share_in_which_nothing_counts_still_meets_the_others(
+    devices: int,
+) -> None:
+    target = Y.clone()
+    target[8:16] = 7  # the second share of the first batch
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
+    optimizer = partial(torch.optim.SGD, lr=0.1)
+    job = lockstep.Job(model, mean_of_counted, optimizer, (X, target), batch_size=16)
+    strategy = lockstep.MirroredStrategy(devices, num_shares=2, timeout_seconds=20)
+    report = lockstep.verify(job, strategy)
+    assert report.passed, str(report)
 
 
 @pytest.mark.parametrize(("devices", "num_shares"), [(1, 3), (2, 2), (2, 5)])
@@ -550,3 +574,42 @@ def test_a_buffer_that_is_a_view_of_a_parameter_is_refused() -> None:
     model.register_buffer("first_row", model.weight.detach()[0])
     with pytest.raises(errors.ModelError, match="first_row"):
         fit(make_trainer(2, model=model))
+
+
+@dataclass
+class Scores:
+    """As models return their outputs: the logits, and how they were made."""
+
+    logits: Tensor
+    hidden: tuple[Tensor, ...]
+    kind: str = "tanh"
+
+
+class WithScores(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = make_model()
+
+    def forward(self, x: Tensor) -> Scores:
+        return Scores(logits=self.layers(x), hidden=(x * 2,))
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_predict_joins_dataclasses(devices: int) -> None:
+    trainer = make_trainer(devices, model=WithScores())
+    scores = trainer.predict(X, batch_size=16)
+    assert isinstance(scores, Scores)
+    torch.testing.assert_close(scores.logits, trainer.model(X).logits)
+    assert torch.equal(scores.hidden[0], X * 2)
+    assert scores.kind == "tanh"
+    assert trainer.predict(X[:0]).logits.shape == (0, 3)
+
+
+class Summed(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).sum()
+
+
+def test_predict_refuses_outputs_without_a_row_per_sample() -> None:
+    with pytest.raises(errors.ModelError, match=r"one row per sample.*shape \(\)"):
+        make_trainer(2, model=Summed(4, 3)).predict(X, batch_size=16)

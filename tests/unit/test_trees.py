@@ -1,18 +1,31 @@
 """Trees keep their structure and kind, whatever is done to their tensors."""
 
 from collections import OrderedDict, defaultdict
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from lockstep.data.trees import concatenate, map_tensors, tensors_of
+from lockstep.errors import ModelError
 
 
 class Pair(NamedTuple):
     left: Any
     right: Any
+
+
+@dataclass(frozen=True)
+class Record:
+    left: Any
+    right: Any
+    made: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "made", self.made + 1)
 
 
 class ModelOutput(OrderedDict[str, Any]):
@@ -35,6 +48,7 @@ TREES: dict[str, Any] = {
     "a list": [ONE, (TWO,)],
     "a dict": {"a": ONE, 3: [TWO]},
     "a named tuple": Pair(ONE, {"b": TWO}),
+    "a dataclass": Record(ONE, [TWO, None]),
     "an ordered dict with any keys": OrderedDict([(2, ONE), ("b", TWO)]),
     "a default dict": defaultdict(list, {"a": ONE}),
     "a model output": ModelOutput(logits=ONE, hidden=(TWO,)),
@@ -86,3 +100,33 @@ def test_a_default_dict_keeps_its_default_and_attributes_follow_keys() -> None:
 def test_tensors_come_in_order() -> None:
     tree = ({"b": ONE, "a": TWO}, [None, ONE])
     assert [one.item() for one in tensors_of(tree)] == [1.0, 2.0, 1.0]
+
+
+# --- what cannot be joined ----------------------------------------------------------------------
+
+UNLIKE: dict[str, tuple[list[Any], str]] = {
+    "no dims": ([ONE[0], TWO[0]], r"one row per sample.*shape \(\)"),
+    "one without dims": ([ONE[0]], r"one row per sample.*shape \(\)"),
+    "other rows": ([torch.ones(2, 3), torch.ones(2, 4)], r"\(2, 3\), \(2, 4\)"),
+    "lists of other length": ([[ONE], [ONE, TWO]], "a list of 1 and of 2"),
+    "a tensor or none": ([ONE, None], "NoneType.*Tensor"),
+    "none or a tensor": ([None, ONE], "NoneType.*Tensor"),
+    "other keys": ([{"a": ONE}, {"b": ONE}], r"\['a'\], \['b'\]"),
+    "numbers": ([(ONE, 1.0), (ONE, 2.0)], "a float that differs"),
+    "arrays": ([np.ones(2), np.ones(2)], "a ndarray that differs"),
+    "objects": ([object(), object()], "a object that differs"),
+}
+
+
+@pytest.mark.parametrize("name", UNLIKE)
+def test_what_cannot_be_joined_is_told(name: str) -> None:
+    trees, message = UNLIKE[name]
+    with pytest.raises(ModelError, match=f"predict joins.*{message}"):
+        concatenate(trees)
+
+
+def test_a_record_keeps_what_its_class_computes() -> None:
+    joined = concatenate([Record(ONE, {"b": TWO}), Record(TWO, {"b": ONE})])
+    assert joined.left.tolist() == [1.0, 2.0]
+    assert joined.right["b"].tolist() == [2.0, 1.0]
+    assert joined.made == 1

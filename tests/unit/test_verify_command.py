@@ -68,6 +68,7 @@ def test_a_job_that_passes(file: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert re.search(r"parameters +20 ", shown)  # 2 tensors, 2 ranks, 5 steps
     assert "Passed" in shown
     assert max(map(len, shown.splitlines())) <= 100
+    assert [line for line in shown.splitlines() if line != line.rstrip()] == []
 
 
 def test_a_job_that_does_not(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -115,7 +116,6 @@ def test_mistakes_in_the_target_take_one_line(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--strategy", "magic"], "must be one of: single, mirrored"),
         (["--strategy", "single", "--devices", "2"], "one device and one share"),
         (["--devices", "0"], "devices=0"),
         (["--devices", "2", "--shares", "1"], "num_shares=1 with 2 replicas"),
@@ -129,6 +129,12 @@ def test_mistakes_in_the_options_take_one_line(
     shown = capsys.readouterr().err
     assert message in shown
     assert len(shown.strip().splitlines()) == 1
+
+
+def test_the_strategies_are_choices(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["verify", f"{file}:make_job", "--strategy", "magic"])
+    assert re.search(r"magic.*choose from .*single.*mirrored", capsys.readouterr().err)
 
 
 def test_a_file_that_cannot_be_imported(

@@ -264,7 +264,7 @@ def test_a_report_of_agreement() -> None:
     assert "Note: a note." in text
 
 
-def test_a_report_is_at_most_100_columns_wide() -> None:
+def test_below_its_title_a_report_is_at_most_100_columns_wide() -> None:
     long = ".".join(["transformer_encoder_layer"] * 6)
     report = make_report(
         "title " * 30,
@@ -272,7 +272,8 @@ def test_a_report_is_at_most_100_columns_wide() -> None:
         [long] * 3,
         ["[bold]" + "words " * 40],
     )
-    lines = str(report).splitlines()
+    title, *lines = str(report).splitlines()
+    assert title == ("title " * 30).rstrip()  # one line, however long
     assert max(map(len, lines)) <= 100
     assert "\x1b" not in str(report)
     assert "[bold]" in str(report)  # a name is no markup

@@ -379,3 +379,45 @@ assert callable(verify)
 def test_verify_is_a_function_whatever_was_imported_before(first: str) -> None:
     root = Path(lockstep.__file__).parents[1]
     subprocess.run([sys.executable, "-c", f"{first}\n{NAMES}"], check=True, cwd=root)
+
+
+# --- parameters of other kinds ------------------------------------------------------------------
+
+
+class Rotation(nn.Module):
+    """A complex parameter, one without elements, and one unlike both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.phases = nn.Parameter(torch.randn(4, 3, dtype=torch.complex64))
+        self.empty = nn.Parameter(torch.zeros(0, 3))
+        self.bias = nn.Parameter(torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        turned = torch.view_as_real(x.to(self.phases.dtype) @ self.phases)
+        return turned.pow(2).sum(-1) + self.bias + self.empty.sum(0)
+
+
+@pytest.mark.parametrize("optimizer", [optim.SGD, optim.Adam])
+@pytest.mark.parametrize("devices", [1, 2])
+def test_complex_parameters_and_those_without_elements(optimizer: Any, devices: int) -> None:
+    torch.manual_seed(0)
+    options = {"momentum": 0.9} if optimizer is optim.SGD else {}
+    x, y = torch.randn(26, 4), torch.randint(0, 3, (26,))
+    job = lockstep.Job(
+        Rotation(), nn.CrossEntropyLoss(), partial(optimizer, lr=0.01, **options), (x, y), 13
+    )
+    report = lockstep.verify(job, lockstep.MirroredStrategy(devices, num_shares=2))
+    assert report.passed, str(report)
+
+
+@pytest.mark.parametrize("wrong", [lambda: None, nn.Linear(4, 3)], ids=["function", "model"])
+def test_what_is_no_job_is_told_at_once(wrong: Any) -> None:
+    with pytest.raises(OptionError, match=r"verify needs a lockstep.Job.*make_job\(\)"):
+        lockstep.verify(wrong, TWO_SHARES)
+
+
+@pytest.mark.parametrize("wrong", ["mirrored", lockstep.MirroredStrategy])
+def test_what_is_no_strategy_is_told_at_once(wrong: Any) -> None:
+    with pytest.raises(OptionError, match="`strategy` must be a strategy"):
+        lockstep.verify(job_of(case("mlp")), wrong)

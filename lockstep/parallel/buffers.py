@@ -1,0 +1,33 @@
+"""Buffers that several shares of one rank must not see each other change.
+
+One forward pass over the whole batch changes a buffer once (running statistics, a power iteration,
+a count of calls). So every share of a rank starts from the buffers that the step began with, and
+those that its first share leaves behind are kept.
+"""
+
+import torch
+from torch import nn
+
+# Each buffer's version, to see whether it has changed since, and its values.
+Kept = list[tuple[int, torch.Tensor]]
+
+
+class Buffers:
+    """A model's buffers, to be kept and put back."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._buffers = list(model.buffers())
+
+    def __bool__(self) -> bool:
+        return bool(self._buffers)
+
+    def keep(self) -> Kept:
+        """A copy of them all."""
+        return [(buffer._version, buffer.clone()) for buffer in self._buffers]
+
+    @torch.no_grad()
+    def restore(self, kept: Kept) -> None:
+        """Put back what has changed; the others may be needed by a backward pass as they are."""
+        for buffer, (version, values) in zip(self._buffers, kept, strict=True):
+            if buffer._version != version:
+                buffer.copy_(values)

@@ -1,0 +1,123 @@
+"""Arguments that cannot be are told before anything starts, in words of the user's."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torchmetrics
+from torch import nn
+from torch.utils.data import Dataset
+
+import lockstep
+from lockstep import errors
+from lockstep.cluster.topology import Cluster, Device, Host
+from lockstep.graph.layer_graph import LayerGraph
+from lockstep.plan.makers import SingleDevice
+
+X = torch.randn(20, 4, generator=torch.Generator().manual_seed(0))
+Y = torch.randint(0, 3, (20,), generator=torch.Generator().manual_seed(1))
+SGD = partial(torch.optim.SGD, lr=0.1)
+ACCURACY = partial(torchmetrics.Accuracy, task="multiclass", num_classes=3)
+
+
+def make_trainer(**options: Any) -> lockstep.Trainer:
+    given: dict[str, Any] = {"loss": nn.CrossEntropyLoss(), "optimizer": SGD, **options}
+    return lockstep.Trainer(nn.Linear(4, 3), **given)
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "a strategy's name": ({"strategy": "mirrored"}, "`strategy` must be.*'mirrored'.*an instance"),
+    "a strategy's class": (
+        {"strategy": lockstep.MirroredStrategy},
+        "`strategy` must be.*the class MirroredStrategy.*an instance",
+    ),
+    "a loss's class": (
+        {"loss": nn.CrossEntropyLoss},
+        "`loss` must be.*the class CrossEntropyLoss.*an instance",
+    ),
+    "a list of metrics": ({"metrics": [ACCURACY()]}, "`metrics` must be a dict.*list"),
+    "a single metric": ({"metrics": ACCURACY()}, "`metrics` must be a dict.*Accuracy"),
+    "a collection": (
+        {"metrics": {"all": torchmetrics.MetricCollection([ACCURACY()])}},
+        "MetricCollection.*members by name",
+    ),
+    "a single callback": ({"callbacks": lockstep.Callback()}, "list.*Callback.*Put it into a list"),
+    "a callback's class": ({"callbacks": [lockstep.Callback]}, "instances of lockstep.Callback"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_argument_is_told_at_once(name: str) -> None:
+    options, message = WRONG[name]
+    with pytest.raises(errors.OptionError, match=message):
+        make_trainer(**options)
+
+
+@pytest.mark.parametrize("seconds", ["x", None, 0, -1.0, float("nan"), True])
+def test_a_timeout_is_a_positive_number(seconds: Any) -> None:
+    with pytest.raises(errors.OptionError, match="`timeout_seconds` must be a positive number"):
+        lockstep.MirroredStrategy(2, timeout_seconds=seconds)
+
+
+# --- counts -------------------------------------------------------------------------------------
+
+
+def test_counts_may_be_integers_of_numpy() -> None:
+    trainer = make_trainer(strategy=lockstep.MirroredStrategy(1, num_shares=2))
+    size: Any = np.int64(8)
+    epochs: Any = np.int32(2)
+    history = trainer.fit((X, Y), batch_size=size, epochs=epochs, verbose=0)
+    assert len(history.history["loss"]) == 2
+    assert trainer.predict(X, batch_size=size).shape == (20, 3)
+    assert trainer.evaluate((X, Y), batch_size=size).keys() == {"loss"}
+
+
+@pytest.mark.parametrize("size", [8.0, "8", None, True, 0, np.int64(-1), np.float64(8)])
+def test_other_counts_are_refused(size: Any) -> None:
+    with pytest.raises(errors.OptionError, match="`batch_size` must be an integer"):
+        make_trainer().fit((X, Y), batch_size=size, verbose=0)
+
+
+# --- data, files, devices -----------------------------------------------------------------------
+
+
+class WithoutTargets(Dataset[Any]):
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, None]:
+        return X[index], None
+
+
+def test_targets_of_none_are_refused_in_training_and_ignored_in_prediction() -> None:
+    trainer = make_trainer()
+    with pytest.raises(errors.DataError, match=r"tuple of \(Tensor, NoneType\)"):
+        trainer.fit(WithoutTargets(), verbose=0)
+    assert torch.equal(trainer.predict(WithoutTargets()), trainer.predict(X))
+
+
+def test_a_folder_that_is_not_there_is_told_by_the_users_path(tmp_path: Path) -> None:
+    path = tmp_path / "nowhere" / "model.safetensors"
+    with pytest.raises(FileNotFoundError) as caught:
+        make_trainer().save(path)
+    assert str(path) in str(caught.value)
+
+
+def test_a_gpu_that_is_not_there_is_told_when_planning() -> None:
+    strategy = lockstep.SingleDeviceStrategy("cuda:63")
+    with pytest.raises(errors.DeviceError, match=r"GPUs are.*cuda:63"):
+        strategy.plan(nn.Linear(4, 3), batch_size=8)
+    with pytest.raises(errors.DeviceError, match=r"GPUs are.*cuda:63"):
+        make_trainer(strategy=strategy).fit((X, Y), verbose=0)
+
+
+def test_a_gpu_that_is_there_is_taken() -> None:
+    gpu = Device(kind="cuda", index=1, memory_bytes=1)
+    cluster = Cluster(hosts=(Host(name="a", num_cores=1, devices=(gpu,)),))
+    plan = SingleDevice(device="cuda:1")(LayerGraph(layers=()), cluster, 8)
+    assert plan.devices == ("cuda:1",)
+    with pytest.raises(errors.DeviceError, match=r"GPUs are: cuda:1"):
+        SingleDevice(device="cuda:0")(LayerGraph(layers=()), cluster, 8)
