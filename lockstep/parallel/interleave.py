@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from lockstep.errors import ModelError, problem
+from lockstep.parallel.settings import TorchSettings
 
 
 class Interleaver:
@@ -49,9 +50,9 @@ class Interleaver:
         self._finished = [False] * len(bodies)
         self._meetings = [0] * len(bodies)
         self._failure = None
-        grad, threads = torch.is_grad_enabled(), torch.get_num_threads()
+        settings = torch.is_grad_enabled(), torch.get_num_threads(), TorchSettings.current()
         started = [
-            threading.Thread(target=self._run_body, args=(index, body, grad, threads))
+            threading.Thread(target=self._run_body, args=(index, body, *settings))
             for index, body in enumerate(bodies)
         ]
         for thread in started:
@@ -94,12 +95,20 @@ class Interleaver:
             for finished, meetings in zip(self._finished, self._meetings, strict=True)
         )
 
-    def _run_body(self, index: int, body: Callable[[], None], grad: bool, threads: int) -> None:
-        torch.set_grad_enabled(grad)  # both settings belong to a thread
+    def _run_body(
+        self,
+        index: int,
+        body: Callable[[], None],
+        grad: bool,
+        threads: int,
+        settings: TorchSettings,
+    ) -> None:
+        torch.set_grad_enabled(grad)  # these belong to a thread
         torch.set_num_threads(threads)
         try:
             self._wait_for_turn(index)
-            body()
+            with settings.applied():
+                body()
         except _Abandoned:
             pass  # another body has failed: its error is the one to tell
         except BaseException as error:

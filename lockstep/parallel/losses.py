@@ -90,12 +90,11 @@ class LossAdapter:
         reduction = _check_reduction(self.loss)
         by_class = _ClassLoss.recognise(self.loss)
         if by_class is not None and isinstance(output, torch.Tensor):
-            returned: Any = by_class(output, target, sample_weight)
-            sample_weight = None
-        elif sample_weight is not None and self._takes_weight:
-            returned = self.loss(output, target, sample_weight=sample_weight)
+            return _pair(*by_class(output, target, sample_weight))
+        if sample_weight is not None and self._takes_weight:
+            returned: Any = self.loss(output, target, sample_weight=sample_weight)
             return self._weighted_pair(returned, output)
-        elif sample_weight is not None and reduction == "mean":
+        if sample_weight is not None and reduction == "mean":
             values = _unreduced(self.loss)(output, target)
             returned = values.flatten(1).mean(1) if values.dim() > 1 else values
         else:
@@ -108,8 +107,7 @@ class LossAdapter:
         if isinstance(returned, tuple | list) and len(returned) == 2:
             if sample_weight is not None:
                 raise _needs_weight_argument()
-            total, weight = returned
-            return _pair(total, weight, output)
+            return _pair_or_nothing(returned, output)
         if not isinstance(returned, torch.Tensor):
             raise LossError(_misfit(f"{type(returned).__name__}"))
         if returned.dim() == 0:
@@ -129,8 +127,7 @@ class LossAdapter:
 
     def _weighted_pair(self, returned: Any, output: Tree) -> ShareLoss:
         if isinstance(returned, tuple | list) and len(returned) == 2:
-            total, weight = returned
-            return _pair(total, weight, output)
+            return _pair_or_nothing(returned, output)
         raise LossError(
             problem(
                 "A loss that takes sample_weight must return a pair (total, weight).",
@@ -158,7 +155,16 @@ def _per_sample(values: torch.Tensor, sample_weight: torch.Tensor | None) -> Sha
     )
 
 
-def _pair(total: Any, weight: Any, output: Tree) -> ShareLoss:
+def _pair_or_nothing(returned: Any, output: Tree) -> ShareLoss:
+    """A pair of the user's, whose own mean in it may be 0 / 0 where nothing counts."""
+    total, weight = returned
+    share = _pair(total, weight)
+    if share.weight == 0 and not math.isfinite(share.total):
+        return _nothing(output)
+    return share
+
+
+def _pair(total: Any, weight: Any) -> ShareLoss:
     if not (isinstance(total, torch.Tensor) and total.dim() == 0):
         raise LossError(_misfit(f"a pair whose total is {_shape(total)}"))
     if isinstance(weight, torch.Tensor) and weight.requires_grad:
@@ -171,13 +177,11 @@ def _pair(total: Any, weight: Any, output: Tree) -> ShareLoss:
         raise LossError(_misfit(f"a pair whose weight is {_shape(weight)}")) from error
     if not (math.isfinite(number) and number >= 0):
         raise LossError(_misfit(f"a pair whose weight is {number}"))
-    if number == 0 and not math.isfinite(total.item()):
-        return _nothing(output)
     return ShareLoss(values=(total,), seed=1.0, total=total.item(), weight=number)
 
 
 def _nothing(output: Tree) -> ShareLoss:
-    """A share in which nothing counts, of whose mean (0 / 0) only NaN is left.
+    """A share in which nothing counts.
 
     It goes backward with zeros, so that BatchNorm layers meet the other shares there, and what it
     has used counts as used.

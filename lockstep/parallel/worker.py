@@ -463,9 +463,11 @@ def modes_of(model: nn.Module, *, training: bool) -> Iterator[None]:
     In training, a model that is in training mode keeps its modules' modes: what the user has put
     in evaluation mode (a frozen backbone's BatchNorm) stays so.
     """
+    if training and model.training:
+        yield
+        return
     before = [(module, module.training) for module in model.modules()]
-    if not (training and model.training):
-        model.train(training)
+    model.train(training)
     try:
         yield
     finally:

@@ -3,12 +3,16 @@
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from lockstep.errors import OptionError, problem
+from lockstep.parallel.update import PieceSlots, assemble_slots
 from lockstep.parallel.worker import StepResult
 from lockstep.train.callbacks import Callback
+from lockstep.train.changes import fingerprint, structure
 from lockstep.train.history import History
 from lockstep.train.interrupt import Interrupt
 from lockstep.train.progress import ProgressDisplay
 from lockstep.train.tasks import Conductor, Snapshot
+from lockstep.train.updaters import TorchUpdater
 
 if TYPE_CHECKING:
     from lockstep.train.trainer import Trainer
@@ -42,6 +46,7 @@ class FitConductor(Conductor):
         self._on_snapshot = on_snapshot
         self._interrupt = interrupt
         self.history = History()
+        self.updater: TorchUpdater | None = None
 
     @property
     def stop_training(self) -> bool:  # type: ignore[override]  # an attribute in the base
@@ -104,6 +109,25 @@ class FitConductor(Conductor):
     def observe_state(self, snapshot: Snapshot) -> None:
         if self._on_snapshot is not None:
             self._on_snapshot(snapshot)
+
+    def take_slots(self, slots: list[PieceSlots]) -> None:
+        assert self.updater is not None
+        self.updater.take_slots(assemble_slots(slots, dict(self._trainer.model.named_parameters())))
+
+    def fingerprint(self) -> object:
+        return fingerprint(self._trainer.model, self._trainer.optimizer, self._trainer.plan)
+
+    def check_structure(self, act: Callable[[], None]) -> None:
+        before = structure(self._trainer.model)
+        act()
+        if structure(self._trainer.model) != before:
+            raise OptionError(
+                problem(
+                    "In the midst of an epoch a callback may change values only.",
+                    received="a change of requires_grad or of a module's training mode",
+                    fix="Do it in on_epoch_begin or on_epoch_end.",
+                )
+            )
 
     def readopt(self) -> None:
         self._readopt()

@@ -27,6 +27,7 @@ from lockstep.parallel.build import build_exchange, build_worker, exchange_spec
 from lockstep.parallel.control import FollowerControl, LeaderControl, SoloControl, open_region
 from lockstep.parallel.losses import LossAdapter
 from lockstep.parallel.parcel import Parcel, unpack
+from lockstep.parallel.settings import TorchSettings
 from lockstep.parallel.shipping import pack_named
 from lockstep.parallel.store import ParameterStore
 from lockstep.parallel.update import Updater
@@ -51,6 +52,7 @@ class Assignment:
         task: what to do.
         seed: of the random streams.
         device: where rank 0's model is.
+        settings: torch's, as the script has set them.
     """
 
     plan: Plan
@@ -60,6 +62,7 @@ class Assignment:
     task: Task
     seed: int
     device: torch.device
+    settings: TorchSettings
 
 
 class Session:
@@ -221,7 +224,7 @@ def serve(context: HelperContext, body: bytes, descriptors: tuple[int, ...]) -> 
     assignment: Assignment = unpack(payload, parcel_region, parameters)
     for opened in (store_region, region, parcel_region):
         opened.close()
-    with compute_settings(assignment.plan):
+    with assignment.settings.applied(), compute_settings(assignment.plan):
         worker = _worker(
             assignment, spec, region, rank=context.rank, look_around=context.look_around
         )

@@ -60,6 +60,17 @@ class Conductor:
     def observe_state(self, snapshot: "Snapshot") -> None:
         """The state after a step, where the task records it."""
 
+    def take_slots(self, slots: list[PieceSlots]) -> None:
+        """Let callbacks see the optimizer's slots, put together from those of all ranks."""
+
+    def fingerprint(self) -> object:
+        """What the other ranks were sent: where it has changed, they must be sent it anew."""
+        return None
+
+    def check_structure(self, act: Callable[[], None]) -> None:
+        """Act in the midst of an epoch, where only values may change."""
+        act()
+
     def readopt(self) -> None:
         """Bring parameters whose memory was exchanged back to where all ranks see them."""
 
@@ -93,11 +104,27 @@ class FitResult:
         num_epochs: epochs begun: the last one may have been interrupted.
         num_steps: steps made.
         slots: the pieces of the optimizer's slots, of all ranks; on rank 0 only.
+        resume: where to go on, because a callback has changed what the ranks were sent; None at
+            the end.
     """
 
     num_epochs: int
     num_steps: int
     slots: list[PieceSlots]
+    resume: "Resume | None"
+
+
+@dataclass(frozen=True)
+class Resume:
+    """Where a training goes on.
+
+    Attributes:
+        epoch: the epoch's number.
+        is_begun: its ``on_epoch_begin`` has been called.
+    """
+
+    epoch: int = 0
+    is_begun: bool = False
 
 
 @dataclass
@@ -106,6 +133,14 @@ class _Progress:
 
     num_epochs: int = 0
     num_steps: int = 0
+
+
+class _Renew(Exception):  # noqa: N818  # no error: all ranks leave the loop here, together
+    """A callback has changed what the ranks were sent."""
+
+    def __init__(self, resume: Resume) -> None:
+        super().__init__()
+        self.resume = resume
 
 
 class _Halt(Exception):  # noqa: N818  # no error: all ranks leave the loop here, together
@@ -118,6 +153,7 @@ class _Directive:
 
     stop: bool
     halt: bool
+    renew: bool
     options: list[dict[str, Any]] | None
     buffers: dict[str, torch.Tensor] | None
 
@@ -130,27 +166,41 @@ class _Ensemble:
     control: Control
     conductor: Conductor
 
-    def consult(self, act: Callable[[], None]) -> bool:
+    def consult(self, act: Callable[[], None], renew_at: Resume | None = None) -> bool:
         """Let rank 0 act, bring what it changed to all ranks; returns whether to stop.
+
+        Args:
+            act: what rank 0 does.
+            renew_at: between epochs, where to go on if the ranks must be sent everything anew.
 
         Raises:
             _Halt: on all ranks, if the user wants out.
+            _Renew: on all ranks, if more has changed than values.
         """
         updater, model = self.worker.updater, self.worker.model
         assert updater is not None
         directive = None
         if self.control.rank == 0:
             options, versions = updater.options(), _versions(model)
-            act()
+            fingerprint = None
+            if renew_at is None:
+                self.conductor.check_structure(act)
+            else:
+                fingerprint = self.conductor.fingerprint()
+                act()
             self.conductor.readopt()
+            renew = renew_at is not None and fingerprint != self.conductor.fingerprint()
             changed = updater.options()
             directive = _Directive(
                 stop=self.conductor.stop_training,
                 halt=self.conductor.is_interrupted,
+                renew=renew,
                 options=changed if changed != options else None,
                 buffers=dict(model.named_buffers()) if _versions(model) != versions else None,
             )
         directive = self.control.broadcast(directive)
+        if directive.renew and renew_at is not None and not (directive.stop or directive.halt):
+            raise _Renew(renew_at)
         if directive.options is not None:
             updater.set_options(directive.options)
         if directive.buffers is not None:
@@ -158,6 +208,12 @@ class _Ensemble:
         if directive.halt:
             raise _Halt
         return bool(directive.stop)
+
+    def show_slots(self) -> None:
+        """Between epochs: callbacks find the optimizer's slots where they look for them."""
+        assert self.worker.updater is not None
+        gathered = self.control.gather(self.worker.updater.slots())
+        self.conductor.take_slots([part for parts in gathered for part in parts])
 
     def check_halt(self) -> None:
         """Between two barriers: leave the loop, on all ranks or on none.
@@ -205,7 +261,9 @@ class FitTask(Task):
         first_epoch: epochs trained before: they have had their orders.
         first_step: steps trained before: they have had their random streams.
         metrics: this rank's metrics.
+        watched: there are callbacks.
         stepwise: callbacks may act at every step.
+        start: where to begin; later than the first epoch where a task goes on for another.
         record: show the conductor a Snapshot after every step.
     """
 
@@ -218,31 +276,40 @@ class FitTask(Task):
     first_epoch: int
     first_step: int
     metrics: Metrics
+    watched: bool
     stepwise: bool
+    start: Resume = Resume()
     record: bool = False
 
     def run(self, worker: Worker, control: Control, conductor: Conductor) -> FitResult:
         """Train until the last epoch, or until a callback or Ctrl-C ends it."""
         ensemble = _Ensemble(worker=worker, control=control, conductor=conductor)
         progress = _Progress()
+        resume = None
         conductor.hold_interrupts()
         with modes_of(worker.model, training=True), torch.enable_grad(), suppress(_Halt):
-            for epoch in range(self.epochs):
-                if self._train_epoch(ensemble, epoch, progress):
-                    break
+            try:
+                for epoch in range(self.start.epoch, self.epochs):
+                    if self._train_epoch(ensemble, epoch, progress):
+                        break
+            except _Renew as renew:
+                resume = renew.resume
         assert worker.updater is not None
         gathered = control.gather(worker.updater.slots())
         return FitResult(
             num_epochs=progress.num_epochs,
             num_steps=progress.num_steps,
             slots=[part for parts in gathered for part in parts],
+            resume=resume,
         )
 
     def _train_epoch(self, ensemble: _Ensemble, epoch: int, progress: _Progress) -> bool:
         """Train an epoch; returns whether to stop after it."""
         worker, conductor = ensemble.worker, ensemble.conductor
-        if ensemble.consult(lambda: conductor.begin_epoch(epoch)):
-            return True
+        if self.start != Resume(epoch, True):
+            begin = partial(conductor.begin_epoch, epoch)
+            if ensemble.consult(begin, Resume(epoch, True) if self.watched else None):
+                return True
         order = epoch_order(
             self.seed, self.first_epoch + epoch, len(self.source), shuffle=self.shuffle
         )
@@ -270,7 +337,10 @@ class FitTask(Task):
                 ensemble.check_halt()
         progress.num_epochs = epoch + 1
         logs = self._logs(ensemble, totals, weights)
-        return ensemble.consult(lambda: conductor.end_epoch(epoch, logs))
+        if self.watched:
+            ensemble.show_slots()
+        end = partial(conductor.end_epoch, epoch, logs)
+        return ensemble.consult(end, Resume(epoch + 1) if self.watched else None)
 
     def _logs(self, ensemble: _Ensemble, totals: list[float], weights: list[float]) -> Logs:
         logs = {"loss": _mean(totals, weights), **_joined_metrics(self.metrics, ensemble.control)}

@@ -9,6 +9,7 @@ import operator
 import os
 import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -28,7 +29,8 @@ from lockstep.errors import (
     problem,
 )
 from lockstep.parallel.losses import LossAdapter
-from lockstep.parallel.update import Updater, assemble_slots
+from lockstep.parallel.settings import TorchSettings
+from lockstep.parallel.update import Updater
 from lockstep.parallel.worker import DTYPES
 from lockstep.plan.makers import Maker, SingleDevice
 from lockstep.plan.spec import Plan
@@ -40,7 +42,15 @@ from lockstep.train.metrics import Metrics
 from lockstep.train.progress import ProgressDisplay
 from lockstep.train.scope import current_strategy
 from lockstep.train.session import Assignment, Session
-from lockstep.train.tasks import Conductor, EvaluateTask, FitTask, PredictTask, Task
+from lockstep.train.tasks import (
+    Conductor,
+    EvaluateTask,
+    FitResult,
+    FitTask,
+    PredictTask,
+    Resume,
+    Task,
+)
 from lockstep.train.updaters import TorchUpdater, check_hooks, make_optimizer
 
 DEFAULT_BATCH_SIZE = 32
@@ -158,7 +168,7 @@ class Trainer:
             validation = _filled(
                 as_source(validation_data, name="validation_data"), "validation_data"
             )
-        updater = self._make_updater()
+        self._check_trainable()
         self.stop_training = False
         steps = -(-len(source) // batch_size)
         task = FitTask(
@@ -171,6 +181,7 @@ class Trainer:
             first_epoch=self._epochs_trained,
             first_step=self._steps_trained,
             metrics=self.metrics,
+            watched=bool(self.callbacks),
             stepwise=watches_batches(self.callbacks),
             record=on_snapshot is not None,
         )
@@ -186,12 +197,9 @@ class Trainer:
             )
             try:
                 conductor.begin_train()
-                result = self._run(task, loss, updater, conductor, batch_size)
+                self._train(task, loss, conductor, batch_size)
             finally:
                 conductor.close()
-            updater.take_slots(assemble_slots(result.slots, dict(self.model.named_parameters())))
-            self._epochs_trained += result.num_epochs
-            self._steps_trained += result.num_steps
         conductor.end_train()
         return conductor.history
 
@@ -259,6 +267,23 @@ class Trainer:
 
     # --- parts -----------------------------------------------------------------------------------
 
+    def _train(
+        self, task: FitTask, loss: LossAdapter, conductor: FitConductor, batch_size: int
+    ) -> None:
+        """Run the task, and go on with another where a callback has changed what was sent."""
+        resume: Resume | None = task.start
+        first_epoch, first_step = self._epochs_trained, self._steps_trained
+        while resume is not None and resume.epoch < task.epochs:
+            task = replace(task, start=resume, first_step=first_step)
+            conductor.updater = self._make_updater()
+            result: FitResult = self._run(task, loss, conductor.updater, conductor, batch_size)
+            if result.resume is None:  # else the optimizer has them, with the callback's changes
+                conductor.take_slots(result.slots)
+            first_step += result.num_steps
+            self._steps_trained = first_step
+            self._epochs_trained = first_epoch + max(result.num_epochs, resume.epoch)
+            resume = result.resume
+
     def _run(
         self,
         task: Task,
@@ -282,6 +307,7 @@ class Trainer:
             task=task,
             seed=self.seed,
             device=_check_device(self.model, plan),
+            settings=TorchSettings.current(),
         )
         outermost, self._is_running = not self._is_running, True
         try:
@@ -300,6 +326,10 @@ class Trainer:
         return maker(capture_layers(self.model), discover(), batch_size)
 
     def _make_updater(self) -> TorchUpdater:
+        assert self.optimizer is not None
+        return TorchUpdater(self.optimizer, dict(self.model.named_parameters()))
+
+    def _check_trainable(self) -> None:
         if self.optimizer is None:
             raise OptionError(
                 problem(
@@ -316,7 +346,6 @@ class Trainer:
                     fix="Unfreeze a part of it, or use evaluate or predict.",
                 )
             )
-        return TorchUpdater(self.optimizer, dict(self.model.named_parameters()))
 
     def _need_loss(self, method: str) -> LossAdapter:
         if self._loss is None:

@@ -149,6 +149,14 @@ def test_a_pair_of_no_weight_and_no_number_is_nothing(bad: float) -> None:
     assert output.grad.tolist() == torch.zeros_like(OUTPUT).tolist()
 
 
+def test_torchs_own_losses_hide_no_nan_behind_a_weight_of_zero() -> None:
+    """On one device, beside samples that count, it would be NaN as well."""
+    share = LossAdapter(nn.CrossEntropyLoss())(
+        OUTPUT * math.nan, TARGET, torch.zeros(NUM_SAMPLES), NUM_SAMPLES
+    )
+    assert math.isnan(share.total)
+
+
 def test_a_loss_may_change_after_the_trainer_is_made() -> None:
     loss = nn.CrossEntropyLoss()
     adapter = LossAdapter(loss)
