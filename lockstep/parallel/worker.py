@@ -114,7 +114,7 @@ class Worker:
         self._buffers = Buffers(model)
         self._pieces = self._bind(owned)
         self._interleaver = Interleaver(
-            lambda: (stream_states(), self._buffers.keep()), self._restore_own
+            partial(_keep_own, self._buffers), partial(_restore_own, self._buffers)
         )
         self._program = lru_cache(maxsize=8)(
             lambda size: _grouped(plan, lower_train(plan, rank, size))
@@ -356,10 +356,6 @@ class Worker:
         if run.isolates_buffers:
             self._buffers.restore(run.buffers[min(run.buffers)])
 
-    def _restore_own(self, kept: tuple[StreamStates, Kept]) -> None:
-        restore_streams(kept[0])
-        self._buffers.restore(kept[1])
-
     def _global_statistics(
         self, run: "_Step", share: int, *, is_last: bool
     ) -> AbstractContextManager[Any]:
@@ -386,6 +382,16 @@ class Worker:
     def _loss_of(self, output: Tree, batch: Batch) -> ShareLoss:
         assert self._loss is not None
         return self._loss(output, batch.targets, batch.sample_weight, batch.num_samples)
+
+
+def _keep_own(buffers: Buffers) -> tuple[StreamStates, Kept]:
+    """What each of the shares that run together has for itself."""
+    return stream_states(), buffers.keep()
+
+
+def _restore_own(buffers: Buffers, kept: tuple[StreamStates, Kept]) -> None:
+    restore_streams(kept[0])
+    buffers.restore(kept[1])
 
 
 def _grouped(plan: Plan, program: RankProgram) -> list[tuple[type[Action], list[int]]]:

@@ -1,5 +1,6 @@
 """Teams: calls, kept and fresh helpers, and starts that fail."""
 
+import gc
 import os
 import pickle
 import signal
@@ -140,6 +141,7 @@ def test_interpreters_that_do_not_start(
         path.chmod(0o755)
         program = str(path)
     monkeypatch.setattr(sys, "executable", program)
+    gc.collect()  # what other tests have left behind
     before = num_descriptors()
     with pytest.raises(WorkerError, match=expected):
         start_and_end(partial(Template, None, ()))
