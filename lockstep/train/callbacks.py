@@ -14,8 +14,12 @@ class Callback:
     """Base of callbacks: override what you need.
 
     ``self.trainer`` and ``self.model`` are set before the first call. What a callback changes is
-    brought to all ranks before training goes on: ``self.trainer.stop_training = True``, options of
-    ``self.trainer.optimizer.param_groups``, weights and buffers of ``self.model``.
+    brought to all ranks before training goes on. At any time it may set
+    ``self.trainer.stop_training = True``, options of ``self.trainer.optimizer.param_groups``,
+    weights and buffers of ``self.model``. In ``on_epoch_begin`` and ``on_epoch_end`` it may also
+    freeze or thaw parameters, put modules in another mode, set attributes of modules, add parameter
+    groups and change the optimizer's state, which it finds whole there. It may call ``evaluate``
+    and ``predict``, which then run on rank 0 alone.
     """
 
     trainer: "Trainer"
