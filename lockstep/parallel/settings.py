@@ -48,4 +48,7 @@ class TorchSettings:
 
     def _set(self) -> None:
         torch.set_default_dtype(self.default_dtype)
-        torch.use_deterministic_algorithms(self.deterministic, warn_only=self.warn_only)
+        now = TorchSettings.current()
+        # It imports torch.compile's machinery, for longer than all else a helper starts with.
+        if (now.deterministic, now.warn_only) != (self.deterministic, self.warn_only):
+            torch.use_deterministic_algorithms(self.deterministic, warn_only=self.warn_only)
