@@ -18,7 +18,7 @@ def capture_layers(model: nn.Module) -> LayerGraph:
     Raises:
         ModelError: a parameter has no shape yet.
     """
-    _check_shapes(model)
+    check_shapes(model)
     layers = []
     names_of: dict[int, list[str]] = defaultdict(list)
     for name, module in model.named_modules():
@@ -43,7 +43,12 @@ def capture_layers(model: nn.Module) -> LayerGraph:
     return LayerGraph(layers=tuple(layers), tied=tied)
 
 
-def _check_shapes(model: nn.Module) -> None:
+def check_shapes(model: nn.Module) -> None:
+    """Refuse lazy parameters.
+
+    Raises:
+        ModelError: with their names.
+    """
     lazy = [name for name, value in model.named_parameters() if is_lazy(value)]
     if lazy:
         raise ModelError(

@@ -34,8 +34,9 @@ from lockstep.proof.job import Job, copy_in_double
 from lockstep.proof.reference import Record, Reference
 from lockstep.proof.report import Report, make_report
 from lockstep.train.callbacks import Callback, Logs
+from lockstep.train.checks import check_strategy
 from lockstep.train.tasks import Snapshot
-from lockstep.train.trainer import StrategyLike, Trainer, check_strategy
+from lockstep.train.trainer import StrategyLike, Trainer
 
 
 def verify_job(job: Job, strategy: StrategyLike, *, steps: int = 5, seed: int = 0) -> Report:

@@ -5,14 +5,12 @@ runs tasks on the Plan's ranks through a ``Session``.
 """
 
 import copy
-import operator
 import os
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-import torch
 from torch import nn
 
 from lockstep.capture.layers import capture_layers
@@ -22,19 +20,23 @@ from lockstep.data.sources import Source, as_input_source, as_source
 from lockstep.data.trees import Tree, concatenate, map_tensors, tensors_of
 from lockstep.errors import (
     DataError,
-    DeviceError,
     ModelError,
     OptionError,
-    Problems,
     problem,
 )
 from lockstep.parallel.losses import LossAdapter
 from lockstep.parallel.settings import TorchSettings
 from lockstep.parallel.update import Updater
-from lockstep.parallel.worker import DTYPES
 from lockstep.plan.makers import Maker, SingleDevice
 from lockstep.plan.spec import Plan
 from lockstep.train.callbacks import Callback, Logs, watches_batches
+from lockstep.train.checks import (
+    check_arguments,
+    check_counts,
+    check_device,
+    filled,
+    prepare_model,
+)
 from lockstep.train.conducting import FitConductor
 from lockstep.train.history import History
 from lockstep.train.interrupt import held_interrupts
@@ -99,14 +101,14 @@ class Trainer:
         seed: int = 0,
         callbacks: Sequence[Callback] = (),
     ) -> None:
-        _check_arguments(model, loss, strategy, precision, seed, callbacks)
+        check_arguments(model, loss, strategy, precision, seed, callbacks)
         self.model = model
         self.strategy = strategy if strategy is not None else current_strategy()
         self.precision = precision
         self.seed = seed
         self.callbacks = list(callbacks)
         self.stop_training = False
-        _prepare_model(model, precision)
+        prepare_model(model, precision)
         self.metrics = Metrics(metrics)
         self.optimizer = None if optimizer is None else make_optimizer(optimizer, model)
         self._loss = None if loss is None else LossAdapter(loss)
@@ -160,12 +162,12 @@ class Trainer:
             KeyboardInterrupt: after Ctrl-C and the step that was under way, with weights and
                 optimizer as that step left them; at once after a second Ctrl-C.
         """
-        epochs, batch_size = _check_counts(epochs=epochs, batch_size=batch_size)
+        epochs, batch_size = check_counts(epochs=epochs, batch_size=batch_size)
         loss = self._need_loss("fit")
-        source = _filled(as_source(data), "data")
+        source = filled(as_source(data), "data")
         validation = None
         if validation_data is not None:
-            validation = _filled(
+            validation = filled(
                 as_source(validation_data, name="validation_data"), "validation_data"
             )
         self._check_trainable()
@@ -213,9 +215,9 @@ class Trainer:
         Returns:
             ``{"loss": ..., <metric>: ...}``.
         """
-        (batch_size,) = _check_counts(batch_size=batch_size)
+        (batch_size,) = check_counts(batch_size=batch_size)
         loss = self._need_loss("evaluate")
-        source = _filled(as_source(data), "data")
+        source = filled(as_source(data), "data")
         # Within a fit, the user's metrics are busy with the training data.
         metrics = copy.deepcopy(self.metrics) if self._is_running else self.metrics
         task = EvaluateTask(source=source, batch_size=batch_size, metrics=metrics)
@@ -239,7 +241,7 @@ class Trainer:
         Returns:
             What the model returns, with all samples along the first dim of every tensor.
         """
-        (batch_size,) = _check_counts(batch_size=batch_size)
+        (batch_size,) = check_counts(batch_size=batch_size)
         source = as_input_source(inputs, name="inputs")
         for callback in self.callbacks:
             callback.set_trainer(self)
@@ -306,7 +308,7 @@ class Trainer:
             updater=updater,
             task=task,
             seed=self.seed,
-            device=_check_device(self.model, plan),
+            device=check_device(self.model, plan),
             settings=TorchSettings.current(),
         )
         outermost, self._is_running = not self._is_running, True
@@ -399,143 +401,3 @@ def _inputs(source: Source) -> Tree:
             )
         )
     return inputs
-
-
-def _filled(source: Source, name: str) -> Source:
-    if len(source) == 0:
-        raise DataError(
-            problem(f"`{name}` must hold a sample.", received="0 samples", fix="Check its source.")
-        )
-    return source
-
-
-def check_strategy(strategy: object, problems: Problems) -> None:
-    """Note what is no strategy: its name, its class, anything else without a maker of Plans."""
-    if strategy is None or (hasattr(strategy, "maker") and not isinstance(strategy, type)):
-        return
-    problems.add(
-        "`strategy` must be a strategy.",
-        received=f"the class {strategy.__name__}" if isinstance(strategy, type) else repr(strategy),
-        fix="Pass an instance: lockstep.MirroredStrategy(devices=2), for example.",
-    )
-
-
-def _check_callbacks(callbacks: object, problems: Problems) -> None:
-    if not isinstance(callbacks, Sequence) or isinstance(callbacks, str):
-        problems.add(
-            "`callbacks` must be a list of callbacks.",
-            received=type(callbacks).__name__,
-            fix="Put it into a list: callbacks=[callback].",
-        )
-        return
-    for callback in callbacks:
-        if not isinstance(callback, Callback):
-            problems.add(
-                "Callbacks must be instances of lockstep.Callback.",
-                received=type(callback).__name__,
-                fix="Derive its class from lockstep.Callback, and pass an instance.",
-            )
-
-
-def _check_arguments(
-    model: object,
-    loss: object,
-    strategy: object,
-    precision: object,
-    seed: object,
-    callbacks: object,
-) -> None:
-    problems = Problems()
-    if not isinstance(model, nn.Module):
-        problems.add(
-            "`model` must be a torch.nn.Module.",
-            received=type(model).__name__,
-            fix="Pass an instance, not a class.",
-        )
-    if loss is not None and (isinstance(loss, type) or not callable(loss)):
-        problems.add(
-            "`loss` must be callable as loss(output, target).",
-            received=f"the class {loss.__name__}" if isinstance(loss, type) else repr(loss),
-            fix="Pass an instance: torch.nn.CrossEntropyLoss(), for example.",
-        )
-    check_strategy(strategy, problems)
-    if precision not in DTYPES:
-        problems.add(
-            f"`precision` must be one of {', '.join(DTYPES)}.",
-            received=repr(precision),
-            fix="Use 'fp32'.",
-        )
-    if not isinstance(seed, int) or not 0 <= seed < 1 << 63:
-        problems.add(
-            "`seed` must be an integer from 0 to 2**63 - 1.", received=repr(seed), fix="Use 0."
-        )
-    _check_callbacks(callbacks, problems)
-    problems.raise_if_any(OptionError)
-
-
-def _check_counts(**counts: Any) -> list[int]:
-    """The counts as plain integers (numpy's are welcome)."""
-    problems = Problems()
-    found = []
-    for name, value in counts.items():
-        try:
-            found.append(0 if isinstance(value, bool) else operator.index(value))
-        except TypeError:
-            found.append(0)
-        if found[-1] < 1:
-            problems.add(
-                f"`{name}` must be an integer of at least 1.",
-                received=f"{name}={value!r}",
-                fix="Pass a positive integer.",
-            )
-    problems.raise_if_any(OptionError)
-    return found
-
-
-def _prepare_model(model: nn.Module, precision: str) -> None:
-    lazy = [name for name, value in model.named_parameters() if torch.nn.parameter.is_lazy(value)]
-    if lazy:
-        raise ModelError(
-            problem(
-                "The shapes of all parameters must be known.",
-                received=f"lazy parameters {', '.join(lazy)}",
-                fix="Call the model once on a sample first.",
-            )
-        )
-    if precision == "fp64":
-        model.double()
-    wanted = DTYPES[precision]
-    strange = {
-        str(value.dtype)
-        for value in model.parameters()
-        if value.is_floating_point() and value.dtype != wanted
-    }
-    if strange:
-        raise ModelError(
-            problem(
-                f"precision={precision!r} needs parameters of {wanted}.",
-                received=", ".join(sorted(strange)),
-                fix="Convert the model: model.float(), or use precision='fp64'.",
-            )
-        )
-
-
-def _check_device(model: nn.Module, plan: Plan) -> torch.device:
-    """The device of rank 0's model, where the Plan wants it.
-
-    Raises:
-        DeviceError: the model is elsewhere.
-    """
-    wanted = torch.device(plan.devices[0])
-    tensors = [*model.parameters(), *model.buffers()]
-    found = {str(tensor.device) for tensor in tensors}
-    fits = {"cpu"} if wanted.type == "cpu" else {str(wanted)}
-    if found - fits:
-        raise DeviceError(
-            problem(
-                f"The model must be on {wanted.type if wanted.type == 'cpu' else wanted}.",
-                received=f"parameters or buffers on {', '.join(sorted(found))}",
-                fix=f"Move it first: model.to({wanted.type!r}).",
-            )
-        )
-    return wanted
