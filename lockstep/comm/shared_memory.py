@@ -50,25 +50,39 @@ class SharedRegion:
         return self.memory.descriptor >= 0
 
     @classmethod
-    def create(cls, num_bytes: int) -> "SharedRegion":
+    def create(cls, num_bytes: int, holes: Sequence[tuple[int, int]] = ()) -> "SharedRegion":
         """Make a region of ``num_bytes`` zeros.
+
+        Args:
+            num_bytes: its size.
+            holes: bytes ``[start, stop)``, in order, for which no memory is taken yet: ``reserve``
+                them before use.
 
         Raises:
             DeviceError: the host has not that much memory to share.
         """
         descriptor = _nameless_file()
+        size = max(num_bytes, 1)
+        starts, stops = [0, *(stop for _, stop in holes)], [*(start for start, _ in holes), size]
         try:
-            _reserve(descriptor, max(num_bytes, 1))
+            os.ftruncate(descriptor, size)
+            for start, stop in zip(starts, stops, strict=True):
+                _reserve(descriptor, start, stop - start)
             return cls(descriptor, num_bytes)
         except OSError as error:
             os.close(descriptor)
-            raise DeviceError(
-                problem(
-                    f"Training needs {format_bytes(num_bytes)} of shared memory.",
-                    received=error,
-                    fix="Free memory on this host, or use fewer devices or shares.",
-                )
-            ) from error
+            raise _shortage(num_bytes, error) from error
+
+    def reserve(self, offset_bytes: int, num_bytes: int) -> None:
+        """Take memory for a part of a hole. The region must not be closed.
+
+        Raises:
+            DeviceError: the host has not that much memory to share.
+        """
+        try:
+            _reserve(self.descriptor, offset_bytes, num_bytes)
+        except OSError as error:
+            raise _shortage(num_bytes, error) from error
 
     def tensor(
         self, offset_bytes: int, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]
@@ -155,9 +169,17 @@ def _nameless_file() -> int:
         return os.dup(file.fileno())
 
 
-def _reserve(descriptor: int, num_bytes: int) -> None:
-    """Size the file. On Linux take its pages now: a shortage shows here, and not as SIGBUS."""
-    if hasattr(os, "posix_fallocate"):
-        os.posix_fallocate(descriptor, 0, num_bytes)
-    else:
-        os.ftruncate(descriptor, num_bytes)
+def _reserve(descriptor: int, start: int, num_bytes: int) -> None:
+    """On Linux take a file's pages now: a shortage shows here, and not as SIGBUS."""
+    if num_bytes > 0 and hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(descriptor, start, num_bytes)
+
+
+def _shortage(num_bytes: int, error: OSError) -> DeviceError:
+    return DeviceError(
+        problem(
+            f"Training needs {format_bytes(num_bytes)} of shared memory.",
+            received=error,
+            fix="Free memory on this host, or use fewer devices or shares.",
+        )
+    )

@@ -7,21 +7,20 @@ squares would cancel. Backward gathers the two sums that the gradient of the nor
 (Ioffe and Szegedy 2015, section 3).
 
 Not the layers are changed but the function that all of them call, ``F.batch_norm``, and that only
-for calls from within a ``GlobalStatistics`` block: so subclasses that do more than their base and
-layers that run again in backward (activation checkpointing) are right, too.
+while a pass runs (``parallel.redirection``).
 """
 
-import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lockstep.errors import LockstepError, ModelError, problem
+from lockstep.parallel.redirection import Redirection
 
 # row -> rows of all filled shares, shape (shares, len(row)), in the order of the shares
 Gather = Callable[[torch.Tensor], torch.Tensor]
@@ -67,7 +66,7 @@ class BatchNorms:
 
 
 class GlobalStatistics:
-    """Within the block, batch statistics in this thread are those of the global batch.
+    """Where it is applied, batch statistics in this thread are those of the global batch.
 
     Args:
         norms: the model's layers.
@@ -78,11 +77,9 @@ class GlobalStatistics:
         self._norms = norms
         self._gather = gather
 
-    def __enter__(self) -> None:
-        _redirection.enter(self.batch_norm)
-
-    def __exit__(self, *exception: object) -> None:
-        _redirection.leave()
+    def applied(self) -> AbstractContextManager[None]:
+        """In force within the block."""
+        return _redirection.to(self.batch_norm)
 
     def batch_norm(
         self,
@@ -113,35 +110,7 @@ class GlobalStatistics:
         return output
 
 
-class _Redirection:
-    """Sends ``F.batch_norm`` elsewhere, in the threads that ask for it and while any does."""
-
-    def __init__(self) -> None:
-        self._own = threading.local()
-        self._lock = threading.Lock()
-        self._blocks = 0
-        self._plain: Callable[..., torch.Tensor] = F.batch_norm
-
-    def enter(self, target: Callable[..., torch.Tensor]) -> None:
-        with self._lock:
-            if self._blocks == 0:
-                self._plain, F.batch_norm = F.batch_norm, self._call
-            self._blocks += 1
-        self._own.target = target
-
-    def leave(self) -> None:
-        self._own.target = None
-        with self._lock:
-            self._blocks -= 1
-            if self._blocks == 0:
-                F.batch_norm = self._plain
-
-    def _call(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        target = getattr(self._own, "target", None)
-        return (target or self._plain)(*args, **kwargs)
-
-
-_redirection = _Redirection()
+_redirection = Redirection("batch_norm")
 
 
 class _Statistics:
@@ -203,7 +172,8 @@ class _GlobalBatchNorm(torch.autograd.Function):
     ) -> torch.Tensor:
         count = inputs.numel() // inputs.shape[1]
         dims = [dim for dim in range(inputs.dim()) if dim != 1]
-        variance, mean = torch.var_mean(inputs, dims, correction=0)
+        exact = _exact_type(inputs)
+        variance, mean = torch.var_mean(inputs.to(exact), dims, correction=0)
         mean, variance = mean.double(), variance.double()
         rows = statistics.forward(torch.cat([mean.new_tensor([count]), mean, variance * count]))
         total, mean, variance = _merge(rows)
@@ -215,7 +185,7 @@ class _GlobalBatchNorm(torch.autograd.Function):
                     fix="Use larger batches, or drop the last short one.",
                 )
             )
-        mean, variance = mean.to(inputs.dtype), variance.to(inputs.dtype)
+        mean, variance = mean.to(exact), variance.to(exact)
         output = torch.batch_norm(inputs, weight, bias, mean, variance, False, 0.0, eps, False)
         ctx.save_for_backward(inputs, weight, mean, variance)
         ctx.eps, ctx.total, ctx.statistics, ctx.dims = eps, total, statistics, dims
@@ -230,7 +200,8 @@ class _GlobalBatchNorm(torch.autograd.Function):
         inputs, weight, mean, variance = ctx.saved_tensors
         shape = [1, -1] + [1] * (inputs.dim() - 2)
         inverse = torch.rsqrt(variance + ctx.eps)
-        normal = (inputs - mean.reshape(shape)) * inverse.reshape(shape)
+        normal = (inputs.to(mean.dtype) - mean.reshape(shape)) * inverse.reshape(shape)
+        gradient = gradient.to(mean.dtype)
         own_sum = gradient.sum(ctx.dims)
         own_dot = (gradient * normal).sum(ctx.dims)
         rows = ctx.statistics.backward(torch.cat([own_sum, own_dot]).double())
@@ -241,13 +212,19 @@ class _GlobalBatchNorm(torch.autograd.Function):
             gradient - mean_gradient.reshape(shape) - normal * mean_dot.reshape(shape)
         ) * scale.reshape(shape)
         return (
-            input_gradient,
+            input_gradient.to(inputs.dtype),
             None if weight is None else own_dot,
             own_sum if ctx.has_bias else None,
             None,
             None,
             None,
         )
+
+
+def _exact_type(inputs: torch.Tensor) -> torch.dtype:
+    """Of statistics: float32 also for inputs in less."""
+    is_low = inputs.dtype in (torch.bfloat16, torch.float16)
+    return torch.float32 if is_low else inputs.dtype
 
 
 def _merge(rows: torch.Tensor) -> tuple[int, torch.Tensor, torch.Tensor]:

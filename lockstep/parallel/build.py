@@ -5,12 +5,9 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from lockstep.comm.exchange import (
-    Exchange,
-    ExchangeSpec,
-    LocalExchange,
-    SharedMemoryExchange,
-)
+from lockstep.comm.exchange import Exchange, LocalExchange, TensorSpec
+from lockstep.comm.gradient_rows import GradientSpec
+from lockstep.comm.shared_exchange import ExchangeSpec, SharedMemoryExchange
 from lockstep.comm.shared_memory import SharedRegion
 from lockstep.parallel.batch_norm import BatchNorms
 from lockstep.parallel.losses import LossAdapter
@@ -21,18 +18,32 @@ from lockstep.plan.layout import Piece
 from lockstep.plan.spec import LocalUpdate, Plan
 
 
-def exchange_spec(plan: Plan, model: nn.Module) -> ExchangeSpec:
+def exchange_spec(plan: Plan, model: nn.Module, updater: Updater | None) -> ExchangeSpec:
     """The layout of the exchange: known before any process starts."""
+    limits = {f"{layer.name}.weight".lstrip("."): layer.row_limit for layer in plan.layers}
+    trainable = [
+        (tensor_spec(name, parameter), limits.get(name, 0))
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and updater is not None
+    ]
     return ExchangeSpec(
         num_ranks=plan.num_ranks,
         num_shares=plan.num_shares,
-        tensors=tuple(
-            tensor_spec(name, parameter)
-            for name, parameter in model.named_parameters()
-            if parameter.requires_grad
+        gradients=GradientSpec(
+            num_shares=plan.num_shares,
+            tensors=tuple(spec for spec, _ in trainable),
+            row_limits=tuple(
+                limit if updater is not None and updater.is_elementwise and _has_rows(spec) else 0
+                for spec, limit in trainable
+            ),
         ),
         row_capacity=BatchNorms(model).row_length,
     )
+
+
+def _has_rows(spec: TensorSpec) -> bool:
+    """Whether a weight lies in memory row by row."""
+    return len(spec.shape) == 2 and spec.stride == (spec.shape[1], 1)
 
 
 def build_exchange(
@@ -81,4 +92,4 @@ def _owned_pieces(
 ) -> list[Piece]:
     if updater is None:
         return []
-    return updater.divide(spec.extents, plan.num_ranks)[rank]
+    return updater.divide(spec.gradients.extents, plan.num_ranks, plan.num_shares)[rank]

@@ -45,8 +45,12 @@ class PieceSlots:
 class Updater(ABC):
     """An optimizer that can work on pieces."""
 
+    is_elementwise = False  # whether ``divide`` may cut parameters
+
     @abstractmethod
-    def divide(self, extents: Sequence[Extent], num_ranks: int) -> list[list[Piece]]:
+    def divide(
+        self, extents: Sequence[Extent], num_ranks: int, num_shares: int
+    ) -> list[list[Piece]]:
         """The pieces of the trainable parameters that each rank updates.
 
         They may be as small as the optimizer's arithmetic allows and no smaller: dividing must not

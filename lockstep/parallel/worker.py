@@ -4,7 +4,7 @@ A training step is the rank's program (``plan.lowering``), action by action:
 
     0F0     read share 0, run the model and the loss on it
     0B0     backward; hand the share's gradients to the exchange
-    REDUCE  wait for all shares; sum the pieces this rank owns
+    REDUCE  wait for all shares; sum the gradients of the pieces this rank owns
     STEP    update these pieces
     SYNC    wait until every rank has updated its own
 """
@@ -32,7 +32,9 @@ from lockstep.data.trees import Tree, map_tensors
 from lockstep.errors import LossError, NonFiniteLossError, problem
 from lockstep.parallel.batch_norm import BatchNorms, GlobalStatistics
 from lockstep.parallel.buffers import Buffers, Kept
+from lockstep.parallel.forward import DTYPES, ModelCall
 from lockstep.parallel.interleave import Interleaver
+from lockstep.parallel.linear import LinearLayers
 from lockstep.parallel.losses import LossAdapter, ShareLoss
 from lockstep.parallel.update import BoundPiece, Updater
 from lockstep.plan.layout import Piece
@@ -41,7 +43,9 @@ from lockstep.plan.program import Action, Backward, Forward, RankProgram, Reduce
 from lockstep.plan.shares import num_filled_shares, share_bounds, shares_of_replica
 from lockstep.plan.spec import Plan
 
-DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
+# Elements of a linear layer's weight, from where on its gradient is formed in shared memory: below,
+# the calls that this takes cost more than a copy.
+_LARGE_WEIGHT = 1 << 14
 
 # Called with (output, target) of every share that this rank computes.
 Observe = Callable[[Tree, Tree], None]
@@ -104,6 +108,7 @@ class Worker:
         self._seed = seed
         self._device = device
         self._dtype = DTYPES[plan.precision]
+        self._call = ModelCall(model, plan, device)
         self._parameters = list(model.parameters())
         self._trainable = [
             (name, parameter)
@@ -111,6 +116,7 @@ class Worker:
             if parameter.requires_grad
         ]
         self._norms = BatchNorms(model)
+        self._linears = LinearLayers(self._large_weights() if plan.num_shares > 1 else {})
         self._buffers = Buffers(model)
         self._pieces = self._bind(owned)
         self._interleaver = Interleaver(
@@ -131,6 +137,14 @@ class Worker:
         if self.updater is not None:
             self.updater.bind(pieces)
         return pieces
+
+    def _large_weights(self) -> dict[int, torch.Tensor]:
+        """Weights of linear layers for which it pays to form the gradient in shared memory."""
+        return {
+            number: parameter
+            for number, (_, parameter) in enumerate(self._trainable)
+            if parameter.dim() == 2 and parameter.numel() >= _LARGE_WEIGHT
+        }
 
     # --- training --------------------------------------------------------------------------------
 
@@ -167,14 +181,26 @@ class Worker:
     def _forward(self, run: "_Step", shares: list[int]) -> None:
         def forward(share: int) -> None:
             seed_streams(share_seed(self._seed, run.step, share))
+            self._call.attempt(partial(compute, share))
+
+        def compute(share: int) -> None:
             batch, output = self._output(run, share)
             run.losses[share] = self._loss_of(output, batch)
             if run.observe is not None:
-                run.observe(map_tensors(torch.Tensor.detach, output), batch.targets)
+                run.observe(map_tensors(_plain, output), batch.targets)
 
         self._run_together(run, shares, forward)
 
     def _backward(self, run: "_Step", shares: list[int]) -> None:
+        with self._linears.taken(partial(self._put_product, shares)):
+            self._take_gradients(run, shares)
+
+    def _put_product(
+        self, shares: list[int], number: int, inputs: torch.Tensor, gradients: torch.Tensor
+    ) -> None:
+        self.exchange.put_product(shares[self._interleaver.current], number, inputs, gradients)
+
+    def _take_gradients(self, run: "_Step", shares: list[int]) -> None:
         backward = partial(self._backward_of, run)
         if len(shares) == 1:
             self._run_together(run, shares, backward)
@@ -226,11 +252,15 @@ class Worker:
 
     def _reduce(self, run: "_Step", shares: list[int]) -> None:
         weight = self._collect(run)
+        gradients: list[torch.Tensor | None] = [None] * len(self._pieces)
+        if weight:
+            gradients = self.exchange.reduce(
+                [bound.piece for bound in self._pieces], run.num_filled
+            )
         factor = 1.0 if run.num_filled == 1 or not weight else run.num_samples / weight
-        for bound in self._pieces:
-            gradient = self.exchange.reduce(bound.piece, run.num_filled) if weight else None
-            if gradient is not None and factor != 1.0:
-                gradient.mul_(factor)
+        if factor != 1.0:
+            torch._foreach_mul_([one for one in gradients if one is not None], factor)
+        for bound, gradient in zip(self._pieces, gradients, strict=True):
             bound.tensor.grad = gradient
 
     def _step(self, run: "_Step", shares: list[int]) -> None:
@@ -301,7 +331,7 @@ class Worker:
             loss = self._loss_of(output, batch)
             losses.append((loss.total, loss.weight))
             if observe is not None:
-                observe(output, batch.targets)
+                observe(map_tensors(_plain, output), batch.targets)
 
         self._run_forward(run, evaluate)
         return losses
@@ -313,7 +343,8 @@ class Worker:
         outputs: list[tuple[int, Tree]] = []
 
         def predict(share: int) -> None:
-            outputs.append((run.bounds[share][0], self._output(run, share)[1]))
+            output = map_tensors(_plain, self._output(run, share)[1])
+            outputs.append((run.bounds[share][0], output))
 
         self._run_forward(run, predict)
         return outputs
@@ -327,7 +358,7 @@ class Worker:
     def _run_forward(self, run: "_Step", body: Callable[[int], None]) -> None:
         actions = lower_forward(self.plan, self.rank, run.num_samples)
         for _, shares in _grouped(self.plan, actions):
-            self._run_together(run, shares, body)
+            self._run_together(run, shares, lambda share: self._call.attempt(partial(body, share)))
 
     # --- shared ----------------------------------------------------------------------------------
 
@@ -335,7 +366,8 @@ class Worker:
         """Run ``body`` for shares at once: BatchNorm sees the whole batch, buffers change once."""
 
         def run_share(share: int) -> None:
-            with self._global_statistics(run, share, is_last=share == shares[-1]):
+            statistics = self._global_statistics(run, share, is_last=share == shares[-1])
+            with statistics, self._linears.applied():
                 if not run.isolates_buffers:
                     body(share)
                     return
@@ -367,12 +399,12 @@ class Worker:
             self._interleaver.meet()
             return self.exchange.offered(share, len(row), run.num_filled)
 
-        return GlobalStatistics(self._norms, gather)
+        return GlobalStatistics(self._norms, gather).applied()
 
     def _output(self, run: "_Step", share: int) -> tuple[Batch, Tree]:
         """A share's samples, and what the model makes of them."""
         batch = self._read(run, share)
-        return batch, call_model(self.model, batch.inputs)
+        return batch, self._call(batch.inputs)
 
     def _read(self, run: "_Step", share: int) -> Batch:
         start, stop = run.bounds[share]
@@ -441,13 +473,9 @@ class _Step:
         self.buffers: dict[int, Kept] = {}
 
 
-def call_model(model: nn.Module, inputs: Tree) -> Any:
-    """A tuple is positional arguments, a dict keyword arguments, anything else the one argument."""
-    if isinstance(inputs, tuple):
-        return model(*inputs)
-    if isinstance(inputs, dict):
-        return model(**inputs)
-    return model(inputs)
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """What users see of an output: values, in torch's own memory format."""
+    return tensor.detach().contiguous()
 
 
 def _moved(batch: Batch, device: torch.device) -> Batch:

@@ -5,19 +5,30 @@ starts where vector instructions like it and where the same parameter, updated w
 the same element in the same lane: cutting changes no bit of an elementwise update.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+
+from lockstep.plan.shares import shares_of_replica
 
 ALIGNMENT_BYTES = 512
 
 
 @dataclass(frozen=True, kw_only=True)
 class Extent:
-    """A parameter's size: ``num_elements`` of ``element_bytes`` each."""
+    """A parameter's size.
+
+    Attributes:
+        num_elements: how many elements.
+        element_bytes: the size of each.
+        row_elements: elements of a row, where the parameter may be cut between rows only, into one
+            block per share; 0 where it may be cut anywhere.
+    """
 
     num_elements: int
     element_bytes: int
+    row_elements: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,18 +55,52 @@ def flat_offsets(extents: Sequence[Extent]) -> tuple[list[int], int]:
     return offsets, end
 
 
-def elementwise_slices(extents: Sequence[Extent], num_ranks: int) -> list[list[Piece]]:
-    """Cut the flat region into one run of equal size per rank: the pieces each rank updates.
+def elementwise_slices(
+    extents: Sequence[Extent], num_ranks: int, num_shares: int
+) -> list[list[Piece]]:
+    """Cut parameters into one slice per rank, of equal size where they may be cut anywhere.
 
-    Only for optimizers that treat every element by itself.
+    A parameter that is cut by rows has a block per share, and a rank gets its shares' blocks, each
+    as a piece of its own. Only for optimizers that treat every element by itself.
     """
-    offsets, total = flat_offsets(extents)
+    slices = _flat_slices(extents, num_ranks)
+    for index, extent in enumerate(extents):
+        if extent.row_elements:
+            blocks = row_blocks(extent, num_shares)
+            for rank, pieces in enumerate(slices):
+                for share in shares_of_replica(rank, num_ranks, num_shares):
+                    start, stop = blocks[share]
+                    if start < stop:
+                        pieces.append(Piece(parameter=index, start=start, stop=stop))
+    return [sorted(pieces, key=lambda piece: (piece.parameter, piece.start)) for pieces in slices]
+
+
+def row_blocks(extent: Extent, num_blocks: int) -> list[tuple[int, int]]:
+    """Elements ``[start, stop)`` of each block of rows: aligned, of equal size but for that."""
+    num_rows = extent.num_elements // extent.row_elements
+    row_bytes = extent.row_elements * extent.element_bytes
+    unit = ALIGNMENT_BYTES // math.gcd(ALIGNMENT_BYTES, row_bytes)  # rows that end aligned
+    cuts = [
+        min(-(-num_rows * block // (num_blocks * unit)) * unit, num_rows)
+        for block in range(num_blocks)
+    ]
+    return [
+        (start * extent.row_elements, stop * extent.row_elements)
+        for start, stop in pairwise([*cuts, num_rows])
+    ]
+
+
+def _flat_slices(extents: Sequence[Extent], num_ranks: int) -> list[list[Piece]]:
+    """Cut all that may be cut anywhere, seen as one flat region, into runs of equal size."""
+    free = [index for index, extent in enumerate(extents) if not extent.row_elements]
+    offsets, total = flat_offsets([extents[index] for index in free])
     cuts = [align(total * rank // num_ranks) for rank in range(num_ranks)] + [total]
     slices: list[list[Piece]] = []
     for low, high in pairwise(cuts):
         pieces = []
-        for index, (offset, extent) in enumerate(zip(offsets, extents, strict=True)):
+        for index, offset in zip(free, offsets, strict=True):
             # Whole elements: alignment is a multiple of every element size.
+            extent = extents[index]
             start = max(low - offset, 0) // extent.element_bytes
             stop = min(max(high - offset, 0) // extent.element_bytes, extent.num_elements)
             if start < stop:

@@ -7,14 +7,19 @@ and the cluster, so that every such error comes before any process starts.
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import msgspec
+
 from lockstep.cluster.topology import MAX_CPU_REPLICAS_PER_CORE, Cluster
 from lockstep.errors import DeviceError, OptionError, problem
-from lockstep.graph.layer_graph import LayerGraph
+from lockstep.graph.layer_graph import Layer, LayerGraph
 from lockstep.plan.spec import Axis, LayerPlacement, LocalUpdate, Plan, SlicedUpdate
 
 Maker = Callable[[LayerGraph, Cluster, int], Plan]
 
 MAX_DEFAULT_REPLICAS = 8
+
+# Elements of a weight: of smaller ones the gradient is moved in no time.
+_SMALLEST_BY_ROWS = 1 << 14
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,9 +88,11 @@ class Mirrored:
             num_shares=shares,
             interleaved=shares > replicas
             and any(layer.uses_batch_statistics for layer in graph.layers),
-            layers=_one_stage(graph),
+            layers=_one_stage(graph) if shares == 1 else _with_row_limits(graph, batch_size),
             update=LocalUpdate() if replicas == shares == 1 else SlicedUpdate(),
             precision=self.precision,
+            channels_last=self.precision != "fp64"
+            and any(layer.kind == "Conv2d" for layer in graph.layers),
             notes=tuple(_notes(replicas, shares, cores, batch_size)),
         )
 
@@ -133,6 +140,29 @@ def _one_stage(graph: LayerGraph) -> tuple[LayerPlacement, ...]:
         )
         for layer in graph.layers
     )
+
+
+def _with_row_limits(graph: LayerGraph, batch_size: int) -> tuple[LayerPlacement, ...]:
+    tied = {name for names in graph.tied for name in names}
+    return tuple(
+        msgspec.structs.replace(placement, row_limit=_row_limit(layer, tied, batch_size))
+        for placement, layer in zip(_one_stage(graph), graph.layers, strict=True)
+    )
+
+
+def _row_limit(layer: Layer, tied: set[str], batch_size: int) -> int:
+    """Rows of a batch up to which inputs and output gradients are less to move than gradients.
+
+    For a weight of shape (outs, ins), n rows are n (ins + outs) numbers, and every replica's
+    gradient outs * ins. Half of where these are equal is a careful limit: at that many rows both
+    ways were measured to take the same time. A sample gives the layer one row or more.
+    """
+    weight = next((each for each in layer.parameters if each.name.endswith("weight")), None)
+    if layer.kind != "Linear" or weight is None or weight.name in tied or not weight.trainable:
+        return 0
+    outs, ins = weight.shape
+    limit = weight.size // (outs + ins) // 2
+    return limit if weight.size >= _SMALLEST_BY_ROWS and limit >= batch_size else 0
 
 
 def _notes(replicas: int, shares: int, cores: int, batch_size: int) -> list[str]:

@@ -23,12 +23,23 @@ class Axis(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class LayerPlacement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where a layer lives. Data parallel plans have one stage, which every replica holds."""
+    """Where a layer lives, and what its replicas exchange.
+
+    Attributes:
+        name: fully qualified name.
+        kind: the module's class name.
+        num_parameters: elements of its own parameters.
+        stage: data parallel plans have one, which every replica holds.
+        row_limit: as long as the batch gives the layer at most this many rows, its replicas
+            exchange inputs and output gradients, and each forms its own rows of the weight's
+            gradient; with more rows, and with 0, they exchange and sum gradients.
+    """
 
     name: str
     kind: str
     num_parameters: int
     stage: int
+    row_limit: int = 0
 
 
 class LocalUpdate(
@@ -59,7 +70,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             over the whole batch.
         layers: every layer and its stage.
         update: how gradients meet and parameters change.
-        precision: ``"fp32"`` or ``"fp64"``.
+        precision: ``"fp32"``, ``"fp64"``, or ``"bf16-mixed"``: parameters, updates and losses in
+            float32, the model's own arithmetic in bfloat16 where that is safe (autocast).
+        channels_last: images run through the model with their channels together in memory.
         notes: what a person should know about this plan.
         version: of this format.
 
@@ -76,6 +89,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     layers: tuple[LayerPlacement, ...]
     update: Update
     precision: str
+    channels_last: bool = False
     notes: tuple[str, ...] = ()
     version: int = PLAN_VERSION
 

@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lockstep.plan.spec import LocalUpdate, Plan
+from lockstep.plan.spec import LayerPlacement, LocalUpdate, Plan
 from lockstep.units import format_count
 
 _MOST_LAYERS = 40
@@ -37,8 +37,9 @@ def _heading(plan: Plan) -> str:
     if plan.threads_per_device is not None:
         word = "thread" if plan.threads_per_device == 1 else "threads"
         threads = f" ({plan.threads_per_device} {word} each)"
+    images = ", images channels last" if plan.channels_last else ""
     return (
-        f"Plan: {plan.strategy}, {mesh}, {plan.precision}\n"
+        f"Plan: {plan.strategy}, {mesh}, {plan.precision}{images}\n"
         f"Devices: {', '.join(plan.devices)}{threads}\n"
         f"Shares of each batch: {plan.num_shares}{together}; parameters {update}"
     )
@@ -48,15 +49,25 @@ def _layers(plan: Plan) -> Table:
     table = Table("layer", "kind", box=None, pad_edge=False)
     table.add_column("parameters", justify="right")
     table.add_column("stage", justify="right")
+    shows_rows = any(layer.row_limit for layer in plan.layers)
+    if shows_rows:
+        table.add_column("exchange")
     for layer in plan.layers[:_MOST_LAYERS]:
         table.add_row(
             Text(layer.name or "(model)"),
             Text(layer.kind),
             format_count(layer.num_parameters),
             str(layer.stage),
+            *([_exchange(layer)] if shows_rows else []),
         )
     hidden = len(plan.layers) - _MOST_LAYERS
     if hidden > 0:
         rest = sum(layer.num_parameters for layer in plan.layers[_MOST_LAYERS:])
         table.add_row(f"and {hidden} more layers", "", format_count(rest), "")
     return table
+
+
+def _exchange(layer: LayerPlacement) -> str:
+    if not layer.row_limit:
+        return "gradients"
+    return f"activations, up to {format_count(layer.row_limit)} rows"

@@ -17,7 +17,7 @@ from lockstep.errors import (
     Problems,
     problem,
 )
-from lockstep.parallel.worker import DTYPES
+from lockstep.parallel.forward import DTYPES
 from lockstep.plan.spec import Plan
 from lockstep.train.callbacks import Callback
 

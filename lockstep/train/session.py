@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from lockstep.comm.board import Board
-from lockstep.comm.exchange import ExchangeSpec
+from lockstep.comm.shared_exchange import ExchangeSpec
 from lockstep.comm.shared_memory import SharedRegion
 from lockstep.data.order import restore_streams, stream_states
 from lockstep.launch.helper import HelperContext
@@ -91,8 +91,8 @@ class Session:
             return self._run_with_helpers(assignment, conductor)
 
     def _run_alone(self, assignment: Assignment, conductor: Conductor) -> Any:
-        spec = exchange_spec(assignment.plan, assignment.model)
-        region = SharedRegion.create(spec.num_bytes) if assignment.plan.num_shares > 1 else None
+        spec = exchange_spec(assignment.plan, assignment.model, assignment.updater)
+        region = spec.create() if assignment.plan.num_shares > 1 else None
         worker = _worker(assignment, spec, region, rank=0, look_around=lambda waited: None)
         _heed(conductor, worker)
         return assignment.task.run(worker, SoloControl(), conductor)
@@ -143,8 +143,8 @@ class Session:
     def _call(self, team: Team, assignment: Assignment, parcel: Parcel) -> Worker:
         """Send the helpers their parts; returns rank 0's."""
         assert self._store is not None
-        spec = exchange_spec(assignment.plan, assignment.model)
-        region = SharedRegion.create(spec.num_bytes)
+        spec = exchange_spec(assignment.plan, assignment.model, assignment.updater)
+        region = spec.create()
         watch = _Watch(team, self._timeout)
         worker = _worker(assignment, spec, region, rank=0, look_around=watch.look_around)
         watch.watch(worker.exchange.board)
@@ -156,7 +156,6 @@ class Session:
             position=_Position(assignment.task, worker.exchange.board),
             timeout_seconds=self._timeout,
         )
-        region.close()
         return worker
 
     def close(self) -> None:
@@ -222,8 +221,8 @@ def serve(context: HelperContext, body: bytes, descriptors: tuple[int, ...]) -> 
     store = ParameterStore(specs, store_region)
     parameters = [nn.Parameter(view, requires_grad=False) for view in store.views]
     assignment: Assignment = unpack(payload, parcel_region, parameters)
-    for opened in (store_region, region, parcel_region):
-        opened.close()
+    store_region.close()
+    parcel_region.close()
     with assignment.settings.applied(), compute_settings(assignment.plan):
         worker = _worker(
             assignment, spec, region, rank=context.rank, look_around=context.look_around

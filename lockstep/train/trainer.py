@@ -80,7 +80,9 @@ class Trainer:
         metrics: torchmetrics metrics by name.
         strategy: where and how to train; None is the strategy of the enclosing ``scope()``, else
             one device.
-        precision: ``"fp32"``, or ``"fp64"``, which turns the model's parameters to float64.
+        precision: ``"fp32"``; ``"bf16-mixed"``, which keeps parameters, updates and the loss in
+            float32 and lets the model compute in bfloat16 where that is safe (torch.autocast); or
+            ``"fp64"``, which turns the model's parameters to float64.
         seed: of the order of the samples and of all random numbers in training.
         callbacks: called during every ``fit``.
 

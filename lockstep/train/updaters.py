@@ -57,14 +57,17 @@ class TorchUpdater(Updater):
         self.optimizer = optimizer
         self.parameters = parameters
         self._is_known = _is_known(optimizer)  # hooks do not travel, so rank 0 says it for all
+        self.is_elementwise = self._is_known and type(optimizer) in ELEMENTWISE
         self._active = optimizer
         self._pieces: list[BoundPiece] = []
 
-    def divide(self, extents: Sequence[Extent], num_ranks: int) -> list[list[Piece]]:
+    def divide(
+        self, extents: Sequence[Extent], num_ranks: int, num_shares: int
+    ) -> list[list[Piece]]:
         if not self._is_known:
             return [*whole_parameters(extents, 1), *([] for _ in range(num_ranks - 1))]
-        if type(self.optimizer) in ELEMENTWISE:
-            return elementwise_slices(extents, num_ranks)
+        if self.is_elementwise:
+            return elementwise_slices(extents, num_ranks, num_shares)
         return whole_parameters(extents, num_ranks)
 
     def bind(self, pieces: Sequence[BoundPiece]) -> None:

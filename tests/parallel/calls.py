@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from lockstep.comm.board import LINE_BYTES, Board
-from lockstep.comm.exchange import ExchangeSpec, Gradients, SharedMemoryExchange, TensorSpec
+from lockstep.comm.exchange import Gradients, TensorSpec
+from lockstep.comm.gradient_rows import GradientSpec
+from lockstep.comm.shared_exchange import ExchangeSpec, SharedMemoryExchange
 from lockstep.comm.shared_memory import SharedRegion
 from lockstep.launch.helper import HelperContext
 from lockstep.launch.pool import take_team
@@ -152,7 +154,10 @@ def make_spec(num_ranks: int, num_shares: int) -> ExchangeSpec:
         TensorSpec(f"tensor {number}", shape, torch.empty(shape).stride(), torch.float32)
         for number, shape in enumerate(SHAPES)
     )
-    return ExchangeSpec(num_ranks=num_ranks, num_shares=num_shares, tensors=tensors, row_capacity=5)
+    gradients = GradientSpec(num_shares=num_shares, tensors=tensors, row_limits=(0,) * len(tensors))
+    return ExchangeSpec(
+        num_ranks=num_ranks, num_shares=num_shares, gradients=gradients, row_capacity=5
+    )
 
 
 def make_gradients(share: int, step: int) -> Gradients:
@@ -178,7 +183,7 @@ def exchange_gradients(
     """Steps with random delays; every step's whole summed gradients as this rank sees them."""
     spec = make_spec(num_ranks, num_shares)
     exchange = SharedMemoryExchange(spec, region, rank=rank, look_around=look_around)
-    mine = elementwise_slices(spec.extents, num_ranks)[rank]
+    mine = elementwise_slices(spec.gradients.extents, num_ranks, num_shares)[rank]
     dice = random.Random(f"{seed} {rank}")
     steps = []
     for step in range(num_steps):
@@ -189,9 +194,8 @@ def exchange_gradients(
                 exchange.put(share, make_gradients(share, step), float(share), 1.0)
         totals = exchange.collect(num_shares)
         assert totals.totals == [float(share) for share in range(num_shares)]
-        for piece in mine:
-            delay(dice)
-            exchange.reduce(piece, num_shares)
+        delay(dice)
+        exchange.reduce(mine, num_shares)
         exchange.barrier()
         summed = [exchange.summed(number, num_shares) for number in range(len(SHAPES))]
         steps.append([None if total is None else total.clone() for total in summed])

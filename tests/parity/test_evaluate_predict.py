@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import lockstep
 from lockstep.data.trees import map_tensors
-from lockstep.parallel.worker import call_model
+from lockstep.parallel.forward import call_model
 from tests.zoo import case, cases
 
 DEVICES = [1, 2, 3, 4]

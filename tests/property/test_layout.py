@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -54,7 +55,7 @@ def test_offsets_are_aligned_and_parameters_do_not_overlap(parameters: list[Exte
 
 @given(parameters=extents(), num_ranks=RANKS)
 def test_slices_cover_each_element_once(parameters: list[Extent], num_ranks: int) -> None:
-    slices = elementwise_slices(parameters, num_ranks)
+    slices = elementwise_slices(parameters, num_ranks, num_ranks)
     assert len(slices) == num_ranks
     for index, extent in enumerate(parameters):
         assert elements_of(slices, index) == list(range(extent.num_elements))
@@ -64,7 +65,7 @@ def test_slices_cover_each_element_once(parameters: list[Extent], num_ranks: int
 def test_slices_cut_parameters_at_aligned_places_only(
     parameters: list[Extent], num_ranks: int
 ) -> None:
-    slices = elementwise_slices(parameters, num_ranks)
+    slices = elementwise_slices(parameters, num_ranks, num_ranks)
     for piece in itertools.chain.from_iterable(slices):
         assert piece.start < piece.stop
         extent = parameters[piece.parameter]
@@ -82,7 +83,7 @@ def test_slices_are_balanced_within_one_unit_of_alignment(
             align((piece.stop - piece.start) * parameters[piece.parameter].element_bytes)
             for piece in pieces
         )
-        for pieces in elementwise_slices(parameters, num_ranks)
+        for pieces in elementwise_slices(parameters, num_ranks, num_ranks)
     ]
     assert max(loads) - min(loads) <= ALIGNMENT_BYTES
 
@@ -121,7 +122,7 @@ def test_whole_parameters_are_balanced_as_graham_proved(
     assert 3 * num_ranks * longest(rank_of) <= (4 * num_ranks - 1) * best
 
 
-@pytest.mark.parametrize("divide", [elementwise_slices, whole_parameters])
+@pytest.mark.parametrize("divide", [partial(elementwise_slices, num_shares=3), whole_parameters])
 def test_pieces_are_in_the_order_of_the_parameters(
     divide: Callable[[Sequence[Extent], int], list[list[Piece]]],
 ) -> None:

@@ -88,7 +88,7 @@ class Ranks:
             updaters.append(unpack(parcel.payload, parcel.region, theirs))
         extents = [tensor_spec(name, value).extent for name, value in parameters.items()]
         self.ranks = [
-            self._bind(updater, updater.divide(extents, num_ranks)[rank])
+            self._bind(updater, updater.divide(extents, num_ranks, num_ranks)[rank])
             for rank, updater in enumerate(updaters)
         ]
 
@@ -508,4 +508,4 @@ def test_joined_slots_are_copies() -> None:
 def test_extents_of_parameters_without_elements_have_no_pieces() -> None:
     optimizer = optim.SGD([nn.Parameter(torch.empty(0))], lr=0.1)
     updater = TorchUpdater(optimizer, {})
-    assert updater.divide([Extent(num_elements=0, element_bytes=4)], 2) == [[], []]
+    assert updater.divide([Extent(num_elements=0, element_bytes=4)], 2, 2) == [[], []]

@@ -1,0 +1,342 @@
+"""The gradients of one step in shared memory, and how a rank sums what it owns.
+
+Every share has a row with room for the gradient of each parameter. It fills its row in one of two
+ways, and each rank then sums its pieces over all rows, always in the order of the shares: so the
+sum does not depend on who computed which share, or when.
+
+The gradient of a weight is a product, that of the layer's output gradients and inputs, summed over
+the rows (samples, tokens) of the batch. Where these *factors* are far smaller than the product, a
+share hands in its factors instead: after the barrier each rank forms its own block of the weight's
+gradient over the whole batch, in one product. The arithmetic is the same in amount, and next to
+nothing is moved. A share decides for itself, by the number of its rows, and the sum takes both
+kinds, so a share with more rows than there is room for hands in a gradient as ever.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from lockstep.comm.exchange import Gradients, TensorSpec, cut_piece
+from lockstep.comm.shared_memory import SharedRegion
+from lockstep.errors import ModelError, problem
+from lockstep.plan.layout import Extent, Piece, align, flat_offsets
+
+# What a share has put up for a parameter.
+_NOTHING, _GRADIENT, _FACTORS, _BFLOAT16_FACTORS = range(4)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientSpec:
+    """Which gradients there are, and how they lie in memory.
+
+    Attributes:
+        num_shares: rows of gradients.
+        tensors: the trainable parameters.
+        row_limits: for each of them, the rows of a batch up to which factors are exchanged; 0 for
+            never.
+    """
+
+    num_shares: int
+    tensors: tuple[TensorSpec, ...]
+    row_limits: tuple[int, ...]
+
+    @property
+    def extents(self) -> list[Extent]:
+        """Sizes of the trainable parameters, and where they may be cut."""
+        return [
+            Extent(
+                num_elements=tensor.extent.num_elements,
+                element_bytes=tensor.extent.element_bytes,
+                row_elements=tensor.shape[1] if limit else 0,
+            )
+            for tensor, limit in zip(self.tensors, self.row_limits, strict=True)
+        ]
+
+    def capacity(self, parameter: int) -> int:
+        """Rows of factors that a share has room for."""
+        return -(-self.row_limits[parameter] // self.num_shares)
+
+    def offsets(self) -> tuple[list[list[int]], list[list[int]], int]:
+        """Byte offsets, by share and parameter, of gradients and of factors; and the total size.
+
+        Before them is the table of what each share has put up.
+        """
+        starts, row_bytes = flat_offsets(self.extents)
+        end = align(self.num_shares * max(len(self.tensors), 1) * 2 * 8)
+        rows = [[end + share * row_bytes + at for at in starts] for share in range(self.num_shares)]
+        end += self.num_shares * row_bytes
+        factors: list[list[int]] = []
+        for _ in range(self.num_shares):
+            factors.append([])
+            for parameter in range(len(self.tensors)):
+                factors[-1].append(end)
+                end += align(self._factor_bytes(parameter))
+        return rows, factors, end
+
+    @property
+    def num_bytes(self) -> int:
+        """Size in memory, with holes."""
+        return self.offsets()[-1]
+
+    def holes(self) -> list[tuple[int, int]]:
+        """Bytes ``[start, stop)`` that need no memory until a share uses them.
+
+        Of a weight whose factors are exchanged, only the first row holds a gradient: the sum.
+        """
+        rows, factors, _ = self.offsets()
+        return sorted(
+            (start, start + num_bytes)
+            for share in range(self.num_shares)
+            for parameter, limit in enumerate(self.row_limits)
+            if limit
+            for start, num_bytes in (
+                *([(rows[share][parameter], self._gradient_bytes(parameter))] if share else []),
+                (factors[share][parameter], self._factor_bytes(parameter)),
+            )
+        )
+
+    def _gradient_bytes(self, parameter: int) -> int:
+        extent = self.tensors[parameter].extent
+        return extent.num_elements * extent.element_bytes
+
+    def _factor_bytes(self, parameter: int) -> int:
+        if not self.row_limits[parameter]:
+            return 0
+        tensor = self.tensors[parameter]
+        return self.capacity(parameter) * sum(tensor.shape) * tensor.extent.element_bytes
+
+
+@dataclass
+class _Own:
+    """What a share of this rank has put up for a parameter so far."""
+
+    kind: int = _NOTHING
+    num_rows: int = 0
+
+
+class GradientRows:
+    """One rank's view of the gradients.
+
+    Args:
+        spec: the layout.
+        region: where they lie.
+        offset_bytes: from where on.
+    """
+
+    def __init__(self, spec: GradientSpec, region: SharedRegion, offset_bytes: int) -> None:
+        self._spec = spec
+        self._region = region
+        self._offset = offset_bytes
+        self._row_offsets, self._factor_offsets, _ = spec.offsets()
+        count = max(len(spec.tensors), 1)
+        self._table = region.tensor(
+            offset_bytes, torch.int64, (spec.num_shares, count, 2), (count * 2, 2, 1)
+        )
+        self._rows = [
+            [
+                region.tensor(offset_bytes + at, tensor.dtype, tensor.shape, tensor.stride)
+                for at, tensor in zip(row, spec.tensors, strict=True)
+            ]
+            for row in self._row_offsets
+        ]
+        self._own: dict[tuple[int, int], _Own] = {}
+        self._found: list[list[tuple[int, int, int]]] = []
+        self._reserved: dict[int, int] = {}
+
+    def begin_pass(self) -> None:
+        """Nothing is put up yet."""
+        self._own.clear()
+
+    # --- putting up ------------------------------------------------------------------------------
+
+    def put_product(
+        self, share: int, parameter: int, inputs: torch.Tensor, output_gradients: torch.Tensor
+    ) -> None:
+        """See ``Exchange.put_product``."""
+        own = self._own_of(share, parameter)
+        kind = _BFLOAT16_FACTORS if inputs.dtype == torch.bfloat16 else _FACTORS
+        start, stop = own.num_rows, own.num_rows + len(inputs)
+        if own.kind in (_NOTHING, kind) and stop <= self._spec.capacity(parameter):
+            own.kind, own.num_rows = kind, stop
+            kept_inputs, kept_gradients = self._factors(share, parameter, kind, stop)
+            kept_inputs[start:].copy_(inputs)
+            kept_gradients[start:].copy_(output_gradients)
+        else:
+            row = self._gradient_row(share, parameter, own)
+            _multiply(row, output_gradients, inputs, adds=own.kind == _GRADIENT)
+            own.kind = _GRADIENT
+
+    def put(self, share: int, gradients: Gradients) -> None:
+        """Add a share's gradients to what it has put up, and tell the others of it."""
+        targets, sources = [], []
+        for parameter, gradient in enumerate(gradients):
+            if gradient is None:
+                continue
+            if gradient.is_sparse:
+                raise _sparse(self._spec.tensors[parameter].name)
+            own = self._own_of(share, parameter)
+            row = self._gradient_row(share, parameter, own)
+            if own.kind == _GRADIENT:
+                row.add_(gradient)
+            else:
+                targets.append(row)
+                sources.append(gradient)
+                own.kind = _GRADIENT
+        if targets:
+            torch._foreach_copy_(targets, sources)
+        nothing = _Own()
+        own_row = [self._own.get((share, number), nothing) for number in range(len(gradients))]
+        self._table[share, : len(own_row)] = torch.tensor(
+            [(own.kind, own.num_rows) for own in own_row], dtype=torch.int64
+        ).reshape(-1, 2)
+
+    def _own_of(self, share: int, parameter: int) -> _Own:
+        return self._own.setdefault((share, parameter), _Own())
+
+    def _gradient_row(self, share: int, parameter: int, own: _Own) -> torch.Tensor:
+        """Where a share's whole gradient goes; factors that it has put up become one first."""
+        row = self._rows[share][parameter]
+        if share and self._spec.row_limits[parameter]:
+            self._reserve(self._row_offsets[share][parameter], row.nbytes)
+        if own.kind in (_FACTORS, _BFLOAT16_FACTORS):
+            inputs, gradients = self._factors(share, parameter, own.kind, own.num_rows)
+            _multiply(row, gradients, inputs, adds=False)
+            own.kind = _GRADIENT
+        return row
+
+    # --- summing ---------------------------------------------------------------------------------
+
+    def collect(self, num_filled: int) -> None:
+        """Every share is in: see what they have put up."""
+        table = self._table[:num_filled, : len(self._spec.tensors)].tolist()
+        self._found = [
+            [
+                (share, kind, num_rows)
+                for share, (kind, num_rows) in enumerate(column)
+                if kind != _NOTHING
+            ]
+            for column in zip(*table, strict=True)
+        ]
+
+    def is_any_used(self) -> bool:
+        """Whether any share has put up anything."""
+        return any(self._found)
+
+    def reduce(self, pieces: Sequence[Piece]) -> list[torch.Tensor | None]:
+        """See ``Exchange.reduce``."""
+        sums = _Sums()
+        results: list[torch.Tensor | None] = []
+        products = []
+        for piece in pieces:
+            found = self._found[piece.parameter]
+            if not found:
+                results.append(None)
+                continue
+            target = cut_piece(self._rows[self._target(found)][piece.parameter], piece)
+            shares = [share for share, kind, _ in found if kind == _GRADIENT]
+            sums.add(
+                target, [cut_piece(self._rows[share][piece.parameter], piece) for share in shares]
+            )
+            if len(shares) < len(found):
+                products.append((target, piece, bool(shares)))
+            results.append(target)
+        sums.run()
+        for target, piece, adds in products:
+            self._add_product(target, piece, adds)
+        return results
+
+    def summed(self, parameter: int) -> torch.Tensor | None:
+        """A parameter's whole gradient after every rank has reduced its pieces."""
+        found = self._found[parameter]
+        return self._rows[self._target(found)][parameter] if found else None
+
+    def _target(self, found: list[tuple[int, int, int]]) -> int:
+        """The row where the sum comes to lie."""
+        return found[0][0] if all(kind == _GRADIENT for _, kind, _ in found) else 0
+
+    def _add_product(self, target: torch.Tensor, piece: Piece, adds: bool) -> None:
+        """Form a block of a weight's gradient from all factors, in one product."""
+        ins = self._spec.tensors[piece.parameter].shape[1]
+        low, high = piece.start // ins, piece.stop // ins
+        inputs, gradients = [], []
+        for share, kind, num_rows in self._found[piece.parameter]:
+            if kind != _GRADIENT:
+                factors = self._factors(share, piece.parameter, kind, num_rows)
+                inputs.append(factors[0])
+                gradients.append(factors[1][:, low:high])
+        _multiply(target.view(high - low, ins), torch.cat(gradients), torch.cat(inputs), adds=adds)
+
+    # --- memory ----------------------------------------------------------------------------------
+
+    def _factors(
+        self, share: int, parameter: int, kind: int, num_rows: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """A share's inputs (num_rows, ins) and output gradients (num_rows, outs)."""
+        tensor = self._spec.tensors[parameter]
+        dtype = tensor.dtype if kind == _FACTORS else torch.bfloat16
+        outs, ins = tensor.shape
+        start = self._factor_offsets[share][parameter]
+        middle = start + self._spec.capacity(parameter) * ins * tensor.dtype.itemsize
+        self._reserve(start, num_rows * ins * dtype.itemsize)
+        self._reserve(middle, num_rows * outs * dtype.itemsize)
+        return (
+            self._region.tensor(self._offset + start, dtype, (num_rows, ins), (ins, 1)),
+            self._region.tensor(self._offset + middle, dtype, (num_rows, outs), (outs, 1)),
+        )
+
+    def _reserve(self, start: int, num_bytes: int) -> None:
+        """Take memory for a part of a hole, once."""
+        if self._reserved.get(start, 0) < num_bytes:
+            self._region.reserve(self._offset + start, num_bytes)
+            self._reserved[start] = num_bytes
+
+
+class _Sums:
+    """Sums over shares that are taken together: a call per share, and not per tensor."""
+
+    def __init__(self) -> None:
+        self._copied: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
+        self._added: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
+
+    def add(self, target: torch.Tensor, sources: Sequence[torch.Tensor]) -> None:
+        """Have ``target`` be the sum of ``sources``, one by one; it may be the first of them."""
+        if sources and sources[0].data_ptr() != target.data_ptr():
+            self._copied[0].append(target)
+            self._copied[1].append(sources[0])
+        for number, source in enumerate(sources[1:]):
+            if number == len(self._added):
+                self._added.append(([], []))
+            self._added[number][0].append(target)
+            self._added[number][1].append(source)
+
+    def run(self) -> None:
+        """Compute them."""
+        if self._copied[0]:
+            torch._foreach_copy_(*self._copied)
+        for targets, sources in self._added:
+            torch._foreach_add_(targets, sources)
+
+
+def _multiply(
+    out: torch.Tensor, output_gradients: torch.Tensor, inputs: torch.Tensor, *, adds: bool
+) -> None:
+    """``out = output_gradients.T @ inputs``, or ``+=``, multiplied in the inputs' precision."""
+    factor = output_gradients.t()
+    if inputs.dtype != out.dtype:
+        product = factor @ inputs
+        out.add_(product) if adds else out.copy_(product)
+    elif adds:
+        torch.addmm(out, factor, inputs, out=out)
+    else:
+        torch.mm(factor, inputs, out=out)
+
+
+def _sparse(name: str) -> ModelError:
+    return ModelError(
+        problem(
+            "Gradients must be dense.",
+            received=f"a sparse gradient of {name!r}",
+            fix="Make the embedding with sparse=False.",
+        )
+    )

@@ -1,0 +1,148 @@
+"""The exchange of one host: gradients, losses and rows meet in memory that all ranks map."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from lockstep.comm.board import LINE_BYTES, Board
+from lockstep.comm.exchange import Exchange, Gradients, ShareTotals
+from lockstep.comm.gradient_rows import GradientRows, GradientSpec
+from lockstep.comm.shared_memory import SharedRegion
+from lockstep.errors import ModelError, problem
+from lockstep.plan.layout import Piece, align
+from lockstep.plan.shares import replica_of_share
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExchangeSpec:
+    """The layout of a ``SharedMemoryExchange``: the same on every rank.
+
+    The region holds, each part aligned: the board; (total, weight) per share; two buffers of rows
+    to offer; the gradients.
+
+    Attributes:
+        num_ranks: ranks that map the region.
+        num_shares: of a batch.
+        gradients: of the trainable parameters.
+        row_capacity: longest row that a share may offer, in float64.
+    """
+
+    num_ranks: int
+    num_shares: int
+    gradients: GradientSpec
+    row_capacity: int
+
+    def offsets(self) -> tuple[int, int, int]:
+        """Byte offsets of losses, rows to offer, gradients."""
+        losses = align(self.num_ranks * LINE_BYTES)
+        rows = align(losses + self.num_shares * 2 * 8)
+        return losses, rows, align(rows + 2 * self.num_shares * max(self.row_capacity, 1) * 8)
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the region."""
+        return self.offsets()[-1] + self.gradients.num_bytes
+
+    def create(self) -> SharedRegion:
+        """Make the region.
+
+        Raises:
+            DeviceError: the host has not that much memory to share.
+        """
+        start = self.offsets()[-1]
+        holes = [(start + low, start + high) for low, high in self.gradients.holes()]
+        return SharedRegion.create(self.num_bytes, holes)
+
+
+class SharedMemoryExchange(Exchange):
+    """Rows of gradients in memory that all ranks of a host map.
+
+    Args:
+        spec: the layout.
+        region: what ``spec.create`` has made.
+        rank: whose end this is.
+        look_around: see ``Board``.
+    """
+
+    def __init__(
+        self,
+        spec: ExchangeSpec,
+        region: SharedRegion,
+        *,
+        rank: int,
+        look_around: Callable[[float], None],
+    ) -> None:
+        self._spec = spec
+        self.board: Board = Board(
+            region, rank=rank, num_ranks=spec.num_ranks, look_around=look_around
+        )
+        losses, rows, gradients = spec.offsets()
+        shares, capacity = spec.num_shares, max(spec.row_capacity, 1)
+        self._losses = region.tensor(losses, torch.float64, (shares, 2), (2, 1))
+        self._rows = region.tensor(
+            rows, torch.float64, (2, shares, capacity), (shares * capacity, capacity, 1)
+        )
+        self._gradients = GradientRows(spec.gradients, region, gradients)
+        self._pass = 0
+        self._offers = [0] * spec.num_shares
+
+    def put(self, share: int, gradients: Gradients, total: float, weight: float) -> None:
+        self._losses[share, 0] = total
+        self._losses[share, 1] = weight
+        self._gradients.put(share, gradients)
+
+    def put_product(
+        self, share: int, parameter: int, inputs: torch.Tensor, output_gradients: torch.Tensor
+    ) -> None:
+        self._gradients.put_product(share, parameter, inputs, output_gradients)
+
+    def collect(self, num_filled: int) -> ShareTotals:
+        self.barrier()
+        totals, weights = self._losses[:num_filled].t().tolist()
+        self._gradients.collect(num_filled)
+        return ShareTotals(totals, weights)
+
+    def reduce(self, pieces: Sequence[Piece], num_filled: int) -> list[torch.Tensor | None]:
+        return self._gradients.reduce(pieces)
+
+    def summed(self, parameter: int, num_filled: int) -> torch.Tensor | None:
+        return self._gradients.summed(parameter)
+
+    def is_any_used(self) -> bool:
+        return self._gradients.is_any_used()
+
+    def barrier(self) -> None:
+        self.board.barrier()
+
+    def begin_pass(self) -> None:
+        self._pass += 1
+        self._offers = [0] * self._spec.num_shares
+        self._gradients.begin_pass()
+
+    def offer(self, share: int, row: torch.Tensor, *, last: bool) -> None:
+        if len(row) > self._rows.shape[2]:
+            raise ModelError(
+                problem(
+                    "A functional batch_norm has more channels than any BatchNorm layer.",
+                    received=f"{(len(row) - 2) // 2} channels",
+                    fix="Use a BatchNorm layer instead.",
+                )
+            )
+        self._offers[share] += 1
+        self._rows[self._offers[share] & 1, share, : len(row)].copy_(row)
+        if last:
+            self.board.post(self._tag(share))
+
+    def offered(self, share: int, length: int, num_filled: int) -> torch.Tensor:
+        for other in range(num_filled):
+            self.board.wait_for(self._rank_of(other), self._tag(share))
+        return self._rows[self._offers[share] & 1, :num_filled, :length].clone()
+
+    def _tag(self, share: int) -> int:
+        """Grows with every pass and, within it, with every row that a share offers."""
+        assert self._offers[share] < 1 << 20
+        return (self._pass << 20) | self._offers[share]
+
+    def _rank_of(self, share: int) -> int:
+        return replica_of_share(share, self._spec.num_ranks, self._spec.num_shares)

@@ -1,0 +1,100 @@
+"""The forward pass of a share: the model called in the Plan's precision and memory format.
+
+Convolutions, pooling and the layers between them run faster on images whose channels lie together
+(``torch.channels_last``). Values and shapes are the same in either format, and so is what a model
+may do with them, but for ``view`` across dims that no longer lie together: torch refuses that. A
+model that does so is run in torch's own format from then on.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep.data.order import restore_streams, stream_states
+from lockstep.data.trees import Tree, map_tensors
+from lockstep.parallel.buffers import Buffers
+from lockstep.plan.spec import Plan
+
+# Of parameters and data, by the Plan's precision.
+DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16-mixed": torch.float32}
+
+_LOW_PRECISION = {"bf16-mixed": torch.bfloat16}
+
+
+class ModelCall:
+    """Calls a model as its Plan says.
+
+    Args:
+        model: the model.
+        plan: precision and memory format.
+        device: where the model is.
+    """
+
+    def __init__(self, model: nn.Module, plan: Plan, device: torch.device) -> None:
+        self._model = model
+        self._device = device
+        self._low_precision = _LOW_PRECISION.get(plan.precision)
+        self._channels_last = plan.channels_last
+        self._is_tried = False
+        self._buffers = Buffers(model)
+
+    def __call__(self, inputs: Tree) -> Any:
+        """The model's outputs, in float32 also where it computes in less."""
+        if self._channels_last:
+            inputs = map_tensors(channels_last, inputs)
+        if self._low_precision is None:
+            return call_model(self._model, inputs)
+        with self._autocast():
+            return map_tensors(_widened, call_model(self._model, inputs))
+
+    def attempt(self, body: Callable[[], None]) -> None:
+        """Run ``body``, which calls the model; once more if the memory format makes it fail."""
+        if not self._channels_last:
+            body()
+            return
+        kept = None if self._is_tried else (stream_states(), self._buffers.keep())
+        try:
+            body()
+        except RuntimeError as error:
+            if kept is None or "view size is not compatible" not in str(error):
+                raise
+            self._channels_last = False
+            restore_streams(kept[0])
+            self._buffers.restore(kept[1])
+            body()
+        self._is_tried = True
+
+    def _autocast(self) -> AbstractContextManager[None]:
+        return torch.autocast(self._device.type, dtype=self._low_precision)
+
+
+def call_model(model: nn.Module, inputs: Tree) -> Any:
+    """A tuple is positional arguments, a dict keyword arguments, anything else the one argument."""
+    if isinstance(inputs, tuple):
+        return model(*inputs)
+    if isinstance(inputs, dict):
+        return model(**inputs)
+    return model(inputs)
+
+
+def channels_last(tensor: torch.Tensor) -> torch.Tensor:
+    """An image tensor (n, channels, height, width) with its channels together in memory.
+
+    The strides say so also of images with one channel, which torch's own ``contiguous`` leaves as
+    they are: convolutions go by the strides.
+    """
+    if tensor.dim() != 4 or not tensor.is_floating_point():
+        return tensor
+    _, channels, height, width = tensor.shape
+    strides = (height * width * channels, 1, width * channels, channels)
+    if tensor.stride() == strides:
+        return tensor
+    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype).copy_(tensor)
+
+
+def _widened(tensor: torch.Tensor) -> torch.Tensor:
+    is_low = tensor.dtype in (torch.bfloat16, torch.float16)
+    return tensor.float() if is_low else tensor

@@ -1,0 +1,50 @@
+"""Sends a function of ``torch.nn.functional`` elsewhere while a pass runs.
+
+Layers look these functions up at every call, so no module is changed: subclasses that do more than
+their base, and layers that run again in backward (activation checkpointing), are redirected, too.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.nn.functional as F
+
+
+class Redirection:
+    """Redirects one function, in the threads that ask for it and while any does.
+
+    Args:
+        name: of the function in ``torch.nn.functional``.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._own = threading.local()
+        self._lock = threading.Lock()
+        self._blocks = 0
+        self.plain: Callable[..., Any] = getattr(F, name)
+
+    @contextmanager
+    def to(self, target: Callable[..., Any]) -> Iterator[None]:
+        """Within the block, calls in this thread go to ``target``."""
+        with self._lock:
+            if self._blocks == 0:
+                self.plain = getattr(F, self._name)
+                setattr(F, self._name, self._call)
+            self._blocks += 1
+        before = getattr(self._own, "target", None)
+        self._own.target = target
+        try:
+            yield
+        finally:
+            self._own.target = before
+            with self._lock:
+                self._blocks -= 1
+                if self._blocks == 0:
+                    setattr(F, self._name, self.plain)
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
+        target = getattr(self._own, "target", None)
+        return (target or self.plain)(*args, **kwargs)
