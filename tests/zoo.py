@@ -52,6 +52,7 @@ def cases() -> tuple[Case, ...]:
         lstm_case(),
         two_inputs_case(),
         unused_branch_case(),
+        wide_case(),
     )
 
 
@@ -428,4 +429,38 @@ def unused_branch_case() -> Case:
         inputs=inputs,
         targets=targets,
         batch_size=batch_size,
+    )
+
+
+# --- wide: weights so large, for so few samples, that inputs and output gradients are exchanged;
+# one of them is used twice, and one has more rows (tokens) than that pays for.
+
+
+class Wide(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(40, 400)
+        self.again = nn.Linear(400, 400)
+        self.each = nn.Linear(50, 400)
+        self.last = nn.Linear(400, 5)
+
+    def forward(self, samples: Tensor) -> Tensor:
+        hidden = torch.relu(self.first(samples))
+        hidden = torch.tanh(self.again(torch.tanh(self.again(hidden))))
+        tokens = torch.relu(self.each(torch.unflatten(hidden, 1, (8, 50))))
+        logits: Tensor = self.last(hidden + tokens.mean(1))
+        return logits
+
+
+def wide_case() -> Case:
+    generator = Generator().manual_seed(9)
+    inputs = normal(generator, 4 * 13 + 2, 40)
+    return Case(
+        name="wide",
+        make_model=partial(build_seeded, Wide),
+        loss=nn.CrossEntropyLoss(),
+        optimizer=partial(torch.optim.Adam, lr=1e-3),
+        inputs=inputs,
+        targets=teach_classes(generator, inputs, 5),
+        batch_size=13,
     )

@@ -20,7 +20,7 @@ import torch
 from lockstep.comm.exchange import Gradients, TensorSpec, cut_piece
 from lockstep.comm.shared_memory import SharedRegion
 from lockstep.errors import ModelError, problem
-from lockstep.plan.layout import Extent, Piece, align, flat_offsets
+from lockstep.plan.layout import Extent, Piece, align, flat_offsets, row_blocks
 
 # What a share has put up for a parameter.
 _NOTHING, _GRADIENT, _FACTORS, _BFLOAT16_FACTORS = range(4)
@@ -256,16 +256,24 @@ class GradientRows:
         return found[0][0] if all(kind == _GRADIENT for _, kind, _ in found) else 0
 
     def _add_product(self, target: torch.Tensor, piece: Piece, adds: bool) -> None:
-        """Form a block of a weight's gradient from all factors, in one product."""
-        ins = self._spec.tensors[piece.parameter].shape[1]
-        low, high = piece.start // ins, piece.stop // ins
-        inputs, gradients = [], []
-        for share, kind, num_rows in self._found[piece.parameter]:
-            if kind != _GRADIENT:
-                factors = self._factors(share, piece.parameter, kind, num_rows)
-                inputs.append(factors[0])
-                gradients.append(factors[1][:, low:high])
-        _multiply(target.view(high - low, ins), torch.cat(gradients), torch.cat(inputs), adds=adds)
+        """Form a weight's gradient over all factors, block by block.
+
+        One product for each block of rows, whoever owns how many: so the sizes of the products,
+        and with them the order of their sums, do not depend on the number of ranks.
+        """
+        factors = [
+            self._factors(share, piece.parameter, kind, num_rows)
+            for share, kind, num_rows in self._found[piece.parameter]
+            if kind != _GRADIENT
+        ]
+        inputs = torch.cat([inputs for inputs, _ in factors])
+        ins = inputs.shape[1]
+        flat = target.view(-1)
+        for start, stop in row_blocks(self._spec.extents[piece.parameter], self._spec.num_shares):
+            if piece.start <= start < stop <= piece.stop:
+                gradients = torch.cat([each[:, start // ins : stop // ins] for _, each in factors])
+                block = flat[start - piece.start : stop - piece.start].view(-1, ins)
+                _multiply(block, gradients, inputs, adds=adds)
 
     # --- memory ----------------------------------------------------------------------------------
 

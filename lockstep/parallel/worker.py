@@ -160,7 +160,7 @@ class Worker:
         run = _Step(source, indices, step, self.plan.num_shares, observe)
         if self.exchange.board is not None:
             self.exchange.board.step = step
-        self.exchange.begin_pass()
+        self._begin_pass()
         self._clear_gradients()
         self._isolate_buffers(run)
         for kind, shares in self._program(len(indices)):
@@ -235,7 +235,8 @@ class Worker:
         def take(index: int, parameter: torch.Tensor) -> None:
             # Once per share, but for reentrant checkpoints, which go backward bit by bit.
             own, gradient = taken(), parameter.grad
-            assert gradient is not None
+            if gradient is None:  # handed to the exchange as factors
+                return
             before = own[index]
             own[index] = gradient if before is None else before + gradient
             parameter.grad = None
@@ -352,13 +353,18 @@ class Worker:
     def _begin(self, source: Source, indices: torch.Tensor) -> "_Step":
         if self._norms.use_batch_statistics:
             self.exchange.barrier()  # rows of the last pass may still be read
-        self.exchange.begin_pass()
+        self._begin_pass()
         return _Step(source, indices, 0, self.plan.num_shares, None)
 
     def _run_forward(self, run: "_Step", body: Callable[[int], None]) -> None:
         actions = lower_forward(self.plan, self.rank, run.num_samples)
         for _, shares in _grouped(self.plan, actions):
             self._run_together(run, shares, lambda share: self._call.attempt(partial(body, share)))
+
+    def _begin_pass(self) -> None:
+        # Autocast keeps cast weights until its outermost block ends, and that may be around us.
+        torch.clear_autocast_cache()
+        self.exchange.begin_pass()
 
     # --- shared ----------------------------------------------------------------------------------
 

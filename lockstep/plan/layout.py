@@ -60,19 +60,19 @@ def elementwise_slices(
 ) -> list[list[Piece]]:
     """Cut parameters into one slice per rank, of equal size where they may be cut anywhere.
 
-    A parameter that is cut by rows has a block per share, and a rank gets its shares' blocks, each
-    as a piece of its own. Only for optimizers that treat every element by itself.
+    A parameter that is cut by rows has a block per share, and a rank gets its shares' blocks. Only
+    for optimizers that treat every element by itself.
     """
     slices = _flat_slices(extents, num_ranks)
     for index, extent in enumerate(extents):
         if extent.row_elements:
             blocks = row_blocks(extent, num_shares)
             for rank, pieces in enumerate(slices):
-                for share in shares_of_replica(rank, num_ranks, num_shares):
-                    start, stop = blocks[share]
-                    if start < stop:
-                        pieces.append(Piece(parameter=index, start=start, stop=stop))
-    return [sorted(pieces, key=lambda piece: (piece.parameter, piece.start)) for pieces in slices]
+                shares = shares_of_replica(rank, num_ranks, num_shares)
+                start, stop = blocks[shares[0]][0], blocks[shares[-1]][1]
+                if start < stop:
+                    pieces.append(Piece(parameter=index, start=start, stop=stop))
+    return [sorted(pieces, key=lambda piece: piece.parameter) for pieces in slices]
 
 
 def row_blocks(extent: Extent, num_blocks: int) -> list[tuple[int, int]]:

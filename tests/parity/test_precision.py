@@ -1,0 +1,217 @@
+"""Mixed precision and memory formats: as good as float32, and the same bits whoever computes."""
+
+from functools import cache, partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lockstep
+from tests.zoo import build_seeded, case, cases
+
+
+@cache
+def digits() -> tuple[Tensor, Tensor]:
+    """scikit-learn's handwritten digits: 8 x 8 images of ten classes."""
+    from sklearn.datasets import load_digits
+
+    loaded = load_digits()
+    images = torch.tensor(loaded.images, dtype=torch.float32).unsqueeze(1) / 16
+    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
+    return images[order], torch.tensor(loaded.target)[order]
+
+
+def make_cnn() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(1, 16, 3, padding=1),
+        nn.BatchNorm2d(16),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(16, 32, 3, padding=1),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(512, 256),
+        nn.ReLU(),
+        nn.Linear(256, 10),
+    )
+
+
+def train(model: nn.Module, precision: str, strategy: Any, epochs: int = 1) -> lockstep.Trainer:
+    images, labels = digits()
+    trainer = lockstep.Trainer(
+        model,
+        loss=nn.CrossEntropyLoss(),
+        optimizer=partial(torch.optim.Adam, lr=2e-3),
+        strategy=strategy,
+        precision=precision,
+    )
+    trainer.fit((images[:1400], labels[:1400]), batch_size=100, epochs=epochs, verbose=0)
+    return trainer
+
+
+def accuracy(trainer: lockstep.Trainer) -> float:
+    images, labels = digits()
+    outputs = trainer.predict(images[1400:], batch_size=100)
+    return float((outputs.argmax(1) == labels[1400:]).double().mean())
+
+
+def state_of(trainer: lockstep.Trainer) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in trainer.model.state_dict().items()}
+
+
+def different(left: dict[str, Tensor], right: dict[str, Tensor]) -> list[str]:
+    return [name for name in left if not torch.equal(left[name], right[name])]
+
+
+def test_bf16_mixed_reaches_the_accuracy_of_fp32_on_the_digits() -> None:
+    found = {
+        precision: accuracy(
+            train(build_seeded(make_cnn), precision, lockstep.MirroredStrategy(2), epochs=8)
+        )
+        for precision in ("fp32", "bf16-mixed")
+    }
+    assert found["fp32"] > 0.96
+    assert found["bf16-mixed"] >= found["fp32"] - 0.005
+
+
+@pytest.mark.parametrize("devices", [1, 2, 3])
+def test_bf16_mixed_gives_the_same_bits_for_the_same_shares(devices: int) -> None:
+    strategy = lockstep.MirroredStrategy(devices, num_shares=3)
+    first = train(build_seeded(make_cnn), "bf16-mixed", strategy)
+    again = train(build_seeded(make_cnn), "bf16-mixed", lockstep.MirroredStrategy(3))
+    assert different(state_of(first), state_of(again)) == []
+    assert all(value.dtype != torch.bfloat16 for value in state_of(first).values())
+
+
+def test_bf16_mixed_computes_in_bfloat16_on_every_replica() -> None:
+    dtypes: list[torch.dtype] = []
+
+    class Spy(nn.Module):
+        def forward(self, inputs: Tensor) -> Tensor:
+            dtypes.append(inputs.dtype)
+            return inputs
+
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10), Spy())
+    trainer = train(model, "bf16-mixed", lockstep.SingleDeviceStrategy())
+    assert set(dtypes) == {torch.bfloat16}
+    assert trainer.predict(digits()[0][:3]).dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", [one.name for one in cases()])
+def test_bf16_mixed_trains_every_model(name: str) -> None:
+    """Near to fp32: what mixed precision cannot do shows as an error or as another loss."""
+    job = case(name)
+    losses = {}
+    for precision in ("fp32", "bf16-mixed"):
+        trainer = lockstep.Trainer(
+            job.make_model(),
+            loss=job.loss,
+            optimizer=job.optimizer,
+            strategy=lockstep.MirroredStrategy(2),
+            precision=precision,
+        )
+        history = trainer.fit(
+            (job.inputs, job.targets), batch_size=job.batch_size, epochs=2, verbose=0
+        )
+        losses[precision] = history.history["loss"]
+    assert losses["bf16-mixed"] == pytest.approx(losses["fp32"], rel=0.05)
+    assert losses["bf16-mixed"] != losses["fp32"]
+
+
+# --- channels last -------------------------------------------------------------------------------
+
+
+class Format(nn.Module):
+    """Notes the memory format of what passes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[bool] = []
+
+    def forward(self, images: Tensor) -> Tensor:
+        self.seen.append(images.is_contiguous(memory_format=torch.channels_last))
+        return images
+
+
+class Viewing(nn.Module):
+    """Flattens with ``view``, which a tensor with its channels last refuses."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        return images.view(len(images), -1)
+
+
+def make_viewing() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(1, 8, 3),
+        nn.BatchNorm2d(8),
+        Format(),
+        nn.Dropout(0.3),
+        Viewing(),
+        nn.Linear(288, 10),
+    )
+
+
+def test_images_run_with_their_channels_last() -> None:
+    model = build_seeded(make_cnn)
+    model.insert(1, Format())  # type: ignore[operator]
+    trainer = train(model, "fp32", lockstep.MirroredStrategy(2))
+    seen = model[1].seen  # type: ignore[index]
+    assert trainer.plan.channels_last
+    assert seen
+    assert all(seen)
+
+
+@pytest.mark.parametrize("num_shares", [1, 2, 5])
+def test_a_model_that_cannot_is_run_in_the_other_format(num_shares: int) -> None:
+    """With nothing of the first attempt left: statistics and random streams are as if it had not
+    been."""
+    states = []
+    for devices in (1, min(num_shares, 2)):
+        model = build_seeded(make_viewing)
+        strategy = lockstep.MirroredStrategy(devices, num_shares=num_shares)
+        trainer = train(model, "fp32", strategy)
+        states.append(state_of(trainer))
+        seen = model[2].seen  # type: ignore[index]
+        assert seen[0]
+        assert not any(seen[num_shares:])
+    assert different(*states) == []
+    assert states[0]["1.num_batches_tracked"] == 14
+
+
+def test_the_other_format_gives_what_torch_gives() -> None:
+    """A plain loop on the same batches, to the rounding of float32."""
+    images, labels = digits()
+    model, plain = build_seeded(make_viewing), build_seeded(make_viewing)
+    for one in (model, plain):
+        one[3].p = 0.0  # type: ignore[index]
+    trainer = lockstep.Trainer(
+        model,
+        loss=nn.CrossEntropyLoss(),
+        optimizer=partial(torch.optim.SGD, lr=0.1),
+        strategy=lockstep.MirroredStrategy(2),
+    )
+    trainer.fit((images[:300], labels[:300]), batch_size=100, shuffle=False, verbose=0)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for start in range(0, 300, 100):
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(
+            plain(images[start : start + 100]), labels[start : start + 100]
+        )
+        loss.backward()
+        optimizer.step()
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[name], value, rtol=1e-4, atol=1e-5)
+
+
+def test_outputs_are_in_the_format_that_users_know() -> None:
+    model = nn.Conv2d(3, 4, 3)
+    trainer = lockstep.Trainer(model, strategy=lockstep.MirroredStrategy(2))
+    outputs = trainer.predict(torch.randn(5, 3, 8, 8), batch_size=4)
+    assert outputs.is_contiguous()
+    assert tuple(outputs.shape) == (5, 4, 6, 6)
+
+
+def test_float64_keeps_the_format_of_the_reference() -> None:
+    plan = lockstep.MirroredStrategy(2).plan(make_cnn(), batch_size=10, precision="fp64")
+    assert not plan.channels_last

@@ -1,0 +1,116 @@
+"""Gradients and factors in shared memory: any mixture of them sums to the same."""
+
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+
+from lockstep.comm.exchange import TensorSpec
+from lockstep.comm.gradient_rows import GradientRows, GradientSpec
+from lockstep.comm.shared_memory import SharedRegion
+from lockstep.plan.layout import elementwise_slices
+
+OUTS, INS, NUM_SHARES = 96, 40, 3
+
+
+def make_rows(dtype: torch.dtype = torch.float64, limit: int = 12) -> GradientRows:
+    """A weight whose factors are exchanged, and a bias."""
+    tensors = (
+        TensorSpec("weight", (OUTS, INS), (INS, 1), dtype),
+        TensorSpec("bias", (OUTS,), (1,), dtype),
+    )
+    spec = GradientSpec(num_shares=NUM_SHARES, tensors=tensors, row_limits=(limit, 0))
+    return GradientRows(spec, SharedRegion.create(spec.num_bytes, spec.holes()), 0)
+
+
+def factors(seed: int, num_rows: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return (
+        torch.randn(num_rows, INS, generator=generator, dtype=torch.float64).to(dtype),
+        torch.randn(num_rows, OUTS, generator=generator, dtype=torch.float64).to(dtype),
+    )
+
+
+def reduce_all(rows: GradientRows, num_ranks: int) -> Tensor | None:
+    """Each rank's pieces in turn, then the whole."""
+    rows.collect(NUM_SHARES)
+    for pieces in elementwise_slices(rows._spec.extents, num_ranks, NUM_SHARES):
+        rows.reduce(pieces)
+    return rows.summed(0)
+
+
+SIZES = {"factors": [3], "twice": [2, 2], "too many": [2, 3]}
+KINDS = ("nothing", "factors", "twice", "too many", "gradient", "factors, then gradient")
+
+
+@pytest.mark.parametrize("kinds", list(product(KINDS, repeat=NUM_SHARES)))
+def test_any_mixture_sums_to_the_gradient(kinds: tuple[str, ...]) -> None:
+    rows = make_rows()
+    for _ in range(2):  # what the first pass has left behind must not matter
+        rows.begin_pass()
+        expected = torch.zeros(OUTS, INS, dtype=torch.float64)
+        for share, kind in enumerate(kinds):
+            whole: list[Tensor | None] = [None, None]
+            sizes = {"factors": [3], "twice": [2, 2], "too many": [2, 3]}.get(
+                kind.split(",")[0], []
+            )
+            for number, size in enumerate(sizes):
+                inputs, gradients = factors(10 * share + number, size)
+                rows.put_product(share, 0, inputs, gradients)
+                expected += gradients.T @ inputs
+            if "gradient" in kind:
+                inputs, gradients = factors(share + 100, 2)
+                gradient = gradients.T @ inputs
+                whole[0] = gradient
+                expected += gradient
+            rows.put(share, whole)
+        summed = reduce_all(rows, num_ranks=2)
+    if set(kinds) == {"nothing"}:
+        assert summed is None
+        assert not rows.is_any_used()
+    else:
+        torch.testing.assert_close(summed, expected, rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_number_of_ranks_changes_no_bit(dtype: torch.dtype, num_ranks: int) -> None:
+    def run(ranks: int) -> Tensor | None:
+        rows = make_rows(torch.float32)
+        for share in range(NUM_SHARES):
+            rows.put_product(share, 0, *factors(share, 4, dtype))
+            rows.put(share, [None, None])
+        return reduce_all(rows, ranks)
+
+    alone, together = run(1), run(num_ranks)
+    assert alone is not None
+    assert together is not None
+    assert torch.equal(alone, together)
+
+
+def test_factors_take_no_memory_for_gradients() -> None:
+    """Only the row of the sum, and the rows of the factors."""
+    rows = make_rows(torch.float32, limit=3 * 40)
+    for share in range(NUM_SHARES):
+        rows.put_product(share, 0, *factors(share, 4, torch.float32))
+        rows.put(share, [None, None])
+    reduce_all(rows, 1)
+    touched = set(rows._reserved)
+    assert not touched & {offsets[0] for offsets in rows._row_offsets}
+    assert sum(rows._reserved.values()) == NUM_SHARES * 4 * (INS + OUTS) * 4
+
+
+def test_bfloat16_factors_give_a_float32_gradient() -> None:
+    rows = make_rows(torch.float32)
+    for share in range(NUM_SHARES):
+        rows.put_product(share, 0, *factors(share, 4, torch.bfloat16))
+        rows.put(share, [None, None])
+    summed = reduce_all(rows, 2)
+    assert summed is not None
+    assert summed.dtype == torch.float32
+    expected = sum(
+        gradients.double().T @ inputs.double()
+        for inputs, gradients in (factors(share, 4, torch.bfloat16) for share in range(NUM_SHARES))
+    )
+    torch.testing.assert_close(summed.double(), expected, rtol=1e-2, atol=5e-2)

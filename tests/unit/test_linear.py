@@ -1,0 +1,145 @@
+"""Linear layers while a pass runs: the same values, and gradients that go where they are taken."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lockstep.parallel.linear import LinearLayers
+
+
+class Taken:
+    """Sums what is taken, as the exchange does."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.gradient = torch.zeros_like(weight)
+        self.calls = 0
+
+    def __call__(self, number: int, inputs: Tensor, gradients: Tensor) -> None:
+        assert number == 7
+        self.gradient += gradients.to(self.gradient).T @ inputs.to(self.gradient)
+        self.calls += 1
+
+
+def make_layer(dtype: torch.dtype = torch.float64) -> tuple[nn.Linear, LinearLayers]:
+    torch.manual_seed(0)
+    layer = nn.Linear(6, 5).to(dtype)
+    return layer, LinearLayers({7: layer.weight})
+
+
+def assert_close(found: Tensor | None, expected: Tensor | None, tolerance: float = 1e-13) -> None:
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("shape", [(6,), (4, 6), (2, 3, 6)])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_values_and_gradients_are_those_of_torch(
+    shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    layer, layers = make_layer(dtype)
+    inputs = torch.randn(shape, dtype=dtype, requires_grad=True)
+    tolerance = 1e-13 if dtype == torch.float64 else 1e-5
+    expected = layer(inputs)
+    wanted = torch.autograd.grad(expected.square().sum(), [inputs, *layer.parameters()])
+    taken = Taken(layer.weight)
+    with layers.applied():
+        found = layer(inputs)
+    with layers.taken(taken):
+        found.square().sum().backward()
+    assert_close(found, expected, tolerance)
+    assert_close(inputs.grad, wanted[0], tolerance)
+    assert layer.weight.grad is None
+    assert_close(taken.gradient, wanted[1], tolerance)
+    assert_close(layer.bias.grad, wanted[2], tolerance)
+
+
+def test_without_a_taker_the_weight_has_its_gradient() -> None:
+    layer, layers = make_layer()
+    inputs = torch.randn(4, 6, dtype=torch.float64)
+    with layers.applied():
+        (found,) = torch.autograd.grad(layer(inputs).square().sum(), [layer.weight])
+    (expected,) = torch.autograd.grad(layer(inputs).square().sum(), [layer.weight])
+    assert_close(found, expected)
+
+
+def penalty(layer: nn.Linear, inputs: Tensor) -> Tensor:
+    """A loss that goes twice through the layer's gradient."""
+    inputs = inputs.clone().requires_grad_()
+    output = torch.tanh(layer(inputs))
+    (slope,) = torch.autograd.grad(output.sum(), [inputs], create_graph=True)
+    return output.square().sum() + slope.square().sum()
+
+
+def test_a_gradient_penalty_is_exact() -> None:
+    layer, layers = make_layer()
+    inputs = torch.randn(4, 6, dtype=torch.float64)
+    expected = torch.autograd.grad(penalty(layer, inputs), list(layer.parameters()))
+    taken = Taken(layer.weight)
+    with layers.applied():
+        loss = penalty(layer, inputs)
+    with layers.taken(taken):
+        loss.backward()
+    own = torch.zeros_like(layer.weight) if layer.weight.grad is None else layer.weight.grad
+    assert_close(own + taken.gradient, expected[0])
+    assert_close(layer.bias.grad, expected[1])
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_checkpoint_takes_each_gradient_once(use_reentrant: bool) -> None:
+    layer, layers = make_layer()
+    inputs = torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
+    (expected,) = torch.autograd.grad(torch.tanh(layer(inputs)).sum(), [layer.weight])
+    taken = Taken(layer.weight)
+    with layers.applied():
+        output = checkpoint(
+            lambda value: torch.tanh(layer(value)), inputs, use_reentrant=use_reentrant
+        )
+        with layers.taken(taken):
+            output.sum().backward()
+    assert taken.calls == 1
+    assert_close(taken.gradient, expected)
+
+
+def test_autocast_computes_in_bfloat16_and_keeps_the_weight() -> None:
+    layer, layers = make_layer(torch.float32)
+    inputs = torch.randn(4, 6, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = layer(inputs)
+        with layers.applied():
+            found = layer(inputs)
+    assert found.dtype == torch.bfloat16
+    assert torch.equal(found, expected)
+    taken = Taken(layer.weight)
+    wanted = torch.autograd.grad(expected.sum(), [inputs, layer.weight])
+    with layers.taken(taken):
+        found.sum().backward()
+    assert inputs.grad is not None
+    assert torch.equal(inputs.grad, wanted[0])
+    assert_close(taken.gradient, wanted[1], 2e-2)
+
+
+def test_what_is_no_ordinary_call_goes_to_torch() -> None:
+    layer, layers = make_layer()
+    other = nn.Linear(6, 5).double()
+    inputs = torch.randn(4, 6, dtype=torch.float64)
+    with layers.applied():
+        assert "_Linear" not in str(other(inputs).grad_fn)
+        assert "_Linear" not in str(F.linear(inputs, layer.weight * 2).grad_fn)
+        with torch.no_grad():
+            assert layer(inputs).grad_fn is None
+        batched = torch.func.vmap(layer)(inputs)
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            layer(torch.randn(4, 3, dtype=torch.float64))
+    assert_close(batched, layer(inputs))
+    assert F.linear is torch._C._nn.linear
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+def test_jacobians_by_torch_func_are_those_of_torch() -> None:
+    layer, layers = make_layer()
+    sample = torch.randn(6, dtype=torch.float64)
+    with layers.applied():
+        reverse, forward = torch.func.jacrev(layer)(sample), torch.func.jacfwd(layer)(sample)
+    assert_close(reverse, layer.weight)
+    assert_close(forward, layer.weight)
