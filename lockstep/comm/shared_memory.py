@@ -22,8 +22,12 @@ from typing import Self
 
 import torch
 
+from lockstep.comm.memory_limits import free_memory
 from lockstep.errors import DeviceError, problem
 from lockstep.units import format_bytes
+
+# Not worth a look at what is free.
+_ALWAYS_FREE_BYTES = 1 << 20
 
 
 class SharedRegion:
@@ -61,9 +65,10 @@ class SharedRegion:
         Raises:
             DeviceError: the host has not that much memory to share.
         """
-        descriptor = _nameless_file()
         size = max(num_bytes, 1)
         starts, stops = [0, *(stop for _, stop in holes)], [*(start for start, _ in holes), size]
+        _check_free(sum(stops) - sum(starts))
+        descriptor = _nameless_file()
         try:
             os.ftruncate(descriptor, size)
             for start, stop in zip(starts, stops, strict=True):
@@ -79,6 +84,7 @@ class SharedRegion:
         Raises:
             DeviceError: the host has not that much memory to share.
         """
+        _check_free(num_bytes)
         try:
             _reserve(self.descriptor, offset_bytes, num_bytes)
         except OSError as error:
@@ -175,11 +181,24 @@ def _reserve(descriptor: int, start: int, num_bytes: int) -> None:
         os.posix_fallocate(descriptor, start, num_bytes)
 
 
-def _shortage(num_bytes: int, error: OSError) -> DeviceError:
+def _check_free(num_bytes: int) -> None:
+    """Within a memory limit nothing fails: the kernel kills. So look before.
+
+    Raises:
+        DeviceError: that much cannot be taken.
+    """
+    if num_bytes < _ALWAYS_FREE_BYTES:
+        return
+    free = free_memory()
+    if free is not None and num_bytes > free.num_bytes:
+        raise _shortage(num_bytes, free)
+
+
+def _shortage(num_bytes: int, received: object) -> DeviceError:
     return DeviceError(
         problem(
-            f"Training needs {format_bytes(num_bytes)} of shared memory.",
-            received=error,
-            fix="Free memory on this host, or use fewer devices or shares.",
+            f"Training needs {format_bytes(num_bytes)} more of shared memory.",
+            received=received,
+            fix="Free memory or raise the limit by as much, or use fewer devices or shares.",
         )
     )

@@ -98,11 +98,14 @@ class Session:
         return assignment.task.run(worker, SoloControl(), conductor)
 
     def _run_with_helpers(self, assignment: Assignment, conductor: Conductor) -> Any:
+        # Before any process starts: what cannot be sent, or finds no memory, shows here.
         self._adopt(assignment.model)
-        parcel = _pack(assignment)  # before any process starts: what cannot be sent shows here
+        spec = exchange_spec(assignment.plan, assignment.model, assignment.updater)
+        parcel = _pack(assignment)
         try:
+            region = spec.create()
             team = self._take_team(assignment.plan)
-            worker = self._call(team, assignment, parcel)
+            worker = self._call(team, assignment, parcel, spec, region)
             _heed(conductor, worker)
             result = assignment.task.run(worker, LeaderControl(team, self._timeout), conductor)
             team.finish(self._timeout)
@@ -140,11 +143,16 @@ class Session:
             self._team = take_team(plan.num_ranks - 1, self._threads, _PRELOAD)
         return self._team
 
-    def _call(self, team: Team, assignment: Assignment, parcel: Parcel) -> Worker:
+    def _call(
+        self,
+        team: Team,
+        assignment: Assignment,
+        parcel: Parcel,
+        spec: ExchangeSpec,
+        region: SharedRegion,
+    ) -> Worker:
         """Send the helpers their parts; returns rank 0's."""
         assert self._store is not None
-        spec = exchange_spec(assignment.plan, assignment.model, assignment.updater)
-        region = spec.create()
         watch = _Watch(team, self._timeout)
         worker = _worker(assignment, spec, region, rank=0, look_around=watch.look_around)
         watch.watch(worker.exchange.board)

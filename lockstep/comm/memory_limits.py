@@ -1,0 +1,80 @@
+"""How much memory this process may still take: less than the host has free, in a container."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from lockstep.units import format_bytes
+
+
+@dataclass(frozen=True)
+class FreeMemory:
+    """What can still be taken, and what limits it."""
+
+    num_bytes: int
+    limit: str
+
+    def __str__(self) -> str:
+        return f"{format_bytes(self.num_bytes)} free {self.limit}"
+
+
+def free_memory(root: Path = Path("/")) -> FreeMemory | None:
+    """The tightest limit on this process; None where the system does not tell.
+
+    Args:
+        root: where ``proc`` and ``sys`` are.
+    """
+    return min(_limits(root), key=lambda free: free.num_bytes, default=None)
+
+
+def _limits(root: Path) -> Iterator[FreeMemory]:
+    for line in _lines(root / "proc/meminfo"):
+        name, _, value = line.partition(":")
+        if name == "MemAvailable":
+            yield FreeMemory(int(value.split()[0]) * 1024, "on this host")
+    for folder in _control_groups(root):
+        # Version 2, then version 1 (Linux's admin-guide, cgroup-v2.rst and cgroup-v1/memory.rst).
+        for limit, used in (
+            ("memory.max", "memory.current"),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+        ):
+            most, taken = _number(folder / limit), _number(folder / used)
+            if most is not None and taken is not None:
+                free = max(most - taken + _reclaimable(folder), 0)
+                yield FreeMemory(free, f"under the memory limit of {format_bytes(most)} ({limit})")
+
+
+def _control_groups(root: Path) -> Iterator[Path]:
+    """The folders of this process's memory control groups, up to the outermost."""
+    for line in _lines(root / "proc/self/cgroup"):
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        mount = root / "sys/fs/cgroup" / ("memory" if controllers else "")
+        folder = mount / path.lstrip("/")
+        while True:
+            yield folder
+            if folder in (mount, folder.parent):
+                break
+            folder = folder.parent
+
+
+def _reclaimable(folder: Path) -> int:
+    """File pages that the kernel gives up when memory is needed."""
+    for line in _lines(folder / "memory.stat"):
+        name, _, value = line.partition(" ")
+        if name in ("inactive_file", "total_inactive_file"):
+            return int(value)
+    return 0
+
+
+def _number(path: Path) -> int | None:
+    """A file's number; None where there is no file, or it says "max"."""
+    return next((int(line) for line in _lines(path) if line.strip().isdigit()), None)
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError:  # another system, or a container that hides it
+        return []

@@ -1,0 +1,86 @@
+"""The tightest limit counts, of the host and of every control group around this process."""
+
+from pathlib import Path
+
+import pytest
+
+from lockstep.comm import shared_memory
+from lockstep.comm.memory_limits import FreeMemory, free_memory
+from lockstep.comm.shared_memory import SharedRegion
+from lockstep.errors import DeviceError
+
+GIB = 1 << 30
+
+
+def write(root: Path, files: dict[str, object]) -> None:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{text}\n")
+
+
+def host(free_kib: int) -> dict[str, object]:
+    return {"proc/meminfo": f"MemTotal: 99 kB\nMemAvailable: {free_kib} kB"}
+
+
+def test_the_host_without_control_groups(tmp_path: Path) -> None:
+    write(tmp_path, host(5 << 20))
+    assert free_memory(tmp_path) == FreeMemory(5 * GIB, "on this host")
+
+
+def test_the_outer_of_two_groups_may_be_the_tighter(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        {
+            **host(64 << 20),
+            "proc/self/cgroup": "0::/pod/job",
+            "sys/fs/cgroup/pod/job/memory.max": "max",
+            "sys/fs/cgroup/pod/job/memory.current": GIB,
+            "sys/fs/cgroup/pod/memory.max": 4 * GIB,
+            "sys/fs/cgroup/pod/memory.current": 3 * GIB,
+            "sys/fs/cgroup/pod/memory.stat": f"anon 1\ninactive_file {GIB // 2}",
+        },
+    )
+    free = free_memory(tmp_path)
+    assert free is not None
+    assert free.num_bytes == GIB + GIB // 2
+    assert str(free) == "1.5 GiB free under the memory limit of 4.0 GiB (memory.max)"
+
+
+def test_version_1(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        {
+            **host(64 << 20),
+            "proc/self/cgroup": "3:cpu,cpuacct:/other\n2:memory:/job",
+            "sys/fs/cgroup/memory/job/memory.limit_in_bytes": 2 * GIB,
+            "sys/fs/cgroup/memory/job/memory.usage_in_bytes": 3 * GIB,
+        },
+    )
+    free = free_memory(tmp_path)
+    assert free is not None
+    assert free.num_bytes == 0
+
+
+def test_a_system_that_does_not_tell(tmp_path: Path) -> None:
+    assert free_memory(tmp_path) is None
+
+
+def test_this_system() -> None:
+    free = free_memory()
+    assert free is not None
+    assert free.num_bytes > 1 << 20
+
+
+def test_a_region_that_is_too_large_is_refused_before_it_is_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(shared_memory, "free_memory", lambda: FreeMemory(3 << 20, "in this test"))
+    with pytest.raises(
+        DeviceError, match=r"4\.0 MiB more[^$]*3\.0 MiB free in this test"
+    ):
+        SharedRegion.create(4 << 20)
+    region = SharedRegion.create(64 << 20, [(1 << 20, 63 << 20)])  # a hole takes nothing
+    with pytest.raises(DeviceError, match=r"needs 62\.0 MiB more"):
+        region.reserve(1 << 20, 62 << 20)
+    region.reserve(1 << 20, 2 << 20)
