@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test check lint format clean
+.PHONY: demo test check lint format bench clean
 demo: .venv/.installed
 	$(BIN)/lockstep demo
 
@@ -22,11 +22,21 @@ format: .venv/.installed
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# Compares with other libraries on the cores of this machine, and writes docs/benchmarks.md anew.
+bench: .venv-bench/.installed
+	.venv-bench/bin/python bench/data_parallel.py --report docs/benchmarks.md
+
 clean:
-	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-bench bench/results .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
 # constraints.txt pins torch, so that every machine proves the same arithmetic.
 .venv/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	touch $@
+
+# The other libraries stay out of .venv.
+.venv-bench/.installed: pyproject.toml constraints.txt bench/requirements.txt
+	$(PYTHON) -m venv .venv-bench
+	.venv-bench/bin/python -m pip install --quiet --requirement bench/requirements.txt --editable .
 	touch $@

@@ -1,220 +1,164 @@
 """One contender training one net for a while; prints its figures as a line of JSON.
 
 Run by ``bench/data_parallel.py``, once per round, contender and net:
-``python bench/contenders.py ddp mlp --seconds 3``. Every contender uses two cores, fused Adam, the
-same data held in memory, the same batches. Warm-up steps are not counted.
+``python bench/contenders.py ddp mlp --seconds 3``. Every contender uses two cores, the same data
+held in memory, the same batches, Adam. Warm-up steps are not counted.
 """
 
 import argparse
 import json
-import os
+import re
+import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from multiprocessing import get_context
-from multiprocessing.connection import Connection
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
-import torch
-from nets import NETS, Net
+import numpy as np
+import torch_contenders as plain
+import trainer_contenders as trainers
+from nets import NETS
 
-FUSED_ADAM = partial(torch.optim.Adam, lr=1e-3, fused=True)
-WARM_UP_STEPS = 5
+HERE = Path(__file__).parent
+ALL_NETS = tuple(NETS)
+LARGE_NETS = ("wide", "cnn", "gpt")
+
+Figures = dict[str, float]
 
 
-def batches(net: Net, rank: int, num_ranks: int) -> Callable[[int], tuple[Any, Any]]:
-    """Step number -> this rank's part of the global batch."""
+@dataclass(frozen=True)
+class Contender:
+    """A way to train.
+
+    Attributes:
+        run: (net's name, seconds) -> samples per second, loss, bytes.
+        settings: in one line, for the report.
+        packages: what must be installed for it besides torch.
+        nets: which it trains.
+    """
+
+    run: Callable[[str, float], Figures]
+    settings: str
+    packages: tuple[str, ...] = ()
+    nets: tuple[str, ...] = ALL_NETS
+
+    def missing(self) -> list[str]:
+        """The packages that are not installed."""
+        return [package for package in self.packages if find_spec(package) is None]
+
+
+def lockstep(net_name: str, seconds: float, precision: str) -> Figures:
+    from lockstep_contenders import train  # only here: no other contender's memory is to hold it
+
+    return train(net_name, seconds, precision)
+
+
+def bare_ddp(net_name: str, seconds: float) -> Figures:
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    return last_line([*launcher, HERE / "bare_ddp.py", net_name, "--seconds", seconds])
+
+
+def keras(net_name: str, seconds: float, backend: str, devices: int) -> Figures:
+    net = NETS[net_name]
     inputs, targets = net.make_data(net.num_samples)
-    order = torch.randperm(net.num_samples, generator=torch.Generator().manual_seed(0))
-    local = net.batch_size // num_ranks
-
-    def batch(step: int) -> tuple[Any, Any]:
-        start = step * net.batch_size % net.num_samples + rank * local
-        rows = order[start : start + local]
-        return inputs[rows], targets[rows]
-
-    return batch
-
-
-def loop(
-    net: Net, step: Callable[[int], float], seconds: float, barrier: Callable[[], None]
-) -> dict[str, float]:
-    """Call ``step`` for a while; every rank makes the same number of steps."""
-    for number in range(WARM_UP_STEPS):
-        step(number)
-    began = time.perf_counter()
-    step(WARM_UP_STEPS)
-    guess = time.perf_counter() - began
-    steps = agreed(max(3, round(seconds / guess)))
-    barrier()
-    began = time.perf_counter()
-    for number in range(steps):
-        loss = step(WARM_UP_STEPS + 1 + number)
-    barrier()
-    elapsed = time.perf_counter() - began
-    return {"samples_per_second": steps * net.batch_size / elapsed, "loss": loss}
-
-
-def agreed(steps: int) -> int:
-    """Rank 0's number of steps."""
-    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
-        return steps
-    shared = torch.tensor([steps])
-    torch.distributed.broadcast(shared, 0)
-    return int(shared.item())
-
-
-def plain_step(
-    net: Net, model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: Any
-) -> Callable[[int], float]:
-    def step(number: int) -> float:
-        inputs, targets = batch(number)
-        optimizer.zero_grad()
-        loss = net.loss(model(inputs), targets)
-        loss.backward()
-        optimizer.step()
-        return loss.item()
-
-    return step
-
-
-# --- contenders ----------------------------------------------------------------------------------
-
-
-def one_process(net: Net, seconds: float, threads: int) -> dict[str, float]:
-    torch.set_num_threads(threads)
-    model = net.make_model()
-    step = plain_step(net, model, FUSED_ADAM(model.parameters()), batches(net, 0, 1))
-    return {**loop(net, step, seconds, lambda: None), "bytes": pss_bytes([os.getpid()])}
-
-
-def distributed(net: Net, seconds: float, wrap: Callable[..., torch.nn.Module]) -> dict[str, float]:
-    """Two processes of torch.distributed over gloo."""
-    context = get_context("spawn")
+    if net_name == "cnn":
+        inputs = inputs.permute(0, 2, 3, 1).contiguous()  # channels last, as Keras has them
+    num_weights = sum(parameter.numel() for parameter in net.make_model().parameters())
     with tempfile.TemporaryDirectory() as folder:
-        ours, theirs = context.Pipe()
-        arguments = (net.title, seconds, wrap, f"{folder}/store", theirs)
-        processes = [context.Process(target=_rank, args=(rank, *arguments)) for rank in range(2)]
-        for process in processes:
-            process.start()
-        result: dict[str, float] = ours.recv()
-        result["bytes"] = pss_bytes([process.pid or 0 for process in processes])
-        ours.send("done")
-        ours.send("done")
-        for process in processes:
-            process.join()
-    return result
+        data = Path(folder) / "data.npz"
+        np.savez(data, inputs=inputs.numpy(), targets=targets.numpy(), num_weights=num_weights)
+        where = [HERE / "keras_contenders.py", backend, net_name, data, "--devices", devices]
+        return last_line([*where, "--batch-size", net.batch_size, "--seconds", seconds])
 
 
-def _rank(
-    rank: int,
-    title: str,
-    seconds: float,
-    wrap: Callable[..., torch.nn.Module],
-    store: str,
-    connection: Connection,
-) -> None:
-    torch.set_num_threads(1)
-    net = next(net for net in NETS.values() if net.title == title)
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=2
-    )
-    model = wrap(net.make_model())
-    step = plain_step(net, model, FUSED_ADAM(model.parameters()), batches(net, rank, 2))
-    figures = loop(net, step, seconds, torch.distributed.barrier)
-    if rank == 0:
-        connection.send(figures)
-    connection.recv()
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
+def last_line(arguments: list[object]) -> Figures:
+    """The figures that a script prints last."""
+    command = [sys.executable, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    sys.stderr.write(done.stderr)
+    if done.returncode != 0:
+        raise RuntimeError(last_error(done.stderr))
+    figures: Figures = json.loads(done.stdout.splitlines()[-1])
+    return figures
 
 
-def wrap_ddp(model: torch.nn.Module) -> torch.nn.Module:
-    return torch.nn.parallel.DistributedDataParallel(
-        model, gradient_as_bucket_view=True, static_graph=True
-    )
+def last_error(text: str) -> str:
+    """The last line that names an error, or else the last line."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b|F\d{4} ", line)]
+    return (errors or lines or ["no message"])[-1]
 
 
-def wrap_fsdp(model: torch.nn.Module) -> torch.nn.Module:
-    from torch.distributed.fsdp import fully_shard
-
-    for layer in model.modules():
-        if layer is not model and any(True for _ in layer.parameters(recurse=False)):
-            fully_shard(layer)
-    fully_shard(model)
-    return model
-
-
-def lockstep_mirrored(net: Net, seconds: float) -> dict[str, float]:
-    import lockstep
-
-    class Clock(lockstep.Callback):
-        """Counts epochs, and lets as many of them pass as fill the time."""
-
-        def __init__(self) -> None:
-            self.times: list[float] = []
-            self.losses: list[float] = []
-
-        def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-            assert logs is not None
-            self.times.append(time.perf_counter())
-            self.losses.append(logs["loss"])
-            if len(self.times) > 1 and self.times[-1] - self.times[0] > seconds:
-                self.trainer.stop_training = True
-
-    clock = Clock()
-    trainer = lockstep.Trainer(
-        net.make_model(),
-        loss=net.loss,
-        optimizer=FUSED_ADAM,
-        strategy=lockstep.MirroredStrategy(2),
-        callbacks=[clock],
-    )
-    trainer.fit(
-        net.make_data(net.num_samples), epochs=100_000, batch_size=net.batch_size, verbose=0
-    )
-    samples = (len(clock.times) - 1) * net.num_samples
-    family = [os.getpid(), *descendants(os.getpid())]
-    return {
-        "samples_per_second": samples / (clock.times[-1] - clock.times[0]),
-        "loss": clock.losses[-1],
-        "bytes": pss_bytes(family),
-    }
-
-
-CONTENDERS: dict[str, Callable[[Net, float], dict[str, float]]] = {
-    "lockstep": lockstep_mirrored,
-    "ddp": partial(distributed, wrap=wrap_ddp),
-    "fsdp2": partial(distributed, wrap=wrap_fsdp),
-    "one process, 1 thread": partial(one_process, threads=1),
-    "one process, 2 threads": partial(one_process, threads=2),
+CONTENDERS = {
+    "lockstep": Contender(
+        partial(lockstep, precision="fp32"), "`Trainer.fit` under `MirroredStrategy(2)`"
+    ),
+    "lockstep bf16-mixed": Contender(
+        partial(lockstep, precision="bf16-mixed"),
+        'the same with `precision="bf16-mixed"`',
+        nets=LARGE_NETS,
+    ),
+    "ddp": Contender(
+        partial(plain.distributed, train=plain.train_ddp),
+        "2 processes, gloo, `gradient_as_bucket_view`, `static_graph`",
+    ),
+    "ddp, memory kept": Contender(
+        partial(plain.distributed, train=plain.train_ddp_keeping_memory),
+        "the same with Lockstep's settings of the memory allocator",
+    ),
+    "ddp bf16": Contender(
+        partial(plain.distributed, train=plain.train_ddp_bf16),
+        "`ddp` with the forward pass under `torch.autocast`, the loss in float32",
+        nets=LARGE_NETS,
+    ),
+    "fsdp2": Contender(
+        partial(plain.distributed, train=plain.train_fsdp2),
+        "`fully_shard` on every layer, of the GPT on every block, 2 processes, gloo",
+    ),
+    "accelerate": Contender(
+        partial(plain.distributed, train=trainers.train_accelerate),
+        "`prepare(model, optimizer)`, 2 CPU processes, gloo, the same settings of DDP",
+        packages=("accelerate",),
+    ),
+    "lightning": Contender(
+        partial(plain.distributed, train=trainers.train_lightning),
+        "`DDPStrategy`, 2 CPU processes, gloo, the same settings of DDP; no logger, checkpoints "
+        "or display",
+        packages=("lightning",),
+    ),
+    "tensorflow": Contender(
+        partial(keras, backend="tensorflow", devices=2),
+        "Keras `fit` under `MirroredStrategy` on 2 logical CPU devices; cached, batched, "
+        "prefetched `tf.data`; channels last",
+        packages=("tensorflow", "keras"),
+    ),
+    "tensorflow, one device": Contender(
+        partial(keras, backend="tensorflow", devices=1),
+        "the same on one CPU device with both cores",
+        packages=("tensorflow", "keras"),
+    ),
+    "keras on jax": Contender(
+        partial(keras, backend="jax", devices=2),
+        "Keras `fit` under `keras.distribution.DataParallel` on 2 CPU devices, jit",
+        packages=("jax", "keras"),
+    ),
+    "keras on jax, one device": Contender(
+        partial(keras, backend="jax", devices=1),
+        "the same on one CPU device with both cores",
+        packages=("jax", "keras"),
+    ),
+    "one process, 1 thread": Contender(
+        partial(plain.one_process, threads=1), "hand-written loop, one core"
+    ),
+    "one process, 2 threads": Contender(
+        partial(plain.one_process, threads=2),
+        "hand-written loop, torch's own threads on both cores",
+    ),
+    "bare ddp": Contender(bare_ddp, "`bench/bare_ddp.py` under torchrun, to check `ddp` with"),
 }
-
-
-# --- memory ---------------------------------------------------------------------------------------
-
-
-def pss_bytes(pids: list[int]) -> float:
-    """Memory of some processes, what they share counted once: their proportional set sizes."""
-    total = 0
-    for pid in pids:
-        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-            if line.startswith("Pss:"):
-                total += int(line.split()[1]) * 1024
-    return total
-
-
-def descendants(pid: int) -> list[int]:
-    """Children, their children, and so on."""
-    children = [
-        int(child)
-        for task in Path(f"/proc/{pid}/task").iterdir()
-        for child in (task / "children").read_text().split()
-    ]
-    return children + [below for child in children for below in descendants(child)]
 
 
 def main() -> None:
@@ -223,9 +167,7 @@ def main() -> None:
     parser.add_argument("net", choices=NETS)
     parser.add_argument("--seconds", type=float, default=3.0)
     options = parser.parse_args()
-    figures = CONTENDERS[options.contender](NETS[options.net], options.seconds)
-    json.dump(figures, sys.stdout)
-    print()
+    print(json.dumps(CONTENDERS[options.contender].run(options.net, options.seconds)))
 
 
 if __name__ == "__main__":
