@@ -37,12 +37,12 @@ class Parcel:
         self.region.close()
 
 
-def pack(obj: Any, parameters: Sequence[nn.Parameter] = ()) -> Parcel:
+def pack(obj: Any, parameters: Sequence[torch.Tensor] = ()) -> Parcel:
     """Pack an object.
 
     Args:
         obj: anything that cloudpickle can pickle.
-        parameters: Parameters that the receiver has already, in this order.
+        parameters: Parameters, and other tensors, that the receiver has already, in this order.
 
     Raises:
         Exception: whatever pickling a part of the object raises.
@@ -56,7 +56,7 @@ def pack(obj: Any, parameters: Sequence[nn.Parameter] = ()) -> Parcel:
     return Parcel(buffer.getvalue(), region)
 
 
-def unpack(payload: bytes, region: SharedRegion, parameters: Sequence[nn.Parameter] = ()) -> Any:
+def unpack(payload: bytes, region: SharedRegion, parameters: Sequence[torch.Tensor] = ()) -> Any:
     """The object that ``pack`` packed; its tensors lie in the region."""
     return _Unpickler(io.BytesIO(payload), region, parameters).load()
 
@@ -66,7 +66,7 @@ _Place = tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...]]
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is untyped
-    def __init__(self, file: io.BytesIO, parameters: Sequence[nn.Parameter]) -> None:
+    def __init__(self, file: io.BytesIO, parameters: Sequence[torch.Tensor]) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
         self._numbers = {id(parameter): index for index, parameter in enumerate(parameters)}
         self._places: dict[int, tuple[Any, ...]] = {}
@@ -111,7 +111,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is unt
 
 class _Unpickler(pickle.Unpickler):
     def __init__(
-        self, file: io.BytesIO, region: SharedRegion, parameters: Sequence[nn.Parameter]
+        self, file: io.BytesIO, region: SharedRegion, parameters: Sequence[torch.Tensor]
     ) -> None:
         super().__init__(file)
         self._region = region

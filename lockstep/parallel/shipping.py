@@ -7,6 +7,7 @@ by one, then the parts of the part that fails, down to the innermost.
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from lockstep.errors import LockstepError, ShippingError, problem
@@ -15,7 +16,7 @@ from lockstep.parallel.parcel import Parcel, pack
 _DEEPEST = 20
 
 
-def pack_named(obj: Any, parts: Mapping[str, Any], parameters: Sequence[nn.Parameter]) -> Parcel:
+def pack_named(obj: Any, parts: Mapping[str, Any], parameters: Sequence[torch.Tensor]) -> Parcel:
     """Pack an object; see ``parcel.pack``.
 
     Args:
@@ -43,7 +44,7 @@ def pack_named(obj: Any, parts: Mapping[str, Any], parameters: Sequence[nn.Param
 
 
 def _find_culprit(
-    parts: Mapping[str, Any], parameters: Sequence[nn.Parameter], error: Exception
+    parts: Mapping[str, Any], parameters: Sequence[torch.Tensor], error: Exception
 ) -> tuple[str, Exception]:
     for label, part in parts.items():
         reason = _failure(part, parameters)
@@ -53,7 +54,7 @@ def _find_culprit(
 
 
 def _descend(
-    label: str, part: Any, parameters: Sequence[nn.Parameter], reason: Exception
+    label: str, part: Any, parameters: Sequence[torch.Tensor], reason: Exception
 ) -> tuple[str, Exception]:
     for _ in range(_DEEPEST):
         inner = _first_failing(part, parameters)
@@ -65,7 +66,7 @@ def _descend(
 
 
 def _first_failing(
-    part: Any, parameters: Sequence[nn.Parameter]
+    part: Any, parameters: Sequence[torch.Tensor]
 ) -> tuple[str, Any, Exception] | None:
     for name, value in _children(part):
         reason = _failure(value, parameters)
@@ -89,7 +90,7 @@ def _children(part: Any) -> Iterator[tuple[str, Any]]:
                 yield f"`{key}`", value
 
 
-def _failure(part: Any, parameters: Sequence[nn.Parameter]) -> Exception | None:
+def _failure(part: Any, parameters: Sequence[torch.Tensor]) -> Exception | None:
     try:
         pack(part, parameters).close()
     except Exception as error:

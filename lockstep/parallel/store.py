@@ -1,11 +1,13 @@
-"""The parameter store: one copy of the parameters, mapped by every replica of a host.
+"""The stores: one copy of the parameters and of the optimizer's slots, mapped by every replica.
 
-The script's own model is moved into the store in place (``Parameter.data``), so an optimizer step
-of any rank is a change of the script's model, and ``model.state_dict()`` is always the truth.
+The script's own model is moved into its store in place (``Parameter.data``), so an optimizer step
+of any rank is a change of the script's model, and ``model.state_dict()`` is always the truth. The
+script's optimizer has its slots (momenta, averages) in a store of their own in the same way.
 """
 
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
+from typing import Self
 
 import torch
 from torch import nn
@@ -42,8 +44,8 @@ def is_dense(tensor: torch.Tensor) -> bool:
     return True
 
 
-class ParameterStore:
-    """A region that holds parameters, and views of it in their shapes."""
+class TensorStore:
+    """A region that holds tensors, and views of it in their shapes."""
 
     def __init__(self, specs: Sequence[TensorSpec], region: SharedRegion) -> None:
         self.specs = tuple(specs)
@@ -55,14 +57,22 @@ class ParameterStore:
         ]
 
     @classmethod
+    def create(cls, specs: Sequence[TensorSpec]) -> Self:
+        """A new store, all zeros."""
+        _, num_bytes = flat_offsets([spec.extent for spec in specs])
+        return cls(specs, SharedRegion.create(num_bytes))
+
+
+class ParameterStore(TensorStore):
+    """Where a model's parameters lie."""
+
+    @classmethod
     def adopt(
         cls, parameters: NamedParameters, buffers: Iterable[tuple[str, torch.Tensor]] = ()
     ) -> "ParameterStore":
         """Move parameters into a new store, in place; ``buffers`` must not be views of them."""
         check_separate(parameters, buffers)
-        specs = [tensor_spec(name, parameter) for name, parameter in parameters]
-        _, num_bytes = flat_offsets([spec.extent for spec in specs])
-        store = cls(specs, SharedRegion.create(num_bytes))
+        store = cls.create([tensor_spec(name, parameter) for name, parameter in parameters])
         store.readopt(parameters)
         return store
 

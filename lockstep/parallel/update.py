@@ -4,7 +4,7 @@ The engine's own optimizers are one implementation (``train.updaters``); a front
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,12 +34,29 @@ class BoundPiece:
 
 @dataclass(kw_only=True)
 class PieceSlots:
-    """The slots of one piece, on their way to being one parameter's."""
+    """The slots of one piece, on their way to being one parameter's.
+
+    Attributes:
+        name: the parameter's name.
+        start: first element of the piece.
+        stop: one after its last.
+        slots: by name.
+        stored: names of those that lie in the store of slots and need not go anywhere.
+    """
 
     name: str
     start: int
     stop: int
     slots: Slots = field(default_factory=dict)
+    stored: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlotKey:
+    """A slot of a parameter's size: its parameter's name and its own."""
+
+    parameter: str
+    slot: str
 
 
 class Updater(ABC):
@@ -61,13 +78,21 @@ class Updater(ABC):
     def bind(self, pieces: Sequence[BoundPiece]) -> None:
         """From now on step on these pieces; slots the optimizer has already are cut to fit."""
 
+    def slot_keys(self) -> list[SlotKey]:
+        """The slots that may lie in shared memory, where the optimizer tells before it steps."""
+        return []
+
+    def store_slots(self, store: Mapping[SlotKey, torch.Tensor]) -> None:
+        """From now on keep these slots there; those that the optimizer has already move in."""
+        assert not store
+
     @abstractmethod
     def step(self) -> None:
         """Update every piece that has a gradient."""
 
     @abstractmethod
-    def slots(self) -> list[PieceSlots]:
-        """The slots of every piece that has any."""
+    def slots(self, *, with_stored: bool = False) -> list[PieceSlots]:
+        """The slots of every piece that has any; of those in the store only the names, or all."""
 
     @abstractmethod
     def options(self) -> list[dict[str, Any]]:
@@ -79,7 +104,7 @@ class Updater(ABC):
 
 
 def assemble_slots(
-    pieces: Sequence[PieceSlots], parameters: dict[str, torch.Tensor]
+    pieces: Sequence[PieceSlots], parameters: Mapping[str, torch.Tensor]
 ) -> dict[str, Slots]:
     """Join the pieces' slots to whole parameters' slots.
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import OptionError, problem
-from lockstep.parallel.update import PieceSlots, assemble_slots
+from lockstep.parallel.update import PieceSlots
 from lockstep.parallel.worker import StepResult
 from lockstep.train.callbacks import Callback
 from lockstep.train.changes import fingerprint, structure
@@ -112,7 +112,7 @@ class FitConductor(Conductor):
 
     def take_slots(self, slots: list[PieceSlots]) -> None:
         assert self.updater is not None
-        self.updater.take_slots(assemble_slots(slots, dict(self._trainer.model.named_parameters())))
+        self.updater.take_slots(slots)
 
     def fingerprint(self) -> object:
         return fingerprint(self._trainer.model, self._trainer.optimizer, self._trainer.plan)

@@ -29,7 +29,7 @@ from lockstep.parallel.losses import LossAdapter
 from lockstep.parallel.parcel import Parcel, unpack
 from lockstep.parallel.settings import TorchSettings
 from lockstep.parallel.shipping import pack_named
-from lockstep.parallel.store import ParameterStore
+from lockstep.parallel.store import ParameterStore, TensorStore, tensor_spec
 from lockstep.parallel.update import Updater
 from lockstep.parallel.worker import Worker
 from lockstep.plan.spec import Plan
@@ -75,6 +75,7 @@ class Session:
     def __init__(self, timeout_seconds: float) -> None:
         self._timeout = timeout_seconds
         self._store: ParameterStore | None = None
+        self._slots: TensorStore | None = None
         self._team: Team | None = None
         self._threads: int | None = None
 
@@ -99,13 +100,15 @@ class Session:
 
     def _run_with_helpers(self, assignment: Assignment, conductor: Conductor) -> Any:
         # Before any process starts: what cannot be sent, or finds no memory, shows here.
-        self._adopt(assignment.model)
+        stores = [self._adopt(assignment.model)]
+        if assignment.updater is not None:
+            stores.append(self._adopt_slots(assignment.updater, assignment.model))
         spec = exchange_spec(assignment.plan, assignment.model, assignment.updater)
-        parcel = _pack(assignment)
+        parcel = _pack(assignment, stores)
         try:
             region = spec.create()
             team = self._take_team(assignment.plan)
-            worker = self._call(team, assignment, parcel, spec, region)
+            worker = self._call(team, assignment, stores, parcel, spec, region)
             _heed(conductor, worker)
             result = assignment.task.run(worker, LeaderControl(team, self._timeout), conductor)
             team.finish(self._timeout)
@@ -116,7 +119,7 @@ class Session:
             parcel.close()
         return result
 
-    def _adopt(self, model: nn.Module) -> None:
+    def _adopt(self, model: nn.Module) -> TensorStore:
         parameters = list(model.named_parameters())
         if (
             self._store is None
@@ -125,6 +128,18 @@ class Session:
         ):
             self._store = ParameterStore.adopt(parameters, model.named_buffers())
         self._store.readopt(parameters)
+        return self._store
+
+    def _adopt_slots(self, updater: Updater, model: nn.Module) -> TensorStore:
+        keys = updater.slot_keys()
+        parameters = dict(model.named_parameters())
+        specs = tuple(
+            tensor_spec(f"{key.parameter}: {key.slot}", parameters[key.parameter]) for key in keys
+        )
+        if self._slots is None or not self._slots.region.is_shared or self._slots.specs != specs:
+            self._slots = TensorStore.create(specs)
+        updater.store_slots(dict(zip(keys, self._slots.views, strict=True)))
+        return self._slots
 
     def readopt(self, model: nn.Module) -> None:
         """Bring parameters that a callback moved back into the store."""
@@ -147,20 +162,22 @@ class Session:
         self,
         team: Team,
         assignment: Assignment,
+        stores: list[TensorStore],
         parcel: Parcel,
         spec: ExchangeSpec,
         region: SharedRegion,
     ) -> Worker:
         """Send the helpers their parts; returns rank 0's."""
-        assert self._store is not None
         watch = _Watch(team, self._timeout)
         worker = _worker(assignment, spec, region, rank=0, look_around=watch.look_around)
         watch.watch(worker.exchange.board)
-        body = pickle.dumps((assignment.plan.num_ranks, self._store.specs, spec, parcel.payload))
+        specs = [store.specs for store in stores]
+        body = pickle.dumps((assignment.plan.num_ranks, specs, spec, parcel.payload))
+        regions = [region, parcel.region, *(store.region for store in stores)]
         team.call(
             serve,
             body,
-            (self._store.region.descriptor, region.descriptor, parcel.region.descriptor),
+            tuple(each.descriptor for each in regions),
             position=_Position(assignment.task, worker.exchange.board),
             timeout_seconds=self._timeout,
         )
@@ -223,14 +240,18 @@ class _Position:
 def serve(context: HelperContext, body: bytes, descriptors: tuple[int, ...]) -> bytes:
     """A helper's part of ``Session.run``."""
     num_ranks, specs, spec, payload = pickle.loads(body)
-    store_region, region = (open_region(number) for number in descriptors[:2])
+    region = open_region(descriptors[0])
     # All helpers get one parcel, but each has buffers of its own in it.
-    parcel_region = open_region(descriptors[2], private=True)
-    store = ParameterStore(specs, store_region)
-    parameters = [nn.Parameter(view, requires_grad=False) for view in store.views]
-    assignment: Assignment = unpack(payload, parcel_region, parameters)
-    store_region.close()
-    parcel_region.close()
+    parcel_region = open_region(descriptors[1], private=True)
+    stores = [
+        TensorStore(spec, open_region(number))
+        for spec, number in zip(specs, descriptors[2:], strict=True)
+    ]
+    parameters = [nn.Parameter(view, requires_grad=False) for view in stores[0].views]
+    slots = [view for store in stores[1:] for view in store.views]
+    assignment: Assignment = unpack(payload, parcel_region, [*parameters, *slots])
+    for opened in (parcel_region, *(store.region for store in stores)):
+        opened.close()
     with assignment.settings.applied(), compute_settings(assignment.plan):
         worker = _worker(
             assignment, spec, region, rank=context.rank, look_around=context.look_around
@@ -277,8 +298,8 @@ def compute_settings(plan: Plan) -> Iterator[None]:
             torch.set_num_threads(threads)
 
 
-def _pack(assignment: Assignment) -> Parcel:
-    """Pack an assignment.
+def _pack(assignment: Assignment, stores: list[TensorStore]) -> Parcel:
+    """Pack an assignment, but for what lies in the stores.
 
     Raises:
         ShippingError: a part of it cannot be sent; with the part's name.
@@ -289,4 +310,5 @@ def _pack(assignment: Assignment) -> Parcel:
         **{f"the {name}": value for name, value in vars(assignment.task).items()},
         "the optimizer": assignment.updater,
     }
-    return pack_named(assignment, parts, list(assignment.model.parameters()))
+    slots = [view for store in stores[1:] for view in store.views]
+    return pack_named(assignment, parts, [*assignment.model.parameters(), *slots])

@@ -443,7 +443,7 @@ def _record(ensemble: _Ensemble, step: int, result: StepResult) -> None:
         for name, value in worker.model.state_dict().items()
         if isinstance(value, torch.Tensor)  # a module's extra state may be anything
     }
-    ranks = control.gather((state, worker.updater.slots()))
+    ranks = control.gather((state, worker.updater.slots(with_stored=True)))
     if control.rank == 0:
         gradients = worker.gradients(result.num_samples) if result.weight else {}
         ensemble.conductor.observe_state(

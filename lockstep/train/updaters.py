@@ -12,7 +12,7 @@ user's own object on the user's own Parameters, and that is exact whatever it do
 
 import inspect
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,14 @@ from torch import nn, optim
 from lockstep.comm.exchange import cut_piece
 from lockstep.errors import ModelError, OptionError, Problems, problem
 from lockstep.parallel.parcel import optimizer_contents, rebuild_optimizer
-from lockstep.parallel.update import BoundPiece, PieceSlots, Slots, Updater
+from lockstep.parallel.update import (
+    BoundPiece,
+    PieceSlots,
+    SlotKey,
+    Slots,
+    Updater,
+    assemble_slots,
+)
 from lockstep.plan.layout import Extent, Piece, elementwise_slices, whole_parameters
 
 # Treat every element by itself. Exact types: a subclass may do anything.
@@ -60,6 +67,8 @@ class TorchUpdater(Updater):
         self.is_elementwise = self._is_known and type(optimizer) in ELEMENTWISE
         self._active = optimizer
         self._pieces: list[BoundPiece] = []
+        self._store: dict[SlotKey, torch.Tensor] = {}
+        self._newborn: list[BoundPiece] = []  # pieces without slots until now
 
     def divide(
         self, extents: Sequence[Extent], num_ranks: int, num_shares: int
@@ -74,6 +83,49 @@ class TorchUpdater(Updater):
         self._pieces = list(pieces)
         same = all(piece.tensor is self.parameters[piece.name] for piece in pieces)
         self._active = self.optimizer if same or not self._is_known else self._clone()
+        self._newborn = []
+        if self._active is not self.optimizer:
+            self._newborn = [one for one in pieces if one.tensor not in self._active.state]
+
+    def slot_keys(self) -> list[SlotKey]:
+        if not self.is_elementwise:
+            return []
+        names = {id(parameter): name for name, parameter in self.parameters.items()}
+        return [
+            SlotKey(parameter=names[id(parameter)], slot=slot)
+            for group in self.optimizer.param_groups
+            for slot in self._slots_of(group)
+            for parameter in group["params"]
+            if parameter.requires_grad
+        ]
+
+    def _slots_of(self, group: dict[str, Any]) -> list[str]:
+        """The slots of a parameter's size that a step with these options makes: by making one."""
+        dummy = torch.zeros(3)
+        dummy.grad = torch.zeros(3)
+        groups = [{**_options(group), "params": [dummy]}]
+        contents = {"state": defaultdict(dict), "param_groups": groups}
+        clone = self._rebuild(contents)
+        _step_plainly(clone)
+        return [
+            slot
+            for slot, value in clone.state[dummy].items()
+            if isinstance(value, torch.Tensor) and value.shape == dummy.shape
+        ]
+
+    def _rebuild(self, contents: dict[str, Any]) -> optim.Optimizer:
+        return rebuild_optimizer(
+            type(self.optimizer), {**optimizer_contents(self.optimizer), **contents}
+        )
+
+    @torch.no_grad()
+    def store_slots(self, store: Mapping[SlotKey, torch.Tensor]) -> None:
+        self._store = dict(store)
+        for key, stored in store.items():
+            slots = self.optimizer.state.get(self.parameters[key.parameter], {})
+            if key.slot in slots and slots[key.slot] is not stored:
+                stored.copy_(slots[key.slot].clone())  # it may be another view of the same memory
+                slots[key.slot] = stored
 
     def _clone(self) -> optim.Optimizer:
         by_parameter: dict[int, list[BoundPiece]] = defaultdict(list)
@@ -82,20 +134,43 @@ class TorchUpdater(Updater):
             parameter = self.parameters[bound.name]
             by_parameter[id(parameter)].append(bound)
             if parameter in self.optimizer.state:
-                state[bound.tensor] = _cut_slots(self.optimizer.state[parameter], parameter, bound)
+                slots = _cut_slots(self.optimizer.state[parameter], parameter, bound)
+                state[bound.tensor] = {**slots, **self._stored_slots(bound, slots)}
         groups = [
             {**_options(group), "params": _tensors_of(group["params"], by_parameter)}
             for group in self.optimizer.param_groups
         ]
-        contents = {**optimizer_contents(self.optimizer), "state": state, "param_groups": groups}
-        return rebuild_optimizer(type(self.optimizer), contents)
+        return self._rebuild({"state": state, "param_groups": groups})
 
     def step(self) -> None:
         if self._active is not self.optimizer:
             _step_plainly(self._active)
+            self._store_newborn()
             vars(self.optimizer)["_opt_called"] = True  # a scheduler asks whether it has stepped
         elif self._pieces:
             self._step_itself()
+
+    def _store_newborn(self) -> None:
+        """The optimizer makes slots at a piece's first step: move them to the store."""
+        if not self._newborn:
+            return
+        born = [bound for bound in self._newborn if bound.tensor in self._active.state]
+        self._newborn = [bound for bound in self._newborn if bound.tensor not in self._active.state]
+        for bound in born:
+            slots = self._active.state[bound.tensor]
+            stored = self._stored_slots(bound, slots)
+            for slot, place in stored.items():
+                place.copy_(slots[slot])
+            slots.update(stored)
+
+    def _stored_slots(self, bound: BoundPiece, slots: Slots) -> dict[str, torch.Tensor]:
+        """Where a piece's slots lie in the store: those that it has and that are kept there."""
+        places = {slot: self._store.get(SlotKey(parameter=bound.name, slot=slot)) for slot in slots}
+        return {
+            slot: cut_piece(place, bound.piece)
+            for slot, place in places.items()
+            if place is not None
+        }
 
     def _step_itself(self) -> None:
         """Step the user's own optimizer, on whole Parameters with the pieces' gradients."""
@@ -107,26 +182,36 @@ class TorchUpdater(Updater):
             if parameter is not tensor:
                 parameter.grad = None
 
-    def slots(self) -> list[PieceSlots]:
+    def slots(self, *, with_stored: bool = False) -> list[PieceSlots]:
         own = self._active is self.optimizer
         keys = [self.parameters[bound.name] if own else bound.tensor for bound in self._pieces]
         return [
-            PieceSlots(
-                name=bound.name,
-                start=bound.piece.start,
-                stop=bound.piece.stop,
-                slots=dict(self._active.state[key]),
-            )
+            self._piece_slots(bound, self._active.state[key], with_stored)
             for bound, key in zip(self._pieces, keys, strict=True)
             if key in self._active.state
         ]
 
-    def take_slots(self, slots: dict[str, Slots]) -> None:
-        """Give the user's optimizer the slots of whole parameters."""
+    def _piece_slots(self, bound: BoundPiece, slots: Slots, with_stored: bool) -> PieceSlots:
+        stored = () if with_stored else tuple(self._stored_slots(bound, slots))
+        return PieceSlots(
+            name=bound.name,
+            start=bound.piece.start,
+            stop=bound.piece.stop,
+            slots={slot: value for slot, value in slots.items() if slot not in stored},
+            stored=stored,
+        )
+
+    def take_slots(self, pieces: Sequence[PieceSlots]) -> None:
+        """Give the user's optimizer the slots of whole parameters, put together from all ranks'."""
         if self._active is self.optimizer:
             return
-        for name, values in slots.items():
-            self.optimizer.state[self.parameters[name]] = values
+        parameters, state = self.parameters, self.optimizer.state
+        for name, values in assemble_slots(pieces, parameters).items():
+            state[parameters[name]] = values
+        for part in pieces:
+            for slot in part.stored:
+                key = SlotKey(parameter=part.name, slot=slot)
+                state[parameters[part.name]][slot] = self._store[key]
 
     def options(self) -> list[dict[str, Any]]:
         return [_options(group) for group in self.optimizer.param_groups]

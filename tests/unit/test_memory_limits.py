@@ -76,9 +76,7 @@ def test_a_region_that_is_too_large_is_refused_before_it_is_taken(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(shared_memory, "free_memory", lambda: FreeMemory(3 << 20, "in this test"))
-    with pytest.raises(
-        DeviceError, match=r"4\.0 MiB more[^$]*3\.0 MiB free in this test"
-    ):
+    with pytest.raises(DeviceError, match=r"4\.0 MiB more[^$]*3\.0 MiB free in this test"):
         SharedRegion.create(4 << 20)
     region = SharedRegion.create(64 << 20, [(1 << 20, 63 << 20)])  # a hole takes nothing
     with pytest.raises(DeviceError, match=r"needs 62\.0 MiB more"):

@@ -17,7 +17,7 @@ from torch import Tensor, nn, optim
 from lockstep.comm.exchange import cut_piece
 from lockstep.errors import ModelError, OptionError
 from lockstep.parallel.parcel import pack, unpack
-from lockstep.parallel.store import ParameterStore, tensor_spec
+from lockstep.parallel.store import ParameterStore, TensorStore, tensor_spec
 from lockstep.parallel.update import BoundPiece, PieceSlots, assemble_slots
 from lockstep.plan.layout import Extent, Piece
 from lockstep.train.updaters import (
@@ -80,12 +80,16 @@ class Ranks:
     def __init__(self, optimizer: optim.Optimizer, parameters: Parameters, num_ranks: int) -> None:
         ParameterStore.adopt(list(parameters.items()))
         self.leader = TorchUpdater(optimizer, parameters)
-        own = list(parameters.values())
-        parcel = pack(self.leader, own)
+        keys = self.leader.slot_keys()
+        specs = [tensor_spec(key.slot, parameters[key.parameter]) for key in keys]
+        self.slot_store = TensorStore.create(specs)
+        self.leader.store_slots(dict(zip(keys, self.slot_store.views, strict=True)))
+        own, stored = list(parameters.values()), self.slot_store.views
+        parcel = pack(self.leader, [*own, *stored])
         updaters = [self.leader]
         for _ in range(num_ranks - 1):
             theirs = [nn.Parameter(one.detach()) for one in own]
-            updaters.append(unpack(parcel.payload, parcel.region, theirs))
+            updaters.append(unpack(parcel.payload, parcel.region, [*theirs, *stored]))
         extents = [tensor_spec(name, value).extent for name, value in parameters.items()]
         self.ranks = [
             self._bind(updater, updater.divide(extents, num_ranks, num_ranks)[rank])
@@ -114,11 +118,11 @@ class Ranks:
             rank.updater.step()
 
     def slots(self) -> list[PieceSlots]:
-        return [part for rank in self.ranks for part in rank.updater.slots()]
+        return [part for rank in self.ranks for part in rank.updater.slots(with_stored=True)]
 
     def finish(self) -> None:
         """As after ``fit``: the user's optimizer gets the slots of all ranks."""
-        self.leader.take_slots(assemble_slots(self.slots(), dict(self.leader.parameters)))
+        self.leader.take_slots([part for rank in self.ranks for part in rank.updater.slots()])
 
 
 def step_whole(
