@@ -15,6 +15,7 @@ kinds, so a share with more rows than there is room for hands in a gradient as e
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from lockstep.comm.exchange import Gradients, TensorSpec, cut_piece
@@ -132,7 +133,8 @@ class GradientRows:
         count = max(len(spec.tensors), 1)
         self._table = region.tensor(
             offset_bytes, torch.int64, (spec.num_shares, count, 2), (count * 2, 2, 1)
-        )
+        ).numpy()
+        self._cuts: dict[tuple[int, Piece], torch.Tensor] = {}
         self._rows = [
             [
                 region.tensor(offset_bytes + at, tensor.dtype, tensor.shape, tensor.stride)
@@ -186,10 +188,9 @@ class GradientRows:
         if targets:
             torch._foreach_copy_(targets, sources)
         nothing = _Own()
-        own_row = [self._own.get((share, number), nothing) for number in range(len(gradients))]
-        self._table[share, : len(own_row)] = torch.tensor(
-            [(own.kind, own.num_rows) for own in own_row], dtype=torch.int64
-        ).reshape(-1, 2)
+        found = [self._own.get((share, number), nothing) for number in range(len(gradients))]
+        entries = [(one.kind, one.num_rows) for one in found]
+        self._table[share, : len(entries)] = np.reshape(entries, (-1, 2))
 
     def _own_of(self, share: int, parameter: int) -> _Own:
         return self._own.setdefault((share, parameter), _Own())
@@ -233,11 +234,9 @@ class GradientRows:
             if not found:
                 results.append(None)
                 continue
-            target = cut_piece(self._rows[self._target(found)][piece.parameter], piece)
+            target = self._cut(self._target(found), piece)
             shares = [share for share, kind, _ in found if kind == _GRADIENT]
-            sums.add(
-                target, [cut_piece(self._rows[share][piece.parameter], piece) for share in shares]
-            )
+            sums.add(target, [self._cut(share, piece) for share in shares])
             if len(shares) < len(found):
                 products.append((target, piece, bool(shares)))
             results.append(target)
@@ -250,6 +249,13 @@ class GradientRows:
         """A parameter's whole gradient after every rank has reduced its pieces."""
         found = self._found[parameter]
         return self._rows[self._target(found)][parameter] if found else None
+
+    def _cut(self, share: int, piece: Piece) -> torch.Tensor:
+        """A piece of a share's gradient: made once, for it takes longer than to sum a small one."""
+        key = share, piece
+        if key not in self._cuts:
+            self._cuts[key] = cut_piece(self._rows[share][piece.parameter], piece)
+        return self._cuts[key]
 
     def _target(self, found: list[tuple[int, int, int]]) -> int:
         """The row where the sum comes to lie."""

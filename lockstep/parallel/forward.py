@@ -7,7 +7,7 @@ model that does so is run in torch's own format from then on.
 """
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -16,10 +16,14 @@ from torch import nn
 from lockstep.data.order import restore_streams, stream_states
 from lockstep.data.trees import Tree, map_tensors
 from lockstep.parallel.buffers import Buffers
+from lockstep.parallel.processor import has_slow_bfloat16_attention
+from lockstep.parallel.redirection import Redirection
 from lockstep.plan.spec import Plan
 
 # Of parameters and data, by the Plan's precision.
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16-mixed": torch.float32}
+
+_attention = Redirection("scaled_dot_product_attention")
 
 _LOW_PRECISION = {"bf16-mixed": torch.bfloat16}
 
@@ -47,7 +51,7 @@ class ModelCall:
             inputs = map_tensors(channels_last, inputs)
         if self._low_precision is None:
             return call_model(self._model, inputs)
-        with self._autocast():
+        with torch.autocast(self._device.type, dtype=self._low_precision), self._attention():
             return map_tensors(_widened, call_model(self._model, inputs))
 
     def attempt(self, body: Callable[[], None]) -> None:
@@ -67,8 +71,31 @@ class ModelCall:
             body()
         self._is_tried = True
 
-    def _autocast(self) -> AbstractContextManager[None]:
-        return torch.autocast(self._device.type, dtype=self._low_precision)
+    def _attention(self) -> AbstractContextManager[None]:
+        if self._device.type == "cpu" and has_slow_bfloat16_attention():
+            return _attention.to(attend_in_float32)
+        return nullcontext()
+
+
+def attend_in_float32(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
+) -> torch.Tensor:
+    """``F.scaled_dot_product_attention`` of inputs in less, with a result as they are."""
+    dtype = torch.get_autocast_dtype("cpu")
+    with torch.autocast("cpu", enabled=False):
+        attended: torch.Tensor = _attention.plain(
+            query.float(),
+            key.float(),
+            value.float(),
+            *map(_widened_mask, args),
+            **{name: _widened_mask(value) for name, value in kwargs.items()},
+        )
+    return attended.to(dtype)
+
+
+def _widened_mask(argument: Any) -> Any:
+    is_mask = isinstance(argument, torch.Tensor) and argument.is_floating_point()
+    return argument.float() if is_mask else argument
 
 
 def call_model(model: nn.Module, inputs: Tree) -> Any:

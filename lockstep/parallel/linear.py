@@ -7,19 +7,18 @@ function that hands the two factors of the weight's gradient, inputs and output 
 exchange: it multiplies them right into shared memory, or puts them up as they are
 (``comm.gradient_rows``).
 
-On AMD processors, products in float32 go to oneDNN: MKL, which torch uses, was measured 8 to 25 %
-slower there in forward and input gradient.
+Forward and input gradient go to the library that multiplies faster on this processor
+(``parallel.processor``).
 """
 
-import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.autograd import forward_ad
 
+from lockstep.parallel.processor import has_faster_onednn
 from lockstep.parallel.redirection import Redirection
 
 # (number of the weight, inputs (n, ins), output gradients (n, outs))
@@ -132,20 +131,8 @@ class _Linear(torch.autograd.Function):
 
 def _product(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """``input @ weight.T + bias`` by the faster library."""
-    if input.dtype != torch.float32 or torch.is_grad_enabled() or not _has_faster_onednn():
+    if input.dtype != torch.float32 or torch.is_grad_enabled() or not has_faster_onednn():
         plain: torch.Tensor = _redirection.plain(input, weight, bias)
         return plain
     product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(input, weight, bias, "none", [], "")
     return product
-
-
-@functools.cache
-def _has_faster_onednn() -> bool:
-    """Whether torch has oneDNN and runs on a processor where it beats MKL."""
-    cpu = Path("/proc/cpuinfo")
-    return (
-        torch.backends.mkldnn.is_available()
-        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-        and cpu.exists()
-        and "AuthenticAMD" in cpu.read_text()
-    )

@@ -10,6 +10,7 @@ norm of all gradients, wrap another optimizer, or count its steps. So rank 0 alo
 user's own object on the user's own Parameters, and that is exact whatever it does.
 """
 
+import functools
 import inspect
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -227,9 +228,14 @@ def _step_plainly(clone: optim.Optimizer) -> None:
     The wrappers run hooks, which a clone has none of, and import torch.compile's machinery at the
     first step: that doubles the time a helper needs to start.
     """
-    step = inspect.unwrap(type(clone).step)
+    step = _plain_step(type(clone))  # type: ignore[arg-type]  # a class is hashable
     with torch.set_grad_enabled(clone.defaults.get("differentiable", False)):
         step(clone)
+
+
+@functools.cache
+def _plain_step(kind: Any) -> Any:
+    return inspect.unwrap(kind.step)
 
 
 def make_optimizer(optimizer: Any, model: nn.Module) -> optim.Optimizer:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import lockstep
+from lockstep.parallel.forward import attend_in_float32
 from tests.zoo import build_seeded, case, cases
 
 
@@ -215,3 +216,30 @@ def test_outputs_are_in_the_format_that_users_know() -> None:
 def test_float64_keeps_the_format_of_the_reference() -> None:
     plan = lockstep.MirroredStrategy(2).plan(make_cnn(), batch_size=10, precision="fp64")
     assert not plan.channels_last
+
+
+# --- attention -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_attention_in_float32_is_nearer_to_the_truth(masked: bool) -> None:
+    """Values and gradients, with a mask given by position or by name; the type is autocast's."""
+    generator = torch.Generator().manual_seed(0)
+    exact = [torch.randn(2, 3, 5, 4, generator=generator, dtype=torch.float64) for _ in range(3)]
+    mask = torch.randn(5, 5, generator=generator, dtype=torch.float64) if masked else None
+
+    def run(function: Any, dtype: torch.dtype) -> list[Tensor]:
+        inputs = [one.to(torch.bfloat16).to(dtype).requires_grad_() for one in exact]
+        given = None if mask is None else mask.to(torch.bfloat16).to(dtype)
+        output = function(*inputs, given) if masked else function(*inputs, is_causal=True)
+        return [output, *torch.autograd.grad(output.double().square().sum(), inputs)]
+
+    plain = nn.functional.scaled_dot_product_attention
+    truth = run(plain, torch.float64)
+    with torch.autocast("cpu", torch.bfloat16):
+        found, torchs = run(attend_in_float32, torch.bfloat16), run(plain, torch.bfloat16)
+    assert found[0].dtype == torch.bfloat16
+    for ours, theirs, true in zip(found, torchs, truth, strict=True):
+        error = (ours.double() - true).norm() / true.norm()
+        assert error < 0.01
+        assert error <= 1.5 * (theirs.double() - true).norm() / true.norm()
