@@ -12,12 +12,15 @@ import ctypes
 import functools
 import os
 import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 # man 3 mallopt
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 
 _LARGEST_BLOCK_BYTES = 1 << 30
+_SMALL_BLOCK_BYTES = 1 << 20
 _LARGEST_TOP_BYTES = (1 << 31) - 1
 
 
@@ -26,7 +29,23 @@ def keep_freed_memory() -> bool:
     """Raise the thresholds, once per process; returns whether that was done."""
     if os.environ.get("LOCKSTEP_KEEP_FREED_MEMORY") == "0" or platform.libc_ver()[0] != "glibc":
         return False
-    mallopt = ctypes.CDLL(None).mallopt
-    block = mallopt(_M_MMAP_THRESHOLD, _LARGEST_BLOCK_BYTES)
-    top = mallopt(_M_TRIM_THRESHOLD, _LARGEST_TOP_BYTES)
-    return bool(block and top)
+    block = _set(_M_MMAP_THRESHOLD, _LARGEST_BLOCK_BYTES)
+    top = _set(_M_TRIM_THRESHOLD, _LARGEST_TOP_BYTES)
+    return block and top
+
+
+@contextmanager
+def temporary_memory() -> Iterator[None]:
+    """What is allocated in the block is not needed at every step: given back when it is freed."""
+    if not keep_freed_memory():
+        yield
+        return
+    _set(_M_MMAP_THRESHOLD, _SMALL_BLOCK_BYTES)
+    try:
+        yield
+    finally:
+        _set(_M_MMAP_THRESHOLD, _LARGEST_BLOCK_BYTES)
+
+
+def _set(parameter: int, value: int) -> bool:
+    return bool(ctypes.CDLL(None).mallopt(parameter, value))

@@ -53,7 +53,7 @@ class LeaderControl(Control):
 
     def broadcast(self, obj: Any) -> Any:
         parcel = pack(obj)
-        self._team.broadcast(parcel.payload, (parcel.region.descriptor,))
+        self._team.broadcast(parcel.payload, parcel.descriptors)
         parcel.close()
         return obj
 
@@ -74,12 +74,14 @@ class FollowerControl(Control):
 
     def gather(self, obj: Any) -> list[Any]:
         parcel = pack(obj)
-        self._context.send(parcel.payload, (parcel.region.descriptor,))
+        self._context.send(parcel.payload, parcel.descriptors)
         parcel.close()
         return []
 
 
 def _open(payload: bytes, descriptors: tuple[int, ...]) -> Any:
+    if not descriptors:
+        return unpack(payload, None)
     region = open_region(descriptors[0], private=True)
     try:
         return unpack(payload, region)

@@ -27,14 +27,20 @@ _SMALL_ARRAY_BYTES = 4096
 
 @dataclass(frozen=True)
 class Parcel:
-    """A packed object: pickled bytes, and a region for its tensors."""
+    """A packed object: pickled bytes, and a region for its tensors, if it has any."""
 
     payload: bytes
-    region: SharedRegion
+    region: SharedRegion | None
+
+    @property
+    def descriptors(self) -> tuple[int, ...]:
+        """What is sent along with the payload."""
+        return () if self.region is None else (self.region.descriptor,)
 
     def close(self) -> None:
         """Give up the region's descriptor once it has been sent."""
-        self.region.close()
+        if self.region is not None:
+            self.region.close()
 
 
 def pack(obj: Any, parameters: Sequence[torch.Tensor] = ()) -> Parcel:
@@ -47,16 +53,30 @@ def pack(obj: Any, parameters: Sequence[torch.Tensor] = ()) -> Parcel:
     Raises:
         Exception: whatever pickling a part of the object raises.
     """
-    buffer = io.BytesIO()
-    pickler = _Pickler(buffer, parameters)
-    pickler.dump(obj)
+    payload, pickler = _pickled(obj, parameters)
+    if not pickler.tensors:
+        return Parcel(payload, None)
     region = SharedRegion.create(pickler.num_bytes)
     for (offset, dtype, shape, stride), tensor in pickler.tensors:
         region.tensor(offset, dtype, shape, stride).copy_(tensor)
-    return Parcel(buffer.getvalue(), region)
+    return Parcel(payload, region)
 
 
-def unpack(payload: bytes, region: SharedRegion, parameters: Sequence[torch.Tensor] = ()) -> Any:
+def describe(obj: Any, parameters: Sequence[torch.Tensor] = ()) -> bytes:
+    """Everything about an object but the values of its tensors."""
+    return _pickled(obj, parameters)[0]
+
+
+def _pickled(obj: Any, parameters: Sequence[torch.Tensor]) -> tuple[bytes, "_Pickler"]:
+    buffer = io.BytesIO()
+    pickler = _Pickler(buffer, parameters)
+    pickler.dump(obj)
+    return buffer.getvalue(), pickler
+
+
+def unpack(
+    payload: bytes, region: SharedRegion | None, parameters: Sequence[torch.Tensor] = ()
+) -> Any:
     """The object that ``pack`` packed; its tensors lie in the region."""
     return _Unpickler(io.BytesIO(payload), region, parameters).load()
 
@@ -111,7 +131,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is unt
 
 class _Unpickler(pickle.Unpickler):
     def __init__(
-        self, file: io.BytesIO, region: SharedRegion, parameters: Sequence[torch.Tensor]
+        self, file: io.BytesIO, region: SharedRegion | None, parameters: Sequence[torch.Tensor]
     ) -> None:
         super().__init__(file)
         self._region = region
@@ -128,6 +148,7 @@ class _Unpickler(pickle.Unpickler):
             number, requires_grad = details
             return self._parameters[number].requires_grad_(requires_grad)
         offset, dtype, shape, stride, *rest = details
+        assert self._region is not None
         tensor = self._region.tensor(offset, dtype, shape, stride)
         if kind == "array":
             return tensor.numpy()

@@ -15,6 +15,7 @@ from torch import nn
 from lockstep.comm.exchange import TensorSpec
 from lockstep.comm.shared_memory import SharedRegion
 from lockstep.errors import ModelError, problem
+from lockstep.parallel.allocator import temporary_memory
 from lockstep.plan.layout import flat_offsets
 
 NamedParameters = Sequence[tuple[str, nn.Parameter]]
@@ -81,6 +82,7 @@ class ParameterStore(TensorStore):
         return self.specs == tuple(tensor_spec(name, parameter) for name, parameter in parameters)
 
     @torch.no_grad()
+    @temporary_memory()
     def readopt(self, parameters: NamedParameters) -> None:
         """Bring back parameters whose memory was exchanged (``p.data = ...``, ``.double()``)."""
         for view, (_, parameter) in zip(self.views, parameters, strict=True):

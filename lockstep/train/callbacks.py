@@ -63,9 +63,17 @@ class Callback:
 
 def watches_batches(callbacks: list[Callback]) -> bool:
     """Whether any callback acts on single batches, so that ranks must wait for it at each."""
-    watched = ("on_train_batch_begin", "on_train_batch_end")
+    return _overrides(callbacks, "on_train_batch_begin", "on_train_batch_end")
+
+
+def watches_beginnings(callbacks: list[Callback]) -> bool:
+    """Whether any callback acts where an epoch begins."""
+    return _overrides(callbacks, "on_epoch_begin")
+
+
+def _overrides(callbacks: list[Callback], *names: str) -> bool:
     return any(
         getattr(type(callback), name) is not getattr(Callback, name)
         for callback in callbacks
-        for name in watched
+        for name in names
     )

@@ -7,7 +7,7 @@ group, load an optimizer's state) makes the ranks be sent everything anew, and t
 
 from torch import nn, optim
 
-from lockstep.parallel.parcel import pack
+from lockstep.parallel.parcel import describe
 from lockstep.plan.spec import Plan
 
 
@@ -23,9 +23,7 @@ def fingerprint(model: nn.Module, optimizer: optim.Optimizer | None, plan: Plan)
     """Everything that the other ranks were sent, but for values that are brought to them anyway."""
     if plan.num_ranks == 1:
         return structure(model)
-    parcel = pack(model, list(model.parameters()))
-    parcel.close()
-    return structure(model), parcel.payload, _slots_of(optimizer)
+    return structure(model), describe(model, list(model.parameters())), _slots_of(optimizer)
 
 
 def _slots_of(optimizer: optim.Optimizer | None) -> object:

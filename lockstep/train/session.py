@@ -173,11 +173,11 @@ class Session:
         watch.watch(worker.exchange.board)
         specs = [store.specs for store in stores]
         body = pickle.dumps((assignment.plan.num_ranks, specs, spec, parcel.payload))
-        regions = [region, parcel.region, *(store.region for store in stores)]
+        regions = [region, *(store.region for store in stores)]
         team.call(
             serve,
             body,
-            tuple(each.descriptor for each in regions),
+            (*(each.descriptor for each in regions), *parcel.descriptors),
             position=_Position(assignment.task, worker.exchange.board),
             timeout_seconds=self._timeout,
         )
@@ -240,17 +240,14 @@ class _Position:
 def serve(context: HelperContext, body: bytes, descriptors: tuple[int, ...]) -> bytes:
     """A helper's part of ``Session.run``."""
     num_ranks, specs, spec, payload = pickle.loads(body)
-    region = open_region(descriptors[0])
+    region, *stored = (open_region(number) for number in descriptors[: 1 + len(specs)])
     # All helpers get one parcel, but each has buffers of its own in it.
-    parcel_region = open_region(descriptors[1], private=True)
-    stores = [
-        TensorStore(spec, open_region(number))
-        for spec, number in zip(specs, descriptors[2:], strict=True)
-    ]
+    parcels = [open_region(number, private=True) for number in descriptors[1 + len(specs) :]]
+    stores = [TensorStore(spec, each) for spec, each in zip(specs, stored, strict=True)]
     parameters = [nn.Parameter(view, requires_grad=False) for view in stores[0].views]
     slots = [view for store in stores[1:] for view in store.views]
-    assignment: Assignment = unpack(payload, parcel_region, [*parameters, *slots])
-    for opened in (parcel_region, *(store.region for store in stores)):
+    assignment: Assignment = unpack(payload, next(iter(parcels), None), [*parameters, *slots])
+    for opened in (*parcels, *stored):
         opened.close()
     with assignment.settings.applied(), compute_settings(assignment.plan):
         worker = _worker(

@@ -262,6 +262,7 @@ class FitTask(Task):
         first_step: steps trained before: they have had their random streams.
         metrics: this rank's metrics.
         watched: there are callbacks.
+        watches_beginnings: callbacks may act where an epoch begins.
         stepwise: callbacks may act at every step.
         start: where to begin; later than the first epoch where a task goes on for another.
         record: show the conductor a Snapshot after every step.
@@ -277,6 +278,7 @@ class FitTask(Task):
     first_step: int
     metrics: Metrics
     watched: bool
+    watches_beginnings: bool
     stepwise: bool
     start: Resume = Resume()
     record: bool = False
@@ -308,7 +310,7 @@ class FitTask(Task):
         worker, conductor = ensemble.worker, ensemble.conductor
         if self.start != Resume(epoch, True):
             begin = partial(conductor.begin_epoch, epoch)
-            if ensemble.consult(begin, Resume(epoch, True) if self.watched else None):
+            if ensemble.consult(begin, Resume(epoch, True) if self.watches_beginnings else None):
                 return True
         order = epoch_order(
             self.seed, self.first_epoch + epoch, len(self.source), shuffle=self.shuffle

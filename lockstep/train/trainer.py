@@ -29,7 +29,7 @@ from lockstep.parallel.settings import TorchSettings
 from lockstep.parallel.update import Updater
 from lockstep.plan.makers import Maker, SingleDevice
 from lockstep.plan.spec import Plan
-from lockstep.train.callbacks import Callback, Logs, watches_batches
+from lockstep.train.callbacks import Callback, Logs, watches_batches, watches_beginnings
 from lockstep.train.checks import (
     check_arguments,
     check_counts,
@@ -186,6 +186,7 @@ class Trainer:
             first_step=self._steps_trained,
             metrics=self.metrics,
             watched=bool(self.callbacks),
+            watches_beginnings=watches_beginnings(self.callbacks),
             stepwise=watches_batches(self.callbacks),
             record=on_snapshot is not None,
         )

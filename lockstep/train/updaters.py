@@ -14,6 +14,7 @@ import functools
 import inspect
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch import nn, optim
 
 from lockstep.comm.exchange import cut_piece
 from lockstep.errors import ModelError, OptionError, Problems, problem
+from lockstep.parallel.allocator import temporary_memory
 from lockstep.parallel.parcel import optimizer_contents, rebuild_optimizer
 from lockstep.parallel.update import (
     BoundPiece,
@@ -120,6 +122,7 @@ class TorchUpdater(Updater):
         )
 
     @torch.no_grad()
+    @temporary_memory()
     def store_slots(self, store: Mapping[SlotKey, torch.Tensor]) -> None:
         self._store = dict(store)
         for key, stored in store.items():
@@ -145,16 +148,15 @@ class TorchUpdater(Updater):
 
     def step(self) -> None:
         if self._active is not self.optimizer:
-            _step_plainly(self._active)
-            self._store_newborn()
+            with temporary_memory() if self._newborn else nullcontext():
+                _step_plainly(self._active)
+                self._store_newborn()
             vars(self.optimizer)["_opt_called"] = True  # a scheduler asks whether it has stepped
         elif self._pieces:
             self._step_itself()
 
     def _store_newborn(self) -> None:
         """The optimizer makes slots at a piece's first step: move them to the store."""
-        if not self._newborn:
-            return
         born = [bound for bound in self._newborn if bound.tensor in self._active.state]
         self._newborn = [bound for bound in self._newborn if bound.tensor not in self._active.state]
         for bound in born:

@@ -125,6 +125,11 @@ def running(
             stream.close()
 
 
+def num_kills(few: int) -> int:
+    """How often to kill something at a random moment: ``few`` times, or ``LOCKSTEP_KILLS``."""
+    return int(os.environ.get("LOCKSTEP_KILLS", few))
+
+
 def run(source: str, *, directory: Path, **options: object) -> str:
     """Run a script to its good end; returns what it wrote. It must leave nothing behind."""
     with running(source, directory=directory, **options) as script:  # type: ignore[arg-type]

@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.processes import JOB, TIMEOUT_SECONDS, run, running, wait_until
+from tests.faults.processes import JOB, TIMEOUT_SECONDS, num_kills, run, running, wait_until
 
-FULL = os.environ.get("LOCKSTEP_FULL_FAULTS") == "1"
 END_SECONDS = 2.0
 
 WORK = """
@@ -83,7 +82,7 @@ def test_helpers_end_with_the_script(
     assert set(os.listdir("/dev/shm")) <= shared_files
 
 
-@pytest.mark.parametrize("number", range(30 if FULL else 6))
+@pytest.mark.parametrize("number", range(num_kills(6)))
 def test_the_script_is_killed_at_any_moment(number: int, tmp_path: Path) -> None:
     """From before the first helper starts to long after: the first 0.4 s of a team's life."""
     kill_the_team(number, tmp_path)
@@ -117,7 +116,7 @@ train(trainer, epochs=10**6)
 )
 
 
-@pytest.mark.parametrize("number", range(30 if FULL else 2))
+@pytest.mark.parametrize("number", range(num_kills(2)))
 def test_the_script_is_killed_while_it_trains(
     number: int, tmp_path: Path, shared_files: set[str]
 ) -> None:

@@ -12,10 +12,9 @@ import torch
 import lockstep
 from lockstep.errors import WorkerError
 from tests.faults.jobs import fit, helpers_of, make_data, make_trainer
-from tests.faults.processes import is_alive, wait_until
+from tests.faults.processes import is_alive, num_kills, wait_until
 
-FULL = os.environ.get("LOCKSTEP_FULL_FAULTS") == "1"
-NUM_KILLS = 30 if FULL else 3
+NUM_KILLS = num_kills(3)
 
 
 class _Killer(lockstep.Callback):

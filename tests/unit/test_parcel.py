@@ -77,6 +77,7 @@ def test_large_tensors_are_not_in_the_pickle() -> None:
     data = {"tensor": torch.zeros(LARGE), "array": np.zeros(LARGE), "module": nn.Linear(300, 300)}
     parcel = pack(data)
     assert len(parcel.payload) < 10_000
+    assert parcel.region is not None
     assert parcel.region.num_bytes >= LARGE * (4 + 8) + 300 * 300 * 4
 
 
@@ -361,5 +362,6 @@ def test_nothing_is_left_open(tmp_path: Path) -> None:
     parcel = pack([torch.zeros(LARGE)])
     arrived = unpack(parcel.payload, parcel.region)
     parcel.close()
+    assert parcel.region is not None
     assert parcel.region.descriptor == -1
     assert [one.sum().item() for one in tensors_of(arrived)] == [0.0]  # the memory lives on
