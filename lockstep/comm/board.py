@@ -2,7 +2,7 @@
 
 Each rank has a line in shared memory that it alone writes: how many barriers it has entered, the
 tag of the last row it has put up, the step it is in. Whoever waits for a rank reads its line, gives
-the core away a few times, then sleeps on the rank's bell (a futex).
+the core away for a moment, then sleeps on the rank's bell (a futex).
 
 Plain stores are seen in order on x86-64. The futex call after each of them is a full barrier on
 every architecture, so a waiter that was woken sees all that was written before.
@@ -11,13 +11,17 @@ every architecture, so a waiter that was woken sees all that was written before.
 import ctypes
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from lockstep.comm import futex
 from lockstep.comm.shared_memory import SharedRegion
 
 LINE_BYTES = 128
-_YIELDS = 100
+
+# Ranks mostly come within a fraction of a millisecond of each other, and to be woken takes nearly
+# as long. Whoever waits gives the core to any process that wants it, all the while.
+_YIELDING_SECONDS = 0.001
 _LOOK_AROUND_SECONDS = 0.02
 
 # Most that one sleep counts for. The clock runs on while this process is stopped (Ctrl-Z): what
@@ -33,6 +37,9 @@ class _Line(ctypes.Structure):
         ("tag", ctypes.c_uint64),
         ("steps", ctypes.c_int64),  # number of the current step, from 1; 0 before the first
         ("halt", ctypes.c_uint64),
+        # Of this rank's slice of the weights: 2 n + 1 while step n changes it, 2 n + 2 afterwards;
+        # 0 before the first, -1 where there is no slice.
+        ("update", ctypes.c_int64),
     )
 
 
@@ -82,6 +89,27 @@ class Board:
         """The step another rank is in, as far as it has told; -1 before its first."""
         return int(self._lines[rank].steps) - 1
 
+    @contextmanager
+    def updating(self, step: int) -> Iterator[None]:
+        """Within the block this rank changes its slice of the weights."""
+        self._own.update = 2 * step + 1
+        yield
+        self._own.update = 2 * step + 2
+
+    def own_nothing(self) -> None:
+        """This rank has no slice of the weights."""
+        self._own.update = -1
+
+    @property
+    def last_update(self) -> int | None:
+        """The step that changed the weights last, -1 for none; None if it has not come to its end.
+
+        To be asked when no rank changes them any more.
+        """
+        found = {int(line.update) for line in self._lines if line.update >= 0}
+        update = max(found, default=0)
+        return None if len(found) > 1 or update % 2 else update // 2 - 1
+
     def is_awaited(self, rank: int) -> bool:
         """Whether this rank waits, and ``rank`` is not yet where it is needed."""
         return self._is_there is not None and not self._is_there(self._lines[rank])
@@ -124,10 +152,13 @@ class Board:
 
     def _wait(self, rank: int, is_there: Callable[[_Line], bool]) -> None:
         line = self._lines[rank]
-        for _ in range(_YIELDS):
+        if is_there(line):
+            return
+        until = time.perf_counter() + _YIELDING_SECONDS
+        while time.perf_counter() < until:
+            os.sched_yield()
             if is_there(line):
                 return
-            os.sched_yield()
         self._is_there = is_there
         self._sleep(self._bells[rank], line)
         self._is_there = None

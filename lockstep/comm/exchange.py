@@ -38,10 +38,17 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class ShareTotals:
-    """Loss of every filled share: sums over its samples and the weights of these sums."""
+    """Loss of every filled share: sums over its samples and the weights of these sums.
+
+    Attributes:
+        totals: the sums.
+        weights: their weights.
+        is_refused: some share could not be computed in the Plan's memory format.
+    """
 
     totals: list[float]
     weights: list[float]
+    is_refused: bool = False
 
 
 class Exchange(ABC):
@@ -50,8 +57,23 @@ class Exchange(ABC):
     board: Board | None = None
 
     @abstractmethod
-    def put(self, share: int, gradients: Gradients, total: float, weight: float) -> None:
-        """Hand in a share's gradients, one per parameter; None where there is none, or no more."""
+    def put(
+        self,
+        share: int,
+        gradients: Gradients,
+        total: float,
+        weight: float,
+        is_refused: bool = False,
+    ) -> None:
+        """Hand in what a share has come to.
+
+        Args:
+            share: one of this rank's.
+            gradients: one per parameter; None where there is none, or no more.
+            total: weighted sum of the losses of its samples.
+            weight: the sum of their weights.
+            is_refused: see ``ShareTotals``.
+        """
 
     @abstractmethod
     def put_product(
@@ -116,9 +138,16 @@ class LocalExchange(Exchange):
         self._totals = ShareTotals([], [])
         self._row = torch.empty(0)
 
-    def put(self, share: int, gradients: Gradients, total: float, weight: float) -> None:
+    def put(
+        self,
+        share: int,
+        gradients: Gradients,
+        total: float,
+        weight: float,
+        is_refused: bool = False,
+    ) -> None:
         self._gradients = gradients
-        self._totals = ShareTotals([total], [weight])
+        self._totals = ShareTotals([total], [weight], is_refused)
 
     def put_product(
         self, share: int, parameter: int, inputs: torch.Tensor, output_gradients: torch.Tensor

@@ -134,6 +134,10 @@ class GradientRows:
         self._table = region.tensor(
             offset_bytes, torch.int64, (spec.num_shares, count, 2), (count * 2, 2, 1)
         ).numpy()
+        self._blocks = [
+            row_blocks(extent, spec.num_shares) if extent.row_elements else []
+            for extent in spec.extents
+        ]
         self._cuts: dict[tuple[int, Piece], torch.Tensor] = {}
         self._rows = [
             [
@@ -161,6 +165,7 @@ class GradientRows:
         start, stop = own.num_rows, own.num_rows + len(inputs)
         if own.kind in (_NOTHING, kind) and stop <= self._spec.capacity(parameter):
             own.kind, own.num_rows = kind, stop
+            self._reserve_factors(share, parameter, stop)
             kept_inputs, kept_gradients = self._factors(share, parameter, kind, stop)
             kept_inputs[start:].copy_(inputs)
             kept_gradients[start:].copy_(output_gradients)
@@ -275,7 +280,7 @@ class GradientRows:
         inputs = torch.cat([inputs for inputs, _ in factors])
         ins = inputs.shape[1]
         flat = target.view(-1)
-        for start, stop in row_blocks(self._spec.extents[piece.parameter], self._spec.num_shares):
+        for start, stop in self._blocks[piece.parameter]:
             if piece.start <= start < stop <= piece.stop:
                 gradients = torch.cat([each[:, start // ins : stop // ins] for _, each in factors])
                 block = flat[start - piece.start : stop - piece.start].view(-1, ins)
@@ -290,14 +295,25 @@ class GradientRows:
         tensor = self._spec.tensors[parameter]
         dtype = tensor.dtype if kind == _FACTORS else torch.bfloat16
         outs, ins = tensor.shape
-        start = self._factor_offsets[share][parameter]
-        middle = start + self._spec.capacity(parameter) * ins * tensor.dtype.itemsize
-        self._reserve(start, num_rows * ins * dtype.itemsize)
-        self._reserve(middle, num_rows * outs * dtype.itemsize)
+        start, middle = self._factor_starts(share, parameter)
         return (
             self._region.tensor(self._offset + start, dtype, (num_rows, ins), (ins, 1)),
             self._region.tensor(self._offset + middle, dtype, (num_rows, outs), (outs, 1)),
         )
+
+    def _factor_starts(self, share: int, parameter: int) -> tuple[int, int]:
+        """Where a share's inputs and its output gradients begin."""
+        tensor = self._spec.tensors[parameter]
+        start = self._factor_offsets[share][parameter]
+        size = self._spec.capacity(parameter) * tensor.shape[1] * tensor.dtype.itemsize
+        return start, start + size
+
+    def _reserve_factors(self, share: int, parameter: int, num_rows: int) -> None:
+        tensor = self._spec.tensors[parameter]
+        outs, ins = tensor.shape
+        start, middle = self._factor_starts(share, parameter)
+        self._reserve(start, num_rows * ins * tensor.dtype.itemsize)
+        self._reserve(middle, num_rows * outs * tensor.dtype.itemsize)
 
     def _reserve(self, start: int, num_bytes: int) -> None:
         """Take memory for a part of a hole, once."""

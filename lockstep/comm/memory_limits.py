@@ -61,11 +61,10 @@ def _control_groups(root: Path) -> Iterator[Path]:
 
 def _reclaimable(folder: Path) -> int:
     """File pages that the kernel gives up when memory is needed."""
-    for line in _lines(folder / "memory.stat"):
-        name, _, value = line.partition(" ")
-        if name in ("inactive_file", "total_inactive_file"):
-            return int(value)
-    return 0
+    lines = (line.split() for line in _lines(folder / "memory.stat"))
+    found = {name: int(value) for name, value in lines}
+    prefix = "total_" if "total_inactive_file" in found else ""  # version 1: with groups below
+    return sum(found.get(f"{prefix}{name}_file", 0) for name in ("inactive", "active"))
 
 
 def _number(path: Path) -> int | None:

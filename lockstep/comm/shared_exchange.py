@@ -18,7 +18,7 @@ from lockstep.plan.shares import replica_of_share
 class ExchangeSpec:
     """The layout of a ``SharedMemoryExchange``: the same on every rank.
 
-    The region holds, each part aligned: the board; (total, weight) per share; two buffers of rows
+    The region holds, each part aligned: the board; a line of losses per share; two buffers of rows
     to offer; the gradients.
 
     Attributes:
@@ -36,7 +36,7 @@ class ExchangeSpec:
     def offsets(self) -> tuple[int, int, int]:
         """Byte offsets of losses, rows to offer, gradients."""
         losses = align(self.num_ranks * LINE_BYTES)
-        rows = align(losses + self.num_shares * 2 * 8)
+        rows = align(losses + self.num_shares * 3 * 8)
         return losses, rows, align(rows + 2 * self.num_shares * max(self.row_capacity, 1) * 8)
 
     @property
@@ -79,7 +79,7 @@ class SharedMemoryExchange(Exchange):
         )
         losses, rows, gradients = spec.offsets()
         shares, capacity = spec.num_shares, max(spec.row_capacity, 1)
-        self._losses = region.tensor(losses, torch.float64, (shares, 2), (2, 1))
+        self._losses = region.tensor(losses, torch.float64, (shares, 3), (3, 1)).numpy()
         self._rows = region.tensor(
             rows, torch.float64, (2, shares, capacity), (shares * capacity, capacity, 1)
         )
@@ -87,9 +87,15 @@ class SharedMemoryExchange(Exchange):
         self._pass = 0
         self._offers = [0] * spec.num_shares
 
-    def put(self, share: int, gradients: Gradients, total: float, weight: float) -> None:
-        self._losses[share, 0] = total
-        self._losses[share, 1] = weight
+    def put(
+        self,
+        share: int,
+        gradients: Gradients,
+        total: float,
+        weight: float,
+        is_refused: bool = False,
+    ) -> None:
+        self._losses[share] = total, weight, is_refused
         self._gradients.put(share, gradients)
 
     def put_product(
@@ -99,9 +105,9 @@ class SharedMemoryExchange(Exchange):
 
     def collect(self, num_filled: int) -> ShareTotals:
         self.barrier()
-        totals, weights = self._losses[:num_filled].t().tolist()
+        totals, weights, refused = self._losses[:num_filled].T.tolist()
         self._gradients.collect(num_filled)
-        return ShareTotals(totals, weights)
+        return ShareTotals(totals, weights, any(refused))
 
     def reduce(self, pieces: Sequence[Piece], num_filled: int) -> list[torch.Tensor | None]:
         return self._gradients.reduce(pieces)

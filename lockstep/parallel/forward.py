@@ -2,8 +2,9 @@
 
 Convolutions, pooling and the layers between them run faster on images whose channels lie together
 (``torch.channels_last``). Values and shapes are the same in either format, and so is what a model
-may do with them, but for ``view`` across dims that no longer lie together: torch refuses that. A
-model that does so is run in torch's own format from then on.
+may do with them, but for what goes by strides, such as ``view`` across dims that no longer lie
+together: torch refuses that. A share whose forward pass is refused runs once more in torch's own
+format, from the same random streams and buffers, and so does everything after that step.
 """
 
 from collections.abc import Callable
@@ -42,45 +43,66 @@ class ModelCall:
         self._device = device
         self._low_precision = _LOW_PRECISION.get(plan.precision)
         self._channels_last = plan.channels_last
-        self._is_tried = False
+        self._converts = False
+        self._given_up: set[bool] = set()  # the model's modes, training or not
         self._buffers = Buffers(model)
 
     def __call__(self, inputs: Tree) -> Any:
         """The model's outputs, in float32 also where it computes in less."""
-        if self._channels_last:
+        if self._converts:
             inputs = map_tensors(channels_last, inputs)
         if self._low_precision is None:
             return call_model(self._model, inputs)
-        with torch.autocast(self._device.type, dtype=self._low_precision), self._attention():
+        with torch.autocast(self._device.type, dtype=self._low_precision):
             return map_tensors(_widened, call_model(self._model, inputs))
 
-    def attempt(self, body: Callable[[], None]) -> None:
-        """Run ``body``, which calls the model; once more if the memory format makes it fail."""
-        if not self._channels_last:
-            body()
-            return
-        kept = None if self._is_tried else (stream_states(), self._buffers.keep())
-        try:
-            body()
-        except RuntimeError as error:
-            if kept is None or "view size is not compatible" not in str(error):
-                raise
-            self._channels_last = False
-            restore_streams(kept[0])
-            self._buffers.restore(kept[1])
-            body()
-        self._is_tried = True
+    def attempt(self, body: Callable[[], None]) -> bool:
+        """Run ``body``, which calls the model; once more if the memory format makes it fail.
 
-    def _attention(self) -> AbstractContextManager[None]:
-        if self._device.type == "cpu" and has_slow_bfloat16_attention():
-            return _attention.to(attend_in_float32)
-        return nullcontext()
+        Returns:
+            Whether it did.
+        """
+        if not self._channels_last or self._model.training in self._given_up:
+            body()
+            return False
+        kept = stream_states(), self._buffers.keep()
+        try:
+            self._converts = True
+            body()
+            return False
+        except RuntimeError as error:
+            if "stride" not in str(error):
+                raise
+        finally:
+            self._converts = False
+        restore_streams(kept[0])
+        self._buffers.restore(kept[1])
+        body()
+        return True
+
+    def give_up_format(self) -> None:
+        """From now on run the model in torch's own format, in its present mode.
+
+        In training every rank does so after the same step, so that the bits stay those of any
+        number of ranks.
+        """
+        self._given_up.add(self._model.training)
+
+    def applied(self) -> AbstractContextManager[None]:
+        """Around a pass, forward or backward, in which the model or parts of it are called."""
+        is_slow = self._device.type == "cpu" and has_slow_bfloat16_attention()
+        if self._low_precision is None or not is_slow:
+            return nullcontext()
+        return _attention.to(attend_in_float32)
 
 
 def attend_in_float32(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
 ) -> torch.Tensor:
-    """``F.scaled_dot_product_attention`` of inputs in less, with a result as they are."""
+    """``F.scaled_dot_product_attention`` under autocast: in float32, with a result in less."""
+    if not torch.is_autocast_enabled("cpu") or query.dtype == torch.float64:
+        plain: torch.Tensor = _attention.plain(query, key, value, *args, **kwargs)
+        return plain
     dtype = torch.get_autocast_dtype("cpu")
     with torch.autocast("cpu", enabled=False):
         attended: torch.Tensor = _attention.plain(

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch.autograd import forward_ad
+from torch.autograd.graph import get_gradient_edge
 
 from lockstep.parallel.processor import has_faster_onednn
 from lockstep.parallel.redirection import Redirection
@@ -37,7 +38,9 @@ class LinearLayers:
     def __init__(self, weights: Mapping[int, torch.Tensor]) -> None:
         self._numbers = {id(weight): number for number, weight in weights.items()}
         self._weights = dict(weights)  # an id is good only while its object lives
-        self.take: Take | None = None
+        self._ends = {number: get_gradient_edge(weight).node for number, weight in weights.items()}
+        self._casts: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+        self._take: Take | None = None
 
     def applied(self) -> AbstractContextManager[None]:
         """``F.linear`` goes here within the block, in this thread."""
@@ -46,11 +49,36 @@ class LinearLayers:
     @contextmanager
     def taken(self, take: Take) -> Iterator[None]:
         """Within the block, backward hands factors to ``take`` instead of giving gradients."""
-        self.take = take
+        self._take = take
         try:
             yield
         finally:
-            self.take = None
+            self._take = None
+
+    def take(self, number: int, inputs: torch.Tensor, gradients: torch.Tensor) -> bool:
+        """Hand on the factors of a weight's gradient, if that is what this backward is for.
+
+        Backward may run within the forward pass or within another backward (``autograd.grad`` for a
+        penalty, an implicit layer): its gradients are asked for there and go nowhere else.
+        """
+        if self._take is None or not _is_reached(self._ends[number]):
+            return False
+        self._take(number, inputs, gradients)
+        return True
+
+    def cast(self, number: int, dtype: torch.dtype) -> torch.Tensor:
+        """A weight in the type to compute in: one copy per pass, however often it is used."""
+        weight = self._weights[number].detach()
+        if weight.dtype == dtype:
+            return weight
+        key = number, dtype
+        if key not in self._casts:
+            self._casts[key] = weight.to(dtype)
+        return self._casts[key]
+
+    def begin_pass(self) -> None:
+        """The weights may have changed."""
+        self._casts.clear()
 
     def linear(
         self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
@@ -75,6 +103,7 @@ def _is_ordinary(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor |
         torch.is_grad_enabled()
         and type(input) is torch.Tensor
         and input.layout == torch.strided
+        and input.is_floating_point()
         and input.dtype in _dtypes(weight)
         and input.numel() > 0
         and input.shape[-1:] == weight.shape[1:]
@@ -83,6 +112,14 @@ def _is_ordinary(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor |
         and forward_ad._current_level < 0
         and not torch.compiler.is_compiling()
     )
+
+
+def _is_reached(end: torch.autograd.graph.Node) -> bool:
+    """Whether the backward that runs now leads to the ``.grad`` of the parameter behind ``end``."""
+    try:
+        return bool(torch._C._will_engine_execute_node(end))
+    except RuntimeError:  # it gives the gradient back instead
+        return False
 
 
 def _dtypes(weight: torch.Tensor) -> tuple[torch.dtype, ...]:
@@ -104,10 +141,9 @@ class _Linear(torch.autograd.Function):
         layers: LinearLayers,
         number: int,
     ) -> torch.Tensor:
-        cast = weight.to(input.dtype)
         ctx.save_for_backward(input, weight)
-        ctx.cast, ctx.layers, ctx.number = cast, layers, number
-        return _product(input, cast, bias)
+        ctx.cast, ctx.layers, ctx.number = layers.cast(number, input.dtype), layers, number
+        return _product(input, ctx.cast, bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
@@ -121,9 +157,7 @@ class _Linear(torch.autograd.Function):
         input_gradient = weight_gradient = None
         if needs_input:
             input_gradient = _product(gradients, cast.t(), None).view(input.shape)
-        if needs_weight and is_last and ctx.layers.take is not None:
-            ctx.layers.take(ctx.number, inputs, gradients)
-        elif needs_weight:
+        if needs_weight and not (is_last and ctx.layers.take(ctx.number, inputs, gradients)):
             weight_gradient = (gradients.t() @ inputs).to(weight.dtype)
         bias_gradient = gradients.sum(0) if needs_bias else None
         return input_gradient, weight_gradient, bias_gradient, None, None

@@ -63,6 +63,7 @@ class Updater(ABC):
     """An optimizer that can work on pieces."""
 
     is_elementwise = False  # whether ``divide`` may cut parameters
+    owner: object = None  # whose slots these are: the front end's optimizer
 
     @abstractmethod
     def divide(
@@ -93,6 +94,14 @@ class Updater(ABC):
     @abstractmethod
     def slots(self, *, with_stored: bool = False) -> list[PieceSlots]:
         """The slots of every piece that has any; of those in the store only the names, or all."""
+
+    def recover(self) -> list[str]:
+        """After a failure give the front end's optimizer what this rank knows of the slots.
+
+        Returns:
+            Names of the parameters whose slots are lost: they start anew.
+        """
+        return []
 
     @abstractmethod
     def options(self) -> list[dict[str, Any]]:

@@ -136,6 +136,8 @@ class Worker:
             pieces.append(BoundPiece(name=name, piece=piece, tensor=tensor))
         if self.updater is not None:
             self.updater.bind(pieces)
+        if self.exchange.board is not None and not pieces:
+            self.exchange.board.own_nothing()
         return pieces
 
     def _large_weights(self) -> dict[int, torch.Tensor]:
@@ -181,7 +183,7 @@ class Worker:
     def _forward(self, run: "_Step", shares: list[int]) -> None:
         def forward(share: int) -> None:
             seed_streams(share_seed(self._seed, run.step, share))
-            self._call.attempt(partial(compute, share))
+            run.refused[share] = self._call.attempt(partial(compute, share))
 
         def compute(share: int) -> None:
             batch, output = self._output(run, share)
@@ -224,7 +226,8 @@ class Worker:
 
     def _put(self, run: "_Step", share: int, gradients: list[torch.Tensor | None]) -> None:
         loss = run.losses.pop(share)
-        self.exchange.put(share, gradients, loss.total, loss.weight)
+        refused = run.refused.pop(share)
+        self.exchange.put(share, gradients, loss.total, loss.weight, refused)
         if self.plan.num_shares > 1:
             self._clear_gradients()
 
@@ -259,15 +262,19 @@ class Worker:
                 [bound.piece for bound in self._pieces], run.num_filled
             )
         factor = 1.0 if run.num_filled == 1 or not weight else run.num_samples / weight
-        if factor != 1.0:
-            torch._foreach_mul_([one for one in gradients if one is not None], factor)
+        used = [gradient for gradient in gradients if gradient is not None]
+        if used and factor != 1.0:
+            torch._foreach_mul_(used, factor)
         for bound, gradient in zip(self._pieces, gradients, strict=True):
             bound.tensor.grad = gradient
 
     def _step(self, run: "_Step", shares: list[int]) -> None:
         weight = self._collect(run)
         assert self.updater is not None
-        if weight:
+        if not weight:
+            return
+        board = self.exchange.board if self._pieces else None
+        with nullcontext() if board is None else board.updating(run.step):
             self.updater.step()
 
     def _sync(self, run: "_Step", shares: list[int]) -> None:
@@ -278,6 +285,8 @@ class Worker:
         if run.totals is not None:
             return math.fsum(run.totals.weights)
         run.totals = self.exchange.collect(run.num_filled)
+        if run.totals.is_refused:
+            self._call.give_up_format()
         weight = math.fsum(run.totals.weights)
         if weight:
             self._check_finite(run, run.totals.totals)
@@ -359,11 +368,16 @@ class Worker:
     def _run_forward(self, run: "_Step", body: Callable[[int], None]) -> None:
         actions = lower_forward(self.plan, self.rank, run.num_samples)
         for _, shares in _grouped(self.plan, actions):
-            self._run_together(run, shares, lambda share: self._call.attempt(partial(body, share)))
+            self._run_together(run, shares, partial(self._attempt, body))
+
+    def _attempt(self, body: Callable[[int], None], share: int) -> None:
+        if self._call.attempt(partial(body, share)):
+            self._call.give_up_format()
 
     def _begin_pass(self) -> None:
         # Autocast keeps cast weights until its outermost block ends, and that may be around us.
         torch.clear_autocast_cache()
+        self._linears.begin_pass()
         self.exchange.begin_pass()
 
     # --- shared ----------------------------------------------------------------------------------
@@ -373,7 +387,7 @@ class Worker:
 
         def run_share(share: int) -> None:
             statistics = self._global_statistics(run, share, is_last=share == shares[-1])
-            with statistics, self._linears.applied():
+            with statistics, self._linears.applied(), self._call.applied():
                 if not run.isolates_buffers:
                     body(share)
                     return
@@ -473,6 +487,7 @@ class _Step:
         self.bounds = share_bounds(self.num_samples, num_shares)
         self.num_filled = num_filled_shares(self.num_samples, num_shares)
         self.losses: dict[int, ShareLoss] = {}
+        self.refused: dict[int, bool] = {}  # the Plan's memory format, by share
         self.totals: ShareTotals | None = None
         self.isolates_buffers = False
         self.first_buffers: Kept = []

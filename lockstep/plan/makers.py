@@ -56,10 +56,12 @@ class Mirrored:
     Attributes:
         devices: number of CPU replicas; None is one per usable core, at most 8.
         num_shares: parts of each global batch; None is one per replica.
+        channels_last: the memory format of images; None chooses.
     """
 
     devices: int | None = None
     num_shares: int | None = None
+    channels_last: bool | None = None
     precision: str = "fp32"
 
     def __call__(self, graph: LayerGraph, cluster: Cluster, batch_size: int) -> Plan:
@@ -91,10 +93,15 @@ class Mirrored:
             layers=_one_stage(graph) if shares == 1 else _with_row_limits(graph, batch_size),
             update=LocalUpdate() if replicas == shares == 1 else SlicedUpdate(),
             precision=self.precision,
-            channels_last=self.precision != "fp64"
-            and any(layer.kind == "Conv2d" for layer in graph.layers),
+            channels_last=self._has_channels_last(graph),
             notes=tuple(_notes(replicas, shares, cores, batch_size)),
         )
+
+    def _has_channels_last(self, graph: LayerGraph) -> bool:
+        if self.channels_last is not None:
+            return self.channels_last
+        # float64 is for proofs, and keeps to what the reference does.
+        return self.precision != "fp64" and any(layer.kind == "Conv2d" for layer in graph.layers)
 
 
 def num_mirrored_replicas(devices: int | None, cluster: Cluster) -> int:
@@ -158,7 +165,9 @@ def _row_limit(layer: Layer, tied: set[str], batch_size: int) -> int:
     ways were measured to take the same time. A sample gives the layer one row or more.
     """
     weight = next((each for each in layer.parameters if each.name.endswith("weight")), None)
-    if layer.kind != "Linear" or weight is None or weight.name in tied or not weight.trainable:
+    if layer.kind != "Linear" or weight is None or len(weight.shape) != 2:
+        return 0
+    if weight.name in tied or not weight.trainable:
         return 0
     outs, ins = weight.shape
     limit = weight.size // (outs + ins) // 2

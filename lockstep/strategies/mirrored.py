@@ -16,6 +16,10 @@ class MirroredStrategy(Strategy):
         devices: number of CPU replicas; None is one per usable core, at most 8.
         num_shares: parts into which each global batch is divided; None is one per replica. Runs
             with the same ``num_shares`` give the same bits on any number of devices.
+        channels_last: whether images run through the model with their channels together in memory,
+            which is faster on CPUs; None is for models with convolutions, unless in float64. A
+            forward pass that such strides make fail is run again in torch's own format; ``False``
+            is for what fails in backward.
         timeout_seconds: longest wait for a replica; what hangs longer is reported.
 
     Raises:
@@ -28,6 +32,7 @@ class MirroredStrategy(Strategy):
         devices: int | None = None,
         *,
         num_shares: int | None = None,
+        channels_last: bool | None = None,
         timeout_seconds: float = 600.0,
     ) -> None:
         if devices is not None and (not _is_count(devices)):
@@ -46,6 +51,14 @@ class MirroredStrategy(Strategy):
                     fix="Leave it out for one share per device.",
                 )
             )
+        if channels_last not in (None, True, False):
+            raise OptionError(
+                problem(
+                    "`channels_last` must be True, False or None.",
+                    received=f"channels_last={channels_last!r}",
+                    fix="Leave it out to have it where convolutions gain.",
+                )
+            )
         if not _is_positive(timeout_seconds):
             raise OptionError(
                 problem(
@@ -56,11 +69,17 @@ class MirroredStrategy(Strategy):
             )
         self.devices = devices
         self.num_shares = num_shares
+        self.channels_last = channels_last
         self.timeout_seconds = timeout_seconds
         num_mirrored_replicas(devices, discover())
 
     def maker(self, precision: str = "fp32") -> Maker:
-        return Mirrored(devices=self.devices, num_shares=self.num_shares, precision=precision)
+        return Mirrored(
+            devices=self.devices,
+            num_shares=self.num_shares,
+            channels_last=self.channels_last,
+            precision=precision,
+        )
 
     @property
     def num_replicas_in_sync(self) -> int:

@@ -76,6 +76,7 @@ class Session:
         self._timeout = timeout_seconds
         self._store: ParameterStore | None = None
         self._slots: TensorStore | None = None
+        self._slots_owner: Callable[[], object] = lambda: None
         self._team: Team | None = None
         self._threads: int | None = None
 
@@ -105,6 +106,7 @@ class Session:
             stores.append(self._adopt_slots(assignment.updater, assignment.model))
         spec = exchange_spec(assignment.plan, assignment.model, assignment.updater)
         parcel = _pack(assignment, stores)
+        worker = None
         try:
             region = spec.create()
             team = self._take_team(assignment.plan)
@@ -112,8 +114,11 @@ class Session:
             _heed(conductor, worker)
             result = assignment.task.run(worker, LeaderControl(team, self._timeout), conductor)
             team.finish(self._timeout)
-        except BaseException:
+        except BaseException as error:
             self.close()
+            if worker is not None and worker.updater is not None:
+                lost = worker.updater.recover()
+                error.add_note(_state_of_training(worker.exchange.board, lost))
             raise
         finally:
             parcel.close()
@@ -136,8 +141,13 @@ class Session:
         specs = tuple(
             tensor_spec(f"{key.parameter}: {key.slot}", parameters[key.parameter]) for key in keys
         )
-        if self._slots is None or not self._slots.region.is_shared or self._slots.specs != specs:
-            self._slots = TensorStore.create(specs)
+        if (
+            self._slots is None
+            or not self._slots.region.is_shared
+            or self._slots.specs != specs
+            or self._slots_owner() is not updater.owner
+        ):
+            self._slots, self._slots_owner = TensorStore.create(specs), weakref.ref(updater.owner)
         updater.store_slots(dict(zip(keys, self._slots.views, strict=True)))
         return self._slots
 
@@ -200,6 +210,21 @@ def _heed(conductor: Conductor, worker: Worker) -> None:
     """Have all ranks stop together when the user wants rank 0 to."""
     if worker.exchange.board is not None:
         worker.exchange.board.wants_halt = lambda: conductor.is_interrupted
+
+
+def _state_of_training(board: Board | None, lost: list[str]) -> str:
+    """For whoever goes on after an error: what the helpers have left, now that they have ended."""
+    assert board is not None
+    last = board.last_update
+    if last is None:
+        return (
+            "The weights were being updated: some slices are one step ahead of the others. "
+            "Load weights that were saved before you go on."
+        )
+    if last < 0:
+        return "The weights are whole, as fit has found them."
+    whole = f"The weights are whole, as step {last} has left them, and so is the optimizer"
+    return f"{whole}, but for the slots of {', '.join(lost)}: lost." if lost else f"{whole}."
 
 
 class _Watch:

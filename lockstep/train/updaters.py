@@ -64,13 +64,13 @@ class TorchUpdater(Updater):
     """
 
     def __init__(self, optimizer: optim.Optimizer, parameters: dict[str, nn.Parameter]) -> None:
-        self.optimizer = optimizer
+        self.optimizer = self.owner = optimizer
         self.parameters = parameters
         self._is_known = _is_known(optimizer)  # hooks do not travel, so rank 0 says it for all
         self.is_elementwise = self._is_known and type(optimizer) in ELEMENTWISE
         self._active = optimizer
         self._pieces: list[BoundPiece] = []
-        self._store: dict[SlotKey, torch.Tensor] = {}
+        self._store: dict[str, dict[str, torch.Tensor]] = {}  # by parameter and slot
         self._newborn: list[BoundPiece] = []  # pieces without slots until now
 
     def divide(
@@ -88,7 +88,7 @@ class TorchUpdater(Updater):
         self._active = self.optimizer if same or not self._is_known else self._clone()
         self._newborn = []
         if self._active is not self.optimizer:
-            self._newborn = [one for one in pieces if one.tensor not in self._active.state]
+            self._newborn = [bound for bound in pieces if self._has_homeless(bound)]
 
     def slot_keys(self) -> list[SlotKey]:
         if not self.is_elementwise:
@@ -99,8 +99,18 @@ class TorchUpdater(Updater):
             for group in self.optimizer.param_groups
             for slot in self._slots_of(group)
             for parameter in group["params"]
-            if parameter.requires_grad
+            if parameter.requires_grad and id(parameter) in names
         ]
+
+    def _stored_slots(self, bound: BoundPiece) -> dict[str, torch.Tensor]:
+        """A piece of the slots that the user's optimizer has in the store."""
+        whole = self.optimizer.state[self.parameters[bound.name]]
+        kept = self._store.get(bound.name, {})
+        return {
+            slot: place
+            for slot, place in self._places_of(bound).items()
+            if whole.get(slot) is kept[slot]
+        }
 
     def _slots_of(self, group: dict[str, Any]) -> list[str]:
         """The slots of a parameter's size that a step with these options makes: by making one."""
@@ -124,12 +134,17 @@ class TorchUpdater(Updater):
     @torch.no_grad()
     @temporary_memory()
     def store_slots(self, store: Mapping[SlotKey, torch.Tensor]) -> None:
-        self._store = dict(store)
+        self._store = defaultdict(dict)
+        moved = []
         for key, stored in store.items():
+            self._store[key.parameter][key.slot] = stored
             slots = self.optimizer.state.get(self.parameters[key.parameter], {})
-            if key.slot in slots and slots[key.slot] is not stored:
-                stored.copy_(slots[key.slot].clone())  # it may be another view of the same memory
-                slots[key.slot] = stored
+            value = slots.get(key.slot)
+            if value is not stored and getattr(value, "shape", None) == stored.shape:
+                # All are copied before any moves: some may be views of the same memory.
+                moved.append((slots, key.slot, stored, value.clone()))
+        for slots, slot, stored, value in moved:
+            slots[slot] = stored.copy_(value)
 
     def _clone(self) -> optim.Optimizer:
         by_parameter: dict[int, list[BoundPiece]] = defaultdict(list)
@@ -138,8 +153,9 @@ class TorchUpdater(Updater):
             parameter = self.parameters[bound.name]
             by_parameter[id(parameter)].append(bound)
             if parameter in self.optimizer.state:
-                slots = _cut_slots(self.optimizer.state[parameter], parameter, bound)
-                state[bound.tensor] = {**slots, **self._stored_slots(bound, slots)}
+                stored, slots = self._stored_slots(bound), self.optimizer.state[parameter]
+                others = {slot: value for slot, value in slots.items() if slot not in stored}
+                state[bound.tensor] = {**_cut_slots(others, parameter, bound), **stored}
         groups = [
             {**_options(group), "params": _tensors_of(group["params"], by_parameter)}
             for group in self.optimizer.param_groups
@@ -157,22 +173,26 @@ class TorchUpdater(Updater):
 
     def _store_newborn(self) -> None:
         """The optimizer makes slots at a piece's first step: move them to the store."""
-        born = [bound for bound in self._newborn if bound.tensor in self._active.state]
-        self._newborn = [bound for bound in self._newborn if bound.tensor not in self._active.state]
-        for bound in born:
-            slots = self._active.state[bound.tensor]
-            stored = self._stored_slots(bound, slots)
-            for slot, place in stored.items():
-                place.copy_(slots[slot])
-            slots.update(stored)
+        for bound in self._newborn:
+            slots = self._active.state.get(bound.tensor, {})
+            for slot, place in self._places_of(bound).items():
+                if isinstance(slots.get(slot), torch.Tensor) and not _is_same(slots[slot], place):
+                    slots[slot] = place.copy_(slots[slot])
+        self._newborn = [bound for bound in self._newborn if self._has_homeless(bound)]
 
-    def _stored_slots(self, bound: BoundPiece, slots: Slots) -> dict[str, torch.Tensor]:
-        """Where a piece's slots lie in the store: those that it has and that are kept there."""
-        places = {slot: self._store.get(SlotKey(parameter=bound.name, slot=slot)) for slot in slots}
+    def _has_homeless(self, bound: BoundPiece) -> bool:
+        """Whether the store has a place for a slot that the piece has not, or not there."""
+        slots = self._active.state.get(bound.tensor, {})
+        return any(
+            not isinstance(slots.get(slot), torch.Tensor) or not _is_same(slots[slot], place)
+            for slot, place in self._places_of(bound).items()
+        )
+
+    def _places_of(self, bound: BoundPiece) -> dict[str, torch.Tensor]:
+        """Where a piece's slots lie in the store, by the slot's name."""
         return {
             slot: cut_piece(place, bound.piece)
-            for slot, place in places.items()
-            if place is not None
+            for slot, place in self._store.get(bound.name, {}).items()
         }
 
     def _step_itself(self) -> None:
@@ -195,7 +215,10 @@ class TorchUpdater(Updater):
         ]
 
     def _piece_slots(self, bound: BoundPiece, slots: Slots, with_stored: bool) -> PieceSlots:
-        stored = () if with_stored else tuple(self._stored_slots(bound, slots))
+        places = {} if with_stored else self._places_of(bound)
+        stored = tuple(
+            slot for slot, place in places.items() if slot in slots and _is_same(slots[slot], place)
+        )
         return PieceSlots(
             name=bound.name,
             start=bound.piece.start,
@@ -213,8 +236,35 @@ class TorchUpdater(Updater):
             state[parameters[name]] = values
         for part in pieces:
             for slot in part.stored:
-                key = SlotKey(parameter=part.name, slot=slot)
-                state[parameters[part.name]][slot] = self._store[key]
+                state[parameters[part.name]][slot] = self._store[part.name][slot]
+
+    def recover(self) -> list[str]:
+        if self._active is self.optimizer:
+            return []
+        own = {part.name: part for part in self.slots() if self._is_known_whole(part)}
+        names = {id(parameter): name for name, parameter in self.parameters.items()}
+        lost = []
+        for group in self.optimizer.param_groups:
+            members = [names[id(one)] for one in group["params"] if id(one) in names]
+            known = [own[name] for name in members if name in own]
+            for name in members:
+                part = own.get(name) or _of_the_others(name, known)
+                if part is not None and self._is_touched(part):
+                    self.take_slots([part])
+                elif part is None and self.parameters[name].requires_grad:
+                    self.optimizer.state.pop(self.parameters[name], None)
+                    lost.append(name)
+        return lost
+
+    def _is_known_whole(self, part: PieceSlots) -> bool:
+        """Whether what is not in the store is here: counts, or slots of the whole parameter."""
+        is_whole = part.stop - part.start == self.parameters[part.name].numel()
+        return is_whole or not _has_arrays(part)
+
+    def _is_touched(self, part: PieceSlots) -> bool:
+        """Whether a parameter has been stepped on, by whichever rank."""
+        stored = [self._store[part.name][slot] for slot in part.stored]
+        return not stored or any(bool(slot.any()) for slot in stored)
 
     def options(self) -> list[dict[str, Any]]:
         return [_options(group) for group in self.optimizer.param_groups]
@@ -222,6 +272,29 @@ class TorchUpdater(Updater):
     def set_options(self, options: list[dict[str, Any]]) -> None:
         for group, values in zip(self._active.param_groups, options, strict=True):
             group.update(values)
+
+
+def _has_arrays(part: PieceSlots) -> bool:
+    return any(isinstance(value, torch.Tensor) and value.dim() for value in part.slots.values())
+
+
+def _of_the_others(name: str, known: Sequence[PieceSlots]) -> PieceSlots | None:
+    """The slots of a parameter that other ranks own: its counts are those of all known ones.
+
+    None if these differ (parameters that were not used in every step), or there are none.
+    """
+    if not known or any(_has_arrays(part) for part in known):
+        return None
+    counts = [{slot: float(value) for slot, value in part.slots.items()} for part in known]
+    if any(count != counts[0] for count in counts):
+        return None
+    first = known[0]
+    return PieceSlots(name=name, start=0, stop=0, slots=first.slots, stored=first.stored)
+
+
+def _is_same(value: Any, place: torch.Tensor) -> bool:
+    """Whether a slot lies in its place."""
+    return isinstance(value, torch.Tensor) and value.data_ptr() == place.data_ptr()
 
 
 def _step_plainly(clone: optim.Optimizer) -> None:

@@ -2,9 +2,11 @@
 
 import os
 import random
+import re
 import signal
 import threading
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -58,8 +60,45 @@ def kill_a_helper(devices: int, seed: int) -> float:
     assert "in fit, step " in message
     assert "SIGKILL" in message
     assert not any(is_alive(pid) for pid in killer.pids)
+    check_weights(trainer, caught.value, devices)
     check_goes_on(trainer, killer.pids)
     return seconds
+
+
+def check_weights(trainer: lockstep.Trainer, error: WorkerError, devices: int) -> None:
+    """The error says what the weights are; where it says that they are whole, they are."""
+    (note,) = error.__notes__
+    whole = re.fullmatch(
+        r"The weights are whole, as step (\d+) has left them, and so is the optimizer.", note
+    )
+    assert whole or "some slices are one step ahead" in note
+    if whole is not None:
+        reference = make_trainer(devices, callbacks=(_StopAfter(int(whole[1])),))
+        fit(reference, epochs=10**6)
+        for left, right in zip(
+            trainer.model.parameters(), reference.model.parameters(), strict=True
+        ):
+            assert torch.equal(left, right), note
+        assert_same_slots(trainer.optimizer, reference.optimizer)
+
+
+def assert_same_slots(left: Any, right: Any) -> None:
+    for ours, theirs in zip(
+        left.state_dict()["state"].values(), right.state_dict()["state"].values(), strict=True
+    ):
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[slot], theirs[slot]) for slot in ours)
+
+
+class _StopAfter(lockstep.Callback):
+    """Ends training after a step, counted from 0."""
+
+    def __init__(self, step: int) -> None:
+        self._left = step + 1
+
+    def on_train_batch_end(self, batch: int, logs: object = None) -> None:
+        self._left -= 1
+        self.trainer.stop_training = self._left == 0
 
 
 def check_goes_on(trainer: lockstep.Trainer, before: list[int]) -> None:

@@ -6,8 +6,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import lockstep
+from lockstep.errors import OptionError
 from lockstep.parallel.forward import attend_in_float32
 from tests.zoo import build_seeded, case, cases
 
@@ -180,6 +182,64 @@ def test_a_model_that_cannot_is_run_in_the_other_format(num_shares: int) -> None
     assert states[0]["1.num_batches_tracked"] == 14
 
 
+class ViewingInEvaluation(nn.Module):
+    """Needs torch's own format in one of its modes only."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        return images.flatten(1) if self.training else images.view(len(images), -1)
+
+
+def test_each_mode_of_a_model_finds_its_own_format() -> None:
+    model = nn.Sequential(nn.Conv2d(1, 8, 3), Format(), ViewingInEvaluation(), nn.Linear(288, 10))
+    images, labels = digits()
+    trainer = lockstep.Trainer(
+        model,
+        loss=nn.CrossEntropyLoss(),
+        optimizer=partial(torch.optim.SGD, lr=0.1),
+        strategy=lockstep.MirroredStrategy(2),
+    )
+    data = images[:100], labels[:100]
+    trainer.fit(data, batch_size=50, epochs=2, validation_data=data, verbose=0)
+    assert model[1].seen == [True] * 2 + [True, False, False] + [True] * 2 + [False] * 2
+
+
+class ViewingSometimes(nn.Module):
+    """Fails in the Plan's format for a share with a bright sample, and for no other."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        is_bright = bool((images[:, 0, 0, 0] > 5).any())
+        return images.view(len(images), -1) if is_bright else images.flatten(1)
+
+
+def test_one_share_that_fails_changes_no_bit_on_any_number_of_devices() -> None:
+    images, labels = digits()
+    images = images[:120].clone()
+    images[45, 0, 0, 0] = 50.0  # in the third of four shares of the first batch
+    states = []
+    for devices in (1, 2, 4):
+        torch.manual_seed(0)
+        model = nn.Sequential(
+            nn.Conv2d(1, 8, 3, padding=1), nn.Dropout(0.2), ViewingSometimes(), nn.Linear(512, 10)
+        )
+        trainer = lockstep.Trainer(
+            model,
+            loss=nn.CrossEntropyLoss(),
+            optimizer=partial(torch.optim.SGD, lr=0.1),
+            strategy=lockstep.MirroredStrategy(devices, num_shares=4),
+        )
+        trainer.fit((images, labels[:120]), batch_size=60, shuffle=False, verbose=0)
+        states.append(state_of(trainer))
+    assert different(states[0], states[1]) == []
+    assert different(states[0], states[2]) == []
+
+
+def test_the_format_can_be_switched_off() -> None:
+    strategy = lockstep.MirroredStrategy(2, channels_last=False)
+    assert not strategy.plan(make_cnn(), batch_size=10).channels_last
+    with pytest.raises(OptionError, match="channels_last='no'"):
+        lockstep.MirroredStrategy(2, channels_last="no")  # type: ignore[arg-type]
+
+
 def test_the_other_format_gives_what_torch_gives() -> None:
     """A plain loop on the same batches, to the rounding of float32."""
     images, labels = digits()
@@ -243,3 +303,37 @@ def test_attention_in_float32_is_nearer_to_the_truth(masked: bool) -> None:
         error = (ours.double() - true).norm() / true.norm()
         assert error < 0.01
         assert error <= 1.5 * (theirs.double() - true).norm() / true.norm()
+
+
+def test_attention_where_autocast_is_off_is_torchs_own() -> None:
+    inputs = [torch.randn(1, 2, 3, 4) for _ in range(3)]
+    with torch.autocast("cpu", torch.bfloat16):
+        doubles = [one.double() for one in inputs]
+        assert attend_in_float32(*doubles).dtype == torch.float64
+        with torch.autocast("cpu", enabled=False):
+            assert attend_in_float32(*inputs).dtype == torch.float32
+
+
+class Attending(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(8, 24)
+
+    def forward(self, images: Tensor) -> Tensor:
+        tokens = images.squeeze(1)
+        return checkpoint(self.attend, tokens, use_reentrant=False).flatten(1)  # type: ignore[no-any-return]
+
+    def attend(self, tokens: Tensor) -> Tensor:
+        query, key, value = self.project(tokens).chunk(3, dim=-1)
+        return nn.functional.scaled_dot_product_attention(query, key, value)
+
+
+def test_attention_that_is_computed_again_is_the_same() -> None:
+    found = {}
+    for precision in ("fp32", "bf16-mixed"):
+        torch.manual_seed(0)
+        model = nn.Sequential(Attending(), nn.Linear(64, 10))
+        trainer = train(model, precision, lockstep.MirroredStrategy(2), epochs=10)
+        found[precision] = accuracy(trainer)
+    assert found["fp32"] > 0.5
+    assert found["bf16-mixed"] == pytest.approx(found["fp32"], abs=0.03)

@@ -1,5 +1,7 @@
 """Linear layers while a pass runs: the same values, and gradients that go where they are taken."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -143,3 +145,78 @@ def test_jacobians_by_torch_func_are_those_of_torch() -> None:
         reverse, forward = torch.func.jacrev(layer)(sample), torch.func.jacfwd(layer)(sample)
     assert_close(reverse, layer.weight)
     assert_close(forward, layer.weight)
+
+
+def test_a_gradient_taken_within_backward_goes_where_it_is_asked_for() -> None:
+    """Implicit layers: a hook that goes backward through another graph of the same layer."""
+    layer, layers = make_layer()
+    square = nn.Linear(5, 6).double()
+
+    def compute() -> Tensor:
+        inputs = torch.linspace(-1, 1, 6, dtype=torch.float64).requires_grad_()
+        inner = torch.tanh(square(torch.tanh(layer(inputs))))
+        output = torch.tanh(layer(inputs * 2))
+        output.register_hook(
+            lambda gradient: (
+                gradient
+                + torch.autograd.grad(inner, inputs, gradient.sum() + 0 * inner, retain_graph=True)[
+                    0
+                ][:5]
+            )
+        )
+        return output.sum()
+
+    (expected,) = torch.autograd.grad(compute(), [layer.weight])
+    taken = Taken(layer.weight)
+    with layers.applied():
+        loss = compute()
+    with layers.taken(taken):
+        loss.backward()
+    assert taken.calls == 1
+    assert_close(taken.gradient, expected)
+
+
+def test_an_adjoint_gets_the_gradients_that_it_asks_for() -> None:
+    layer, layers = make_layer()
+
+    class Adjoint(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, inputs: Tensor, weight: Tensor) -> Tensor:
+            ctx.save_for_backward(inputs)
+            return layer(inputs)  # type: ignore[no-any-return]
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Any:
+            (inputs,) = ctx.saved_tensors
+            with torch.enable_grad():
+                again = inputs.detach().requires_grad_()
+                output = layer(again)
+            return torch.autograd.grad(output, [again, layer.weight], gradient)
+
+    inputs = torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
+    (expected,) = torch.autograd.grad(layer(inputs).square().sum(), [layer.weight])
+    taken = Taken(layer.weight)
+    with layers.applied():
+        output = Adjoint.apply(inputs, layer.weight)  # type: ignore[no-untyped-call]
+        with layers.taken(taken):
+            output.square().sum().backward()
+    assert taken.calls == 0
+    assert_close(layer.weight.grad, expected)
+
+
+def test_complex_layers_go_to_torch() -> None:
+    layer = nn.Linear(6, 5, dtype=torch.complex128)
+    layers = LinearLayers({7: layer.weight})
+    with layers.applied():
+        output = layer(torch.randn(4, 6, dtype=torch.complex128))
+    assert "_Linear" not in str(output.grad_fn)
+
+
+def test_a_weight_is_cast_once_per_pass() -> None:
+    layer, layers = make_layer(torch.float32)
+    first = layers.cast(7, torch.bfloat16)
+    assert layers.cast(7, torch.bfloat16) is first
+    with torch.no_grad():
+        layer.weight.add_(1)
+    layers.begin_pass()
+    assert not torch.equal(layers.cast(7, torch.bfloat16), first)
