@@ -133,7 +133,7 @@ NETS = {
     "mlp": Net(
         "MLP 784-256-256-10",
         512,
-        10_240,
+        61_440,  # about as many as MNIST has
         lambda: perceptron(784, 256, 256, 10),
         vectors,
         class_loss,
