@@ -360,13 +360,13 @@ def break_gradient(
     names = [key for key, value in worker.model.named_parameters() if value.requires_grad]
     put, calls = worker.exchange.put, iter(range(100))
 
-    def faulty(share: int, gradients: Any, total: float, weight: float) -> None:
+    def faulty(share: int, gradients: Any, *totals: Any) -> None:
         if next(calls) == step:
             index = names.index(name)
             gradients = list(gradients)
             gradients[index] = breaks(gradients[index])
             fire()
-        put(share, gradients, total, weight)
+        put(share, gradients, *totals)
 
     vars(worker.exchange)["put"] = faulty
 
