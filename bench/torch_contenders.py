@@ -33,19 +33,30 @@ def one_process(net_name: str, seconds: float, threads: int) -> dict[str, float]
 
 def distributed(net_name: str, seconds: float, train: RankTraining) -> dict[str, float]:
     """Let ``train`` run in two processes of one process group, one thread each."""
+    return in_two_processes(net_name, seconds, partial(_on_net, train=train))
+
+
+def in_two_processes(
+    task: Any, seconds: float, train: Callable[[Any, int, float], dict[str, float]]
+) -> dict[str, float]:
+    """The same for anything that can be sent to processes."""
     results: SimpleQueue[dict[str, float]] = get_context("spawn").SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
         # A rank that fails ends the others, and its error is raised here.
-        spawn(_rank, (net_name, seconds, train, f"{folder}/store", results), nprocs=NUM_RANKS)
+        spawn(_rank, (task, seconds, train, f"{folder}/store", results), nprocs=NUM_RANKS)
     ranks = [results.get() for _ in range(NUM_RANKS)]
     return {**ranks[0], "bytes": sum(figures["bytes"] for figures in ranks)}
 
 
+def _on_net(net_name: str, rank: int, seconds: float, train: RankTraining) -> dict[str, float]:
+    return train(NETS[net_name], rank, seconds)
+
+
 def _rank(
     rank: int,
-    net_name: str,
+    task: Any,
     seconds: float,
-    train: RankTraining,
+    train: Callable[[Any, int, float], dict[str, float]],
     store: str,
     results: "SimpleQueue[dict[str, float]]",
 ) -> None:
@@ -53,7 +64,7 @@ def _rank(
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=NUM_RANKS
     )
-    figures = train(NETS[net_name], rank, seconds)
+    figures = train(task, rank, seconds)
     torch.distributed.destroy_process_group()
     results.put(figures)
 

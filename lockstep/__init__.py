@@ -9,12 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lockstep import data as data
+    from lockstep.capture.scopes import device as device
     from lockstep.errors import LockstepError as LockstepError
     from lockstep.plan.spec import Plan as Plan
     from lockstep.proof.job import Job as Job
     from lockstep.proof.verification import verify_job
     from lockstep.strategies.base import Strategy as Strategy
+    from lockstep.strategies.hybrid import HybridStrategy as HybridStrategy
     from lockstep.strategies.mirrored import MirroredStrategy as MirroredStrategy
+    from lockstep.strategies.pipeline import PipelineStrategy as PipelineStrategy
     from lockstep.strategies.single import SingleDeviceStrategy as SingleDeviceStrategy
     from lockstep.train.callbacks import Callback as Callback
     from lockstep.train.history import History as History
@@ -27,15 +30,18 @@ __version__ = "0.1.0"
 # Public name -> (module that defines it, its name there; "" is the module itself).
 _HOMES = {
     "Callback": ("lockstep.train.callbacks", "Callback"),
+    "HybridStrategy": ("lockstep.strategies.hybrid", "HybridStrategy"),
     "History": ("lockstep.train.history", "History"),
     "Job": ("lockstep.proof.job", "Job"),
     "LockstepError": ("lockstep.errors", "LockstepError"),
     "MirroredStrategy": ("lockstep.strategies.mirrored", "MirroredStrategy"),
+    "PipelineStrategy": ("lockstep.strategies.pipeline", "PipelineStrategy"),
     "Plan": ("lockstep.plan.spec", "Plan"),
     "SingleDeviceStrategy": ("lockstep.strategies.single", "SingleDeviceStrategy"),
     "Strategy": ("lockstep.strategies.base", "Strategy"),
     "Trainer": ("lockstep.train.trainer", "Trainer"),
     "data": ("lockstep.data", ""),
+    "device": ("lockstep.capture.scopes", "device"),
     "verify": ("lockstep.proof.verification", "verify_job"),
 }
 

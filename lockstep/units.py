@@ -22,3 +22,8 @@ def format_seconds(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def format_time(seconds: float) -> str:
+    """Short times in milliseconds: ``0.0412`` -> ``"41.2 ms"``; from 10 s on ``format_seconds``."""
+    return format_seconds(seconds) if seconds >= 10 else f"{format_count(1000 * seconds)} ms"

@@ -53,6 +53,9 @@ def cases() -> tuple[Case, ...]:
         two_inputs_case(),
         unused_branch_case(),
         wide_case(),
+        resnet_case(),
+        two_tower_case(),
+        encoder_decoder_case(),
     )
 
 
@@ -463,4 +466,126 @@ def wide_case() -> Case:
         inputs=inputs,
         targets=teach_classes(generator, inputs, 5),
         batch_size=13,
+    )
+
+
+# --- resnet: residual connections, activations that are changed in place, no BatchNorm.
+
+
+class ResidualBlock(nn.Module):
+    def __init__(self, num_in: int, num_out: int, stride: int) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(num_in, num_out, 3, stride=stride, padding=1)
+        self.first_norm = nn.GroupNorm(2, num_out)
+        self.second = nn.Conv2d(num_out, num_out, 3, padding=1)
+        self.second_norm = nn.GroupNorm(2, num_out)
+        self.relu = nn.ReLU(inplace=True)
+        self.shortcut = nn.Conv2d(num_in, num_out, 1, stride=stride) if stride > 1 else None
+
+    def forward(self, images: Tensor) -> Tensor:
+        hidden = self.relu(self.first_norm(self.first(images)))
+        hidden = self.second_norm(self.second(hidden))
+        hidden += images if self.shortcut is None else self.shortcut(images)
+        out: Tensor = self.relu(hidden)
+        return out
+
+
+class ResNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(1, 4, 3, padding=1)
+        self.blocks = nn.Sequential(
+            ResidualBlock(4, 4, 1), ResidualBlock(4, 6, 2), ResidualBlock(6, 6, 1)
+        )
+        self.classify = nn.Linear(6, 4)
+
+    def forward(self, images: Tensor) -> Tensor:
+        logits: Tensor = self.classify(self.blocks(self.stem(images)).mean((2, 3)))
+        return logits
+
+
+def resnet_case() -> Case:
+    generator = Generator().manual_seed(10)
+    images = normal(generator, 4 * 11 + 3, 1, 8, 8)
+    return Case(
+        name="resnet",
+        make_model=partial(build_seeded, ResNet),
+        loss=nn.CrossEntropyLoss(),
+        optimizer=partial(torch.optim.SGD, lr=5e-2, momentum=0.9),
+        inputs=images,
+        targets=teach_classes(generator, images, 4),
+        batch_size=11,
+    )
+
+
+# --- two_tower: branches that meet only at the end, inputs by keyword, two outputs in a dict.
+
+
+class TwoTower(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.query = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 8))
+        self.item = nn.Sequential(nn.Linear(9, 16), nn.Tanh(), nn.Linear(16, 8))
+        self.score = nn.Linear(8, 3)
+
+    def forward(self, query: Tensor, item: Tensor) -> dict[str, Tensor]:
+        left, right = self.query(query), self.item(item)
+        return {"scores": self.score(left * right), "distances": (left - right).square().mean(1)}
+
+
+def two_tower_loss(outputs: dict[str, Tensor], targets: Tensor) -> Tensor:
+    losses = F.cross_entropy(outputs["scores"], targets, reduction="none")
+    return losses + 0.1 * outputs["distances"]
+
+
+def two_tower_case() -> Case:
+    generator = Generator().manual_seed(11)
+    query, item = normal(generator, 4 * 13 + 2, 6), normal(generator, 4 * 13 + 2, 9)
+    return Case(
+        name="two_tower",
+        make_model=partial(build_seeded, TwoTower),
+        loss=two_tower_loss,
+        optimizer=partial(torch.optim.Adam, lr=1e-2),
+        inputs={"query": query, "item": item},
+        targets=teach_classes(generator, torch.cat([query, item], dim=1), 3),
+        batch_size=13,
+    )
+
+
+# --- encoder_decoder: every layer of the decoder uses the encoder's output, which crosses many
+# cuts, and a mask that is made on the way.
+
+
+class EncoderDecoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(13, 16)
+        self.encoder = nn.GRU(16, 16, batch_first=True)
+        self.decoders = nn.ModuleList(nn.GRU(16, 16, batch_first=True) for _ in range(2))
+        self.mixes = nn.ModuleList(nn.Linear(32, 16) for _ in range(2))
+        self.head = nn.Linear(16, 13)
+
+    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+        memory, state = self.encoder(self.embedding(source))
+        mask = (source == 0)[:, None, :]
+        hidden = self.embedding(target)
+        for decoder, mix in zip(self.decoders, self.mixes, strict=True):
+            hidden, state = decoder(hidden, state)
+            scores = (hidden @ memory.transpose(1, 2)).masked_fill(mask, -1e9)
+            hidden = torch.tanh(mix(torch.cat([hidden, scores.softmax(-1) @ memory], dim=-1)))
+        logits: Tensor = self.head(hidden)
+        return logits.transpose(1, 2)
+
+
+def encoder_decoder_case() -> Case:
+    generator = Generator().manual_seed(12)
+    source = torch.randint(13, (4 * 11 + 4, 6), generator=generator)
+    return Case(
+        name="encoder_decoder",
+        make_model=partial(build_seeded, EncoderDecoder),
+        loss=nn.CrossEntropyLoss(),
+        optimizer=partial(torch.optim.SGD, lr=1e-1, momentum=0.9),
+        inputs=(source, source.roll(1, 1)),
+        targets=source.flip(1),
+        batch_size=11,
     )

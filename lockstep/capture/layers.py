@@ -20,16 +20,12 @@ def capture_layers(model: nn.Module) -> LayerGraph:
     """
     check_shapes(model)
     layers = []
-    names_of: dict[int, list[str]] = defaultdict(list)
     for name, module in model.named_modules():
         parameters = _own_parameters(name, module)
         buffers = tuple(key for key, value in module._buffers.items() if value is not None)
         sees_batch = isinstance(module, _BatchNorm)
         if not (parameters or buffers or sees_batch):
             continue
-        for key, parameter in module._parameters.items():
-            if parameter is not None:
-                names_of[id(parameter)].append(_join(name, key))
         layers.append(
             Layer(
                 name=name,
@@ -39,8 +35,17 @@ def capture_layers(model: nn.Module) -> LayerGraph:
                 uses_batch_statistics=sees_batch,
             )
         )
-    tied = tuple(tuple(names) for names in names_of.values() if len(names) > 1)
-    return LayerGraph(layers=tuple(layers), tied=tied)
+    return LayerGraph(layers=tuple(layers), tied=ties_of(model))
+
+
+def ties_of(model: nn.Module) -> tuple[tuple[str, ...], ...]:
+    """Groups of names that are one Parameter, in the model's order."""
+    names_of: dict[int, list[str]] = defaultdict(list)
+    for path, module in model.named_modules():  # a module that is used twice is there once
+        for key, parameter in module._parameters.items():
+            if parameter is not None:
+                names_of[id(parameter)].append(_join(path, key))
+    return tuple(tuple(names) for names in names_of.values() if len(names) > 1)
 
 
 def check_shapes(model: nn.Module) -> None:

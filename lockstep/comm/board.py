@@ -131,21 +131,26 @@ class Board:
         if not self._own.halt and self.wants_halt():
             self._own.halt = entered
         self._own.barriers = entered
-        self._ring()
+        self.ring()
         for rank in range(self.num_ranks):
             self._wait(rank, lambda line: line.barriers >= entered)
 
     def post(self, tag: int) -> None:
         """Tell that what goes with ``tag`` is written; tags only grow."""
         self._own.tag = tag
-        self._ring()
+        self.ring()
 
     def wait_for(self, rank: int, tag: int) -> int:
         """Wait until ``rank`` has posted ``tag`` or a later one; returns what it posted last."""
         self._wait(rank, lambda line: line.tag >= tag)
         return int(self._lines[rank].tag)
 
-    def _ring(self) -> None:
+    def wait_until(self, rank: int, is_there: Callable[[], bool]) -> None:
+        """Wait for something that ``rank`` will write, and ring for."""
+        self._wait(rank, lambda line: is_there())
+
+    def ring(self) -> None:
+        """Wake whoever waits for this rank, to look again."""
         bell = self._bells[self.rank]
         bell.value += 1
         futex.wake_all(bell)

@@ -171,7 +171,7 @@ class GradientRows:
             kept_gradients[start:].copy_(output_gradients)
         else:
             row = self._gradient_row(share, parameter, own)
-            _multiply(row, output_gradients, inputs, adds=own.kind == _GRADIENT)
+            multiply(row, output_gradients, inputs, adds=own.kind == _GRADIENT)
             own.kind = _GRADIENT
 
     def put(self, share: int, gradients: Gradients) -> None:
@@ -207,7 +207,7 @@ class GradientRows:
             self._reserve(self._row_offsets[share][parameter], row.nbytes)
         if own.kind in (_FACTORS, _BFLOAT16_FACTORS):
             inputs, gradients = self._factors(share, parameter, own.kind, own.num_rows)
-            _multiply(row, gradients, inputs, adds=False)
+            multiply(row, gradients, inputs, adds=False)
             own.kind = _GRADIENT
         return row
 
@@ -284,7 +284,7 @@ class GradientRows:
             if piece.start <= start < stop <= piece.stop:
                 gradients = torch.cat([each[:, start // ins : stop // ins] for _, each in factors])
                 block = flat[start - piece.start : stop - piece.start].view(-1, ins)
-                _multiply(block, gradients, inputs, adds=adds)
+                multiply(block, gradients, inputs, adds=adds)
 
     # --- memory ----------------------------------------------------------------------------------
 
@@ -348,7 +348,7 @@ class _Sums:
             torch._foreach_add_(targets, sources)
 
 
-def _multiply(
+def multiply(
     out: torch.Tensor, output_gradients: torch.Tensor, inputs: torch.Tensor, *, adds: bool
 ) -> None:
     """``out = output_gradients.T @ inputs``, or ``+=``, multiplied in the inputs' precision."""

@@ -109,9 +109,33 @@ class SharedRegion:
         flat = torch.frombuffer(self.memory, dtype=dtype, count=count, offset=offset_bytes)
         return flat.as_strided(tuple(shape), tuple(stride))
 
+    def release_pages(self) -> None:
+        """Have this process keep none of the region's pages until it touches them again."""
+        if hasattr(mmap, "MADV_DONTNEED"):
+            self.memory.madvise(mmap.MADV_DONTNEED)
+
     def close(self) -> None:
         """Give up the descriptor; the mapping lives as long as tensors use it."""
         self.memory.close_descriptor()
+
+
+def dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The tensor's own strides where it is dense, else contiguous ones."""
+    dense = tensor if is_dense(tensor) else torch.empty(tensor.shape, device="meta")
+    return tuple(dense.stride())
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements fill a block of memory without holes or overlaps."""
+    expected = 1
+    by_stride = sorted(zip(tensor.stride(), tensor.shape, strict=True))
+    for stride, extent in by_stride:
+        if extent == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= extent
+    return True
 
 
 class _Memory(mmap.mmap):

@@ -1,12 +1,19 @@
 """The LayerGraph: what the model is, as pure data.
 
-Layers are keyed by their fully qualified module name. This first form lists every module that
-owns parameters or buffers itself or sees the whole batch, in the order of
-``model.named_modules()``; edges and measured costs are added by the makers that need them. No torch
-here: a graph is read from JSON and planned for without it.
+Layers are keyed by their fully qualified module name. There are two degrees of detail, and makers
+say which one they need. ``capture.layers`` lists every module that owns parameters or buffers
+itself or sees the whole batch, in the order of ``model.named_modules()``. ``capture.graph`` lists
+what the model runs, in the order in which it runs it, with the tensors that flow between the layers
+and what each layer costs. No torch here: a graph is read from JSON and planned for without it.
 """
 
+import math
+import os
+from pathlib import Path
+
 import msgspec
+
+from lockstep.errors import PlanError, problem
 
 
 class ParameterInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -20,10 +27,43 @@ class ParameterInfo(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def size(self) -> int:
         """Number of elements."""
-        size = 1
-        for extent in self.shape:
-            size *= extent
-        return size
+        return math.prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        """Size in memory."""
+        bits = int("".join(filter(str.isdigit, self.dtype.partition("_")[0])) or 8)
+        return self.size * max(bits // 8, 1)
+
+
+class LayerCosts(msgspec.Struct, frozen=True, kw_only=True):
+    """What a layer costs for one microbatch.
+
+    Attributes:
+        forward_seconds: of its forward pass.
+        backward_seconds: of its backward pass, for inputs and parameters.
+        activation_bytes: kept from forward to backward.
+        is_estimated: counted from floating point operations instead of measured.
+    """
+
+    forward_seconds: float
+    backward_seconds: float
+    activation_bytes: int
+    is_estimated: bool = False
+
+
+class Flow(msgspec.Struct, frozen=True, kw_only=True):
+    """A tensor, or a few, that one layer makes and later ones use.
+
+    Attributes:
+        source: index of the layer that makes it.
+        num_bytes: size, for one microbatch.
+        users: indices of the layers that use it, in order.
+    """
+
+    source: int
+    num_bytes: int
+    users: tuple[int, ...]
 
 
 class Layer(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,6 +76,10 @@ class Layer(msgspec.Struct, frozen=True, kw_only=True):
             its own name there; ``LayerGraph.tied`` says which names are one.
         buffers: names of its buffers.
         uses_batch_statistics: its output for one sample depends on the whole batch (BatchNorm).
+        device: the device that the user's scopes give it, where there are any.
+        draws: it draws random numbers.
+        atomic_reason: why it runs as one piece although it is made of others; "" where it is not.
+        costs: what it takes to run, where that has been found out.
     """
 
     name: str
@@ -43,31 +87,73 @@ class Layer(msgspec.Struct, frozen=True, kw_only=True):
     parameters: tuple[ParameterInfo, ...] = ()
     buffers: tuple[str, ...] = ()
     uses_batch_statistics: bool = False
+    device: int | None = None
+    draws: bool = False
+    atomic_reason: str = ""
+    costs: LayerCosts | None = None
 
 
 class LayerGraph(msgspec.Struct, frozen=True, kw_only=True):
     """A model's layers in order, and which of their parameters are one.
 
     Attributes:
-        layers: every module that owns parameters or buffers, or sees the whole batch.
+        layers: every module that owns parameters or buffers, or sees the whole batch; or, where
+            there are flows, everything that runs, in the order in which it runs.
         tied: groups of names that are one Parameter, the first name being the one it goes by.
+        flows: what later layers use of earlier ones.
+        inseparable: pairs (first, last) of layers, such that ``last`` changes in place what
+            ``first`` has made: no cut may come between them.
     """
 
     layers: tuple[Layer, ...]
     tied: tuple[tuple[str, ...], ...] = ()
+    flows: tuple[Flow, ...] = ()
+    inseparable: tuple[tuple[int, int], ...] = ()
 
     @property
     def parameters(self) -> tuple[ParameterInfo, ...]:
         """Every parameter once, under its first name."""
         aliases = {name for group in self.tied for name in group[1:]}
-        return tuple(
-            parameter
+        found = {
+            parameter.name: parameter
             for layer in self.layers
             for parameter in layer.parameters
             if parameter.name not in aliases
-        )
+        }
+        return tuple(found.values())
 
     @property
     def num_parameters(self) -> int:
         """Number of parameter elements, tied ones counted once."""
         return sum(parameter.size for parameter in self.parameters)
+
+    def to_json(self) -> bytes:
+        """The graph as indented JSON."""
+        return msgspec.json.format(msgspec.json.encode(self), indent=2)
+
+    @classmethod
+    def from_json(cls, text: bytes | str) -> "LayerGraph":
+        """Read a graph that ``to_json`` wrote.
+
+        Raises:
+            PlanError: the text is no graph.
+        """
+        try:
+            return msgspec.json.decode(text, type=cls)
+        except (msgspec.MsgspecError, UnicodeError) as error:
+            raise PlanError(
+                problem(
+                    "This is no graph of layers.",
+                    received=error,
+                    fix="Give a file that LayerGraph.save wrote.",
+                )
+            ) from error
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the graph to a JSON file."""
+        Path(path).write_bytes(self.to_json() + b"\n")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> "LayerGraph":
+        """Read a graph from a JSON file; see ``from_json``."""
+        return cls.from_json(Path(path).read_bytes())

@@ -1,6 +1,12 @@
-"""From a Plan to this rank's Worker."""
+"""From a Plan to this rank's Worker.
 
-from collections.abc import Callable
+What ranks share is laid out first, the same for all: an ``ExchangeSpec`` for replicas, a
+``StageExchangeSpec`` for the stages of a pipeline. From it, and the memory made after it, each rank
+builds its own end.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -10,31 +16,63 @@ from lockstep.comm.gradient_rows import GradientSpec
 from lockstep.comm.shared_exchange import ExchangeSpec, SharedMemoryExchange
 from lockstep.comm.shared_memory import SharedRegion
 from lockstep.parallel.batch_norm import BatchNorms
+from lockstep.parallel.groups import ParameterGroup
 from lockstep.parallel.losses import LossAdapter
+from lockstep.parallel.partition import Partition
+from lockstep.parallel.replica import Replica
+from lockstep.parallel.stage_exchange import GroupSpec, StageExchange, StageExchangeSpec
+from lockstep.parallel.stage_mail import mail_spec
+from lockstep.parallel.stages import OwnedGroup, StageWorker
 from lockstep.parallel.store import tensor_spec
 from lockstep.parallel.update import Updater
 from lockstep.parallel.worker import Worker
 from lockstep.plan.layout import Piece
+from lockstep.plan.lowering import lower_train
+from lockstep.plan.pipelines import stage_graph
+from lockstep.plan.program import Backward, BackwardInput, BackwardWeight, Forward, RankProgram
 from lockstep.plan.spec import LocalUpdate, Plan
 
+AnySpec = ExchangeSpec | StageExchangeSpec
 
-def exchange_spec(plan: Plan, model: nn.Module, updater: Updater | None) -> ExchangeSpec:
-    """The layout of the exchange: known before any process starts."""
-    limits = {f"{layer.name}.weight".lstrip("."): layer.row_limit for layer in plan.layers}
-    trainable = [
-        (tensor_spec(name, parameter), limits.get(name, 0))
+# Messages of one kind that may be in use at once in evaluation: the sender may be so far ahead.
+_SLOTS_IN_EVALUATION = 3
+
+
+def exchange_spec(
+    plan: Plan,
+    model: nn.Module,
+    updater: Updater | None,
+    groups: Sequence[ParameterGroup],
+    partitions: Mapping[bool, Partition],
+) -> AnySpec:
+    """The layout of what ranks share: known before any process starts.
+
+    Args:
+        plan: the Plan.
+        model: the model.
+        updater: the optimizer; None where nothing is trained.
+        groups: the parameters, by the ranks that have them.
+        partitions: of the model in stages, by whether it is in training.
+    """
+    trained = {
+        name: tensor_spec(name, parameter)
         for name, parameter in model.named_parameters()
         if parameter.requires_grad and updater is not None
-    ]
+    }
+    if plan.pipeline is not None:
+        return _stage_spec(plan, trained, groups, partitions)
+    limits = {f"{layer.name}.weight".lstrip("."): layer.row_limit for layer in plan.layers}
     return ExchangeSpec(
         num_ranks=plan.num_ranks,
         num_shares=plan.num_shares,
         gradients=GradientSpec(
             num_shares=plan.num_shares,
-            tensors=tuple(spec for spec, _ in trainable),
+            tensors=tuple(trained.values()),
             row_limits=tuple(
-                limit if updater is not None and updater.is_elementwise and _has_rows(spec) else 0
-                for spec, limit in trainable
+                limits.get(name, 0)
+                if updater is not None and updater.is_elementwise and _has_rows(spec)
+                else 0
+                for name, spec in trained.items()
             ),
         ),
         row_capacity=BatchNorms(model).row_length,
@@ -46,18 +84,71 @@ def _has_rows(spec: TensorSpec) -> bool:
     return len(spec.shape) == 2 and spec.stride == (spec.shape[1], 1)
 
 
+def _stage_spec(
+    plan: Plan,
+    trained: Mapping[str, TensorSpec],
+    groups: Sequence[ParameterGroup],
+    partitions: Mapping[bool, Partition],
+) -> StageExchangeSpec:
+    assert plan.pipeline is not None
+    graph = stage_graph(plan.pipeline)
+    slots = {True: _slots_in_training(plan), False: _SLOTS_IN_EVALUATION}
+    return StageExchangeSpec(
+        num_ranks=plan.num_ranks,
+        num_shares=plan.num_shares,
+        groups=tuple(
+            GroupSpec(
+                ranks=group.ranks,
+                tensors=tuple(trained[name] for name in group.names if name in trained),
+            )
+            for group in groups
+        ),
+        mail={
+            training: mail_spec(graph, partition, slots[training], training=training)
+            for training, partition in partitions.items()
+        },
+    )
+
+
+def _slots_in_training(plan: Plan) -> int:
+    """Slots that let no sender wait for one.
+
+    Before its forward pass k, a sender has done the backward pass of all microbatches but those it
+    has in flight. So have the readers of what it sent, but for their passes for weights, and of
+    these no more are missing than they have in flight themselves.
+    """
+    programs = [lower_train(plan, rank, plan.num_shares) for rank in range(plan.num_ranks)]
+    return min(2 * max(map(_most_in_flight, programs)), plan.num_shares)
+
+
+def _most_in_flight(program: RankProgram) -> int:
+    """The most microbatches of one stage whose passes have begun and are not all done."""
+    now: Counter[int] = Counter()
+    most = 0
+    splits = any(isinstance(action, BackwardInput) for action in program)
+    for action in program:
+        if isinstance(action, Forward):
+            now[action.stage] += 1
+            most = max(most, now[action.stage])
+        elif isinstance(action, BackwardWeight if splits else Backward):
+            now[action.stage] -= 1
+    return most
+
+
 def build_exchange(
     plan: Plan,
-    spec: ExchangeSpec,
+    spec: AnySpec,
     region: SharedRegion | None,
     *,
     rank: int,
     look_around: Callable[[float], None],
-) -> Exchange:
-    """This rank's end of the exchange that the Plan's update needs."""
+) -> Exchange | StageExchange:
+    """This rank's end of what the Plan's ranks share."""
     if isinstance(plan.update, LocalUpdate):
         return LocalExchange()
     assert region is not None
+    if isinstance(spec, StageExchangeSpec):
+        return StageExchange(spec, region, rank=rank, look_around=look_around)
     return SharedMemoryExchange(spec, region, rank=rank, look_around=look_around)
 
 
@@ -68,13 +159,33 @@ def build_worker(
     model: nn.Module,
     loss: LossAdapter | None,
     updater: Updater | None,
-    exchange: Exchange,
-    spec: ExchangeSpec,
+    exchange: Exchange | StageExchange,
+    spec: AnySpec,
+    groups: Sequence[ParameterGroup],
+    partitions: Mapping[bool, Partition],
     seed: int,
     device: torch.device,
 ) -> Worker:
     """Put a rank's parts together."""
-    return Worker(
+    if isinstance(spec, StageExchangeSpec):
+        assert isinstance(exchange, StageExchange)
+        ruled = _ruled_buffers(plan, model, partitions, rank)
+        return StageWorker(
+            plan=plan,
+            rank=rank,
+            model=model,
+            loss=loss,
+            exchange=exchange,
+            updater=updater,
+            partitions=partitions,
+            held=_held_names(plan, groups, partitions, rank) | ruled,
+            owned=_owned_groups(spec, updater, rank),
+            ruled=ruled,
+            seed=seed,
+            device=device,
+        )
+    assert isinstance(exchange, Exchange)
+    return Replica(
         plan=plan,
         rank=rank,
         model=model,
@@ -93,3 +204,53 @@ def _owned_pieces(
     if updater is None:
         return []
     return updater.divide(spec.gradients.extents, plan.num_ranks, plan.num_shares)[rank]
+
+
+def _owned_groups(spec: StageExchangeSpec, updater: Updater | None, rank: int) -> list[OwnedGroup]:
+    owned = []
+    for number, group in enumerate(spec.groups):
+        if rank in group.ranks and updater is not None:
+            num_ranks = len(group.ranks)
+            pieces = updater.divide(group.gradients.extents, num_ranks, num_ranks)
+            owned.append(
+                OwnedGroup(number=number, spec=group, pieces=pieces[group.ranks.index(rank)])
+            )
+    return owned
+
+
+def _held_names(
+    plan: Plan,
+    groups: Sequence[ParameterGroup],
+    partitions: Mapping[bool, Partition],
+    rank: int,
+) -> frozenset[str]:
+    """Parameters and buffers that are on a rank."""
+    parameters = {name for group in groups if rank in group.ranks for name in group.names}
+    return frozenset(parameters | _buffers(plan, partitions, lambda ranks: rank in ranks))
+
+
+def _ruled_buffers(
+    plan: Plan, model: nn.Module, partitions: Mapping[bool, Partition], rank: int
+) -> frozenset[str]:
+    """Buffers of the stages that a rank is the first replica of; what no stage has is rank 0's."""
+    ruled = _buffers(plan, partitions, lambda ranks: rank == ranks[0])
+    if rank == 0:
+        others = _buffers(plan, partitions, lambda ranks: ranks[0] != 0)
+        ruled |= {name for name, _ in model.named_buffers()} - others
+    return frozenset(ruled)
+
+
+def _buffers(
+    plan: Plan,
+    partitions: Mapping[bool, Partition],
+    is_meant: Callable[[tuple[int, ...]], bool],
+) -> set[str]:
+    """Buffers of the stages that are held by ranks that are meant."""
+    assert plan.pipeline is not None
+    return {
+        name
+        for each in partitions.values()
+        for stage, part in zip(plan.pipeline.stages, each.parts, strict=True)
+        if is_meant(stage.ranks)
+        for name in part.buffers
+    }

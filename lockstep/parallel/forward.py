@@ -40,6 +40,7 @@ class ModelCall:
 
     def __init__(self, model: nn.Module, plan: Plan, device: torch.device) -> None:
         self._model = model
+        self._plan = plan
         self._device = device
         self._low_precision = _LOW_PRECISION.get(plan.precision)
         self._channels_last = plan.channels_last
@@ -51,10 +52,16 @@ class ModelCall:
         """The model's outputs, in float32 also where it computes in less."""
         if self._converts:
             inputs = map_tensors(channels_last, inputs)
-        if self._low_precision is None:
-            return call_model(self._model, inputs)
-        with torch.autocast(self._device.type, dtype=self._low_precision):
-            return map_tensors(_widened, call_model(self._model, inputs))
+        with self.computing():
+            return self.widened(call_model(self._model, inputs))
+
+    def computing(self) -> AbstractContextManager[Any]:
+        """Around calls of the model or its parts: they compute in the Plan's precision."""
+        return computing_in(self._plan.precision, self._device.type)
+
+    def widened(self, output: Tree) -> Tree:
+        """The model's outputs in the precision of the loss."""
+        return output if self._low_precision is None else map_tensors(_widened, output)
 
     def attempt(self, body: Callable[[], None]) -> bool:
         """Run ``body``, which calls the model; once more if the memory format makes it fail.
@@ -118,6 +125,12 @@ def attend_in_float32(
 def _widened_mask(argument: Any) -> Any:
     is_mask = isinstance(argument, torch.Tensor) and argument.is_floating_point()
     return argument.float() if is_mask else argument
+
+
+def computing_in(precision: str, device_type: str) -> AbstractContextManager[Any]:
+    """Around what a model computes in a precision."""
+    dtype = _LOW_PRECISION.get(precision)
+    return nullcontext() if dtype is None else torch.autocast(device_type, dtype=dtype)
 
 
 def call_model(model: nn.Module, inputs: Tree) -> Any:

@@ -18,8 +18,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 
-from lockstep.comm.shared_memory import SharedRegion
-from lockstep.parallel.store import dense_stride
+from lockstep.comm.shared_memory import SharedRegion, dense_stride
 from lockstep.plan.layout import align
 
 _SMALL_ARRAY_BYTES = 4096

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from lockstep.comm.exchange import TensorSpec
-from lockstep.comm.shared_memory import SharedRegion
+from lockstep.comm.shared_memory import SharedRegion, dense_stride
 from lockstep.errors import ModelError, problem
 from lockstep.parallel.allocator import temporary_memory
 from lockstep.plan.layout import flat_offsets
@@ -24,25 +24,6 @@ NamedParameters = Sequence[tuple[str, nn.Parameter]]
 def tensor_spec(name: str, tensor: torch.Tensor) -> TensorSpec:
     """How a parameter lies in memory; a layout with holes or overlaps becomes a contiguous one."""
     return TensorSpec(name, tuple(tensor.shape), dense_stride(tensor), tensor.dtype)
-
-
-def dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The tensor's own strides where it is dense, else contiguous ones."""
-    dense = tensor if is_dense(tensor) else torch.empty(tensor.shape, device="meta")
-    return tuple(dense.stride())
-
-
-def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements fill a block of memory without holes or overlaps."""
-    expected = 1
-    by_stride = sorted(zip(tensor.stride(), tensor.shape, strict=True))
-    for stride, extent in by_stride:
-        if extent == 1:
-            continue
-        if stride != expected:
-            return False
-        expected *= extent
-    return True
 
 
 class TensorStore:

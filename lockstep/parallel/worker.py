@@ -1,53 +1,27 @@
 """The Worker: one rank's part of a Plan, run on real tensors.
 
-A training step is the rank's program (``plan.lowering``), action by action:
-
-    0F0     read share 0, run the model and the loss on it
-    0B0     backward; hand the share's gradients to the exchange
-    REDUCE  wait for all shares; sum the gradients of the pieces this rank owns
-    STEP    update these pieces
-    SYNC    wait until every rank has updated its own
+There are two. ``parallel.replica`` holds the whole model and works on its shares of each batch;
+``parallel.stages`` holds some of the model's layers and works on the microbatches that come by.
+What trains, evaluates and predicts with them (``train.tasks``) knows no difference.
 """
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache, partial
-from typing import Any
 
 import torch
 from torch import nn
 
-from lockstep.comm.exchange import Exchange, ShareTotals, cut_piece
-from lockstep.data.order import (
-    StreamStates,
-    restore_streams,
-    seed_streams,
-    share_seed,
-    stream_states,
-)
+from lockstep.comm.board import Board
 from lockstep.data.sources import Batch, Source
 from lockstep.data.trees import Tree, map_tensors
 from lockstep.errors import LossError, NonFiniteLossError, problem
-from lockstep.parallel.batch_norm import BatchNorms, GlobalStatistics
-from lockstep.parallel.buffers import Buffers, Kept
-from lockstep.parallel.forward import DTYPES, ModelCall
-from lockstep.parallel.interleave import Interleaver
-from lockstep.parallel.linear import LinearLayers
-from lockstep.parallel.losses import LossAdapter, ShareLoss
-from lockstep.parallel.update import BoundPiece, Updater
-from lockstep.plan.layout import Piece
-from lockstep.plan.lowering import lower_forward, lower_train
-from lockstep.plan.program import Action, Backward, Forward, RankProgram, Reduce, Step, Sync
-from lockstep.plan.shares import num_filled_shares, share_bounds, shares_of_replica
+from lockstep.parallel.update import Updater
 from lockstep.plan.spec import Plan
 
-# Elements of a linear layer's weight, from where on its gradient is formed in shared memory: below,
-# the calls that this takes cost more than a copy.
-_LARGE_WEIGHT = 1 << 14
-
-# Called with (output, target) of every share that this rank computes.
+# Called with (output, target) of every share whose output this rank computes.
 Observe = Callable[[Tree, Tree], None]
 
 
@@ -71,85 +45,24 @@ class StepResult:
         return self.total / self.weight if self.weight else math.nan
 
 
-class Worker:
+class Worker(ABC):
     """Runs one rank of a Plan. Made by ``parallel.build``.
 
-    Args:
+    Attributes:
         plan: the Plan.
         rank: this rank.
-        model: this rank's model; its parameters may lie in memory shared with other ranks.
-        loss: the loss, adapted; None where only predictions are asked for.
-        exchange: this rank's end of the exchange.
+        model: the model, as far as this rank has it.
         updater: the optimizer; None where nothing is trained.
-        owned: the pieces of trainable parameters that this rank updates.
-        seed: of all random streams.
-        device: where the model is.
+        board: where the ranks of the host wait for each other; None where there is one alone.
     """
 
-    def __init__(
-        self,
-        *,
-        plan: Plan,
-        rank: int,
-        model: nn.Module,
-        loss: LossAdapter | None,
-        exchange: Exchange,
-        updater: Updater | None,
-        owned: list[Piece],
-        seed: int,
-        device: torch.device,
-    ) -> None:
-        self.plan = plan
-        self.rank = rank
-        self.model = model
-        self.exchange = exchange
-        self.updater = updater
-        self._loss = loss
-        self._seed = seed
-        self._device = device
-        self._dtype = DTYPES[plan.precision]
-        self._call = ModelCall(model, plan, device)
-        self._parameters = list(model.parameters())
-        self._trainable = [
-            (name, parameter)
-            for name, parameter in model.named_parameters()
-            if parameter.requires_grad
-        ]
-        self._norms = BatchNorms(model)
-        self._linears = LinearLayers(self._large_weights() if plan.num_shares > 1 else {})
-        self._buffers = Buffers(model)
-        self._pieces = self._bind(owned)
-        self._interleaver = Interleaver(
-            partial(_keep_own, self._buffers), partial(_restore_own, self._buffers)
-        )
-        self._program = lru_cache(maxsize=8)(
-            lambda size: _grouped(plan, lower_train(plan, rank, size))
-        )
+    plan: Plan
+    rank: int
+    model: nn.Module
+    updater: Updater | None
+    board: Board | None
 
-    def _bind(self, owned: list[Piece]) -> list[BoundPiece]:
-        pieces = []
-        for piece in owned:
-            name, parameter = self._trainable[piece.parameter]
-            # Alone, the parameters themselves are stepped: nobody else maps their memory.
-            cut = cut_piece(parameter.detach(), piece).requires_grad_()
-            tensor = parameter if self.plan.num_ranks == 1 else cut
-            pieces.append(BoundPiece(name=name, piece=piece, tensor=tensor))
-        if self.updater is not None:
-            self.updater.bind(pieces)
-        if self.exchange.board is not None and not pieces:
-            self.exchange.board.own_nothing()
-        return pieces
-
-    def _large_weights(self) -> dict[int, torch.Tensor]:
-        """Weights of linear layers for which it pays to form the gradient in shared memory."""
-        return {
-            number: parameter
-            for number, (_, parameter) in enumerate(self._trainable)
-            if parameter.dim() == 2 and parameter.numel() >= _LARGE_WEIGHT
-        }
-
-    # --- training --------------------------------------------------------------------------------
-
+    @abstractmethod
     def train_step(
         self, source: Source, indices: torch.Tensor, step: int, observe: Observe | None = None
     ) -> StepResult:
@@ -159,347 +72,89 @@ class Worker:
             NonFiniteLossError: the loss is NaN or infinite; nothing has been updated.
             LossError: the loss function broke its contract.
         """
-        run = _Step(source, indices, step, self.plan.num_shares, observe)
-        if self.exchange.board is not None:
-            self.exchange.board.step = step
-        self._begin_pass()
-        self._clear_gradients()
-        self._isolate_buffers(run)
-        for kind, shares in self._program(len(indices)):
-            _HANDLERS[kind](self, run, shares)
-        self._keep_first_buffers(run)
-        totals = run.totals
-        assert totals is not None
-        return StepResult(
-            total=math.fsum(totals.totals),
-            weight=math.fsum(totals.weights),
-            num_samples=len(indices),
-        )
 
-    def _clear_gradients(self) -> None:
-        for parameter in self._parameters:
-            parameter.grad = None
-
-    def _forward(self, run: "_Step", shares: list[int]) -> None:
-        def forward(share: int) -> None:
-            seed_streams(share_seed(self._seed, run.step, share))
-            run.refused[share] = self._call.attempt(partial(compute, share))
-
-        def compute(share: int) -> None:
-            batch, output = self._output(run, share)
-            run.losses[share] = self._loss_of(output, batch)
-            if run.observe is not None:
-                run.observe(map_tensors(_plain, output), batch.targets)
-
-        self._run_together(run, shares, forward)
-
-    def _backward(self, run: "_Step", shares: list[int]) -> None:
-        with self._linears.taken(partial(self._put_product, shares)):
-            self._take_gradients(run, shares)
-
-    def _put_product(
-        self, shares: list[int], number: int, inputs: torch.Tensor, gradients: torch.Tensor
-    ) -> None:
-        self.exchange.put_product(shares[self._interleaver.current], number, inputs, gradients)
-
-    def _take_gradients(self, run: "_Step", shares: list[int]) -> None:
-        backward = partial(self._backward_of, run)
-        if len(shares) == 1:
-            self._run_together(run, shares, backward)
-            self._put(run, shares[0], [parameter.grad for _, parameter in self._trainable])
-            return
-        taken: dict[int, list[torch.Tensor | None]] = {
-            share: [None] * len(self._trainable) for share in shares
-        }
-        with self._taking_gradients(lambda: taken[shares[self._interleaver.current]]):
-            self._run_together(run, shares, backward)
-        for share in shares:
-            self._put(run, share, taken[share])
-
-    def _backward_of(self, run: "_Step", share: int) -> None:
-        # Alone, a share knows the whole weight; among others it divides by the samples, and the
-        # sum over the shares is corrected once all weights are known.
-        loss = run.losses[share]
-        denominator = loss.weight if run.num_filled == 1 else float(run.num_samples)
-        if denominator > 0:
-            loss.backward(denominator)
-
-    def _put(self, run: "_Step", share: int, gradients: list[torch.Tensor | None]) -> None:
-        loss = run.losses.pop(share)
-        refused = run.refused.pop(share)
-        self.exchange.put(share, gradients, loss.total, loss.weight, refused)
-        if self.plan.num_shares > 1:
-            self._clear_gradients()
-
-    @contextmanager
-    def _taking_gradients(self, taken: Callable[[], list[torch.Tensor | None]]) -> Iterator[None]:
-        """Within the block, gradients go where ``taken`` says as soon as they are there."""
-
-        def take(index: int, parameter: torch.Tensor) -> None:
-            # Once per share, but for reentrant checkpoints, which go backward bit by bit.
-            own, gradient = taken(), parameter.grad
-            if gradient is None:  # handed to the exchange as factors
-                return
-            before = own[index]
-            own[index] = gradient if before is None else before + gradient
-            parameter.grad = None
-
-        handles = [
-            parameter.register_post_accumulate_grad_hook(partial(take, index))
-            for index, (_, parameter) in enumerate(self._trainable)
-        ]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def _reduce(self, run: "_Step", shares: list[int]) -> None:
-        weight = self._collect(run)
-        gradients: list[torch.Tensor | None] = [None] * len(self._pieces)
-        if weight:
-            gradients = self.exchange.reduce(
-                [bound.piece for bound in self._pieces], run.num_filled
-            )
-        factor = 1.0 if run.num_filled == 1 or not weight else run.num_samples / weight
-        used = [gradient for gradient in gradients if gradient is not None]
-        if used and factor != 1.0:
-            torch._foreach_mul_(used, factor)
-        for bound, gradient in zip(self._pieces, gradients, strict=True):
-            bound.tensor.grad = gradient
-
-    def _step(self, run: "_Step", shares: list[int]) -> None:
-        weight = self._collect(run)
-        assert self.updater is not None
-        if not weight:
-            return
-        board = self.exchange.board if self._pieces else None
-        with nullcontext() if board is None else board.updating(run.step):
-            self.updater.step()
-
-    def _sync(self, run: "_Step", shares: list[int]) -> None:
-        self.exchange.barrier()
-
-    def _collect(self, run: "_Step") -> float:
-        """Everyone's losses, once per step; returns their weight."""
-        if run.totals is not None:
-            return math.fsum(run.totals.weights)
-        run.totals = self.exchange.collect(run.num_filled)
-        if run.totals.is_refused:
-            self._call.give_up_format()
-        weight = math.fsum(run.totals.weights)
-        if weight:
-            self._check_finite(run, run.totals.totals)
-            self._check_used(run)
-        return weight
-
-    def _check_finite(self, run: "_Step", totals: list[float]) -> None:
-        """A total that is not finite has such gradients, also where its weight is 0."""
-        for share, total in enumerate(totals):
-            if not math.isfinite(total):
-                start, stop = run.bounds[share]
-                raise NonFiniteLossError(
-                    problem(
-                        f"The loss of step {run.step} is not finite.",
-                        received=f"{total} from share {share} "
-                        f"(samples {start} to {stop - 1} of the batch)",
-                        fix="Lower the learning rate, or look at these samples. "
-                        "The weights are those before this step.",
-                    )
-                )
-
-    def _check_used(self, run: "_Step") -> None:
-        if not self.exchange.is_any_used():
-            raise LossError(
-                problem(
-                    f"The loss of step {run.step} must depend on a trainable parameter.",
-                    received="a loss that needs no gradient",
-                    fix="Look for detach(), no_grad() or frozen parameters on the way to it.",
-                )
-            )
-
-    def gradients(self, num_samples: int) -> dict[str, torch.Tensor | None]:
-        """Every parameter's gradient of the last step, summed over all shares."""
-        filled = num_filled_shares(num_samples, self.plan.num_shares)
-        return {
-            name: self.exchange.summed(index, filled)
-            for index, (name, _) in enumerate(self._trainable)
-        }
-
-    # --- evaluation and prediction ---------------------------------------------------------------
-
-    @torch.no_grad()
+    @abstractmethod
     def evaluate_step(
         self, source: Source, indices: torch.Tensor, observe: Observe | None = None
     ) -> list[tuple[float, float]]:
-        """(total, weight) of this rank's shares of the batch at ``indices``."""
-        run = self._begin(source, indices)
-        losses: list[tuple[float, float]] = []
+        """(total, weight) of the shares of the batch at ``indices`` whose loss is known here."""
 
-        def evaluate(share: int) -> None:
-            batch, output = self._output(run, share)
-            loss = self._loss_of(output, batch)
-            losses.append((loss.total, loss.weight))
-            if observe is not None:
-                observe(map_tensors(_plain, output), batch.targets)
-
-        self._run_forward(run, evaluate)
-        return losses
-
-    @torch.no_grad()
+    @abstractmethod
     def predict_step(self, source: Source, indices: torch.Tensor) -> list[tuple[int, Tree]]:
-        """(position in the batch, output) of this rank's shares of the batch at ``indices``."""
-        run = self._begin(source, indices)
-        outputs: list[tuple[int, Tree]] = []
+        """(position in the batch, output) of the shares whose output is known here."""
 
-        def predict(share: int) -> None:
-            output = map_tensors(_plain, self._output(run, share)[1])
-            outputs.append((run.bounds[share][0], output))
+    @abstractmethod
+    def barrier(self) -> None:
+        """Wait for all ranks."""
 
-        self._run_forward(run, predict)
-        return outputs
+    @abstractmethod
+    def gradients(self, num_samples: int) -> dict[str, torch.Tensor | None]:
+        """Gradients of the last step, summed over all shares; every name on one rank only."""
 
-    def _begin(self, source: Source, indices: torch.Tensor) -> "_Step":
-        if self._norms.use_batch_statistics:
-            self.exchange.barrier()  # rows of the last pass may still be read
-        self._begin_pass()
-        return _Step(source, indices, 0, self.plan.num_shares, None)
+    @abstractmethod
+    def held_names(self) -> frozenset[str] | None:
+        """Names of the parameters and buffers that this rank has; None for all of the model's."""
 
-    def _run_forward(self, run: "_Step", body: Callable[[int], None]) -> None:
-        actions = lower_forward(self.plan, self.rank, run.num_samples)
-        for _, shares in _grouped(self.plan, actions):
-            self._run_together(run, shares, partial(self._attempt, body))
+    @abstractmethod
+    def ruled_buffers(self) -> dict[str, torch.Tensor]:
+        """The buffers of which this rank has the values that count."""
 
-    def _attempt(self, body: Callable[[int], None], share: int) -> None:
-        if self._call.attempt(partial(body, share)):
-            self._call.give_up_format()
-
-    def _begin_pass(self) -> None:
-        # Autocast keeps cast weights until its outermost block ends, and that may be around us.
-        torch.clear_autocast_cache()
-        self._linears.begin_pass()
-        self.exchange.begin_pass()
-
-    # --- shared ----------------------------------------------------------------------------------
-
-    def _run_together(self, run: "_Step", shares: list[int], body: Callable[[int], None]) -> None:
-        """Run ``body`` for shares at once: BatchNorm sees the whole batch, buffers change once."""
-
-        def run_share(share: int) -> None:
-            statistics = self._global_statistics(run, share, is_last=share == shares[-1])
-            with statistics, self._linears.applied(), self._call.applied():
-                if not run.isolates_buffers:
-                    body(share)
-                    return
-                self._buffers.restore(run.buffers.get(share, run.first_buffers))
-                body(share)
-                run.buffers[share] = self._buffers.keep()
-
-        self._interleaver.run([partial(run_share, share) for share in shares])
-
-    def _isolate_buffers(self, run: "_Step") -> None:
-        """Where this rank has several shares of the batch, each starts from the same buffers."""
-        mine = shares_of_replica(self.rank, self.plan.num_replicas, self.plan.num_shares)
-        if mine.start + 1 < min(mine.stop, run.num_filled) and self._buffers:
-            run.isolates_buffers = True
-            run.first_buffers = self._buffers.keep()
-
-    def _keep_first_buffers(self, run: "_Step") -> None:
-        if run.isolates_buffers:
-            self._buffers.restore(run.buffers[min(run.buffers)])
-
-    def _global_statistics(
-        self, run: "_Step", share: int, *, is_last: bool
-    ) -> AbstractContextManager[Any]:
-        if run.num_filled == 1 or not self._norms:
-            return nullcontext()
-
-        def gather(row: torch.Tensor) -> torch.Tensor:
-            self.exchange.offer(share, row, last=is_last)
-            self._interleaver.meet()
-            return self.exchange.offered(share, len(row), run.num_filled)
-
-        return GlobalStatistics(self._norms, gather).applied()
-
-    def _output(self, run: "_Step", share: int) -> tuple[Batch, Tree]:
-        """A share's samples, and what the model makes of them."""
-        batch = self._read(run, share)
-        return batch, self._call(batch.inputs)
-
-    def _read(self, run: "_Step", share: int) -> Batch:
-        start, stop = run.bounds[share]
-        batch = run.source.read(run.indices[start:stop], self._dtype)
-        return batch if self._device.type == "cpu" else _moved(batch, self._device)
-
-    def _loss_of(self, output: Tree, batch: Batch) -> ShareLoss:
-        assert self._loss is not None
-        return self._loss(output, batch.targets, batch.sample_weight, batch.num_samples)
+    @abstractmethod
+    def leaves_a_rank_idle(self, num_samples: int) -> bool:
+        """Whether some rank works on no share of such a batch, and sees no buffer change."""
 
 
-def _keep_own(buffers: Buffers) -> tuple[StreamStates, Kept]:
-    """What each of the shares that run together has for itself."""
-    return stream_states(), buffers.keep()
+def check_finite(step: int, bounds: Sequence[tuple[int, int]], totals: Sequence[float]) -> None:
+    """A total that is not finite has such gradients, also where its weight is 0.
+
+    Args:
+        step: the step's number.
+        bounds: samples ``[start, stop)`` of each share.
+        totals: of each filled share.
+
+    Raises:
+        NonFiniteLossError: one is not.
+    """
+    for share, total in enumerate(totals):
+        if not math.isfinite(total):
+            start, stop = bounds[share]
+            raise NonFiniteLossError(
+                problem(
+                    f"The loss of step {step} is not finite.",
+                    received=f"{total} from share {share} "
+                    f"(samples {start} to {stop - 1} of the batch)",
+                    fix="Lower the learning rate, or look at these samples. "
+                    "The weights are those before this step.",
+                )
+            )
 
 
-def _restore_own(buffers: Buffers, kept: tuple[StreamStates, Kept]) -> None:
-    restore_streams(kept[0])
-    buffers.restore(kept[1])
+def check_used(step: int, is_any_used: bool) -> None:
+    """A loss that depends on no parameter trains nothing.
+
+    Raises:
+        LossError: it does not.
+    """
+    if not is_any_used:
+        raise LossError(
+            problem(
+                f"The loss of step {step} must depend on a trainable parameter.",
+                received="a loss that needs no gradient",
+                fix="Look for detach(), no_grad() or frozen parameters on the way to it.",
+            )
+        )
 
 
-def _grouped(plan: Plan, program: RankProgram) -> list[tuple[type[Action], list[int]]]:
-    """A program as (kind of action, shares that it runs together)."""
-    groups: list[tuple[type[Action], list[int]]] = []
-    for action in program:
-        shares = [action.microbatch] if isinstance(action, Forward | Backward) else []
-        if plan.interleaved and shares and groups and groups[-1][0] is type(action):
-            groups[-1][1].extend(shares)
-        else:
-            groups.append((type(action), shares))
-    return groups
-
-
-# By action, and not in the Worker: a cycle would keep its shared memory until the collector runs.
-_HANDLERS: dict[type[Action], Callable[[Worker, "_Step", list[int]], None]] = {
-    Forward: Worker._forward,
-    Backward: Worker._backward,
-    Reduce: Worker._reduce,
-    Step: Worker._step,
-    Sync: Worker._sync,
-}
-
-
-class _Step:
-    """One step on its way: the batch, its shares, and what has come of them so far."""
-
-    def __init__(
-        self,
-        source: Source,
-        indices: torch.Tensor,
-        step: int,
-        num_shares: int,
-        observe: Observe | None,
-    ) -> None:
-        self.source = source
-        self.indices = indices
-        self.step = step
-        self.observe = observe
-        self.num_samples = len(indices)
-        self.bounds = share_bounds(self.num_samples, num_shares)
-        self.num_filled = num_filled_shares(self.num_samples, num_shares)
-        self.losses: dict[int, ShareLoss] = {}
-        self.refused: dict[int, bool] = {}  # the Plan's memory format, by share
-        self.totals: ShareTotals | None = None
-        self.isolates_buffers = False
-        self.first_buffers: Kept = []
-        self.buffers: dict[int, Kept] = {}
-
-
-def _plain(tensor: torch.Tensor) -> torch.Tensor:
+def plain(tensor: torch.Tensor) -> torch.Tensor:
     """What users see of an output: values, in torch's own memory format."""
     return tensor.detach().contiguous()
 
 
-def _moved(batch: Batch, device: torch.device) -> Batch:
+def moved(batch: Batch, device: torch.device) -> Batch:
+    """A batch on another device."""
+    if device.type == "cpu":
+        return batch
+
     def move(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(device, non_blocking=True)
 

@@ -1,6 +1,8 @@
 """Lowering: from a Plan to each rank's program for a batch of a given size."""
 
+from lockstep.plan.pipelines import stage_graph
 from lockstep.plan.program import Action, Backward, Forward, RankProgram, Reduce, Step, Sync
+from lockstep.plan.schedules import forward_schedule, make_schedule
 from lockstep.plan.shares import num_filled_shares, shares_of_replica
 from lockstep.plan.spec import LocalUpdate, Plan
 
@@ -11,6 +13,10 @@ def lower_train(plan: Plan, rank: int, num_samples: int) -> RankProgram:
     Empty shares have no passes: the rank still reduces, steps and synchronises. Consecutive passes
     of one kind in an interleaved Plan run together.
     """
+    if plan.pipeline is not None:
+        num_filled = num_filled_shares(num_samples, plan.num_shares)
+        programs = make_schedule(plan.pipeline.schedule, stage_graph(plan.pipeline), num_filled)
+        return (*programs[rank], Reduce(), Step(), Sync())
     shares = _filled_shares(plan, rank, num_samples)
     passes: list[Action] = []
     if plan.interleaved:
@@ -26,6 +32,9 @@ def lower_train(plan: Plan, rank: int, num_samples: int) -> RankProgram:
 
 def lower_forward(plan: Plan, rank: int, num_samples: int) -> RankProgram:
     """Evaluation or prediction of ``rank`` on a batch of ``num_samples``."""
+    if plan.pipeline is not None:
+        num_filled = num_filled_shares(num_samples, plan.num_shares)
+        return forward_schedule(stage_graph(plan.pipeline), num_filled)[rank]
     return tuple(Forward(0, share) for share in _filled_shares(plan, rank, num_samples))
 
 

@@ -4,7 +4,7 @@ A strategy holds a maker and nothing more. Makers check what they were asked for
 and the cluster, so that every such error comes before any process starts.
 """
 
-from collections.abc import Callable
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import msgspec
@@ -14,7 +14,26 @@ from lockstep.errors import DeviceError, OptionError, problem
 from lockstep.graph.layer_graph import Layer, LayerGraph
 from lockstep.plan.spec import Axis, LayerPlacement, LocalUpdate, Plan, SlicedUpdate
 
-Maker = Callable[[LayerGraph, Cluster, int], Plan]
+
+class Maker(ABC):
+    """A pure function from (LayerGraph, Cluster, batch size) to a Plan."""
+
+    def sample_size(self, cluster: Cluster, batch_size: int) -> int | None:
+        """Of how many samples it must know what each layer costs; None if it need not."""
+        return None
+
+    def check_batch_size(self, batch_size: int) -> None:
+        """Refuse batches that cannot be trained on.
+
+        Raises:
+            OptionError: this one cannot.
+        """
+        return
+
+    @abstractmethod
+    def __call__(self, graph: LayerGraph, cluster: Cluster, batch_size: int) -> Plan:
+        """Make the Plan for global batches of ``batch_size`` samples."""
+
 
 MAX_DEFAULT_REPLICAS = 8
 
@@ -23,7 +42,7 @@ _SMALLEST_BY_ROWS = 1 << 14
 
 
 @dataclass(frozen=True, kw_only=True)
-class SingleDevice:
+class SingleDevice(Maker):
     """The whole model on one device: the reference that all other plans are held to."""
 
     device: str = "cpu:0"
@@ -50,7 +69,7 @@ class SingleDevice:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mirrored:
+class Mirrored(Maker):
     """Synchronous data parallelism on one host: every replica holds the whole model.
 
     Attributes:

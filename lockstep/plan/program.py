@@ -1,6 +1,8 @@
 """The RankProgram: what one rank does in one step, as data that prints and parses.
 
 ``0F2`` is stage 0, forward, microbatch 2. A data parallel plan's microbatches are its shares.
+A backward pass is one action, ``0B2``, or two: ``0I2`` for the gradients of the stage's inputs,
+which other stages wait for, and later ``0W2`` for those of its weights, which nobody waits for.
 The collective actions are words: ``REDUCE`` sums the rank's slice of the gradients over all
 shares, ``STEP`` updates the slice, ``SYNC`` waits until every rank has updated its own.
 """
@@ -34,6 +36,31 @@ class Backward:
 
 
 @dataclass(frozen=True)
+class BackwardInput:
+    """Form the gradients of a stage's inputs: the part of a backward pass that others wait for.
+
+    Qi et al., Zero Bubble Pipeline Parallelism (2023), who call it B.
+    """
+
+    stage: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}I{self.microbatch}"
+
+
+@dataclass(frozen=True)
+class BackwardWeight:
+    """Form the gradients of a stage's weights, some time after those of its inputs."""
+
+    stage: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}W{self.microbatch}"
+
+
+@dataclass(frozen=True)
 class Reduce:
     """Sum this rank's slice of the gradients over all shares, in the order of the shares."""
 
@@ -57,11 +84,18 @@ class Sync:
         return "SYNC"
 
 
-Action = Forward | Backward | Reduce | Step | Sync
+Pass = Forward | Backward | BackwardInput | BackwardWeight
+Action = Pass | Reduce | Step | Sync
 RankProgram = tuple[Action, ...]
 
 _WORDS: dict[str, Action] = {"REDUCE": Reduce(), "STEP": Step(), "SYNC": Sync()}
-_PASS = re.compile(r"([0-9]+)([FB])([0-9]+)")
+_PASSES: dict[str, type[Pass]] = {
+    "F": Forward,
+    "B": Backward,
+    "I": BackwardInput,
+    "W": BackwardWeight,
+}
+_PASS = re.compile(r"([0-9]+)([FBIW])([0-9]+)")
 
 
 def format_program(program: RankProgram) -> str:
@@ -85,11 +119,10 @@ def _parse_action(word: str) -> Action:
     if match is None:
         raise PlanError(
             problem(
-                "An action is a pass such as 0F2 or 0B2, or one of REDUCE, STEP, SYNC.",
+                "An action is a pass such as 0F2, 0B2, 0I2 or 0W2, or one of REDUCE, STEP, SYNC.",
                 received=repr(word),
                 fix="Correct the word.",
             )
         )
     stage, kind, microbatch = match.groups()
-    make = Forward if kind == "F" else Backward
-    return make(int(stage), int(microbatch))
+    return _PASSES[kind](int(stage), int(microbatch))

@@ -54,7 +54,63 @@ class SlicedUpdate(
     """Replicas of one host share the parameters' memory; each sums and steps its own slice."""
 
 
-Update = LocalUpdate | SlicedUpdate
+class StagedUpdate(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="staged"
+):
+    """Each stage's parameters are updated by the ranks that hold it.
+
+    Where several ranks hold a stage, or use a parameter that stages have in common, each sums and
+    steps its slice.
+    """
+
+
+Update = LocalUpdate | SlicedUpdate | StagedUpdate
+
+
+class StagePrediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a stage was expected to take when the Plan was made, for one microbatch.
+
+    Attributes:
+        forward_seconds: of its forward pass, its sending and receiving included.
+        backward_seconds: of its backward pass, likewise.
+        activation_bytes: kept from forward to backward.
+        received_bytes: what it gets of other stages in a forward pass.
+        sent_bytes: what it makes for other stages in a forward pass.
+    """
+
+    forward_seconds: float
+    backward_seconds: float
+    activation_bytes: int
+    received_bytes: int
+    sent_bytes: int
+
+
+class Stage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A run of layers that live together.
+
+    Attributes:
+        ranks: those that hold it; they take turns with the microbatches.
+        needs: stages before it that it needs something of.
+        recompute: its activations are not kept but computed again in backward.
+        predicted: what it is expected to take.
+    """
+
+    ranks: tuple[int, ...]
+    needs: tuple[int, ...] = ()
+    recompute: bool = False
+    predicted: StagePrediction | None = None
+
+
+class Pipeline(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A model in stages.
+
+    Attributes:
+        schedule: the order of the passes; see ``plan.schedules``.
+        stages: in the order of the model's layers.
+    """
+
+    schedule: str
+    stages: tuple[Stage, ...]
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -73,6 +129,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         precision: ``"fp32"``, ``"fp64"``, or ``"bf16-mixed"``: parameters, updates and losses in
             float32, the model's own arithmetic in bfloat16 where that is safe (autocast).
         channels_last: images run through the model with their channels together in memory.
+        pipeline: the stages, where the model is cut into some; the shares of a batch are then its
+            microbatches.
         notes: what a person should know about this plan.
         version: of this format.
 
@@ -90,6 +148,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     update: Update
     precision: str
     channels_last: bool = False
+    pipeline: Pipeline | None = None
     notes: tuple[str, ...] = ()
     version: int = PLAN_VERSION
 
@@ -97,6 +156,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         problems = Problems()
         _check_ranks(self, problems)
         _check_shares(self, problems)
+        _check_stages(self, problems)
         problems.raise_if_any(PlanError)
 
     @property
@@ -182,6 +242,32 @@ def _check_shares(plan: Plan, problems: Problems) -> None:
             "A local update sees the gradients of one rank and one share only.",
             received=f"{plan.num_ranks} ranks, num_shares={plan.num_shares}",
             fix='Use an update of type "sliced".',
+        )
+
+
+def _check_stages(plan: Plan, problems: Problems) -> None:
+    num_stages = 1 if plan.pipeline is None else len(plan.pipeline.stages)
+    strange = sorted({layer.stage for layer in plan.layers} - set(range(num_stages)))
+    if strange:
+        problems.add(
+            "Every layer must be in one of the Plan's stages.",
+            received=f"layers in stage {', '.join(map(str, strange))} of {num_stages}",
+            fix="Number stages from 0.",
+        )
+    if (plan.pipeline is not None) != isinstance(plan.update, StagedUpdate):
+        problems.add(
+            "Stages, and only they, are updated stage by stage.",
+            received=f"{num_stages} stages with an update of type {type(plan.update).__name__}",
+            fix='Use an update of type "staged" with a pipeline.',
+        )
+    if plan.pipeline is None:
+        return
+    held = {rank for stage in plan.pipeline.stages for rank in stage.ranks}
+    if held != set(range(plan.num_ranks)):
+        problems.add(
+            "Every rank must hold a stage, and every stage be held by ranks of the Plan.",
+            received=f"stages on ranks {sorted(held)} with {plan.num_ranks} devices",
+            fix="Name one device per rank, and each rank in some stage.",
         )
 
 

@@ -6,8 +6,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lockstep.plan.spec import LayerPlacement, LocalUpdate, Plan
-from lockstep.units import format_count
+from lockstep.plan.spec import LayerPlacement, LocalUpdate, Pipeline, Plan, Stage
+from lockstep.units import format_bytes, format_count, format_time
 
 _MOST_LAYERS = 40
 
@@ -19,6 +19,8 @@ def plan_table(plan: Plan) -> str:
         file=text, width=100, color_system=None, force_terminal=False, force_jupyter=False
     )
     console.print(Text(_heading(plan)))
+    if plan.pipeline is not None:
+        console.print(_stages(plan, plan.pipeline))
     console.print(_layers(plan))
     for note in plan.notes:
         console.print(Text(f"Note: {note}"))
@@ -27,12 +29,6 @@ def plan_table(plan: Plan) -> str:
 
 def _heading(plan: Plan) -> str:
     mesh = " x ".join(f"{axis.name} {axis.size}" for axis in plan.mesh) or "one device"
-    update = (
-        "updated where they are"
-        if isinstance(plan.update, LocalUpdate)
-        else "in shared memory, each rank updates its slice"
-    )
-    together = ", those of a rank together" if plan.interleaved else ""
     threads = ""
     if plan.threads_per_device is not None:
         word = "thread" if plan.threads_per_device == 1 else "threads"
@@ -41,7 +37,53 @@ def _heading(plan: Plan) -> str:
     return (
         f"Plan: {plan.strategy}, {mesh}, {plan.precision}{images}\n"
         f"Devices: {', '.join(plan.devices)}{threads}\n"
-        f"Shares of each batch: {plan.num_shares}{together}; parameters {update}"
+        f"{_work(plan)}"
+    )
+
+
+def _work(plan: Plan) -> str:
+    """How a batch is divided, and how parameters are updated."""
+    if plan.pipeline is not None:
+        return (
+            f"Microbatches of each batch: {plan.num_shares}, schedule {plan.pipeline.schedule}; "
+            "each stage updates its parameters"
+        )
+    update = (
+        "updated where they are"
+        if isinstance(plan.update, LocalUpdate)
+        else "in shared memory, each rank updates its slice"
+    )
+    together = ", those of a rank together" if plan.interleaved else ""
+    return f"Shares of each batch: {plan.num_shares}{together}; parameters {update}"
+
+
+def _stages(plan: Plan, pipeline: Pipeline) -> Table:
+    table = Table("stage", "ranks", "first layer", box=None, pad_edge=False)
+    for heading in ("layers", "parameters", "forward", "backward", "activations", "sends"):
+        table.add_column(heading, justify="right")
+    for number, stage in enumerate(pipeline.stages):
+        layers = [layer for layer in plan.layers if layer.stage == number]
+        table.add_row(
+            str(number),
+            ", ".join(map(str, stage.ranks)),
+            Text(layers[0].name or "(model)") if layers else "",
+            str(len(layers)),
+            format_count(sum(layer.num_parameters for layer in layers)),
+            *_predicted(stage),
+        )
+    return table
+
+
+def _predicted(stage: Stage) -> tuple[str, ...]:
+    """What a stage is expected to take for one microbatch."""
+    if stage.predicted is None:
+        return ()
+    kept = "again" if stage.recompute else format_bytes(stage.predicted.activation_bytes)
+    return (
+        format_time(stage.predicted.forward_seconds),
+        format_time(stage.predicted.backward_seconds),
+        kept,
+        format_bytes(stage.predicted.sent_bytes),
     )
 
 

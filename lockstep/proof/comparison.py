@@ -150,10 +150,16 @@ def _compare_states(snapshot: Snapshot, record: Record) -> Iterator[Comparison]:
         BUFFER: norm_of(_floating(record.state, record.moved_buffers)),
     }
     for rank, state in enumerate(snapshot.states):
-        for name in _all_names(state, record.state):
+        for name in state if snapshot.is_divided else _all_names(state, record.state):
             kind = BUFFER if name in record.buffers else PARAMETER
             ours, theirs = record.state.get(name), state.get(name)
             yield _compare(kind, name, rank, record.step, theirs, ours, scales[kind])
+    if not snapshot.is_divided:
+        return
+    found = {name for state in snapshot.states for name in state}
+    for name in sorted(record.state.keys() - found):
+        kind = BUFFER if name in record.buffers else PARAMETER
+        yield _compare(kind, name, None, record.step, None, record.state[name], scales[kind])
 
 
 def _compare_slots(snapshot: Snapshot, record: Record) -> Iterator[Comparison]:

@@ -1,9 +1,9 @@
 """Synchronous data parallelism on one host."""
 
 from lockstep.cluster.devices import discover
-from lockstep.errors import DeviceError, OptionError, problem
+from lockstep.errors import DeviceError, OptionError, Problems, problem
 from lockstep.plan.makers import Maker, Mirrored, num_mirrored_replicas
-from lockstep.strategies.base import Strategy
+from lockstep.strategies.base import Strategy, check_timeout, is_count
 
 
 class MirroredStrategy(Strategy):
@@ -35,7 +35,7 @@ class MirroredStrategy(Strategy):
         channels_last: bool | None = None,
         timeout_seconds: float = 600.0,
     ) -> None:
-        if devices is not None and (not _is_count(devices)):
+        if devices is not None and (not is_count(devices)):
             raise DeviceError(
                 problem(
                     "`devices` must be a number of devices, at least 1.",
@@ -43,7 +43,7 @@ class MirroredStrategy(Strategy):
                     fix="Use devices=2 for two CPU replicas, or leave it out for one per core.",
                 )
             )
-        if num_shares is not None and not _is_count(num_shares):
+        if num_shares is not None and not is_count(num_shares):
             raise OptionError(
                 problem(
                     "`num_shares` must be an integer of at least 1.",
@@ -59,14 +59,9 @@ class MirroredStrategy(Strategy):
                     fix="Leave it out to have it where convolutions gain.",
                 )
             )
-        if not _is_positive(timeout_seconds):
-            raise OptionError(
-                problem(
-                    "`timeout_seconds` must be a positive number.",
-                    received=f"timeout_seconds={timeout_seconds!r}",
-                    fix="Leave it out for 600 s.",
-                )
-            )
+        problems = Problems()
+        check_timeout(problems, timeout_seconds)
+        problems.raise_if_any(OptionError)
         self.devices = devices
         self.num_shares = num_shares
         self.channels_last = channels_last
@@ -84,11 +79,3 @@ class MirroredStrategy(Strategy):
     @property
     def num_replicas_in_sync(self) -> int:
         return num_mirrored_replicas(self.devices, discover())
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-
-def _is_positive(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0

@@ -5,9 +5,10 @@ nothing from one session to the next. All that lasts (weights, optimizer, positi
 script's own objects.
 """
 
+import os
 import pickle
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,20 +17,22 @@ import torch
 from torch import nn
 
 from lockstep.comm.board import Board
-from lockstep.comm.shared_exchange import ExchangeSpec
+from lockstep.comm.exchange import TensorSpec
 from lockstep.comm.shared_memory import SharedRegion
 from lockstep.data.order import restore_streams, stream_states
 from lockstep.launch.helper import HelperContext
 from lockstep.launch.pool import give_back, take_team
 from lockstep.launch.team import Team
 from lockstep.parallel.allocator import keep_freed_memory
-from lockstep.parallel.build import build_exchange, build_worker, exchange_spec
+from lockstep.parallel.build import AnySpec, build_exchange, build_worker, exchange_spec
 from lockstep.parallel.control import FollowerControl, LeaderControl, SoloControl, open_region
+from lockstep.parallel.groups import ParameterGroup
 from lockstep.parallel.losses import LossAdapter
 from lockstep.parallel.parcel import Parcel, unpack
+from lockstep.parallel.partition import Partition
 from lockstep.parallel.settings import TorchSettings
 from lockstep.parallel.shipping import pack_named
-from lockstep.parallel.store import ParameterStore, TensorStore, tensor_spec
+from lockstep.parallel.store import ParameterStore, TensorStore, check_separate, tensor_spec
 from lockstep.parallel.update import Updater
 from lockstep.parallel.worker import Worker
 from lockstep.plan.spec import Plan
@@ -53,6 +56,8 @@ class Assignment:
         seed: of the random streams.
         device: where rank 0's model is.
         settings: torch's, as the script has set them.
+        partitions: of the model in stages, by whether it is in training; none without a pipeline.
+        groups: the parameters, by the ranks that have them.
     """
 
     plan: Plan
@@ -63,6 +68,8 @@ class Assignment:
     seed: int
     device: torch.device
     settings: TorchSettings
+    partitions: Mapping[bool, Partition]
+    groups: tuple[ParameterGroup, ...]
 
 
 class Session:
@@ -74,8 +81,8 @@ class Session:
 
     def __init__(self, timeout_seconds: float) -> None:
         self._timeout = timeout_seconds
-        self._store: ParameterStore | None = None
-        self._slots: TensorStore | None = None
+        self._stores: list[ParameterStore] = []  # one per group of parameters
+        self._slots: list[TensorStore] = []
         self._slots_owner: Callable[[], object] = lambda: None
         self._team: Team | None = None
         self._threads: int | None = None
@@ -93,7 +100,7 @@ class Session:
             return self._run_with_helpers(assignment, conductor)
 
     def _run_alone(self, assignment: Assignment, conductor: Conductor) -> Any:
-        spec = exchange_spec(assignment.plan, assignment.model, assignment.updater)
+        spec = _spec(assignment)
         region = spec.create() if assignment.plan.num_shares > 1 else None
         worker = _worker(assignment, spec, region, rank=0, look_around=lambda waited: None)
         _heed(conductor, worker)
@@ -101,11 +108,13 @@ class Session:
 
     def _run_with_helpers(self, assignment: Assignment, conductor: Conductor) -> Any:
         # Before any process starts: what cannot be sent, or finds no memory, shows here.
-        stores = [self._adopt(assignment.model)]
+        stores: list[tuple[tuple[int, ...], TensorStore]] = []
+        ranks = [group.ranks for group in assignment.groups]
+        stores += zip(ranks, self._adopt(assignment.model, assignment.groups), strict=True)
         if assignment.updater is not None:
-            stores.append(self._adopt_slots(assignment.updater, assignment.model))
-        spec = exchange_spec(assignment.plan, assignment.model, assignment.updater)
-        parcel = _pack(assignment, stores)
+            stores += zip(ranks, self._adopt_slots(assignment), strict=True)
+        spec = _spec(assignment)
+        parcel = _pack(assignment, [store for _, store in stores])
         worker = None
         try:
             region = spec.create()
@@ -118,43 +127,71 @@ class Session:
             self.close()
             if worker is not None and worker.updater is not None:
                 lost = worker.updater.recover()
-                error.add_note(_state_of_training(worker.exchange.board, lost))
+                error.add_note(_state_of_training(worker.board, lost))
             raise
         finally:
             parcel.close()
         return result
 
-    def _adopt(self, model: nn.Module) -> TensorStore:
-        parameters = list(model.named_parameters())
-        if (
-            self._store is None
-            or not self._store.region.is_shared
-            or not self._store.fits(parameters)
+    def _adopt(
+        self, model: nn.Module, groups: Sequence[ParameterGroup]
+    ) -> Sequence[ParameterStore]:
+        """Have the parameters of each group lie in a store of theirs."""
+        members = _members(model, groups)
+        if not (
+            len(self._stores) == len(members)
+            and all(
+                store.region.is_shared and store.fits(own)
+                for store, own in zip(self._stores, members, strict=True)
+            )
         ):
-            self._store = ParameterStore.adopt(parameters, model.named_buffers())
-        self._store.readopt(parameters)
-        return self._store
+            check_separate(model.named_parameters(), model.named_buffers())
+            self._stores = [ParameterStore.adopt(own) for own in members]
+        for store, own, group in zip(self._stores, members, groups, strict=True):
+            store.readopt(own)
+            if 0 not in group.ranks:
+                store.region.release_pages()
+        return self._stores
 
-    def _adopt_slots(self, updater: Updater, model: nn.Module) -> TensorStore:
-        keys = updater.slot_keys()
-        parameters = dict(model.named_parameters())
-        specs = tuple(
-            tensor_spec(f"{key.parameter}: {key.slot}", parameters[key.parameter]) for key in keys
-        )
-        if (
-            self._slots is None
-            or not self._slots.region.is_shared
-            or self._slots.specs != specs
-            or self._slots_owner() is not updater.owner
+    def _adopt_slots(self, assignment: Assignment) -> list[TensorStore]:
+        updater = assignment.updater
+        assert updater is not None
+        parameters = dict(assignment.model.named_parameters())
+        all_keys = updater.slot_keys()
+        keys = [
+            [key for key in all_keys if key.parameter in group.names] for group in assignment.groups
+        ]
+        specs = [
+            tuple(
+                tensor_spec(f"{key.parameter}: {key.slot}", parameters[key.parameter])
+                for key in own
+            )
+            for own in keys
+        ]
+        if not (
+            [store.specs for store in self._slots] == specs
+            and all(store.region.is_shared for store in self._slots)
+            and self._slots_owner() is updater.owner
         ):
-            self._slots, self._slots_owner = TensorStore.create(specs), weakref.ref(updater.owner)
-        updater.store_slots(dict(zip(keys, self._slots.views, strict=True)))
+            self._slots = [TensorStore.create(own) for own in specs]
+            self._slots_owner = weakref.ref(updater.owner)
+        updater.store_slots(
+            {
+                key: view
+                for own, store in zip(keys, self._slots, strict=True)
+                for key, view in zip(own, store.views, strict=True)
+            }
+        )
+        for store, group in zip(self._slots, assignment.groups, strict=True):
+            if 0 not in group.ranks:
+                store.region.release_pages()
         return self._slots
 
     def readopt(self, model: nn.Module) -> None:
-        """Bring parameters that a callback moved back into the store."""
-        if self._store is not None:
-            self._store.readopt(list(model.named_parameters()))
+        """Bring parameters that a callback moved back into their stores."""
+        parameters = dict(model.named_parameters())
+        for store in self._stores:
+            store.readopt([(spec.name, parameters[spec.name]) for spec in store.specs])
 
     def _take_team(self, plan: Plan) -> Team:
         if self._team is not None and not (
@@ -172,23 +209,24 @@ class Session:
         self,
         team: Team,
         assignment: Assignment,
-        stores: list[TensorStore],
+        stores: Sequence[tuple[tuple[int, ...], TensorStore]],
         parcel: Parcel,
-        spec: ExchangeSpec,
+        spec: AnySpec,
         region: SharedRegion,
     ) -> Worker:
         """Send the helpers their parts; returns rank 0's."""
         watch = _Watch(team, self._timeout)
         worker = _worker(assignment, spec, region, rank=0, look_around=watch.look_around)
-        watch.watch(worker.exchange.board)
-        specs = [store.specs for store in stores]
-        body = pickle.dumps((assignment.plan.num_ranks, specs, spec, parcel.payload))
-        regions = [region, *(store.region for store in stores)]
+        watch.watch(worker.board)
+        specs = [(ranks, store.specs) for ranks, store in stores]
+        num_groups = len(assignment.groups)
+        body = pickle.dumps((assignment.plan.num_ranks, num_groups, specs, spec, parcel.payload))
+        regions = [region, *(store.region for _, store in stores)]
         team.call(
             serve,
             body,
             (*(each.descriptor for each in regions), *parcel.descriptors),
-            position=_Position(assignment.task, worker.exchange.board),
+            position=_Position(assignment.task, worker.board),
             timeout_seconds=self._timeout,
         )
         return worker
@@ -208,8 +246,8 @@ class Session:
 
 def _heed(conductor: Conductor, worker: Worker) -> None:
     """Have all ranks stop together when the user wants rank 0 to."""
-    if worker.exchange.board is not None:
-        worker.exchange.board.wants_halt = lambda: conductor.is_interrupted
+    if worker.board is not None:
+        worker.board.wants_halt = lambda: conductor.is_interrupted
 
 
 def _state_of_training(board: Board | None, lost: list[str]) -> str:
@@ -264,16 +302,24 @@ class _Position:
 
 def serve(context: HelperContext, body: bytes, descriptors: tuple[int, ...]) -> bytes:
     """A helper's part of ``Session.run``."""
-    num_ranks, specs, spec, payload = pickle.loads(body)
-    region, *stored = (open_region(number) for number in descriptors[: 1 + len(specs)])
+    num_ranks, num_groups, specs, spec, payload = pickle.loads(body)
+    region = open_region(descriptors[0])
+    stored = descriptors[1 : 1 + len(specs)]
     # All helpers get one parcel, but each has buffers of its own in it.
     parcels = [open_region(number, private=True) for number in descriptors[1 + len(specs) :]]
-    stores = [TensorStore(spec, each) for spec, each in zip(specs, stored, strict=True)]
-    parameters = [nn.Parameter(view, requires_grad=False) for view in stores[0].views]
-    slots = [view for store in stores[1:] for view in store.views]
-    assignment: Assignment = unpack(payload, next(iter(parcels), None), [*parameters, *slots])
-    for opened in (*parcels, *stored):
-        opened.close()
+    # Parameters come first, then slots; of both, what other ranks alone have stays there.
+    opened = [
+        _open_store(own, number, is_here=context.rank in ranks)
+        for (ranks, own), number in zip(specs, stored, strict=True)
+    ]
+    parameters = [view for views in opened[:num_groups] for view in views]
+    tensors = [
+        *(nn.Parameter(view, requires_grad=False) for view in parameters),
+        *(view for views in opened[num_groups:] for view in views),
+    ]
+    assignment: Assignment = unpack(payload, next(iter(parcels), None), tensors)
+    for each in parcels:
+        each.close()
     with assignment.settings.applied(), compute_settings(assignment.plan):
         worker = _worker(
             assignment, spec, region, rank=context.rank, look_around=context.look_around
@@ -282,9 +328,42 @@ def serve(context: HelperContext, body: bytes, descriptors: tuple[int, ...]) -> 
     return b""
 
 
+def _open_store(
+    specs: Sequence[TensorSpec], descriptor: int, *, is_here: bool
+) -> list[torch.Tensor]:
+    """The tensors of a store; without memory where another rank has them."""
+    if not is_here:
+        os.close(descriptor)
+        return [
+            torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device="meta")
+            for spec in specs
+        ]
+    region = open_region(descriptor)
+    store = TensorStore(specs, region)
+    region.close()
+    return store.views
+
+
+def _members(
+    model: nn.Module, groups: Sequence[ParameterGroup]
+) -> list[list[tuple[str, nn.Parameter]]]:
+    parameters = dict(model.named_parameters())
+    return [[(name, parameters[name]) for name in group.names] for group in groups]
+
+
+def _spec(assignment: Assignment) -> AnySpec:
+    return exchange_spec(
+        assignment.plan,
+        assignment.model,
+        assignment.updater,
+        assignment.groups,
+        assignment.partitions,
+    )
+
+
 def _worker(
     assignment: Assignment,
-    spec: ExchangeSpec,
+    spec: AnySpec,
     region: SharedRegion | None,
     *,
     rank: int,
@@ -299,6 +378,8 @@ def _worker(
         updater=assignment.updater,
         exchange=exchange,
         spec=spec,
+        groups=assignment.groups,
+        partitions=assignment.partitions,
         seed=assignment.seed,
         device=assignment.device,
     )
@@ -320,7 +401,7 @@ def compute_settings(plan: Plan) -> Iterator[None]:
             torch.set_num_threads(threads)
 
 
-def _pack(assignment: Assignment, stores: list[TensorStore]) -> Parcel:
+def _pack(assignment: Assignment, stores: Sequence[TensorStore]) -> Parcel:
     """Pack an assignment, but for what lies in the stores.
 
     Raises:
@@ -332,5 +413,10 @@ def _pack(assignment: Assignment, stores: list[TensorStore]) -> Parcel:
         **{f"the {name}": value for name, value in vars(assignment.task).items()},
         "the optimizer": assignment.updater,
     }
-    slots = [view for store in stores[1:] for view in store.views]
-    return pack_named(assignment, parts, [*assignment.model.parameters(), *slots])
+    parameters = dict(assignment.model.named_parameters())
+    known = [
+        parameters.get(spec.name, view)
+        for store in stores
+        for spec, view in zip(store.specs, store.views, strict=True)
+    ]
+    return pack_named(assignment, parts, known)

@@ -22,7 +22,6 @@ from lockstep.data.trees import Tree, map_tensors
 from lockstep.parallel.control import Control
 from lockstep.parallel.update import PieceSlots
 from lockstep.parallel.worker import StepResult, Worker, modes_of
-from lockstep.plan.shares import num_filled_shares, shares_of_replica
 from lockstep.train.metrics import Metrics
 
 Logs = dict[str, Any]
@@ -84,8 +83,9 @@ class Snapshot:
         loss: of the global batch.
         weight: its weight; 0 means that nothing was updated.
         gradients: by parameter name; None where the parameter was not used.
-        states: every rank's ``state_dict``.
+        states: what each rank has of the model's ``state_dict``.
         slots: pieces of the optimizer's slots, of all ranks.
+        is_divided: ranks have parts of the model only.
     """
 
     step: int
@@ -94,6 +94,7 @@ class Snapshot:
     gradients: dict[str, torch.Tensor | None]
     states: list[dict[str, torch.Tensor]]
     slots: list[PieceSlots]
+    is_divided: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,13 +150,13 @@ class _Halt(Exception):  # noqa: N818  # no error: all ranks leave the loop here
 
 @dataclass(frozen=True)
 class _Directive:
-    """What rank 0's callbacks decided; None: unchanged."""
+    """What rank 0's callbacks decided: options, unless they are unchanged, and changed buffers."""
 
     stop: bool
     halt: bool
     renew: bool
     options: list[dict[str, Any]] | None
-    buffers: dict[str, torch.Tensor] | None
+    buffers: dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,15 +197,14 @@ class _Ensemble:
                 halt=self.conductor.is_interrupted,
                 renew=renew,
                 options=changed if changed != options else None,
-                buffers=dict(model.named_buffers()) if _versions(model) != versions else None,
+                buffers=_changed_buffers(model, versions),
             )
         directive = self.control.broadcast(directive)
         if directive.renew and renew_at is not None and not (directive.stop or directive.halt):
             raise _Renew(renew_at)
         if directive.options is not None:
             updater.set_options(directive.options)
-        if directive.buffers is not None:
-            _set_buffers(model, directive.buffers)
+        _set_buffers(model, directive.buffers)
         if directive.halt:
             raise _Halt
         return bool(directive.stop)
@@ -221,7 +221,7 @@ class _Ensemble:
         Raises:
             _Halt: the user wants out.
         """
-        board = self.worker.exchange.board
+        board = self.worker.board
         alone = self.control.num_ranks == 1 and self.conductor.is_interrupted
         if alone or (board is not None and board.is_halted):
             raise _Halt
@@ -229,18 +229,32 @@ class _Ensemble:
     def pause_validation(self, index: int) -> None:
         """After a batch of the validation: nothing waits there otherwise, so not at each."""
         if index % _BATCHES_BETWEEN_PAUSES == 0:
-            self.worker.exchange.barrier()
+            self.worker.barrier()
             self.check_halt()
 
+    def collect_buffers(self) -> None:
+        """Give rank 0 the buffers of which other ranks have the values that count."""
+        if self.control.num_ranks > 1 and next(self.worker.model.buffers(), None) is not None:
+            own = self.worker.ruled_buffers()
+            for buffers in self.control.gather({} if self.control.rank == 0 else own):
+                _set_buffers(self.worker.model, buffers)
+
     def share_buffers(self) -> None:
-        """Give every rank rank 0's buffers."""
+        """Give every rank the values of all buffers that count."""
+        self.collect_buffers()
         model = self.worker.model
         if self.control.num_ranks > 1 and next(model.buffers(), None) is not None:
             _set_buffers(model, self.control.broadcast(dict(model.named_buffers())))
 
 
 class Task(ABC):
-    """Something that all ranks do together."""
+    """Something that all ranks do together.
+
+    Attributes:
+        source: the data that it runs the model on.
+    """
+
+    source: Source
 
     @abstractmethod
     def run(self, worker: Worker, control: Control, conductor: Conductor) -> Any:
@@ -296,6 +310,7 @@ class FitTask(Task):
                         break
             except _Renew as renew:
                 resume = renew.resume
+        ensemble.collect_buffers()
         assert worker.updater is not None
         gathered = control.gather(worker.updater.slots())
         return FitResult(
@@ -326,7 +341,7 @@ class FitTask(Task):
             progress.num_epochs, progress.num_steps = epoch + 1, progress.num_steps + 1
             totals.append(result.total)
             weights.append(result.weight)
-            if _leaves_a_rank_idle(worker, stop - start):
+            if worker.leaves_a_rank_idle(stop - start):
                 ensemble.share_buffers()
             if self.record:
                 _record(ensemble, step, result)
@@ -340,6 +355,7 @@ class FitTask(Task):
         progress.num_epochs = epoch + 1
         logs = self._logs(ensemble, totals, weights)
         if self.watched:
+            ensemble.collect_buffers()
             ensemble.show_slots()
         end = partial(conductor.end_epoch, epoch, logs)
         return ensemble.consult(end, Resume(epoch + 1) if self.watched else None)
@@ -429,25 +445,14 @@ def _mean(totals: list[float], weights: list[float]) -> float:
     return math.fsum(totals) / weight if weight else math.nan
 
 
-def _leaves_a_rank_idle(worker: Worker, num_samples: int) -> bool:
-    """Whether some rank had no share of the batch, and so did not see its buffers change."""
-    plan = worker.plan
-    filled = num_filled_shares(num_samples, plan.num_shares)
-    last = shares_of_replica(plan.num_replicas - 1, plan.num_replicas, plan.num_shares)
-    return last.start >= filled
-
-
 def _record(ensemble: _Ensemble, step: int, result: StepResult) -> None:
     worker, control = ensemble.worker, ensemble.control
     assert worker.updater is not None
-    state = {
-        name: value.clone()
-        for name, value in worker.model.state_dict().items()
-        if isinstance(value, torch.Tensor)  # a module's extra state may be anything
-    }
-    ranks = control.gather((state, worker.updater.slots(with_stored=True)))
+    gradients = worker.gradients(result.num_samples) if result.weight else {}
+    ranks = control.gather(
+        (_state(worker), worker.updater.slots(with_stored=True), dict(gradients))
+    )
     if control.rank == 0:
-        gradients = worker.gradients(result.num_samples) if result.weight else {}
         ensemble.conductor.observe_state(
             Snapshot(
                 step=step,
@@ -455,21 +460,54 @@ def _record(ensemble: _Ensemble, step: int, result: StepResult) -> None:
                 weight=result.weight,
                 gradients={
                     name: None if gradient is None else gradient.clone()
-                    for name, gradient in gradients.items()
+                    for _, _, own in ranks
+                    for name, gradient in own.items()
                 },
-                states=[state for state, _ in ranks],
-                slots=[part for _, parts in ranks for part in parts],
+                states=[state for state, _, _ in ranks],
+                slots=[part for _, parts, _ in ranks for part in parts],
+                is_divided=worker.held_names() is not None,
             )
         )
-    worker.exchange.barrier()  # the next step overwrites the gradients
+    worker.barrier()  # the next step overwrites the gradients
 
 
-def _versions(model: nn.Module) -> list[tuple[int, int]]:
-    return [(buffer.data_ptr(), buffer._version) for buffer in model.buffers()]
+def _state(worker: Worker) -> dict[str, torch.Tensor]:
+    """What this rank has of the model's ``state_dict``, a tied tensor under each of its names."""
+    held, model = worker.held_names(), worker.model
+    firsts = {
+        id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())
+    }
+    all_names = (
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    )
+    elsewhere = {
+        name for name, tensor in all_names if held is not None and firsts[id(tensor)] not in held
+    }
+    return {
+        name: value.clone()
+        for name, value in model.state_dict().items()
+        if isinstance(value, torch.Tensor)  # a module's extra state may be anything
+        and name not in elsewhere
+    }
+
+
+def _versions(model: nn.Module) -> dict[str, tuple[int, int]]:
+    return {name: (buffer.data_ptr(), buffer._version) for name, buffer in model.named_buffers()}
+
+
+def _changed_buffers(
+    model: nn.Module, versions: dict[str, tuple[int, int]]
+) -> dict[str, torch.Tensor]:
+    now = _versions(model)
+    return {
+        name: buffer for name, buffer in model.named_buffers() if now[name] != versions.get(name)
+    }
 
 
 @torch.no_grad()
 def _set_buffers(model: nn.Module, buffers: dict[str, torch.Tensor]) -> None:
     for name, buffer in model.named_buffers():
-        if buffers[name] is not buffer:
-            buffer.copy_(buffers[name])
+        value = buffers.get(name, buffer)
+        if value is not buffer:
+            buffer.copy_(value)

@@ -24,9 +24,9 @@ from lockstep.errors import (
     OptionError,
     problem,
 )
+from lockstep.parallel.groups import parameter_groups
 from lockstep.parallel.losses import LossAdapter
 from lockstep.parallel.settings import TorchSettings
-from lockstep.parallel.update import Updater
 from lockstep.plan.makers import Maker, SingleDevice
 from lockstep.plan.spec import Plan
 from lockstep.train.callbacks import Callback, Logs, watches_batches, watches_beginnings
@@ -41,6 +41,7 @@ from lockstep.train.conducting import FitConductor
 from lockstep.train.history import History
 from lockstep.train.interrupt import held_interrupts
 from lockstep.train.metrics import Metrics
+from lockstep.train.planning import Partitions, Planning
 from lockstep.train.progress import ProgressDisplay
 from lockstep.train.scope import current_strategy
 from lockstep.train.session import Assignment, Session
@@ -53,7 +54,7 @@ from lockstep.train.tasks import (
     Resume,
     Task,
 )
-from lockstep.train.updaters import TorchUpdater, check_hooks, make_optimizer
+from lockstep.train.updaters import TorchUpdater, check_divisible, make_optimizer
 
 DEFAULT_BATCH_SIZE = 32
 DEFAULT_TIMEOUT_SECONDS = 600.0
@@ -117,6 +118,7 @@ class Trainer:
         self._epochs_trained = 0
         self._steps_trained = 0
         self._plan: Plan | None = None
+        self._planning = Planning(model)
         self._is_running = False
         timeout = (
             DEFAULT_TIMEOUT_SECONDS if self.strategy is None else self.strategy.timeout_seconds
@@ -126,8 +128,24 @@ class Trainer:
 
     @property
     def plan(self) -> Plan:
-        """The Plan of the last call, or the one a ``fit`` with the default batch would have."""
-        return self._plan or self._make_plan(DEFAULT_BATCH_SIZE)
+        """The Plan of the last call, or the one a ``fit`` with the default batch would have.
+
+        Raises:
+            OptionError: before the first call, where the Plan depends on what layers cost.
+        """
+        if self._plan is not None:
+            return self._plan
+        maker, cluster = self._maker(), discover()
+        if maker.sample_size(cluster, DEFAULT_BATCH_SIZE) is not None:
+            raise OptionError(
+                problem(
+                    "Where to cut the model depends on what its layers cost, on your data.",
+                    received="`plan` before fit, evaluate or predict",
+                    fix="Call one of them first, or strategy.plan(model, batch_size=..., "
+                    "sample=inputs).",
+                )
+            )
+        return maker(capture_layers(self.model), cluster, DEFAULT_BATCH_SIZE)
 
     def fit(
         self,
@@ -173,6 +191,7 @@ class Trainer:
                 as_source(validation_data, name="validation_data"), "validation_data"
             )
         self._check_trainable()
+        self._maker().check_batch_size(batch_size)
         self.stop_training = False
         steps = -(-len(source) // batch_size)
         task = FitTask(
@@ -293,17 +312,20 @@ class Trainer:
         self,
         task: Task,
         loss: LossAdapter | None,
-        updater: Updater | None,
+        updater: TorchUpdater | None,
         conductor: Conductor,
         batch_size: int,
     ) -> Any:
-        session, plan = self._session, self._make_plan(batch_size)
+        session = self._session
         if self._is_running:
-            session, plan = _nested(task, self._make_plan_for_one(batch_size))
+            session, (plan, partitions) = _nested(task), self._make_plan_for_one(batch_size)
         else:
+            plan, partitions = self._planning.plan(
+                self._maker(), self.precision, task.source, batch_size
+            )
             self._plan = plan
-        if plan.num_shares > 1 and updater is not None:
-            check_hooks(self.model)
+        if updater is not None:
+            check_divisible(self.model, updater, plan)
         assignment = Assignment(
             plan=plan,
             model=self.model,
@@ -313,6 +335,8 @@ class Trainer:
             seed=self.seed,
             device=check_device(self.model, plan),
             settings=TorchSettings.current(),
+            partitions=partitions,
+            groups=parameter_groups(plan, self.model, list(partitions.values())),
         )
         outermost, self._is_running = not self._is_running, True
         try:
@@ -320,15 +344,14 @@ class Trainer:
         finally:
             self._is_running = not outermost
 
-    def _make_plan(self, batch_size: int) -> Plan:
+    def _maker(self) -> Maker:
         if self.strategy is None:
-            return self._make_plan_for_one(batch_size)
-        maker = self.strategy.maker(self.precision)
-        return maker(capture_layers(self.model), discover(), batch_size)
+            return SingleDevice(precision=self.precision)
+        return self.strategy.maker(self.precision)
 
-    def _make_plan_for_one(self, batch_size: int) -> Plan:
+    def _make_plan_for_one(self, batch_size: int) -> tuple[Plan, Partitions]:
         maker = SingleDevice(precision=self.precision)
-        return maker(capture_layers(self.model), discover(), batch_size)
+        return maker(capture_layers(self.model), discover(), batch_size), {}
 
     def _make_updater(self) -> TorchUpdater:
         assert self.optimizer is not None
@@ -376,7 +399,7 @@ class Trainer:
         return map_tensors(lambda tensor: tensor[:0], outputs)
 
 
-def _nested(task: Task, plan: Plan) -> tuple[Session, Plan]:
+def _nested(task: Task) -> Session:
     """How a callback's own ``evaluate`` or ``predict`` runs: on rank 0, while the others wait.
 
     Raises:
@@ -390,7 +413,7 @@ def _nested(task: Task, plan: Plan) -> tuple[Session, Plan]:
                 fix="Call evaluate or predict, or train another model with another Trainer.",
             )
         )
-    return Session(DEFAULT_TIMEOUT_SECONDS), plan
+    return Session(DEFAULT_TIMEOUT_SECONDS)
 
 
 def _inputs(source: Source) -> Tree:

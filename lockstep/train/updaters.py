@@ -33,6 +33,7 @@ from lockstep.parallel.update import (
     assemble_slots,
 )
 from lockstep.plan.layout import Extent, Piece, elementwise_slices, whole_parameters
+from lockstep.plan.spec import Plan
 
 # Treat every element by itself. Exact types: a subclass may do anything.
 ELEMENTWISE = frozenset(
@@ -66,8 +67,8 @@ class TorchUpdater(Updater):
     def __init__(self, optimizer: optim.Optimizer, parameters: dict[str, nn.Parameter]) -> None:
         self.optimizer = self.owner = optimizer
         self.parameters = parameters
-        self._is_known = _is_known(optimizer)  # hooks do not travel, so rank 0 says it for all
-        self.is_elementwise = self._is_known and type(optimizer) in ELEMENTWISE
+        self.is_known = _is_known(optimizer)  # hooks do not travel, so rank 0 says it for all
+        self.is_elementwise = self.is_known and type(optimizer) in ELEMENTWISE
         self._active = optimizer
         self._pieces: list[BoundPiece] = []
         self._store: dict[str, dict[str, torch.Tensor]] = {}  # by parameter and slot
@@ -76,7 +77,7 @@ class TorchUpdater(Updater):
     def divide(
         self, extents: Sequence[Extent], num_ranks: int, num_shares: int
     ) -> list[list[Piece]]:
-        if not self._is_known:
+        if not self.is_known:
             return [*whole_parameters(extents, 1), *([] for _ in range(num_ranks - 1))]
         if self.is_elementwise:
             return elementwise_slices(extents, num_ranks, num_shares)
@@ -85,7 +86,7 @@ class TorchUpdater(Updater):
     def bind(self, pieces: Sequence[BoundPiece]) -> None:
         self._pieces = list(pieces)
         same = all(piece.tensor is self.parameters[piece.name] for piece in pieces)
-        self._active = self.optimizer if same or not self._is_known else self._clone()
+        self._active = self.optimizer if same or not self.is_known else self._clone()
         self._newborn = []
         if self._active is not self.optimizer:
             self._newborn = [bound for bound in pieces if self._has_homeless(bound)]
@@ -391,6 +392,26 @@ def _is_known(optimizer: optim.Optimizer) -> bool:
         and not optimizer._optimizer_step_post_hooks
         and (step is None or hasattr(step, "_wrapped_by_lr_sched"))
     )
+
+
+def check_divisible(model: nn.Module, updater: TorchUpdater, plan: Plan) -> None:
+    """Refuse what cannot be divided as the Plan says.
+
+    Raises:
+        ModelError: hooks that would see a share's gradients.
+        OptionError: an optimizer that stages cannot step for themselves.
+    """
+    if plan.num_shares > 1:
+        check_hooks(model)
+    if plan.pipeline is not None and not updater.is_known:
+        raise OptionError(
+            problem(
+                "The stages of a pipeline each step their own parameters, which is known to be "
+                "right for torch's own optimizers only.",
+                received=type(updater.optimizer).__name__,
+                fix="Use one of torch.optim, or a data parallel strategy.",
+            )
+        )
 
 
 def check_hooks(model: nn.Module) -> None:

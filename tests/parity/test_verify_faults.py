@@ -1,7 +1,7 @@
 """``lockstep.verify`` finds faults that nobody tells it of, and says where they are.
 
 Faults are planted in the processes where they belong: this module is imported by the helpers, a
-``FaultyFit`` is shipped to them in place of the Trainer's own task and breaks the Worker of one
+``FaultyFit`` is shipped to them in place of the Trainer's own task and breaks the worker of one
 rank. Each test also asserts that its fault fired.
 """
 
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import lockstep
 from lockstep.parallel.batch_norm import BatchNorms
 from lockstep.parallel.losses import LossAdapter, ShareLoss
-from lockstep.parallel.worker import Worker
+from lockstep.parallel.replica import Replica
 from lockstep.proof.comparison import Comparison
 from lockstep.proof.report import Report
 from lockstep.train import trainer
@@ -29,7 +29,7 @@ from lockstep.train.updaters import TorchUpdater
 from tests.zoo import IGNORED, Case, TiedGPT, build_seeded, case
 
 Fire = Callable[[], None]
-Fault = Callable[[Worker, Fire], None]
+Fault = Callable[[Replica, Fire], None]
 
 
 # --- planting -----------------------------------------------------------------------------------
@@ -37,13 +37,13 @@ Fault = Callable[[Worker, Fire], None]
 
 @dataclass(kw_only=True)
 class FaultyFit(FitTask):
-    """A FitTask that breaks one rank's Worker first; None is all ranks."""
+    """A FitTask that breaks one rank's worker first; None is all ranks."""
 
     fault: Fault
     rank: int | None
     marker: Path
 
-    def run(self, worker: Worker, control: Any, conductor: Any) -> Any:
+    def run(self, worker: Any, control: Any, conductor: Any) -> Any:
         if self.rank in (None, control.rank):
             self.fault(worker, self.marker.touch)
         return super().run(worker, control, conductor)
@@ -176,7 +176,7 @@ def test_a_loss_that_is_no_mean_over_samples(marker: Path) -> None:
 # --- BatchNorm ----------------------------------------------------------------------------------
 
 
-def norms_of(worker: Worker) -> dict[str, nn.Module]:
+def norms_of(worker: Replica) -> dict[str, nn.Module]:
     return {
         name: layer
         for name, layer in worker.model.named_modules()
@@ -184,7 +184,7 @@ def norms_of(worker: Worker) -> dict[str, nn.Module]:
     }
 
 
-def put_back_first_norm(worker: Worker, fire: Fire) -> None:
+def put_back_first_norm(worker: Replica, fire: Fire) -> None:
     """The running statistics of one layer stay as they were before the second step."""
     train_step, norm = worker.train_step, norms_of(worker)["5"]
 
@@ -212,7 +212,7 @@ def test_a_stale_buffer(plant: Callable[[Fault, int | None], None], marker: Path
     assert (first(report).rank, first(report).step) == (1, 1)
 
 
-def take_own_statistics(worker: Worker, fire: Fire) -> None:
+def take_own_statistics(worker: Replica, fire: Fire) -> None:
     """A running mean that saw the rank's own share only."""
     train_step, norm = worker.train_step, norms_of(worker)["1"]
     seen: list[Tensor] = []
@@ -238,7 +238,7 @@ def test_a_buffer_of_the_own_share(
     assert {one.kind for one in report.differences} == {"buffer"}
 
 
-def forget_norms(worker: Worker, fire: Fire) -> None:
+def forget_norms(worker: Replica, fire: Fire) -> None:
     """Every share is normalised by itself."""
     assert worker._norms
     worker._norms = BatchNorms(nn.Identity())
@@ -289,7 +289,7 @@ def test_a_step_on_unused_parameters(marker: Path, monkeypatch: pytest.MonkeyPat
     assert places(report, "gradient", 0) == set()
 
 
-def skip_an_update(worker: Worker, fire: Fire) -> None:
+def skip_an_update(worker: Replica, fire: Fire) -> None:
     """A rank forgets its slice of the third update."""
     updater = worker.updater
     assert updater is not None
@@ -321,7 +321,7 @@ def test_a_slice_that_is_not_updated(
 # --- random streams -----------------------------------------------------------------------------
 
 
-def take_another_seed(worker: Worker, fire: Fire) -> None:
+def take_another_seed(worker: Replica, fire: Fire) -> None:
     worker._seed += 1
     fire()
 
@@ -332,7 +332,7 @@ def test_dropout_of_another_seed(plant: Callable[[Fault, int | None], None], mar
     assert (first(report).kind, first(report).step) == ("loss", 0)
 
 
-def repeat_first_streams(worker: Worker, fire: Fire) -> None:
+def repeat_first_streams(worker: Replica, fire: Fire) -> None:
     """Every step drops what the first has dropped."""
     train_step = worker.train_step
 
@@ -355,7 +355,7 @@ def test_dropout_that_never_changes(
 
 
 def break_gradient(
-    worker: Worker, fire: Fire, breaks: Callable[[Tensor], Tensor | None], name: str, step: int
+    worker: Replica, fire: Fire, breaks: Callable[[Tensor], Tensor | None], name: str, step: int
 ) -> None:
     names = [key for key, value in worker.model.named_parameters() if value.requires_grad]
     put, calls = worker.exchange.put, iter(range(100))
@@ -371,7 +371,7 @@ def break_gradient(
     vars(worker.exchange)["put"] = faulty
 
 
-def drop_gradient(worker: Worker, fire: Fire) -> None:
+def drop_gradient(worker: Replica, fire: Fire) -> None:
     break_gradient(worker, fire, lambda gradient: None, "2.weight", 2)
 
 
@@ -386,7 +386,7 @@ def test_a_gradient_that_a_share_does_not_hand_in(
     assert places(report, "parameter", 2) == {("2.weight", 0), ("2.weight", 1)}
 
 
-def bend_gradient(worker: Worker, fire: Fire) -> None:
+def bend_gradient(worker: Replica, fire: Fire) -> None:
     """A fault of the twelfth digit of one element."""
 
     def bend(gradient: Tensor) -> Tensor:
@@ -405,7 +405,7 @@ def test_a_fault_of_one_element(plant: Callable[[Fault, int | None], None], mark
     assert 1e-12 < first(report).relative < 1e-9
 
 
-def spoil_gradient(worker: Worker, fire: Fire) -> None:
+def spoil_gradient(worker: Replica, fire: Fire) -> None:
     break_gradient(worker, fire, lambda gradient: gradient * torch.nan, "0.bias", 1)
 
 
@@ -420,7 +420,7 @@ def test_numbers_that_are_none(plant: Callable[[Fault, int | None], None], marke
     assert report.differences[-1].step == 2
 
 
-def drop_key_bias(worker: Worker, fire: Fire) -> None:
+def drop_key_bias(worker: Replica, fire: Fire) -> None:
     name = "blocks.0.attention.query_key_value.bias"
     break_gradient(worker, fire, torch.zeros_like, name, 1)
 

@@ -10,19 +10,56 @@ from lockstep.plan.spec import (
     Axis,
     LayerPlacement,
     LocalUpdate,
+    Pipeline,
     Plan,
     SlicedUpdate,
+    Stage,
+    StagedUpdate,
+    StagePrediction,
     Update,
 )
 
 NAMES = st.text(st.characters(exclude_categories=["Cs", "Cc"]), max_size=120)
-LAYERS = st.builds(
-    LayerPlacement,
-    name=NAMES,
-    kind=NAMES,
-    num_parameters=st.integers(0, 10**13),
-    stage=st.integers(0, 99),
+SECONDS = st.floats(0, 1e5)
+SIZES = st.integers(0, 10**13)
+PREDICTIONS = st.builds(
+    StagePrediction,
+    forward_seconds=SECONDS,
+    backward_seconds=SECONDS,
+    activation_bytes=SIZES,
+    received_bytes=SIZES,
+    sent_bytes=SIZES,
 )
+
+
+def layers(num_stages: int) -> st.SearchStrategy[list[LayerPlacement]]:
+    layer = st.builds(
+        LayerPlacement,
+        name=NAMES,
+        kind=NAMES,
+        num_parameters=SIZES,
+        stage=st.integers(0, num_stages - 1),
+    )
+    return st.lists(layer, max_size=50)
+
+
+@st.composite
+def pipelines(draw: st.DrawFn, num_ranks: int) -> Pipeline:
+    """Every rank holds a stage, some more than one."""
+    num_stages = draw(st.integers(1, 6))
+    held = [list(range(stage, num_ranks, num_stages)) for stage in range(num_stages)]
+    return Pipeline(
+        schedule=draw(NAMES),
+        stages=tuple(
+            Stage(
+                ranks=tuple(ranks or [0]),
+                needs=tuple(draw(st.sets(st.integers(0, 5)))),
+                recompute=draw(st.booleans()),
+                predicted=draw(st.none() | PREDICTIONS),
+            )
+            for ranks in held
+        ),
+    )
 
 
 @st.composite
@@ -35,6 +72,9 @@ def plans(draw: st.DrawFn) -> Plan:
     updates: list[Update] = [SlicedUpdate()]
     if num_ranks == num_shares == 1:
         updates.append(LocalUpdate())
+    pipeline = draw(st.none() | pipelines(num_ranks))
+    if pipeline is not None:
+        updates = [StagedUpdate()]
     return Plan(
         strategy=draw(NAMES),
         mesh=mesh,
@@ -42,9 +82,10 @@ def plans(draw: st.DrawFn) -> Plan:
         threads_per_device=draw(st.none() | st.integers(1, 64)),
         num_shares=num_shares,
         interleaved=draw(st.booleans()),
-        layers=tuple(draw(st.lists(LAYERS, max_size=50))),
+        layers=tuple(draw(layers(1 if pipeline is None else len(pipeline.stages)))),
         update=draw(st.sampled_from(updates)),
         precision=draw(st.sampled_from(["fp32", "fp64"])),
+        pipeline=pipeline,
         notes=tuple(draw(st.lists(NAMES, max_size=3))),
     )
 

@@ -10,6 +10,8 @@ from lockstep.errors import PlanError
 from lockstep.plan.lowering import lower_forward, lower_train
 from lockstep.plan.program import (
     Backward,
+    BackwardInput,
+    BackwardWeight,
     Forward,
     RankProgram,
     Reduce,
@@ -24,6 +26,8 @@ NUMBERS = st.integers(0, 10_000)
 ACTIONS = st.one_of(
     st.builds(Forward, NUMBERS, NUMBERS),
     st.builds(Backward, NUMBERS, NUMBERS),
+    st.builds(BackwardInput, NUMBERS, NUMBERS),
+    st.builds(BackwardWeight, NUMBERS, NUMBERS),
     st.sampled_from([Reduce(), Step(), Sync()]),
 )
 
@@ -65,6 +69,7 @@ def test_parsing_what_was_printed_gives_the_program(program: RankProgram) -> Non
 def test_a_program_prints_as_the_documentation_shows() -> None:
     program = (Forward(2, 0), Backward(0, 13), Reduce(), Step(), Sync())
     assert format_program(program) == "2F0 0B13 REDUCE STEP SYNC"
+    assert format_program((BackwardInput(1, 2), BackwardWeight(0, 13))) == "1I2 0W13"
 
 
 @pytest.mark.parametrize(

@@ -18,14 +18,17 @@ PACKAGE = Path(lockstep.__file__).parent
 PUBLIC = {
     "Callback",
     "History",
+    "HybridStrategy",
     "Job",
     "LockstepError",
     "MirroredStrategy",
+    "PipelineStrategy",
     "Plan",
     "SingleDeviceStrategy",
     "Strategy",
     "Trainer",
     "data",
+    "device",
     "verify",
 }
 HEAVY = ("torch", "rich", "torchmetrics", "sklearn", "tensorflow", "keras")

@@ -1,0 +1,136 @@
+"""Calls of torch's functions: what they are as instructions, and what they come down to."""
+
+import pickle
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lockstep.capture.instructions import (
+    CallFunction,
+    CallMethod,
+    CallModule,
+    Instruction,
+    NamedFunction,
+)
+from lockstep.data.trees import tensors_of
+
+# How torch's function mode sees the properties of tensors.
+_ACCESS = {"__get__": getattr, "__set__": setattr}
+
+
+class LeafCall:
+    """A call of a module as a whole."""
+
+    def __init__(self, path: str, call: Callable[..., Any]) -> None:
+        self.path = path
+        self._call = call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs)
+
+
+class Watch(TorchDispatchMode):
+    """Sees what kind of operators a call comes down to.
+
+    Attributes:
+        reads_data: it makes a number of a tensor's values.
+        chooses_by_value: the shape of what it makes depends on values.
+        draws: it may draw random numbers.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.reset()
+
+    def reset(self) -> None:
+        """Before a call."""
+        self.reads_data = False
+        self.chooses_by_value = False
+        self.draws = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        tags = func.tags
+        self.reads_data |= torch.Tag.data_dependent_output in tags
+        self.draws |= torch.Tag.nondeterministic_seeded in tags
+        if torch.Tag.dynamic_output_shape in tags:
+            self.chooses_by_value |= func is not torch.ops.aten.index.Tensor or any(
+                index.dtype in (torch.bool, torch.uint8) for index in tensors_of(args[1])
+            )
+        return func(*args, **(kwargs or {}))
+
+
+def host_streams() -> tuple[Any, ...]:
+    """States of Python's and NumPy's random streams."""
+    return random.getstate(), np.random.get_state()
+
+
+def streams_differ(before: tuple[Any, ...], now: tuple[Any, ...]) -> bool:
+    """Whether anything was drawn of them."""
+    (python, numpy), (other_python, other_numpy) = before, now
+    return bool(
+        python != other_python
+        or numpy[2:] != other_numpy[2:]
+        or not np.array_equal(numpy[1], other_numpy[1])
+    )
+
+
+def name_of(func: Any) -> str:
+    """Of a function, method or property of tensors."""
+    if isinstance(func, LeafCall):
+        return "call"
+    name = getattr(func, "__name__", type(func).__name__)
+    if name not in _ACCESS:
+        return str(name)
+    described = func.__self__  # a property of Tensor
+    return str(getattr(described, "__name__", None) or described.fget.__name__)
+
+
+def describe(func: Any, args: tuple[Any, ...]) -> tuple[type[Instruction], Any, tuple[Any, ...]]:
+    """The kind of instruction, its target and arguments."""
+    if isinstance(func, LeafCall):
+        return CallModule, func.path, args
+    name = name_of(func)
+    access = _ACCESS.get(getattr(func, "__name__", ""))
+    if access is not None:
+        return CallFunction, access, (args[0], name, *args[1:])
+    if args and isinstance(args[0], torch.Tensor) and hasattr(torch.Tensor, name):
+        is_method = torch.overrides.is_tensor_method_or_property(func)
+        if is_method or getattr(torch.Tensor, name) is func:
+            return CallMethod, name, args
+    return CallFunction, _portable(func), args
+
+
+def _portable(func: Any) -> Any:
+    """A function that can be pickled; those of ``torch.nn.functional`` by name."""
+    name = name_of(func)
+    if getattr(F, name, None) is func:
+        return NamedFunction(f"torch.nn.functional.{name}")
+    try:
+        pickle.dumps(func)
+    except Exception:  # whatever the function's own reduction raises
+        named = NamedFunction(f"torch.ops.{func}")
+        try:
+            return named if named.resolve() is func else func
+        except (AttributeError, RuntimeError):
+            return func
+    return func
+
+
+def has_drawn(stream: torch.Tensor) -> bool:
+    """Whether torch's random stream is no longer where ``stream`` says."""
+    return not torch.equal(stream, torch.get_rng_state())
+
+
+def autocast_state() -> tuple[Any, ...]:
+    """Whether autocast is on, and for which types."""
+    return tuple(
+        (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+        for kind in ("cpu", "cuda")
+    )

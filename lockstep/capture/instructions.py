@@ -1,0 +1,244 @@
+"""The instructions of a traced model: pure data, and what runs one of them.
+
+A trace is a flat list of instructions, each one step of the model's forward pass: a call of one of
+its layers, of a function, of a tensor's method. Arguments refer to the values of instructions
+before by their number. So any run of instructions can run anywhere, given the values that it uses
+of others: a stage of a pipeline is no more than that.
+
+There is no generated code and no copy of the model: layers are called by their path, so the
+modules, their names, hooks and modes are the user's own.
+"""
+
+import copy
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep.data.trees import Tree
+
+# Arguments that hold nothing.
+_SIMPLE = frozenset((type(None), bool, int, float, str, type(...), torch.dtype, torch.device))
+
+
+@dataclass(frozen=True)
+class Ref:
+    """Stands for the value of an instruction, anywhere inside arguments."""
+
+    index: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Instruction:
+    """One step of a forward pass; its kind is its class.
+
+    Attributes:
+        target: what is fetched or called.
+        args: positional arguments, with a ``Ref`` for each value.
+        kwargs: keyword arguments, likewise.
+        layer: index of its layer in ``Trace.layers``.
+        no_grad: the model runs it under ``torch.no_grad``, and nothing around it.
+    """
+
+    target: Any = None
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    layer: int = -1
+    no_grad: bool = False
+
+
+class Input(Instruction):
+    """One of the model's inputs; ``target`` is its position, its keyword, or None for the one."""
+
+
+class GetAttribute(Instruction):
+    """A parameter, buffer, other tensor or module of the model; ``target`` is its path."""
+
+
+class CallModule(Instruction):
+    """Call a module; ``target`` is its path."""
+
+
+class CallFunction(Instruction):
+    """Call ``target``."""
+
+
+class CallMethod(Instruction):
+    """Call the method named ``target`` of the first argument."""
+
+
+class Output(Instruction):
+    """What the model returns: the one argument."""
+
+
+@dataclass(frozen=True)
+class NamedFunction:
+    """A function of torch that is looked up by its name, ``torch.nn.functional.relu``, per call.
+
+    For those that cannot be pickled, and those that others replace for a while
+    (``parallel.redirection``).
+    """
+
+    name: str
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.resolve()(*args, **kwargs)
+
+    def resolve(self) -> Any:
+        """The function as it is now."""
+        return functools.reduce(getattr, self.name.split(".")[1:], torch)
+
+    @property
+    def __name__(self) -> str:
+        return self.name.rsplit(".", 1)[-1]
+
+
+@dataclass(frozen=True)
+class Apply:
+    """Applies an autograd Function."""
+
+    function: type[torch.autograd.Function]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function.apply(*args, **kwargs)
+
+
+def run_instruction(
+    instruction: Instruction, model: nn.Module, fetch: Callable[[int], Any], inputs: Tree
+) -> Any:
+    """The value of one instruction.
+
+    Args:
+        instruction: the instruction.
+        model: the model, for its layers and parameters.
+        fetch: gives the value of another instruction by its number.
+        inputs: the model's inputs; used by ``Input`` only.
+    """
+
+    def resolve(tree: Any) -> Any:
+        kind = type(tree)
+        if kind is Ref:
+            return fetch(tree.index)
+        return tree if kind in _SIMPLE else rebuild(resolve, tree)
+
+    args = [resolve(argument) for argument in instruction.args]
+    kwargs = {name: resolve(argument) for name, argument in instruction.kwargs.items()}
+    if not instruction.no_grad:
+        return _evaluate(instruction, model, inputs, args, kwargs)
+    with torch.no_grad():
+        return _evaluate(instruction, model, inputs, args, kwargs)
+
+
+def _evaluate(
+    instruction: Instruction,
+    model: nn.Module,
+    inputs: Tree,
+    args: list[Any],
+    kwargs: dict[str, Any],
+) -> Any:
+    target = instruction.target
+    match instruction:
+        case CallModule():
+            return _module_at(model, target)(*args, **kwargs)
+        case CallFunction():
+            return target(*args, **kwargs)
+        case CallMethod():
+            return getattr(args[0], target)(*args[1:], **kwargs)
+        case GetAttribute():
+            return get_attribute(model, target)
+        case Input():
+            return inputs if target is None else inputs[target]
+        case Output():
+            return args[0]
+    raise AssertionError(instruction)
+
+
+def _module_at(model: nn.Module, path: str) -> nn.Module:
+    """As ``get_submodule``, which takes longer than many a layer."""
+    module = model
+    for name in path.split(".") if path else ():
+        module = module._modules[name]  # type: ignore[assignment]
+    return module
+
+
+def get_attribute(model: nn.Module, path: str) -> Any:
+    """What a model has under a dotted path; the model itself under the empty one."""
+    return functools.reduce(getattr, path.split("."), model) if path else model
+
+
+def references(instruction: Instruction) -> tuple[int, ...]:
+    """Numbers of the instructions whose values it uses, each once."""
+    found = _refs_in((instruction.args, instruction.kwargs))
+    return tuple(dict.fromkeys(ref.index for ref in found))
+
+
+def redirect(tree: Any, numbers: Callable[[int], int]) -> Any:
+    """The same arguments with every reference renumbered."""
+    if isinstance(tree, Ref):
+        return Ref(numbers(tree.index))
+    return rebuild(lambda part: redirect(part, numbers), tree)
+
+
+def _refs_in(tree: Any) -> Iterator[Ref]:
+    if isinstance(tree, Ref):
+        yield tree
+        return
+    for part in parts_of(tree):
+        yield from _refs_in(part)
+
+
+def parts_of(tree: Any) -> list[Any]:
+    """What a container holds, one level deep; see ``rebuild``."""
+    parts: list[Any] = []
+
+    def add(part: Any) -> Any:
+        parts.append(part)
+        return part
+
+    rebuild(add, tree)
+    return parts
+
+
+def rebuild(change: Callable[[Any], Any], tree: Any) -> Any:
+    """A container of the same kind with ``change`` applied to each of its parts.
+
+    Containers are tuples, lists, dicts, slices and dataclasses; what is none is returned as it is.
+    """
+    kind = type(tree)
+    if kind in (tuple, list):
+        return kind(change(part) for part in tree)
+    if kind is dict:
+        return {key: change(part) for key, part in tree.items()}
+    if kind is slice:
+        return slice(change(tree.start), change(tree.stop), change(tree.step))
+    if isinstance(tree, tuple | list):
+        parts = [change(part) for part in tree]
+        if kind is torch.Size:  # which holds numbers only
+            return tuple(parts)
+        return getattr(kind, "_make", kind)(parts)
+    if isinstance(tree, dict):
+        return _with_items(tree, change)
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type | Ref | NamedFunction | Apply):
+        return _with_fields(tree, change)
+    return tree
+
+
+def _with_items(tree: dict[Any, Any], change: Callable[[Any], Any]) -> dict[Any, Any]:
+    """Also for dicts whose keys are attributes, as Hugging Face's outputs are."""
+    result = copy.copy(tree)
+    for key, part in tree.items():
+        result[key] = change(part)
+    return result
+
+
+def _with_fields(tree: Any, change: Callable[[Any], Any]) -> Any:
+    """Fields are set past ``__init__`` and ``frozen``, as they were found."""
+    result = copy.copy(tree)
+    for one in dataclasses.fields(tree):
+        if hasattr(tree, one.name):
+            object.__setattr__(result, one.name, change(getattr(tree, one.name)))
+    return result

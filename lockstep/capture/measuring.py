@@ -1,0 +1,239 @@
+"""Measures what each layer of a traced model costs: times, and what it keeps for backward.
+
+Layers run one by one, forward and then at once backward, each cut off from those before. On the
+meta device nothing can be timed: there, floating point operations are counted.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.flop_counter import FlopCounterMode
+
+from lockstep.capture.instructions import references, run_instruction
+from lockstep.capture.recording import storage_of
+from lockstep.capture.state import ModelState
+from lockstep.capture.tracing import Trace, find_inplace
+from lockstep.data.trees import Tree, map_tensors, tensors_of
+
+# Floating point operations per second where nothing can be timed: one CPU core, large matrices.
+_ASSUMED_SPEED = 5e10
+
+# Measures a call.
+_Count = Callable[[Callable[[], Any]], float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerMeasure:
+    """What a layer costs for one microbatch.
+
+    Attributes:
+        forward_seconds: of its forward pass.
+        backward_seconds: of its backward pass, for its parameters and for what earlier layers made.
+        activation_bytes: kept from forward to backward, beside parameters and buffers. What two
+            layers keep is counted for the first.
+        parameter_bytes: of the parameters that it uses.
+        is_estimated: seconds are counted from operations, not measured.
+    """
+
+    forward_seconds: float
+    backward_seconds: float
+    activation_bytes: int
+    parameter_bytes: int
+    is_estimated: bool = False
+
+
+def measure_layers(
+    model: nn.Module, trace: Trace, inputs: Tree, *, repeats: int = 3
+) -> list[LayerMeasure]:
+    """Run every layer forward and backward; the model and random streams are left as found.
+
+    Args:
+        model: the model; on the meta device times are estimated.
+        trace: of the model. One for evaluation has no backward passes.
+        inputs: a microbatch.
+        repeats: runs after the first, which does not count; medians of these are returned.
+    """
+    parameters = dict(model.named_parameters())
+    is_meta = any(one.is_meta for one in (*tensors_of(inputs), *parameters.values()))
+    layers = _layer_runs(model, trace, map_tensors(_copied, inputs))
+    count: _Count = _count_operations if is_meta else _time
+    state = ModelState(model)
+    try:
+        model.train(trace.training)
+        with torch.set_grad_enabled(trace.training):
+            kept = _run(layers, _activation_counter(model))  # and everything is warm
+            runs = [_run(layers, count) for _ in range(1 if is_meta else repeats)]
+    finally:
+        state.restore()
+    return [
+        LayerMeasure(
+            forward_seconds=statistics.median(run[layer][0] for run in runs),
+            backward_seconds=statistics.median(run[layer][1] for run in runs),
+            activation_bytes=round(kept[layer][0]),
+            parameter_bytes=sum(parameters[name].nbytes for name in described.parameters),
+            is_estimated=is_meta,
+        )
+        for layer, described in enumerate(trace.layers)
+    ]
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone()
+
+
+def _time(body: Callable[[], Any]) -> float:
+    begin = time.perf_counter()
+    body()
+    return time.perf_counter() - begin
+
+
+def _count_operations(body: Callable[[], Any]) -> float:
+    with FlopCounterMode(display=False) as counter:
+        body()
+    return float(counter.get_total_flops()) / _ASSUMED_SPEED
+
+
+def _activation_counter(model: nn.Module) -> _Count:
+    """Counts bytes kept for backward that no call before has kept."""
+    seen = {storage_of(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+
+    def count(body: Callable[[], Any]) -> float:
+        found = 0
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            nonlocal found
+            kept = tensor.detach()
+            if storage_of(tensor) not in seen:
+                found += kept.untyped_storage().nbytes() if storage_of(tensor) else kept.nbytes
+                seen[storage_of(tensor)] = kept  # else another storage might take its place
+            return kept
+
+        with saved_tensors_hooks(keep, lambda kept: kept):
+            body()
+        return found
+
+    return count
+
+
+def _run(layers: Sequence["_LayerRun"], count: _Count) -> list[tuple[float, float]]:
+    """What ``count`` says of each layer's forward and of its backward pass."""
+    values: dict[int, Any] = {}
+    found = []
+    for layer in layers:
+        layer.begin(values)
+        forward = count(layer.forward)
+        backward = count(layer.backward) if layer.prepare_backward() else 0.0
+        values.update(layer.finish())
+        found.append((forward, backward))
+    return found
+
+
+def _layer_runs(model: nn.Module, trace: Trace, inputs: Tree) -> list["_LayerRun"]:
+    members: list[list[int]] = [[] for _ in trace.layers]
+    leaving: set[int] = {len(trace.instructions) - 1}  # values that others use
+    for number, instruction in enumerate(trace.instructions):
+        members[instruction.layer].append(number)
+        leaving |= {
+            value
+            for value in references(instruction)
+            if trace.instructions[value].layer != instruction.layer
+        }
+    changers = {trace.instructions[changer].layer for _, changer in find_inplace(trace)}
+    parameters = dict(model.named_parameters())
+    return [
+        _LayerRun(
+            model=model,
+            trace=trace,
+            inputs=inputs,
+            members=members[layer],
+            outputs=[number for number in members[layer] if number in leaving],
+            parameters=[parameters[name] for name in described.parameters],
+            changes_inputs=layer in changers,
+        )
+        for layer, described in enumerate(trace.layers)
+    ]
+
+
+@dataclass(kw_only=True)
+class _LayerRun:
+    """Runs one layer, cut off from the others.
+
+    Attributes:
+        model: the model.
+        trace: of the model.
+        inputs: the model's.
+        members: numbers of its instructions.
+        outputs: those of them whose values others use.
+        parameters: that it uses.
+        changes_inputs: it changes in place what other layers made.
+    """
+
+    model: nn.Module
+    trace: Trace
+    inputs: Tree
+    members: Sequence[int]
+    outputs: Sequence[int]
+    parameters: Sequence[nn.Parameter]
+    changes_inputs: bool
+    _values: dict[int, Any] = field(default_factory=dict)
+    _leaves: list[torch.Tensor] = field(default_factory=list)
+    _roots: list[torch.Tensor] = field(default_factory=list)
+    _directions: list[torch.Tensor] = field(default_factory=list)
+
+    def begin(self, values: Mapping[int, Any]) -> None:
+        """Take what it needs of the values of earlier layers."""
+        members = set(self.members)
+        needed = {
+            value
+            for number in self.members
+            for value in references(self.trace.instructions[number])
+            if value not in members
+        }
+        self._leaves = []
+        self._values = {value: map_tensors(self._cut_off, values[value]) for value in needed}
+
+    def _cut_off(self, tensor: torch.Tensor) -> torch.Tensor:
+        leaf = tensor.detach().requires_grad_(tensor.requires_grad)
+        self._leaves.append(leaf)
+        return leaf.clone() if self.changes_inputs else leaf
+
+    def forward(self) -> None:
+        """Run its instructions."""
+        for number in self.members:
+            instruction = self.trace.instructions[number]
+            self._values[number] = run_instruction(
+                instruction, self.model, self._values.__getitem__, self.inputs
+            )
+
+    def prepare_backward(self) -> bool:
+        """Whether there is anything to run backward."""
+        made = {
+            id(tensor): tensor
+            for number in self.outputs
+            for tensor in tensors_of(self._values[number])
+            if tensor.grad_fn is not None
+        }
+        self._roots = list(made.values())
+        self._directions = [torch.ones_like(root) for root in self._roots]
+        return bool(self._roots)
+
+    def backward(self) -> None:
+        """Gradients of its parameters and inputs; they are not kept."""
+        wanted = [one for one in (*self._leaves, *self.parameters) if one.requires_grad]
+        torch.autograd.grad(self._roots, wanted, self._directions, allow_unused=True)
+
+    def finish(self) -> dict[int, Any]:
+        """Let go of everything; returns the values that others use, without their history."""
+        results = {number: map_tensors(_bare, self._values[number]) for number in self.outputs}
+        self._values, self._leaves, self._roots, self._directions = {}, [], [], []
+        return results
+
+
+def _bare(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().requires_grad_(tensor.requires_grad)

@@ -1,0 +1,236 @@
+"""Holds traces to their models: replays them, watches their values, and compares what comes out."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from lockstep.capture.instructions import (
+    GetAttribute,
+    Input,
+    Instruction,
+    parts_of,
+    references,
+    run_instruction,
+)
+from lockstep.capture.notes import Record, UntraceableError
+from lockstep.capture.recording import storage_of
+from lockstep.data.trees import Tree, map_tensors, tensors_of
+
+# How far gradients may be apart: what is looked for are missing ones.
+_GRADIENT_TOLERANCE = 1e-3
+
+
+class MismatchError(Exception):
+    """A trace does not do what the model does.
+
+    Args:
+        path: of the module to blame.
+        reason: in one line.
+    """
+
+    def __init__(self, path: str, reason: str) -> None:
+        super().__init__(path, reason)
+        self.path = path
+        self.reason = reason
+
+
+class Replay:
+    """Runs a trace and watches its values.
+
+    Args:
+        model: the model.
+        instructions: of the trace.
+        records: what was recorded of each.
+
+    Attributes:
+        changes: pairs (instruction that made a tensor, one of another layer that changes it in
+            place, or may see it changed).
+    """
+
+    def __init__(
+        self, model: nn.Module, instructions: Sequence[Instruction], records: Sequence[Record]
+    ) -> None:
+        self._model = model
+        self._instructions = instructions
+        self._records = records
+        self._values: list[Any] = []
+        self.changes: set[tuple[int, int]] = set()
+
+    def __call__(self, inputs: Tree) -> Any:
+        """The outputs."""
+        values: list[Any] = []
+        self._values = values
+        makers: dict[int, int] = {}  # by storage
+        changed: set[int] = set()
+        for number, instruction in enumerate(self._instructions):
+            used = [*tensors_of([values[index] for index in references(instruction)])]
+            versions = [tensor._version for tensor in used]
+            try:
+                value = run_instruction(instruction, self._model, values.__getitem__, inputs)
+            except Exception as error:
+                raise MismatchError(self._records[number].scope, one_line(error)) from error
+            values.append(value)
+            for tensor, version in zip(used, versions, strict=True):
+                storage = storage_of(tensor)
+                if tensor._version != version:
+                    changed.add(storage)
+                elif storage not in changed or not self._is_everywhere(makers[storage]):
+                    continue
+                self._note_change(makers[storage], number)
+            for tensor in tensors_of(value):
+                makers.setdefault(storage_of(tensor), number)
+        return values[-1]
+
+    def _is_everywhere(self, maker: int) -> bool:
+        """Inputs and buffers are read anew by every process that uses them."""
+        return isinstance(self._instructions[maker], Input | GetAttribute)
+
+    def _note_change(self, maker: int, changer: int) -> None:
+        if self._instructions[maker].layer != self._instructions[changer].layer:
+            self.changes.add((maker, changer))
+
+    def first_difference(self) -> str:
+        """Path of the module that ran the first instruction whose value is not as recorded."""
+        for record, value in zip(self._records, self._values, strict=True):
+            is_made = not isinstance(record.instruction, Input | GetAttribute)
+            if is_made and not is_same(record.value, value):
+                return record.scope
+        return ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What a forward pass leaves behind.
+
+    Attributes:
+        outputs: of the model.
+        buffers: all of them.
+        stream: state of torch's random stream.
+        gradients: norm and sum of each parameter's, None for those not used; None where there is
+            no backward pass.
+    """
+
+    outputs: Tree
+    buffers: list[torch.Tensor]
+    stream: torch.Tensor
+    gradients: list[tuple[float, float] | None] | None
+
+    def unlike(self, other: "Result") -> str:
+        """What differs, or nothing."""
+        for name in ("outputs", "buffers", "stream"):
+            if not is_same(getattr(self, name), getattr(other, name)):
+                return name
+        if self.gradients is None or other.gradients is None:
+            return ""
+        pairs = zip(self.gradients, other.gradients, strict=True)
+        return "" if all(_is_close(one, another) for one, another in pairs) else "gradients"
+
+
+def result_of(model: nn.Module, outputs: Tree, *, with_gradients: bool) -> Result:
+    """What a forward pass that returned ``outputs`` left behind."""
+    return Result(
+        outputs=map_tensors(_kept, outputs),
+        buffers=[_kept(buffer) for buffer in model.buffers()],
+        stream=torch.get_rng_state(),
+        gradients=_gradients(outputs, model) if with_gradients else None,
+    )
+
+
+def _kept(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone()
+
+
+def _gradients(outputs: Tree, model: nn.Module) -> list[tuple[float, float] | None] | None:
+    """What each parameter's gradient is like, for some gradient of the outputs."""
+    parameters = [one for one in model.parameters() if one.requires_grad]
+    tensors = [one for one in tensors_of(outputs) if one.requires_grad]
+    if not parameters or not tensors:
+        return None
+    with torch.no_grad():
+        directions = [torch.ones_like(one) + torch.sin(one.abs() + 1) for one in tensors]
+    try:
+        found = torch.autograd.grad(tensors, parameters, directions, allow_unused=True)
+    except RuntimeError:  # it has no backward pass
+        return None
+    return [None if one is None else _likeness(one) for one in found]
+
+
+def _likeness(gradient: torch.Tensor) -> tuple[float, float]:
+    if gradient.is_meta:
+        return 0.0, 0.0
+    dense = gradient.to_dense() if gradient.layout != torch.strided else gradient
+    return float(dense.abs().norm()), float(dense.abs().sum())
+
+
+def _is_close(one: tuple[float, float] | None, other: tuple[float, float] | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return all(
+        not abs(first - second) > _GRADIENT_TOLERANCE * second  # NaN is as good as NaN
+        for first, second in zip(one, other, strict=True)
+    )
+
+
+def is_same(one: Any, other: Any) -> bool:
+    """Whether two trees are equal bit by bit; objects that are no values are not compared."""
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        is_both = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
+        return is_both and _is_same_tensor(one, other)
+    if isinstance(one, int | float | str | None):
+        return bool(one == other) or (one != one and other != other)
+    if isinstance(one, np.ndarray):
+        return np.array_equal(one, other, equal_nan=one.dtype.kind in "fc")
+    parts, others = parts_of(one), parts_of(other)
+    return len(parts) == len(others) and all(map(is_same, parts, others))
+
+
+def _is_same_tensor(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if (one.shape, one.dtype, one.device) != (other.shape, other.dtype, other.device):
+        return False
+    if one.is_meta or one.layout != torch.strided:
+        return True
+    if torch.equal(one, other) or not (one.is_floating_point() or one.is_complex()):
+        return torch.equal(one, other)
+    is_nan = one.isnan()
+    return torch.equal(is_nan, other.isnan()) and torch.equal(one[~is_nan], other[~is_nan])
+
+
+def compare_recordings(one: Sequence[Record], other: Sequence[Record]) -> None:
+    """They are of different numbers of samples and must not show it.
+
+    Raises:
+        MismatchError: they do.
+    """
+    for first, second in zip_longest(one, other):
+        if first is None or second is None or not _is_like(first.instruction, second.instruction):
+            scopes = [record.scope for record in (first, second) if record is not None]
+            # Where a module goes on longer with one of them, the other is back in what called it.
+            deepest = max(scopes, key=len)
+            raise MismatchError(deepest, "what it does depends on the number of samples")
+
+
+def _is_like(one: Any, other: Any) -> bool:
+    """Whether instructions, or their arguments, are the same."""
+    if type(one) is not type(other):
+        return False
+    parts, others = parts_of(one), parts_of(other)
+    if isinstance(one, dict) and one.keys() != other.keys():
+        return False
+    if parts or others:
+        return len(parts) == len(others) and all(map(_is_like, parts, others))
+    if isinstance(one, np.ndarray):
+        return np.array_equal(one, other, equal_nan=one.dtype.kind in "fc")
+    return bool(one == other) or one != one
+
+
+def one_line(error: Exception) -> str:
+    """What went wrong, in short."""
+    lines = str(error).splitlines() or [""]
+    return (
+        lines[0] if isinstance(error, UntraceableError) else f"{type(error).__name__}: {lines[0]}"
+    )

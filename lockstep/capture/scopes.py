@@ -1,0 +1,90 @@
+"""``lockstep.device``: says in the model's own code which device a layer is for.
+
+Within ``with lockstep.device(0):`` every module that gets a parameter is marked, and so is each
+that is made an attribute of another. Scopes nest, the innermost counts, and so does a module's own
+mark before that of what contains it. The mark is an attribute of the module: it is copied and sent
+with it, and changes nothing of what the module does.
+
+Keras layers on the torch backend are modules, too. They make their variables when they are built,
+so what is marked is the layer where it is made an attribute, or called, within the scope.
+"""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+from torch import nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+
+from lockstep.errors import OptionError, problem
+
+_MARK = "_lockstep_device"
+_current: ContextVar[int | None] = ContextVar("lockstep_device", default=None)
+
+
+@contextmanager
+def device(index: int | str) -> Iterator[None]:
+    """Within the block, layers are made for a device: where ``PipelineStrategy`` puts them.
+
+    Args:
+        index: number of the device, from 0; or a name such as ``"cpu:1"`` or ``"cuda:1"``.
+
+    Raises:
+        OptionError: neither.
+    """
+    token = _current.set(_index(index))
+    hooks = (
+        register_module_parameter_registration_hook(_mark_owner),
+        register_module_module_registration_hook(_mark_child),
+    )
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        _current.reset(token)
+
+
+def device_of(model: nn.Module, path: str) -> int | None:
+    """The device that scopes give a module: its own mark, or that of what contains it."""
+    while True:
+        mark = vars(model.get_submodule(path)).get(_MARK)
+        if mark is not None or not path:
+            return mark
+        path = path.rpartition(".")[0]
+
+
+def _mark_owner(owner: nn.Module, name: str, parameter: object) -> None:
+    _mark(owner)
+
+
+def _mark_child(owner: nn.Module, name: str, child: object) -> None:
+    if isinstance(child, nn.ParameterDict | nn.ParameterList):
+        _mark(owner)  # it is how a layer holds its parameters, and no layer itself
+    elif isinstance(child, nn.Module):
+        _mark(child)
+
+
+def _mark(module: nn.Module) -> None:
+    current = _current.get()
+    if current is not None and _MARK not in vars(module):
+        vars(module)[_MARK] = current
+
+
+def _index(device: object) -> int:
+    if isinstance(device, int) and not isinstance(device, bool) and device >= 0:
+        return device
+    match = re.fullmatch(r"(?:cpu|cuda):(\d+)", device) if isinstance(device, str) else None
+    if match is None:
+        raise OptionError(
+            problem(
+                "A device is a number from 0, or a name with one.",
+                received=f"device({device!r})",
+                fix="Use device(1), device('cpu:1') or device('cuda:1').",
+            )
+        )
+    return int(match[1])

@@ -1,0 +1,96 @@
+"""Numbers that remember where they are from: sizes of tensors, and what is calculated with them.
+
+They are ints and floats, so any code takes them. Calculations with them are noted; comparisons,
+``range`` and ``int`` see plain numbers.
+"""
+
+import math
+import operator
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from lockstep.capture.instructions import rebuild
+
+
+class Calculator(Protocol):
+    """Notes calculations."""
+
+    def compute(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """The result of ``function(*args)``, or NotImplemented."""
+
+
+class _Traced:
+    """A number that is the value of the record ``number``."""
+
+    number: int
+    calculator: Calculator
+
+    def __new__(cls, value: Any, calculator: Calculator, number: int) -> Any:
+        made = super().__new__(cls, value)  # type: ignore[call-arg]
+        made.calculator = calculator
+        made.number = number
+        return made
+
+    def __reduce__(self) -> Any:
+        return _plain_number, (_plain_number(self),)
+
+
+def _calculates(function: Callable[..., Any], *, reflected: bool = False) -> Callable[..., Any]:
+    def method(self: Any, *others: Any) -> Any:
+        args = (*others, self) if reflected else (self, *others)
+        return self.calculator.compute(function, args)
+
+    return method
+
+
+for _name in ("add", "sub", "mul", "floordiv", "truediv", "mod", "pow"):
+    _function = getattr(operator, _name)
+    setattr(_Traced, f"__{_name}__", _calculates(_function))
+    setattr(_Traced, f"__r{_name}__", _calculates(_function, reflected=True))
+for _name, _function in (
+    ("neg", operator.neg),
+    ("abs", operator.abs),
+    ("floor", math.floor),
+    ("ceil", math.ceil),
+    ("round", round),
+):
+    setattr(_Traced, f"__{_name}__", _calculates(_function))
+
+
+class TracedInt(_Traced, int):
+    """A size."""
+
+
+class TracedFloat(_Traced, float):
+    """What is calculated with sizes."""
+
+
+def _plain_number(value: Any) -> Any:
+    return int.__int__(value) if isinstance(value, int) else float.__float__(value)
+
+
+def plain(tree: Any) -> Any:
+    """The same arguments with plain numbers, and the very same containers if there are none."""
+    if isinstance(tree, TracedInt | TracedFloat):
+        return _plain_number(tree)
+    is_new = False
+
+    def change(part: Any) -> Any:
+        nonlocal is_new
+        new = plain(part)
+        is_new |= new is not part
+        return new
+
+    changed = rebuild(change, tree)
+    if not is_new:
+        return tree
+    return torch.Size(changed) if isinstance(tree, torch.Size) else changed
+
+
+def has_numbers(value: Any) -> bool:
+    """Whether it says something of a tensor that may differ elsewhere: sizes, the device."""
+    if isinstance(value, tuple | list):
+        return any(map(has_numbers, value))
+    return isinstance(value, int | float | torch.device) and not isinstance(value, bool)

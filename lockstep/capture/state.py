@@ -1,0 +1,97 @@
+"""What running a model changes, to be put back: tensors, attributes, random streams."""
+
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep.data.order import restore_streams, stream_states
+from lockstep.data.trees import tensors_of
+
+
+class ModelState:
+    """A model and the random streams as they are now.
+
+    Kept are the values of all parameters, buffers and other tensors of its modules, their
+    attributes, and what lists, dicts, sets and deques among these hold.
+
+    Args:
+        model: the model; a copy of its tensors is kept unless they are on the meta device.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._streams = stream_states()
+        self._modules = [(module, dict(vars(module))) for module in model.modules()]
+        self._contents = [
+            (held, _contents(held))
+            for _, attributes in self._modules
+            for held in attributes.values()
+            if isinstance(held, dict | list | set | deque)
+        ]
+        tensors = {id(tensor): tensor for tensor in self._tensors() if not tensor.is_meta}
+        self._values = [
+            (tensor, tensor.detach(), tensor.detach().clone()) for tensor in tensors.values()
+        ]
+
+    def _tensors(self) -> Iterator[torch.Tensor]:
+        for _, attributes in self._modules:
+            yield from tensors_of(list(attributes.values()))
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put everything back."""
+        for module, attributes in self._modules:
+            if not _is_same(vars(module), attributes):
+                vars(module).clear()
+                vars(module).update(attributes)
+        for held, contents in self._contents:
+            if not _is_same(held, contents):
+                _refill(held, contents)
+        for tensor, alias, values in self._values:
+            if tensor.data_ptr() != alias.data_ptr() or tensor.shape != alias.shape:
+                tensor.data = alias
+            if not torch.equal(alias, values):
+                alias.copy_(values)
+        restore_streams(self._streams)
+
+    def changed_modules(self) -> list[str]:
+        """Paths of modules with attributes that are not what they were, or do not hold the same."""
+        changed = {id(held) for held, contents in self._contents if not _is_same(held, contents)}
+        names = {id(module): name for name, module in self._modules[0][0].named_modules()}
+        return [
+            names[id(module)]
+            for module, attributes in self._modules
+            if not _is_same(_own(vars(module)), _own(attributes))
+            or any(id(held) in changed for held in attributes.values())
+        ]
+
+
+def _own(attributes: dict[str, Any]) -> dict[str, Any]:
+    """Without the mode, which is set from outside."""
+    return {name: value for name, value in attributes.items() if name != "training"}
+
+
+def _contents(held: Any) -> Any:
+    return dict(held) if isinstance(held, dict) else list(held)
+
+
+def _is_same(held: Any, contents: Any) -> bool:
+    """Whether a container holds the very same objects."""
+    if len(held) != len(contents):
+        return False
+    if isinstance(held, dict):
+        return all(
+            key is other and value is contents[other]
+            for (key, value), other in zip(held.items(), contents, strict=True)
+        )
+    return all(one is other for one, other in zip(held, contents, strict=True))
+
+
+def _refill(held: Any, contents: Any) -> None:
+    held.clear()
+    if isinstance(held, list | deque):
+        held.extend(contents)
+    else:
+        held.update(contents)

@@ -1,0 +1,256 @@
+"""Traces a model: its forward pass as a flat list of instructions, divided into layers.
+
+The model is recorded on example data (``recording``). What cannot be recorded is found and called
+as a whole instead, down to the whole model if need be. Then the trace is held to the model: the
+same outputs bit by bit, with another number of samples, too, and the same gradients.
+
+What Python code decides is decided as for the example. Its number of samples may change, nothing
+else is checked: trace anew for inputs of other shapes, types or structure, for training and
+evaluation, and under the ``torch.autocast`` that the instructions will run under.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep.capture.instructions import CallModule, Instruction, run_instruction
+from lockstep.capture.layering import TracedLayer, divide
+from lockstep.capture.layers import check_shapes
+from lockstep.capture.notes import Record
+from lockstep.capture.recording import Recorder, inputs_of, is_leaf
+from lockstep.capture.replaying import (
+    MismatchError,
+    Replay,
+    Result,
+    compare_recordings,
+    one_line,
+    result_of,
+)
+from lockstep.capture.state import ModelState
+from lockstep.data.trees import Tree, map_tensors, tensors_of
+
+__all__ = ["Trace", "TracedLayer", "find_inplace", "run_trace", "trace_model", "trace_modes"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trace:
+    """A model's forward pass.
+
+    Attributes:
+        instructions: in order; those of a layer are consecutive.
+        layers: in order.
+        training: whether the model was in training mode.
+        changes: pairs (instruction that made a tensor, one of a later layer that changes it in
+            place), as seen on the example.
+    """
+
+    instructions: tuple[Instruction, ...]
+    layers: tuple[TracedLayer, ...]
+    training: bool
+    changes: tuple[tuple[int, int], ...] = ()
+
+
+def trace_model(
+    model: nn.Module,
+    inputs: Tree,
+    *,
+    training: bool,
+    atomic: Mapping[str, str] | None = None,
+) -> Trace:
+    """Trace a model; it and the random streams are left as they were found.
+
+    Args:
+        model: the model; may be on the meta device.
+        inputs: an example batch of a few samples: a tuple of positional arguments, a dict of
+            keyword arguments, or the one argument. Gets no gradients and is not changed.
+        training: trace the model in training mode, with gradients; else in evaluation without.
+        atomic: paths of modules not to trace through, and why; see ``trace_modes``.
+
+    Raises:
+        ModelError: a parameter has no shape yet.
+        Exception: whatever the model raises when called with ``inputs``.
+    """
+    check_shapes(model)
+    return _Tracer(model, inputs, training=training).trace(dict(atomic or {}))
+
+
+def trace_modes(model: nn.Module, inputs: Tree) -> tuple[Trace, Trace]:
+    """Traces for training and evaluation with the same modules in one piece."""
+    known: dict[str, str] = {}
+    while True:
+        training = trace_model(model, inputs, training=True, atomic=known)
+        known |= _atomic_of(training)
+        evaluation = trace_model(model, inputs, training=False, atomic=known)
+        if _atomic_of(evaluation).keys() <= known.keys():
+            return training, evaluation
+        known |= _atomic_of(evaluation)
+
+
+def _atomic_of(trace: Trace) -> dict[str, str]:
+    calls = [one for one in trace.instructions if isinstance(one, CallModule)]
+    layers = [(call.target, trace.layers[call.layer]) for call in calls]
+    return {path: layer.reason for path, layer in layers if layer.is_atomic}
+
+
+def find_inplace(trace: Trace) -> list[tuple[int, int]]:
+    """Pairs of instructions between which a trace must not be cut.
+
+    The first made a tensor, or is a view of one, and the second, of another layer, changes it in
+    place. In different processes it would change a copy.
+    """
+    return list(trace.changes)
+
+
+def run_trace(
+    trace: Trace,
+    model: nn.Module,
+    inputs: Tree,
+    observe: Callable[[int, Any], None] | None = None,
+) -> Any:
+    """The model's outputs, by its instructions.
+
+    Args:
+        trace: of the model.
+        model: the model, in the mode it was traced in.
+        inputs: its inputs.
+        observe: called with each instruction's number and value.
+    """
+    values: list[Any] = []
+    for number, instruction in enumerate(trace.instructions):
+        values.append(run_instruction(instruction, model, values.__getitem__, inputs))
+        if observe is not None:
+            observe(number, values[-1])
+    return values[-1]
+
+
+class _Tracer:
+    """Traces one model in one mode."""
+
+    def __init__(self, model: nn.Module, inputs: Tree, *, training: bool) -> None:
+        self._model = model
+        self._training = training
+        self._examples = _examples(inputs)
+        self._state = ModelState(model)
+
+    def trace(self, atomic: dict[str, str]) -> Trace:
+        """Trace until what is recorded is what the model does."""
+        atomic = {**_hooked(self._model), **atomic}
+        wanted = self._results()
+        while True:
+            try:
+                return self._attempt(atomic, wanted)
+            except MismatchError as mismatch:
+                if "" in atomic:  # the whole model is one call, and that failed
+                    raise mismatch.__cause__ or mismatch from None
+                path = mismatch.path
+                while path in atomic:  # then what calls it is to blame
+                    path = path.rpartition(".")[0]
+                atomic[path] = mismatch.reason
+
+    def _attempt(self, atomic: Mapping[str, str], wanted: Sequence[Result]) -> Trace:
+        records = self._record(atomic, self._examples[0])
+        for inputs in self._examples[1:]:
+            compare_recordings(records, self._record(atomic, inputs))
+        layered = divide(self._model, records, atomic)
+        trace = Trace(
+            instructions=layered.instructions, layers=layered.layers, training=self._training
+        )
+        if "" in atomic:  # one call: there is nothing to verify
+            return trace
+        replay = Replay(
+            self._model, layered.instructions, [records[one] for one in layered.records]
+        )
+        for inputs, result in zip(self._examples, wanted, strict=True):
+            self._verify(replay, inputs, result)
+        return replace(trace, changes=tuple(sorted(replay.changes)))
+
+    def _record(self, atomic: Mapping[str, str], inputs: Tree) -> list[Record]:
+        recorder = Recorder(self._model, atomic, grad_enabled=self._training)
+
+        def record(copied: Tree) -> tuple[list[Record], list[str]]:
+            return recorder.record(copied), self._state.changed_modules()
+
+        try:
+            records, changed = self._run(record, inputs)
+        except Exception as error:
+            raise MismatchError(recorder.culprit, one_line(recorder.failure or error)) from error
+        for path in changed:
+            is_whole = is_leaf(self._model.get_submodule(path))
+            if not is_whole and not any(_is_within(path, one) for one in atomic):
+                raise MismatchError(path, "changes its attributes in forward")
+        return list(records)
+
+    def _verify(self, replay: Replay, inputs: Tree, wanted: Result) -> None:
+        difference = self._run(lambda copied: self._result(replay, copied), inputs).unlike(wanted)
+        if not difference:
+            return
+        again = self._run(lambda copied: self._result(self._call, copied), inputs)
+        if again.unlike(wanted):  # the model itself never does the same
+            return
+        raise MismatchError(replay.first_difference(), f"traced, its {difference} differ")
+
+    def _results(self) -> list[Result]:
+        """What the model itself makes of the examples."""
+        results = []
+        for number, inputs in enumerate(self._examples):
+            try:
+                results.append(self._run(lambda copied: self._result(self._call, copied), inputs))
+            except Exception:
+                if number == 0:
+                    raise
+        del self._examples[len(results) :]  # some models are for one number of samples
+        return results
+
+    def _run(self, body: Callable[[Tree], Any], inputs: Tree) -> Any:
+        """Run ``body`` on a copy of inputs, from the same state every time."""
+        copied = map_tensors(lambda tensor: tensor.detach().clone(), inputs)
+        tensors = [*tensors_of(inputs), *self._model.parameters()]
+        is_meta = any(tensor.is_meta for tensor in tensors)
+        place = torch.device("meta") if is_meta else nullcontext()
+        torch.clear_autocast_cache()  # of casts that belong to the run before
+        try:
+            self._model.train(self._training)
+            with torch.set_grad_enabled(self._training), place:
+                return body(copied)
+        finally:
+            self._state.restore()
+
+    def _call(self, inputs: Tree) -> Any:
+        arguments = inputs_of(inputs)
+        return self._model(
+            *(value for target, value in arguments if not isinstance(target, str)),
+            **{target: value for target, value in arguments if isinstance(target, str)},
+        )
+
+    def _result(self, forward: Callable[[Tree], Any], inputs: Tree) -> Result:
+        return result_of(self._model, forward(inputs), with_gradients=self._training)
+
+
+def _hooked(model: nn.Module) -> dict[str, str]:
+    """Modules whose hooks would not run if they were traced through."""
+    kinds = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+    return {
+        name: "has hooks"
+        for name, module in model.named_modules()
+        if not is_leaf(module) and any(getattr(module, kind) for kind in kinds)
+    }
+
+
+def _examples(inputs: Tree) -> list[Tree]:
+    """The inputs; and with more than twice the samples, where it is clear what a sample is."""
+    sizes = {len(tensor) for tensor in tensors_of(inputs) if tensor.dim() > 0}
+    if len(sizes) != 1 or 0 in sizes:
+        return [inputs]
+    return [inputs, map_tensors(_with_more, inputs)]
+
+
+def _with_more(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.cat([tensor, tensor, tensor[:1]]) if tensor.dim() > 0 else tensor
+
+
+def _is_within(path: str, outer: str) -> bool:
+    return not outer or path == outer or path.startswith(f"{outer}.")

@@ -1,0 +1,173 @@
+"""The partition: a traced model in the stages of its Plan.
+
+A stage is a run of the trace's instructions. What an instruction of one stage uses of another is a
+value that crosses: the partition lists what each stage receives and sends. Two kinds of values
+never do. Parameters are fetched where they are used, and the model's own inputs are read by every
+rank that needs them.
+
+Where the model draws random numbers, a stage goes on with the stream where the one before it has
+left off, as one device would: the state of the stream crosses like a value.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from lockstep.capture.instructions import Input, Instruction, Output, references
+from lockstep.capture.tracing import Trace
+from lockstep.plan.spec import Plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagePart:
+    """One stage's part of a trace.
+
+    Attributes:
+        instructions: their numbers, in order.
+        sent: values that later stages use, and these stages.
+        received: values of earlier stages, and that stage.
+        uses_inputs: it reads the model's inputs.
+        stream_from: the stage that leaves it the random stream; None where it draws nothing, or
+            begins the stream.
+        stream_to: the stage that it leaves the stream to, or None.
+        draws: it draws random numbers, or a later part of the step may.
+        parameters: names of the parameters it uses.
+        buffers: names of its buffers.
+        sent_after: values to send after an instruction, their last use in the stage.
+        dropped_after: values to let go of after an instruction.
+    """
+
+    instructions: tuple[int, ...]
+    sent: Mapping[int, tuple[int, ...]]
+    received: Mapping[int, int]
+    uses_inputs: bool
+    stream_from: int | None
+    stream_to: int | None
+    draws: bool
+    parameters: tuple[str, ...]
+    buffers: tuple[str, ...]
+    sent_after: Mapping[int, tuple[int, ...]]
+    dropped_after: Mapping[int, tuple[int, ...]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Partition:
+    """A traced model in stages.
+
+    Attributes:
+        instructions: of the whole trace.
+        parts: by stage.
+        value_bytes: sizes of the values that cross, for the largest microbatch.
+    """
+
+    instructions: tuple[Instruction, ...]
+    parts: tuple[StagePart, ...]
+    value_bytes: Mapping[int, int]
+
+
+def partition(plan: Plan, trace: Trace, value_bytes: Mapping[int, int]) -> Partition:
+    """Cut a trace as the Plan says.
+
+    Args:
+        plan: one with a pipeline.
+        trace: of the model, in training or evaluation.
+        value_bytes: sizes of the values that may cross, for the largest microbatch.
+    """
+    assert plan.pipeline is not None
+    num_stages = len(plan.pipeline.stages)
+    of_layer = stages_of_layers(plan, trace)
+    # The last stage has the outputs and the loss.
+    stages = [
+        num_stages - 1 if isinstance(instruction, Output) else of_layer[instruction.layer]
+        for instruction in trace.instructions
+    ]
+    streams = _streams(trace, of_layer, num_stages)
+    parts = tuple(_part(trace, stages, of_layer, stage, streams) for stage in range(num_stages))
+    crossing = {value for part in parts for value in part.sent}
+    return Partition(
+        instructions=trace.instructions,
+        parts=parts,
+        value_bytes={value: value_bytes[value] for value in sorted(crossing)},
+    )
+
+
+def stages_of_layers(plan: Plan, trace: Trace) -> list[int]:
+    """The stage of each layer of a trace.
+
+    A layer that the Plan does not know (it runs in evaluation only, say) goes with the one before
+    it, and none goes back behind the one before it.
+    """
+    by_name = {layer.name: layer.stage for layer in plan.layers}
+    stages: list[int] = []
+    for layer in trace.layers:
+        before = stages[-1] if stages else 0
+        stages.append(max(before, by_name.get(layer.name, before)))
+    return stages
+
+
+def _part(
+    trace: Trace,
+    stages: Sequence[int],
+    of_layer: Sequence[int],
+    stage: int,
+    streams: Sequence[int],
+) -> StagePart:
+    own = [
+        number
+        for number, instruction in enumerate(trace.instructions)
+        if stages[number] == stage and not isinstance(instruction, Input)
+    ]
+    used = {value: number for number in own for value in references(trace.instructions[number])}
+    inputs = {value for value in used if isinstance(trace.instructions[value], Input)}
+    sent = _users_elsewhere(trace, stages, own)
+    place = streams.index(stage) if stage in streams else None
+    layers = [
+        layer for layer, its_stage in zip(trace.layers, of_layer, strict=True) if its_stage == stage
+    ]
+    return StagePart(
+        instructions=tuple(own),
+        sent=sent,
+        received={
+            value: stages[value]
+            for value in sorted(used)
+            if stages[value] != stage and value not in inputs
+        },
+        uses_inputs=bool(inputs),
+        stream_from=streams[place - 1] if place else None,
+        stream_to=streams[place + 1] if place is not None and place + 1 < len(streams) else None,
+        draws=place is not None,
+        parameters=_unique(name for layer in layers for name in layer.parameters),
+        buffers=_unique(name for layer in layers for name in layer.buffers),
+        # A value may be changed in place until its stage has done with it: so it is sent then.
+        sent_after=_inverted({value: used.get(value, value) for value in sent}),
+        dropped_after=_inverted(used),
+    )
+
+
+def _users_elsewhere(
+    trace: Trace, stages: Sequence[int], own: Sequence[int]
+) -> dict[int, tuple[int, ...]]:
+    """By value of a stage, the other stages that use it."""
+    users: dict[int, set[int]] = {number: set() for number in own}
+    for number, instruction in enumerate(trace.instructions):
+        for value in references(instruction):
+            if value in users and stages[number] != stages[value]:
+                users[value].add(stages[number])
+    return {value: tuple(sorted(found)) for value, found in users.items() if found}
+
+
+def _streams(trace: Trace, of_layer: Sequence[int], num_stages: int) -> list[int]:
+    """The stages that draw random numbers, in order; the last one's loss may draw, too."""
+    drawing = {stage for layer, stage in zip(trace.layers, of_layer, strict=True) if layer.draws}
+    return sorted(drawing | {num_stages - 1}) if drawing and trace.training else []
+
+
+def _inverted(instructions: Mapping[int, int]) -> dict[int, tuple[int, ...]]:
+    """From the instruction of each value to the values of each instruction."""
+    values: dict[int, list[int]] = {}
+    for value, number in instructions.items():
+        values.setdefault(number, []).append(value)
+    return {number: tuple(found) for number, found in values.items()}
+
+
+def _unique(names: Iterable[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(names))

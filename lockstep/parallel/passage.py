@@ -1,0 +1,180 @@
+"""A passage: one microbatch on its way through one stage, forward and back.
+
+Forward, the stage's instructions run one by one. A value of another stage is received when the
+first instruction needs it: it becomes a leaf of this passage's own autograd graph. A value that
+others need is sent after its last use here: it is a root from which backward starts.
+
+Backward, the gradients of the roots are received, and the gradient of each leaf is sent on as soon
+as it is complete.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep.capture.instructions import Input, Instruction, Output, run_instruction
+from lockstep.data.trees import Tree, tensors_of
+from lockstep.parallel.losses import ShareLoss
+from lockstep.parallel.partition import StagePart
+from lockstep.parallel.stage_mail import StageMail
+
+Gradients = list[torch.Tensor | None]
+
+
+class Passage:
+    """A microbatch in a stage.
+
+    Args:
+        stage: the stage.
+        share: the microbatch.
+        part: what belongs to the stage.
+        instructions: of the whole trace.
+        model: whose modules the instructions call.
+        mail: from and to other stages.
+    """
+
+    def __init__(
+        self,
+        *,
+        stage: int,
+        share: int,
+        part: StagePart,
+        instructions: Sequence[Instruction],
+        model: nn.Module,
+        mail: StageMail,
+    ) -> None:
+        self.loss: ShareLoss | None = None
+        # Factors of gradients that wait for their pass: weight's number, inputs, output gradients.
+        self.deferred: list[tuple[int, torch.Tensor, torch.Tensor]] = []
+        self._stage = stage
+        self._share = share
+        self._part = part
+        self._instructions = instructions
+        self._model = model
+        self._mail = mail
+        self._received: dict[int, Any] = {}
+        self._leaves: dict[int, _Leaves] = {}
+        self._sent: dict[int, list[torch.Tensor]] = {}
+
+    def forward(self, inputs: Tree) -> list[Any]:
+        """Run the stage's instructions.
+
+        It may run once more, to compute activations again: what has come is still there then, and
+        nothing is sent twice.
+
+        Args:
+            inputs: the model's, where the stage uses them.
+
+        Returns:
+            The model's output, if the stage has it, and all tensors that backward starts from.
+        """
+        values: dict[int, Any] = {}
+        output = None
+
+        def fetch(number: int) -> Any:
+            if number not in values:
+                is_input = isinstance(self._instructions[number], Input)
+                values[number] = run(number) if is_input else self._receive(number)
+            return values[number]
+
+        def run(number: int) -> Any:
+            return run_instruction(self._instructions[number], self._model, fetch, inputs)
+
+        for number in self._part.instructions:
+            values[number] = run(number)
+            if isinstance(self._instructions[number], Output):
+                output = values[number]
+            for value in self._part.sent_after.get(number, ()):
+                self._send(value, values[value])
+            for value in self._part.dropped_after.get(number, ()):
+                del values[value]
+        return [output, *(tensor for tensors in self._sent.values() for tensor in tensors)]
+
+    def _receive(self, number: int) -> Any:
+        if number not in self._received:
+            sender = self._part.received[number]
+            tree = self._mail.receive(number, sender, self._share)
+            self._received[number] = tree
+            leaves = [tensor for tensor in tensors_of(tree) if tensor.requires_grad]
+            if leaves:
+                self._leaves[number] = _Leaves(
+                    leaves,
+                    lambda gradients: self._mail.send_gradient(
+                        self._stage, number, self._share, gradients
+                    ),
+                )
+        return self._received[number]
+
+    def _send(self, number: int, tree: Any) -> None:
+        if number in self._sent:
+            return
+        self._mail.send(self._stage, number, self._share, tree)
+        self._sent[number] = [tensor for tensor in tensors_of(tree) if tensor.requires_grad]
+
+    def backward(self, denominator: float) -> None:
+        """Go backward, from the loss, divided by ``denominator``, or from what others send."""
+        if self.loss is not None and denominator > 0:
+            self.loss.backward(denominator)
+        roots: list[torch.Tensor] = []
+        gradients: list[torch.Tensor] = []
+        for number, tensors in self._sent.items():
+            if tensors:
+                found = self._mail.receive_gradients(self._stage, number, self._share)
+                for tensor, parts in zip(tensors, zip(*found, strict=True), strict=True):
+                    gradient = _sum([part for part in parts if part is not None])
+                    if gradient is not None:
+                        roots.append(tensor)
+                        gradients.append(gradient)
+        if roots:
+            torch.autograd.backward(roots, gradients)
+        for leaves in self._leaves.values():
+            leaves.complete()
+
+    def end(self) -> None:
+        """Give back what others have lent."""
+        self._mail.give_back(self._stage, self._share)
+        for number, tensors in self._sent.items():
+            if tensors:
+                self._mail.give_gradients_back(self._stage, number, self._share)
+
+
+class _Leaves:
+    """The tensors of a received value that take part in backward."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor], send: Callable[[Gradients], None]) -> None:
+        self._gradients: Gradients = [None] * len(tensors)
+        self._send: Callable[[Gradients], None] | None = send
+        self._missing = len(tensors)
+        for index, tensor in enumerate(tensors):
+            tensor.register_post_accumulate_grad_hook(self._taker(index))
+
+    def _taker(self, index: int) -> Callable[[torch.Tensor], None]:
+        def take(tensor: torch.Tensor) -> None:
+            before, gradient = self._gradients[index], tensor.grad
+            assert gradient is not None
+            tensor.grad = None
+            self._gradients[index] = gradient if before is None else before + gradient
+            self._missing -= before is None
+            if not self._missing:
+                self.complete()
+
+        return take
+
+    def complete(self) -> None:
+        """Send the gradients, if they are not on their way already."""
+        send, self._send = self._send, None
+        if send is not None:
+            send(self._gradients)
+            self._gradients.clear()
+
+
+def _sum(gradients: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """The sum in the order given; what was lent is left as it is."""
+    if not gradients:
+        return None
+    total = gradients[0]
+    for gradient in gradients[1:]:
+        total = total + gradient
+    return total

@@ -1,0 +1,485 @@
+"""The maker of pipelines: cuts a model into stages, and says what it expects of them.
+
+Where to cut is said by device scopes in the model (``lockstep.device``), by names of modules, or by
+nobody: then the slowest stage is made as fast as can be (``plan.cuts``). Stages may have replicas,
+which take turns with the microbatches, in equal numbers or each stage its own.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from lockstep.cluster.topology import MAX_CPU_REPLICAS_PER_CORE, Cluster
+from lockstep.errors import DeviceError, OptionError, PlanError, problem
+from lockstep.graph.layer_graph import Flow, Layer, LayerCosts, LayerGraph
+from lockstep.plan.cuts import (
+    Cut,
+    CutProblem,
+    LayerCost,
+    best_cut,
+    choose_num_stages,
+    describe_cut,
+    stages_from_names,
+    stages_from_scopes,
+)
+from lockstep.plan.makers import Maker
+from lockstep.plan.schedules import StageGraph, make_schedule
+from lockstep.plan.simulation import StageCosts, Timeline, run_programs
+from lockstep.plan.spec import (
+    Axis,
+    LayerPlacement,
+    Pipeline,
+    Plan,
+    Stage,
+    StagedUpdate,
+    StagePrediction,
+)
+from lockstep.units import format_time
+
+# Copying a tensor to memory that all processes of a host see; measured at 5 to 6 GB/s.
+SECONDS_PER_BYTE = 1 / 5e9
+
+# A parameter, its gradient, and two slots of an optimizer such as Adam.
+_TENSORS_PER_PARAMETER = 4
+
+# With m microbatches, p stages idle (p - 1) / (m + p - 1) of the time: a fifth for m = 4 p.
+_MICROBATCHES_PER_STAGE = 4
+
+CHUNKS_PER_RANK = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pipelined(Maker):
+    """Layer-wise partition, with or without replicas of the stages.
+
+    Attributes:
+        stages: devices in a row; None takes as many as the cuts or scopes say, or as pay.
+        cuts: names of the modules at which stages begin; None cuts as scopes say, or balanced.
+        microbatches: of a batch, for each replica of the pipeline; None is four for each stage.
+        schedule: one of ``plan.schedules.SCHEDULES``.
+        replicas: of every stage, or of each stage.
+        recompute: whether activations are computed again in backward instead of kept.
+        memory_bytes: that a device may hold of parameters, gradients, slots and activations.
+        precision: see ``Plan``.
+    """
+
+    stages: int | None = None
+    cuts: tuple[str, ...] | None = None
+    microbatches: int | None = None
+    schedule: str = "1f1b"
+    replicas: int | tuple[int, ...] = 1
+    recompute: bool = False
+    memory_bytes: int | None = None
+    precision: str = "fp32"
+
+    def check_batch_size(self, batch_size: int) -> None:
+        """Refuse batches with fewer samples than microbatches.
+
+        Raises:
+            OptionError: this one has.
+        """
+        wanted = (self.microbatches or 1) * self._most_replicas
+        if wanted > batch_size:
+            raise OptionError(
+                problem(
+                    "Every microbatch needs a sample.",
+                    received=f"microbatches={self.microbatches} for each of "
+                    f"{self._most_replicas} replicas, with batch_size={batch_size}"
+                    if self._most_replicas > 1
+                    else f"microbatches={self.microbatches} with batch_size={batch_size}",
+                    fix=f"Use microbatches={max(batch_size // self._most_replicas, 1)} or fewer, "
+                    "or a larger batch.",
+                )
+            )
+
+    def sample_size(self, cluster: Cluster, batch_size: int) -> int:
+        """Samples of the largest microbatch: what costs are measured for."""
+        return -(-batch_size // self._num_shares(cluster, batch_size))
+
+    def __call__(self, graph: LayerGraph, cluster: Cluster, batch_size: int) -> Plan:
+        """Make the Plan for global batches of ``batch_size`` samples.
+
+        Raises:
+            OptionError: options that contradict one another or the model.
+            DeviceError: more devices than this host can hold.
+            PlanError: no way to cut the model fits.
+        """
+        num_shares = self._num_shares(cluster, batch_size)
+        units = _units_of(graph)
+        costs = _cut_problem(graph, units, self._in_flight(cluster, num_shares), self.memory_bytes)
+        cut, reason = self._cut(graph, units, costs, cluster, num_shares)
+        starts = [units[start][0] for start in cut.starts]
+        of_layer = [
+            sum(start <= layer for start in starts) - 1 for layer in range(len(graph.layers))
+        ]
+        ranks = self._ranks(len(starts))
+        num_ranks = 1 + max(rank for held in ranks for rank in held)
+        cores = _check_devices(num_ranks, cluster)
+        stages = tuple(
+            Stage(
+                ranks=held,
+                needs=tuple(sorted(_needs(graph, of_layer, stage))),
+                recompute=self.recompute,
+                predicted=_prediction(graph, of_layer, stage, cut),
+            )
+            for stage, held in enumerate(ranks)
+        )
+        pipeline = Pipeline(schedule=self.schedule, stages=stages)
+        return Plan(
+            strategy="pipeline" if self._most_replicas == 1 else "hybrid",
+            mesh=self._mesh(num_ranks),
+            devices=tuple(f"cpu:{rank % cores}" for rank in range(num_ranks)),
+            threads_per_device=1,
+            num_shares=num_shares,
+            interleaved=False,
+            layers=_placements(graph, of_layer),
+            update=StagedUpdate(),
+            precision=self.precision,
+            pipeline=pipeline,
+            notes=(
+                *([reason] if reason else []),
+                *_notes(graph, pipeline, num_ranks, cores, num_shares, batch_size),
+            ),
+        )
+
+    # --- counts ----------------------------------------------------------------------------------
+
+    @property
+    def _most_replicas(self) -> int:
+        return self.replicas if isinstance(self.replicas, int) else max(self.replicas)
+
+    @property
+    def _chunks(self) -> int:
+        return CHUNKS_PER_RANK if self.schedule == "interleaved" else 1
+
+    def _num_devices(self, cluster: Cluster) -> int:
+        """Devices in a row, as far as the options say, else as many as there are."""
+        if self.stages is not None:
+            return self.stages
+        if self.cuts is not None:
+            return len(self.cuts) + 1
+        if isinstance(self.replicas, tuple):
+            return len(self.replicas)
+        return max(cluster.hosts[0].num_cores // self.replicas, 1)
+
+    def _num_shares(self, cluster: Cluster, batch_size: int) -> int:
+        microbatches = self.microbatches or _MICROBATCHES_PER_STAGE * self._num_devices(cluster)
+        return max(min(microbatches * self._most_replicas, batch_size), self._most_replicas)
+
+    def _in_flight(self, cluster: Cluster, num_shares: int) -> int:
+        """Microbatches whose activations a device keeps at once, at most."""
+        each = -(-num_shares // self._most_replicas)
+        if self.schedule == "gpipe":
+            return each
+        devices = self._num_devices(cluster)
+        factor = {"interleaved": self._chunks, "zb-h2": 2}.get(self.schedule, 1)
+        return min(each, factor * devices)
+
+    # --- cuts ------------------------------------------------------------------------------------
+
+    def _cut(
+        self,
+        graph: LayerGraph,
+        units: Sequence[tuple[int, int]],
+        costs: CutProblem,
+        cluster: Cluster,
+        num_shares: int,
+    ) -> tuple[Cut, str]:
+        """The cutting, in units, and why it has as many stages."""
+        names = [layer.name for layer in graph.layers]
+        if self.cuts is not None:
+            starts = stages_from_names(names, self.cuts)
+            self._check_num_stages(len(starts), "cuts")
+            return describe_cut(costs, _in_units(graph, units, starts)), ""
+        if any(layer.device is not None for layer in graph.layers):
+            starts = stages_from_scopes(
+                names,
+                [layer.device for layer in graph.layers],
+                [bool(layer.parameters) for layer in graph.layers],
+            )
+            self._check_num_stages(len(starts), "scopes")
+            return describe_cut(costs, _in_units(graph, units, starts)), ""
+        if self.stages is None and not isinstance(self.replicas, tuple):
+            microbatches = -(-num_shares // self._most_replicas)
+            count, reason = choose_num_stages(costs, self._num_devices(cluster), microbatches)
+            return best_cut(costs, min(count * self._chunks, len(units))), reason
+        wanted = self._num_devices(cluster)
+        if wanted > len(units):
+            _raise_too_few(graph, units, wanted)
+        return best_cut(costs, min(wanted * self._chunks, len(units))), ""
+
+    def _check_num_stages(self, found: int, source: str) -> None:
+        devices = self.stages
+        if isinstance(self.replicas, tuple) and len(self.replicas) != found:
+            raise OptionError(
+                problem(
+                    "Every stage needs its number of replicas.",
+                    received=f"{len(self.replicas)} numbers for the {found} stages of the {source}",
+                    fix=f"Give {found}.",
+                )
+            )
+        is_shared = self.schedule == "interleaved" and devices is not None and found >= devices
+        if devices is not None and devices != found and not is_shared:
+            raise OptionError(
+                problem(
+                    f"The {source} must make as many stages as are asked for.",
+                    received=f"stages={devices}, and {source} that make {found}",
+                    fix="Leave `stages` out, or change the one or the other.",
+                )
+            )
+
+    # --- ranks -----------------------------------------------------------------------------------
+
+    def _ranks(self, num_stages: int) -> list[tuple[int, ...]]:
+        """Who holds each stage."""
+        if isinstance(self.replicas, tuple):
+            ends = [sum(self.replicas[: stage + 1]) for stage in range(num_stages)]
+            return [tuple(range(low, high)) for low, high in pairwise([0, *ends])]
+        devices = num_stages
+        if self.schedule == "interleaved":
+            devices = self.stages or -(-num_stages // self._chunks)
+        return [
+            tuple(replica * devices + stage % devices for replica in range(self.replicas))
+            for stage in range(num_stages)
+        ]
+
+    def _mesh(self, num_ranks: int) -> tuple[Axis, ...]:
+        if isinstance(self.replicas, tuple):
+            return (Axis(name="rank", size=num_ranks),)
+        pipe = Axis(name="pipe", size=num_ranks // self.replicas)
+        return (pipe,) if self.replicas == 1 else (Axis(name="data", size=self.replicas), pipe)
+
+
+def stage_graph(pipeline: Pipeline) -> StageGraph:
+    """The stages as schedules see them."""
+    return StageGraph(
+        ranks=tuple(stage.ranks for stage in pipeline.stages),
+        edges=tuple(
+            sorted(
+                (before, number)
+                for number, stage in enumerate(pipeline.stages)
+                for before in stage.needs
+            )
+        ),
+    )
+
+
+def predict(pipeline: Pipeline, num_microbatches: int) -> Timeline:
+    """The passes of a step with the times that the Plan expects; updates take none."""
+    graph = stage_graph(pipeline)
+    programs = make_schedule(pipeline.schedule, graph, num_microbatches)
+    return run_programs(programs, graph, [_stage_costs(stage) for stage in pipeline.stages])
+
+
+def _stage_costs(stage: Stage) -> StageCosts:
+    assert stage.predicted is not None
+    forward, backward = stage.predicted.forward_seconds, stage.predicted.backward_seconds
+    # Both parts of a backward pass multiply as many numbers.
+    half = backward / 2
+    again = forward if stage.recompute else 0.0
+    return StageCosts(forward=forward, backward_input=half + again, backward_weight=half)
+
+
+# --- layers as cuts see them ----------------------------------------------------------------------
+
+
+def _units_of(graph: LayerGraph) -> list[tuple[int, int]]:
+    """Runs ``[first, stop)`` of layers that no cut may part."""
+    parted = set(range(1, len(graph.layers)))
+    for first, last in graph.inseparable:
+        parted -= set(range(first + 1, last + 1))
+    return list(pairwise([0, *sorted(parted), len(graph.layers)]))
+
+
+def _in_units(
+    graph: LayerGraph, units: Sequence[tuple[int, int]], starts: Sequence[int]
+) -> tuple[int, ...]:
+    """Starts as units instead of layers.
+
+    Raises:
+        OptionError: one is within a unit.
+    """
+    by_first = {first: unit for unit, (first, _) in enumerate(units)}
+    for start in starts:
+        if start not in by_first:
+            first, last = next(
+                (first, last) for first, last in graph.inseparable if first < start <= last
+            )
+            names = [layer.name for layer in graph.layers]
+            raise OptionError(
+                problem(
+                    "No tensor that crosses a cut may be changed in place on the other side.",
+                    received=f"a cut at {names[start]!r}: {names[last]!r} changes what "
+                    f"{names[first]!r} has made",
+                    fix=f"Cut at {names[min(last + 1, len(names) - 1)]!r}, or let "
+                    f"{names[last]!r} make a new tensor (inplace=False).",
+                )
+            )
+    return tuple(by_first[start] for start in starts)
+
+
+def _cut_problem(
+    graph: LayerGraph,
+    units: Sequence[tuple[int, int]],
+    in_flight: int,
+    memory_bytes: int | None,
+) -> CutProblem:
+    unit_of = [unit for unit, (first, stop) in enumerate(units) for _ in range(first, stop)]
+    flows = []
+    for flow in graph.flows:
+        users = {unit_of[user] for user in flow.users} - {unit_of[flow.source]}
+        if users:
+            flows.append(
+                Flow(
+                    source=unit_of[flow.source],
+                    num_bytes=flow.num_bytes,
+                    users=tuple(sorted(users)),
+                )
+            )
+    return CutProblem(
+        layers=tuple(_cost_of(graph.layers[first:stop], in_flight) for first, stop in units),
+        flows=tuple(flows),
+        seconds_per_byte=SECONDS_PER_BYTE,
+        memory_limit_bytes=memory_bytes,
+    )
+
+
+def _cost_of(layers: Sequence[Layer], in_flight: int) -> LayerCost:
+    sizes = {
+        parameter.name: (parameter.size, parameter.num_bytes)
+        for layer in layers
+        for parameter in layer.parameters
+    }
+    costs = [_costs(layer) for layer in layers]
+    return LayerCost(
+        seconds=math.fsum(one.forward_seconds + one.backward_seconds for one in costs),
+        memory_bytes=_TENSORS_PER_PARAMETER * sum(num_bytes for _, num_bytes in sizes.values())
+        + in_flight * sum(one.activation_bytes for one in costs),
+        parameters=sum(size for size, _ in sizes.values()),
+    )
+
+
+def _costs(layer: Layer) -> LayerCosts:
+    if layer.costs is None:
+        raise PlanError(
+            problem(
+                "A pipeline is planned from what each layer costs.",
+                received=f"no costs of {layer.name!r}",
+                fix="Capture the model with a sample of its data.",
+            )
+        )
+    return layer.costs
+
+
+def _raise_too_few(graph: LayerGraph, units: Sequence[tuple[int, int]], wanted: int) -> None:
+    atomic = [layer for layer in graph.layers if layer.atomic_reason]
+    because = "".join(
+        f"; {layer.name or 'the model'} runs as one piece ({layer.atomic_reason})"
+        for layer in atomic[:3]
+    )
+    raise OptionError(
+        problem(
+            "A pipeline cannot have more stages than the model has layers.",
+            received=f"{wanted} stages for {len(units)} layers{because}",
+            fix=f"Use stages={len(units)} or fewer.",
+        )
+    )
+
+
+# --- what comes of a cut --------------------------------------------------------------------------
+
+
+def _needs(graph: LayerGraph, of_layer: Sequence[int], stage: int) -> set[int]:
+    """Stages whose tensors, or whose random stream, a stage goes on with."""
+    needed = {
+        of_layer[flow.source]
+        for flow in graph.flows
+        if stage in {of_layer[user] for user in flow.users}
+    }
+    drawing = {of_layer[index] for index, layer in enumerate(graph.layers) if layer.draws}
+    if drawing:
+        drawing |= {max(of_layer)}
+        if stage in drawing:
+            needed |= {max((one for one in drawing if one < stage), default=stage)}
+    return needed - {stage}
+
+
+def _prediction(
+    graph: LayerGraph, of_layer: Sequence[int], stage: int, cut: Cut
+) -> StagePrediction:
+    costs = [
+        _costs(layer)
+        for layer, its_stage in zip(graph.layers, of_layer, strict=True)
+        if its_stage == stage
+    ]
+    received, sent = cut.stage_bytes_received[stage], cut.stage_bytes_sent[stage]
+    transfer = SECONDS_PER_BYTE * (received + sent)
+    return StagePrediction(
+        forward_seconds=math.fsum(one.forward_seconds for one in costs) + transfer,
+        backward_seconds=math.fsum(one.backward_seconds for one in costs) + transfer,
+        activation_bytes=sum(one.activation_bytes for one in costs),
+        received_bytes=received,
+        sent_bytes=sent,
+    )
+
+
+def _placements(graph: LayerGraph, of_layer: Sequence[int]) -> tuple[LayerPlacement, ...]:
+    return tuple(
+        LayerPlacement(
+            name=layer.name,
+            kind=layer.kind,
+            num_parameters=sum(parameter.size for parameter in layer.parameters),
+            stage=stage,
+        )
+        for layer, stage in zip(graph.layers, of_layer, strict=True)
+    )
+
+
+def _check_devices(num_ranks: int, cluster: Cluster) -> int:
+    """The host's cores.
+
+    Raises:
+        DeviceError: it cannot hold so many ranks.
+    """
+    cores = cluster.hosts[0].num_cores
+    most = cores * MAX_CPU_REPLICAS_PER_CORE
+    if num_ranks > most:
+        raise DeviceError(
+            problem(
+                f"This host has {cores} usable cores, enough for {most} processes.",
+                received=f"a plan for {num_ranks}",
+                fix="Use fewer stages or replicas.",
+            )
+        )
+    return cores
+
+
+def _notes(
+    graph: LayerGraph,
+    pipeline: Pipeline,
+    num_ranks: int,
+    cores: int,
+    num_shares: int,
+    batch_size: int,
+) -> list[str]:
+    timeline = predict(pipeline, num_shares)
+    notes = [
+        f"{num_shares} microbatches of {-(-batch_size // num_shares)} samples are expected to "
+        f"take {format_time(timeline.makespan)} a step, "
+        f"{100 * timeline.bubble_rate:.0f}% of it idle."
+    ]
+    if num_ranks > cores:
+        notes.append(f"{num_ranks} processes share {cores} cores: right for tests, not for speed.")
+    atomic = [layer for layer in graph.layers if layer.atomic_reason]
+    notes += [
+        f"{layer.name or 'The model'} runs as one piece: {layer.atomic_reason}" for layer in atomic
+    ]
+    norms = [layer.name for layer in graph.layers if layer.uses_batch_statistics]
+    if norms and num_shares > 1:
+        shown = ", ".join(norms[:5]) + (", ..." if len(norms) > 5 else "")
+        notes.append(
+            f"{shown}: the statistics are those of each microbatch, and not of the batch as on one "
+            "device. microbatches=1 makes them agree, and so does a GroupNorm instead."
+        )
+    return notes

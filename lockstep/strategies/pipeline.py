@@ -1,0 +1,104 @@
+"""Layer-wise partition: the model in stages, one after the other, on several devices."""
+
+from collections.abc import Sequence
+
+from lockstep.errors import OptionError, Problems
+from lockstep.plan.makers import Maker
+from lockstep.plan.pipelines import Pipelined
+from lockstep.plan.schedules import SCHEDULES
+from lockstep.strategies.base import Strategy, check_timeout, is_count
+
+
+class PipelineStrategy(Strategy):
+    """The model's layers are divided among devices; microbatches pass through them in turn.
+
+    The model stays as it is written. It is cut where its ``lockstep.device`` scopes say, or at
+    ``cuts``, or so that the slowest stage is as fast as can be.
+
+    Args:
+        stages: number of devices; None is as many as scopes or cuts say, else as many as pay.
+        cuts: names of modules, such as ``"decoder.0"``, at which the second and later stages begin.
+        microbatches: parts of each batch that are on their way at once; None is four per stage.
+        schedule: ``"1f1b"``; ``"gpipe"``; ``"interleaved"``, where every device has several stages;
+            ``"zb-h1"`` and ``"zb-h2"``, which form the gradients of weights when there is time.
+        recompute: compute activations again in backward instead of keeping them.
+        memory_bytes: that a device may hold; cuts keep to it.
+        timeout_seconds: longest wait for a device; what hangs longer is reported.
+
+    Raises:
+        OptionError: an argument that cannot be.
+    """
+
+    def __init__(
+        self,
+        stages: int | None = None,
+        cuts: Sequence[str] | None = None,
+        microbatches: int | None = None,
+        schedule: str = "1f1b",
+        *,
+        recompute: bool = False,
+        memory_bytes: int | None = None,
+        timeout_seconds: float = 600.0,
+    ) -> None:
+        problems = Problems()
+        check_counts(problems, stages=stages, microbatches=microbatches, memory_bytes=memory_bytes)
+        check_cuts(problems, cuts)
+        check_schedule(problems, schedule)
+        check_timeout(problems, timeout_seconds)
+        problems.raise_if_any(OptionError)
+        self.timeout_seconds = timeout_seconds
+        self.stages = stages
+        self.cuts = None if cuts is None else tuple(cuts)
+        self.microbatches = microbatches
+        self.schedule = schedule
+        self.recompute = bool(recompute)
+        self.memory_bytes = memory_bytes
+
+    def maker(self, precision: str = "fp32") -> Maker:
+        return Pipelined(
+            stages=self.stages,
+            cuts=self.cuts,
+            microbatches=self.microbatches,
+            schedule=self.schedule,
+            recompute=self.recompute,
+            memory_bytes=self.memory_bytes,
+            precision=precision,
+        )
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        return 1
+
+
+def check_counts(problems: Problems, **counts: int | None) -> None:
+    """Note what is neither None nor an integer of at least 1."""
+    for name, value in counts.items():
+        if value is not None and not is_count(value):
+            problems.add(
+                f"`{name}` must be an integer of at least 1.",
+                received=f"{name}={value!r}",
+                fix="Leave it out to have it chosen.",
+            )
+
+
+def check_cuts(problems: Problems, cuts: object) -> None:
+    """Note cuts that are no list of names."""
+    if cuts is None:
+        return
+    is_list = isinstance(cuts, Sequence) and not isinstance(cuts, str)
+    if not is_list or not all(isinstance(name, str) for name in cuts):  # type: ignore[attr-defined]
+        problems.add(
+            "`cuts` must be a list of names of modules.",
+            received=f"cuts={cuts!r}",
+            fix='Use cuts=["decoder.0"], for example.',
+        )
+
+
+def check_schedule(problems: Problems, schedule: object) -> None:
+    """Note a schedule that there is not."""
+    if schedule not in SCHEDULES:
+        problems.add(
+            f"`schedule` must be one of {', '.join(SCHEDULES)}.",
+            received=f"schedule={schedule!r}",
+            fix="Use '1f1b'.",
+        )

@@ -1,0 +1,89 @@
+"""Plans that cut the model, and the model in the stages of such a Plan.
+
+Most Plans need to know the names of the layers only. A Plan with stages needs to know what flows
+between layers and what each one costs. So the model is traced on a sample of the data, and each
+layer is run and timed, before a process starts. What was measured is kept: as long as the model is
+the same, all calls of a Trainer cut it in the same places, and no parameter moves between them.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep.capture.graph import capture_graph, value_bytes
+from lockstep.capture.layers import capture_layers
+from lockstep.capture.tracing import Trace, trace_modes
+from lockstep.cluster.devices import discover
+from lockstep.data.order import restore_streams, stream_states
+from lockstep.data.sources import Source, as_input_source, as_source
+from lockstep.data.trees import Tree
+from lockstep.graph.layer_graph import LayerGraph
+from lockstep.parallel.forward import DTYPES, computing_in
+from lockstep.parallel.partition import Partition, partition
+from lockstep.plan.makers import Maker
+from lockstep.plan.spec import Plan
+
+Partitions = Mapping[bool, Partition]
+
+
+class Planning:
+    """Makes Plans for one model.
+
+    Args:
+        model: the model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._measured: LayerGraph | None = None
+
+    def plan(
+        self, maker: Maker, precision: str, source: Source, batch_size: int
+    ) -> tuple[Plan, Partitions]:
+        """A Plan, and the model in its stages, in training and in evaluation.
+
+        Args:
+            maker: of the Plan.
+            precision: of the Plan.
+            source: what the model is going to run on.
+            batch_size: of the global batch.
+        """
+        cluster = discover()
+        size = maker.sample_size(cluster, batch_size)
+        if size is None:
+            return maker(capture_layers(self._model), cluster, batch_size), {}
+        inputs = _sample(source, size, precision)
+        with computing_in(precision, "cpu"):
+            traces = trace_modes(self._model, inputs)
+            graph = self._graph(traces[0], inputs)
+            plan = maker(graph, cluster, batch_size)
+            return plan, {
+                trace.training: partition(plan, trace, value_bytes(trace, self._model, inputs))
+                for trace in traces
+            }
+
+    def _graph(self, trace: Trace, inputs: Tree) -> LayerGraph:
+        """What was measured before, while the layers are the same."""
+        names = [layer.name for layer in trace.layers]
+        known = self._measured
+        if known is None or [layer.name for layer in known.layers] != names:
+            self._measured = known = capture_graph(self._model, trace, inputs)
+        return known
+
+
+def _sample(source: Source, size: int, precision: str) -> Tree:
+    states = stream_states()
+    try:
+        batch = source.read(torch.arange(min(size, len(source))), DTYPES[precision])
+    finally:
+        restore_streams(states)
+    return batch.inputs
+
+
+def plan_for(model: nn.Module, maker: Maker, precision: str, sample: Any, batch_size: int) -> Plan:
+    """The Plan for a model and data as ``Trainer.fit`` or ``Trainer.predict`` take it."""
+    is_pair = isinstance(sample, tuple) and len(sample) in (2, 3)
+    source = as_source(sample) if is_pair else as_input_source(sample, name="sample")
+    return Planning(model).plan(maker, precision, source, batch_size)[0]
