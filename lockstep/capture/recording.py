@@ -305,7 +305,6 @@ class Recorder(TorchFunctionMode):
 
     def _enter(self, path: str, forward: Callable[[], Any]) -> Any:
         """Trace through a module."""
-        self._check_host_streams()
         self._stack.append(path)
         self._notes.scope = path
         try:

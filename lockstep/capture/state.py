@@ -15,7 +15,7 @@ class ModelState:
     """A model and the random streams as they are now.
 
     Kept are the values of all parameters, buffers and other tensors of its modules, their
-    attributes, and what lists, dicts, sets and deques among these hold.
+    attributes, what lists, dicts, sets and deques among these hold, and the states of generators.
 
     Args:
         model: the model; a copy of its tensors is kept unless they are on the meta device.
@@ -29,6 +29,12 @@ class ModelState:
             for _, attributes in self._modules
             for held in attributes.values()
             if isinstance(held, dict | list | set | deque)
+        ]
+        self._generators = [
+            (held, held.get_state())
+            for _, attributes in self._modules
+            for held in attributes.values()
+            if isinstance(held, torch.Generator)
         ]
         tensors = {id(tensor): tensor for tensor in self._tensors() if not tensor.is_meta}
         self._values = [
@@ -54,6 +60,8 @@ class ModelState:
                 tensor.data = alias
             if not torch.equal(alias, values):
                 alias.copy_(values)
+        for generator, stream in self._generators:
+            generator.set_state(stream)
         restore_streams(self._streams)
 
     def changed_modules(self) -> list[str]:

@@ -146,10 +146,8 @@ class _Tracer:
             except MismatchError as mismatch:
                 if "" in atomic:  # the whole model is one call, and that failed
                     raise mismatch.__cause__ or mismatch from None
-                path = mismatch.path
-                while path in atomic:  # then what calls it is to blame
-                    path = path.rpartition(".")[0]
-                atomic[path] = mismatch.reason
+                assert mismatch.path not in atomic, mismatch
+                atomic[mismatch.path] = mismatch.reason
 
     def _attempt(self, atomic: Mapping[str, str], wanted: Sequence[Result]) -> Trace:
         records = self._record(atomic, self._examples[0])

@@ -1,14 +1,14 @@
 """Weights as safetensors: whole tensors by name, whatever strategy trained them."""
 
 import errno
+import json
 import os
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import nn
 
 from lockstep.errors import CheckpointError, Problems, problem
@@ -17,9 +17,30 @@ State = dict[str, torch.Tensor]
 
 _ALIAS = "alias:"
 
+_DTYPE_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.complex64: "C64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
 
 def save_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
     """Write ``model.state_dict()``; the file appears whole or not at all.
+
+    Tensors are written one by one: memory for a copy of the largest is enough.
 
     A tied tensor is written once, under its first name; its other names are in the metadata.
 
@@ -44,7 +65,7 @@ def save_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
         if first != name:
             metadata[_ALIAS + name] = first
             continue
-        tensors[name] = value.detach().cpu().contiguous().clone()
+        tensors[name] = value.detach()
     _write_whole(tensors, metadata, Path(path))
 
 
@@ -64,7 +85,8 @@ def _write_whole(tensors: State, metadata: dict[str, str], path: Path) -> None:
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     os.close(descriptor)
     try:
-        save_file(tensors, temporary, metadata)
+        with open(temporary, "wb") as file:
+            _write(tensors, metadata, file)
         umask = os.umask(0)
         os.umask(umask)
         os.chmod(temporary, 0o666 & ~umask)
@@ -72,6 +94,42 @@ def _write_whole(tensors: State, metadata: dict[str, str], path: Path) -> None:
     except BaseException:
         os.unlink(temporary)
         raise
+
+
+def _write(tensors: State, metadata: dict[str, str], file: BinaryIO) -> None:
+    """The format of safetensors: size of the header, the header as JSON, the elements.
+
+    https://huggingface.co/docs/safetensors/index#format
+    """
+    header: dict[str, Any] = {"__metadata__": metadata}
+    end = 0
+    for name, tensor in tensors.items():
+        start, end = end, end + tensor.nbytes
+        header[name] = {
+            "dtype": _dtype_name(name, tensor),
+            "shape": list(tensor.shape),
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    file.write(len(text).to_bytes(8, "little") + text)
+    for tensor in tensors.values():
+        elements = tensor.cpu().contiguous().reshape(-1)
+        if elements.numel():
+            file.write(elements.view(torch.uint8).numpy().data)
+
+
+def _dtype_name(name: str, tensor: torch.Tensor) -> str:
+    try:
+        return _DTYPE_NAMES[tensor.dtype]
+    except KeyError:
+        raise CheckpointError(
+            problem(
+                "A safetensors file cannot hold numbers of every type.",
+                received=f"{name!r}, of {tensor.dtype}",
+                fix="Convert it, or save it apart.",
+            )
+        ) from None
 
 
 @torch.no_grad()

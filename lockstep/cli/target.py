@@ -14,9 +14,12 @@ from types import ModuleType
 from typing import Any
 
 from lockstep.errors import LockstepError, OptionError, problem
+from lockstep.plan.schedules import SCHEDULES
 from lockstep.proof.job import Job
 from lockstep.strategies.base import Strategy
+from lockstep.strategies.hybrid import HybridStrategy
 from lockstep.strategies.mirrored import MirroredStrategy
+from lockstep.strategies.pipeline import PipelineStrategy
 from lockstep.strategies.single import SingleDeviceStrategy
 
 
@@ -31,9 +34,20 @@ def add_strategy_arguments(parser: argparse.ArgumentParser) -> None:
         default="mirrored",
         help="how to train (default: mirrored)",
     )
-    parser.add_argument("--devices", type=int, metavar="N", help="number of devices")
+    parser.add_argument(
+        "--devices", type=int, metavar="N", help="number of devices; of a hybrid, per replica"
+    )
     parser.add_argument(
         "--shares", type=int, metavar="S", help="parts of each batch (default: one per device)"
+    )
+    stages = parser.add_argument_group("pipeline and hybrid")
+    stages.add_argument(
+        "--cuts", metavar="NAMES", help="modules at which stages begin, separated by commas"
+    )
+    stages.add_argument("--microbatches", type=int, metavar="M", help="of each batch and replica")
+    stages.add_argument("--schedule", choices=SCHEDULES, help="order of the passes (default: 1f1b)")
+    stages.add_argument(
+        "--data", metavar="R", help="replicas of a hybrid, or of each stage: 2, or 3,1"
     )
 
 
@@ -47,7 +61,24 @@ def make_strategy(options: argparse.Namespace) -> Strategy:
         OptionError: a strategy that does not take these options.
         DeviceError: devices that are not there.
     """
+    _check_options(options)
     return _STRATEGIES[options.strategy](options)
+
+
+def _check_options(options: argparse.Namespace) -> None:
+    """Refuse options of other strategies."""
+    taken = {"pipeline": _PIPELINE_OPTIONS, "hybrid": (*_PIPELINE_OPTIONS, "data")}
+    others = {"shares", "cuts", "microbatches", "schedule", "data"}
+    others -= set(taken.get(options.strategy, ("shares",)))
+    strange = sorted(name for name in others if getattr(options, name) is not None)
+    if strange:
+        raise OptionError(
+            problem(
+                f"The strategy {options.strategy} has no such option.",
+                received=", ".join(f"--{name} {getattr(options, name)}" for name in strange),
+                fix="Leave it out, or use another strategy.",
+            )
+        )
 
 
 def _single(options: argparse.Namespace) -> Strategy:
@@ -66,9 +97,48 @@ def _mirrored(options: argparse.Namespace) -> Strategy:
     return MirroredStrategy(options.devices, num_shares=options.shares)
 
 
+_PIPELINE_OPTIONS = ("cuts", "microbatches", "schedule")
+
+
+def _pipeline(options: argparse.Namespace) -> Strategy:
+    return PipelineStrategy(
+        options.devices, _names(options.cuts), options.microbatches, options.schedule or "1f1b"
+    )
+
+
+def _hybrid(options: argparse.Namespace) -> Strategy:
+    return HybridStrategy(
+        _replicas(options.data),
+        options.devices,
+        cuts=_names(options.cuts),
+        microbatches=options.microbatches,
+        schedule=options.schedule or "1f1b",
+    )
+
+
+def _names(text: str | None) -> list[str] | None:
+    return None if text is None else [name.strip() for name in text.split(",")]
+
+
+def _replicas(text: str | None) -> int | list[int]:
+    try:
+        counts = [int(count) for count in (text or "1").split(",")]
+    except ValueError as error:
+        raise OptionError(
+            problem(
+                "--data must be a number of replicas, or one for each stage.",
+                received=text,
+                fix="Use --data 2, or --data 3,1.",
+            )
+        ) from error
+    return counts if len(counts) > 1 else counts[0]
+
+
 _STRATEGIES: dict[str, Callable[[argparse.Namespace], Strategy]] = {
     "single": _single,
     "mirrored": _mirrored,
+    "pipeline": _pipeline,
+    "hybrid": _hybrid,
 }
 
 

@@ -52,3 +52,14 @@ class TorchSettings:
         # It imports torch.compile's machinery, for longer than all else a helper starts with.
         if (now.deterministic, now.warn_only) != (self.deterministic, self.warn_only):
             torch.use_deterministic_algorithms(self.deterministic, warn_only=self.warn_only)
+
+
+@contextmanager
+def num_threads(number: int) -> Iterator[None]:
+    """So many compute threads within the block."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -27,7 +27,13 @@ def tensor_spec(name: str, tensor: torch.Tensor) -> TensorSpec:
 
 
 class TensorStore:
-    """A region that holds tensors, and views of it in their shapes."""
+    """A region that holds tensors, and views of it in their shapes.
+
+    Attributes:
+        is_elsewhere: only other ranks than this one work with them.
+    """
+
+    is_elsewhere = False
 
     def __init__(self, specs: Sequence[TensorSpec], region: SharedRegion) -> None:
         self.specs = tuple(specs)
@@ -39,10 +45,15 @@ class TensorStore:
         ]
 
     @classmethod
-    def create(cls, specs: Sequence[TensorSpec]) -> Self:
-        """A new store, all zeros."""
+    def create(cls, specs: Sequence[TensorSpec], *, is_reserved: bool = True) -> Self:
+        """A new store, all zeros.
+
+        Args:
+            specs: of its tensors.
+            is_reserved: take the memory now; else who first uses it must reserve the region.
+        """
         _, num_bytes = flat_offsets([spec.extent for spec in specs])
-        return cls(specs, SharedRegion.create(num_bytes))
+        return cls(specs, SharedRegion.create(num_bytes, [] if is_reserved else [(0, num_bytes)]))
 
 
 class ParameterStore(TensorStore):
@@ -50,12 +61,29 @@ class ParameterStore(TensorStore):
 
     @classmethod
     def adopt(
-        cls, parameters: NamedParameters, buffers: Iterable[tuple[str, torch.Tensor]] = ()
+        cls,
+        parameters: NamedParameters,
+        buffers: Iterable[tuple[str, torch.Tensor]] = (),
+        *,
+        are_blank: bool = False,
+        is_reserved: bool = True,
     ) -> "ParameterStore":
-        """Move parameters into a new store, in place; ``buffers`` must not be views of them."""
+        """Move parameters into a new store, in place.
+
+        Args:
+            parameters: by name.
+            buffers: must not be views of them.
+            are_blank: they have no values to move.
+            is_reserved: see ``create``.
+        """
         check_separate(parameters, buffers)
-        store = cls.create([tensor_spec(name, parameter) for name, parameter in parameters])
-        store.readopt(parameters)
+        specs = [tensor_spec(name, parameter) for name, parameter in parameters]
+        store = cls.create(specs, is_reserved=is_reserved)
+        if are_blank:
+            for view, (_, parameter) in zip(store.views, parameters, strict=True):
+                parameter.data = view
+        else:
+            store.readopt(parameters)
         return store
 
     def fits(self, parameters: NamedParameters) -> bool:

@@ -465,10 +465,11 @@ def _notes(
 ) -> list[str]:
     timeline = predict(pipeline, num_shares)
     notes = [
-        f"{num_shares} microbatches of {-(-batch_size // num_shares)} samples are expected to "
-        f"take {format_time(timeline.makespan)} a step, "
-        f"{100 * timeline.bubble_rate:.0f}% of it idle."
+        f"With {num_shares} x {-(-batch_size // num_shares)} samples a step is expected to take "
+        f"{format_time(timeline.makespan)}, {100 * timeline.bubble_rate:.0f}% of it idle."
     ]
+    if any(layer.costs is not None and layer.costs.is_estimated for layer in graph.layers):
+        notes.append("Times are counted from operations: the model has no memory to be timed in.")
     if num_ranks > cores:
         notes.append(f"{num_ranks} processes share {cores} cores: right for tests, not for speed.")
     atomic = [layer for layer in graph.layers if layer.atomic_reason]

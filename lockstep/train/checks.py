@@ -77,10 +77,12 @@ def check_arguments(
         OptionError: an argument cannot be what it is.
     """
     problems = Problems()
-    if not isinstance(model, nn.Module):
+    if not isinstance(model, nn.Module) and (isinstance(model, type) or not callable(model)):
         problems.add(
-            "`model` must be a torch.nn.Module.",
-            received=type(model).__name__,
+            "`model` must be a torch.nn.Module, or a function that makes one.",
+            received=f"the class {model.__name__}"
+            if isinstance(model, type)
+            else type(model).__name__,
             fix="Pass an instance, not a class.",
         )
     if loss is not None and (isinstance(loss, type) or not callable(loss)):

@@ -18,10 +18,11 @@ from lockstep.capture.tracing import Trace, trace_modes
 from lockstep.cluster.devices import discover
 from lockstep.data.order import restore_streams, stream_states
 from lockstep.data.sources import Source, as_input_source, as_source
-from lockstep.data.trees import Tree
+from lockstep.data.trees import Tree, map_tensors
 from lockstep.graph.layer_graph import LayerGraph
 from lockstep.parallel.forward import DTYPES, computing_in
 from lockstep.parallel.partition import Partition, partition
+from lockstep.parallel.settings import num_threads
 from lockstep.plan.makers import Maker
 from lockstep.plan.spec import Plan
 
@@ -32,7 +33,7 @@ class Planning:
     """Makes Plans for one model.
 
     Args:
-        model: the model.
+        model: the model, or one of its shape on the meta device.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -54,8 +55,9 @@ class Planning:
         size = maker.sample_size(cluster, batch_size)
         if size is None:
             return maker(capture_layers(self._model), cluster, batch_size), {}
-        inputs = _sample(source, size, precision)
-        with computing_in(precision, "cpu"):
+        inputs = self._placed(_sample(source, size, precision))
+        # With one thread, as ranks on cores will have.
+        with computing_in(precision, "cpu"), num_threads(1):
             traces = trace_modes(self._model, inputs)
             graph = self._graph(traces[0], inputs)
             plan = maker(graph, cluster, batch_size)
@@ -63,6 +65,12 @@ class Planning:
                 trace.training: partition(plan, trace, value_bytes(trace, self._model, inputs))
                 for trace in traces
             }
+
+    def _placed(self, inputs: Tree) -> Tree:
+        """Where the model is: one that has no memory yet is traced without any."""
+        if not any(parameter.is_meta for parameter in self._model.parameters()):
+            return inputs
+        return map_tensors(lambda tensor: tensor.to("meta"), inputs)
 
     def _graph(self, trace: Trace, inputs: Tree) -> LayerGraph:
         """What was measured before, while the layers are the same."""

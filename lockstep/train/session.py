@@ -24,6 +24,7 @@ from lockstep.launch.helper import HelperContext
 from lockstep.launch.pool import give_back, take_team
 from lockstep.launch.team import Team
 from lockstep.parallel.allocator import keep_freed_memory
+from lockstep.parallel.blank import forget_blanks, initialize
 from lockstep.parallel.build import AnySpec, build_exchange, build_worker, exchange_spec
 from lockstep.parallel.control import FollowerControl, LeaderControl, SoloControl, open_region
 from lockstep.parallel.groups import ParameterGroup
@@ -58,6 +59,7 @@ class Assignment:
         settings: torch's, as the script has set them.
         partitions: of the model in stages, by whether it is in training; none without a pipeline.
         groups: the parameters, by the ranks that have them.
+        blank: names of the parameters that have no values yet.
     """
 
     plan: Plan
@@ -70,6 +72,7 @@ class Assignment:
     settings: TorchSettings
     partitions: Mapping[bool, Partition]
     groups: tuple[ParameterGroup, ...]
+    blank: frozenset[str]
 
 
 class Session:
@@ -110,7 +113,7 @@ class Session:
         # Before any process starts: what cannot be sent, or finds no memory, shows here.
         stores: list[tuple[tuple[int, ...], TensorStore]] = []
         ranks = [group.ranks for group in assignment.groups]
-        stores += zip(ranks, self._adopt(assignment.model, assignment.groups), strict=True)
+        stores += zip(ranks, self._adopt(assignment), strict=True)
         if assignment.updater is not None:
             stores += zip(ranks, self._adopt_slots(assignment), strict=True)
         spec = _spec(assignment)
@@ -121,6 +124,8 @@ class Session:
             team = self._take_team(assignment.plan)
             worker = self._call(team, assignment, stores, parcel, spec, region)
             _heed(conductor, worker)
+            _initialize(assignment, worker)
+            forget_blanks(assignment.model)
             result = assignment.task.run(worker, LeaderControl(team, self._timeout), conductor)
             team.finish(self._timeout)
         except BaseException as error:
@@ -133,10 +138,9 @@ class Session:
             parcel.close()
         return result
 
-    def _adopt(
-        self, model: nn.Module, groups: Sequence[ParameterGroup]
-    ) -> Sequence[ParameterStore]:
+    def _adopt(self, assignment: Assignment) -> Sequence[ParameterStore]:
         """Have the parameters of each group lie in a store of theirs."""
+        model, groups = assignment.model, assignment.groups
         members = _members(model, groups)
         if not (
             len(self._stores) == len(members)
@@ -146,11 +150,18 @@ class Session:
             )
         ):
             check_separate(model.named_parameters(), model.named_buffers())
-            self._stores = [ParameterStore.adopt(own) for own in members]
+            self._stores = [
+                ParameterStore.adopt(
+                    own,
+                    are_blank=bool(assignment.blank),
+                    is_reserved=_is_reserved(assignment, group),
+                )
+                for own, group in zip(members, groups, strict=True)
+            ]
         for store, own, group in zip(self._stores, members, groups, strict=True):
             store.readopt(own)
-            if 0 not in group.ranks:
-                store.region.release_pages()
+            store.is_elsewhere = 0 not in group.ranks
+        self.release_pages()
         return self._stores
 
     def _adopt_slots(self, assignment: Assignment) -> list[TensorStore]:
@@ -173,7 +184,10 @@ class Session:
             and all(store.region.is_shared for store in self._slots)
             and self._slots_owner() is updater.owner
         ):
-            self._slots = [TensorStore.create(own) for own in specs]
+            self._slots = [
+                TensorStore.create(own, is_reserved=_is_reserved(assignment, group))
+                for own, group in zip(specs, assignment.groups, strict=True)
+            ]
             self._slots_owner = weakref.ref(updater.owner)
         updater.store_slots(
             {
@@ -182,9 +196,9 @@ class Session:
                 for key, view in zip(own, store.views, strict=True)
             }
         )
-        for store, group in zip(self._slots, assignment.groups, strict=True):
-            if 0 not in group.ranks:
-                store.region.release_pages()
+        for slots, group in zip(self._slots, assignment.groups, strict=True):
+            slots.is_elsewhere = 0 not in group.ranks
+        self.release_pages()
         return self._slots
 
     def readopt(self, model: nn.Module) -> None:
@@ -192,6 +206,12 @@ class Session:
         parameters = dict(model.named_parameters())
         for store in self._stores:
             store.readopt([(spec.name, parameters[spec.name]) for spec in store.specs])
+
+    def release_pages(self) -> None:
+        """Keep no page here of what other ranks alone have."""
+        for store in (*self._stores, *self._slots):
+            if store.is_elsewhere:
+                store.region.release_pages()
 
     def _take_team(self, plan: Plan) -> Team:
         if self._team is not None and not (
@@ -309,7 +329,12 @@ def serve(context: HelperContext, body: bytes, descriptors: tuple[int, ...]) -> 
     parcels = [open_region(number, private=True) for number in descriptors[1 + len(specs) :]]
     # Parameters come first, then slots; of both, what other ranks alone have stays there.
     opened = [
-        _open_store(own, number, is_here=context.rank in ranks)
+        _open_store(
+            own,
+            number,
+            is_here=context.rank in ranks,
+            is_ours=context.rank == ranks[0],
+        )
         for (ranks, own), number in zip(specs, stored, strict=True)
     ]
     parameters = [view for views in opened[:num_groups] for view in views]
@@ -324,14 +349,36 @@ def serve(context: HelperContext, body: bytes, descriptors: tuple[int, ...]) -> 
         worker = _worker(
             assignment, spec, region, rank=context.rank, look_around=context.look_around
         )
+        _initialize(assignment, worker)
         assignment.task.run(worker, FollowerControl(context, num_ranks), Conductor())
     return b""
 
 
+def _is_reserved(assignment: Assignment, group: ParameterGroup) -> bool:
+    """Whether rank 0 takes the memory of a group: it does where there is something to move in."""
+    return not assignment.blank or 0 in group.ranks
+
+
+def _initialize(assignment: Assignment, worker: Worker) -> None:
+    """Each group's first rank gives its parameters their first values, if they have none."""
+    if assignment.blank:
+        own = {
+            name
+            for group in assignment.groups
+            if group.ranks[0] == worker.rank
+            for name in group.names
+        }
+        initialize(assignment.model, own & assignment.blank, assignment.seed)
+        worker.barrier()
+
+
 def _open_store(
-    specs: Sequence[TensorSpec], descriptor: int, *, is_here: bool
+    specs: Sequence[TensorSpec], descriptor: int, *, is_here: bool, is_ours: bool
 ) -> list[torch.Tensor]:
-    """The tensors of a store; without memory where another rank has them."""
+    """The tensors of a store; without memory where another rank has them.
+
+    The first rank that has them takes the memory, unless rank 0 has done so already.
+    """
     if not is_here:
         os.close(descriptor)
         return [
@@ -339,6 +386,8 @@ def _open_store(
             for spec in specs
         ]
     region = open_region(descriptor)
+    if is_ours:
+        region.reserve(0, region.num_bytes)
     store = TensorStore(specs, region)
     region.close()
     return store.views

@@ -7,7 +7,7 @@ runs tasks on the Plan's ranks through a ``Session``.
 import copy
 import os
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -23,6 +23,13 @@ from lockstep.errors import (
     ModelError,
     OptionError,
     problem,
+)
+from lockstep.parallel.blank import (
+    allocate,
+    blank_names,
+    build_on_meta,
+    forget_blanks,
+    initialize,
 )
 from lockstep.parallel.groups import parameter_groups
 from lockstep.parallel.losses import LossAdapter
@@ -73,7 +80,9 @@ class Trainer:
     """Trains a PyTorch model under a strategy, with the weights one device would have given.
 
     Args:
-        model: the model; it is trained in place.
+        model: the model; it is trained in place. Or a function that makes it: then each rank of a
+            pipeline makes its own part only, with the values that ``reset_parameters`` of its
+            modules gives, and ``trainer.model`` is the whole by address.
         loss: ``loss(output, target)`` returning the mean over the batch, values of shape (n,), or
             a pair (total, weight). Needed for ``fit`` and ``evaluate``.
         optimizer: a torch optimizer over ``model.parameters()``, or a class or function that makes
@@ -94,7 +103,7 @@ class Trainer:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | Callable[[], nn.Module],
         *,
         loss: Any = None,
         optimizer: Any = None,
@@ -105,20 +114,19 @@ class Trainer:
         callbacks: Sequence[Callback] = (),
     ) -> None:
         check_arguments(model, loss, strategy, precision, seed, callbacks)
-        self.model = model
+        self.model, shape_of_it = _made(model, precision)
         self.strategy = strategy if strategy is not None else current_strategy()
         self.precision = precision
         self.seed = seed
         self.callbacks = list(callbacks)
         self.stop_training = False
-        prepare_model(model, precision)
         self.metrics = Metrics(metrics)
-        self.optimizer = None if optimizer is None else make_optimizer(optimizer, model)
+        self.optimizer = None if optimizer is None else make_optimizer(optimizer, self.model)
         self._loss = None if loss is None else LossAdapter(loss)
         self._epochs_trained = 0
         self._steps_trained = 0
         self._plan: Plan | None = None
-        self._planning = Planning(model)
+        self._planning = Planning(shape_of_it)
         self._is_running = False
         timeout = (
             DEFAULT_TIMEOUT_SECONDS if self.strategy is None else self.strategy.timeout_seconds
@@ -275,7 +283,9 @@ class Trainer:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the model's weights and buffers, whole and by name, as safetensors."""
+        self._initialize()
         save_weights(self.model, path)
+        self._session.release_pages()
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Read weights that ``save`` wrote under any strategy, into the model.
@@ -283,6 +293,7 @@ class Trainer:
         Raises:
             CheckpointError: names or shapes do not fit the model; nothing is changed then.
         """
+        self._initialize()
         load_weights(self.model, path)
 
     def close(self) -> None:
@@ -326,6 +337,8 @@ class Trainer:
             self._plan = plan
         if updater is not None:
             check_divisible(self.model, updater, plan)
+        if plan.pipeline is None:
+            self._initialize()
         assignment = Assignment(
             plan=plan,
             model=self.model,
@@ -337,12 +350,23 @@ class Trainer:
             settings=TorchSettings.current(),
             partitions=partitions,
             groups=parameter_groups(plan, self.model, list(partitions.values())),
+            blank=blank_names(self.model),
         )
         outermost, self._is_running = not self._is_running, True
         try:
             return session.run(assignment, conductor)
         finally:
             self._is_running = not outermost
+
+    def _initialize(self) -> None:
+        """Give the parameters of a model made by a function their first values, if they have none.
+
+        Where a Plan with stages comes first, its ranks do this, each for its own.
+        """
+        blank = blank_names(self.model)
+        if blank:
+            initialize(self.model, blank, self.seed)
+            forget_blanks(self.model)
 
     def _maker(self) -> Maker:
         if self.strategy is None:
@@ -397,6 +421,20 @@ class Trainer:
         )
         outputs = self._predict(as_input_source(made_up, name="inputs"), 1)
         return map_tensors(lambda tensor: tensor[:0], outputs)
+
+
+def _made(
+    model: nn.Module | Callable[[], nn.Module], precision: str
+) -> tuple[nn.Module, nn.Module]:
+    """The model, and one of the same shape to look at: itself, or one without memory."""
+    if isinstance(model, nn.Module):
+        prepare_model(model, precision)
+        return model, model
+    made, shape_of_it = build_on_meta(model), build_on_meta(model)
+    for one in (made, shape_of_it):
+        prepare_model(one, precision)
+    allocate(made)
+    return made, shape_of_it.to("meta")
 
 
 def _nested(task: Task) -> Session:

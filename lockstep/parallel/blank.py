@@ -1,0 +1,140 @@
+"""Models given as a function that makes them: each rank makes its own part, and no other.
+
+The function runs with parameters on the meta device, where they have a shape and no memory. Then
+they get addresses, but pages only when they are first written, and that is done by the rank that
+holds them: by ``reset_parameters`` of the module that owns them, from a random stream that depends
+on the module's name alone. So a model has the same first values under every strategy, and nobody
+needs memory for all of it. Buffers are made as the function makes them, on every rank.
+"""
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from lockstep.comm.shared_memory import SharedRegion
+from lockstep.data.order import restore_streams, seed_streams, stream_seed, stream_states
+from lockstep.errors import ModelError, OptionError, problem
+from lockstep.parallel.store import TensorStore, tensor_spec
+from lockstep.plan.layout import flat_offsets
+
+_MARK = "_lockstep_blank"
+
+
+def build_on_meta(function: Callable[[], nn.Module]) -> nn.Module:
+    """Run a function that makes a model; its parameters are on the meta device.
+
+    Raises:
+        OptionError: it makes something else.
+        ModelError: a module has parameters and no ``reset_parameters`` to give them values.
+    """
+
+    def to_meta(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
+        if parameter is None or parameter.is_meta:
+            return None
+        return nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+
+    # What such a hook returns takes the parameter's place, though its type does not say so.
+    hook = register_module_parameter_registration_hook(to_meta)  # type: ignore[arg-type]
+    try:
+        model = function()
+    finally:
+        hook.remove()
+    if not isinstance(model, nn.Module):
+        raise OptionError(
+            problem(
+                "A function given as `model` must return a torch.nn.Module.",
+                received=type(model).__name__,
+                fix="Return the model.",
+            )
+        )
+    _check_resets(model)
+    return model
+
+
+def _check_resets(model: nn.Module) -> None:
+    helpless = [
+        name or type(module).__name__
+        for name, module in model.named_modules()
+        if any(one is not None for one in module._parameters.values()) and _reset_of(module) is None
+    ]
+    if helpless:
+        raise ModelError(
+            problem(
+                "A model made by a function gets its first values from its modules' "
+                "reset_parameters.",
+                received=f"modules with parameters and without it: {', '.join(helpless[:5])}",
+                fix="Give them a method reset_parameters(self), or pass the model itself.",
+            )
+        )
+
+
+def _reset_of(module: nn.Module) -> Callable[[], None] | None:
+    # MultiheadAttention has it under a name of its own.
+    return getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
+
+
+def allocate(model: nn.Module) -> None:
+    """Give the parameters of a model on the meta device addresses, without memory so far."""
+    named = list(model.named_parameters())
+    specs = [tensor_spec(name, parameter) for name, parameter in named]
+    _, num_bytes = flat_offsets([spec.extent for spec in specs])
+    store = TensorStore(specs, SharedRegion.create(num_bytes, [(0, num_bytes)]))
+    places = {
+        id(parameter): nn.Parameter(view, parameter.requires_grad)
+        for (_, parameter), view in zip(named, store.views, strict=True)
+    }
+    for place in places.values():
+        setattr(place, _MARK, True)
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                module._parameters[name] = places[id(parameter)]
+
+
+def blank_names(model: nn.Module) -> frozenset[str]:
+    """The parameters that have no values yet."""
+    return frozenset(
+        name for name, parameter in model.named_parameters() if getattr(parameter, _MARK, False)
+    )
+
+
+@torch.no_grad()
+def initialize(model: nn.Module, names: Iterable[str], seed: int) -> None:
+    """Give parameters their first values.
+
+    Args:
+        model: the model.
+        names: of the parameters, each by its first name.
+        seed: of the values.
+    """
+    wanted = set(names)
+    first_names = {id(parameter): name for name, parameter in model.named_parameters()}
+    states = stream_states()
+    for path, module in model.named_modules():
+        own = {key: one for key, one in module._parameters.items() if one is not None}
+        named = {key: f"{path}.{key}".lstrip(".") for key in own}
+        if not any(name in wanted for name in named.values()):
+            continue
+        # A tied parameter is set by the module of its first name; what others hold, by them.
+        aside = {
+            key: one
+            for key, one in own.items()
+            if named[key] not in wanted or first_names[id(one)] != named[key]
+        }
+        for key, one in aside.items():
+            module._parameters[key] = nn.Parameter(torch.empty_like(one, device="meta"))
+        seed_streams(stream_seed(seed, "init", path))
+        reset = _reset_of(module)
+        assert reset is not None
+        reset()
+        module._parameters.update(aside)
+    restore_streams(states)
+
+
+def forget_blanks(model: nn.Module) -> None:
+    """All parameters have values now."""
+    for parameter in model.parameters():
+        if getattr(parameter, _MARK, False):
+            delattr(parameter, _MARK)
