@@ -133,7 +133,7 @@ class Task:
     schedules: tuple[str, ...]
 
 
-UNET = Net("U-Net, 64 x 64, 16 wide", 32, 64, unet, pictures, nn.functional.mse_loss)
+UNET = Net("U-Net, 64 x 64, 16 wide", 64, 128, unet, pictures, nn.functional.mse_loss)
 TASKS = {
     "gpt-8": Task(NETS["gpt"], "blocks.3", halves_of_gpt, 8, ("1f1b", "zb-h1")),
     "gpt-4": Task(NETS["gpt"], "blocks.3", halves_of_gpt, 4, ("1f1b", "zb-h1", "zb-h2")),

@@ -1,4 +1,8 @@
-"""Numbers for people: bytes, counts and times with their units."""
+"""Numbers for people: bytes, counts and times with their units; and lists."""
+
+from collections.abc import Iterable, Sequence
+
+_NUM_NAMED = 5  # items in a message before the rest is only counted
 
 
 def format_bytes(num_bytes: float) -> str:
@@ -27,3 +31,14 @@ def format_seconds(seconds: float) -> str:
 def format_time(seconds: float) -> str:
     """Short times in milliseconds: ``0.0412`` -> ``"41.2 ms"``; from 10 s on ``format_seconds``."""
     return format_seconds(seconds) if seconds >= 10 else f"{format_count(1000 * seconds)} ms"
+
+
+def listed(names: Iterable[str]) -> str:
+    """``["a", "b"]`` -> ``"['a', 'b']"``, as users would write it."""
+    return f"[{', '.join(map(repr, names))}]"
+
+
+def first_few(items: Sequence[object]) -> str:
+    """``[1, 2, 3, 4, 5, 6, 7]`` -> ``"1, 2, 3, 4, 5 and 2 more"``."""
+    shown = ", ".join(map(str, items[:_NUM_NAMED]))
+    return f"{shown} and {len(items) - _NUM_NAMED} more" if len(items) > _NUM_NAMED else shown

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from lockstep.data.trees import Tree
+from lockstep.errors import ModelError, problem
 
 # Arguments that hold nothing.
 _SIMPLE = frozenset((type(None), bool, int, float, str, type(...), torch.dtype, torch.device))
@@ -105,6 +106,34 @@ class Apply:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.function.apply(*args, **kwargs)
+
+
+@dataclass(frozen=True)
+class Decision:
+    """A comparison of sizes by which the model's code has decided what to do.
+
+    Only what follows from its outcome is in the trace: another outcome is an error.
+    """
+
+    function: Callable[[Any, Any], bool]
+    outcome: bool
+
+    def __call__(self, one: Any, other: Any) -> bool:
+        if self.function(one, other) == self.outcome:
+            return self.outcome
+        raise ModelError(
+            problem(
+                "Where a model runs in stages, what its code decides by sizes must be decided as "
+                "for the first batch.",
+                received=f"{self.__name__}({one}, {other}), which was {self.outcome} then",
+                fix="Give all batches the same shape but for the number of samples, or use a data "
+                "parallel strategy.",
+            )
+        )
+
+    @property
+    def __name__(self) -> str:
+        return self.function.__name__
 
 
 def run_instruction(

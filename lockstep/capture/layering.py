@@ -203,8 +203,9 @@ def _begin(
 def _take_back(records: Sequence[Record], group: _Group, owner: str) -> list[int]:
     """What a module computes before it first uses its parameter is part of its layer."""
     kept = len(group.members)
-    while kept > 1 and owner and _is_within(records[group.members[kept - 1]].scope, owner):
-        if isinstance(records[group.members[kept - 1]].instruction, CallModule):
+    while kept > 1 and owner not in ("", group.path):
+        record = records[group.members[kept - 1]]
+        if isinstance(record.instruction, CallModule) or not _is_within(record.scope, owner):
             break
         kept -= 1
     taken = group.members[kept:]

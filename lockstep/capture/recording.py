@@ -36,7 +36,7 @@ from lockstep.capture.calls import (
     name_of,
     streams_differ,
 )
-from lockstep.capture.instructions import Apply, CallFunction, Input, Instruction, Output
+from lockstep.capture.instructions import Apply, CallFunction, Decision, Input, Instruction, Output
 from lockstep.capture.notes import Notes, Record, UntraceableError
 from lockstep.capture.sizes import has_numbers, plain
 from lockstep.data.trees import Tree, tensors_of
@@ -255,6 +255,16 @@ class Recorder(TorchFunctionMode):
             return result
         refs = tuple(map(self._notes.argument, args))
         return self._notes.note(CallFunction(target=function, args=refs), result, removable=True)
+
+    def compare(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """Note a decision that the model's code takes by sizes."""
+        if not all(isinstance(argument, int | float) for argument in args):
+            return NotImplemented
+        result = function(*plain(args))
+        if self._is_listening():
+            refs = tuple(map(self._notes.argument, args))
+            self._notes.note(CallFunction(target=Decision(function, result), args=refs), result)
+        return result
 
     def _is_listening(self) -> bool:
         return bool(self._stack) and not self._is_busy and threading.get_ident() == self._thread

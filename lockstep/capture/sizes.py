@@ -1,7 +1,8 @@
 """Numbers that remember where they are from: sizes of tensors, and what is calculated with them.
 
-They are ints and floats, so any code takes them. Calculations with them are noted; comparisons,
-``range`` and ``int`` see plain numbers.
+They are ints and floats, so any code takes them. Calculations with them are noted, and so are
+comparisons: what they decide is decided for good, and must come out the same whenever the trace
+runs. ``range`` and ``int`` see plain numbers.
 """
 
 import math
@@ -20,6 +21,9 @@ class Calculator(Protocol):
     def compute(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """The result of ``function(*args)``, or NotImplemented."""
 
+    def compare(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """The same of a comparison."""
+
 
 class _Traced:
     """A number that is the value of the record ``number``."""
@@ -36,6 +40,9 @@ class _Traced:
     def __reduce__(self) -> Any:
         return _plain_number, (_plain_number(self),)
 
+    def __hash__(self) -> int:
+        return hash(_plain_number(self))
+
 
 def _calculates(function: Callable[..., Any], *, reflected: bool = False) -> Callable[..., Any]:
     def method(self: Any, *others: Any) -> Any:
@@ -45,6 +52,15 @@ def _calculates(function: Callable[..., Any], *, reflected: bool = False) -> Cal
     return method
 
 
+def _compares(function: Callable[..., Any]) -> Callable[..., Any]:
+    def method(self: Any, other: Any) -> Any:
+        return self.calculator.compare(function, (self, other))
+
+    return method
+
+
+for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
+    setattr(_Traced, f"__{_name}__", _compares(getattr(operator, _name)))
 for _name in ("add", "sub", "mul", "floordiv", "truediv", "mod", "pow"):
     _function = getattr(operator, _name)
     setattr(_Traced, f"__{_name}__", _calculates(_function))

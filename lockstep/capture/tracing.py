@@ -12,7 +12,7 @@ evaluation, and under the ``torch.autocast`` that the instructions will run unde
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -146,8 +146,9 @@ class _Tracer:
             except MismatchError as mismatch:
                 if "" in atomic:  # the whole model is one call, and that failed
                     raise mismatch.__cause__ or mismatch from None
-                assert mismatch.path not in atomic, mismatch
-                atomic[mismatch.path] = mismatch.reason
+                path, reason = mismatch.path, mismatch.reason
+                assert path not in atomic, reason  # what is called as a whole runs no instructions
+                atomic[path] = reason
 
     def _attempt(self, atomic: Mapping[str, str], wanted: Sequence[Result]) -> Trace:
         records = self._record(atomic, self._examples[0])
@@ -162,8 +163,8 @@ class _Tracer:
         replay = Replay(
             self._model, layered.instructions, [records[one] for one in layered.records]
         )
-        for inputs, result in zip(self._examples, wanted, strict=True):
-            self._verify(replay, inputs, result)
+        for number, result in enumerate(wanted):
+            self._verify(replay, number, result)
         return replace(trace, changes=tuple(sorted(replay.changes)))
 
     def _record(self, atomic: Mapping[str, str], inputs: Tree) -> list[Record]:
@@ -182,26 +183,34 @@ class _Tracer:
                 raise MismatchError(path, "changes its attributes in forward")
         return list(records)
 
-    def _verify(self, replay: Replay, inputs: Tree, wanted: Result) -> None:
-        difference = self._run(lambda copied: self._result(replay, copied), inputs).unlike(wanted)
+    def _verify(self, replay: Replay, number: int, wanted: Result) -> None:
+        difference = self._result(replay, number).unlike(wanted)
         if not difference:
             return
-        again = self._run(lambda copied: self._result(self._call, copied), inputs)
-        if again.unlike(wanted):  # the model itself never does the same
+        if self._result(self._call, number).unlike(wanted):  # the model never does the same
             return
         raise MismatchError(replay.first_difference(), f"traced, its {difference} differ")
 
     def _results(self) -> list[Result]:
         """What the model itself makes of the examples."""
         results = []
-        for number, inputs in enumerate(self._examples):
+        for number in range(len(self._examples)):
             try:
-                results.append(self._run(lambda copied: self._result(self._call, copied), inputs))
+                results.append(self._result(self._call, number))
             except Exception:
                 if number == 0:
                     raise
         del self._examples[len(results) :]  # some models are for one number of samples
         return results
+
+    def _result(self, forward: Callable[[Tree], Any], number: int) -> Result:
+        """What ``forward`` makes of an example; one backward pass is enough."""
+        with_gradients = self._training and number == 0
+
+        def run(copied: Tree) -> Result:
+            return result_of(self._model, forward(copied), with_gradients=with_gradients)
+
+        return cast(Result, self._run(run, self._examples[number]))
 
     def _run(self, body: Callable[[Tree], Any], inputs: Tree) -> Any:
         """Run ``body`` on a copy of inputs, from the same state every time."""
@@ -223,9 +232,6 @@ class _Tracer:
             *(value for target, value in arguments if not isinstance(target, str)),
             **{target: value for target, value in arguments if isinstance(target, str)},
         )
-
-    def _result(self, forward: Callable[[Tree], Any], inputs: Tree) -> Result:
-        return result_of(self._model, forward(inputs), with_gradients=self._training)
 
 
 def _hooked(model: nn.Module) -> dict[str, str]:

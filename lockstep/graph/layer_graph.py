@@ -101,6 +101,7 @@ class LayerGraph(msgspec.Struct, frozen=True, kw_only=True):
             there are flows, everything that runs, in the order in which it runs.
         tied: groups of names that are one Parameter, the first name being the one it goes by.
         flows: what later layers use of earlier ones.
+        channels_last: images run through it with their channels together in memory.
         inseparable: pairs (first, last) of layers, such that ``last`` changes in place what
             ``first`` has made: no cut may come between them.
     """
@@ -109,6 +110,7 @@ class LayerGraph(msgspec.Struct, frozen=True, kw_only=True):
     tied: tuple[tuple[str, ...], ...] = ()
     flows: tuple[Flow, ...] = ()
     inseparable: tuple[tuple[int, int], ...] = ()
+    channels_last: bool = False
 
     @property
     def parameters(self) -> tuple[ParameterInfo, ...]:

@@ -154,7 +154,9 @@ def channels_last(tensor: torch.Tensor) -> torch.Tensor:
     strides = (height * width * channels, 1, width * channels, channels)
     if tensor.stride() == strides:
         return tensor
-    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype).copy_(tensor)
+    return torch.empty_strided(
+        tensor.shape, strides, dtype=tensor.dtype, device=tensor.device
+    ).copy_(tensor)
 
 
 def _widened(tensor: torch.Tensor) -> torch.Tensor:

@@ -30,7 +30,7 @@ from lockstep.comm.gradient_rows import multiply
 from lockstep.data.order import seed_streams, share_seed
 from lockstep.data.sources import Batch, Source
 from lockstep.data.trees import Tree, map_tensors
-from lockstep.parallel.forward import DTYPES, ModelCall
+from lockstep.parallel.forward import DTYPES, ModelCall, channels_last
 from lockstep.parallel.linear import LinearLayers
 from lockstep.parallel.losses import LossAdapter, ShareLoss
 from lockstep.parallel.partition import Partition
@@ -378,6 +378,8 @@ class StageWorker(Worker):
     def _output(self, passage: Passage, batch: Batch | None, *, recompute: bool) -> Tree:
         """Run a passage forward; returns the model's output if it has it."""
         inputs = None if batch is None else batch.inputs
+        if self.plan.channels_last:
+            inputs = map_tensors(channels_last, inputs)
         with self._linears.applied(), self._call.applied(), self._call.computing():
             if recompute:
                 output, *_ = checkpoint(passage.forward, inputs, use_reentrant=False)

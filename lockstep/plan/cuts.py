@@ -1,4 +1,4 @@
-"""Where to cut a model into stages: by cost, by the names of modules, or as device scopes say.
+"""Where to cut a model into stages so that the slowest is as fast as can be.
 
 The model's layers come in the order in which it computes, and a stage is a run of consecutive
 ones. A cutting is the tuple ``starts`` of each stage's first layer; ``starts[0]`` is 0.
@@ -14,23 +14,19 @@ Not covered: stages that hold runs of layers from several places of the order (i
 stages on several devices, and memory that depends on the stage's place in the schedule.
 """
 
-import difflib
 import math
-import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from operator import add
 
 from lockstep.errors import OptionError, PlanError, Problems, problem
 from lockstep.graph.layer_graph import Flow
-from lockstep.units import format_bytes, format_time
+from lockstep.units import first_few, format_bytes, format_time
 
 # Fewer stages are taken when more would not shorten the step by more than this.
 _WORTH_A_STAGE = 0.01
-
-_NUM_NAMED = 5  # names in a message before the rest is only counted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,14 +75,14 @@ class CutProblem:
         if strange:
             problems.add(
                 "Times and sizes are finite and not negative.",
-                received=_first_few(strange),
+                received=first_few(strange),
                 fix="Measure again.",
             )
         back = [flow for flow in self.flows if not _goes_forward(flow, len(self.layers))]
         if back:
             problems.add(
                 f"A tensor goes from a layer to later ones, of {len(self.layers)}.",
-                received=_first_few(back),
+                received=first_few(back),
                 fix="List layers in the order in which the model computes.",
             )
         problems.raise_if_any(PlanError)
@@ -192,76 +188,6 @@ def choose_num_stages(
     enough = (1 + _WORTH_A_STAGE) * min(step.seconds for step in steps.values())
     chosen = min(count for count, step in steps.items() if step.seconds <= enough)
     return chosen, _reason(chosen, steps, num_devices)
-
-
-def stages_from_names(names: Sequence[str], cuts: Sequence[str]) -> tuple[int, ...]:
-    """The cutting whose stages, but for the first, begin at the named modules.
-
-    Args:
-        names: dotted module path of each layer in the order in which the model computes; a
-            module's second call has the suffix ``@2``.
-        cuts: modules, or containers of modules, whose first layer begins a stage.
-
-    Raises:
-        OptionError: unknown names, a cut before the first layer, two cuts at one layer, or cuts in
-            another order than the model computes; all of them at once.
-    """
-    problems = Problems()
-    starts: dict[int, str] = {}
-    for cut in cuts:
-        start = _first_layer(names, cut)
-        if start is None:
-            _add_unknown(problems, names, cut)
-        elif start == 0:
-            problems.add(
-                f"The first stage begins at the first layer, {names[0]!r}, without a cut.",
-                received=repr(cut),
-                fix="Leave this cut out.",
-            )
-        elif start in starts:
-            problems.add(
-                f"Two cuts are at one layer, {names[start]!r}.",
-                received=f"{starts[start]!r} and {cut!r}",
-                fix="Leave one of them out.",
-            )
-        else:
-            starts[start] = cut
-    if list(starts) != sorted(starts):
-        problems.add(
-            "Cuts come in the order in which the model computes.",
-            received=_listed(starts.values()),
-            fix=f"Use {_listed(starts[start] for start in sorted(starts))}.",
-        )
-    problems.raise_if_any(OptionError)
-    return (0, *starts)
-
-
-def stages_from_scopes(
-    names: Sequence[str], devices: Sequence[int | None], owns_parameters: Sequence[bool]
-) -> tuple[int, ...]:
-    """The cutting that device scopes ask for: one stage per device.
-
-    A layer that owns no parameters and lies outside of every scope goes with the layer before it;
-    at the beginning of the model, with device 0.
-
-    Args:
-        names: of the layers, in the order in which the model computes.
-        devices: index of each layer's device; None is outside of every scope.
-        owns_parameters: whether each layer owns parameters.
-
-    Raises:
-        OptionError: layers with parameters outside of scopes, devices that go backwards, or whose
-            numbers are not 0, 1, 2 and so on; all of them at once.
-    """
-    problems = Problems()
-    layers = list(zip(names, devices, owns_parameters, strict=True))
-    _check_all_scoped(problems, [name for name, at, owns in layers if owns and at is None])
-    scoped = [(name, at) for name, at, _ in layers if at is not None]
-    _check_forwards(problems, scoped)
-    used = sorted({at for _, at in scoped})
-    _check_numbers(problems, used)
-    problems.raise_if_any(OptionError)
-    return (0, *(devices.index(device) for device in used[1:]))
 
 
 # --- exact costs ----------------------------------------------------------------------------------
@@ -559,68 +485,7 @@ def _check_counts(num_devices: int, num_microbatches: int) -> None:
     problems.raise_if_any(OptionError)
 
 
-def _check_all_scoped(problems: Problems, outside: Sequence[str]) -> None:
-    if outside:
-        problems.add(
-            "Layers with parameters are outside of every device scope.",
-            received=_first_few(list(map(repr, outside))),
-            fix="Build them, too, within `with lockstep.device(...):`.",
-        )
-
-
-def _check_forwards(problems: Problems, scoped: Sequence[tuple[str, int]]) -> None:
-    back = [(earlier, later) for earlier, later in pairwise(scoped) if later[1] < earlier[1]]
-    if back:
-        (before, high), (after, low) = back[0]
-        problems.add(
-            "Along the order in which the model computes, devices may only go up.",
-            received=_first_few(
-                [f"{b!r} on device {lo} after {a!r} on device {hi}" for (a, hi), (b, lo) in back]
-            ),
-            fix=f"Build {after!r} on device {high} or a later one, "
-            f"or {before!r} on device {low} or an earlier one.",
-        )
-
-
-def _check_numbers(problems: Problems, used: Sequence[int]) -> None:
-    if list(used) != list(range(max(len(used), 1))):
-        problems.add(
-            "Devices of scopes are numbered 0, 1, 2 and so on, without gaps.",
-            received=f"devices {_first_few(used)}" if used else "no layer in a scope",
-            fix=f"Number them 0 to {len(used) - 1}."
-            if len(used) > 1
-            else "Use `with lockstep.device(0):` for the first stage.",
-        )
-
-
 # --- names and texts ------------------------------------------------------------------------------
-
-
-def _module_path(name: str) -> str:
-    """A layer's module: its name without the number of the call."""
-    return re.sub(r"@\d+$", "", name)
-
-
-def _first_layer(names: Sequence[str], cut: str) -> int | None:
-    """The first layer that is, or lies in, the module ``cut``; one call can be named as well."""
-    for index, name in enumerate(names):
-        path = _module_path(name)
-        if cut in (name, path) or path.startswith(cut + "."):
-            return index
-    return None
-
-
-def _add_unknown(problems: Problems, names: Sequence[str], cut: str) -> None:
-    paths = [_module_path(name).split(".") for name in names]
-    known = {".".join(path[:depth]): None for path in paths for depth in range(1, len(path) + 1)}
-    near = difflib.get_close_matches(cut, known)
-    problems.add(
-        "A cut names a module in which layers compute.",
-        received=repr(cut),
-        fix=f"Did you mean {' or '.join(map(repr, near))}?"
-        if near
-        else f"There are {_first_few(list(map(repr, known)))}.",
-    )
 
 
 def _reason(chosen: int, steps: dict[int, _StepTimes], num_devices: int) -> str:
@@ -654,12 +519,3 @@ def _counted(count: int, noun: str) -> str:
 def _exact_bytes(num_bytes: int) -> str:
     """All digits too: needed and given may be equal when rounded."""
     return f"{num_bytes} bytes ({format_bytes(num_bytes)})"
-
-
-def _listed(names: Iterable[str]) -> str:
-    return f"[{', '.join(map(repr, names))}]"
-
-
-def _first_few(items: Sequence[object]) -> str:
-    shown = ", ".join(map(str, items[:_NUM_NAMED]))
-    return f"{shown} and {len(items) - _NUM_NAMED} more" if len(items) > _NUM_NAMED else shown

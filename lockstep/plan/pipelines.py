@@ -13,6 +13,7 @@ from itertools import pairwise
 from lockstep.cluster.topology import MAX_CPU_REPLICAS_PER_CORE, Cluster
 from lockstep.errors import DeviceError, OptionError, PlanError, problem
 from lockstep.graph.layer_graph import Flow, Layer, LayerCosts, LayerGraph
+from lockstep.plan.cut_places import stages_from_names, stages_from_scopes
 from lockstep.plan.cuts import (
     Cut,
     CutProblem,
@@ -20,8 +21,6 @@ from lockstep.plan.cuts import (
     best_cut,
     choose_num_stages,
     describe_cut,
-    stages_from_names,
-    stages_from_scopes,
 )
 from lockstep.plan.makers import Maker
 from lockstep.plan.schedules import StageGraph, make_schedule
@@ -136,6 +135,7 @@ class Pipelined(Maker):
             layers=_placements(graph, of_layer),
             update=StagedUpdate(),
             precision=self.precision,
+            channels_last=graph.channels_last,
             pipeline=pipeline,
             notes=(
                 *([reason] if reason else []),

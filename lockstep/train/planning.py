@@ -3,12 +3,15 @@
 Most Plans need to know the names of the layers only. A Plan with stages needs to know what flows
 between layers and what each one costs. So the model is traced on a sample of the data, and each
 layer is run and timed, before a process starts. What was measured is kept: as long as the model is
-the same, all calls of a Trainer cut it in the same places, and no parameter moves between them.
+the same, all calls of a Trainer cut it in the same places, and no parameter moves between them. So
+are traces, for as long as model and inputs are the same but for the values of tensors.
 """
 
+import hashlib
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
 import torch
 from torch import nn
 
@@ -20,13 +23,19 @@ from lockstep.data.order import restore_streams, stream_states
 from lockstep.data.sources import Source, as_input_source, as_source
 from lockstep.data.trees import Tree, map_tensors
 from lockstep.graph.layer_graph import LayerGraph
-from lockstep.parallel.forward import DTYPES, computing_in
+from lockstep.parallel.forward import DTYPES, channels_last, computing_in
+from lockstep.parallel.parcel import describe
 from lockstep.parallel.partition import Partition, partition
 from lockstep.parallel.settings import num_threads
 from lockstep.plan.makers import Maker
 from lockstep.plan.spec import Plan
 
 Partitions = Mapping[bool, Partition]
+
+# A trace, and the bytes of the values of its instructions, for training and for evaluation.
+_Traced = tuple[tuple[Trace, Mapping[int, int]], ...]
+
+_MOST_TRACED = 4
 
 
 class Planning:
@@ -39,6 +48,7 @@ class Planning:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._measured: LayerGraph | None = None
+        self._traced: dict[bytes, _Traced] = {}  # the last few, by model and inputs
 
     def plan(
         self, maker: Maker, precision: str, source: Source, batch_size: int
@@ -58,13 +68,51 @@ class Planning:
         inputs = self._placed(_sample(source, size, precision))
         # With one thread, as ranks on cores will have.
         with computing_in(precision, "cpu"), num_threads(1):
-            traces = trace_modes(self._model, inputs)
-            graph = self._graph(traces[0], inputs)
-            plan = maker(graph, cluster, batch_size)
-            return plan, {
-                trace.training: partition(plan, trace, value_bytes(trace, self._model, inputs))
-                for trace in traces
-            }
+            traced, graph = self._capture(inputs, precision)
+        plan = maker(graph, cluster, batch_size)
+        return plan, {trace.training: partition(plan, trace, sizes) for trace, sizes in traced}
+
+    def _capture(self, inputs: Tree, precision: str) -> tuple[_Traced, LayerGraph]:
+        """Traces and graph, for images with their channels last if the model takes them."""
+        is_convolutional = any(isinstance(one, nn.Conv2d) for one in self._model.modules())
+        # float64 is for proofs, and keeps to what the reference does.
+        if is_convolutional and precision != "fp64":
+            images = map_tensors(channels_last, inputs)
+            try:
+                traced = self._trace(images, precision)
+                graph = self._graph(traced[0][0], images)
+                return traced, msgspec.structs.replace(graph, channels_last=True)
+            except RuntimeError as error:
+                if "stride" not in str(error):
+                    raise
+        traced = self._trace(inputs, precision)
+        return traced, self._graph(traced[0][0], inputs)
+
+    def _trace(self, inputs: Tree, precision: str) -> _Traced:
+        """Traces for training and evaluation, each with the sizes of its values."""
+        key = self._key(inputs, precision)
+        known = None if key is None else self._traced.pop(key, None)
+        if known is None:
+            known = tuple(
+                (trace, value_bytes(trace, self._model, inputs))
+                for trace in trace_modes(self._model, inputs)
+            )
+        if key is not None:
+            self._traced[key] = known
+            for oldest in list(self._traced)[:-_MOST_TRACED]:
+                del self._traced[oldest]
+        return known
+
+    def _key(self, inputs: Tree, precision: str) -> bytes | None:
+        """Equal where nothing but values of tensors has changed; None where that cannot be told."""
+        shapes = map_tensors(
+            lambda tensor: (tuple(tensor.shape), tensor.stride(), tensor.dtype), inputs
+        )
+        try:
+            described = describe((self._model, shapes, precision), list(self._model.parameters()))
+        except Exception:  # whatever pickling raises; what cannot be sent is an error later
+            return None
+        return hashlib.blake2b(described).digest()
 
     def _placed(self, inputs: Tree) -> Tree:
         """Where the model is: one that has no memory yet is traced without any."""

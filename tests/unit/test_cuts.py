@@ -6,6 +6,7 @@ import pytest
 
 from lockstep.errors import OptionError, PlanError
 from lockstep.graph.layer_graph import Flow
+from lockstep.plan.cut_places import stages_from_names, stages_from_scopes
 from lockstep.plan.cuts import (
     Cut,
     CutProblem,
@@ -13,8 +14,6 @@ from lockstep.plan.cuts import (
     best_cut,
     choose_num_stages,
     describe_cut,
-    stages_from_names,
-    stages_from_scopes,
 )
 
 NAMES = (

@@ -33,10 +33,24 @@ def test_the_ten_lines_train_and_print_the_plan_shown(tmp_path: Path) -> None:
 
 
 def test_the_job_is_verified(tmp_path: Path) -> None:
-    (tmp_path / "job.py").write_text(BLOCKS[1])
+    (tmp_path / "job.py").write_text(BLOCKS[3])
     command = re.search(r"\$ lockstep (verify .*)", README)
     assert command is not None
     arguments = command.group(1).split()
     printed = run(["-m", "lockstep.cli.main", *arguments], tmp_path)
     assert "lockstep.verify" not in printed
     assert "same" in printed or "passed" in printed.lower()
+
+
+def test_the_model_in_stages_trains(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        f"{BLOCKS[0].partition('trainer =')[0]}\n{BLOCKS[1]}\n"
+        "trainer.fit((x, y), batch_size=500)\nprint(trainer.plan)\n"
+    )
+    printed = run(["-W", "error", "train.py"], tmp_path)
+    assert "Plan: pipeline, pipe 2, fp32" in printed
+
+
+def test_the_schedule_is_simulated(tmp_path: Path) -> None:
+    (tmp_path / "simulate.py").write_text(BLOCKS[2])
+    assert "(4, 4, 4, 4)" in run(["-W", "error", "simulate.py"], tmp_path)

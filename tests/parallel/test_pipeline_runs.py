@@ -1,0 +1,343 @@
+"""Pipelines as users run them: evaluation, prediction, callbacks, memory, failures."""
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lockstep
+from lockstep.errors import LockstepError, OptionError
+from tests.zoo import case
+
+X = torch.randn(50, 6, generator=torch.Generator().manual_seed(3))
+Y = (X.sum(1) > 0).long() + (X[:, 0] > 0).long()
+
+
+def make_model() -> nn.Module:
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(5)
+        return nn.Sequential(
+            nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3)
+        )
+
+
+def make_trainer(strategy: lockstep.Strategy, model: nn.Module | None = None, **more: Any) -> Any:
+    options = {"optimizer": partial(torch.optim.Adam, lr=1e-2), "precision": "fp64", **more}
+    return lockstep.Trainer(
+        model or make_model(), loss=nn.CrossEntropyLoss(), strategy=strategy, **options
+    )
+
+
+STRATEGIES = {
+    "2": lockstep.PipelineStrategy(2, microbatches=3),
+    "3-zb-h1": lockstep.PipelineStrategy(3, None, 4, "zb-h1"),
+    "2x2": lockstep.HybridStrategy(2, 2, microbatches=2),
+    "3-1": lockstep.HybridStrategy((3, 1), microbatches=2),
+}
+
+
+@pytest.fixture(params=STRATEGIES)
+def strategy(request: pytest.FixtureRequest) -> lockstep.Strategy:
+    return STRATEGIES[request.param]
+
+
+def test_fit_evaluate_and_predict_are_those_of_one_device(strategy: lockstep.Strategy) -> None:
+    ours, alone = make_trainer(strategy), make_trainer(lockstep.SingleDeviceStrategy())
+    for _ in range(2):
+        found = ours.fit(
+            (X, Y), epochs=2, batch_size=16, validation_data=(X[:21], Y[:21]), verbose=0
+        )
+        wanted = alone.fit(
+            (X, Y), epochs=2, batch_size=16, validation_data=(X[:21], Y[:21]), verbose=0
+        )
+        assert found.history["loss"] == pytest.approx(wanted.history["loss"], rel=1e-12)
+        assert found.history["val_loss"] == pytest.approx(wanted.history["val_loss"], rel=1e-12)
+    assert ours.evaluate((X, Y), batch_size=13)["loss"] == pytest.approx(
+        alone.evaluate((X, Y), batch_size=13)["loss"], rel=1e-12
+    )
+    for size in (1, 7, 50):
+        assert ours.predict(X, batch_size=size).allclose(alone.predict(X), rtol=0, atol=1e-12)
+    assert ours.predict(X[:0]).shape == (0, 3)
+
+
+def test_weights_and_slots_go_from_one_strategy_to_the_next() -> None:
+    alone = make_trainer(lockstep.SingleDeviceStrategy())
+    alone.fit((X, Y), epochs=3, batch_size=16, verbose=0)
+    model = make_model().double()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    strategies = (
+        lockstep.PipelineStrategy(3, microbatches=2),
+        lockstep.MirroredStrategy(2),
+        lockstep.PipelineStrategy(2, microbatches=4),
+    )
+    for epoch, each in enumerate(strategies):
+        trainer = make_trainer(each, model, optimizer=optimizer)
+        trainer._epochs_trained = epoch  # the order of the samples goes on
+        trainer.fit((X, Y), epochs=1, batch_size=16, verbose=0)
+    for name, value in alone.model.state_dict().items():
+        assert model.state_dict()[name].allclose(value, rtol=0, atol=1e-12), name
+
+
+class Probe(nn.Module):
+    """Notes per process how many microbatches are between forward and backward, and the memory."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.path = path
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not torch.is_grad_enabled() or not self.training:
+            return x
+        probed: Tensor = _Count.apply(x, self.path)  # type: ignore[no-untyped-call]
+        return probed
+
+
+_kept: dict[Path, int] = {}
+
+
+class _Count(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, path: Path) -> Tensor:
+        ctx.path = path
+        _kept[path] = _kept.get(path, 0) + 1
+        with path.open("a") as file:
+            record = {"pid": os.getpid(), "kept": _kept[path], "bytes": shared_bytes()}
+            file.write(json.dumps(record) + "\n")
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        _kept[ctx.path] -= 1
+        return gradient, None
+
+
+def shared_bytes() -> int:
+    """Resident bytes of this process in nameless shared memory."""
+    total, is_ours = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "-" in line.split(" ")[0] and ":" not in line.split(" ")[0]:
+            is_ours = "memfd:lockstep" in line
+        elif is_ours and line.startswith("Rss:"):
+            total += int(line.split()[1]) * 1024
+    return total
+
+
+def records(path: Path) -> list[dict[str, int]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "wanted"), [("gpipe", [6, 6, 6]), ("1f1b", [3, 2, 1]), ("zb-h1", [3, 2, 1])]
+)
+def test_activations_are_kept_as_the_schedule_says(
+    schedule: str, wanted: list[int], tmp_path: Path
+) -> None:
+    parts = [
+        nn.Sequential(nn.Linear(6, 6), Probe(tmp_path / str(stage)), nn.Tanh())
+        for stage in range(3)
+    ]
+    strategy = lockstep.PipelineStrategy(cuts=["1", "2"], microbatches=6, schedule=schedule)
+    trainer = make_trainer(strategy, nn.Sequential(*parts))
+    clear(tmp_path)
+    trainer.fit((X, Y), batch_size=25, verbose=0)
+    own = [after_tracing(tmp_path / str(stage)) for stage in range(3)]
+    assert [max(record["kept"] for record in found) for found in own] == wanted
+
+
+def clear(folder: Path) -> None:
+    for file in folder.iterdir():
+        file.unlink()
+
+
+def after_tracing(path: Path) -> list[dict[str, int]]:
+    """What was noted in training: the process that trains the stage notes last."""
+    found = records(path)
+    pid = found[-1]["pid"]
+    mine = [record for record in found if record["pid"] == pid][-12:]
+    before = mine[0]["kept"] - 1  # by what has traced the model, without going backward
+    return [{**record, "kept": record["kept"] - before} for record in mine]
+
+
+def test_each_process_keeps_the_parameters_of_its_stage_only(tmp_path: Path) -> None:
+    width = 1024  # 4 MiB a layer
+    parts = [
+        nn.Sequential(nn.Linear(width, width, bias=False), Probe(tmp_path / str(stage)))
+        for stage in range(3)
+    ]
+    parts[1].append(nn.Linear(width, width, bias=False))
+    model = nn.Sequential(*parts)
+    trainer = make_trainer(
+        lockstep.PipelineStrategy(cuts=["1", "2"], microbatches=2),
+        model,
+        optimizer=partial(torch.optim.SGD, lr=1e-3),
+        precision="fp32",
+    )
+    trainer.fit((torch.randn(8, width), torch.zeros(8, dtype=torch.long)), batch_size=4, verbose=0)
+    for stage, num_layers in enumerate((1, 2, 1)):
+        found = records(tmp_path / str(stage))[-1]["bytes"]
+        own = num_layers * 4 * width * width
+        assert own <= found + 4 * width * width * (stage == 1), stage  # its second comes later
+        assert found < own + (1 << 20), stage
+    assert len({records(tmp_path / str(stage))[-1]["pid"] for stage in range(3)}) == 3
+
+
+class Note(lockstep.Callback):
+    """Changes the learning rate, and looks at weights and buffers."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.losses.append(logs["loss"])
+        assert self.trainer.optimizer is not None
+        for group in self.trainer.optimizer.param_groups:
+            group["lr"] *= 0.9
+
+
+def test_what_callbacks_change_reaches_every_stage() -> None:
+    one, other = Note(), Note()
+    ours = make_trainer(lockstep.PipelineStrategy(3, microbatches=2), callbacks=[one])
+    alone = make_trainer(lockstep.SingleDeviceStrategy(), callbacks=[other])
+    for trainer in (ours, alone):
+        trainer.fit((X, Y), epochs=2, batch_size=16, verbose=0)
+    assert one.losses == pytest.approx(other.losses, rel=1e-12)
+
+
+def test_buffers_come_back_from_the_stages() -> None:
+    model = nn.Sequential(
+        nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)
+    )
+    trainer = make_trainer(lockstep.PipelineStrategy(cuts=["2"], microbatches=1), model)
+    trainer.fit((X, Y), epochs=2, batch_size=25, verbose=0)
+    assert int(model[3].num_batches_tracked) == 4  # type: ignore[arg-type]
+    assert trainer.predict(X).allclose(model.eval()(X.double()), rtol=0, atol=1e-12)
+
+
+class Failing(nn.Module):
+    """Fails on a sample that says so."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and bool((x > 1e6).any()):
+            raise ValueError("as asked")
+        return x
+
+
+def test_a_failure_in_a_stage_is_one_error_with_its_rank() -> None:
+    model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 3), Failing())
+    trainer = make_trainer(lockstep.PipelineStrategy(cuts=["1"], microbatches=2), model)
+    bad = X.clone()
+    bad[47] = 1e12
+    with pytest.raises(LockstepError, match=r"Rank 1 failed \(in fit, step 3\).*as asked"):
+        trainer.fit((bad, Y), batch_size=15, shuffle=False, verbose=0)
+    assert trainer.fit((X, Y), batch_size=10, verbose=0).history["loss"]
+
+
+class ByNumber(nn.Module):
+    """Does something else with two samples than with more."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2 if x.shape[0] == 2 else x
+
+
+def test_what_is_decided_by_sizes_otherwise_than_before_is_an_error() -> None:
+    model = nn.Sequential(nn.Linear(6, 8), ByNumber(), nn.Linear(8, 3))
+    trainer = make_trainer(lockstep.PipelineStrategy(cuts=["2"], microbatches=2), model)
+    with pytest.raises(LockstepError, match=r"eq\(2, 2\), which was False then"):
+        trainer.fit((X, Y), batch_size=15, shuffle=False, verbose=0)
+
+
+class Kill(lockstep.Callback):
+    """Kills a helper in the second step."""
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if batch == 1:
+            team = self.trainer._session._team
+            assert team is not None
+            os.kill(team.pids()[0], signal.SIGKILL)
+
+
+def test_a_killed_stage_is_an_error_and_the_next_fit_works() -> None:
+    trainer = make_trainer(lockstep.PipelineStrategy(3, microbatches=2), callbacks=[Kill()])
+    with pytest.raises(LockstepError, match="Rank 1"):
+        trainer.fit((X, Y), epochs=50, batch_size=16, verbose=0)
+    trainer.callbacks = []
+    assert trainer.fit((X, Y), batch_size=16, verbose=0).history["loss"]
+
+
+class Own(torch.optim.SGD):
+    """Not torch's own."""
+
+
+def test_an_optimizer_of_ones_own_is_refused() -> None:
+    trainer = make_trainer(
+        lockstep.PipelineStrategy(2, microbatches=2), optimizer=partial(Own, lr=0.1)
+    )
+    with pytest.raises(OptionError, match="Own"):
+        trainer.fit((X, Y), verbose=0)
+
+
+def test_mixed_precision_learns() -> None:
+    trainer = make_trainer(lockstep.PipelineStrategy(2, microbatches=2), precision="bf16-mixed")
+    history = trainer.fit((X, Y), epochs=20, batch_size=25, verbose=0).history["loss"]
+    assert history[-1] < 0.7 * history[0]
+
+
+@pytest.fixture(autouse=True)
+def few_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    assert torch.get_num_threads() == before
+
+
+def test_a_model_of_the_zoo_predicts_the_same() -> None:
+    job = case("gpt_tied")
+    ours = lockstep.Trainer(job.make_model(), strategy=lockstep.PipelineStrategy(3))
+    alone = lockstep.Trainer(job.make_model())
+    assert ours.predict(job.inputs).allclose(alone.predict(job.inputs), rtol=1e-4, atol=1e-5)
+
+
+def images_to_classes() -> nn.Sequential:
+    torch.manual_seed(9)
+    return nn.Sequential(
+        nn.Conv2d(1, 8, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(8, 8, 3, padding=1),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(128, 3),
+    )
+
+
+class Viewing(nn.Module):
+    """Reads an image as rows of pixels, which its channels must not lie between."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        return images.view(len(images), -1)
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+def test_images_run_with_their_channels_last_where_the_model_takes_them(refuses: bool) -> None:
+    images = torch.randn(32, 1, 8, 8, generator=torch.Generator().manual_seed(4))
+    data = images, torch.arange(32) % 3
+
+    def train(strategy: lockstep.Strategy) -> tuple[Any, dict[str, Tensor]]:
+        model = images_to_classes()
+        if refuses:
+            model[5] = Viewing()
+        trainer = make_trainer(strategy, model, precision="fp32")
+        trainer.fit(data, epochs=3, batch_size=16, verbose=0)
+        return trainer, model.state_dict()
+
+    trainer, ours = train(lockstep.PipelineStrategy(cuts=["3"], microbatches=2))
+    assert trainer.plan.channels_last is not refuses
+    _, alone = train(lockstep.SingleDeviceStrategy())
+    for name, value in alone.items():
+        assert ours[name].allclose(value, rtol=1e-3, atol=1e-4), name

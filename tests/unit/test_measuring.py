@@ -1,0 +1,192 @@
+"""Measuring layers: what counts as whose time and memory, and what is left as it was."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lockstep.capture.measuring import LayerMeasure, measure_layers
+from lockstep.capture.tracing import trace_model
+from lockstep.data.order import stream_states
+from lockstep.data.trees import map_tensors
+from tests.zoo import Case, cases
+
+FLOAT, NUM_SAMPLES = 4, 16
+
+
+def measured(model: nn.Module, inputs: Any, *, training: bool = True) -> dict[str, LayerMeasure]:
+    trace = trace_model(model, inputs, training=training)
+    found = measure_layers(model, trace, inputs)
+    return dict(zip([layer.name for layer in trace.layers], found, strict=True))
+
+
+def test_a_layer_keeps_what_its_backward_needs_and_nothing_twice() -> None:
+    model = nn.Sequential(nn.Linear(10, 20), nn.Tanh(), nn.Linear(20, 30), nn.ReLU(), nn.Dropout())
+    found = measured(model, torch.randn(NUM_SAMPLES, 10))
+    assert [one.activation_bytes for one in found.values()] == [
+        NUM_SAMPLES * 10 * FLOAT,  # its inputs
+        NUM_SAMPLES * 20 * FLOAT,  # its outputs
+        0,  # its inputs, which the layer before keeps already
+        NUM_SAMPLES * 30 * FLOAT,
+        NUM_SAMPLES * 30 * FLOAT,  # the mask
+    ]
+
+
+def test_parameters_and_buffers_are_no_activations() -> None:
+    model = nn.Sequential(nn.Linear(50, 60), nn.BatchNorm1d(60))
+    found = measured(model, torch.randn(2, 50))
+    assert [one.parameter_bytes for one in found.values()] == [(50 * 60 + 60) * FLOAT, 120 * FLOAT]
+    saved = (
+        2 * 50 * FLOAT,
+        2 * 60 * FLOAT + 2 * 60 * FLOAT,
+    )  # what it normalised, and its statistics
+    assert tuple(one.activation_bytes for one in found.values()) == saved
+
+
+def test_a_parameter_counts_for_all_its_layers_and_a_tensor_for_the_first_that_keeps_it() -> None:
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            twice: Tensor = self.linear(torch.sigmoid(self.linear(x)))
+            return twice + F.linear(x, self.linear.weight)
+
+    found = measured(Shared(), torch.randn(4, 8))
+    assert [*found] == ["linear", "linear@2"]
+    assert [one.parameter_bytes for one in found.values()] == [64 * FLOAT, 64 * FLOAT]
+    assert [one.activation_bytes for one in found.values()] == [2 * 4 * 8 * FLOAT, 0]
+
+
+class Slow(torch.autograd.Function):
+    """Takes the time it is told to, forward and backward, by a clock of the test's own."""
+
+    clock = 0.0
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward: float, backward: float) -> Tensor:
+        Slow.clock += forward
+        ctx.backward_seconds = backward
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        Slow.clock += ctx.backward_seconds
+        return gradients[0], None, None
+
+
+class Timed(nn.Module):
+    def __init__(self, forward: float, backward: float) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.seconds = forward, backward
+
+    def forward(self, x: Tensor) -> Any:
+        return Slow.apply(self.linear(x), *self.seconds)  # type: ignore[no-untyped-call]
+
+
+def test_time_is_that_of_the_layer_that_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("time.perf_counter", lambda: Slow.clock)
+    model = nn.Sequential(Timed(2.0, 5.0), Timed(1.0, 0.0), Timed(0.5, 0.25))
+    found = measured(model, torch.randn(4, 3))
+    assert [one.forward_seconds for one in found.values()] == [2.0, 1.0, 0.5]
+    assert [one.backward_seconds for one in found.values()] == [5.0, 0.0, 0.25]
+    found = measured(model, torch.randn(4, 3), training=False)
+    assert [one.forward_seconds for one in found.values()] == [2.0, 1.0, 0.5]
+    assert [one.backward_seconds for one in found.values()] == [0.0, 0.0, 0.0]
+    assert [one.activation_bytes for one in found.values()] == [0, 0, 0]
+
+
+def test_times_are_medians_without_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("time.perf_counter", lambda: Slow.clock)
+    seconds = iter([100.0, 3.0, 1.0, 50.0, 2.0, 4.0])
+
+    class Jittery(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 3)
+            self.is_measured = False
+
+        def forward(self, x: Tensor) -> Any:
+            taken = next(seconds) if self.is_measured else 0.0
+            return Slow.apply(self.linear(x), taken, 0.0)  # type: ignore[no-untyped-call]
+
+    layer = Jittery()
+    model = nn.Sequential(layer)
+    x = torch.randn(4, 3)
+    trace = trace_model(model, x, training=True, atomic={"0": "it has no one time"})
+    layer.is_measured = True
+    (found,) = measure_layers(model, trace, x, repeats=5)
+    assert found.forward_seconds == 3.0
+
+
+def test_gradients_that_nobody_needs_take_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("time.perf_counter", lambda: Slow.clock)
+    model = nn.Sequential(Timed(1.0, 1.0), Timed(1.0, 1.0), Timed(1.0, 1.0))
+    model[:2].requires_grad_(False)
+    found = measured(model, torch.randn(4, 3))
+    assert [one.backward_seconds for one in found.values()] == [0.0, 0.0, 1.0]
+
+
+@pytest.mark.parametrize("case", cases(), ids=lambda case: case.name)
+@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
+def test_every_layer_is_measured_and_everything_left_as_it_was(case: Case, training: bool) -> None:
+    model = case.make_model().double()
+    inputs = map_tensors(lambda tensor: tensor[:4].clone(), case.inputs)
+    given = map_tensors(Tensor.clone, inputs)
+    trace = trace_model(model, inputs, training=training)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    before = copy.deepcopy(model.state_dict())
+    stream = stream_states().cpu
+    found = measure_layers(model, trace, inputs, repeats=1)
+    assert len(found) == len(trace.layers)
+    assert all(one.forward_seconds > 0 and not one.is_estimated for one in found)
+    has_parameters = [bool(layer.parameters) and training for layer in trace.layers]
+    assert all(
+        one.backward_seconds > 0
+        for one, layer, has in zip(found, trace.layers, has_parameters, strict=True)
+        if has and layer.name != "flagged"
+    )
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert all(
+        torch.equal(p.grad, torch.ones_like(p)) for p in model.parameters() if p.grad is not None
+    )
+    assert torch.equal(stream, stream_states().cpu)
+    assert model.training
+    for one, other in zip(tensors(inputs), tensors(given), strict=True):
+        assert torch.equal(one, other)
+        assert not one.requires_grad
+
+
+def tensors(tree: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    map_tensors(found.append, tree)
+    return found
+
+
+def test_layers_that_work_in_place_can_be_measured_alone() -> None:
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(inplace=True), nn.Dropout(inplace=True))
+    found = measured(model, torch.randn(NUM_SAMPLES, 1, 8, 8))
+    size = NUM_SAMPLES * 4 * 6 * 6 * FLOAT
+    assert found["1"].activation_bytes == size
+    assert found["1"].backward_seconds > 0
+
+
+def test_on_the_meta_device_operations_are_counted() -> None:
+    model = nn.Sequential(nn.Linear(100, 200), nn.Tanh(), nn.Linear(200, 50)).to("meta")
+    found = measured(model, torch.randn(NUM_SAMPLES, 100, device="meta"))
+    first, tanh, last = found.values()
+    assert all(one.is_estimated for one in found.values())
+    assert (tanh.forward_seconds, tanh.backward_seconds) == (0.0, 0.0)
+    assert first.forward_seconds == first.backward_seconds == 2 * last.forward_seconds
+    assert last.backward_seconds == 2 * last.forward_seconds  # its inputs have gradients, too
+    assert (first.activation_bytes, tanh.activation_bytes) == (
+        NUM_SAMPLES * 100 * FLOAT,
+        NUM_SAMPLES * 200 * FLOAT,
+    )
+    assert last.parameter_bytes == (200 * 50 + 50) * FLOAT

@@ -1,0 +1,241 @@
+"""Plans of pipelines: where models are cut, what is said of it, and what is refused."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lockstep
+from lockstep.errors import LockstepError, OptionError
+from lockstep.plan.pipelines import Pipelined
+from lockstep.plan.spec import Plan
+from tests.zoo import case
+
+SAMPLE = torch.randn(16, 8)
+
+
+def chain(*, inplace: bool = False) -> nn.Sequential:
+    return nn.Sequential(
+        nn.Linear(8, 8), nn.ReLU(inplace=inplace), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3)
+    )
+
+
+def plan_of(
+    strategy: lockstep.Strategy, model: nn.Module | None = None, batch_size: int = 16
+) -> Plan:
+    return strategy.plan(model or chain(), batch_size=batch_size, sample=SAMPLE)
+
+
+def stages_of(plan: Plan) -> dict[str, int]:
+    return {layer.name: layer.stage for layer in plan.layers}
+
+
+# --- where to cut -------------------------------------------------------------------------------
+
+
+def test_names_cut_where_they_say() -> None:
+    plan = plan_of(lockstep.PipelineStrategy(cuts=["2", "4"], microbatches=4))
+    assert stages_of(plan) == {"0": 0, "1": 0, "2": 1, "3": 1, "4": 2}
+    assert plan.pipeline is not None
+    assert [stage.ranks for stage in plan.pipeline.stages] == [(0,), (1,), (2,)]
+    assert [stage.needs for stage in plan.pipeline.stages] == [(), (0,), (1,)]
+    assert plan.num_shares == 4
+
+
+class Scoped(nn.Module):
+    def __init__(self, first: int = 0, second: int = 1) -> None:
+        super().__init__()
+        with lockstep.device(first):
+            self.encoder = nn.Sequential(nn.Linear(8, 6), nn.Tanh())
+        with lockstep.device(second):
+            self.decoder = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
+            self.head = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.head(torch.relu(self.decoder(self.encoder(x))))
+        return logits
+
+
+def test_scopes_cut_where_they_say() -> None:
+    plan = plan_of(lockstep.PipelineStrategy(), Scoped())
+    assert stages_of(plan) == {
+        "encoder.0": 0,
+        "encoder.1": 0,
+        "decoder.0": 1,
+        "decoder.1": 1,
+        "head": 1,
+    }
+
+
+def test_skips_go_straight_to_the_stage_that_needs_them() -> None:
+    job = case("unet")
+    strategy = lockstep.PipelineStrategy(cuts=["bottom", "rise_half", "paint"], microbatches=2)
+    plan = strategy.plan(job.make_model(), batch_size=11, sample=job.inputs.float())  # type: ignore[union-attr]
+    assert plan.pipeline is not None
+    assert [stage.needs for stage in plan.pipeline.stages] == [(), (0,), (0, 1), (2,)]
+
+
+def test_balanced_stages_take_about_as_long() -> None:
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8)))
+    plan = lockstep.PipelineStrategy(2, microbatches=2).plan(
+        model, batch_size=256, sample=torch.randn(128, 256)
+    )
+    assert 3 <= sum(stage == 0 for stage in stages_of(plan).values()) <= 5
+
+
+def test_no_cut_comes_between_a_layer_and_what_changes_its_output_in_place() -> None:
+    plan = plan_of(lockstep.PipelineStrategy(4, microbatches=2), chain(inplace=True))
+    assert stages_of(plan) == {"0": 0, "1": 0, "2": 1, "3": 2, "4": 3}
+
+
+def test_replicas_may_differ_from_stage_to_stage() -> None:
+    plan = plan_of(lockstep.HybridStrategy(data=(3, 1), cuts=["2"], microbatches=2))
+    assert plan.pipeline is not None
+    assert [stage.ranks for stage in plan.pipeline.stages] == [(0, 1, 2), (3,)]
+    assert plan.num_shares == 6
+
+
+def test_data_and_pipe_span_a_mesh() -> None:
+    plan = plan_of(lockstep.HybridStrategy(data=2, pipe=2, microbatches=4))
+    assert [(axis.name, axis.size) for axis in plan.mesh] == [("data", 2), ("pipe", 2)]
+    assert plan.pipeline is not None
+    assert [stage.ranks for stage in plan.pipeline.stages] == [(0, 2), (1, 3)]
+    assert (plan.num_shares, plan.num_replicas) == (8, 2)
+
+
+def test_interleaved_ranks_have_two_stages() -> None:
+    plan = plan_of(lockstep.PipelineStrategy(2, None, 4, "interleaved"))
+    assert plan.pipeline is not None
+    assert [stage.ranks for stage in plan.pipeline.stages] == [(0,), (1,), (0,), (1,)]
+
+
+def test_a_plan_survives_its_json() -> None:
+    plan = plan_of(lockstep.HybridStrategy(data=2, pipe=2, microbatches=2))
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+# --- what is said -------------------------------------------------------------------------------
+
+
+def test_the_table_shows_the_stages() -> None:
+    lines = str(plan_of(lockstep.PipelineStrategy(cuts=["2"], microbatches=4))).splitlines()
+    assert lines[2].startswith("Microbatches of each batch: 4, schedule 1f1b")
+    assert " ".join(lines[3].split()) == (
+        "stage ranks first layer layers parameters forward backward activations sends"
+    )
+    assert lines[4].split()[:5] == ["0", "0", "0", "2", "72"]
+    assert lines[5].split()[:5] == ["1", "1", "2", "3", "99"]
+    assert "a step is expected to take" in lines[-1]
+
+
+def test_layers_whose_statistics_differ_are_named() -> None:
+    model = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+    notes = plan_of(lockstep.PipelineStrategy(2, microbatches=2), model).notes
+    (note,) = [note for note in notes if "statistics" in note]
+    assert note.startswith("1: ")
+    assert "microbatches=1" in note
+    alone = plan_of(lockstep.PipelineStrategy(2, microbatches=1), model).notes
+    assert not [note for note in alone if "statistics" in note]
+
+
+class Choosy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.small, self.large = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen: Tensor = self.large(x) if x.sum() > 0 else self.small(x)
+        return chosen
+
+
+def test_what_cannot_be_traced_is_one_layer_and_named() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), Choosy(), nn.Linear(8, 3))
+    plan = plan_of(lockstep.PipelineStrategy(3, microbatches=2), model)
+    assert stages_of(plan) == {"0": 0, "1": 1, "2": 2}
+    assert [note for note in plan.notes if note.startswith("1 runs as one piece: ")]
+
+
+# --- what is refused ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make_strategy", "message"),
+    [
+        (lambda: lockstep.PipelineStrategy(6), "6 stages for 5 layers"),
+        (lambda: lockstep.PipelineStrategy(cuts=["5"]), "Received: '5'"),
+        (lambda: lockstep.PipelineStrategy(cuts=["0"]), "Leave this cut out"),
+        (lambda: lockstep.PipelineStrategy(cuts=["4", "2"]), "in the order"),
+        (lambda: lockstep.PipelineStrategy(3, ["2"]), "stages=3, and cuts that make 2"),
+        (lambda: lockstep.HybridStrategy((2, 2, 2), cuts=["2"]), "3 numbers for the 2 stages"),
+        (lambda: lockstep.PipelineStrategy(2, memory_bytes=100), "memory"),
+        (lambda: lockstep.HybridStrategy(100, 5), "a plan for 500"),
+    ],
+)
+def test_plans_that_cannot_be_are_refused(
+    make_strategy: Callable[[], lockstep.Strategy], message: str
+) -> None:
+    with pytest.raises(LockstepError, match=message):
+        plan_of(make_strategy(), batch_size=256)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (Scoped(1, 0), "'decoder.0' on device 0 after 'encoder.1' on device 1"),
+        (Scoped(0, 2), "devices 0, 2"),
+        (nn.Sequential(Scoped(), nn.Linear(3, 3)), "'1'"),
+    ],
+    ids=["backwards", "a number left out", "a layer outside"],
+)
+def test_scopes_that_cannot_be_are_refused(model: nn.Module, message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        plan_of(lockstep.PipelineStrategy(), model)
+
+
+def test_a_cut_before_an_in_place_change_is_refused() -> None:
+    with pytest.raises(OptionError, match="'1' changes what '0' has made") as caught:
+        plan_of(lockstep.PipelineStrategy(cuts=["1"]), chain(inplace=True))
+    assert "Cut at '2'" in str(caught.value)
+
+
+def test_more_microbatches_than_samples_are_refused() -> None:
+    with pytest.raises(OptionError, match="microbatches=9 with batch_size=8"):
+        plan_of(lockstep.PipelineStrategy(2, microbatches=9), batch_size=8)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"stages": 0},
+        {"cuts": "decoder"},
+        {"cuts": [1]},
+        {"microbatches": 1.5},
+        {"schedule": "2f2b"},
+        {"timeout_seconds": 0},
+        {"memory_bytes": -1},
+    ],
+)
+def test_arguments_that_cannot_be_are_refused(arguments: dict[str, object]) -> None:
+    with pytest.raises(OptionError, match=next(iter(arguments))):
+        lockstep.PipelineStrategy(**arguments)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"data": 0}, {"data": (1, 0)}, {"data": (1, 2), "pipe": 3}, {"data": "2"}],
+)
+def test_replicas_that_cannot_be_are_refused(arguments: dict[str, object]) -> None:
+    with pytest.raises(OptionError, match="replicas"):
+        lockstep.HybridStrategy(**arguments)  # type: ignore[arg-type]
+
+
+def test_a_plan_needs_a_sample() -> None:
+    with pytest.raises(OptionError, match="sample=None"):
+        lockstep.PipelineStrategy(2).plan(chain(), batch_size=8)
+
+
+def test_costs_are_asked_for_the_largest_microbatch() -> None:
+    from lockstep.cluster.devices import discover
+
+    assert Pipelined(stages=2, microbatches=3).sample_size(discover(), 13) == 5
