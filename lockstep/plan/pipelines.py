@@ -78,16 +78,16 @@ class Pipelined(Maker):
         Raises:
             OptionError: this one has.
         """
-        wanted = (self.microbatches or 1) * self._most_replicas
+        wanted = (self.microbatches or 1) * self.most_replicas
         if wanted > batch_size:
             raise OptionError(
                 problem(
                     "Every microbatch needs a sample.",
                     received=f"microbatches={self.microbatches} for each of "
-                    f"{self._most_replicas} replicas, with batch_size={batch_size}"
-                    if self._most_replicas > 1
+                    f"{self.most_replicas} replicas, with batch_size={batch_size}"
+                    if self.most_replicas > 1
                     else f"microbatches={self.microbatches} with batch_size={batch_size}",
-                    fix=f"Use microbatches={max(batch_size // self._most_replicas, 1)} or fewer, "
+                    fix=f"Use microbatches={max(batch_size // self.most_replicas, 1)} or fewer, "
                     "or a larger batch.",
                 )
             )
@@ -126,7 +126,7 @@ class Pipelined(Maker):
         )
         pipeline = Pipeline(schedule=self.schedule, stages=stages)
         return Plan(
-            strategy="pipeline" if self._most_replicas == 1 else "hybrid",
+            strategy="pipeline" if self.most_replicas == 1 else "hybrid",
             mesh=self._mesh(num_ranks),
             devices=tuple(f"cpu:{rank % cores}" for rank in range(num_ranks)),
             threads_per_device=1,
@@ -146,7 +146,8 @@ class Pipelined(Maker):
     # --- counts ----------------------------------------------------------------------------------
 
     @property
-    def _most_replicas(self) -> int:
+    def most_replicas(self) -> int:
+        """Replicas of the stage that has most."""
         return self.replicas if isinstance(self.replicas, int) else max(self.replicas)
 
     @property
@@ -165,11 +166,11 @@ class Pipelined(Maker):
 
     def _num_shares(self, cluster: Cluster, batch_size: int) -> int:
         microbatches = self.microbatches or _MICROBATCHES_PER_STAGE * self._num_devices(cluster)
-        return max(min(microbatches * self._most_replicas, batch_size), self._most_replicas)
+        return max(min(microbatches * self.most_replicas, batch_size), self.most_replicas)
 
     def _in_flight(self, cluster: Cluster, num_shares: int) -> int:
         """Microbatches whose activations a device keeps at once, at most."""
-        each = -(-num_shares // self._most_replicas)
+        each = -(-num_shares // self.most_replicas)
         if self.schedule == "gpipe":
             return each
         devices = self._num_devices(cluster)
@@ -201,7 +202,7 @@ class Pipelined(Maker):
             self._check_num_stages(len(starts), "scopes")
             return describe_cut(costs, _in_units(graph, units, starts)), ""
         if self.stages is None and not isinstance(self.replicas, tuple):
-            microbatches = -(-num_shares // self._most_replicas)
+            microbatches = -(-num_shares // self.most_replicas)
             count, reason = choose_num_stages(costs, self._num_devices(cluster), microbatches)
             return best_cut(costs, min(count * self._chunks, len(units))), reason
         wanted = self._num_devices(cluster)

@@ -1,12 +1,13 @@
 """Products of the other strategies: so far replicas of a pipeline."""
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
-from lockstep.errors import OptionError, Problems
+from lockstep.errors import Problems
 from lockstep.plan.makers import Maker
-from lockstep.plan.pipelines import Pipelined
-from lockstep.strategies.base import Strategy, check_timeout, is_count
-from lockstep.strategies.pipeline import check_counts, check_cuts, check_schedule
+from lockstep.strategies.base import Strategy, is_count
+from lockstep.strategies.pipeline import check_counts, make_pipelined
 
 
 class HybridStrategy(Strategy):
@@ -43,36 +44,31 @@ class HybridStrategy(Strategy):
         timeout_seconds: float = 600.0,
     ) -> None:
         problems = Problems()
-        check_counts(problems, pipe=pipe, microbatches=microbatches, memory_bytes=memory_bytes)
+        check_counts(problems, pipe=pipe)
         _check_data(problems, data, pipe, schedule)
-        check_cuts(problems, cuts)
-        check_schedule(problems, schedule)
-        check_timeout(problems, timeout_seconds)
-        problems.raise_if_any(OptionError)
+        self._maker = make_pipelined(
+            problems,
+            stages=pipe,
+            cuts=cuts,
+            microbatches=microbatches,
+            schedule=schedule,
+            recompute=recompute,
+            memory_bytes=memory_bytes,
+            timeout_seconds=timeout_seconds,
+            replicas=_replicas(data),
+        )
         self.timeout_seconds = timeout_seconds
-        self.data = data if isinstance(data, int) else tuple(data)
-        self.pipe = pipe
-        self.cuts = None if cuts is None else tuple(cuts)
-        self.microbatches = microbatches
-        self.schedule = schedule
-        self.recompute = bool(recompute)
-        self.memory_bytes = memory_bytes
 
     def maker(self, precision: str = "fp32") -> Maker:
-        return Pipelined(
-            stages=self.pipe,
-            cuts=self.cuts,
-            microbatches=self.microbatches,
-            schedule=self.schedule,
-            replicas=self.data,
-            recompute=self.recompute,
-            memory_bytes=self.memory_bytes,
-            precision=precision,
-        )
+        return replace(self._maker, precision=precision)
 
     @property
     def num_replicas_in_sync(self) -> int:
-        return self.data if isinstance(self.data, int) else max(self.data)
+        return self._maker.most_replicas
+
+
+def _replicas(data: Any) -> int | tuple[int, ...]:
+    return tuple(data) if isinstance(data, Sequence) else data
 
 
 def _check_data(problems: Problems, data: object, pipe: object, schedule: object) -> None:

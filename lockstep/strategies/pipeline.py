@@ -1,6 +1,7 @@
 """Layer-wise partition: the model in stages, one after the other, on several devices."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from lockstep.errors import OptionError, Problems
 from lockstep.plan.makers import Maker
@@ -41,33 +42,58 @@ class PipelineStrategy(Strategy):
         timeout_seconds: float = 600.0,
     ) -> None:
         problems = Problems()
-        check_counts(problems, stages=stages, microbatches=microbatches, memory_bytes=memory_bytes)
-        check_cuts(problems, cuts)
-        check_schedule(problems, schedule)
-        check_timeout(problems, timeout_seconds)
-        problems.raise_if_any(OptionError)
+        check_counts(problems, stages=stages)
+        self._maker = make_pipelined(
+            problems,
+            stages=stages,
+            cuts=cuts,
+            microbatches=microbatches,
+            schedule=schedule,
+            recompute=recompute,
+            memory_bytes=memory_bytes,
+            timeout_seconds=timeout_seconds,
+        )
         self.timeout_seconds = timeout_seconds
-        self.stages = stages
-        self.cuts = None if cuts is None else tuple(cuts)
-        self.microbatches = microbatches
-        self.schedule = schedule
-        self.recompute = bool(recompute)
-        self.memory_bytes = memory_bytes
 
     def maker(self, precision: str = "fp32") -> Maker:
-        return Pipelined(
-            stages=self.stages,
-            cuts=self.cuts,
-            microbatches=self.microbatches,
-            schedule=self.schedule,
-            recompute=self.recompute,
-            memory_bytes=self.memory_bytes,
-            precision=precision,
-        )
+        return replace(self._maker, precision=precision)
 
     @property
     def num_replicas_in_sync(self) -> int:
         return 1
+
+
+def make_pipelined(
+    problems: Problems,
+    *,
+    stages: int | None,
+    cuts: Sequence[str] | None,
+    microbatches: int | None,
+    schedule: str,
+    recompute: bool,
+    memory_bytes: int | None,
+    timeout_seconds: float,
+    replicas: int | tuple[int, ...] = 1,
+) -> Pipelined:
+    """The maker of a pipeline, whose options are checked; see ``PipelineStrategy``.
+
+    Raises:
+        OptionError: an option that cannot be, or what has been noted before.
+    """
+    check_counts(problems, microbatches=microbatches, memory_bytes=memory_bytes)
+    _check_cuts(problems, cuts)
+    _check_schedule(problems, schedule)
+    check_timeout(problems, timeout_seconds)
+    problems.raise_if_any(OptionError)
+    return Pipelined(
+        stages=stages,
+        cuts=None if cuts is None else tuple(cuts),
+        microbatches=microbatches,
+        schedule=schedule,
+        replicas=replicas,
+        recompute=bool(recompute),
+        memory_bytes=memory_bytes,
+    )
 
 
 def check_counts(problems: Problems, **counts: int | None) -> None:
@@ -81,7 +107,7 @@ def check_counts(problems: Problems, **counts: int | None) -> None:
             )
 
 
-def check_cuts(problems: Problems, cuts: object) -> None:
+def _check_cuts(problems: Problems, cuts: object) -> None:
     """Note cuts that are no list of names."""
     if cuts is None:
         return
@@ -94,7 +120,7 @@ def check_cuts(problems: Problems, cuts: object) -> None:
         )
 
 
-def check_schedule(problems: Problems, schedule: object) -> None:
+def _check_schedule(problems: Problems, schedule: object) -> None:
     """Note a schedule that there is not."""
     if schedule not in SCHEDULES:
         problems.add(

@@ -8,8 +8,8 @@ are traces, for as long as model and inputs are the same but for the values of t
 """
 
 import hashlib
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import msgspec
 import torch
@@ -35,7 +35,10 @@ Partitions = Mapping[bool, Partition]
 # A trace, and the bytes of the values of its instructions, for training and for evaluation.
 _Traced = tuple[tuple[Trace, Mapping[int, int]], ...]
 
-_MOST_TRACED = 4
+_T = TypeVar("_T")
+
+_MOST_KEPT = 4
+_TRACED_SAMPLES = 3
 
 
 class Planning:
@@ -48,7 +51,8 @@ class Planning:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._measured: LayerGraph | None = None
-        self._traced: dict[bytes, _Traced] = {}  # the last few, by model and inputs
+        self._traces: dict[bytes, tuple[Trace, Trace]] = {}
+        self._sizes: dict[bytes, _Traced] = {}
 
     def plan(
         self, maker: Maker, precision: str, source: Source, batch_size: int
@@ -90,28 +94,36 @@ class Planning:
 
     def _trace(self, inputs: Tree, precision: str) -> _Traced:
         """Traces for training and evaluation, each with the sizes of its values."""
-        key = self._key(inputs, precision)
-        known = None if key is None else self._traced.pop(key, None)
-        if known is None:
-            known = tuple(
-                (trace, value_bytes(trace, self._model, inputs))
-                for trace in trace_modes(self._model, inputs)
-            )
-        if key is not None:
-            self._traced[key] = known
-            for oldest in list(self._traced)[:-_MOST_TRACED]:
-                del self._traced[oldest]
-        return known
+        # The number of samples changes nothing but sizes, so a few are enough to trace with.
+        few = map_tensors(lambda tensor: tensor[:_TRACED_SAMPLES], inputs)
+        traces = self._kept(self._traces, (few, precision), lambda: trace_modes(self._model, few))
+        return self._kept(
+            self._sizes,
+            (inputs, precision),
+            lambda: tuple((trace, value_bytes(trace, self._model, inputs)) for trace in traces),
+        )
 
-    def _key(self, inputs: Tree, precision: str) -> bytes | None:
-        """Equal where nothing but values of tensors has changed; None where that cannot be told."""
+    def _kept(self, known: dict[bytes, _T], key: Any, make: Callable[[], _T]) -> _T:
+        """What was made for the same model and key, but for the values of tensors; else new."""
+        digest = self._digest(key)
+        found = known.pop(digest, None)
+        if found is None:
+            found = make()
+        if digest:
+            known[digest] = found
+            for oldest in list(known)[:-_MOST_KEPT]:
+                del known[oldest]
+        return found
+
+    def _digest(self, key: Any) -> bytes:
+        """Equal where nothing but values of tensors has changed; empty where nobody can tell."""
         shapes = map_tensors(
-            lambda tensor: (tuple(tensor.shape), tensor.stride(), tensor.dtype), inputs
+            lambda tensor: (tuple(tensor.shape), tensor.stride(), tensor.dtype), key
         )
         try:
-            described = describe((self._model, shapes, precision), list(self._model.parameters()))
+            described = describe((self._model, shapes), list(self._model.parameters()))
         except Exception:  # whatever pickling raises; what cannot be sent is an error later
-            return None
+            return b""
         return hashlib.blake2b(described).digest()
 
     def _placed(self, inputs: Tree) -> Tree:
