@@ -58,7 +58,8 @@ class Pipelined(Maker):
         microbatches: of a batch, for each replica of the pipeline; None is four for each stage.
         schedule: one of ``plan.schedules.SCHEDULES``.
         replicas: of every stage, or of each stage.
-        recompute: whether activations are computed again in backward instead of kept.
+        recompute: whether activations are computed again in backward instead of kept; or the
+            numbers of the stages where they are.
         memory_bytes: that a device may hold of parameters, gradients, slots and activations.
         precision: see ``Plan``.
     """
@@ -68,7 +69,7 @@ class Pipelined(Maker):
     microbatches: int | None = None
     schedule: str = "1f1b"
     replicas: int | tuple[int, ...] = 1
-    recompute: bool = False
+    recompute: bool | tuple[int, ...] = False
     memory_bytes: int | None = None
     precision: str = "fp32"
 
@@ -119,7 +120,7 @@ class Pipelined(Maker):
             Stage(
                 ranks=held,
                 needs=tuple(sorted(_needs(graph, of_layer, stage))),
-                recompute=self.recompute,
+                recompute=self._recomputes(stage, len(ranks)),
                 predicted=_prediction(graph, of_layer, stage, cut),
             )
             for stage, held in enumerate(ranks)
@@ -229,6 +230,20 @@ class Pipelined(Maker):
                     fix="Leave `stages` out, or change the one or the other.",
                 )
             )
+
+    def _recomputes(self, stage: int, num_stages: int) -> bool:
+        if isinstance(self.recompute, bool):
+            return self.recompute
+        strange = [number for number in self.recompute if not 0 <= number < num_stages]
+        if strange:
+            raise OptionError(
+                problem(
+                    f"The stages are numbered from 0 to {num_stages - 1}.",
+                    received=f"recompute={self.recompute}",
+                    fix="Name these, or use recompute=True for all.",
+                )
+            )
+        return stage in self.recompute
 
     # --- ranks -----------------------------------------------------------------------------------
 

@@ -39,7 +39,7 @@ class HybridStrategy(Strategy):
         cuts: Sequence[str] | None = None,
         microbatches: int | None = None,
         schedule: str = "1f1b",
-        recompute: bool = False,
+        recompute: bool | Sequence[int] = False,
         memory_bytes: int | None = None,
         timeout_seconds: float = 600.0,
     ) -> None:

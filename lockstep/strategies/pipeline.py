@@ -22,7 +22,8 @@ class PipelineStrategy(Strategy):
         microbatches: parts of each batch that are on their way at once; None is four per stage.
         schedule: ``"1f1b"``; ``"gpipe"``; ``"interleaved"``, where every device has several stages;
             ``"zb-h1"`` and ``"zb-h2"``, which form the gradients of weights when there is time.
-        recompute: compute activations again in backward instead of keeping them.
+        recompute: compute activations again in backward instead of keeping them; a list of stages
+            does so in these only.
         memory_bytes: that a device may hold; cuts keep to it.
         timeout_seconds: longest wait for a device; what hangs longer is reported.
 
@@ -37,7 +38,7 @@ class PipelineStrategy(Strategy):
         microbatches: int | None = None,
         schedule: str = "1f1b",
         *,
-        recompute: bool = False,
+        recompute: bool | Sequence[int] = False,
         memory_bytes: int | None = None,
         timeout_seconds: float = 600.0,
     ) -> None:
@@ -70,7 +71,7 @@ def make_pipelined(
     cuts: Sequence[str] | None,
     microbatches: int | None,
     schedule: str,
-    recompute: bool,
+    recompute: bool | Sequence[int],
     memory_bytes: int | None,
     timeout_seconds: float,
     replicas: int | tuple[int, ...] = 1,
@@ -83,6 +84,7 @@ def make_pipelined(
     check_counts(problems, microbatches=microbatches, memory_bytes=memory_bytes)
     _check_cuts(problems, cuts)
     _check_schedule(problems, schedule)
+    _check_recompute(problems, recompute)
     check_timeout(problems, timeout_seconds)
     problems.raise_if_any(OptionError)
     return Pipelined(
@@ -91,7 +93,7 @@ def make_pipelined(
         microbatches=microbatches,
         schedule=schedule,
         replicas=replicas,
-        recompute=bool(recompute),
+        recompute=tuple(recompute) if isinstance(recompute, Sequence) else recompute,
         memory_bytes=memory_bytes,
     )
 
@@ -117,6 +119,18 @@ def _check_cuts(problems: Problems, cuts: object) -> None:
             "`cuts` must be a list of names of modules.",
             received=f"cuts={cuts!r}",
             fix='Use cuts=["decoder.0"], for example.',
+        )
+
+
+def _check_recompute(problems: Problems, recompute: object) -> None:
+    """Note what is neither a flag nor a list of stages."""
+    is_list = isinstance(recompute, Sequence) and not isinstance(recompute, str)
+    stages = list(recompute) if is_list else []  # type: ignore[call-overload]
+    if not (isinstance(recompute, bool) or is_list) or not all(type(one) is int for one in stages):
+        problems.add(
+            "`recompute` must be True, False, or a list of stages.",
+            received=f"recompute={recompute!r}",
+            fix="Use recompute=[0] for the first stage, for example.",
         )
 
 

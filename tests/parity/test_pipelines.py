@@ -19,6 +19,7 @@ STRATEGIES = {
     "2-gpipe-again": lockstep.PipelineStrategy(2, None, 4, "gpipe", recompute=True),
     "2-interleaved": lockstep.PipelineStrategy(2, None, 5, "interleaved"),
     "3-zb-h1": lockstep.PipelineStrategy(3, None, 4, "zb-h1"),
+    "3-1f1b-first-again": lockstep.PipelineStrategy(3, microbatches=4, recompute=[0, 1]),
     "3-gpipe": lockstep.PipelineStrategy(3, None, 2, "gpipe"),
     "4-1f1b": lockstep.PipelineStrategy(4, None, 6),
     "4-zb-h2": lockstep.PipelineStrategy(4, None, 7, "zb-h2"),

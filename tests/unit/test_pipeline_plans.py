@@ -168,6 +168,7 @@ def test_what_cannot_be_traced_is_one_layer_and_named() -> None:
         (lambda: lockstep.PipelineStrategy(cuts=["4", "2"]), "in the order"),
         (lambda: lockstep.PipelineStrategy(3, ["2"]), "stages=3, and cuts that make 2"),
         (lambda: lockstep.HybridStrategy((2, 2, 2), cuts=["2"]), "3 numbers for the 2 stages"),
+        (lambda: lockstep.PipelineStrategy(2, recompute=[2]), "from 0 to 1"),
         (lambda: lockstep.PipelineStrategy(2, memory_bytes=100), "memory"),
         (lambda: lockstep.HybridStrategy(100, 5), "a plan for 500"),
     ],
@@ -214,6 +215,8 @@ def test_more_microbatches_than_samples_are_refused() -> None:
         {"schedule": "2f2b"},
         {"timeout_seconds": 0},
         {"memory_bytes": -1},
+        {"recompute": 1},
+        {"recompute": ["0"]},
     ],
 )
 def test_arguments_that_cannot_be_are_refused(arguments: dict[str, object]) -> None:
