@@ -1,10 +1,11 @@
-"""Is a step as long as the simulator says? A GPT in two stages on two cores, 8 microbatches.
+"""Is a step as long as the simulator says? A GPT in two stages on two cores.
 
 Trains, with a clock around every pass of both ranks, that stops while a rank waits for the other.
 Then the simulator gets the medians of these times, and its step is compared with the real one.
 Run: ``python bench/pipeline_prediction.py``.
 """
 
+import argparse
 import statistics
 import time
 from collections import defaultdict
@@ -20,12 +21,11 @@ import lockstep.train.trainer as trainer_module
 from lockstep.comm.board import Board
 from lockstep.parallel import stages
 from lockstep.plan.pipelines import stage_graph
-from lockstep.plan.program import Backward, Forward
+from lockstep.plan.program import Pass
 from lockstep.plan.schedules import make_schedule
 from lockstep.plan.simulation import StageCosts, run_programs
 from lockstep.train.tasks import FitTask
 
-MICROBATCHES = 8
 NUM_STEPS = 60
 WARM_UP_STEPS = 10
 
@@ -88,7 +88,7 @@ def watch_actions(clock: Clock) -> None:
             begin, waited = time.perf_counter(), clock.waited
             handler(worker, run, action)
             seconds = time.perf_counter() - begin - (clock.waited - waited)
-            if isinstance(action, Forward | Backward):
+            if isinstance(action, Pass):
                 clock.passes[type(action).__name__, action.stage].append(seconds)
             else:
                 clock.rest[-1] += seconds
@@ -99,7 +99,8 @@ def watch_actions(clock: Clock) -> None:
 def report(found: list[Any], plan: lockstep.Plan) -> None:
     """Print predicted and measured step times."""
     assert plan.pipeline is not None
-    skipped = WARM_UP_STEPS * MICROBATCHES
+    num_microbatches = plan.num_shares
+    skipped = WARM_UP_STEPS * num_microbatches
     medians = {
         key: statistics.median(seconds[skipped:])
         for passes, _, _ in found
@@ -109,17 +110,19 @@ def report(found: list[Any], plan: lockstep.Plan) -> None:
     costs = [
         StageCosts(
             forward=medians["Forward", stage],
-            backward_input=medians["Backward", stage],
-            backward_weight=0.0,
+            backward_input=medians.get(("Backward", stage)) or medians["BackwardInput", stage],
+            backward_weight=medians.get(("BackwardWeight", stage), 0.0),
         )
         for stage in range(len(plan.pipeline.stages))
     ]
-    timeline = run_programs(make_schedule("1f1b", graph, MICROBATCHES), graph, costs)
+    timeline = run_programs(
+        make_schedule(plan.pipeline.schedule, graph, num_microbatches), graph, costs
+    )
     rest = max(statistics.median(rest[WARM_UP_STEPS:]) for _, _, rest in found)
     measured = statistics.median(found[0][1][WARM_UP_STEPS:])
     predicted = timeline.makespan + rest
     for key, seconds in sorted(medians.items()):
-        print(f"{key[0]:9s} of stage {key[1]}: {1000 * seconds:6.2f} ms")
+        print(f"{key[0]:14s} of stage {key[1]}: {1000 * seconds:6.2f} ms")
     print(f"update and the like: {1000 * rest:.2f} ms")
     print(f"bubble: {100 * timeline.bubble_rate:.1f} % (without the update)")
     print(f"predicted step: {1000 * predicted:.1f} ms")
@@ -127,6 +130,10 @@ def report(found: list[Any], plan: lockstep.Plan) -> None:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--schedule", default="1f1b")
+    parser.add_argument("--microbatches", type=int, default=8)
+    options = parser.parse_args()
     net = NETS["gpt"]
 
     vars(trainer_module)["FitTask"] = TimedFit
@@ -134,7 +141,9 @@ def main() -> None:
         net.make_model(),
         loss=net.loss,
         optimizer=FUSED_ADAM,
-        strategy=lockstep.PipelineStrategy(2, microbatches=MICROBATCHES),
+        strategy=lockstep.PipelineStrategy(
+            2, microbatches=options.microbatches, schedule=options.schedule
+        ),
     )
     inputs, targets = net.make_data(net.batch_size)
     trainer.fit((inputs, targets), epochs=NUM_STEPS, batch_size=net.batch_size, verbose=0)

@@ -110,8 +110,30 @@ def halves_of_gpt(model: Any) -> list[nn.Module]:
     return [FirstHalf(model, 3), nn.Sequential(*model.blocks[3:], model.norm, model.head)]
 
 
+class WithDenseGradients(nn.Module):
+    """What torch's pipelines send must be contiguous; gradients of a concatenation are not."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *tensors: Tensor) -> Tensor:
+        output: Tensor = self.module(*(_Dense.apply(tensor) for tensor in tensors))
+        return output
+
+
+class _Dense(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.contiguous()
+
+
 def halves_of_unet(model: Any) -> list[nn.Module]:
-    return [model.down, model.up]
+    return [model.down, WithDenseGradients(model.up)]
 
 
 @dataclass(frozen=True)

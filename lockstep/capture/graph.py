@@ -14,6 +14,7 @@ from lockstep.capture.state import ModelState
 from lockstep.capture.tracing import Trace, TracedLayer, find_inplace, run_trace
 from lockstep.data.trees import Tree, map_tensors, tensors_of
 from lockstep.graph.layer_graph import Flow, Layer, LayerCosts, LayerGraph, ParameterInfo
+from lockstep.plan.layout import align
 
 
 def capture_graph(model: nn.Module, trace: Trace, inputs: Tree) -> LayerGraph:
@@ -38,11 +39,11 @@ def capture_graph(model: nn.Module, trace: Trace, inputs: Tree) -> LayerGraph:
 
 
 def value_bytes(trace: Trace, model: nn.Module, inputs: Tree) -> dict[int, int]:
-    """Bytes of the tensors in each instruction's value, for these inputs."""
+    """Bytes that the tensors in each instruction's value take in a mailbox, for these inputs."""
     sizes: dict[int, int] = {}
 
     def observe(number: int, value: object) -> None:
-        sizes[number] = sum(tensor.nbytes for tensor in tensors_of(value))
+        sizes[number] = sum(align(tensor.nbytes) for tensor in tensors_of(value))
 
     state = ModelState(model)
     try:

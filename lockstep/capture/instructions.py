@@ -147,19 +147,24 @@ def run_instruction(
         fetch: gives the value of another instruction by its number.
         inputs: the model's inputs; used by ``Input`` only.
     """
-
-    def resolve(tree: Any) -> Any:
-        kind = type(tree)
-        if kind is Ref:
-            return fetch(tree.index)
-        return tree if kind in _SIMPLE else rebuild(resolve, tree)
-
-    args = [resolve(argument) for argument in instruction.args]
-    kwargs = {name: resolve(argument) for name, argument in instruction.kwargs.items()}
+    args = [_resolve(argument, fetch) for argument in instruction.args]
+    kwargs = {name: _resolve(argument, fetch) for name, argument in instruction.kwargs.items()}
     if not instruction.no_grad:
         return _evaluate(instruction, model, inputs, args, kwargs)
     with torch.no_grad():
         return _evaluate(instruction, model, inputs, args, kwargs)
+
+
+def _resolve(tree: Any, fetch: Callable[[int], Any]) -> Any:
+    """The same arguments with values in place of references.
+
+    At the top level: a function that calls itself from a closure is a cycle, and this one would
+    keep the values until it is collected.
+    """
+    kind = type(tree)
+    if kind is Ref:
+        return fetch(tree.index)
+    return tree if kind in _SIMPLE else rebuild(lambda part: _resolve(part, fetch), tree)
 
 
 def _evaluate(

@@ -1,5 +1,6 @@
 """Holds traces to their models: replays them, watches their values, and compares what comes out."""
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -50,6 +51,7 @@ class Replay:
     Attributes:
         changes: pairs (instruction that made a tensor, one of another layer that changes it in
             place, or may see it changed).
+        rewritten: pairs (value, instruction that changes it in place, be it by another name).
     """
 
     def __init__(
@@ -60,12 +62,14 @@ class Replay:
         self._records = records
         self._values: list[Any] = []
         self.changes: set[tuple[int, int]] = set()
+        self.rewritten: set[tuple[int, int]] = set()
 
     def __call__(self, inputs: Tree) -> Any:
         """The outputs."""
         values: list[Any] = []
         self._values = values
         makers: dict[int, int] = {}  # by storage
+        holders: dict[int, set[int]] = defaultdict(set)  # values that lie in a storage
         changed: set[int] = set()
         for number, instruction in enumerate(self._instructions):
             used = [*tensors_of([values[index] for index in references(instruction)])]
@@ -79,11 +83,13 @@ class Replay:
                 storage = storage_of(tensor)
                 if tensor._version != version:
                     changed.add(storage)
+                    self.rewritten |= {(value_in_it, number) for value_in_it in holders[storage]}
                 elif storage not in changed or not self._is_everywhere(makers[storage]):
                     continue
                 self._note_change(makers[storage], number)
             for tensor in tensors_of(value):
                 makers.setdefault(storage_of(tensor), number)
+                holders[storage_of(tensor)].add(number)
         return values[-1]
 
     def _is_everywhere(self, maker: int) -> bool:

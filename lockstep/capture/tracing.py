@@ -46,12 +46,14 @@ class Trace:
         training: whether the model was in training mode.
         changes: pairs (instruction that made a tensor, one of a later layer that changes it in
             place), as seen on the example.
+        rewritten: pairs (value, instruction that changes it in place, be it by another name).
     """
 
     instructions: tuple[Instruction, ...]
     layers: tuple[TracedLayer, ...]
     training: bool
     changes: tuple[tuple[int, int], ...] = ()
+    rewritten: tuple[tuple[int, int], ...] = ()
 
 
 def trace_model(
@@ -165,7 +167,11 @@ class _Tracer:
         )
         for number, result in enumerate(wanted):
             self._verify(replay, number, result)
-        return replace(trace, changes=tuple(sorted(replay.changes)))
+        return replace(
+            trace,
+            changes=tuple(sorted(replay.changes)),
+            rewritten=tuple(sorted(replay.rewritten)),
+        )
 
     def _record(self, atomic: Mapping[str, str], inputs: Tree) -> list[Record]:
         recorder = Recorder(self._model, atomic, grad_enabled=self._training)

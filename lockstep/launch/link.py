@@ -27,7 +27,7 @@ _LONGEST_NAP_SECONDS = 5 * LOOK_AROUND_SECONDS
 LookAround = Callable[[float], None]
 
 _HEADER = struct.Struct("<cBQ")  # kind, number of descriptors, payload bytes
-_MOST_DESCRIPTORS = 16
+MOST_DESCRIPTORS = 253  # Linux sends no more at once (SCM_MAX_FD)
 _FIRST_DESCRIPTOR = 3
 
 
@@ -86,7 +86,7 @@ class Link:
         Raises:
             OSError: the other end is closed.
         """
-        assert len(message.descriptors) <= _MOST_DESCRIPTORS
+        assert len(message.descriptors) <= MOST_DESCRIPTORS
         watch = Stopwatch()
         header = _HEADER.pack(message.kind, len(message.descriptors), len(message.payload))
         rights = array.array("i", message.descriptors)
@@ -180,7 +180,7 @@ class Link:
         return message
 
     def _read(self, view: memoryview) -> int:
-        room = socket.CMSG_SPACE(_MOST_DESCRIPTORS * array.array("i").itemsize)
+        room = socket.CMSG_SPACE(MOST_DESCRIPTORS * array.array("i").itemsize)
         flags = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
         try:
             count, ancillary, _, _ = self._socket.recvmsg_into([view], room, flags)

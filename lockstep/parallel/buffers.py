@@ -5,6 +5,9 @@ a count of calls). So every share of a rank starts from the buffers that the ste
 those that its first share leaves behind are kept.
 """
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
 import torch
 from torch import nn
 
@@ -24,6 +27,23 @@ class Buffers:
     def keep(self) -> Kept:
         """A copy of them all."""
         return [(buffer._version, buffer.clone()) for buffer in self._buffers]
+
+    @contextmanager
+    def as_in(self, kept: Kept) -> Iterator[None]:
+        """Within the block they have the values that were kept, and afterwards those of before.
+
+        No version moves: what a backward pass needs of them is computed again in the block.
+        """
+        now = [buffer.clone() for buffer in self._buffers]
+        self._set([values for _, values in kept])
+        try:
+            yield
+        finally:
+            self._set(now)
+
+    def _set(self, values: Sequence[torch.Tensor]) -> None:
+        for buffer, value in zip(self._buffers, values, strict=True):
+            buffer.data.copy_(value)
 
     @torch.no_grad()
     def restore(self, kept: Kept) -> None:

@@ -66,6 +66,11 @@ def describe(obj: Any, parameters: Sequence[torch.Tensor] = ()) -> bytes:
     return _pickled(obj, parameters)[0]
 
 
+def parameters_in(obj: Any, parameters: Sequence[torch.Tensor]) -> list[int]:
+    """The numbers of those parameters that an object holds or refers to, be it in a closure."""
+    return sorted(_pickled(obj, parameters)[1].found)
+
+
 def _pickled(obj: Any, parameters: Sequence[torch.Tensor]) -> tuple[bytes, "_Pickler"]:
     buffer = io.BytesIO()
     pickler = _Pickler(buffer, parameters)
@@ -92,9 +97,11 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is unt
         self._keep: list[Any] = []  # an id is good only while its object lives
         self.tensors: list[tuple[_Place, torch.Tensor]] = []
         self.num_bytes = 0
+        self.found: set[int] = set()  # numbers of parameters
 
     def persistent_id(self, obj: Any) -> tuple[Any, ...] | None:
         if id(obj) in self._numbers:
+            self.found.add(self._numbers[id(obj)])
             return ("parameter", self._numbers[id(obj)], obj.requires_grad)
         if id(obj) in self._places:
             return self._places[id(obj)]

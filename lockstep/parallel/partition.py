@@ -119,6 +119,11 @@ def _part(
     used = {value: number for number in own for value in references(trace.instructions[number])}
     inputs = {value for value in used if isinstance(trace.instructions[value], Input)}
     sent = _users_elsewhere(trace, stages, own)
+    # A value may be changed in place until its stage has done with it: so it is sent then.
+    last = {value: used.get(value, value) for value in sent}
+    for value, changer in trace.rewritten:
+        if value in last and stages[changer] == stage:
+            last[value] = max(last[value], changer)
     place = streams.index(stage) if stage in streams else None
     layers = [
         layer for layer, its_stage in zip(trace.layers, of_layer, strict=True) if its_stage == stage
@@ -137,9 +142,8 @@ def _part(
         draws=place is not None,
         parameters=_unique(name for layer in layers for name in layer.parameters),
         buffers=_unique(name for layer in layers for name in layer.buffers),
-        # A value may be changed in place until its stage has done with it: so it is sent then.
-        sent_after=_inverted({value: used.get(value, value) for value in sent}),
-        dropped_after=_inverted(used),
+        sent_after=_inverted({value: last[value] for value in sent}),
+        dropped_after=_inverted({value: last.get(value, number) for value, number in used.items()}),
     )
 
 

@@ -54,6 +54,8 @@ class Passage:
         self._instructions = instructions
         self._model = model
         self._mail = mail
+        self._inputs: Tree = None
+        self._values: dict[int, Any] = {}
         self._received: dict[int, Any] = {}
         self._leaves: dict[int, _Leaves] = {}
         self._sent: dict[int, list[torch.Tensor]] = {}
@@ -70,27 +72,30 @@ class Passage:
         Returns:
             The model's output, if the stage has it, and all tensors that backward starts from.
         """
-        values: dict[int, Any] = {}
+        # No closures that refer to each other: a cycle keeps activations until it is collected.
+        self._values = values = {}
+        self._inputs = inputs
         output = None
-
-        def fetch(number: int) -> Any:
-            if number not in values:
-                is_input = isinstance(self._instructions[number], Input)
-                values[number] = run(number) if is_input else self._receive(number)
-            return values[number]
-
-        def run(number: int) -> Any:
-            return run_instruction(self._instructions[number], self._model, fetch, inputs)
-
         for number in self._part.instructions:
-            values[number] = run(number)
+            values[number] = self._run(number)
             if isinstance(self._instructions[number], Output):
                 output = values[number]
             for value in self._part.sent_after.get(number, ()):
                 self._send(value, values[value])
             for value in self._part.dropped_after.get(number, ()):
                 del values[value]
+        self._values, self._inputs = {}, None
         return [output, *(tensor for tensors in self._sent.values() for tensor in tensors)]
+
+    def _run(self, number: int) -> Any:
+        instruction = self._instructions[number]
+        return run_instruction(instruction, self._model, self._fetch, self._inputs)
+
+    def _fetch(self, number: int) -> Any:
+        if number not in self._values:
+            is_input = isinstance(self._instructions[number], Input)
+            self._values[number] = self._run(number) if is_input else self._receive(number)
+        return self._values[number]
 
     def _receive(self, number: int) -> Any:
         if number not in self._received:
@@ -132,8 +137,13 @@ class Passage:
         for leaves in self._leaves.values():
             leaves.complete()
 
+    def defer(self, number: int, inputs: torch.Tensor, output_gradients: torch.Tensor) -> None:
+        """Keep the factors of a weight's gradient; without their history, which is gone through."""
+        self.deferred.append((number, inputs.detach(), output_gradients.detach()))
+
     def end(self) -> None:
         """Give back what others have lent."""
+        self.deferred.clear()
         self._mail.give_back(self._stage, self._share)
         for number, tensors in self._sent.items():
             if tensors:

@@ -16,6 +16,7 @@ are complete. So two branches that meet late run at the same time.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -30,6 +31,7 @@ from lockstep.comm.gradient_rows import multiply
 from lockstep.data.order import seed_streams, share_seed
 from lockstep.data.sources import Batch, Source
 from lockstep.data.trees import Tree, map_tensors
+from lockstep.parallel.buffers import Buffers
 from lockstep.parallel.forward import DTYPES, ModelCall, channels_last
 from lockstep.parallel.linear import LinearLayers
 from lockstep.parallel.losses import LossAdapter, ShareLoss
@@ -133,6 +135,7 @@ class StageWorker(Worker):
         self._device = device
         self._dtype = DTYPES[plan.precision]
         self._call = ModelCall(model, plan, device)
+        self._buffers = Buffers(model)
         parameters = dict(model.named_parameters())
         self._parameters = [
             [parameters[tensor.name] for tensor in group.spec.tensors] for group in owned
@@ -213,7 +216,7 @@ class StageWorker(Worker):
 
     def _backward_input(self, run: "_Run", action: BackwardInput) -> None:
         passage = self._passages[action.stage, action.microbatch]
-        with self._linears.taken(lambda *factors: passage.deferred.append(factors)):
+        with self._linears.taken(lambda *factors: passage.defer(*factors)):
             self._go_backward(run, passage)
 
     @torch.no_grad()
@@ -382,7 +385,13 @@ class StageWorker(Worker):
             inputs = map_tensors(channels_last, inputs)
         with self._linears.applied(), self._call.applied(), self._call.computing():
             if recompute:
-                output, *_ = checkpoint(passage.forward, inputs, use_reentrant=False)
+                kept = self._buffers.keep()
+                output, *_ = checkpoint(
+                    passage.forward,
+                    inputs,
+                    use_reentrant=False,
+                    context_fn=lambda: (nullcontext(), self._buffers.as_in(kept)),
+                )
             else:
                 output, *_ = passage.forward(inputs)
         return self._call.widened(output)

@@ -8,7 +8,8 @@ are traces, for as long as model and inputs are the same but for the values of t
 """
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import msgspec
@@ -71,7 +72,7 @@ class Planning:
             return maker(capture_layers(self._model), cluster, batch_size), {}
         inputs = self._placed(_sample(source, size, precision))
         # With one thread, as ranks on cores will have.
-        with computing_in(precision, "cpu"), num_threads(1):
+        with computing_in(precision, "cpu"), num_threads(1), _without_fused_attention():
             traced, graph = self._capture(inputs, precision)
         plan = maker(graph, cluster, batch_size)
         return plan, {trace.training: partition(plan, trace, sizes) for trace, sizes in traced}
@@ -139,6 +140,17 @@ class Planning:
         if known is None or [layer.name for layer in known.layers] != names:
             self._measured = known = capture_graph(self._model, trace, inputs)
         return known
+
+
+@contextmanager
+def _without_fused_attention() -> Iterator[None]:
+    """Torch's fused layers do not run under autocast where something watches their operations."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
 
 
 def _sample(source: Source, size: int, precision: str) -> Tree:

@@ -20,7 +20,9 @@ from lockstep.comm.board import Board
 from lockstep.comm.exchange import TensorSpec
 from lockstep.comm.shared_memory import SharedRegion
 from lockstep.data.order import restore_streams, stream_states
+from lockstep.errors import OptionError, problem
 from lockstep.launch.helper import HelperContext
+from lockstep.launch.link import MOST_DESCRIPTORS
 from lockstep.launch.pool import give_back, take_team
 from lockstep.launch.team import Team
 from lockstep.parallel.allocator import keep_freed_memory
@@ -29,7 +31,7 @@ from lockstep.parallel.build import AnySpec, build_exchange, build_worker, excha
 from lockstep.parallel.control import FollowerControl, LeaderControl, SoloControl, open_region
 from lockstep.parallel.groups import ParameterGroup
 from lockstep.parallel.losses import LossAdapter
-from lockstep.parallel.parcel import Parcel, unpack
+from lockstep.parallel.parcel import Parcel, parameters_in, unpack
 from lockstep.parallel.partition import Partition
 from lockstep.parallel.settings import TorchSettings
 from lockstep.parallel.shipping import pack_named
@@ -38,6 +40,7 @@ from lockstep.parallel.update import Updater
 from lockstep.parallel.worker import Worker
 from lockstep.plan.spec import Plan
 from lockstep.train.tasks import Conductor, Task
+from lockstep.units import first_few
 
 # What every helper needs; the template imports it before any helper is born. The second is what
 # torch itself imports at the first backward.
@@ -117,6 +120,7 @@ class Session:
         if assignment.updater is not None:
             stores += zip(ranks, self._adopt_slots(assignment), strict=True)
         spec = _spec(assignment)
+        _check_loss(assignment)
         parcel = _pack(assignment, [store for _, store in stores])
         worker = None
         try:
@@ -242,6 +246,7 @@ class Session:
         num_groups = len(assignment.groups)
         body = pickle.dumps((assignment.plan.num_ranks, num_groups, specs, spec, parcel.payload))
         regions = [region, *(store.region for _, store in stores)]
+        _check_number(len(regions) + len(parcel.descriptors))
         team.call(
             serve,
             body,
@@ -352,6 +357,54 @@ def serve(context: HelperContext, body: bytes, descriptors: tuple[int, ...]) -> 
         _initialize(assignment, worker)
         assignment.task.run(worker, FollowerControl(context, num_ranks), Conductor())
     return b""
+
+
+def _check_loss(assignment: Assignment) -> None:
+    """Refuse a loss that looks at parameters which its stage has not.
+
+    Raises:
+        OptionError: with their names.
+    """
+    pipeline = assignment.plan.pipeline
+    if pipeline is None or assignment.loss is None:
+        return
+    last = set(pipeline.stages[-1].ranks)
+    elsewhere = {
+        name for group in assignment.groups if not last <= set(group.ranks) for name in group.names
+    }
+    named = list(assignment.model.named_parameters())
+    try:
+        numbers = parameters_in(assignment.loss.loss, [parameter for _, parameter in named])
+    except Exception:  # it cannot be sent: packing names what and why
+        return
+    strange = [named[number][0] for number in numbers if named[number][0] in elsewhere]
+    if strange:
+        raise OptionError(
+            problem(
+                "In a pipeline the loss is computed by the last stage, which has its own "
+                "parameters only.",
+                received=f"a loss that uses {first_few(strange)}",
+                fix="Leave penalties on weights to the optimizer (weight_decay), or use a data "
+                "parallel strategy.",
+            )
+        )
+
+
+def _check_number(num_regions: int) -> None:
+    """As many regions as one message carries are enough for a hundred stages.
+
+    Raises:
+        OptionError: there are more.
+    """
+    if num_regions > MOST_DESCRIPTORS:
+        raise OptionError(
+            problem(
+                f"A plan can have at most {MOST_DESCRIPTORS} regions of shared memory: two for "
+                "each set of stages that have parameters in common.",
+                received=f"{num_regions}",
+                fix="Use fewer stages.",
+            )
+        )
 
 
 def _is_reserved(assignment: Assignment, group: ParameterGroup) -> bool:

@@ -347,6 +347,8 @@ class FitTask(Task):
                 _record(ensemble, step, result)
             end_step = partial(conductor.end_step, index, result)
             if self.stepwise:
+                if worker.held_names() is not None:  # callbacks may look at the whole model
+                    ensemble.collect_buffers()
                 if ensemble.consult(end_step):
                     break
             else:

@@ -85,7 +85,8 @@ class TorchUpdater(Updater):
 
     def bind(self, pieces: Sequence[BoundPiece]) -> None:
         self._pieces = list(pieces)
-        same = all(piece.tensor is self.parameters[piece.name] for piece in pieces)
+        # A rank that updates nothing has pieces of none, and still takes part with a clone.
+        same = bool(pieces) and all(piece.tensor is self.parameters[piece.name] for piece in pieces)
         self._active = self.optimizer if same or not self.is_known else self._clone()
         self._newborn = []
         if self._active is not self.optimizer:

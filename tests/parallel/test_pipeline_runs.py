@@ -341,3 +341,159 @@ def test_images_run_with_their_channels_last_where_the_model_takes_them(refuses:
     _, alone = train(lockstep.SingleDeviceStrategy())
     for name, value in alone.items():
         assert ours[name].allclose(value, rtol=1e-3, atol=1e-4), name
+
+
+def both(make: Any, strategy: lockstep.Strategy, data: Any, **options: Any) -> None:
+    """Two fits under the strategy and alone end with the same weights and slots."""
+    found = []
+    for each in (strategy, lockstep.SingleDeviceStrategy()):
+        torch.manual_seed(11)
+        trainer = make_trainer(each, make(), **options)
+        for _ in range(2):
+            trainer.fit(data, batch_size=16, verbose=0)
+        found.append(trainer)
+    ours, alone = found
+    for name, value in alone.model.state_dict().items():
+        assert ours.model.state_dict()[name].allclose(value, rtol=0, atol=1e-12), name
+    assert len(ours.optimizer.state) == len(alone.optimizer.state)
+
+
+def frozen_first() -> nn.Module:
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    model[0].requires_grad_(False)
+    return model
+
+
+def parameterless_first() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Tanh(), nn.Linear(6, 3))
+
+
+@pytest.mark.parametrize("make", [frozen_first, parameterless_first])
+def test_slots_stay_where_the_first_stage_trains_nothing(make: Any) -> None:
+    strategy = lockstep.PipelineStrategy(cuts=["2"], microbatches=2)
+    both(make, strategy, (X, Y), optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9))
+
+
+class KeepsView(nn.Module):
+    """Sends a view of a tensor that it changes afterwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(16, 3)
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        view = hidden.view(-1, 2, 4)
+        hidden = self.second(self.relu(hidden))
+        logits: Tensor = self.third(torch.cat([hidden, view.flatten(1)], 1))
+        return logits
+
+
+class TwoLSTMs(nn.Module):
+    """Hands a state of two tensors on, whose sizes are no multiples of anything."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.LSTM(2, 3, batch_first=True), nn.LSTM(3, 3, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden, state = self.first(x.unflatten(1, (3, 2)))
+        hidden, _ = self.second(hidden, state)
+        return hidden.sum(1)
+
+
+@pytest.mark.parametrize(("make", "cut"), [(KeepsView, "second"), (TwoLSTMs, "second")])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_values_cross_as_they_are_in_the_end(make: Any, cut: str, recompute: bool) -> None:
+    job = lockstep.Job(
+        make(), nn.CrossEntropyLoss(), partial(torch.optim.SGD, lr=0.1), (X, Y), batch_size=16
+    )
+    strategy = lockstep.PipelineStrategy(cuts=[cut], microbatches=3, recompute=recompute)
+    report = lockstep.verify(job, strategy)
+    assert report.passed, report
+
+
+def normalised() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def spectral() -> nn.Module:
+    layer = nn.utils.parametrizations.spectral_norm(nn.Linear(6, 8))
+    return nn.Sequential(layer, nn.Tanh(), nn.Tanh(), nn.Linear(8, 3))
+
+
+@pytest.mark.parametrize("make", [normalised, spectral])
+def test_buffers_change_once_when_activations_are_computed_again(make: Any) -> None:
+    torch.manual_seed(12)
+    job = lockstep.Job(
+        make(), nn.CrossEntropyLoss(), partial(torch.optim.SGD, lr=0.1), (X, Y), batch_size=16
+    )
+    strategy = lockstep.PipelineStrategy(cuts=["3"], microbatches=1, recompute=True)
+    report = lockstep.verify(job, strategy)
+    assert report.passed, report
+
+
+def test_many_stages() -> None:
+    job = lockstep.Job(
+        nn.Sequential(*(nn.Linear(6, 6) for _ in range(9))),
+        nn.CrossEntropyLoss(),
+        torch.optim.Adam,
+        (X, Y),
+        batch_size=16,
+    )
+    report = lockstep.verify(job, lockstep.PipelineStrategy(9, microbatches=4), steps=2)
+    assert report.passed, report
+
+
+class LookBetween(lockstep.Callback):
+    """Evaluates in the middle of an epoch."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.losses.append(self.trainer.evaluate((X, Y), batch_size=50)["loss"])
+
+
+def test_a_look_at_the_model_between_steps_sees_all_stages() -> None:
+    found = []
+    strategy = lockstep.PipelineStrategy(cuts=["3"], microbatches=1)
+    for each in (strategy, lockstep.SingleDeviceStrategy()):
+        torch.manual_seed(13)
+        model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Tanh(), *normalised())
+        look = LookBetween()
+        make_trainer(each, model, callbacks=[look]).fit((X, Y), batch_size=16, verbose=0)
+        found.append(look.losses)
+    assert found[0] == pytest.approx(found[1], rel=1e-12)
+
+
+def test_torchs_fused_layers_run_in_mixed_precision() -> None:
+    model = nn.Sequential(
+        nn.Unflatten(1, (3, 2)),
+        nn.Linear(2, 8),
+        nn.TransformerEncoderLayer(8, 2, 16, batch_first=True),
+        nn.Flatten(),
+        nn.Linear(24, 3),
+    )
+    strategy = lockstep.PipelineStrategy(cuts=["4"], microbatches=2)
+    trainer = make_trainer(strategy, model, precision="bf16-mixed")
+    trainer.fit((X, Y), batch_size=16, verbose=0)
+    assert trainer.predict(X).shape == (50, 3)
+
+
+def test_a_loss_that_looks_at_weights_of_another_stage_is_refused() -> None:
+    model = make_model()
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        penalty = model[0].weight.square().sum()  # type: ignore[index]
+        return nn.functional.cross_entropy(output, target) + penalty
+
+    trainer = lockstep.Trainer(
+        model,
+        loss=loss,
+        optimizer=torch.optim.Adam,
+        strategy=lockstep.PipelineStrategy(2, microbatches=2),
+    )
+    with pytest.raises(OptionError, match=r"a loss that uses .*0\.weight"):
+        trainer.fit((X, Y), verbose=0)
