@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test check lint format bench clean
+.PHONY: demo test check lint format bench bench-pipelines clean
 demo: .venv/.installed
 	$(BIN)/lockstep demo
 
@@ -25,6 +25,10 @@ format: .venv/.installed
 # Compares with other libraries on the cores of this machine, and writes docs/benchmarks.md anew.
 bench: .venv-bench/.installed
 	.venv-bench/bin/python bench/data_parallel.py --report docs/benchmarks.md
+
+# Pipelines against torch.distributed.pipelining; prints tables.
+bench-pipelines: .venv-bench/.installed
+	.venv-bench/bin/python bench/pipelines.py
 
 clean:
 	rm -rf .venv .venv-bench bench/results .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

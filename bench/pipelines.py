@@ -118,7 +118,8 @@ class WithDenseGradients(nn.Module):
         self.module = module
 
     def forward(self, *tensors: Tensor) -> Tensor:
-        output: Tensor = self.module(*(_Dense.apply(tensor) for tensor in tensors))
+        dense = [_Dense.apply(tensor) for tensor in tensors]  # type: ignore[no-untyped-call]
+        output: Tensor = self.module(*dense)
         return output
 
 

@@ -1,5 +1,6 @@
 """Pipelines as users run them: evaluation, prediction, callbacks, memory, failures."""
 
+import gc
 import json
 import os
 import signal
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 import lockstep
 from lockstep.errors import LockstepError, OptionError
+from lockstep.parallel.passage import Passage
 from tests.zoo import case
 
 X = torch.randn(50, 6, generator=torch.Generator().manual_seed(3))
@@ -400,7 +402,8 @@ class TwoLSTMs(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         hidden, state = self.first(x.unflatten(1, (3, 2)))
         hidden, _ = self.second(hidden, state)
-        return hidden.sum(1)
+        logits: Tensor = hidden.sum(1)
+        return logits
 
 
 @pytest.mark.parametrize(("make", "cut"), [(KeepsView, "second"), (TwoLSTMs, "second")])
@@ -461,7 +464,8 @@ def test_a_look_at_the_model_between_steps_sees_all_stages() -> None:
     strategy = lockstep.PipelineStrategy(cuts=["3"], microbatches=1)
     for each in (strategy, lockstep.SingleDeviceStrategy()):
         torch.manual_seed(13)
-        model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Tanh(), *normalised())
+        rest = normalised()
+        model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Tanh(), *rest.children())
         look = LookBetween()
         make_trainer(each, model, callbacks=[look]).fit((X, Y), batch_size=16, verbose=0)
         found.append(look.losses)
@@ -487,7 +491,8 @@ def test_a_loss_that_looks_at_weights_of_another_stage_is_refused() -> None:
 
     def loss(output: Tensor, target: Tensor) -> Tensor:
         penalty = model[0].weight.square().sum()  # type: ignore[index]
-        return nn.functional.cross_entropy(output, target) + penalty
+        total: Tensor = nn.functional.cross_entropy(output, target) + penalty
+        return total
 
     trainer = lockstep.Trainer(
         model,
@@ -497,3 +502,16 @@ def test_a_loss_that_looks_at_weights_of_another_stage_is_refused() -> None:
     )
     with pytest.raises(OptionError, match=r"a loss that uses .*0\.weight"):
         trainer.fit((X, Y), verbose=0)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_no_passage_waits_for_the_garbage_collector(schedule: str) -> None:
+    trainer = make_trainer(lockstep.PipelineStrategy(2, None, 4, schedule))
+    trainer.fit((X, Y), batch_size=16, verbose=0)
+    gc.collect()
+    gc.disable()
+    try:
+        trainer.fit((X, Y), batch_size=16, verbose=0)
+        assert not [one for one in gc.get_objects() if type(one) is Passage]
+    finally:
+        gc.enable()
