@@ -11,13 +11,16 @@ every architecture, so a waiter that was woken sees all that was written before.
 import ctypes
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from lockstep.comm import futex
 from lockstep.comm.shared_memory import SharedRegion
 
 LINE_BYTES = 128
+
+# Numbers that a rank tells the others at once.
+_MOST_TOLD = 4
 
 # Ranks mostly come within a fraction of a millisecond of each other, and to be woken takes nearly
 # as long. Whoever waits gives the core to any process that wants it, all the while.
@@ -40,6 +43,7 @@ class _Line(ctypes.Structure):
         # Of this rank's slice of the weights: 2 n + 1 while step n changes it, 2 n + 2 afterwards;
         # 0 before the first, -1 where there is no slice.
         ("update", ctypes.c_int64),
+        ("told", ctypes.c_double * _MOST_TOLD),
     )
 
 
@@ -134,6 +138,15 @@ class Board:
         self.ring()
         for rank in range(self.num_ranks):
             self._wait(rank, lambda line: line.barriers >= entered)
+
+    def tell(self, numbers: Sequence[float]) -> list[list[float]]:
+        """Every rank's numbers, by rank; all tell as many.
+
+        Another barrier must come before the next time.
+        """
+        self._own.told[: len(numbers)] = numbers
+        self.barrier()
+        return [list(line.told[: len(numbers)]) for line in self._lines]
 
     def post(self, tag: int) -> None:
         """Tell that what goes with ``tag`` is written; tags only grow."""

@@ -2,7 +2,7 @@
 
 One small interface, so that a faster way to move gradients replaces a class and nothing else.
 
-- ``LocalExchange``: one replica and one share; gradients stay where autograd left them.
+- ``LocalExchange``: one replica; gradients stay where autograd left them.
 - ``SharedMemoryExchange`` (``comm.shared_exchange``): shares meet in memory that all ranks of the
   host map.
 """
@@ -131,12 +131,12 @@ class Exchange(ABC):
 
 
 class LocalExchange(Exchange):
-    """One replica, one share: nothing moves."""
+    """One replica: nothing moves. Gradients of several shares are added up as they come."""
 
     def __init__(self) -> None:
-        self._gradients: Gradients = ()
+        self._gradients: list[torch.Tensor | None] = []
         self._totals = ShareTotals([], [])
-        self._row = torch.empty(0)
+        self._rows: dict[int, list[torch.Tensor]] = {}  # by share: all that it has offered
 
     def put(
         self,
@@ -146,13 +146,16 @@ class LocalExchange(Exchange):
         weight: float,
         is_refused: bool = False,
     ) -> None:
-        self._gradients = gradients
-        self._totals = ShareTotals([total], [weight], is_refused)
+        self._gradients = _added(self._gradients, gradients) if share else list(gradients)
+        totals = self._totals if share else ShareTotals([], [])
+        self._totals = ShareTotals(
+            [*totals.totals, total], [*totals.weights, weight], totals.is_refused or is_refused
+        )
 
     def put_product(
         self, share: int, parameter: int, inputs: torch.Tensor, output_gradients: torch.Tensor
     ) -> None:
-        raise NotImplementedError("one share alone keeps the gradients that autograd makes")
+        raise NotImplementedError("one replica alone keeps the gradients that autograd makes")
 
     def collect(self, num_filled: int) -> ShareTotals:
         return self._totals
@@ -170,13 +173,27 @@ class LocalExchange(Exchange):
         return
 
     def begin_pass(self) -> None:
-        return
+        self._gradients = []
+        self._rows = {}
 
     def offer(self, share: int, row: torch.Tensor, *, last: bool) -> None:
-        self._row = row
+        self._rows.setdefault(share, []).append(row)
 
     def offered(self, share: int, length: int, num_filled: int) -> torch.Tensor:
-        return self._row[None]
+        turn = len(self._rows[share]) - 1  # a share that has gone on may have offered another
+        return torch.stack([self._rows[other][turn] for other in range(num_filled)])
+
+
+def _added(sums: list[torch.Tensor | None], gradients: Gradients) -> list[torch.Tensor | None]:
+    """The sums with further gradients added in place; what was not used before is taken over."""
+    both = [
+        (own, more)
+        for own, more in zip(sums, gradients, strict=True)
+        if own is not None and more is not None
+    ]
+    if both:
+        torch._foreach_add_([own for own, _ in both], [more for _, more in both])
+    return [more if own is None else own for own, more in zip(sums, gradients, strict=True)]
 
 
 def cut_piece(tensor: torch.Tensor, piece: Piece) -> torch.Tensor:

@@ -24,12 +24,14 @@ class ExchangeSpec:
     Attributes:
         num_ranks: ranks that map the region.
         num_shares: of a batch.
+        shares_per_row: shares whose gradients are added up in one row.
         gradients: of the trainable parameters.
         row_capacity: longest row that a share may offer, in float64.
     """
 
     num_ranks: int
     num_shares: int
+    shares_per_row: int
     gradients: GradientSpec
     row_capacity: int
 
@@ -96,17 +98,18 @@ class SharedMemoryExchange(Exchange):
         is_refused: bool = False,
     ) -> None:
         self._losses[share] = total, weight, is_refused
-        self._gradients.put(share, gradients)
+        self._gradients.put(share // self._spec.shares_per_row, gradients)
 
     def put_product(
         self, share: int, parameter: int, inputs: torch.Tensor, output_gradients: torch.Tensor
     ) -> None:
-        self._gradients.put_product(share, parameter, inputs, output_gradients)
+        row = share // self._spec.shares_per_row
+        self._gradients.put_product(row, parameter, inputs, output_gradients)
 
     def collect(self, num_filled: int) -> ShareTotals:
         self.barrier()
         totals, weights, refused = self._losses[:num_filled].T.tolist()
-        self._gradients.collect(num_filled)
+        self._gradients.collect(-(-num_filled // self._spec.shares_per_row))
         return ShareTotals(totals, weights, any(refused))
 
     def reduce(self, pieces: Sequence[Piece], num_filled: int) -> list[torch.Tensor | None]:

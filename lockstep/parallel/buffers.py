@@ -11,8 +11,8 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-# Each buffer's version, to see whether it has changed since, and its values.
-Kept = list[tuple[int, torch.Tensor]]
+# Each buffer's values.
+Kept = list[torch.Tensor]
 
 
 class Buffers:
@@ -26,7 +26,7 @@ class Buffers:
 
     def keep(self) -> Kept:
         """A copy of them all."""
-        return [(buffer._version, buffer.clone()) for buffer in self._buffers]
+        return [buffer.clone() for buffer in self._buffers]
 
     @contextmanager
     def as_in(self, kept: Kept) -> Iterator[None]:
@@ -34,8 +34,8 @@ class Buffers:
 
         No version moves: what a backward pass needs of them is computed again in the block.
         """
-        now = [buffer.clone() for buffer in self._buffers]
-        self._set([values for _, values in kept])
+        now = self.keep()
+        self._set(kept)
         try:
             yield
         finally:
@@ -47,7 +47,11 @@ class Buffers:
 
     @torch.no_grad()
     def restore(self, kept: Kept) -> None:
-        """Put back what has changed; the others may be needed by a backward pass as they are."""
-        for buffer, (version, values) in zip(self._buffers, kept, strict=True):
-            if buffer._version != version:
+        """Put back what has changed; the others may be needed by a backward pass as they are.
+
+        Values are compared: torch's own BatchNorm changes running statistics without moving the
+        version.
+        """
+        for buffer, values in zip(self._buffers, kept, strict=True):
+            if not buffer.equal(values):
                 buffer.copy_(values)

@@ -16,6 +16,7 @@ from lockstep.comm.gradient_rows import GradientSpec
 from lockstep.comm.shared_exchange import ExchangeSpec, SharedMemoryExchange
 from lockstep.comm.shared_memory import SharedRegion
 from lockstep.parallel.batch_norm import BatchNorms
+from lockstep.parallel.gradient_rules import GradientRules
 from lockstep.parallel.groups import ParameterGroup
 from lockstep.parallel.losses import LossAdapter
 from lockstep.parallel.partition import Partition
@@ -26,7 +27,7 @@ from lockstep.parallel.stages import OwnedGroup, StageWorker
 from lockstep.parallel.store import tensor_spec
 from lockstep.parallel.update import Updater
 from lockstep.parallel.worker import Worker
-from lockstep.plan.layout import Piece
+from lockstep.plan.layout import Piece, block_sizes
 from lockstep.plan.lowering import lower_train
 from lockstep.plan.pipelines import stage_graph
 from lockstep.plan.program import Backward, BackwardInput, BackwardWeight, Forward, RankProgram
@@ -65,8 +66,9 @@ def exchange_spec(
     return ExchangeSpec(
         num_ranks=plan.num_ranks,
         num_shares=plan.num_shares,
+        shares_per_row=plan.shares_per_row,
         gradients=GradientSpec(
-            num_shares=plan.num_shares,
+            num_shares=plan.num_shares // plan.shares_per_row,
             tensors=tuple(trained.values()),
             row_limits=tuple(
                 limits.get(name, 0)
@@ -163,6 +165,7 @@ def build_worker(
     spec: AnySpec,
     groups: Sequence[ParameterGroup],
     partitions: Mapping[bool, Partition],
+    rules: GradientRules,
     seed: int,
     device: torch.device,
 ) -> Worker:
@@ -181,10 +184,12 @@ def build_worker(
             held=_held_names(plan, groups, partitions, rank) | ruled,
             owned=_owned_groups(spec, updater, rank),
             ruled=ruled,
+            rules=rules,
             seed=seed,
             device=device,
         )
     assert isinstance(exchange, Exchange)
+    owned = _owned_pieces(plan, spec, updater, rank)
     return Replica(
         plan=plan,
         rank=rank,
@@ -192,7 +197,9 @@ def build_worker(
         loss=loss,
         exchange=exchange,
         updater=updater,
-        owned=_owned_pieces(plan, spec, updater, rank),
+        owned=owned,
+        blocks=block_sizes(spec.gradients.extents, spec.gradients.num_shares, owned),
+        rules=rules,
         seed=seed,
         device=device,
     )
@@ -203,7 +210,8 @@ def _owned_pieces(
 ) -> list[Piece]:
     if updater is None:
         return []
-    return updater.divide(spec.gradients.extents, plan.num_ranks, plan.num_shares)[rank]
+    gradients = spec.gradients
+    return updater.divide(gradients.extents, plan.num_ranks, gradients.num_shares)[rank]
 
 
 def _owned_groups(spec: StageExchangeSpec, updater: Updater | None, rank: int) -> list[OwnedGroup]:

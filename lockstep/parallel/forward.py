@@ -22,11 +22,16 @@ from lockstep.parallel.redirection import Redirection
 from lockstep.plan.spec import Plan
 
 # Of parameters and data, by the Plan's precision.
-DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16-mixed": torch.float32}
+DTYPES = {
+    "fp32": torch.float32,
+    "fp64": torch.float64,
+    "bf16-mixed": torch.float32,
+    "fp16-mixed": torch.float32,
+}
 
 _attention = Redirection("scaled_dot_product_attention")
 
-_LOW_PRECISION = {"bf16-mixed": torch.bfloat16}
+_LOW_PRECISION = {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}
 
 
 class ModelCall:

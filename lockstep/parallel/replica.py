@@ -30,7 +30,9 @@ from lockstep.data.sources import Batch, Source
 from lockstep.data.trees import Tree, map_tensors
 from lockstep.parallel.batch_norm import BatchNorms, GlobalStatistics
 from lockstep.parallel.buffers import Buffers, Kept
+from lockstep.parallel.diagnosis import Diagnosis
 from lockstep.parallel.forward import DTYPES, ModelCall
+from lockstep.parallel.gradient_rules import GradientJudge, GradientRules
 from lockstep.parallel.interleave import Interleaver
 from lockstep.parallel.linear import LinearLayers
 from lockstep.parallel.losses import LossAdapter, ShareLoss
@@ -39,16 +41,18 @@ from lockstep.parallel.worker import (
     Observe,
     StepResult,
     Worker,
-    check_finite,
     check_used,
+    first_nonfinite,
     moved,
+    nonfinite_loss,
     plain,
+    step_result,
 )
 from lockstep.plan.layout import Piece
 from lockstep.plan.lowering import lower_forward, lower_train
 from lockstep.plan.program import Action, Backward, Forward, RankProgram, Reduce, Step, Sync
 from lockstep.plan.shares import num_filled_shares, share_bounds, shares_of_replica
-from lockstep.plan.spec import Plan
+from lockstep.plan.spec import LocalUpdate, Plan
 
 # Elements of a linear layer's weight, from where on its gradient is formed in shared memory: below,
 # the calls that this takes cost more than a copy.
@@ -66,6 +70,8 @@ class Replica(Worker):
         exchange: this rank's end of the exchange.
         updater: the optimizer; None where nothing is trained.
         owned: the pieces of trainable parameters that this rank updates.
+        blocks: of each of them, the sizes of the blocks that its norm is taken of.
+        rules: for gradients.
         seed: of all random streams.
         device: where the model is.
     """
@@ -80,6 +86,8 @@ class Replica(Worker):
         exchange: Exchange,
         updater: Updater | None,
         owned: list[Piece],
+        blocks: list[list[int]],
+        rules: GradientRules,
         seed: int,
         device: torch.device,
     ) -> None:
@@ -94,6 +102,7 @@ class Replica(Worker):
         self._device = device
         self._dtype = DTYPES[plan.precision]
         self._call = ModelCall(model, plan, device)
+        self._is_alone = isinstance(plan.update, LocalUpdate)
         self._parameters = list(model.parameters())
         self._trainable = [
             (name, parameter)
@@ -101,9 +110,12 @@ class Replica(Worker):
             if parameter.requires_grad
         ]
         self._norms = BatchNorms(model)
-        self._linears = LinearLayers(self._large_weights() if plan.num_shares > 1 else {})
+        self._linears = LinearLayers({} if self._is_alone else self._large_weights())
         self._buffers = Buffers(model)
         self._pieces = self._bind(owned)
+        self._judge = GradientJudge(
+            rules, self._pieces, blocks, [name for name, _ in self._trainable], self.board
+        )
         self._interleaver = Interleaver(
             partial(_keep_own, self._buffers), partial(_restore_own, self._buffers)
         )
@@ -143,17 +155,13 @@ class Replica(Worker):
             self.board.step = step
         self._begin_pass()
         self._clear_gradients()
+        run.first_buffers = self._buffers.keep()
         self._isolate_buffers(run)
         for kind, shares in self._program(len(indices)):
             _HANDLERS[kind](self, run, shares)
-        self._keep_first_buffers(run)
-        totals = run.totals
-        assert totals is not None
-        return StepResult(
-            total=math.fsum(totals.totals),
-            weight=math.fsum(totals.weights),
-            num_samples=len(indices),
-        )
+        self._settle_buffers(run)
+        assert run.totals is not None
+        return step_result(run.totals, len(indices), is_skipped=run.is_skipped)
 
     def _clear_gradients(self) -> None:
         for parameter in self._parameters:
@@ -201,7 +209,7 @@ class Replica(Worker):
         loss = run.losses[share]
         denominator = loss.weight if run.num_filled == 1 else float(run.num_samples)
         if denominator > 0:
-            loss.backward(denominator)
+            loss.backward(denominator / self._judge.rules.scale)
 
     def _put(self, run: "_Step", share: int, gradients: list[torch.Tensor | None]) -> None:
         loss = run.losses.pop(share)
@@ -236,11 +244,12 @@ class Replica(Worker):
     def _reduce(self, run: "_Step", shares: list[int]) -> None:
         weight = self._collect(run)
         gradients: list[torch.Tensor | None] = [None] * len(self._pieces)
-        if weight:
+        if weight and not run.is_skipped:
             gradients = self.exchange.reduce(
                 [bound.piece for bound in self._pieces], run.num_filled
             )
         factor = 1.0 if run.num_filled == 1 or not weight else run.num_samples / weight
+        factor /= self._judge.rules.scale
         used = [gradient for gradient in gradients if gradient is not None]
         if used and factor != 1.0:
             torch._foreach_mul_(used, factor)
@@ -250,7 +259,10 @@ class Replica(Worker):
     def _step(self, run: "_Step", shares: list[int]) -> None:
         weight = self._collect(run)
         assert self.updater is not None
-        if not weight:
+        if not weight or run.is_skipped:
+            return
+        run.is_skipped = not self._judge.settle(run.step)
+        if run.is_skipped:
             return
         board = self.board if self._pieces else None
         with nullcontext() if board is None else board.updating(run.step):
@@ -268,9 +280,31 @@ class Replica(Worker):
             self._call.give_up_format()
         weight = math.fsum(run.totals.weights)
         if weight:
-            check_finite(run.step, run.bounds, run.totals.totals)
             check_used(run.step, self.exchange.is_any_used())
+            self._judge_losses(run, run.totals)
         return weight
+
+    def _judge_losses(self, run: "_Step", totals: ShareTotals) -> None:
+        """One loss that is not finite makes the whole gradient so, also where its weight is 0."""
+        share = first_nonfinite(totals.totals)
+        rule = self._judge.rules.on_nonfinite
+        if share is None or rule == "ignore":
+            return
+        run.is_skipped = True
+        if rule == "raise":
+            self._buffers.restore(run.first_buffers)
+            diagnosis = self._diagnose(run, share)
+            raise nonfinite_loss(run.step, run.bounds, totals.totals, share, diagnosis)
+
+    def _diagnose(self, run: "_Step", share: int) -> str:
+        """Where a share's values cease to be finite, found by the rank that works on it."""
+        place = Diagnosis.nothing
+        if share in shares_of_replica(self.rank, self.plan.num_replicas, self.plan.num_shares):
+            seed_streams(share_seed(self._seed, run.step, share))
+            place = Diagnosis(self.model).of(lambda: self._read(run, share).inputs, self._call)
+            self._buffers.restore(run.first_buffers)
+        told = [[place]] if self.board is None else self.board.tell([place])
+        return Diagnosis(self.model).text(max(number for (number,) in told))
 
     def gradients(self, num_samples: int) -> dict[str, torch.Tensor | None]:
         if self.rank != 0:
@@ -369,10 +403,12 @@ class Replica(Worker):
         mine = shares_of_replica(self.rank, self.plan.num_replicas, self.plan.num_shares)
         if mine.start + 1 < min(mine.stop, run.num_filled) and self._buffers:
             run.isolates_buffers = True
-            run.first_buffers = self._buffers.keep()
 
-    def _keep_first_buffers(self, run: "_Step") -> None:
-        if run.isolates_buffers:
+    def _settle_buffers(self, run: "_Step") -> None:
+        """A step that was left out has changed none; else those of the first share count."""
+        if run.is_skipped:
+            self._buffers.restore(run.first_buffers)
+        elif run.isolates_buffers:
             self._buffers.restore(run.buffers[min(run.buffers)])
 
     def _global_statistics(
@@ -455,6 +491,7 @@ class _Step:
         self.losses: dict[int, ShareLoss] = {}
         self.refused: dict[int, bool] = {}  # the Plan's memory format, by share
         self.totals: ShareTotals | None = None
+        self.is_skipped = False
         self.isolates_buffers = False
         self.first_buffers: Kept = []
         self.buffers: dict[int, Kept] = {}

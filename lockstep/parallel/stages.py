@@ -32,7 +32,9 @@ from lockstep.data.order import seed_streams, share_seed
 from lockstep.data.sources import Batch, Source
 from lockstep.data.trees import Tree, map_tensors
 from lockstep.parallel.buffers import Buffers
+from lockstep.parallel.diagnosis import Diagnosis
 from lockstep.parallel.forward import DTYPES, ModelCall, channels_last
+from lockstep.parallel.gradient_rules import GradientJudge, GradientRules
 from lockstep.parallel.linear import LinearLayers
 from lockstep.parallel.losses import LossAdapter, ShareLoss
 from lockstep.parallel.partition import Partition
@@ -43,12 +45,14 @@ from lockstep.parallel.worker import (
     Observe,
     StepResult,
     Worker,
-    check_finite,
     check_used,
+    first_nonfinite,
     moved,
+    nonfinite_loss,
     plain,
+    step_result,
 )
-from lockstep.plan.layout import Piece
+from lockstep.plan.layout import Piece, block_sizes
 from lockstep.plan.lowering import lower_forward, lower_train
 from lockstep.plan.program import (
     Action,
@@ -96,6 +100,7 @@ class StageWorker(Worker):
         held: names of the parameters and buffers that this rank has.
         owned: the groups of trainable parameters among them.
         ruled: names of the buffers of which this rank has the values that count.
+        rules: for gradients.
         seed: of all random streams.
         device: where the model is.
     """
@@ -115,6 +120,7 @@ class StageWorker(Worker):
         held: frozenset[str],
         owned: Sequence[OwnedGroup],
         ruled: frozenset[str],
+        rules: GradientRules,
         seed: int,
         device: torch.device,
     ) -> None:
@@ -143,6 +149,13 @@ class StageWorker(Worker):
         self._trainable = [one for members in self._parameters for one in members]
         self._linears = LinearLayers(self._large_weights())
         self._pieces = self._bind()
+        self._judge = GradientJudge(
+            rules,
+            [piece for pieces in self._pieces for piece in pieces],
+            [sizes for group in owned for sizes in _block_sizes(group)],
+            list(parameters),
+            self.board,
+        )
         self._passages: dict[tuple[int, int], Passage] = {}
         self._program = lru_cache(maxsize=8)(lambda size: lower_train(plan, rank, size))
 
@@ -180,14 +193,13 @@ class StageWorker(Worker):
         run = self._begin(source, indices, step, observe, training=True)
         self.board.step = step
         self._clear_gradients()
+        kept = self._buffers.keep()
         for action in self._program(len(indices)):
             _HANDLERS[type(action)](self, run, action)
+        if run.is_skipped:
+            self._buffers.restore(kept)
         assert run.totals is not None
-        return StepResult(
-            total=math.fsum(run.totals.totals),
-            weight=math.fsum(run.totals.weights),
-            num_samples=len(indices),
-        )
+        return step_result(run.totals, len(indices), is_skipped=run.is_skipped)
 
     def _clear_gradients(self) -> None:
         for parameter in self._trainable:
@@ -236,6 +248,7 @@ class StageWorker(Worker):
         denominator = float(run.num_samples)
         if run.num_filled == 1 and passage.loss is not None:
             denominator = passage.loss.weight
+        denominator /= self._judge.rules.scale
         with self._linears.applied(), self._call.applied():
             passage.backward(denominator)
 
@@ -244,16 +257,33 @@ class StageWorker(Worker):
         run.totals = self.exchange.collect(run.num_filled)
         weight = math.fsum(run.totals.weights)
         if weight:
-            check_finite(run.step, run.bounds, run.totals.totals)
             check_used(run.step, self.exchange.is_any_used())
+            self._judge_losses(run, run.totals)
         factor = 1.0 if run.num_filled == 1 or not weight else run.num_samples / weight
+        factor /= self._judge.rules.scale
         for index, pieces in enumerate(self._pieces):
-            gradients = self._reduced(index) if weight else [None] * len(pieces)
+            is_void = run.is_skipped or not weight
+            gradients = [None] * len(pieces) if is_void else self._reduced(index)
             used = [gradient for gradient in gradients if gradient is not None]
             if used and factor != 1.0:
                 torch._foreach_mul_(used, factor)
             for bound, gradient in zip(pieces, gradients, strict=True):
                 bound.tensor.grad = gradient
+
+    def _judge_losses(self, run: "_Run", totals: ShareTotals) -> None:
+        share = first_nonfinite(totals.totals)
+        rule = self._judge.rules.on_nonfinite
+        if share is None or rule == "ignore":
+            return
+        run.is_skipped = True
+        if rule == "raise":
+            raise nonfinite_loss(run.step, run.bounds, totals.totals, share, self._diagnose())
+
+    def _diagnose(self) -> str:
+        """The first weight that is not finite, of all ranks' weights."""
+        diagnosis = Diagnosis(self.model)
+        told = self.board.tell([diagnosis.of_weights(self._trainable)])
+        return diagnosis.text(max(number for (number,) in told))
 
     def _put_rows(self) -> None:
         """Hand in the gradients of what other ranks have, too."""
@@ -276,7 +306,10 @@ class StageWorker(Worker):
     def _step(self, run: "_Run", action: Step) -> None:
         assert self.updater is not None
         assert run.totals is not None
-        if not math.fsum(run.totals.weights):
+        if run.is_skipped or not math.fsum(run.totals.weights):
+            return
+        run.is_skipped = not self._judge.settle(run.step)
+        if run.is_skipped:
             return
         if any(self._pieces):
             with self.board.updating(run.step):
@@ -414,6 +447,10 @@ class StageWorker(Worker):
         return {name: buffer for name, buffer in self.model.named_buffers() if name in self._ruled}
 
 
+def _block_sizes(group: OwnedGroup) -> list[list[int]]:
+    return block_sizes(group.spec.gradients.extents, len(group.spec.ranks), group.pieces)
+
+
 # By action, and not in the class: a cycle would keep its shared memory until the collector runs.
 _HANDLERS: dict[type[Action], Callable[[StageWorker, "_Run", Any], None]] = {
     Forward: StageWorker._forward,
@@ -450,3 +487,4 @@ class _Run:
         self.bounds = share_bounds(self.num_samples, num_shares)
         self.num_filled = num_filled_shares(self.num_samples, num_shares)
         self.totals: ShareTotals | None = None
+        self.is_skipped = False

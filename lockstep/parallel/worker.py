@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from lockstep.comm.board import Board
+from lockstep.comm.exchange import ShareTotals
 from lockstep.data.sources import Batch, Source
 from lockstep.data.trees import Tree, map_tensors
 from lockstep.errors import LossError, NonFiniteLossError, problem
@@ -33,11 +34,14 @@ class StepResult:
         total: weighted sum of the losses of the global batch.
         weight: the sum of the weights; 0 means that nothing was updated.
         num_samples: size of the global batch.
+        is_skipped: something was not finite, and nothing was updated for that reason. A loss that
+            is not finite counts for nothing, too.
     """
 
     total: float
     weight: float
     num_samples: int
+    is_skipped: bool = False
 
     @property
     def loss(self) -> float:
@@ -104,29 +108,46 @@ class Worker(ABC):
         """Whether some rank works on no share of such a batch, and sees no buffer change."""
 
 
-def check_finite(step: int, bounds: Sequence[tuple[int, int]], totals: Sequence[float]) -> None:
-    """A total that is not finite has such gradients, also where its weight is 0.
+def step_result(totals: ShareTotals, num_samples: int, *, is_skipped: bool) -> StepResult:
+    """What a step did, from the losses of its shares."""
+    total, weight = math.fsum(totals.totals), math.fsum(totals.weights)
+    if is_skipped and not math.isfinite(total):
+        total = weight = 0.0
+    return StepResult(total=total, weight=weight, num_samples=num_samples, is_skipped=is_skipped)
+
+
+def first_nonfinite(totals: Sequence[float]) -> int | None:
+    """The first share whose loss is NaN or infinite."""
+    return next((share for share, total in enumerate(totals) if not math.isfinite(total)), None)
+
+
+def nonfinite_loss(
+    step: int,
+    bounds: Sequence[tuple[int, int]],
+    totals: Sequence[float],
+    share: int,
+    diagnosis: str,
+) -> NonFiniteLossError:
+    """The error for a loss that is not finite.
 
     Args:
         step: the step's number.
         bounds: samples ``[start, stop)`` of each share.
         totals: of each filled share.
-
-    Raises:
-        NonFiniteLossError: one is not.
+        share: the one.
+        diagnosis: where its values cease to be finite; empty where nobody knows.
     """
-    for share, total in enumerate(totals):
-        if not math.isfinite(total):
-            start, stop = bounds[share]
-            raise NonFiniteLossError(
-                problem(
-                    f"The loss of step {step} is not finite.",
-                    received=f"{total} from share {share} "
-                    f"(samples {start} to {stop - 1} of the batch)",
-                    fix="Lower the learning rate, or look at these samples. "
-                    "The weights are those before this step.",
-                )
-            )
+    start, stop = bounds[share]
+    where = f"; {diagnosis}" if diagnosis else ""
+    return NonFiniteLossError(
+        problem(
+            f"The loss of step {step} is not finite.",
+            received=f"{totals[share]} from share {share} "
+            f"(samples {start} to {stop - 1} of the batch){where}",
+            fix="Lower the learning rate, or look at these samples, or leave such steps out with "
+            'on_nonfinite="skip". The weights are those before this step.',
+        )
+    )
 
 
 def check_used(step: int, is_any_used: bool) -> None:

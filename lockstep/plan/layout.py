@@ -14,6 +14,9 @@ from lockstep.plan.shares import shares_of_replica
 
 ALIGNMENT_BYTES = 512
 
+# Into how many runs of equal size the parameters can be cut, at least, where they are large.
+_FINENESS = 256
+
 
 @dataclass(frozen=True, kw_only=True)
 class Extent:
@@ -90,11 +93,51 @@ def row_blocks(extent: Extent, num_blocks: int) -> list[tuple[int, int]]:
     ]
 
 
-def _flat_slices(extents: Sequence[Extent], num_ranks: int) -> list[list[Piece]]:
-    """Cut all that may be cut anywhere, seen as one flat region, into runs of equal size."""
+def block_sizes(
+    extents: Sequence[Extent], num_shares: int, pieces: Sequence[Piece]
+) -> list[list[int]]:
+    """Cut pieces wherever some number of ranks would cut them: the elements of each block.
+
+    A block is never cut further, so what is computed of each (a norm) does not depend on the number
+    of ranks.
+    """
     free = [index for index, extent in enumerate(extents) if not extent.row_elements]
     offsets, total = flat_offsets([extents[index] for index in free])
-    cuts = [align(total * rank // num_ranks) for rank in range(num_ranks)] + [total]
+    offset_of, unit = dict(zip(free, offsets, strict=True)), _unit(total)
+
+    def cuts_of(index: int) -> list[int]:
+        extent = extents[index]
+        if extent.row_elements:
+            return [start for start, _ in row_blocks(extent, num_shares)]
+        offset = offset_of[index]
+        end = offset + extent.num_elements * extent.element_bytes
+        return [
+            (at - offset) // extent.element_bytes
+            for at in range(-(-offset // unit) * unit, end, unit)
+        ]
+
+    sizes = []
+    for piece in pieces:
+        inner = [cut for cut in cuts_of(piece.parameter) if piece.start < cut < piece.stop]
+        edges = [piece.start, *inner, piece.stop]
+        sizes.append([stop - start for start, stop in pairwise(edges)])
+    return sizes
+
+
+def _unit(total_bytes: int) -> int:
+    """Bytes that stay together: a power of two, and a small part of the whole."""
+    unit = ALIGNMENT_BYTES
+    while unit * 2 * _FINENESS <= total_bytes:
+        unit *= 2
+    return unit
+
+
+def _flat_slices(extents: Sequence[Extent], num_ranks: int) -> list[list[Piece]]:
+    """Cut all that may be cut anywhere, seen as one flat region, into runs of about equal size."""
+    free = [index for index, extent in enumerate(extents) if not extent.row_elements]
+    offsets, total = flat_offsets([extents[index] for index in free])
+    unit = _unit(total)
+    cuts = [-(-total * rank // num_ranks // unit) * unit for rank in range(num_ranks)] + [total]
     slices: list[list[Piece]] = []
     for low, high in pairwise(cuts):
         pieces = []

@@ -26,7 +26,7 @@ def lower_train(plan: Plan, rank: int, num_samples: int) -> RankProgram:
         for share in shares:
             passes += [Forward(0, share), Backward(0, share)]
     if isinstance(plan.update, LocalUpdate):
-        return (*passes, Step())
+        return (*passes, Reduce(), Step())
     return (*passes, Reduce(), Step(), Sync())
 
 

@@ -35,6 +35,54 @@ class Maker(ABC):
         """Make the Plan for global batches of ``batch_size`` samples."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Accumulating(Maker):
+    """Another maker's Plan with every share in parts, one after the other, to save memory.
+
+    Attributes:
+        maker: the other maker.
+        parts: of each share.
+    """
+
+    maker: Maker
+    parts: int
+
+    def sample_size(self, cluster: Cluster, batch_size: int) -> int | None:
+        return self.maker.sample_size(cluster, self._batch_of_a_part(batch_size))
+
+    def check_batch_size(self, batch_size: int) -> None:
+        self.maker.check_batch_size(self._batch_of_a_part(batch_size))
+
+    def __call__(self, graph: LayerGraph, cluster: Cluster, batch_size: int) -> Plan:
+        """Make the Plan for global batches of ``batch_size`` samples."""
+        is_measured = self.maker.sample_size(cluster, batch_size) is not None
+        size = self._batch_of_a_part(batch_size) if is_measured else batch_size
+        plan = self.maker(graph, cluster, size)
+        is_even = plan.pipeline is None and plan.num_shares % plan.num_replicas == 0
+        uses_statistics = any(layer.uses_batch_statistics for layer in graph.layers)
+        return msgspec.structs.replace(
+            plan,
+            num_shares=plan.num_shares * self.parts,
+            shares_per_row=self.parts if is_even else 1,
+            interleaved=plan.pipeline is None and uses_statistics,
+            notes=(*plan.notes, *_notes_on_parts(plan, self.parts, uses_statistics)),
+        )
+
+    def _batch_of_a_part(self, batch_size: int) -> int:
+        return -(-batch_size // self.parts)
+
+
+def _notes_on_parts(plan: Plan, parts: int, uses_statistics: bool) -> list[str]:
+    if plan.pipeline is not None:
+        return [f"Accumulation: {parts} times as many microbatches as without."]
+    if uses_statistics:
+        return [
+            f"Accumulation in {parts} parts saves no activations here: BatchNorm needs the whole "
+            "batch at each layer."
+        ]
+    return []
+
+
 MAX_DEFAULT_REPLICAS = 8
 
 # Elements of a weight: of smaller ones the gradient is moved in no time.

@@ -45,7 +45,7 @@ class LayerPlacement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 class LocalUpdate(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="local"
 ):
-    """The only replica steps the optimizer on its own gradients."""
+    """The only replica adds up and steps on its own gradients."""
 
 
 class SlicedUpdate(
@@ -122,6 +122,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         devices: the device of each rank.
         threads_per_device: compute threads of each rank; None leaves the process's setting.
         num_shares: parts into which every global batch is divided; see ``plan.shares``.
+        shares_per_row: consecutive shares whose gradients are added up as they come, in one row of
+            memory, before the sum over all rows: more save memory.
         interleaved: a rank's shares run together, layer by layer, because layers take statistics
             over the whole batch.
         layers: every layer and its stage.
@@ -148,6 +150,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     update: Update
     precision: str
     channels_last: bool = False
+    shares_per_row: int = 1
     pipeline: Pipeline | None = None
     notes: tuple[str, ...] = ()
     version: int = PLAN_VERSION
@@ -237,11 +240,24 @@ def _check_shares(plan: Plan, problems: Problems) -> None:
             received=f"num_shares={plan.num_shares} with {plan.num_replicas} replicas",
             fix=f"Use num_shares >= {plan.num_replicas}.",
         )
-    if isinstance(plan.update, LocalUpdate) and (plan.num_ranks, plan.num_shares) != (1, 1):
+    if isinstance(plan.update, LocalUpdate) and (
+        plan.num_ranks != 1 or plan.num_shares != plan.shares_per_row
+    ):
         problems.add(
-            "A local update sees the gradients of one rank and one share only.",
-            received=f"{plan.num_ranks} ranks, num_shares={plan.num_shares}",
+            "A local update sees the gradients of one rank and one row of shares only.",
+            received=f"{plan.num_ranks} ranks, num_shares={plan.num_shares}, "
+            f"shares_per_row={plan.shares_per_row}",
             fix='Use an update of type "sliced".',
+        )
+    num_rows, left_over = divmod(plan.num_shares, max(plan.shares_per_row, 1))
+    if plan.shares_per_row != 1 and (
+        plan.shares_per_row < 1 or left_over or num_rows % plan.num_replicas
+    ):
+        problems.add(
+            "Shares that are added up in one row must be of one replica.",
+            received=f"shares_per_row={plan.shares_per_row} with num_shares={plan.num_shares} on "
+            f"{plan.num_replicas} replicas",
+            fix="Use shares_per_row=1.",
         )
 
 

@@ -1,8 +1,9 @@
 """Checks what a Trainer is given, before any process starts."""
 
+import math
 import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import nn
@@ -18,6 +19,7 @@ from lockstep.errors import (
     problem,
 )
 from lockstep.parallel.forward import DTYPES
+from lockstep.parallel.gradient_rules import OnNonFinite
 from lockstep.plan.spec import Plan
 from lockstep.train.callbacks import Callback
 
@@ -104,6 +106,49 @@ def check_arguments(
         )
     _check_callbacks(callbacks, problems)
     problems.raise_if_any(OptionError)
+
+
+def check_gradient_options(
+    clip_norm: object, clip_value: object, accumulate: object, on_nonfinite: object
+) -> None:
+    """What happens to gradients, all problems at once.
+
+    Raises:
+        OptionError: an argument cannot be what it is.
+    """
+    problems = Problems()
+    for name, value in (("clip_norm", clip_norm), ("clip_value", clip_value)):
+        if value is not None and not _is_positive(value):
+            problems.add(
+                f"`{name}` must be a positive number.",
+                received=f"{name}={value!r}",
+                fix="Leave it out to clip nothing.",
+            )
+    if clip_norm is not None and clip_value is not None:
+        problems.add(
+            "Gradients are clipped by norm or by value.",
+            received=f"clip_norm={clip_norm!r} and clip_value={clip_value!r}",
+            fix="Give one of them.",
+        )
+    if not isinstance(accumulate, int) or isinstance(accumulate, bool) or accumulate < 1:
+        problems.add(
+            "`accumulate` must be an integer of at least 1.",
+            received=f"accumulate={accumulate!r}",
+            fix="Use the number of parts in which each device goes through its share of a batch.",
+        )
+    if on_nonfinite not in get_args(OnNonFinite):
+        problems.add(
+            f"`on_nonfinite` must be one of {', '.join(get_args(OnNonFinite))}.",
+            received=repr(on_nonfinite),
+            fix="Use 'raise' to stop, or 'skip' to leave such steps out.",
+        )
+    problems.raise_if_any(OptionError)
+
+
+def _is_positive(value: object) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return math.isfinite(value) and value > 0
 
 
 def check_counts(**counts: Any) -> list[int]:

@@ -29,6 +29,7 @@ from lockstep.parallel.allocator import keep_freed_memory
 from lockstep.parallel.blank import forget_blanks, initialize
 from lockstep.parallel.build import AnySpec, build_exchange, build_worker, exchange_spec
 from lockstep.parallel.control import FollowerControl, LeaderControl, SoloControl, open_region
+from lockstep.parallel.gradient_rules import GradientRules
 from lockstep.parallel.groups import ParameterGroup
 from lockstep.parallel.losses import LossAdapter
 from lockstep.parallel.parcel import Parcel, parameters_in, unpack
@@ -38,7 +39,7 @@ from lockstep.parallel.shipping import pack_named
 from lockstep.parallel.store import ParameterStore, TensorStore, check_separate, tensor_spec
 from lockstep.parallel.update import Updater
 from lockstep.parallel.worker import Worker
-from lockstep.plan.spec import Plan
+from lockstep.plan.spec import LocalUpdate, Plan
 from lockstep.train.tasks import Conductor, Task
 from lockstep.units import first_few
 
@@ -63,6 +64,7 @@ class Assignment:
         partitions: of the model in stages, by whether it is in training; none without a pipeline.
         groups: the parameters, by the ranks that have them.
         blank: names of the parameters that have no values yet.
+        rules: for gradients.
     """
 
     plan: Plan
@@ -76,6 +78,7 @@ class Assignment:
     partitions: Mapping[bool, Partition]
     groups: tuple[ParameterGroup, ...]
     blank: frozenset[str]
+    rules: GradientRules
 
 
 class Session:
@@ -107,7 +110,8 @@ class Session:
 
     def _run_alone(self, assignment: Assignment, conductor: Conductor) -> Any:
         spec = _spec(assignment)
-        region = spec.create() if assignment.plan.num_shares > 1 else None
+        is_alone = isinstance(assignment.plan.update, LocalUpdate)
+        region = None if is_alone else spec.create()
         worker = _worker(assignment, spec, region, rank=0, look_around=lambda waited: None)
         _heed(conductor, worker)
         return assignment.task.run(worker, SoloControl(), conductor)
@@ -482,6 +486,7 @@ def _worker(
         spec=spec,
         groups=assignment.groups,
         partitions=assignment.partitions,
+        rules=assignment.rules,
         seed=assignment.seed,
         device=assignment.device,
     )

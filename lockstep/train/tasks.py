@@ -280,6 +280,7 @@ class FitTask(Task):
         stepwise: callbacks may act at every step.
         start: where to begin; later than the first epoch where a task goes on for another.
         record: show the conductor a Snapshot after every step.
+        counts_skipped: tell how many steps of an epoch were left out.
     """
 
     source: Source
@@ -296,6 +297,7 @@ class FitTask(Task):
     stepwise: bool
     start: Resume = Resume()
     record: bool = False
+    counts_skipped: bool = False
 
     def run(self, worker: Worker, control: Control, conductor: Conductor) -> FitResult:
         """Train until the last epoch, or until a callback or Ctrl-C ends it."""
@@ -332,7 +334,7 @@ class FitTask(Task):
         )
         self.metrics.reset()
         observe = self.metrics.update if self.metrics else None
-        totals, weights = [], []
+        totals, weights, num_skipped = [], [], 0
         for index, (start, stop) in enumerate(batch_bounds(len(order), self.batch_size)):
             if self.stepwise and ensemble.consult(partial(conductor.begin_step, index)):
                 break
@@ -341,6 +343,7 @@ class FitTask(Task):
             progress.num_epochs, progress.num_steps = epoch + 1, progress.num_steps + 1
             totals.append(result.total)
             weights.append(result.weight)
+            num_skipped += result.is_skipped
             if worker.leaves_a_rank_idle(stop - start):
                 ensemble.share_buffers()
             if self.record:
@@ -356,6 +359,8 @@ class FitTask(Task):
                 ensemble.check_halt()
         progress.num_epochs = epoch + 1
         logs = self._logs(ensemble, totals, weights)
+        if self.counts_skipped:
+            logs["skipped_steps"] = num_skipped
         if self.watched:
             ensemble.collect_buffers()
             ensemble.show_slots()

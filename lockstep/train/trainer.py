@@ -31,16 +31,18 @@ from lockstep.parallel.blank import (
     forget_blanks,
     initialize,
 )
+from lockstep.parallel.gradient_rules import GradientRules, LossScale, OnNonFinite
 from lockstep.parallel.groups import parameter_groups
 from lockstep.parallel.losses import LossAdapter
 from lockstep.parallel.settings import TorchSettings
-from lockstep.plan.makers import Maker, SingleDevice
+from lockstep.plan.makers import Accumulating, Maker, SingleDevice
 from lockstep.plan.spec import Plan
 from lockstep.train.callbacks import Callback, Logs, watches_batches, watches_beginnings
 from lockstep.train.checks import (
     check_arguments,
     check_counts,
     check_device,
+    check_gradient_options,
     filled,
     prepare_model,
 )
@@ -94,6 +96,16 @@ class Trainer:
             float32 and lets the model compute in bfloat16 where that is safe (torch.autocast); or
             ``"fp64"``, which turns the model's parameters to float64.
         seed: of the order of the samples and of all random numbers in training.
+        clip_norm: longest gradient: the norm over all parameters, as
+            ``torch.nn.utils.clip_grad_norm_`` has it. None for any length.
+        clip_value: largest element of a gradient. None for any.
+        accumulate: parts in which each device goes through its share of a batch, one after the
+            other, to keep fewer activations at a time. It changes memory and time, and no result:
+            ``batch_size`` is that of one update. Gradients of the parts are added up in place.
+        on_nonfinite: what becomes of a step whose loss or gradient is NaN or infinite: ``"raise"``
+            ends the training before the update, and names the first layer; ``"skip"`` leaves the
+            step out, on all ranks alike, and counts it (``"skipped_steps"`` in the history);
+            ``"ignore"`` updates with it.
         callbacks: called during every ``fit``.
 
     Raises:
@@ -112,8 +124,13 @@ class Trainer:
         precision: str = "fp32",
         seed: int = 0,
         callbacks: Sequence[Callback] = (),
+        clip_norm: float | None = None,
+        clip_value: float | None = None,
+        accumulate: int = 1,
+        on_nonfinite: OnNonFinite = "raise",
     ) -> None:
         check_arguments(model, loss, strategy, precision, seed, callbacks)
+        check_gradient_options(clip_norm, clip_value, accumulate, on_nonfinite)
         self.model, shape_of_it = _made(model, precision)
         self.strategy = strategy if strategy is not None else current_strategy()
         self.precision = precision
@@ -123,6 +140,13 @@ class Trainer:
         self.metrics = Metrics(metrics)
         self.optimizer = None if optimizer is None else make_optimizer(optimizer, self.model)
         self._loss = None if loss is None else LossAdapter(loss)
+        self._accumulate = accumulate
+        self._rules = GradientRules(
+            clip_norm=clip_norm,
+            clip_value=clip_value,
+            on_nonfinite=on_nonfinite,
+            loss_scale=LossScale() if precision == "fp16-mixed" else None,
+        )
         self._epochs_trained = 0
         self._steps_trained = 0
         self._plan: Plan | None = None
@@ -216,6 +240,7 @@ class Trainer:
             watches_beginnings=watches_beginnings(self.callbacks),
             stepwise=watches_batches(self.callbacks),
             record=on_snapshot is not None,
+            counts_skipped=self._rules.on_nonfinite == "skip",
         )
         display = ProgressDisplay(epochs, steps) if verbose else None
         with held_interrupts() as interrupt:
@@ -351,6 +376,7 @@ class Trainer:
             partitions=partitions,
             groups=parameter_groups(plan, self.model, list(partitions.values())),
             blank=blank_names(self.model),
+            rules=self._rules,
         )
         outermost, self._is_running = not self._is_running, True
         try:
@@ -369,9 +395,10 @@ class Trainer:
             forget_blanks(self.model)
 
     def _maker(self) -> Maker:
-        if self.strategy is None:
-            return SingleDevice(precision=self.precision)
-        return self.strategy.maker(self.precision)
+        maker: Maker = SingleDevice(precision=self.precision)
+        if self.strategy is not None:
+            maker = self.strategy.maker(self.precision)
+        return maker if self._accumulate == 1 else Accumulating(maker=maker, parts=self._accumulate)
 
     def _make_plan_for_one(self, batch_size: int) -> tuple[Plan, Partitions]:
         maker = SingleDevice(precision=self.precision)

@@ -156,7 +156,11 @@ def make_spec(num_ranks: int, num_shares: int) -> ExchangeSpec:
     )
     gradients = GradientSpec(num_shares=num_shares, tensors=tensors, row_limits=(0,) * len(tensors))
     return ExchangeSpec(
-        num_ranks=num_ranks, num_shares=num_shares, gradients=gradients, row_capacity=5
+        num_ranks=num_ranks,
+        shares_per_row=1,
+        num_shares=num_shares,
+        gradients=gradients,
+        row_capacity=5,
     )
 
 

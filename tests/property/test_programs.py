@@ -123,7 +123,7 @@ def test_interleaved_shares_all_go_forward_first(interleaved: bool, text: str) -
     assert format_program(lower_train(plan, 0, 5)) == text
 
 
-def test_a_local_update_needs_no_collective_action() -> None:
+def test_a_local_update_needs_no_barrier() -> None:
     plan = Plan(
         strategy="test",
         mesh=(),
@@ -135,4 +135,4 @@ def test_a_local_update_needs_no_collective_action() -> None:
         update=LocalUpdate(),
         precision="fp32",
     )
-    assert format_program(lower_train(plan, 0, 5)) == "0F0 0B0 STEP"
+    assert format_program(lower_train(plan, 0, 5)) == "0F0 0B0 REDUCE STEP"

@@ -1,0 +1,218 @@
+"""What happens to the gradient of a batch between its sum and the update.
+
+It is looked at as a whole: one that is not finite must not reach the weights, and its norm decides
+how far it is clipped. Each rank has the pieces that it updates, so they tell each other of theirs
+(``Board.tell``) and all come to the same verdict.
+
+The norm does not depend on how many ranks there are: it is taken of fixed blocks
+(``plan.layout.block_sizes``), and what a rank tells of the sum of their squares is exact.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from lockstep.comm.board import Board
+from lockstep.errors import NonFiniteLossError, problem
+from lockstep.parallel.update import BoundPiece
+
+OnNonFinite = Literal["raise", "skip", "ignore"]
+
+# Of float16: from where the loss is scaled, and how the scale moves (torch.amp.GradScaler's).
+_FIRST_SCALE = 2.0**16
+_STEPS_UNTIL_GROWTH = 2000
+
+# Doubles that say a sum of squares exactly: each takes up what the ones before it left.
+_TERMS = 3
+_NOTHING_BAD = -1.0
+
+
+@dataclass
+class LossScale:
+    """By how much a loss in float16 is scaled, so that small gradients do not vanish.
+
+    It doubles after 2,000 steps without overflow and halves with every overflow (Micikevicius et
+    al. 2018, Mixed Precision Training, section 3.2). Every rank sees the same gradients overflow,
+    so all have the same scale.
+    """
+
+    scale: float = _FIRST_SCALE
+    steps_since_change: int = 0
+
+    def note(self, *, is_finite: bool) -> None:
+        """A step's gradients were finite, or were not."""
+        self.steps_since_change += 1
+        if not is_finite:
+            self.scale, self.steps_since_change = self.scale / 2, 0
+        elif self.steps_since_change == _STEPS_UNTIL_GROWTH:
+            self.scale, self.steps_since_change = self.scale * 2, 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientRules:
+    """What the user wants done with gradients.
+
+    Attributes:
+        clip_norm: longest gradient, all parameters' together; None for any length.
+        clip_value: largest element; None for any.
+        on_nonfinite: what becomes of a step whose loss or gradient is NaN or infinite.
+        loss_scale: of float16; None without.
+    """
+
+    clip_norm: float | None = None
+    clip_value: float | None = None
+    on_nonfinite: OnNonFinite = "raise"
+    loss_scale: LossScale | None = None
+
+    @property
+    def scale(self) -> float:
+        """By how much losses are scaled before they go backward."""
+        return 1.0 if self.loss_scale is None else self.loss_scale.scale
+
+    @property
+    def needs_norm(self) -> bool:
+        """Whether the gradient is looked at as a whole."""
+        return (
+            self.on_nonfinite != "ignore"
+            or self.clip_norm is not None
+            or self.loss_scale is not None
+        )
+
+
+class GradientJudge:
+    """Applies the rules to this rank's pieces.
+
+    Args:
+        rules: the user's.
+        pieces: what this rank updates.
+        blocks: of every piece, the sizes of the blocks that its norm is taken of.
+        names: of all parameters, in the model's order.
+        board: where to ask the others; None where there are none.
+    """
+
+    def __init__(
+        self,
+        rules: GradientRules,
+        pieces: Sequence[BoundPiece],
+        blocks: Sequence[Sequence[int]],
+        names: Sequence[str],
+        board: Board | None,
+    ) -> None:
+        self.rules = rules
+        self._pieces = pieces
+        self._blocks = blocks
+        self._names = names
+        self._places: Mapping[str, int] = {name: place for place, name in enumerate(names)}
+        self._board = board
+
+    @torch.no_grad()
+    def settle(self, step: int) -> bool:
+        """Clip the gradients of the pieces; every rank calls it after the sum.
+
+        Returns:
+            Whether to take the step.
+
+        Raises:
+            NonFiniteLossError: on all ranks alike, if that is the rule.
+        """
+        if not self.rules.needs_norm:
+            self._clip(math.inf)
+            return True
+        norm, bad = self._norm()
+        is_finite = math.isfinite(norm)
+        if self._overflows(is_finite):
+            return False
+        if not is_finite and self.rules.on_nonfinite != "ignore":
+            return self._refuse(step, bad)
+        self._clip(norm)
+        return True
+
+    def _overflows(self, is_finite: bool) -> bool:
+        """Whether the loss was scaled too far: then the step is left out, and the scale falls."""
+        scale = self.rules.loss_scale
+        if scale is None:
+            return False
+        is_ours = scale.scale >= 1  # below, it is the gradient itself that is not finite
+        scale.note(is_finite=is_finite)
+        return not is_finite and is_ours
+
+    def _clip(self, norm: float) -> None:
+        used = [piece.tensor.grad for piece in self._pieces if piece.tensor.grad is not None]
+        if not used:
+            return
+        if self.rules.clip_value is not None:
+            _clamp(used, self.rules.clip_value)
+        most = self.rules.clip_norm
+        # As torch.nn.utils.clip_grad_norm_ has it.
+        if most is not None and (factor := most / (norm + 1e-6)) < 1:
+            torch._foreach_mul_(used, factor)
+
+    def _norm(self) -> tuple[float, float]:
+        """Of all ranks' gradients; and the place of the last parameter where it is not finite."""
+        squares: list[float] = []
+        bad = _NOTHING_BAD
+        norms = self._block_norms()
+        for piece, found in zip(self._pieces, norms, strict=True):
+            if found and not math.isfinite(math.fsum(found)):
+                bad = max(bad, float(self._places[piece.name]))
+            squares += [norm * norm for norm in found]
+        terms = _exact_terms(squares) if bad == _NOTHING_BAD else [math.inf] + [0.0] * (_TERMS - 1)
+        told = [[*terms, bad]] if self._board is None else self._board.tell([*terms, bad])
+        if any(row[0] == math.inf for row in told):
+            return math.inf, max(row[-1] for row in told)
+        return math.sqrt(math.fsum(term for row in told for term in row[:-1])), _NOTHING_BAD
+
+    def _block_norms(self) -> list[list[float]]:
+        """Of every piece, the norms of its blocks; none where it has no gradient."""
+        cut = [
+            _blocks_of(piece, blocks if self.rules.clip_norm is not None else None)
+            for piece, blocks in zip(self._pieces, self._blocks, strict=True)
+        ]
+        every = [block for blocks in cut for block in blocks]
+        if not every:
+            return [[] for _ in cut]
+        norms = iter(torch.stack(torch._foreach_norm(every)).double().tolist())
+        return [[next(norms) for _ in blocks] for blocks in cut]
+
+    def _refuse(self, step: int, bad: float) -> bool:
+        if self.rules.on_nonfinite == "skip":
+            return False
+        raise NonFiniteLossError(
+            problem(
+                f"The gradient of step {step} is not finite.",
+                received=f"NaN or infinite values first in the gradient of "
+                f"{self._names[int(bad)]!r}",
+                fix="Lower the learning rate, look for sqrt(0) or log(0) after that layer, or pass "
+                'on_nonfinite="skip". The weights are those before this step.',
+            )
+        )
+
+
+def _blocks_of(piece: BoundPiece, sizes: Sequence[int] | None) -> Sequence[torch.Tensor]:
+    """The piece's gradient in blocks, or whole."""
+    gradient = piece.tensor.grad
+    if gradient is None:
+        return ()
+    if sizes is None:
+        return (gradient,)
+    if gradient.stride() != piece.tensor.stride():  # the blocks are of the parameter's memory
+        gradient = torch.empty_like(piece.tensor).copy_(gradient)
+    flat = gradient.as_strided((gradient.numel(),), (1,))
+    blocks: Sequence[torch.Tensor] = flat.split(list(sizes))
+    return blocks
+
+
+def _clamp(gradients: list[torch.Tensor], most: float) -> None:
+    torch._foreach_clamp_min_(gradients, -most)
+    torch._foreach_clamp_max_(gradients, most)
+
+
+def _exact_terms(values: Sequence[float]) -> list[float]:
+    """A few numbers whose sum is exactly that of the values: to be told, and summed by others."""
+    terms: list[float] = []
+    for _ in range(_TERMS):
+        terms.append(math.fsum([*values, *(-term for term in terms)]))
+    return terms

@@ -1,0 +1,276 @@
+"""What is done to gradients between their sum and the step: accumulation, clipping, refusals."""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lockstep
+from lockstep.errors import NonFiniteLossError, OptionError
+from lockstep.plan.makers import Accumulating, Maker
+from lockstep.strategies.base import Strategy
+from tests.parity.test_parity import make_job
+from tests.zoo import Case, case
+
+STRATEGIES: dict[str, Callable[[], Strategy]] = {
+    "single": lockstep.SingleDeviceStrategy,
+    "mirrored-2": partial(lockstep.MirroredStrategy, 2),
+    "mirrored-3": partial(lockstep.MirroredStrategy, 3),
+    "mirrored-2-shares-5": partial(lockstep.MirroredStrategy, 2, num_shares=5),
+    "pipeline-2": partial(lockstep.PipelineStrategy, 2, microbatches=1),
+}
+FEW = ["single", "mirrored-2", "mirrored-3", "pipeline-2"]
+
+
+class InParts(Strategy):
+    """Another strategy, with accumulation."""
+
+    def __init__(self, strategy: Strategy, parts: int) -> None:
+        self.strategy, self.parts = strategy, parts
+        self.timeout_seconds = 60.0
+
+    def maker(self, precision: str = "fp32") -> Maker:
+        return Accumulating(maker=self.strategy.maker(precision), parts=self.parts)
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        return self.strategy.num_replicas_in_sync
+
+
+# No number of shares divides a batch, and the last batches leave shares empty.
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("model", ["mlp", "cnn_batch_norm", "cnn_dropout", "gpt_tied", "wide"])
+def test_accumulation_equals_one_device(model: str, strategy: str) -> None:
+    if model == "cnn_batch_norm" and strategy == "pipeline-2":
+        strategy = "mirrored-3"  # microbatches have statistics of their own, as the Plan says
+    in_parts = InParts(STRATEGIES[strategy](), 3)
+    report = lockstep.verify(make_job(case(model)), in_parts, steps=5)
+    assert report.passed, str(report)
+
+
+def trained(one: Case, strategy: Strategy, **options: Any) -> tuple[nn.Module, dict[str, Any]]:
+    """Five batches in order, in fp64; the model and its history."""
+    model = one.make_model()
+    trainer = lockstep.Trainer(
+        model,
+        loss=one.loss,
+        optimizer=one.optimizer,
+        strategy=strategy,
+        precision="fp64",
+        **options,
+    )
+    history = trainer.fit(
+        (one.inputs, one.targets), batch_size=one.batch_size, shuffle=False, verbose=0
+    )
+    return model, history.history
+
+
+def trained_plainly(one: Case, act: Callable[[nn.Module], object]) -> nn.Module:
+    """The same with a loop; ``act`` comes between backward and step."""
+    model = one.make_model().double()
+    optimizer = one.optimizer(model.parameters())
+    assert isinstance(one.inputs, Tensor)
+    loss = one.loss
+    for start in range(0, len(one.inputs), one.batch_size):
+        rows = slice(start, start + one.batch_size)
+        optimizer.zero_grad()
+        returned = loss(model(one.inputs[rows]), one.targets[rows])
+        value = returned[0] / returned[1] if isinstance(returned, tuple) else returned
+        value.backward()
+        act(model)
+        optimizer.step()
+    return model
+
+
+def assert_same(ours: nn.Module, theirs: nn.Module) -> None:
+    """To the measure of docs/exactness.md."""
+    others = [one.detach() for one in theirs.parameters()]
+    scale = math.sqrt(sum(float(one.norm()) ** 2 for one in others))
+    for (name, own), other in zip(ours.named_parameters(), others, strict=True):
+        difference = float((own.detach() - other).norm())
+        assert difference <= 1e-12 * max(float(other.norm()), scale), (name, difference)
+
+
+@pytest.mark.parametrize("strategy", FEW)
+@pytest.mark.parametrize("model", ["mlp", "gpt_tied"])
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_clipping_by_global_norm(model: str, strategy: str, accumulate: int) -> None:
+    one = case(model)
+    norms: list[float] = []
+
+    def clip(model: nn.Module) -> None:
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.1)))
+
+    theirs = trained_plainly(one, clip)
+    assert max(norms) > 0.1  # it does something
+    ours, _ = trained(one, STRATEGIES[strategy](), clip_norm=0.1, accumulate=accumulate)
+    assert_same(ours, theirs)
+
+
+@pytest.mark.parametrize("strategy", FEW)
+def test_clipping_by_value(strategy: str) -> None:
+    one = case("mlp")
+    theirs = trained_plainly(
+        one, lambda model: nn.utils.clip_grad_value_(model.parameters(), 0.003)
+    )
+    ours, _ = trained(one, STRATEGIES[strategy](), clip_value=0.003)
+    assert_same(ours, theirs)
+
+
+@pytest.mark.parametrize("model", ["mlp", "wide", "cnn_batch_norm"])
+def test_bits_of_a_clipped_run_do_not_depend_on_the_number_of_devices(model: str) -> None:
+    one = case(model)
+
+    def weights(devices: int) -> list[Tensor]:
+        strategy = lockstep.MirroredStrategy(devices, num_shares=4)
+        torch.manual_seed(0)
+        model = one.make_model()
+        trainer = lockstep.Trainer(
+            model, loss=one.loss, optimizer=one.optimizer, strategy=strategy, clip_norm=0.1
+        )
+        assert isinstance(one.inputs, Tensor)
+        data = (one.inputs.float(), one.targets)
+        trainer.fit(data, batch_size=one.batch_size, epochs=2, verbose=0)
+        return [parameter.detach().clone() for parameter in model.parameters()]
+
+    first = weights(1)
+    for devices in (2, 3, 4):
+        for own, other in zip(weights(devices), first, strict=True):
+            assert own.equal(other)
+
+
+# --- what is not finite --------------------------------------------------------------------------
+
+X = torch.randn(40, 6, generator=torch.Generator().manual_seed(5))
+Y = torch.arange(40) % 3
+
+
+def with_bad_row(row: int, value: float) -> tuple[Tensor, Tensor]:
+    inputs = X.clone()
+    inputs[row, 2] = value
+    return inputs, Y
+
+
+class Root(nn.Module):
+    """Its gradient below 0 is NaN, its value is not."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * (x > 0)).square().sqrt()
+
+
+class Logarithm(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.log(x.abs())
+
+
+def net(middle: nn.Module) -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), middle, nn.Linear(8, 3))
+
+
+def make_trainer(model: nn.Module, strategy: Strategy, **options: Any) -> lockstep.Trainer:
+    return lockstep.Trainer(
+        model,
+        loss=nn.CrossEntropyLoss(),
+        optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+        strategy=strategy,
+        **options,
+    )
+
+
+@pytest.mark.parametrize("strategy", FEW)
+def test_a_loss_that_is_not_finite_leaves_everything_as_before(strategy: str) -> None:
+    found = []
+    for data in (with_bad_row(35, math.nan), (X, Y)):
+        model = net(nn.Tanh())
+        trainer = make_trainer(model, STRATEGIES[strategy]())
+        if data[0].isfinite().all():
+            trainer.fit((X[:30], Y[:30]), batch_size=10, shuffle=False, verbose=0)
+        else:
+            with pytest.raises(NonFiniteLossError, match="step 3"):
+                trainer.fit(data, batch_size=10, shuffle=False, verbose=0)
+        found.append({name: value.clone() for name, value in model.state_dict().items()})
+    for name, value in found[0].items():
+        is_elsewhere = strategy == "pipeline-2" and ("running" in name or "num_batches" in name)
+        assert is_elsewhere or value.equal(found[1][name]), name
+
+
+@pytest.mark.parametrize("strategy", ["single", "mirrored-2", "mirrored-3"])
+def test_the_first_layer_is_named(strategy: str) -> None:
+    model = net(Logarithm())
+    with torch.no_grad():
+        model[1].weight.zero_()  # type: ignore[index]
+    with pytest.raises(NonFiniteLossError, match=r"first in the output of layer '2' \(Logarithm"):
+        make_trainer(model, STRATEGIES[strategy]()).fit((X, Y), batch_size=10, verbose=0)
+
+
+@pytest.mark.parametrize("strategy", FEW)
+def test_inputs_and_weights_that_are_not_finite_are_named(strategy: str) -> None:
+    model = net(nn.Tanh())
+    with torch.no_grad():
+        model[3].weight[0, 0] = math.inf  # type: ignore[index]
+    with pytest.raises(NonFiniteLossError, match=r"the weight '3\.weight' is not finite already"):
+        make_trainer(model, STRATEGIES[strategy]()).fit((X, Y), batch_size=10, verbose=0)
+    if strategy != "pipeline-2":
+        trainer = make_trainer(net(nn.Tanh()), STRATEGIES[strategy]())
+        with pytest.raises(NonFiniteLossError, match="the inputs are not finite already"):
+            trainer.fit(with_bad_row(3, math.inf), batch_size=10, shuffle=False, verbose=0)
+
+
+@pytest.mark.parametrize("strategy", FEW)
+def test_a_gradient_that_is_not_finite_stops_before_the_update(strategy: str) -> None:
+    model = net(Root())
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with torch.no_grad():
+        model[1].bias[4] = -100.0  # type: ignore[index]
+        before["1.bias"][4] = -100.0
+    with pytest.raises(NonFiniteLossError, match=r"gradient of step 0.*'1\.(weight|bias)'"):
+        make_trainer(model, STRATEGIES[strategy]()).fit((X, Y), batch_size=10, verbose=0)
+    for name, parameter in model.named_parameters():
+        assert parameter.equal(before[name]), name
+
+
+@pytest.mark.parametrize("strategy", FEW)
+def test_steps_that_are_not_finite_are_left_out(strategy: str) -> None:
+    """As if these batches were not there, but for the random streams."""
+    found = []
+    others = [*range(10), *range(20, 40)]
+    for data in (with_bad_row(15, math.nan), (X[others], Y[others])):
+        model = net(nn.Tanh())
+        trainer = make_trainer(model, STRATEGIES[strategy](), on_nonfinite="skip")
+        history = trainer.fit(data, batch_size=10, shuffle=False, verbose=0)
+        found.append((model.state_dict(), history.history))
+    (bad, with_bad), (good, with_good) = found
+    assert with_bad["skipped_steps"] == [1]
+    assert with_good["skipped_steps"] == [0]
+    assert with_bad["loss"] == with_good["loss"]
+    for name, value in bad.items():
+        assert value.equal(good[name]), name
+
+
+def test_what_is_not_finite_can_be_ignored() -> None:
+    model = net(nn.Tanh())
+    trainer = make_trainer(model, lockstep.MirroredStrategy(2), on_nonfinite="ignore")
+    trainer.fit(with_bad_row(15, math.nan), batch_size=10, shuffle=False, verbose=0)
+    assert not model[0].weight.isfinite().all()  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"clip_norm": 0}, "`clip_norm` must be a positive number"),
+        ({"clip_value": "much"}, "`clip_value` must be a positive number"),
+        ({"clip_norm": math.inf}, "`clip_norm` must be a positive number"),
+        ({"clip_norm": 1.0, "clip_value": 1.0}, "by norm or by value"),
+        ({"accumulate": 0}, "`accumulate` must be an integer of at least 1"),
+        ({"accumulate": 2.0}, "`accumulate` must be an integer of at least 1"),
+        ({"on_nonfinite": "stop"}, "`on_nonfinite` must be one of raise, skip, ignore"),
+    ],
+)
+def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        make_trainer(net(nn.Tanh()), lockstep.SingleDeviceStrategy(), **options)
