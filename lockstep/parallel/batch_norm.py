@@ -186,7 +186,8 @@ class _GlobalBatchNorm(torch.autograd.Function):
                 )
             )
         mean, variance = mean.to(exact), variance.to(exact)
-        output = torch.batch_norm(inputs, weight, bias, mean, variance, False, 0.0, eps, False)
+        factor, shift = _in(exact, weight), _in(exact, bias)
+        output = torch.batch_norm(inputs, factor, shift, mean, variance, False, 0.0, eps, False)
         ctx.save_for_backward(inputs, weight, mean, variance)
         ctx.eps, ctx.total, ctx.statistics, ctx.dims = eps, total, statistics, dims
         ctx.has_bias = bias is not None
@@ -219,6 +220,10 @@ class _GlobalBatchNorm(torch.autograd.Function):
             None,
             None,
         )
+
+
+def _in(dtype: torch.dtype, tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return None if tensor is None else tensor.to(dtype)
 
 
 def _exact_type(inputs: torch.Tensor) -> torch.dtype:

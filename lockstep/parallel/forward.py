@@ -21,13 +21,17 @@ from lockstep.parallel.processor import has_slow_bfloat16_attention
 from lockstep.parallel.redirection import Redirection
 from lockstep.plan.spec import Plan
 
-# Of parameters and data, by the Plan's precision.
+# Of the data and the loss, by the Plan's precision.
 DTYPES = {
     "fp32": torch.float32,
     "fp64": torch.float64,
     "bf16-mixed": torch.float32,
     "fp16-mixed": torch.float32,
+    "bf16": torch.float32,
 }
+
+# Of parameters and buffers.
+PARAMETER_DTYPES = {**DTYPES, "bf16": torch.bfloat16}
 
 _attention = Redirection("scaled_dot_product_attention")
 
@@ -47,7 +51,7 @@ class ModelCall:
         self._model = model
         self._plan = plan
         self._device = device
-        self._low_precision = _LOW_PRECISION.get(plan.precision)
+        self._is_low = plan.precision in _LOW_PRECISION or plan.precision == "bf16"
         self._channels_last = plan.channels_last
         self._converts = False
         self._given_up: set[bool] = set()  # the model's modes, training or not
@@ -58,7 +62,7 @@ class ModelCall:
         if self._converts:
             inputs = map_tensors(channels_last, inputs)
         with self.computing():
-            return self.widened(call_model(self._model, inputs))
+            return self.widened(call_model(self._model, narrowed(inputs, self._plan.precision)))
 
     def computing(self) -> AbstractContextManager[Any]:
         """Around calls of the model or its parts: they compute in the Plan's precision."""
@@ -66,7 +70,7 @@ class ModelCall:
 
     def widened(self, output: Tree) -> Tree:
         """The model's outputs in the precision of the loss."""
-        return output if self._low_precision is None else map_tensors(_widened, output)
+        return map_tensors(_widened, output) if self._is_low else output
 
     def attempt(self, body: Callable[[], None]) -> bool:
         """Run ``body``, which calls the model; once more if the memory format makes it fail.
@@ -103,7 +107,7 @@ class ModelCall:
     def applied(self) -> AbstractContextManager[None]:
         """Around a pass, forward or backward, in which the model or parts of it are called."""
         is_slow = self._device.type == "cpu" and has_slow_bfloat16_attention()
-        if self._low_precision is None or not is_slow:
+        if self._plan.precision not in _LOW_PRECISION or not is_slow:
             return nullcontext()
         return _attention.to(attend_in_float32)
 
@@ -136,6 +140,14 @@ def computing_in(precision: str, device_type: str) -> AbstractContextManager[Any
     """Around what a model computes in a precision."""
     dtype = _LOW_PRECISION.get(precision)
     return nullcontext() if dtype is None else torch.autocast(device_type, dtype=dtype)
+
+
+def narrowed(inputs: Tree, precision: str) -> Tree:
+    """A model's inputs in its own precision, where that is less than the data's."""
+    dtype = PARAMETER_DTYPES[precision]
+    if dtype == DTYPES[precision]:
+        return inputs
+    return map_tensors(lambda one: one.to(dtype) if one.is_floating_point() else one, inputs)
 
 
 def call_model(model: nn.Module, inputs: Tree) -> Any:

@@ -33,7 +33,7 @@ from lockstep.data.sources import Batch, Source
 from lockstep.data.trees import Tree, map_tensors
 from lockstep.parallel.buffers import Buffers
 from lockstep.parallel.diagnosis import Diagnosis
-from lockstep.parallel.forward import DTYPES, ModelCall, channels_last
+from lockstep.parallel.forward import DTYPES, ModelCall, channels_last, narrowed
 from lockstep.parallel.gradient_rules import GradientJudge, GradientRules
 from lockstep.parallel.linear import LinearLayers
 from lockstep.parallel.losses import LossAdapter, ShareLoss
@@ -311,9 +311,9 @@ class StageWorker(Worker):
         run.is_skipped = not self._judge.settle(run.step)
         if run.is_skipped:
             return
-        if any(self._pieces):
-            with self.board.updating(run.step):
-                self.updater.step()
+        updating = self.board.updating(run.step) if any(self._pieces) else nullcontext()
+        with updating:
+            self.updater.step()
 
     def _sync(self, run: "_Run", action: Sync) -> None:
         self.barrier()
@@ -413,7 +413,7 @@ class StageWorker(Worker):
 
     def _output(self, passage: Passage, batch: Batch | None, *, recompute: bool) -> Tree:
         """Run a passage forward; returns the model's output if it has it."""
-        inputs = None if batch is None else batch.inputs
+        inputs = None if batch is None else narrowed(batch.inputs, self.plan.precision)
         if self.plan.channels_last:
             inputs = map_tensors(channels_last, inputs)
         with self._linears.applied(), self._call.applied(), self._call.computing():

@@ -6,6 +6,7 @@ script's optimizer has its slots (momenta, averages) in a store of their own in 
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Self
 
@@ -16,6 +17,7 @@ from lockstep.comm.exchange import TensorSpec
 from lockstep.comm.shared_memory import SharedRegion, dense_stride
 from lockstep.errors import ModelError, problem
 from lockstep.parallel.allocator import temporary_memory
+from lockstep.parallel.update import SlotKey
 from lockstep.plan.layout import flat_offsets
 
 NamedParameters = Sequence[tuple[str, nn.Parameter]]
@@ -24,6 +26,12 @@ NamedParameters = Sequence[tuple[str, nn.Parameter]]
 def tensor_spec(name: str, tensor: torch.Tensor) -> TensorSpec:
     """How a parameter lies in memory; a layout with holes or overlaps becomes a contiguous one."""
     return TensorSpec(name, tuple(tensor.shape), dense_stride(tensor), tensor.dtype)
+
+
+def slot_spec(key: SlotKey, parameter: torch.Tensor) -> TensorSpec:
+    """How a slot lies in memory: as its parameter."""
+    spec = tensor_spec(f"{key.parameter}: {key.slot}", parameter)
+    return replace(spec, dtype=key.dtype or spec.dtype)
 
 
 class TensorStore:

@@ -53,10 +53,11 @@ class PieceSlots:
 
 @dataclass(frozen=True, kw_only=True)
 class SlotKey:
-    """A slot of a parameter's size: its parameter's name and its own."""
+    """A slot of a parameter's size: its parameter's name and its own; None for its dtype."""
 
     parameter: str
     slot: str
+    dtype: torch.dtype | None = None
 
 
 class Updater(ABC):

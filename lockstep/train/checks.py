@@ -18,9 +18,10 @@ from lockstep.errors import (
     Problems,
     problem,
 )
-from lockstep.parallel.forward import DTYPES
+from lockstep.parallel.forward import DTYPES, PARAMETER_DTYPES
 from lockstep.parallel.gradient_rules import OnNonFinite
 from lockstep.plan.spec import Plan
+from lockstep.train.averages import EMA
 from lockstep.train.callbacks import Callback
 
 
@@ -145,6 +146,22 @@ def check_gradient_options(
     problems.raise_if_any(OptionError)
 
 
+def check_average(average: object) -> None:
+    """Refuse what is no way to average.
+
+    Raises:
+        OptionError: it is none.
+    """
+    if average is not None and not isinstance(average, EMA):
+        raise OptionError(
+            problem(
+                "`average` must be a lockstep.EMA.",
+                received=f"average={average!r}",
+                fix="Pass average=lockstep.EMA(0.999), for example.",
+            )
+        )
+
+
 def _is_positive(value: object) -> bool:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
@@ -177,9 +194,9 @@ def prepare_model(model: nn.Module, precision: str) -> None:
         ModelError: it cannot be.
     """
     check_shapes(model)
-    if precision == "fp64":
-        model.double()
-    wanted = DTYPES[precision]
+    wanted = PARAMETER_DTYPES[precision]
+    if precision in ("fp64", "bf16"):
+        model.to(wanted)
     strange = {
         str(value.dtype)
         for value in model.parameters()

@@ -13,6 +13,7 @@ from lockstep.train.interrupt import Interrupt
 from lockstep.train.progress import ProgressDisplay
 from lockstep.train.tasks import Conductor, Snapshot
 from lockstep.train.updaters import TorchUpdater
+from lockstep.train.wrapped_updaters import WrappedUpdater
 
 if TYPE_CHECKING:
     from lockstep.train.trainer import Trainer
@@ -46,7 +47,7 @@ class FitConductor(Conductor):
         self._on_snapshot = on_snapshot
         self._interrupt = interrupt
         self.history = History()
-        self.updater: TorchUpdater | None = None
+        self.updater: TorchUpdater | WrappedUpdater | None = None
 
     @property
     def stop_training(self) -> bool:  # type: ignore[override]  # an attribute in the base

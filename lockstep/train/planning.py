@@ -24,7 +24,7 @@ from lockstep.data.order import restore_streams, stream_states
 from lockstep.data.sources import Source, as_input_source, as_source
 from lockstep.data.trees import Tree, map_tensors
 from lockstep.graph.layer_graph import LayerGraph
-from lockstep.parallel.forward import DTYPES, channels_last, computing_in
+from lockstep.parallel.forward import DTYPES, channels_last, computing_in, narrowed
 from lockstep.parallel.parcel import describe
 from lockstep.parallel.partition import Partition, partition
 from lockstep.parallel.settings import num_threads
@@ -159,7 +159,7 @@ def _sample(source: Source, size: int, precision: str) -> Tree:
         batch = source.read(torch.arange(min(size, len(source))), DTYPES[precision])
     finally:
         restore_streams(states)
-    return batch.inputs
+    return narrowed(batch.inputs, precision)
 
 
 def plan_for(model: nn.Module, maker: Maker, precision: str, sample: Any, batch_size: int) -> Plan:

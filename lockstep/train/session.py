@@ -36,7 +36,7 @@ from lockstep.parallel.parcel import Parcel, parameters_in, unpack
 from lockstep.parallel.partition import Partition
 from lockstep.parallel.settings import TorchSettings
 from lockstep.parallel.shipping import pack_named
-from lockstep.parallel.store import ParameterStore, TensorStore, check_separate, tensor_spec
+from lockstep.parallel.store import ParameterStore, TensorStore, check_separate, slot_spec
 from lockstep.parallel.update import Updater
 from lockstep.parallel.worker import Worker
 from lockstep.plan.spec import LocalUpdate, Plan
@@ -180,13 +180,7 @@ class Session:
         keys = [
             [key for key in all_keys if key.parameter in group.names] for group in assignment.groups
         ]
-        specs = [
-            tuple(
-                tensor_spec(f"{key.parameter}: {key.slot}", parameters[key.parameter])
-                for key in own
-            )
-            for own in keys
-        ]
+        specs = [tuple(slot_spec(key, parameters[key.parameter]) for key in own) for own in keys]
         if not (
             [store.specs for store in self._slots] == specs
             and all(store.region.is_shared for store in self._slots)

@@ -8,9 +8,11 @@ import copy
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, Protocol
 
+import torch
 from torch import nn
 
 from lockstep.capture.layers import capture_layers
@@ -31,15 +33,18 @@ from lockstep.parallel.blank import (
     forget_blanks,
     initialize,
 )
+from lockstep.parallel.forward import DTYPES
 from lockstep.parallel.gradient_rules import GradientRules, LossScale, OnNonFinite
 from lockstep.parallel.groups import parameter_groups
 from lockstep.parallel.losses import LossAdapter
 from lockstep.parallel.settings import TorchSettings
 from lockstep.plan.makers import Accumulating, Maker, SingleDevice
 from lockstep.plan.spec import Plan
+from lockstep.train.averages import EMA, Averages, AveragingUpdater
 from lockstep.train.callbacks import Callback, Logs, watches_batches, watches_beginnings
 from lockstep.train.checks import (
     check_arguments,
+    check_average,
     check_counts,
     check_device,
     check_gradient_options,
@@ -49,6 +54,7 @@ from lockstep.train.checks import (
 from lockstep.train.conducting import FitConductor
 from lockstep.train.history import History
 from lockstep.train.interrupt import held_interrupts
+from lockstep.train.master_weights import with_masters
 from lockstep.train.metrics import Metrics
 from lockstep.train.planning import Partitions, Planning
 from lockstep.train.progress import ProgressDisplay
@@ -64,6 +70,7 @@ from lockstep.train.tasks import (
     Task,
 )
 from lockstep.train.updaters import TorchUpdater, check_divisible, make_optimizer
+from lockstep.train.wrapped_updaters import WrappedUpdater
 
 DEFAULT_BATCH_SIZE = 32
 DEFAULT_TIMEOUT_SECONDS = 600.0
@@ -93,8 +100,10 @@ class Trainer:
         strategy: where and how to train; None is the strategy of the enclosing ``scope()``, else
             one device.
         precision: ``"fp32"``; ``"bf16-mixed"``, which keeps parameters, updates and the loss in
-            float32 and lets the model compute in bfloat16 where that is safe (torch.autocast); or
-            ``"fp64"``, which turns the model's parameters to float64.
+            float32 and lets the model compute in bfloat16 where that is safe (torch.autocast);
+            ``"fp16-mixed"``, the same in float16 with a dynamic loss scale: steps whose gradients
+            overflow are left out; ``"bf16"``, which turns parameters and buffers to bfloat16 and
+            updates float32 copies of the parameters; or ``"fp64"``, which turns them to float64.
         seed: of the order of the samples and of all random numbers in training.
         clip_norm: longest gradient: the norm over all parameters, as
             ``torch.nn.utils.clip_grad_norm_`` has it. None for any length.
@@ -106,6 +115,8 @@ class Trainer:
             ends the training before the update, and names the first layer; ``"skip"`` leaves the
             step out, on all ranks alike, and counts it (``"skipped_steps"`` in the history);
             ``"ignore"`` updates with it.
+        average: ``lockstep.EMA(decay)`` to average the weights over the updates; ``with
+            trainer.averaged():`` has the model use the averages.
         callbacks: called during every ``fit``.
 
     Raises:
@@ -128,9 +139,11 @@ class Trainer:
         clip_value: float | None = None,
         accumulate: int = 1,
         on_nonfinite: OnNonFinite = "raise",
+        average: EMA | None = None,
     ) -> None:
         check_arguments(model, loss, strategy, precision, seed, callbacks)
         check_gradient_options(clip_norm, clip_value, accumulate, on_nonfinite)
+        check_average(average)
         self.model, shape_of_it = _made(model, precision)
         self.strategy = strategy if strategy is not None else current_strategy()
         self.precision = precision
@@ -147,6 +160,8 @@ class Trainer:
             on_nonfinite=on_nonfinite,
             loss_scale=LossScale() if precision == "fp16-mixed" else None,
         )
+        self._averages = None if average is None else Averages(average)
+        self._masters: dict[str, torch.Tensor] = {}
         self._epochs_trained = 0
         self._steps_trained = 0
         self._plan: Plan | None = None
@@ -178,6 +193,11 @@ class Trainer:
                 )
             )
         return maker(capture_layers(self.model), cluster, DEFAULT_BATCH_SIZE)
+
+    @property
+    def loss_scale(self) -> float | None:
+        """By how much losses are scaled at present, with ``precision="fp16-mixed"``."""
+        return None if self._rules.loss_scale is None else self._rules.loss_scale.scale
 
     def fit(
         self,
@@ -321,6 +341,25 @@ class Trainer:
         self._initialize()
         load_weights(self.model, path)
 
+    def averaged(self) -> AbstractContextManager[None]:
+        """Within ``with trainer.averaged():`` the model has the averaged weights.
+
+        ``evaluate``, ``predict`` and ``save`` then use them. The trained weights come back after
+        the block. Buffers are those of training.
+
+        Raises:
+            OptionError: nothing is averaged, or there was no update yet.
+        """
+        if self._averages is None:
+            raise OptionError(
+                problem(
+                    "There are averaged weights where the Trainer was asked for them.",
+                    received="average=None",
+                    fix="Pass average=lockstep.EMA(0.999), for example.",
+                )
+            )
+        return self._averages.applied_to(self.model)
+
     def close(self) -> None:
         """End the helper processes now instead of with the trainer."""
         self._session.close()
@@ -348,7 +387,7 @@ class Trainer:
         self,
         task: Task,
         loss: LossAdapter | None,
-        updater: TorchUpdater | None,
+        updater: TorchUpdater | WrappedUpdater | None,
         conductor: Conductor,
         batch_size: int,
     ) -> Any:
@@ -361,7 +400,7 @@ class Trainer:
             )
             self._plan = plan
         if updater is not None:
-            check_divisible(self.model, updater, plan)
+            check_divisible(self.model, updater.optimizer, plan, is_known=updater.is_known)
         if plan.pipeline is None:
             self._initialize()
         assignment = Assignment(
@@ -404,9 +443,16 @@ class Trainer:
         maker = SingleDevice(precision=self.precision)
         return maker(capture_layers(self.model), discover(), batch_size), {}
 
-    def _make_updater(self) -> TorchUpdater:
+    def _make_updater(self) -> TorchUpdater | WrappedUpdater:
         assert self.optimizer is not None
-        return TorchUpdater(self.optimizer, dict(self.model.named_parameters()))
+        plain = TorchUpdater(self.optimizer, dict(self.model.named_parameters()))
+        updater: TorchUpdater | WrappedUpdater = plain
+        if self._averages is not None:  # of the masters, where there are any
+            dtype = DTYPES[self.precision]
+            updater = AveragingUpdater(updater, self._averages, dtype)
+        if self.precision == "bf16":
+            updater = with_masters(updater, self._masters)
+        return updater
 
     def _check_trainable(self) -> None:
         if self.optimizer is None:

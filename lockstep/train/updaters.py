@@ -395,7 +395,9 @@ def _is_known(optimizer: optim.Optimizer) -> bool:
     )
 
 
-def check_divisible(model: nn.Module, updater: TorchUpdater, plan: Plan) -> None:
+def check_divisible(
+    model: nn.Module, optimizer: optim.Optimizer, plan: Plan, *, is_known: bool
+) -> None:
     """Refuse what cannot be divided as the Plan says.
 
     Raises:
@@ -404,12 +406,12 @@ def check_divisible(model: nn.Module, updater: TorchUpdater, plan: Plan) -> None
     """
     if plan.num_shares > 1:
         check_hooks(model)
-    if plan.pipeline is not None and not updater.is_known:
+    if plan.pipeline is not None and not is_known:
         raise OptionError(
             problem(
                 "The stages of a pipeline each step their own parameters, which is known to be "
                 "right for torch's own optimizers only.",
-                received=type(updater.optimizer).__name__,
+                received=type(optimizer).__name__,
                 fix="Use one of torch.optim, or a data parallel strategy.",
             )
         )

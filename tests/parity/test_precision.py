@@ -63,28 +63,79 @@ def state_of(trainer: lockstep.Trainer) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in trainer.model.state_dict().items()}
 
 
+def state_of_model(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
 def different(left: dict[str, Tensor], right: dict[str, Tensor]) -> list[str]:
     return [name for name in left if not torch.equal(left[name], right[name])]
 
 
-def test_bf16_mixed_reaches_the_accuracy_of_fp32_on_the_digits() -> None:
+def test_low_precision_reaches_the_accuracy_of_fp32_on_the_digits() -> None:
     found = {
         precision: accuracy(
             train(build_seeded(make_cnn), precision, lockstep.MirroredStrategy(2), epochs=8)
         )
-        for precision in ("fp32", "bf16-mixed")
+        for precision in ("fp32", "bf16-mixed", "fp16-mixed", "bf16")
     }
     assert found["fp32"] > 0.96
     assert found["bf16-mixed"] >= found["fp32"] - 0.005
+    assert found["fp16-mixed"] >= found["fp32"] - 0.005
+    assert found["bf16"] >= found["fp32"] - 0.015  # BatchNorm's statistics are rounded, too
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "fp16-mixed"])
+@pytest.mark.parametrize("devices", [1, 2, 3])
+def test_mixed_precision_gives_the_same_bits_for_the_same_shares(
+    devices: int, precision: str
+) -> None:
+    strategy = lockstep.MirroredStrategy(devices, num_shares=3)
+    first = train(build_seeded(make_cnn), precision, strategy)
+    again = train(build_seeded(make_cnn), precision, lockstep.MirroredStrategy(3))
+    assert different(state_of(first), state_of(again)) == []
+    parameters = first.model.parameters()
+    assert all(parameter.dtype == torch.float32 for parameter in parameters)
+
+
+class Overflowing(nn.Module):
+    """Passes values on, and gradients a thousand times too large for float16, until ``calm``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calm", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.requires_grad and not self.calm:
+            x.register_hook(lambda gradient: gradient * 1e3)
+        return x
 
 
 @pytest.mark.parametrize("devices", [1, 2, 3])
-def test_bf16_mixed_gives_the_same_bits_for_the_same_shares(devices: int) -> None:
-    strategy = lockstep.MirroredStrategy(devices, num_shares=3)
-    first = train(build_seeded(make_cnn), "bf16-mixed", strategy)
-    again = train(build_seeded(make_cnn), "bf16-mixed", lockstep.MirroredStrategy(3))
-    assert different(state_of(first), state_of(again)) == []
-    assert all(value.dtype != torch.bfloat16 for value in state_of(first).values())
+def test_the_loss_scale_falls_until_float16_gradients_fit(devices: int) -> None:
+    """Steps that overflow are left out by all ranks, and the scale lives on between fits."""
+    images, labels = digits()
+    model = build_seeded(lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 10), Overflowing()))
+    before = state_of_model(model)
+    trainer = lockstep.Trainer(
+        model,
+        loss=nn.CrossEntropyLoss(),
+        optimizer=partial(torch.optim.SGD, lr=1e-3),
+        strategy=lockstep.MirroredStrategy(devices, num_shares=6),
+        precision="fp16-mixed",
+    )
+    data = images[:60], labels[:60]
+    trainer.fit(data, batch_size=60, epochs=1, shuffle=False, verbose=0)
+    scale = trainer.loss_scale
+    assert scale == 2.0**15
+    assert state_of_model(model)["1.weight"].equal(before["1.weight"])
+    trainer.fit(data, batch_size=60, epochs=12, shuffle=False, verbose=0)
+    assert trainer.loss_scale is not None
+    assert 1 <= trainer.loss_scale < 2.0**12
+    assert not state_of_model(model)["1.weight"].equal(before["1.weight"])
+
+
+def test_there_is_a_loss_scale_in_float16_only() -> None:
+    assert lockstep.Trainer(nn.Linear(2, 2)).loss_scale is None
 
 
 def test_bf16_mixed_computes_in_bfloat16_on_every_replica() -> None:

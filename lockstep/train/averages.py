@@ -1,0 +1,124 @@
+"""Weight averaging: a second set of weights that follows the trained ones smoothly.
+
+Each rank averages the pieces that it updates, right after their update, so averaging costs every
+rank its part and no communication.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from lockstep.errors import OptionError, problem
+from lockstep.train.updaters import TorchUpdater
+from lockstep.train.wrapped_updaters import WrappedUpdater
+
+
+@dataclass(frozen=True)
+class EMA:
+    """An exponential moving average of the weights (Polyak and Juditsky 1992).
+
+    After every update ``average = decay * average + (1 - decay) * weight``, the first time
+    ``average = weight``, as in ``torch.optim.swa_utils`` and in Keras's optimizers.
+
+    Args:
+        decay: from 0 (the weights as they are) to below 1.
+
+    Raises:
+        OptionError: another decay.
+    """
+
+    decay: float = 0.999
+
+    def __post_init__(self) -> None:
+        decay: object = self.decay
+        is_number = isinstance(decay, int | float) and not isinstance(decay, bool)
+        if not (is_number and 0 <= self.decay < 1):
+            raise OptionError(
+                problem(
+                    "`decay` must be a number from 0 to below 1.",
+                    received=f"decay={decay!r}",
+                    fix="Use 0.999, for example.",
+                )
+            )
+
+
+@dataclass
+class Averages:
+    """The averages of a model's weights.
+
+    Attributes:
+        ema: how they are formed.
+        by_name: whole tensors, of the trainable parameters.
+        num_updates: that they have seen.
+    """
+
+    ema: EMA
+    by_name: dict[str, torch.Tensor] = field(default_factory=dict)
+    num_updates: int = 0
+
+    @contextmanager
+    def applied_to(self, model: nn.Module) -> Iterator[None]:
+        """Within the block the model has the averaged weights.
+
+        Raises:
+            OptionError: there are none yet.
+        """
+        if not self.num_updates:
+            raise OptionError(
+                problem(
+                    "Averages are of weights after updates.",
+                    received="no update yet",
+                    fix="Call fit first.",
+                )
+            )
+        weights = {
+            name: parameter for name, parameter in model.named_parameters() if name in self.by_name
+        }
+        trained = {name: parameter.detach().clone() for name, parameter in weights.items()}
+        _set(weights, self.by_name)
+        try:
+            yield
+        finally:
+            _set(weights, trained)
+
+
+@torch.no_grad()
+def _set(weights: dict[str, nn.Parameter], values: dict[str, torch.Tensor]) -> None:
+    for name, weight in weights.items():
+        weight.copy_(values[name])
+
+
+class AveragingUpdater(WrappedUpdater):
+    """Averages this rank's pieces after every step.
+
+    Args:
+        inner: the updater that steps.
+        averages: kept up to date here.
+        dtype: of the averages; None for the parameters'.
+    """
+
+    slot = "average"
+
+    def __init__(
+        self,
+        inner: TorchUpdater | WrappedUpdater,
+        averages: Averages,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(inner, averages.by_name, dtype)
+        self._averages = averages
+
+    @torch.no_grad()
+    def step(self) -> None:
+        super().step()
+        averages = self._averages
+        kept = [one.kept for one in self._companions]
+        weights = [one.bound.tensor for one in self._companions]
+        if kept and averages.num_updates:
+            torch._foreach_lerp_(kept, weights, 1 - averages.ema.decay)
+        elif kept:
+            torch._foreach_copy_(kept, weights)
+        averages.num_updates += 1
