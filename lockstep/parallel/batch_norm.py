@@ -77,9 +77,9 @@ class GlobalStatistics:
         self._norms = norms
         self._gather = gather
 
-    def applied(self) -> AbstractContextManager[None]:
-        """In force within the block."""
-        return _redirection.to(self.batch_norm)
+    def applied(self, *, is_compiled: bool = False) -> AbstractContextManager[None]:
+        """In force within the block, in which a model runs that may be compiled."""
+        return _redirection.to(self.batch_norm, is_compiled=is_compiled)
 
     def batch_norm(
         self,

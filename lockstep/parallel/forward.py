@@ -49,6 +49,7 @@ class ModelCall:
 
     def __init__(self, model: nn.Module, plan: Plan, device: torch.device) -> None:
         self._model = model
+        self._called = torch.compile(model) if plan.compiled else model
         self._plan = plan
         self._device = device
         self._is_low = plan.precision in _LOW_PRECISION or plan.precision == "bf16"
@@ -62,7 +63,7 @@ class ModelCall:
         if self._converts:
             inputs = map_tensors(channels_last, inputs)
         with self.computing():
-            return self.widened(call_model(self._model, narrowed(inputs, self._plan.precision)))
+            return self.widened(call_model(self._called, narrowed(inputs, self._plan.precision)))
 
     def computing(self) -> AbstractContextManager[Any]:
         """Around calls of the model or its parts: they compute in the Plan's precision."""
@@ -109,7 +110,7 @@ class ModelCall:
         is_slow = self._device.type == "cpu" and has_slow_bfloat16_attention()
         if self._plan.precision not in _LOW_PRECISION or not is_slow:
             return nullcontext()
-        return _attention.to(attend_in_float32)
+        return _attention.to(attend_in_float32, is_compiled=self._plan.compiled)
 
 
 def attend_in_float32(
@@ -150,7 +151,7 @@ def narrowed(inputs: Tree, precision: str) -> Tree:
     return map_tensors(lambda one: one.to(dtype) if one.is_floating_point() else one, inputs)
 
 
-def call_model(model: nn.Module, inputs: Tree) -> Any:
+def call_model(model: Callable[..., Any], inputs: Tree) -> Any:
     """A tuple is positional arguments, a dict keyword arguments, anything else the one argument."""
     if isinstance(inputs, tuple):
         return model(*inputs)

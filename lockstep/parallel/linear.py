@@ -12,7 +12,7 @@ Forward and input gradient go to the library that multiplies faster on this proc
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -44,7 +44,7 @@ class LinearLayers:
 
     def applied(self) -> AbstractContextManager[None]:
         """``F.linear`` goes here within the block, in this thread."""
-        return _redirection.to(self.linear)
+        return _redirection.to(self.linear) if self._weights else nullcontext()
 
     @contextmanager
     def taken(self, take: Take) -> Iterator[None]:

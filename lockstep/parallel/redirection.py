@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 
 
@@ -27,12 +28,18 @@ class Redirection:
         self.plain: Callable[..., Any] = getattr(F, name)
 
     @contextmanager
-    def to(self, target: Callable[..., Any]) -> Iterator[None]:
-        """Within the block, calls in this thread go to ``target``."""
+    def to(self, target: Callable[..., Any], *, is_compiled: bool = False) -> Iterator[None]:
+        """Within the block, calls in this thread go to ``target``.
+
+        Args:
+            target: what is called instead.
+            is_compiled: the caller is compiled: ``target`` is not to be compiled with it, for it
+                may wait for other ranks.
+        """
         with self._lock:
             if self._blocks == 0:
                 self.plain = getattr(F, self._name)
-                setattr(F, self._name, self._call)
+                setattr(F, self._name, self._uncompiled() if is_compiled else self._call)
             self._blocks += 1
         before = getattr(self._own, "target", None)
         self._own.target = target
@@ -44,6 +51,9 @@ class Redirection:
                 self._blocks -= 1
                 if self._blocks == 0:
                     setattr(F, self._name, self.plain)
+
+    def _uncompiled(self) -> Callable[..., Any]:
+        return torch.compiler.disable(self._call)  # type: ignore[no-any-return]
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         target = getattr(self._own, "target", None)

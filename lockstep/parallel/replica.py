@@ -110,7 +110,7 @@ class Replica(Worker):
             if parameter.requires_grad
         ]
         self._norms = BatchNorms(model)
-        self._linears = LinearLayers({} if self._is_alone else self._large_weights())
+        self._linears = LinearLayers(self._large_weights())
         self._buffers = Buffers(model)
         self._pieces = self._bind(owned)
         self._judge = GradientJudge(
@@ -139,6 +139,8 @@ class Replica(Worker):
 
     def _large_weights(self) -> dict[int, torch.Tensor]:
         """Weights of linear layers for which it pays to form the gradient in shared memory."""
+        if self._is_alone or self.plan.compiled:  # what is compiled has its own backward
+            return {}
         return {
             number: parameter
             for number, (_, parameter) in enumerate(self._trainable)
@@ -422,7 +424,7 @@ class Replica(Worker):
             self._interleaver.meet()
             return self.exchange.offered(share, len(row), run.num_filled)
 
-        return GlobalStatistics(self._norms, gather).applied()
+        return GlobalStatistics(self._norms, gather).applied(is_compiled=self.plan.compiled)
 
     def _output(self, run: "_Step", share: int) -> tuple[Batch, Tree]:
         """A share's samples, and what the model makes of them."""

@@ -130,6 +130,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         update: how gradients meet and parameters change.
         precision: ``"fp32"``, ``"fp64"``, or ``"bf16-mixed"``: parameters, updates and losses in
             float32, the model's own arithmetic in bfloat16 where that is safe (autocast).
+        compiled: each rank compiles the model (torch.compile).
         channels_last: images run through the model with their channels together in memory.
         pipeline: the stages, where the model is cut into some; the shares of a batch are then its
             microbatches.
@@ -151,6 +152,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     precision: str
     channels_last: bool = False
     shares_per_row: int = 1
+    compiled: bool = False
     pipeline: Pipeline | None = None
     notes: tuple[str, ...] = ()
     version: int = PLAN_VERSION

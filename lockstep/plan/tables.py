@@ -34,6 +34,7 @@ def _heading(plan: Plan) -> str:
         word = "thread" if plan.threads_per_device == 1 else "threads"
         threads = f" ({plan.threads_per_device} {word} each)"
     images = ", images channels last" if plan.channels_last else ""
+    images += ", compiled" if plan.compiled else ""
     return (
         f"Plan: {plan.strategy}, {mesh}, {plan.precision}{images}\n"
         f"Devices: {', '.join(plan.devices)}{threads}\n"

@@ -5,6 +5,7 @@ import operator
 from collections.abc import Sequence
 from typing import Any, get_args
 
+import msgspec
 import torch
 from torch import nn
 
@@ -146,12 +147,20 @@ def check_gradient_options(
     problems.raise_if_any(OptionError)
 
 
-def check_average(average: object) -> None:
-    """Refuse what is no way to average.
+def check_additions(average: object, compile: object) -> None:
+    """Refuse what is no way to average, or no choice.
 
     Raises:
         OptionError: it is none.
     """
+    if not isinstance(compile, bool):
+        raise OptionError(
+            problem(
+                "`compile` must be True or False.",
+                received=f"compile={compile!r}",
+                fix="Leave it out to run the model as it is.",
+            )
+        )
     if average is not None and not isinstance(average, EMA):
         raise OptionError(
             problem(
@@ -160,6 +169,24 @@ def check_average(average: object) -> None:
                 fix="Pass average=lockstep.EMA(0.999), for example.",
             )
         )
+
+
+def compiled(plan: Plan) -> Plan:
+    """The Plan with a model that is compiled.
+
+    Raises:
+        OptionError: it is in stages.
+    """
+    if plan.pipeline is not None:
+        raise OptionError(
+            problem(
+                "The stages of a pipeline run a model's layers one by one: there is no whole to "
+                "compile.",
+                received="compile=True with a pipeline",
+                fix="Leave it out, or use a data parallel strategy.",
+            )
+        )
+    return msgspec.structs.replace(plan, compiled=True)
 
 
 def _is_positive(value: object) -> bool:

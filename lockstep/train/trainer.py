@@ -43,11 +43,12 @@ from lockstep.plan.spec import Plan
 from lockstep.train.averages import EMA, Averages, AveragingUpdater
 from lockstep.train.callbacks import Callback, Logs, watches_batches, watches_beginnings
 from lockstep.train.checks import (
+    check_additions,
     check_arguments,
-    check_average,
     check_counts,
     check_device,
     check_gradient_options,
+    compiled,
     filled,
     prepare_model,
 )
@@ -115,6 +116,8 @@ class Trainer:
             ends the training before the update, and names the first layer; ``"skip"`` leaves the
             step out, on all ranks alike, and counts it (``"skipped_steps"`` in the history);
             ``"ignore"`` updates with it.
+        compile: have every rank compile the model with ``torch.compile``, which takes seconds once
+            and a C++ compiler on CPUs; not in pipelines, whose stages run parts of the model.
         average: ``lockstep.EMA(decay)`` to average the weights over the updates; ``with
             trainer.averaged():`` has the model use the averages.
         callbacks: called during every ``fit``.
@@ -140,10 +143,11 @@ class Trainer:
         accumulate: int = 1,
         on_nonfinite: OnNonFinite = "raise",
         average: EMA | None = None,
+        compile: bool = False,
     ) -> None:
         check_arguments(model, loss, strategy, precision, seed, callbacks)
         check_gradient_options(clip_norm, clip_value, accumulate, on_nonfinite)
-        check_average(average)
+        check_additions(average, compile)
         self.model, shape_of_it = _made(model, precision)
         self.strategy = strategy if strategy is not None else current_strategy()
         self.precision = precision
@@ -154,6 +158,7 @@ class Trainer:
         self.optimizer = None if optimizer is None else make_optimizer(optimizer, self.model)
         self._loss = None if loss is None else LossAdapter(loss)
         self._accumulate = accumulate
+        self._compile = compile
         self._rules = GradientRules(
             clip_norm=clip_norm,
             clip_value=clip_value,
@@ -398,6 +403,7 @@ class Trainer:
             plan, partitions = self._planning.plan(
                 self._maker(), self.precision, task.source, batch_size
             )
+            plan = compiled(plan) if self._compile else plan
             self._plan = plan
         if updater is not None:
             check_divisible(self.model, updater.optimizer, plan, is_known=updater.is_known)

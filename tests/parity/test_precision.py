@@ -388,3 +388,43 @@ def test_attention_that_is_computed_again_is_the_same() -> None:
         found[precision] = accuracy(trainer)
     assert found["fp32"] > 0.5
     assert found["bf16-mixed"] == pytest.approx(found["fp32"], abs=0.03)
+
+
+# --- compiled models -----------------------------------------------------------------------------
+
+
+# Compilation takes its time, above all where other tests have the cores.
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", ["mlp", "cnn_batch_norm"])
+def test_a_compiled_model_trains_the_same(name: str) -> None:
+    one = case(name)
+    found = []
+    for compiled in (False, True):
+        trainer = lockstep.Trainer(
+            one.make_model(),
+            loss=one.loss,
+            optimizer=one.optimizer,
+            strategy=lockstep.MirroredStrategy(2),
+            precision="fp64",
+            compile=compiled,
+        )
+        trainer.fit((one.inputs, one.targets), batch_size=one.batch_size, shuffle=False, verbose=0)
+        found.append(state_of(trainer))
+    assert ", compiled" in str(trainer.plan)
+    for key, value in found[0].items():
+        torch.testing.assert_close(found[1][key], value, rtol=1e-12, atol=1e-13)
+
+
+def test_stages_are_not_compiled() -> None:
+    one = case("mlp")
+    strategy = lockstep.PipelineStrategy(2)
+    trainer = lockstep.Trainer(
+        one.make_model(), loss=one.loss, optimizer=one.optimizer, strategy=strategy, compile=True
+    )
+    with pytest.raises(OptionError, match="compile=True with a pipeline"):
+        trainer.fit((one.inputs, one.targets), verbose=0)
+
+
+def test_compile_is_a_choice() -> None:
+    with pytest.raises(OptionError, match="`compile` must be True or False"):
+        lockstep.Trainer(nn.Linear(2, 2), compile="max")  # type: ignore[arg-type]
