@@ -395,6 +395,7 @@ def test_attention_that_is_computed_again_is_the_same() -> None:
 
 # Compilation takes its time, above all where other tests have the cores.
 @pytest.mark.timeout(900)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, in what it imports
 @pytest.mark.parametrize("name", ["mlp", "cnn_batch_norm"])
 def test_a_compiled_model_trains_the_same(name: str) -> None:
     one = case(name)
