@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lockstep import data as data
     from lockstep.capture.scopes import device as device
+    from lockstep.data.own_loss import OwnLoss as OwnLoss
     from lockstep.errors import LockstepError as LockstepError
     from lockstep.plan.spec import Plan as Plan
     from lockstep.proof.job import Job as Job
@@ -35,6 +36,7 @@ _HOMES = {
     "Job": ("lockstep.proof.job", "Job"),
     "LockstepError": ("lockstep.errors", "LockstepError"),
     "MirroredStrategy": ("lockstep.strategies.mirrored", "MirroredStrategy"),
+    "OwnLoss": ("lockstep.data.own_loss", "OwnLoss"),
     "PipelineStrategy": ("lockstep.strategies.pipeline", "PipelineStrategy"),
     "Plan": ("lockstep.plan.spec", "Plan"),
     "SingleDeviceStrategy": ("lockstep.strategies.single", "SingleDeviceStrategy"),

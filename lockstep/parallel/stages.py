@@ -34,7 +34,7 @@ from lockstep.data.trees import Tree, map_tensors
 from lockstep.parallel.buffers import Buffers
 from lockstep.parallel.forward import DTYPES, ModelCall, channels_last
 from lockstep.parallel.linear import LinearLayers
-from lockstep.parallel.losses import LossAdapter, ShareLoss
+from lockstep.parallel.losses import JointLoss, LossAdapter, ShareLoss, Sums
 from lockstep.parallel.partition import Partition
 from lockstep.parallel.passage import Passage
 from lockstep.parallel.stage_exchange import GroupSpec, StageExchange
@@ -187,6 +187,7 @@ class StageWorker(Worker):
             total=math.fsum(run.totals.totals),
             weight=math.fsum(run.totals.weights),
             num_samples=len(indices),
+            parts=run.parts,
         )
 
     def _clear_gradients(self) -> None:
@@ -203,7 +204,7 @@ class StageWorker(Worker):
         output = self._output(passage, batch, recompute=self._stages[stage].recompute)
         if stage == run.last_stage:
             assert batch is not None
-            passage.loss = self._loss_of(output, batch)
+            passage.loss = _settled(run, self._loss_of(output, batch))
             self.exchange.put_loss(share, passage.loss.total, passage.loss.weight)
             if run.observe is not None:
                 run.observe(map_tensors(plain, output), batch.targets)
@@ -300,12 +301,11 @@ class StageWorker(Worker):
     @torch.no_grad()
     def evaluate_step(
         self, source: Source, indices: torch.Tensor, observe: Observe | None = None
-    ) -> list[tuple[float, float]]:
-        losses: list[tuple[float, float]] = []
+    ) -> list[Sums]:
+        losses: list[Sums] = []
 
         def take(run: "_Run", share: int, batch: Batch, output: Tree) -> None:
-            loss = self._loss_of(output, batch)
-            losses.append((loss.total, loss.weight))
+            losses.append(self._loss_of(output, batch).sums)
             if observe is not None:
                 observe(map_tensors(plain, output), batch.targets)
 
@@ -396,9 +396,11 @@ class StageWorker(Worker):
                 output, *_ = passage.forward(inputs)
         return self._call.widened(output)
 
-    def _loss_of(self, output: Tree, batch: Batch) -> ShareLoss:
+    def _loss_of(self, output: Tree, batch: Batch) -> ShareLoss | JointLoss:
         assert self._loss is not None
-        return self._loss(output, batch.targets, batch.sample_weight, batch.num_samples)
+        return self._loss(
+            output, batch.targets, batch.sample_weight, batch.num_samples, batch.inputs
+        )
 
     def barrier(self) -> None:
         self.board.barrier()
@@ -412,6 +414,16 @@ class StageWorker(Worker):
 
     def ruled_buffers(self) -> dict[str, torch.Tensor]:
         return {name: buffer for name, buffer in self.model.named_buffers() if name in self._ruled}
+
+
+def _settled(run: "_Run", loss: ShareLoss | JointLoss) -> ShareLoss:
+    """A microbatch's loss, ready to go backward; of several losses, if that can be."""
+    if isinstance(loss, ShareLoss):
+        return loss
+    alone = run.num_filled == 1
+    settled = loss.settled(loss.weights, run.num_samples) if alone else loss.joined()
+    run.parts.append(settled.parts)
+    return settled
 
 
 # By action, and not in the class: a cycle would keep its shared memory until the collector runs.
@@ -450,3 +462,4 @@ class _Run:
         self.bounds = share_bounds(self.num_samples, num_shares)
         self.num_filled = num_filled_shares(self.num_samples, num_shares)
         self.totals: ShareTotals | None = None
+        self.parts: list[Sums] = []

@@ -9,7 +9,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -18,6 +18,7 @@ from lockstep.comm.board import Board
 from lockstep.data.sources import Batch, Source
 from lockstep.data.trees import Tree, map_tensors
 from lockstep.errors import LossError, NonFiniteLossError, problem
+from lockstep.parallel.losses import Sums
 from lockstep.parallel.update import Updater
 from lockstep.plan.spec import Plan
 
@@ -33,11 +34,13 @@ class StepResult:
         total: weighted sum of the losses of the global batch.
         weight: the sum of the weights; 0 means that nothing was updated.
         num_samples: size of the global batch.
+        parts: of several losses, the sums of each share whose loss is known on this rank.
     """
 
     total: float
     weight: float
     num_samples: int
+    parts: list[Sums] = field(default_factory=list)
 
     @property
     def loss(self) -> float:
@@ -76,8 +79,8 @@ class Worker(ABC):
     @abstractmethod
     def evaluate_step(
         self, source: Source, indices: torch.Tensor, observe: Observe | None = None
-    ) -> list[tuple[float, float]]:
-        """(total, weight) of the shares of the batch at ``indices`` whose loss is known here."""
+    ) -> list[Sums]:
+        """The sums of the shares of the batch at ``indices`` whose loss is known here."""
 
     @abstractmethod
     def predict_step(self, source: Source, indices: torch.Tensor) -> list[tuple[int, Tree]]:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from lockstep.capture.layers import check_shapes
-from lockstep.data.sources import Source
+from lockstep.data.sources import ArraySource, Source
 from lockstep.errors import (
     DataError,
     DeviceError,
@@ -18,8 +18,12 @@ from lockstep.errors import (
     problem,
 )
 from lockstep.parallel.forward import DTYPES
+from lockstep.parallel.function_losses import missing_targets
+from lockstep.parallel.loss_options import check_loss
+from lockstep.parallel.losses import LossAdapter
 from lockstep.plan.spec import Plan
 from lockstep.train.callbacks import Callback
+from lockstep.train.metrics import Metrics, targetless
 
 
 def filled(source: Source, name: str) -> Source:
@@ -33,6 +37,37 @@ def filled(source: Source, name: str) -> Source:
             problem(f"`{name}` must hold a sample.", received="0 samples", fix="Check its source.")
         )
     return source
+
+
+def check_targets(source: Source, loss: LossAdapter, metrics: Metrics) -> None:
+    """Refuse arrays without targets where they are needed. Datasets show when they are read.
+
+    Raises:
+        DataError: they are.
+    """
+    if not isinstance(source, ArraySource) or source.targets is not None:
+        return
+    if loss.needs_targets:
+        raise missing_targets()
+    if metrics:
+        raise targetless()
+
+
+def check_names(loss: LossAdapter | None, metrics: Metrics) -> None:
+    """Refuse a metric with the name of a part of the loss.
+
+    Raises:
+        OptionError: there is one.
+    """
+    taken = set() if loss is None else set(loss.parts.log_names) & set(metrics.by_name)
+    if taken:
+        raise OptionError(
+            problem(
+                "A metric cannot have the name of a part of the loss in the logs.",
+                received=", ".join(sorted(taken)),
+                fix="Give it another name.",
+            )
+        )
 
 
 def check_strategy(strategy: object, problems: Problems) -> None:
@@ -66,6 +101,7 @@ def _check_callbacks(callbacks: object, problems: Problems) -> None:
 def check_arguments(
     model: object,
     loss: object,
+    loss_weights: object,
     strategy: object,
     precision: object,
     seed: object,
@@ -85,12 +121,7 @@ def check_arguments(
             else type(model).__name__,
             fix="Pass an instance, not a class.",
         )
-    if loss is not None and (isinstance(loss, type) or not callable(loss)):
-        problems.add(
-            "`loss` must be callable as loss(output, target).",
-            received=f"the class {loss.__name__}" if isinstance(loss, type) else repr(loss),
-            fix="Pass an instance: torch.nn.CrossEntropyLoss(), for example.",
-        )
+    check_loss(loss, loss_weights, problems)
     check_strategy(strategy, problems)
     if precision not in DTYPES:
         problems.add(

@@ -460,6 +460,7 @@ def _spec(assignment: Assignment) -> AnySpec:
         assignment.updater,
         assignment.groups,
         assignment.partitions,
+        1 if assignment.loss is None else len(assignment.loss.parts.factors),
     )
 
 

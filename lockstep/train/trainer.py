@@ -32,6 +32,7 @@ from lockstep.parallel.blank import (
     initialize,
 )
 from lockstep.parallel.groups import parameter_groups
+from lockstep.parallel.loss_options import adapt_loss
 from lockstep.parallel.losses import LossAdapter
 from lockstep.parallel.settings import TorchSettings
 from lockstep.plan.makers import Maker, SingleDevice
@@ -41,6 +42,8 @@ from lockstep.train.checks import (
     check_arguments,
     check_counts,
     check_device,
+    check_names,
+    check_targets,
     filled,
     prepare_model,
 )
@@ -84,7 +87,9 @@ class Trainer:
             pipeline makes its own part only, with the values that ``reset_parameters`` of its
             modules gives, and ``trainer.model`` is the whole by address.
         loss: ``loss(output, target)`` returning the mean over the batch, values of shape (n,), or
-            a pair (total, weight). Needed for ``fit`` and ``evaluate``.
+            a pair (total, weight). Several of them, in a dict or list, each for the model's output
+            and the target under its key or in its place. Or ``lockstep.OwnLoss()`` where the model
+            returns its loss. Needed for ``fit`` and ``evaluate``.
         optimizer: a torch optimizer over ``model.parameters()``, or a class or function that makes
             one from them. Needed for ``fit``.
         metrics: torchmetrics metrics by name.
@@ -95,6 +100,8 @@ class Trainer:
             ``"fp64"``, which turns the model's parameters to float64.
         seed: of the order of the samples and of all random numbers in training.
         callbacks: called during every ``fit``.
+        loss_weights: a factor for each of several losses, by key or in their order; 1 for each by
+            default.
 
     Raises:
         OptionError: an argument cannot be what it is.
@@ -112,8 +119,9 @@ class Trainer:
         precision: str = "fp32",
         seed: int = 0,
         callbacks: Sequence[Callback] = (),
+        loss_weights: Mapping[str, float] | Sequence[float] | None = None,
     ) -> None:
-        check_arguments(model, loss, strategy, precision, seed, callbacks)
+        check_arguments(model, loss, loss_weights, strategy, precision, seed, callbacks)
         self.model, shape_of_it = _made(model, precision)
         self.strategy = strategy if strategy is not None else current_strategy()
         self.precision = precision
@@ -122,7 +130,8 @@ class Trainer:
         self.stop_training = False
         self.metrics = Metrics(metrics)
         self.optimizer = None if optimizer is None else make_optimizer(optimizer, self.model)
-        self._loss = None if loss is None else LossAdapter(loss)
+        self._loss = None if loss is None else adapt_loss(loss, loss_weights)
+        check_names(self._loss, self.metrics)
         self._epochs_trained = 0
         self._steps_trained = 0
         self._plan: Plan | None = None
@@ -171,7 +180,8 @@ class Trainer:
         Args:
             data: ``(inputs, targets)`` or ``(inputs, targets, sample_weight)`` of arrays or tensors
                 whose first dim is the samples, or a map-style Dataset of such items. A tuple of
-                inputs is the model's positional arguments, a dict its keyword arguments.
+                inputs is the model's positional arguments, a dict its keyword arguments. Without
+                targets, for a model that computes its own loss: ``(inputs,)`` or a dict of inputs.
             epochs: passes over the data.
             batch_size: samples of a global batch, over all devices together.
             validation_data: as ``data``; evaluated after every epoch.
@@ -193,11 +203,13 @@ class Trainer:
         epochs, batch_size = check_counts(epochs=epochs, batch_size=batch_size)
         loss = self._need_loss("fit")
         source = filled(as_source(data), "data")
+        check_targets(source, loss, self.metrics)
         validation = None
         if validation_data is not None:
             validation = filled(
                 as_source(validation_data, name="validation_data"), "validation_data"
             )
+            check_targets(validation, loss, self.metrics)
         self._check_trainable()
         self._maker().check_batch_size(batch_size)
         self.stop_training = False
@@ -216,6 +228,7 @@ class Trainer:
             watches_beginnings=watches_beginnings(self.callbacks),
             stepwise=watches_batches(self.callbacks),
             record=on_snapshot is not None,
+            loss_parts=loss.parts,
         )
         display = ProgressDisplay(epochs, steps) if verbose else None
         with held_interrupts() as interrupt:
@@ -248,9 +261,12 @@ class Trainer:
         (batch_size,) = check_counts(batch_size=batch_size)
         loss = self._need_loss("evaluate")
         source = filled(as_source(data), "data")
+        check_targets(source, loss, self.metrics)
         # Within a fit, the user's metrics are busy with the training data.
         metrics = copy.deepcopy(self.metrics) if self._is_running else self.metrics
-        task = EvaluateTask(source=source, batch_size=batch_size, metrics=metrics)
+        task = EvaluateTask(
+            source=source, batch_size=batch_size, metrics=metrics, loss_parts=loss.parts
+        )
         for callback in self.callbacks:
             callback.set_trainer(self)
             callback.on_test_begin()

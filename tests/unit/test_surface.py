@@ -22,6 +22,7 @@ PUBLIC = {
     "Job",
     "LockstepError",
     "MirroredStrategy",
+    "OwnLoss",
     "PipelineStrategy",
     "Plan",
     "SingleDeviceStrategy",
