@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from lockstep.strategies.single import SingleDeviceStrategy as SingleDeviceStrategy
     from lockstep.train.callbacks import Callback as Callback
     from lockstep.train.history import History as History
+    from lockstep.train.learning_rates import Schedule as Schedule
     from lockstep.train.trainer import Trainer as Trainer
 
     verify = verify_job
@@ -39,6 +40,7 @@ _HOMES = {
     "OwnLoss": ("lockstep.data.own_loss", "OwnLoss"),
     "PipelineStrategy": ("lockstep.strategies.pipeline", "PipelineStrategy"),
     "Plan": ("lockstep.plan.spec", "Plan"),
+    "Schedule": ("lockstep.train.learning_rates", "Schedule"),
     "SingleDeviceStrategy": ("lockstep.strategies.single", "SingleDeviceStrategy"),
     "Strategy": ("lockstep.strategies.base", "Strategy"),
     "Trainer": ("lockstep.train.trainer", "Trainer"),

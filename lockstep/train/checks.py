@@ -1,6 +1,7 @@
 """Checks what a Trainer is given, before any process starts."""
 
 import operator
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ from lockstep.parallel.loss_options import check_loss
 from lockstep.parallel.losses import LossAdapter
 from lockstep.plan.spec import Plan
 from lockstep.train.callbacks import Callback
+from lockstep.train.learning_rates import RunningSchedule
 from lockstep.train.metrics import Metrics, targetless
 
 
@@ -53,17 +55,30 @@ def check_targets(source: Source, loss: LossAdapter, metrics: Metrics) -> None:
         raise targetless()
 
 
-def check_names(loss: LossAdapter | None, metrics: Metrics) -> None:
-    """Refuse a metric with the name of a part of the loss.
+def log_names(loss: LossAdapter, metrics: Metrics, *, has_validation: bool) -> list[str]:
+    """Names of what an epoch comes to."""
+    names = [*loss.parts.log_names, *metrics.by_name]
+    return [*names, *(f"val_{name}" for name in names if has_validation)]
+
+
+def check_names(
+    loss: LossAdapter | None, schedule: RunningSchedule | None, metrics: Metrics
+) -> None:
+    """Refuse a metric with the name of something else in the logs.
 
     Raises:
         OptionError: there is one.
     """
-    taken = set() if loss is None else set(loss.parts.log_names) & set(metrics.by_name)
+    names = set() if loss is None else set(loss.parts.log_names)
+    taken = {
+        name
+        for name in metrics.by_name
+        if name in names or (schedule is not None and re.fullmatch(r"lr(_\d+)?", name))
+    }
     if taken:
         raise OptionError(
             problem(
-                "A metric cannot have the name of a part of the loss in the logs.",
+                "A metric cannot have the name of a part of the loss, or of the learning rate.",
                 received=", ".join(sorted(taken)),
                 fix="Give it another name.",
             )

@@ -72,7 +72,7 @@ class Conductor:
         act()
 
     def readopt(self) -> None:
-        """Bring parameters whose memory was exchanged back to where all ranks see them."""
+        """Bring what has changed, parameters and options, to where all ranks see it."""
 
 
 @dataclass(frozen=True, kw_only=True)

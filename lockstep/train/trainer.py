@@ -45,11 +45,13 @@ from lockstep.train.checks import (
     check_names,
     check_targets,
     filled,
+    log_names,
     prepare_model,
 )
 from lockstep.train.conducting import FitConductor
 from lockstep.train.history import History
 from lockstep.train.interrupt import held_interrupts
+from lockstep.train.learning_rates import make_schedule
 from lockstep.train.metrics import Metrics
 from lockstep.train.planning import Partitions, Planning
 from lockstep.train.progress import ProgressDisplay
@@ -102,6 +104,9 @@ class Trainer:
         callbacks: called during every ``fit``.
         loss_weights: a factor for each of several losses, by key or in their order; 1 for each by
             default.
+        schedule: of the learning rate: a torch scheduler's class, or a function that makes one from
+            the optimizer, or one over the optimizer given; or a ``lockstep.Schedule`` that says
+            when it steps. The rate of every epoch's last update is in the logs as ``"lr"``.
 
     Raises:
         OptionError: an argument cannot be what it is.
@@ -120,6 +125,7 @@ class Trainer:
         seed: int = 0,
         callbacks: Sequence[Callback] = (),
         loss_weights: Mapping[str, float] | Sequence[float] | None = None,
+        schedule: Any = None,
     ) -> None:
         check_arguments(model, loss, loss_weights, strategy, precision, seed, callbacks)
         self.model, shape_of_it = _made(model, precision)
@@ -130,8 +136,9 @@ class Trainer:
         self.stop_training = False
         self.metrics = Metrics(metrics)
         self.optimizer = None if optimizer is None else make_optimizer(optimizer, self.model)
+        self.schedule = None if schedule is None else make_schedule(schedule, self.optimizer)
         self._loss = None if loss is None else adapt_loss(loss, loss_weights)
-        check_names(self._loss, self.metrics)
+        check_names(self._loss, self.schedule, self.metrics)
         self._epochs_trained = 0
         self._steps_trained = 0
         self._plan: Plan | None = None
@@ -214,6 +221,9 @@ class Trainer:
         self._maker().check_batch_size(batch_size)
         self.stop_training = False
         steps = -(-len(source) // batch_size)
+        if self.schedule is not None:
+            names = log_names(loss, self.metrics, has_validation=validation is not None)
+            self.schedule.begin(names, epochs * steps)
         task = FitTask(
             source=source,
             validation=validation,
@@ -395,7 +405,11 @@ class Trainer:
 
     def _make_updater(self) -> TorchUpdater:
         assert self.optimizer is not None
-        return TorchUpdater(self.optimizer, dict(self.model.named_parameters()))
+        return TorchUpdater(
+            self.optimizer,
+            dict(self.model.named_parameters()),
+            changes_by_step=self.schedule is not None and self.schedule.every == "step",
+        )
 
     def _check_trainable(self) -> None:
         if self.optimizer is None:

@@ -25,6 +25,7 @@ PUBLIC = {
     "OwnLoss",
     "PipelineStrategy",
     "Plan",
+    "Schedule",
     "SingleDeviceStrategy",
     "Strategy",
     "Trainer",
