@@ -271,8 +271,8 @@ class StepsUnused(TorchUpdater):
 
 
 def test_a_step_on_unused_parameters(marker: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def make(*arguments: Any) -> StepsUnused:
-        updater = StepsUnused(*arguments)
+    def make(*arguments: Any, **options: Any) -> StepsUnused:
+        updater = StepsUnused(*arguments, **options)
         updater.marker = marker
         return updater
 
