@@ -38,7 +38,7 @@ def test_training_equals_one_device(job: str, strategy: str) -> None:
 
 @pytest.mark.parametrize(("job", "strategy"), REFUSED)
 def test_uneven_losses_in_a_pipeline_are_refused(job: str, strategy: str) -> None:
-    with pytest.raises(Exception, match="In a pipeline several losses must weigh the same"):
+    with pytest.raises(WorkerError, match="LossError: In a pipeline several losses must weigh"):
         lockstep.verify(JOBS[job](), STRATEGIES[strategy], steps=5)
 
 
