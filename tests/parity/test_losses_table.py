@@ -3,6 +3,7 @@
 import pytest
 
 import lockstep
+from lockstep.errors import WorkerError
 from tests.loss_zoo import JOBS, heads_job
 
 STRATEGIES = {
