@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lockstep import data as data
     from lockstep.capture.scopes import device as device
+    from lockstep.data.own_loss import OwnLoss as OwnLoss
     from lockstep.errors import LockstepError as LockstepError
     from lockstep.plan.spec import Plan as Plan
     from lockstep.proof.job import Job as Job
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from lockstep.train.averages import EMA as EMA
     from lockstep.train.callbacks import Callback as Callback
     from lockstep.train.history import History as History
+    from lockstep.train.learning_rates import Schedule as Schedule
     from lockstep.train.trainer import Trainer as Trainer
 
     verify = verify_job
@@ -37,8 +39,10 @@ _HOMES = {
     "Job": ("lockstep.proof.job", "Job"),
     "LockstepError": ("lockstep.errors", "LockstepError"),
     "MirroredStrategy": ("lockstep.strategies.mirrored", "MirroredStrategy"),
+    "OwnLoss": ("lockstep.data.own_loss", "OwnLoss"),
     "PipelineStrategy": ("lockstep.strategies.pipeline", "PipelineStrategy"),
     "Plan": ("lockstep.plan.spec", "Plan"),
+    "Schedule": ("lockstep.train.learning_rates", "Schedule"),
     "SingleDeviceStrategy": ("lockstep.strategies.single", "SingleDeviceStrategy"),
     "Strategy": ("lockstep.strategies.base", "Strategy"),
     "Trainer": ("lockstep.train.trainer", "Trainer"),

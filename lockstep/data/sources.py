@@ -6,7 +6,7 @@ be iterated is not covered yet and refused with a reason.
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from lockstep.errors import DataError, Problems, problem
 
 SUPPORTED = (
     "(inputs, targets) or (inputs, targets, sample_weight) of arrays or tensors, "
-    "or a map-style Dataset"
+    "or a map-style Dataset; without targets (inputs,) or a dict"
 )
 
 
@@ -82,7 +82,10 @@ class ArraySource(Source):
 
 
 class DatasetSource(Source):
-    """A map-style dataset whose items are (input, target) or (input, target, weight)."""
+    """A map-style dataset whose items are (input, target) or (input, target, weight).
+
+    Or (input,), or a dict of inputs by name, where the model needs no targets.
+    """
 
     def __init__(self, dataset: Dataset[Any], *, with_targets: bool = True) -> None:
         self.dataset = dataset
@@ -117,11 +120,16 @@ class DatasetSource(Source):
     def _split(self, item: Any, collated: Any) -> tuple[Tree, Tree, Any]:
         if not self.with_targets:
             return _arguments(item, collated), None, None
+        if isinstance(item, Mapping):
+            return dict(collated), None, None
+        if isinstance(item, tuple) and len(item) == 1:
+            return _arguments(item[0], collated[0]), None, None
         parts = len(item) if isinstance(item, tuple | list) else 0
         if parts not in (2, 3):
             raise DataError(
                 problem(
-                    "An item of the dataset must be (input, target) or (input, target, weight).",
+                    "An item of the dataset must be (input, target) or (input, target, weight), "
+                    "or (input,) or a dict of inputs where no targets are needed.",
                     received=_describe(item),
                     fix="Return such a tuple from __getitem__.",
                 )
@@ -181,6 +189,12 @@ def as_source(data: Any, *, name: str = "data") -> Source:
         inputs, targets, *weight = data
         sample_weight = _as_tensors(weight[0], name) if weight and weight[0] is not None else None
         source = ArraySource(_as_tensors(inputs, name), _as_tensors(targets, name), sample_weight)
+        _check_lengths(source, name)
+        return source
+    if isinstance(data, Mapping):
+        return as_input_source(dict(data), name=name)
+    if isinstance(data, tuple) and len(data) == 1 and not isinstance(data[0], str):
+        source = ArraySource(_as_tensors(data[0], name), None, None)
         _check_lengths(source, name)
         return source
     return _dataset_source(data, name, with_targets=True)

@@ -45,6 +45,7 @@ def exchange_spec(
     updater: Updater | None,
     groups: Sequence[ParameterGroup],
     partitions: Mapping[bool, Partition],
+    num_losses: int = 1,
 ) -> AnySpec:
     """The layout of what ranks share: known before any process starts.
 
@@ -54,6 +55,7 @@ def exchange_spec(
         updater: the optimizer; None where nothing is trained.
         groups: the parameters, by the ranks that have them.
         partitions: of the model in stages, by whether it is in training.
+        num_losses: parts of the loss.
     """
     trained = {
         name: tensor_spec(name, parameter)
@@ -77,7 +79,7 @@ def exchange_spec(
                 for name, spec in trained.items()
             ),
         ),
-        row_capacity=BatchNorms(model).row_length,
+        row_capacity=max(BatchNorms(model).row_length, num_losses),
     )
 
 

@@ -35,7 +35,7 @@ from lockstep.parallel.forward import DTYPES, ModelCall
 from lockstep.parallel.gradient_rules import GradientJudge, GradientRules
 from lockstep.parallel.interleave import Interleaver
 from lockstep.parallel.linear import LinearLayers
-from lockstep.parallel.losses import LossAdapter, ShareLoss
+from lockstep.parallel.losses import JointLoss, LossAdapter, ShareLoss, Sums
 from lockstep.parallel.update import BoundPiece, Updater
 from lockstep.parallel.worker import (
     Observe,
@@ -119,8 +119,9 @@ class Replica(Worker):
         self._interleaver = Interleaver(
             partial(_keep_own, self._buffers), partial(_restore_own, self._buffers)
         )
+        is_joint = loss is not None and bool(loss.parts)
         self._program = lru_cache(maxsize=8)(
-            lambda size: _grouped(plan, lower_train(plan, rank, size))
+            lambda size: _grouped(plan, lower_train(plan, rank, size), forward_first=is_joint)
         )
 
     def _bind(self, owned: list[Piece]) -> list[BoundPiece]:
@@ -163,7 +164,7 @@ class Replica(Worker):
             _HANDLERS[kind](self, run, shares)
         self._settle_buffers(run)
         assert run.totals is not None
-        return step_result(run.totals, len(indices), is_skipped=run.is_skipped)
+        return step_result(run.totals, len(indices), run.parts, is_skipped=run.is_skipped)
 
     def _clear_gradients(self) -> None:
         for parameter in self._parameters:
@@ -176,15 +177,36 @@ class Replica(Worker):
 
         def compute(share: int) -> None:
             batch, output = self._output(run, share)
-            run.losses[share] = self._loss_of(output, batch)
+            loss = self._loss_of(output, batch)
+            if isinstance(loss, JointLoss):
+                run.joint[share] = loss
+            else:
+                run.losses[share] = loss
             if run.observe is not None:
                 run.observe(map_tensors(plain, output), batch.targets)
 
         self._run_together(run, shares, forward)
 
     def _backward(self, run: "_Step", shares: list[int]) -> None:
+        self._settle(run)
         with self._linears.taken(partial(self._put_product, shares)):
             self._take_gradients(run, shares)
+
+    def _settle(self, run: "_Step") -> None:
+        """Several losses: all shares' weights are known now, and with them what each share adds."""
+        if not run.joint:
+            return
+        mine, joint = sorted(run.joint), run.joint
+        rows = [joint[share].weights for share in mine]
+        if run.num_filled > 1:
+            for share, row in zip(mine, rows, strict=True):
+                weights = torch.tensor(row, dtype=torch.float64)
+                self.exchange.offer(share, weights, last=share == mine[-1])
+            rows = self.exchange.offered(mine[-1], len(rows[0]), run.num_filled).tolist()
+        weights_of_all = [math.fsum(column) for column in zip(*rows, strict=True)]
+        for share in mine:
+            run.losses[share] = joint[share].settled(weights_of_all, run.num_samples)
+        run.joint = {}
 
     def _put_product(
         self, shares: list[int], number: int, inputs: torch.Tensor, gradients: torch.Tensor
@@ -215,6 +237,8 @@ class Replica(Worker):
 
     def _put(self, run: "_Step", share: int, gradients: list[torch.Tensor | None]) -> None:
         loss = run.losses.pop(share)
+        if loss.parts:
+            run.parts.append(loss.parts)
         refused = run.refused.pop(share)
         self.exchange.put(share, gradients, loss.total, loss.weight, refused)
         if self.plan.num_shares > 1:
@@ -322,14 +346,13 @@ class Replica(Worker):
     @torch.no_grad()
     def evaluate_step(
         self, source: Source, indices: torch.Tensor, observe: Observe | None = None
-    ) -> list[tuple[float, float]]:
+    ) -> list[Sums]:
         run = self._begin(source, indices)
-        losses: list[tuple[float, float]] = []
+        losses: list[Sums] = []
 
         def evaluate(share: int) -> None:
             batch, output = self._output(run, share)
-            loss = self._loss_of(output, batch)
-            losses.append((loss.total, loss.weight))
+            losses.append(self._loss_of(output, batch).sums)
             if observe is not None:
                 observe(map_tensors(plain, output), batch.targets)
 
@@ -435,9 +458,11 @@ class Replica(Worker):
         start, stop = run.bounds[share]
         return moved(run.source.read(run.indices[start:stop], self._dtype), self._device)
 
-    def _loss_of(self, output: Tree, batch: Batch) -> ShareLoss:
+    def _loss_of(self, output: Tree, batch: Batch) -> ShareLoss | JointLoss:
         assert self._loss is not None
-        return self._loss(output, batch.targets, batch.sample_weight, batch.num_samples)
+        return self._loss(
+            output, batch.targets, batch.sample_weight, batch.num_samples, batch.inputs
+        )
 
 
 def _keep_own(buffers: Buffers) -> tuple[StreamStates, Kept]:
@@ -450,8 +475,16 @@ def _restore_own(buffers: Buffers, kept: tuple[StreamStates, Kept]) -> None:
     buffers.restore(kept[1])
 
 
-def _grouped(plan: Plan, program: RankProgram) -> list[tuple[type[Action], list[int]]]:
-    """A program as (kind of action, shares that it runs together)."""
+def _grouped(
+    plan: Plan, program: RankProgram, *, forward_first: bool = False
+) -> list[tuple[type[Action], list[int]]]:
+    """A program as (kind of action, shares that it runs together).
+
+    Args:
+        plan: the Plan.
+        program: of this rank.
+        forward_first: no share goes backward before the losses of all shares are known.
+    """
     groups: list[tuple[type[Action], list[int]]] = []
     for action in program:
         shares = [action.microbatch] if isinstance(action, Forward | Backward) else []
@@ -459,7 +492,7 @@ def _grouped(plan: Plan, program: RankProgram) -> list[tuple[type[Action], list[
             groups[-1][1].extend(shares)
         else:
             groups.append((type(action), shares))
-    return groups
+    return sorted(groups, key=lambda group: forward_first and group[0] is not Forward)
 
 
 # By action, and not in the class: a cycle would keep its shared memory until the collector runs.
@@ -491,6 +524,8 @@ class _Step:
         self.bounds = share_bounds(self.num_samples, num_shares)
         self.num_filled = num_filled_shares(self.num_samples, num_shares)
         self.losses: dict[int, ShareLoss] = {}
+        self.joint: dict[int, JointLoss] = {}  # losses that wait for the weights of all shares
+        self.parts: list[Sums] = []
         self.refused: dict[int, bool] = {}  # the Plan's memory format, by share
         self.totals: ShareTotals | None = None
         self.is_skipped = False

@@ -36,7 +36,7 @@ from lockstep.parallel.diagnosis import Diagnosis
 from lockstep.parallel.forward import DTYPES, ModelCall, channels_last, narrowed
 from lockstep.parallel.gradient_rules import GradientJudge, GradientRules
 from lockstep.parallel.linear import LinearLayers
-from lockstep.parallel.losses import LossAdapter, ShareLoss
+from lockstep.parallel.losses import JointLoss, LossAdapter, ShareLoss, Sums
 from lockstep.parallel.partition import Partition
 from lockstep.parallel.passage import Passage
 from lockstep.parallel.stage_exchange import GroupSpec, StageExchange
@@ -199,7 +199,7 @@ class StageWorker(Worker):
         if run.is_skipped:
             self._buffers.restore(kept)
         assert run.totals is not None
-        return step_result(run.totals, len(indices), is_skipped=run.is_skipped)
+        return step_result(run.totals, len(indices), run.parts, is_skipped=run.is_skipped)
 
     def _clear_gradients(self) -> None:
         for parameter in self._trainable:
@@ -215,7 +215,7 @@ class StageWorker(Worker):
         output = self._output(passage, batch, recompute=self._stages[stage].recompute)
         if stage == run.last_stage:
             assert batch is not None
-            passage.loss = self._loss_of(output, batch)
+            passage.loss = _settled(run, self._loss_of(output, batch))
             self.exchange.put_loss(share, passage.loss.total, passage.loss.weight)
             if run.observe is not None:
                 run.observe(map_tensors(plain, output), batch.targets)
@@ -333,12 +333,11 @@ class StageWorker(Worker):
     @torch.no_grad()
     def evaluate_step(
         self, source: Source, indices: torch.Tensor, observe: Observe | None = None
-    ) -> list[tuple[float, float]]:
-        losses: list[tuple[float, float]] = []
+    ) -> list[Sums]:
+        losses: list[Sums] = []
 
         def take(run: "_Run", share: int, batch: Batch, output: Tree) -> None:
-            loss = self._loss_of(output, batch)
-            losses.append((loss.total, loss.weight))
+            losses.append(self._loss_of(output, batch).sums)
             if observe is not None:
                 observe(map_tensors(plain, output), batch.targets)
 
@@ -429,9 +428,11 @@ class StageWorker(Worker):
                 output, *_ = passage.forward(inputs)
         return self._call.widened(output)
 
-    def _loss_of(self, output: Tree, batch: Batch) -> ShareLoss:
+    def _loss_of(self, output: Tree, batch: Batch) -> ShareLoss | JointLoss:
         assert self._loss is not None
-        return self._loss(output, batch.targets, batch.sample_weight, batch.num_samples)
+        return self._loss(
+            output, batch.targets, batch.sample_weight, batch.num_samples, batch.inputs
+        )
 
     def barrier(self) -> None:
         self.board.barrier()
@@ -449,6 +450,16 @@ class StageWorker(Worker):
 
 def _block_sizes(group: OwnedGroup) -> list[list[int]]:
     return block_sizes(group.spec.gradients.extents, len(group.spec.ranks), group.pieces)
+
+
+def _settled(run: "_Run", loss: ShareLoss | JointLoss) -> ShareLoss:
+    """A microbatch's loss, ready to go backward; of several losses, if that can be."""
+    if isinstance(loss, ShareLoss):
+        return loss
+    alone = run.num_filled == 1
+    settled = loss.settled(loss.weights, run.num_samples) if alone else loss.joined()
+    run.parts.append(settled.parts)
+    return settled
 
 
 # By action, and not in the class: a cycle would keep its shared memory until the collector runs.
@@ -488,3 +499,4 @@ class _Run:
         self.num_filled = num_filled_shares(self.num_samples, num_shares)
         self.totals: ShareTotals | None = None
         self.is_skipped = False
+        self.parts: list[Sums] = []

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from lockstep.comm.exchange import TensorSpec
 from lockstep.plan.layout import Extent, Piece
 
 # Slots of one parameter: exp_avg, momentum_buffer, step, ...; tensors and plain numbers.
@@ -87,6 +88,14 @@ class Updater(ABC):
     def store_slots(self, store: Mapping[SlotKey, torch.Tensor]) -> None:
         """From now on keep these slots there; those that the optimizer has already move in."""
         assert not store
+
+    def options_spec(self) -> TensorSpec | None:
+        """The tensor for options that may change at any step; None where they do not."""
+        return None
+
+    def share_options(self, tensor: torch.Tensor) -> None:
+        """From now on take such options from there: rank 0 writes them between two steps."""
+        raise NotImplementedError
 
     @abstractmethod
     def step(self) -> None:

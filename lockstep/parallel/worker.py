@@ -9,7 +9,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -19,6 +19,7 @@ from lockstep.comm.exchange import ShareTotals
 from lockstep.data.sources import Batch, Source
 from lockstep.data.trees import Tree, map_tensors
 from lockstep.errors import LossError, NonFiniteLossError, problem
+from lockstep.parallel.losses import Sums
 from lockstep.parallel.update import Updater
 from lockstep.plan.spec import Plan
 
@@ -36,12 +37,14 @@ class StepResult:
         num_samples: size of the global batch.
         is_skipped: something was not finite, and nothing was updated for that reason. A loss that
             is not finite counts for nothing, too.
+        parts: of several losses, the sums of each share whose loss is known on this rank.
     """
 
     total: float
     weight: float
     num_samples: int
     is_skipped: bool = False
+    parts: list[Sums] = field(default_factory=list)
 
     @property
     def loss(self) -> float:
@@ -80,8 +83,8 @@ class Worker(ABC):
     @abstractmethod
     def evaluate_step(
         self, source: Source, indices: torch.Tensor, observe: Observe | None = None
-    ) -> list[tuple[float, float]]:
-        """(total, weight) of the shares of the batch at ``indices`` whose loss is known here."""
+    ) -> list[Sums]:
+        """The sums of the shares of the batch at ``indices`` whose loss is known here."""
 
     @abstractmethod
     def predict_step(self, source: Source, indices: torch.Tensor) -> list[tuple[int, Tree]]:
@@ -108,12 +111,16 @@ class Worker(ABC):
         """Whether some rank works on no share of such a batch, and sees no buffer change."""
 
 
-def step_result(totals: ShareTotals, num_samples: int, *, is_skipped: bool) -> StepResult:
+def step_result(
+    totals: ShareTotals, num_samples: int, parts: list[Sums], *, is_skipped: bool
+) -> StepResult:
     """What a step did, from the losses of its shares."""
     total, weight = math.fsum(totals.totals), math.fsum(totals.weights)
     if is_skipped and not math.isfinite(total):
-        total = weight = 0.0
-    return StepResult(total=total, weight=weight, num_samples=num_samples, is_skipped=is_skipped)
+        total, weight, parts = 0.0, 0.0, []
+    return StepResult(
+        total=total, weight=weight, num_samples=num_samples, is_skipped=is_skipped, parts=parts
+    )
 
 
 def first_nonfinite(totals: Sequence[float]) -> int | None:

@@ -7,6 +7,9 @@ here. It needs no denominators of shares, so it says what is meant in a few line
 - values of shape (n,) are averaged, weighted by ``sample_weight`` where the data has one;
 - a pair (total, weight) is total / weight.
 
+Several losses are added up, each with its factor and its own mean. A model's own loss is a mean
+as the model has computed it.
+
 With ``sample_weight``, torch's own losses are asked for their values one by one and these are
 weighted; a loss that takes an argument ``sample_weight`` weighs for itself.
 """
@@ -20,6 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from lockstep.data.own_loss import OwnLoss
+from lockstep.data.sources import Batch
 from lockstep.errors import LossError, problem
 
 _CLASS_LOSSES = (F.cross_entropy, F.nll_loss)
@@ -41,6 +46,42 @@ def batch_loss(
     if _takes_weight(loss):
         return _mean(loss(output, target, sample_weight=sample_weight), None)
     return _weighted(loss, output, target, sample_weight)
+
+
+def weighted_losses(losses: Any, factors: Any, output: Any, batch: Batch) -> torch.Tensor | None:
+    """The sum of several losses; None where none of them weighs anything."""
+    keys: list[Any] = list(losses if hasattr(losses, "keys") else range(len(losses)))
+    whole: torch.Tensor | None = None
+    for key in keys:
+        own_output = output[key] if hasattr(output, "__getitem__") else getattr(output, key)
+        value = batch_loss(losses[key], own_output, batch.targets[key], batch.sample_weight)
+        if value is not None:
+            has_factor = factors is not None and (isinstance(key, int) or key in factors)
+            term = factors[key] * value if has_factor else value
+            whole = term if whole is None else whole + term
+    return whole
+
+
+def own_loss(loss: OwnLoss, output: Any, inputs: Any) -> torch.Tensor | None:
+    """The mean that the model has computed; None where it is a mean of nothing."""
+    value = _own_value(output)
+    if isinstance(value, torch.Tensor) and value.dim() == 0:
+        is_nothing = loss.weight is not None and value.isnan() and not loss.weight(inputs)
+        return None if is_nothing else value
+    return _mean(value, None)
+
+
+def _own_value(output: Any) -> Any:
+    """What a model has returned for its loss: a mean, values, or a pair."""
+    if isinstance(output, torch.Tensor):
+        return output
+    if isinstance(output, dict):
+        return output["loss"]
+    if hasattr(output, "loss"):
+        return output.loss
+    first, *others = output
+    is_pair = len(others) == 1 and (isinstance(others[0], int | float) or not others[0].dim())
+    return output if is_pair else first
 
 
 def _mean(returned: Any, sample_weight: torch.Tensor | None) -> torch.Tensor | None:

@@ -7,6 +7,7 @@ may hold the same parameters.
 
 import copy
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from torch import nn, optim
 
 from lockstep.errors import ModelError, OptionError, Problems, problem
+from lockstep.parallel.loss_options import check_loss
 from lockstep.parallel.parcel import optimizer_contents, rebuild_optimizer
 
 
@@ -23,11 +25,13 @@ class Job:
 
     Attributes:
         model: the model.
-        loss: as the Trainer takes it: a mean, values of shape (n,), or a pair (total, weight).
+        loss: as the Trainer takes it: a mean, values of shape (n,), or a pair (total, weight);
+            several of them; or an ``OwnLoss``.
         optimizer: a torch optimizer over ``model.parameters()``, or a class or function that makes
             one from them.
         data: as ``Trainer.fit`` takes it.
         batch_size: samples of a global batch.
+        loss_weights: a factor for each of several losses.
 
     Raises:
         OptionError: a part that cannot be what it is.
@@ -38,6 +42,7 @@ class Job:
     optimizer: Any
     data: Any
     batch_size: int = 32
+    loss_weights: Any = None
 
     def __post_init__(self) -> None:
         problems = Problems()
@@ -48,14 +53,17 @@ class Job:
                 received=type(model).__name__,
                 fix="Pass an instance, not a class or a function.",
             )
-        for name in ("loss", "optimizer"):
-            part = getattr(self, name)
-            if not callable(part) and not isinstance(part, optim.Optimizer):
-                problems.add(
-                    f"A Job's {name} must be what the Trainer takes.",
-                    received=repr(part),
-                    fix="See the documentation of lockstep.Trainer.",
-                )
+        if self.loss is None:
+            problems.add(
+                "A Job's loss must be given.", received="None", fix="See lockstep.Trainer."
+            )
+        check_loss(self.loss, self.loss_weights, problems, "A Job's loss")
+        if not callable(self.optimizer) and not isinstance(self.optimizer, optim.Optimizer):
+            problems.add(
+                "A Job's optimizer must be what the Trainer takes.",
+                received=repr(self.optimizer),
+                fix="See the documentation of lockstep.Trainer.",
+            )
         size: object = self.batch_size
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             problems.add(
@@ -105,6 +113,10 @@ def _in_double(loss: Any) -> Any:
     """Weights that a loss holds must have the precision of what it is given."""
     if isinstance(loss, nn.Module):
         return loss._apply(_double)
+    if isinstance(loss, Mapping):
+        return {key: _in_double(one) for key, one in loss.items()}
+    if isinstance(loss, list | tuple):
+        return [_in_double(one) for one in loss]
     if isinstance(loss, functools.partial):
         return functools.partial(
             _in_double(loss.func),

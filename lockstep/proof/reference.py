@@ -8,7 +8,7 @@ import-linter holds it to that.
 
 import copy
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import count
@@ -19,10 +19,11 @@ import torch
 from torch import nn, optim
 
 from lockstep.data.order import batch_bounds, epoch_order, seed_streams, share_seed
+from lockstep.data.own_loss import OwnLoss
 from lockstep.data.sources import Batch, Source
 from lockstep.data.trees import concatenate, map_tensors
 from lockstep.plan.shares import num_filled_shares, share_bounds
-from lockstep.proof.batch_loss import batch_loss
+from lockstep.proof.batch_loss import batch_loss, own_loss, weighted_losses
 from lockstep.proof.streams import Probe, ShareStreams, probe_draws
 
 Gradients = dict[str, torch.Tensor | None]
@@ -63,6 +64,7 @@ class Reference:
         source: the data, taken in its own order, epoch after epoch.
         batch_size: of the whole batch.
         seed: of all random streams.
+        loss_weights: of several losses.
     """
 
     def __init__(
@@ -74,10 +76,12 @@ class Reference:
         *,
         batch_size: int,
         seed: int,
+        loss_weights: Any = None,
     ) -> None:
         self.notes: list[str] = []
         self._model = model
         self._loss = loss
+        self._loss_weights = loss_weights
         self._optimizer = optimizer
         self._source = source
         self._seed = seed
@@ -155,6 +159,10 @@ class Reference:
             output = model(**inputs)
         else:
             output = model(inputs)
+        if isinstance(loss, OwnLoss):
+            return own_loss(loss, output, inputs)
+        if isinstance(loss, Mapping | list | tuple):
+            return weighted_losses(loss, self._loss_weights, output, batch)
         return batch_loss(loss, output, batch.targets, batch.sample_weight)
 
     def _moved(self, batch: Batch) -> Batch:

@@ -63,7 +63,13 @@ def verify_job(job: Job, strategy: StrategyLike, *, steps: int = 5, seed: int = 
     ours, theirs = copy_in_double(job), copy_in_double(job)
     source = as_source(job.data)
     reference = Reference(
-        ours.model, ours.loss, ours.optimizer, source, batch_size=job.batch_size, seed=seed
+        ours.model,
+        ours.loss,
+        ours.optimizer,
+        source,
+        batch_size=job.batch_size,
+        seed=seed,
+        loss_weights=job.loss_weights,
     )
     trainer = Trainer(
         theirs.model,
@@ -72,6 +78,7 @@ def verify_job(job: Job, strategy: StrategyLike, *, steps: int = 5, seed: int = 
         strategy=strategy,
         precision="fp64",
         seed=seed,
+        loss_weights=job.loss_weights,
     )
     proof = _Proof(reference, trainer, linear=type(ours.optimizer) is optim.SGD)
     states = stream_states()

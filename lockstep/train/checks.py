@@ -2,6 +2,7 @@
 
 import math
 import operator
+import re
 from collections.abc import Sequence
 from typing import Any, get_args
 
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 from lockstep.capture.layers import check_shapes
-from lockstep.data.sources import Source
+from lockstep.data.sources import ArraySource, Source
 from lockstep.errors import (
     DataError,
     DeviceError,
@@ -20,10 +21,15 @@ from lockstep.errors import (
     problem,
 )
 from lockstep.parallel.forward import DTYPES, PARAMETER_DTYPES
+from lockstep.parallel.function_losses import missing_targets
 from lockstep.parallel.gradient_rules import OnNonFinite
+from lockstep.parallel.loss_options import check_loss
+from lockstep.parallel.losses import LossAdapter
 from lockstep.plan.spec import Plan
 from lockstep.train.averages import EMA
 from lockstep.train.callbacks import Callback
+from lockstep.train.learning_rates import RunningSchedule
+from lockstep.train.metrics import Metrics, targetless
 
 
 def filled(source: Source, name: str) -> Source:
@@ -37,6 +43,50 @@ def filled(source: Source, name: str) -> Source:
             problem(f"`{name}` must hold a sample.", received="0 samples", fix="Check its source.")
         )
     return source
+
+
+def check_targets(source: Source, loss: LossAdapter, metrics: Metrics) -> None:
+    """Refuse arrays without targets where they are needed. Datasets show when they are read.
+
+    Raises:
+        DataError: they are.
+    """
+    if not isinstance(source, ArraySource) or source.targets is not None:
+        return
+    if loss.needs_targets:
+        raise missing_targets()
+    if metrics:
+        raise targetless()
+
+
+def log_names(loss: LossAdapter, metrics: Metrics, *, has_validation: bool) -> list[str]:
+    """Names of what an epoch comes to."""
+    names = [*loss.parts.log_names, *metrics.by_name]
+    return [*names, *(f"val_{name}" for name in names if has_validation)]
+
+
+def check_names(
+    loss: LossAdapter | None, schedule: RunningSchedule | None, metrics: Metrics
+) -> None:
+    """Refuse a metric with the name of something else in the logs.
+
+    Raises:
+        OptionError: there is one.
+    """
+    names = set() if loss is None else set(loss.parts.log_names)
+    taken = {
+        name
+        for name in metrics.by_name
+        if name in names or (schedule is not None and re.fullmatch(r"lr(_\d+)?", name))
+    }
+    if taken:
+        raise OptionError(
+            problem(
+                "A metric cannot have the name of a part of the loss, or of the learning rate.",
+                received=", ".join(sorted(taken)),
+                fix="Give it another name.",
+            )
+        )
 
 
 def check_strategy(strategy: object, problems: Problems) -> None:
@@ -70,6 +120,7 @@ def _check_callbacks(callbacks: object, problems: Problems) -> None:
 def check_arguments(
     model: object,
     loss: object,
+    loss_weights: object,
     strategy: object,
     precision: object,
     seed: object,
@@ -89,12 +140,7 @@ def check_arguments(
             else type(model).__name__,
             fix="Pass an instance, not a class.",
         )
-    if loss is not None and (isinstance(loss, type) or not callable(loss)):
-        problems.add(
-            "`loss` must be callable as loss(output, target).",
-            received=f"the class {loss.__name__}" if isinstance(loss, type) else repr(loss),
-            fix="Pass an instance: torch.nn.CrossEntropyLoss(), for example.",
-        )
+    check_loss(loss, loss_weights, problems)
     check_strategy(strategy, problems)
     if precision not in DTYPES:
         problems.add(

@@ -41,6 +41,7 @@ class FitConductor(Conductor):
         interrupt: Interrupt,
     ) -> None:
         self._trainer = trainer
+        self._schedule = trainer.schedule
         self._callbacks = callbacks
         self._display = display
         self._readopt = readopt
@@ -85,6 +86,9 @@ class FitConductor(Conductor):
             callback.on_train_batch_begin(index)
 
     def end_step(self, index: int, result: StepResult) -> None:
+        if self._schedule is not None:
+            self._schedule.end_step(is_update=result.weight > 0)
+            self._publish_options()
         if self._display is not None:
             self._display.end_step(index, result.total, result.weight, result.num_samples)
         for callback in self._callbacks:
@@ -101,6 +105,8 @@ class FitConductor(Conductor):
             callback.on_test_end(logs)
 
     def end_epoch(self, epoch: int, logs: dict[str, Any]) -> None:
+        if self._schedule is not None:
+            logs.update(self._schedule.end_epoch(logs))
         self.history.add(epoch, logs)
         if self._display is not None:
             self._display.end_epoch(logs)
@@ -132,6 +138,11 @@ class FitConductor(Conductor):
 
     def readopt(self) -> None:
         self._readopt()
+        self._publish_options()
+
+    def _publish_options(self) -> None:
+        assert self.updater is not None
+        self.updater.publish_options()
 
     def close(self) -> None:
         """Leave the screen in order, whatever happened."""

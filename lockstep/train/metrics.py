@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import torch
 
 from lockstep.data.trees import Tree
-from lockstep.errors import OptionError, problem
+from lockstep.errors import DataError, OptionError, problem
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
@@ -65,7 +65,13 @@ class Metrics:
 
     @torch.no_grad()
     def update(self, output: Tree, target: Tree) -> None:
-        """Take in a share's outputs and targets."""
+        """Take in a share's outputs and targets.
+
+        Raises:
+            DataError: there are no targets.
+        """
+        if target is None and self:
+            raise targetless()
         for metric in self.by_name.values():
             metric.update(output, target)
 
@@ -86,6 +92,17 @@ class Metrics:
             for name, metric in self.by_name.items()
             if metric._update_count
         }
+
+
+def targetless() -> DataError:
+    """For data that metrics cannot work with."""
+    return DataError(
+        problem(
+            "Metrics compare outputs with targets.",
+            received="data without targets",
+            fix="Pass (inputs, targets), also where the model computes its own loss.",
+        )
+    )
 
 
 def _is_metric(value: object) -> "TypeGuard[Metric]":

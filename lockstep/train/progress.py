@@ -103,4 +103,6 @@ class ProgressDisplay:
 
 
 def _short(value: Any) -> str:
-    return f"{value:.4f}" if isinstance(value, float) else str(value)
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:.2e}" if 0 < abs(value) < 1e-3 else f"{value:.4f}"

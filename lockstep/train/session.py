@@ -123,6 +123,7 @@ class Session:
         stores += zip(ranks, self._adopt(assignment), strict=True)
         if assignment.updater is not None:
             stores += zip(ranks, self._adopt_slots(assignment), strict=True)
+            stores += _options_store(assignment)
         spec = _spec(assignment)
         _check_loss(assignment)
         parcel = _pack(assignment, [store for _, store in stores])
@@ -410,6 +411,17 @@ def _is_reserved(assignment: Assignment, group: ParameterGroup) -> bool:
     return not assignment.blank or 0 in group.ranks
 
 
+def _options_store(assignment: Assignment) -> list[tuple[tuple[int, ...], TensorStore]]:
+    """A store for options of the optimizer that may change at every step, if they may."""
+    updater = assignment.updater
+    spec = None if updater is None else updater.options_spec()
+    if updater is None or spec is None:
+        return []
+    store = TensorStore.create([spec])
+    updater.share_options(store.views[0])
+    return [(tuple(range(assignment.plan.num_ranks)), store)]
+
+
 def _initialize(assignment: Assignment, worker: Worker) -> None:
     """Each group's first rank gives its parameters their first values, if they have none."""
     if assignment.blank:
@@ -458,6 +470,7 @@ def _spec(assignment: Assignment) -> AnySpec:
         assignment.updater,
         assignment.groups,
         assignment.partitions,
+        1 if assignment.loss is None else len(assignment.loss.parts.factors),
     )
 
 

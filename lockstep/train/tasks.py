@@ -20,6 +20,7 @@ from lockstep.data.order import batch_bounds, epoch_order
 from lockstep.data.sources import Source
 from lockstep.data.trees import Tree, map_tensors
 from lockstep.parallel.control import Control
+from lockstep.parallel.losses import ONE_LOSS, LossParts, Sums
 from lockstep.parallel.update import PieceSlots
 from lockstep.parallel.worker import StepResult, Worker, modes_of
 from lockstep.train.metrics import Metrics
@@ -71,7 +72,7 @@ class Conductor:
         act()
 
     def readopt(self) -> None:
-        """Bring parameters whose memory was exchanged back to where all ranks see them."""
+        """Bring what has changed, parameters and options, to where all ranks see it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -281,6 +282,7 @@ class FitTask(Task):
         start: where to begin; later than the first epoch where a task goes on for another.
         record: show the conductor a Snapshot after every step.
         counts_skipped: tell how many steps of an epoch were left out.
+        loss_parts: of the loss, where it has some.
     """
 
     source: Source
@@ -298,6 +300,7 @@ class FitTask(Task):
     start: Resume = Resume()
     record: bool = False
     counts_skipped: bool = False
+    loss_parts: LossParts = ONE_LOSS
 
     def run(self, worker: Worker, control: Control, conductor: Conductor) -> FitResult:
         """Train until the last epoch, or until a callback or Ctrl-C ends it."""
@@ -334,7 +337,10 @@ class FitTask(Task):
         )
         self.metrics.reset()
         observe = self.metrics.update if self.metrics else None
-        totals, weights, num_skipped = [], [], 0
+        num_skipped = 0
+        totals: list[float] = []
+        weights: list[float] = []
+        parts: list[Sums] = []
         for index, (start, stop) in enumerate(batch_bounds(len(order), self.batch_size)):
             if self.stepwise and ensemble.consult(partial(conductor.begin_step, index)):
                 break
@@ -344,6 +350,7 @@ class FitTask(Task):
             totals.append(result.total)
             weights.append(result.weight)
             num_skipped += result.is_skipped
+            parts += result.parts
             if worker.leaves_a_rank_idle(stop - start):
                 ensemble.share_buffers()
             if self.record:
@@ -358,7 +365,8 @@ class FitTask(Task):
                 end_step()
                 ensemble.check_halt()
         progress.num_epochs = epoch + 1
-        logs = self._logs(ensemble, totals, weights)
+        losses = self._losses(ensemble, totals, weights, parts)
+        logs = self._logs(ensemble, losses)
         if self.counts_skipped:
             logs["skipped_steps"] = num_skipped
         if self.watched:
@@ -367,8 +375,17 @@ class FitTask(Task):
         end = partial(conductor.end_epoch, epoch, logs)
         return ensemble.consult(end, Resume(epoch + 1) if self.watched else None)
 
-    def _logs(self, ensemble: _Ensemble, totals: list[float], weights: list[float]) -> Logs:
-        logs = {"loss": _mean(totals, weights), **_joined_metrics(self.metrics, ensemble.control)}
+    def _losses(
+        self, ensemble: _Ensemble, totals: list[float], weights: list[float], parts: list[Sums]
+    ) -> Logs:
+        """The epoch's loss; of several, whose sums are where their shares were, each one, too."""
+        if not self.loss_parts:
+            return {"loss": _mean(totals, weights)}
+        gathered = ensemble.control.gather(parts)
+        return self.loss_parts.logs([sums for own in gathered for sums in own])
+
+    def _logs(self, ensemble: _Ensemble, losses: Logs) -> Logs:
+        logs = {**losses, **_joined_metrics(self.metrics, ensemble.control)}
         if self.validation is None:
             return logs
         ensemble.conductor.begin_validation()
@@ -379,6 +396,7 @@ class FitTask(Task):
             self.validation,
             self.batch_size,
             self.metrics,
+            self.loss_parts,
             ensemble.pause_validation,
         )
         ensemble.conductor.end_validation(validated)
@@ -392,10 +410,13 @@ class EvaluateTask(Task):
     source: Source
     batch_size: int
     metrics: Metrics
+    loss_parts: LossParts = ONE_LOSS
 
     def run(self, worker: Worker, control: Control, conductor: Conductor) -> Logs:
         """Evaluate; rank 0 returns the values."""
-        return _evaluate(worker, control, self.source, self.batch_size, self.metrics)
+        return _evaluate(
+            worker, control, self.source, self.batch_size, self.metrics, self.loss_parts
+        )
 
 
 @dataclass(kw_only=True)
@@ -422,18 +443,18 @@ def _evaluate(
     source: Source,
     batch_size: int,
     metrics: Metrics,
+    loss_parts: LossParts,
     pause: Callable[[int], None] = lambda index: None,
 ) -> Logs:
     metrics.reset()
     observe = metrics.update if metrics else None
-    losses: list[tuple[float, float]] = []
+    losses: list[Sums] = []
     with modes_of(worker.model, training=False):
         for index, (start, stop) in enumerate(batch_bounds(len(source), batch_size)):
             losses += worker.evaluate_step(source, torch.arange(start, stop), observe)
             pause(index)
     gathered = [loss for losses in control.gather(losses) for loss in losses]
-    mean = _mean([total for total, _ in gathered], [weight for _, weight in gathered])
-    return {"loss": mean, **_joined_metrics(metrics, control)}
+    return {**loss_parts.logs(gathered), **_joined_metrics(metrics, control)}
 
 
 def _joined_metrics(metrics: Metrics, control: Control) -> Logs:

@@ -36,6 +36,7 @@ from lockstep.parallel.blank import (
 from lockstep.parallel.forward import DTYPES
 from lockstep.parallel.gradient_rules import GradientRules, LossScale, OnNonFinite
 from lockstep.parallel.groups import parameter_groups
+from lockstep.parallel.loss_options import adapt_loss
 from lockstep.parallel.losses import LossAdapter
 from lockstep.parallel.settings import TorchSettings
 from lockstep.plan.makers import Accumulating, Maker, SingleDevice
@@ -48,13 +49,17 @@ from lockstep.train.checks import (
     check_counts,
     check_device,
     check_gradient_options,
+    check_names,
+    check_targets,
     compiled,
     filled,
+    log_names,
     prepare_model,
 )
 from lockstep.train.conducting import FitConductor
 from lockstep.train.history import History
 from lockstep.train.interrupt import held_interrupts
+from lockstep.train.learning_rates import make_schedule
 from lockstep.train.master_weights import with_masters
 from lockstep.train.metrics import Metrics
 from lockstep.train.planning import Partitions, Planning
@@ -94,7 +99,9 @@ class Trainer:
             pipeline makes its own part only, with the values that ``reset_parameters`` of its
             modules gives, and ``trainer.model`` is the whole by address.
         loss: ``loss(output, target)`` returning the mean over the batch, values of shape (n,), or
-            a pair (total, weight). Needed for ``fit`` and ``evaluate``.
+            a pair (total, weight). Several of them, in a dict or list, each for the model's output
+            and the target under its key or in its place. Or ``lockstep.OwnLoss()`` where the model
+            returns its loss. Needed for ``fit`` and ``evaluate``.
         optimizer: a torch optimizer over ``model.parameters()``, or a class or function that makes
             one from them. Needed for ``fit``.
         metrics: torchmetrics metrics by name.
@@ -121,6 +128,11 @@ class Trainer:
         average: ``lockstep.EMA(decay)`` to average the weights over the updates; ``with
             trainer.averaged():`` has the model use the averages.
         callbacks: called during every ``fit``.
+        loss_weights: a factor for each of several losses, by key or in their order; 1 for each by
+            default.
+        schedule: of the learning rate: a torch scheduler's class, or a function that makes one from
+            the optimizer, or one over the optimizer given; or a ``lockstep.Schedule`` that says
+            when it steps. The rate of every epoch's last update is in the logs as ``"lr"``.
 
     Raises:
         OptionError: an argument cannot be what it is.
@@ -144,8 +156,10 @@ class Trainer:
         on_nonfinite: OnNonFinite = "raise",
         average: EMA | None = None,
         compile: bool = False,
+        loss_weights: Mapping[str, float] | Sequence[float] | None = None,
+        schedule: Any = None,
     ) -> None:
-        check_arguments(model, loss, strategy, precision, seed, callbacks)
+        check_arguments(model, loss, loss_weights, strategy, precision, seed, callbacks)
         check_gradient_options(clip_norm, clip_value, accumulate, on_nonfinite)
         check_additions(average, compile)
         self.model, shape_of_it = _made(model, precision)
@@ -156,7 +170,6 @@ class Trainer:
         self.stop_training = False
         self.metrics = Metrics(metrics)
         self.optimizer = None if optimizer is None else make_optimizer(optimizer, self.model)
-        self._loss = None if loss is None else LossAdapter(loss)
         self._accumulate = accumulate
         self._compile = compile
         self._rules = GradientRules(
@@ -167,6 +180,9 @@ class Trainer:
         )
         self._averages = None if average is None else Averages(average)
         self._masters: dict[str, torch.Tensor] = {}
+        self.schedule = None if schedule is None else make_schedule(schedule, self.optimizer)
+        self._loss = None if loss is None else adapt_loss(loss, loss_weights)
+        check_names(self._loss, self.schedule, self.metrics)
         self._epochs_trained = 0
         self._steps_trained = 0
         self._plan: Plan | None = None
@@ -220,7 +236,8 @@ class Trainer:
         Args:
             data: ``(inputs, targets)`` or ``(inputs, targets, sample_weight)`` of arrays or tensors
                 whose first dim is the samples, or a map-style Dataset of such items. A tuple of
-                inputs is the model's positional arguments, a dict its keyword arguments.
+                inputs is the model's positional arguments, a dict its keyword arguments. Without
+                targets, for a model that computes its own loss: ``(inputs,)`` or a dict of inputs.
             epochs: passes over the data.
             batch_size: samples of a global batch, over all devices together.
             validation_data: as ``data``; evaluated after every epoch.
@@ -242,15 +259,20 @@ class Trainer:
         epochs, batch_size = check_counts(epochs=epochs, batch_size=batch_size)
         loss = self._need_loss("fit")
         source = filled(as_source(data), "data")
+        check_targets(source, loss, self.metrics)
         validation = None
         if validation_data is not None:
             validation = filled(
                 as_source(validation_data, name="validation_data"), "validation_data"
             )
+            check_targets(validation, loss, self.metrics)
         self._check_trainable()
         self._maker().check_batch_size(batch_size)
         self.stop_training = False
         steps = -(-len(source) // batch_size)
+        if self.schedule is not None:
+            names = log_names(loss, self.metrics, has_validation=validation is not None)
+            self.schedule.begin(names, epochs * steps)
         task = FitTask(
             source=source,
             validation=validation,
@@ -266,6 +288,7 @@ class Trainer:
             stepwise=watches_batches(self.callbacks),
             record=on_snapshot is not None,
             counts_skipped=self._rules.on_nonfinite == "skip",
+            loss_parts=loss.parts,
         )
         display = ProgressDisplay(epochs, steps) if verbose else None
         with held_interrupts() as interrupt:
@@ -298,9 +321,12 @@ class Trainer:
         (batch_size,) = check_counts(batch_size=batch_size)
         loss = self._need_loss("evaluate")
         source = filled(as_source(data), "data")
+        check_targets(source, loss, self.metrics)
         # Within a fit, the user's metrics are busy with the training data.
         metrics = copy.deepcopy(self.metrics) if self._is_running else self.metrics
-        task = EvaluateTask(source=source, batch_size=batch_size, metrics=metrics)
+        task = EvaluateTask(
+            source=source, batch_size=batch_size, metrics=metrics, loss_parts=loss.parts
+        )
         for callback in self.callbacks:
             callback.set_trainer(self)
             callback.on_test_begin()
@@ -451,7 +477,11 @@ class Trainer:
 
     def _make_updater(self) -> TorchUpdater | WrappedUpdater:
         assert self.optimizer is not None
-        plain = TorchUpdater(self.optimizer, dict(self.model.named_parameters()))
+        plain = TorchUpdater(
+            self.optimizer,
+            dict(self.model.named_parameters()),
+            changes_by_step=self.schedule is not None and self.schedule.every == "step",
+        )
         updater: TorchUpdater | WrappedUpdater = plain
         if self._averages is not None:  # of the masters, where there are any
             dtype = DTYPES[self.precision]

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn, optim
 
-from lockstep.comm.exchange import cut_piece
+from lockstep.comm.exchange import TensorSpec, cut_piece
 from lockstep.errors import ModelError, OptionError, Problems, problem
 from lockstep.parallel.allocator import temporary_memory
 from lockstep.parallel.parcel import optimizer_contents, rebuild_optimizer
@@ -34,6 +34,7 @@ from lockstep.parallel.update import (
 )
 from lockstep.plan.layout import Extent, Piece, elementwise_slices, whole_parameters
 from lockstep.plan.spec import Plan
+from lockstep.train.shared_options import SharedOptions, options_spec
 
 # Treat every element by itself. Exact types: a subclass may do anything.
 ELEMENTWISE = frozenset(
@@ -62,13 +63,22 @@ class TorchUpdater(Updater):
     Args:
         optimizer: the user's optimizer; on rank 0 it gets the slots back after training.
         parameters: the model's parameters by name, the same objects that the optimizer holds.
+        changes_by_step: options may change at every step.
     """
 
-    def __init__(self, optimizer: optim.Optimizer, parameters: dict[str, nn.Parameter]) -> None:
+    def __init__(
+        self,
+        optimizer: optim.Optimizer,
+        parameters: dict[str, nn.Parameter],
+        *,
+        changes_by_step: bool = False,
+    ) -> None:
         self.optimizer = self.owner = optimizer
         self.parameters = parameters
         self.is_known = _is_known(optimizer)  # hooks do not travel, so rank 0 says it for all
         self.is_elementwise = self.is_known and type(optimizer) in ELEMENTWISE
+        self._changes_by_step = changes_by_step
+        self._shared_options: SharedOptions | None = None
         self._active = optimizer
         self._pieces: list[BoundPiece] = []
         self._store: dict[str, dict[str, torch.Tensor]] = {}  # by parameter and slot
@@ -164,8 +174,21 @@ class TorchUpdater(Updater):
         ]
         return self._rebuild({"state": state, "param_groups": groups})
 
+    def options_spec(self) -> TensorSpec | None:
+        return options_spec(self.optimizer.param_groups) if self._changes_by_step else None
+
+    def share_options(self, tensor: torch.Tensor) -> None:
+        self._shared_options = SharedOptions(self.optimizer.param_groups, tensor)
+
+    def publish_options(self) -> None:
+        """On rank 0, between two steps: all ranks step with the optimizer's present options."""
+        if self._shared_options is not None:
+            self._shared_options.write(self.optimizer.param_groups)
+
     def step(self) -> None:
         if self._active is not self.optimizer:
+            if self._shared_options is not None:
+                self._shared_options.read_into(self._active.param_groups)
             with temporary_memory() if self._newborn else nullcontext():
                 _step_plainly(self._active)
                 self._store_newborn()

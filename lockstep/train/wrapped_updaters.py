@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn, optim
 
-from lockstep.comm.exchange import cut_piece
+from lockstep.comm.exchange import TensorSpec, cut_piece
 from lockstep.parallel.update import BoundPiece, PieceSlots, SlotKey, Updater
 from lockstep.plan.layout import Extent, Piece
 from lockstep.train.updaters import TorchUpdater
@@ -93,6 +93,16 @@ class WrappedUpdater(Updater):
             if before is not None and before is not place:
                 place.copy_(before)
             self.kept[key.parameter] = place
+
+    def options_spec(self) -> TensorSpec | None:
+        return self.inner.options_spec()
+
+    def share_options(self, tensor: torch.Tensor) -> None:
+        self.inner.share_options(tensor)
+
+    def publish_options(self) -> None:
+        """See ``TorchUpdater.publish_options``."""
+        self.inner.publish_options()
 
     def step(self) -> None:
         self.inner.step()

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 import lockstep
 from lockstep.parallel.batch_norm import BatchNorms
-from lockstep.parallel.losses import LossAdapter, ShareLoss
+from lockstep.parallel.function_losses import FunctionAdapter
+from lockstep.parallel.losses import ShareLoss
 from lockstep.parallel.replica import Replica
 from lockstep.proof.comparison import Comparison
 from lockstep.proof.report import Report
@@ -123,7 +124,7 @@ def test_a_tie_that_a_helper_loses(marker: Path) -> None:
 # --- means of means -----------------------------------------------------------------------------
 
 
-class MeanOfMeans(LossAdapter):
+class MeanOfMeans(FunctionAdapter):
     """Counts every share the same, however much it weighs."""
 
     marker: Path
@@ -134,19 +135,20 @@ class MeanOfMeans(LossAdapter):
             return loss
         self.marker.touch()
         weight = loss.weight
-        return replace(loss, seed=loss.seed / weight, total=loss.total / weight, weight=1.0)
+        seeds = tuple(seed / weight for seed in loss.seeds)
+        return replace(loss, seeds=seeds, total=loss.total / weight, weight=1.0)
 
 
 @pytest.mark.parametrize("name", ["mlp", "gpt_tied", "unused_branch"])
 def test_a_mean_of_means(name: str, marker: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trainer, "LossAdapter", with_marker(marker))
+    monkeypatch.setattr(trainer, "adapt_loss", with_marker(marker))
     report = verify(case(name), marker)
     assert (first(report).kind, first(report).step) == ("loss", 0)
     assert places(report, "gradient", 0)
 
 
-def with_marker(marker: Path) -> Callable[[Any], MeanOfMeans]:
-    def make(loss: Any) -> MeanOfMeans:
+def with_marker(marker: Path) -> Callable[[Any, Any], MeanOfMeans]:
+    def make(loss: Any, loss_weights: Any) -> MeanOfMeans:
         adapter = MeanOfMeans(loss)
         adapter.marker = marker
         return adapter
@@ -269,8 +271,8 @@ class StepsUnused(TorchUpdater):
 
 
 def test_a_step_on_unused_parameters(marker: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def make(*arguments: Any) -> StepsUnused:
-        updater = StepsUnused(*arguments)
+    def make(*arguments: Any, **options: Any) -> StepsUnused:
+        updater = StepsUnused(*arguments, **options)
         updater.marker = marker
         return updater
 

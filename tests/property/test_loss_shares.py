@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Generator, Tensor, nn
 
-from lockstep.parallel.losses import LossAdapter
+from lockstep.parallel.function_losses import FunctionAdapter
 
 CLASSES = 5
 IGNORED = 2  # a class, so that random targets hold it
@@ -60,7 +60,7 @@ def recombine(
     loss: Any, output: Tensor, target: Tensor, weight: Tensor | None, division: Division
 ) -> tuple[float, Tensor, float]:
     """(loss, its gradient, the weight) as a Worker puts them together from the shares."""
-    adapter = LossAdapter(loss)
+    adapter = FunctionAdapter(loss)
     leaf = output.clone().requires_grad_()
     totals, weights = [], []
     for low, high in division.bounds:
@@ -176,7 +176,9 @@ def test_a_share_whose_targets_are_all_ignored_counts_nothing(
     target = class_targets(generator, division.num_samples)
     low, high = division.bounds[-1]
     target[low:high] = IGNORED
-    share = LossAdapter(CLASS_LOSSES[name])(output[low:high], target[low:high], None, high - low)
+    share = FunctionAdapter(CLASS_LOSSES[name])(
+        output[low:high], target[low:high], None, high - low
+    )
     assert (share.total, share.weight) == (0, 0)
     loss = CLASS_LOSSES[name]
     assert_equal_to_whole(lambda leaf: loss(leaf, target), loss, output, target, None, division)

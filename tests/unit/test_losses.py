@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lockstep.errors import LossError, OptionError
-from lockstep.parallel.losses import LossAdapter, ShareLoss
+from lockstep.parallel.function_losses import FunctionAdapter
+from lockstep.parallel.losses import ShareLoss
 
 NUM_SAMPLES = 4
 OUTPUT = torch.tensor([[1.0, 2.0, 4.0], [0.0, 0.5, 1.0], [3.0, 3.0, 3.0], [1.0, 0.0, 0.0]])
@@ -20,7 +21,7 @@ WEIGHT = torch.tensor([1.0, 0.0, 2.0, 0.5])
 
 def share_of(loss: Any, sample_weight: Tensor | None = None) -> ShareLoss:
     output = OUTPUT.clone().requires_grad_()
-    return LossAdapter(loss)(output, TARGET, sample_weight, NUM_SAMPLES)
+    return FunctionAdapter(loss)(output, TARGET, sample_weight, NUM_SAMPLES)
 
 
 # --- the three forms ----------------------------------------------------------------------------
@@ -55,7 +56,7 @@ def test_backward_divides_by_what_it_is_told() -> None:
         lambda output, target: (output.sum(), 4),
     ):
         output = OUTPUT.clone().requires_grad_()
-        LossAdapter(form)(output, TARGET, None, NUM_SAMPLES).backward(8.0)
+        FunctionAdapter(form)(output, TARGET, None, NUM_SAMPLES).backward(8.0)
         assert output.grad is not None
         assert torch.equal(output.grad, torch.full_like(output, 1 / 8))
 
@@ -74,13 +75,13 @@ def test_a_loss_is_called_with_output_and_target() -> None:
         return torch.zeros(())
 
     structure = {"logits": OUTPUT}
-    LossAdapter(loss)(structure, (TARGET, None), None, NUM_SAMPLES)
+    FunctionAdapter(loss)(structure, (TARGET, None), None, NUM_SAMPLES)
     assert seen == [(structure, (TARGET, None))]
 
 
 def test_one_sample_may_be_a_scalar_or_a_value() -> None:
     for loss in (nn.MSELoss(), lambda output, target: (output - target).square().mean(1)):
-        share = LossAdapter(loss)(OUTPUT[:1], torch.zeros(1, 3), None, 1)
+        share = FunctionAdapter(loss)(OUTPUT[:1], torch.zeros(1, 3), None, 1)
         assert (share.total, share.weight) == (7.0, 1.0)
 
 
@@ -113,13 +114,13 @@ def test_a_loss_that_names_sample_weight_gets_it(loss: Any, total: float) -> Non
 def test_a_share_of_weight_zero_counts_nothing() -> None:
     for loss in (nn.CrossEntropyLoss(), nn.MSELoss(), lambda output, target: output.sum(1)):
         target = TARGET if isinstance(loss, nn.CrossEntropyLoss) else OUTPUT + 1
-        share = LossAdapter(loss)(OUTPUT, target, torch.zeros(NUM_SAMPLES), NUM_SAMPLES)
+        share = FunctionAdapter(loss)(OUTPUT, target, torch.zeros(NUM_SAMPLES), NUM_SAMPLES)
         assert (share.total, share.weight) == (0.0, 0.0)
 
 
 def test_functions_without_a_reduction_give_values_per_sample() -> None:
     output = OUTPUT + 1
-    share = LossAdapter(F.cosine_similarity)(output, output * 2, WEIGHT, NUM_SAMPLES)
+    share = FunctionAdapter(F.cosine_similarity)(output, output * 2, WEIGHT, NUM_SAMPLES)
     assert share.total == pytest.approx(3.5)
     assert share.weight == 3.5
 
@@ -131,7 +132,7 @@ def test_a_value_that_is_not_finite_shows_even_with_weight_zero(bad: float) -> N
     share = share_of(lambda output, target: values, WEIGHT)
     assert not math.isfinite(share.total)
     output = torch.zeros(NUM_SAMPLES, requires_grad=True)
-    LossAdapter(lambda output, target: (output * bad).exp().log())(
+    FunctionAdapter(lambda output, target: (output * bad).exp().log())(
         output, TARGET, WEIGHT, NUM_SAMPLES
     ).backward(1.0)
     assert output.grad is not None
@@ -141,7 +142,7 @@ def test_a_value_that_is_not_finite_shows_even_with_weight_zero(bad: float) -> N
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_pair_of_no_weight_and_no_number_is_nothing(bad: float) -> None:
     output = OUTPUT.clone().requires_grad_()
-    adapter = LossAdapter(lambda output, target: (output["logits"].sum() * bad, 0))
+    adapter = FunctionAdapter(lambda output, target: (output["logits"].sum() * bad, 0))
     share = adapter({"logits": output, "other": None}, TARGET, None, NUM_SAMPLES)
     assert (share.total, share.weight) == (0.0, 0.0)
     share.backward(4.0)
@@ -151,7 +152,7 @@ def test_a_pair_of_no_weight_and_no_number_is_nothing(bad: float) -> None:
 
 def test_torchs_own_losses_hide_no_nan_behind_a_weight_of_zero() -> None:
     """On one device, beside samples that count, it would be NaN as well."""
-    share = LossAdapter(nn.CrossEntropyLoss())(
+    share = FunctionAdapter(nn.CrossEntropyLoss())(
         OUTPUT * math.nan, TARGET, torch.zeros(NUM_SAMPLES), NUM_SAMPLES
     )
     assert math.isnan(share.total)
@@ -159,7 +160,7 @@ def test_torchs_own_losses_hide_no_nan_behind_a_weight_of_zero() -> None:
 
 def test_a_loss_may_change_after_the_trainer_is_made() -> None:
     loss = nn.CrossEntropyLoss()
-    adapter = LossAdapter(loss)
+    adapter = FunctionAdapter(loss)
     weight = torch.tensor([1.0, 2.0, 3.0])
     for change in ({"label_smoothing": 0.5}, {"weight": weight}, {"ignore_index": 1}):
         vars(loss).update({key: value for key, value in change.items() if key != "weight"})
@@ -231,12 +232,12 @@ def test_a_loss_that_cannot_weigh_samples_is_refused(name: str) -> None:
 )
 def test_a_sum_is_no_mean_and_refused_at_once(loss: Any) -> None:
     with pytest.raises(OptionError, match='reduction="sum"'):
-        LossAdapter(loss)
+        FunctionAdapter(loss)
 
 
 def test_a_share_that_depends_on_nothing_trainable_adds_no_gradient() -> None:
     """The Worker, which sees all shares, tells when none of them does."""
-    share = LossAdapter(nn.CrossEntropyLoss())(OUTPUT, TARGET, None, NUM_SAMPLES)
+    share = FunctionAdapter(nn.CrossEntropyLoss())(OUTPUT, TARGET, None, NUM_SAMPLES)
     share.backward(1.0)
     assert not OUTPUT.requires_grad
     assert OUTPUT.grad is None

@@ -1,5 +1,6 @@
 """Sources: what counts as data, what is read from it, and what is refused with a way out."""
 
+from collections import UserDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -238,6 +239,33 @@ def test_an_item_with_a_dict_of_inputs_gives_keyword_arguments() -> None:
     assert batch.inputs["x"].tolist() == [1.0] * 4
 
 
+ALONE: dict[str, Any] = {
+    "a dict": {"x": FLOATS, "y": LABELS},
+    "a tuple of a dict": ({"x": FLOATS, "y": LABELS},),
+    "another mapping": UserDict({"x": FLOATS, "y": LABELS}),
+    "dicts": items([{"x": FLOATS[index], "y": index} for index in range(5)]),
+    "other mappings": items([UserDict({"x": FLOATS[index], "y": index}) for index in range(5)]),
+    "tuples of a dict": items([({"x": FLOATS[index], "y": index},) for index in range(5)]),
+}
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_inputs_without_targets_are_keyword_arguments(name: str) -> None:
+    batch = read(ALONE[name])
+    assert type(batch.inputs) is dict
+    assert batch.inputs["x"].tolist() == FLOATS[INDICES.numpy()].tolist()
+    assert batch.inputs["y"].tolist() == INDICES.tolist()
+    assert batch.targets is None
+    assert batch.sample_weight is None
+
+
+@pytest.mark.parametrize("data", [(FLOATS,), items([(row,) for row in FLOATS])])
+def test_one_input_without_targets_is_the_one_argument(data: Any) -> None:
+    batch = read(data)
+    assert batch.inputs.tolist() == FLOATS[INDICES.numpy()].tolist()
+    assert batch.targets is None
+
+
 def test_texts_stay_one_argument() -> None:
     batch = read(items([("some text", index) for index in range(5)]))
     assert list(batch.inputs) == ["some text"] * 4
@@ -253,9 +281,8 @@ def test_a_datasets_third_part_is_the_weight() -> None:
 
 BAD_ITEMS: dict[str, tuple[Any, str]] = {
     "no tuple": (1.0, r"\(input, target\).*Received: float"),
-    "one part": ((1.0,), r"tuple of \(float\)"),
+    "one part in a list": ([1.0], "list of"),
     "four parts": ((1.0, 2, 3, 4), "float, int, int, int"),
-    "a dict": ({"x": 1.0, "y": 2}, "dict"),
     "a weight with dims": ((1.0, 2, torch.ones(1)), r"one number per sample.*\(4, 1\)"),
     "a weight in a dict": ((1.0, 2, {"weight": 1.0}), "one number per sample.*dict"),
     "a negative weight": ((1.0, 2, -1.0), "not negative"),
@@ -288,9 +315,14 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "an iterable dataset": (Endless, "map-style Dataset.*Endless"),
     "an iterator": (lambda: iter([]), "map-style Dataset.*list_iterator"),
     "a lone array": (lambda: FLOATS, "Received: ndarray"),
-    "a dict": (lambda: {"x": FLOATS, "y": LABELS}, "Received: dict"),
+    "a dict of a number": (lambda: {"x": FLOATS, "y": 3}, "Received: int"),
+    "a dict of other lengths": (
+        lambda: {"x": FLOATS, "y": LABELS[:4]},
+        r"inputs\['x'\] 5, inputs\['y'\] 4",
+    ),
     "None": (lambda: None, "NoneType"),
-    "inputs alone": (lambda: (FLOATS,), r"tuple of \(ndarray\)"),
+    "inputs alone in a list": (lambda: [FLOATS], r"list of \(ndarray\)"),
+    "nothing in a tuple": (lambda: (None,), "NoneType"),
     "four parts": (lambda: (FLOATS, LABELS, LABELS, LABELS), "tuple of"),
     "no targets": (lambda: (FLOATS, None), "NoneType"),
     "text": (lambda: ("a.csv", "b.csv"), r"tuple of \(str, str\)"),

@@ -1,0 +1,88 @@
+"""``OwnLoss``: says that the model returns its own loss, and over what that is a mean.
+
+Models in the manner of Hugging Face take their labels among their inputs and return a loss beside
+their logits. All that has to be known of such a loss is its denominator, and that depends on the
+inputs alone. This is a declaration, which the engine and the reference of a proof each read in
+their own way.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from lockstep.errors import LossError, OptionError, problem
+
+
+@dataclass(frozen=True)
+class OwnLoss:
+    """The loss is computed by the model, from its inputs.
+
+    The model returns it as ``output.loss``, as ``output["loss"]``, as the first part of a tuple, or
+    as its whole output: a scalar, the mean over the batch's samples or over what ``weight`` counts;
+    without ``weight`` also values of shape (n,) or a pair (total, weight).
+
+    Args:
+        weight: ``weight(inputs)`` returns over how many terms the mean for these inputs is, such as
+            ``lambda inputs: (inputs["labels"][:, 1:] != -100).sum()``; None for the samples.
+
+    Raises:
+        OptionError: ``weight`` cannot be called.
+    """
+
+    weight: Callable[[Any], Any] | None = None
+
+    def __post_init__(self) -> None:
+        weight: object = self.weight
+        if weight is not None and (isinstance(weight, type) or not callable(weight)):
+            raise OptionError(
+                problem(
+                    "`weight` of OwnLoss must be a function of the model's inputs.",
+                    received=repr(weight),
+                    fix="Pass OwnLoss.tokens(), or a function that counts the terms of the mean.",
+                )
+            )
+
+    @classmethod
+    def tokens(
+        cls, labels: str | int = "labels", *, ignore_index: int = -100, shift: bool = True
+    ) -> "OwnLoss":
+        """A mean over the labels that count, as language models have it.
+
+        Args:
+            labels: the input that holds the labels, shape (n, tokens): a name, or a position.
+            ignore_index: the label that does not count.
+            shift: labels are shifted within the model, as for next tokens, so that the first one of
+                every sample is not predicted.
+        """
+        return cls(_LabelCount(labels=labels, ignore_index=ignore_index, shift=shift))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _LabelCount:
+    """Counts labels."""
+
+    labels: str | int
+    ignore_index: int
+    shift: bool
+
+    def __call__(self, inputs: Any) -> Any:
+        labels = self._find(inputs)
+        counted = labels[:, 1:] if self.shift else labels
+        return (counted != self.ignore_index).sum()
+
+    def _find(self, inputs: Any) -> Any:
+        whole: Any = inputs if isinstance(inputs, dict | tuple) else (inputs,)
+        try:
+            return whole[self.labels]
+        except (KeyError, IndexError, TypeError) as error:
+            raise LossError(
+                problem(
+                    "OwnLoss.tokens needs the labels among the inputs.",
+                    received=f"labels={self.labels!r} for inputs {_describe(whole)}",
+                    fix="Name the model's argument that takes them, or give its position.",
+                )
+            ) from error
+
+
+def _describe(inputs: Any) -> str:
+    return f"{list(inputs)}" if isinstance(inputs, dict) else f"0 to {len(inputs) - 1}"
