@@ -154,4 +154,5 @@ class SharedMemoryExchange(Exchange):
         return (self._pass << 20) | self._offers[share]
 
     def _rank_of(self, share: int) -> int:
-        return replica_of_share(share, self._spec.num_ranks, self._spec.num_shares)
+        spec = self._spec
+        return replica_of_share(share, spec.num_ranks, spec.num_shares, spec.shares_per_row)

@@ -31,9 +31,12 @@ def stream_seed(*keys: int | str) -> int:
     return int.from_bytes(digest.digest(), "little") >> 1
 
 
-def share_seed(seed: int, step: int, share: int) -> int:
-    """The seed of the random stream that one share of one training step draws from."""
-    return stream_seed(seed, "share", step, share)
+def share_seed(seed: int, step: int, share: int, turn: int = 0) -> int:
+    """The seed of the random stream that one share of one training step draws from.
+
+    Where several functions train on each batch, ``turn`` is whose turn it is.
+    """
+    return stream_seed(seed, "share", step, share, *([turn] if turn else []))
 
 
 def seed_streams(seed: int) -> None:

@@ -24,6 +24,7 @@ from lockstep.parallel.replica import Replica
 from lockstep.parallel.stage_exchange import GroupSpec, StageExchange, StageExchangeSpec
 from lockstep.parallel.stage_mail import mail_spec
 from lockstep.parallel.stages import OwnedGroup, StageWorker
+from lockstep.parallel.step_functions import StepFunction
 from lockstep.parallel.store import tensor_spec
 from lockstep.parallel.update import Updater
 from lockstep.parallel.worker import Worker
@@ -168,6 +169,7 @@ def build_worker(
     groups: Sequence[ParameterGroup],
     partitions: Mapping[bool, Partition],
     rules: GradientRules,
+    functions: Sequence[StepFunction],
     seed: int,
     device: torch.device,
 ) -> Worker:
@@ -202,6 +204,7 @@ def build_worker(
         owned=owned,
         blocks=block_sizes(spec.gradients.extents, spec.gradients.num_shares, owned),
         rules=rules,
+        functions=functions,
         seed=seed,
         device=device,
     )

@@ -5,11 +5,13 @@ it finds is a number, so that ranks can tell each other.
 """
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
+from lockstep.data.sources import Batch
 from lockstep.data.trees import Tree, tensors_of
 
 
@@ -28,21 +30,21 @@ class Diagnosis:
         self._modules = [name for name, _ in model.named_modules()]
 
     @torch.no_grad()
-    def of(self, read: Callable[[], Tree], call: Callable[[Tree], Any]) -> float:
+    def of(self, read: Callable[[], Batch], call: Callable[[Batch], Any]) -> float:
         """A number for ``text``: of a weight, the inputs, or a module's output.
 
         Args:
-            read: the inputs.
-            call: runs the model on them.
+            read: gives the batch.
+            call: runs the model on it.
         """
         weight = self.of_weights(self._model.parameters())
         if weight != self.nothing:
             return weight
         try:
-            inputs = read()
-            if not _is_finite(inputs):
+            batch = read()
+            if not _is_finite(batch.inputs):
                 return float(len(self._parameters))
-            return self._first_module(inputs, call)
+            return self._first_module(partial(call, batch))
         except Exception:  # the loss is the error to tell of, and this search but a help
             return self.nothing
 
@@ -68,7 +70,7 @@ class Diagnosis:
         kind = type(self._model.get_submodule(name)).__name__
         return f"first in the output of layer {name!r} ({kind})" if name else ""
 
-    def _first_module(self, inputs: Tree, call: Callable[[Tree], Any]) -> float:
+    def _first_module(self, call: Callable[[], Any]) -> float:
         found: list[int] = []
 
         def look(index: int, output: Any) -> None:
@@ -80,7 +82,7 @@ class Diagnosis:
             for index, module in enumerate(self._model.modules())
         ]
         try:
-            call(inputs)
+            call()
         finally:
             for handle in handles:
                 handle.remove()

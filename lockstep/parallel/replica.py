@@ -10,7 +10,7 @@ A training step is the rank's program (``plan.lowering``), action by action:
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache, partial
 from typing import Any
@@ -36,6 +36,7 @@ from lockstep.parallel.gradient_rules import GradientJudge, GradientRules
 from lockstep.parallel.interleave import Interleaver
 from lockstep.parallel.linear import LinearLayers
 from lockstep.parallel.losses import JointLoss, LossAdapter, ShareLoss, Sums
+from lockstep.parallel.step_functions import StepFunction
 from lockstep.parallel.update import BoundPiece, Updater
 from lockstep.parallel.worker import (
     Observe,
@@ -51,7 +52,7 @@ from lockstep.parallel.worker import (
 from lockstep.plan.layout import Piece
 from lockstep.plan.lowering import lower_forward, lower_train
 from lockstep.plan.program import Action, Backward, Forward, RankProgram, Reduce, Step, Sync
-from lockstep.plan.shares import num_filled_shares, share_bounds, shares_of_replica
+from lockstep.plan.shares import num_filled_shares, share_bounds
 from lockstep.plan.spec import LocalUpdate, Plan
 
 # Elements of a linear layer's weight, from where on its gradient is formed in shared memory: below,
@@ -72,6 +73,7 @@ class Replica(Worker):
         owned: the pieces of trainable parameters that this rank updates.
         blocks: of each of them, the sizes of the blocks that its norm is taken of.
         rules: for gradients.
+        functions: the user's own training steps, in the order of their turns, if there are any.
         seed: of all random streams.
         device: where the model is.
     """
@@ -88,6 +90,7 @@ class Replica(Worker):
         owned: list[Piece],
         blocks: list[list[int]],
         rules: GradientRules,
+        functions: Sequence[StepFunction],
         seed: int,
         device: torch.device,
     ) -> None:
@@ -98,6 +101,7 @@ class Replica(Worker):
         self.board = exchange.board
         self.updater = updater
         self._loss = loss
+        self._functions = functions
         self._seed = seed
         self._device = device
         self._dtype = DTYPES[plan.precision]
@@ -151,20 +155,32 @@ class Replica(Worker):
     # --- training --------------------------------------------------------------------------------
 
     def train_step(
-        self, source: Source, indices: torch.Tensor, step: int, observe: Observe | None = None
+        self,
+        source: Source,
+        indices: torch.Tensor,
+        step: int,
+        observe: Observe | None = None,
+        turn: int = 0,
     ) -> StepResult:
-        run = _Step(source, indices, step, self.plan.num_shares, observe)
+        run = _Step(source, indices, step, self.plan.num_shares, observe, turn)
+        if self.updater is not None:
+            self.updater.turn = turn
+        function = self._functions[turn] if self._functions else None
+        with nullcontext() if function is None else function.training(self.model):
+            return self._train(run)
+
+    def _train(self, run: "_Step") -> StepResult:
         if self.board is not None:
-            self.board.step = step
+            self.board.step = run.step
         self._begin_pass()
         self._clear_gradients()
         run.first_buffers = self._buffers.keep()
         self._isolate_buffers(run)
-        for kind, shares in self._program(len(indices)):
+        for kind, shares in self._program(run.num_samples):
             _HANDLERS[kind](self, run, shares)
         self._settle_buffers(run)
         assert run.totals is not None
-        return step_result(run.totals, len(indices), run.parts, is_skipped=run.is_skipped)
+        return step_result(run.totals, run.num_samples, run.parts, is_skipped=run.is_skipped)
 
     def _clear_gradients(self) -> None:
         for parameter in self._parameters:
@@ -172,8 +188,14 @@ class Replica(Worker):
 
     def _forward(self, run: "_Step", shares: list[int]) -> None:
         def forward(share: int) -> None:
-            seed_streams(share_seed(self._seed, run.step, share))
-            run.refused[share] = self._call.attempt(partial(compute, share))
+            seed_streams(share_seed(self._seed, run.step, share, run.turn))
+            body = compute_by_function if self._functions else compute
+            run.refused[share] = self._call.attempt(partial(body, share))
+
+        def compute_by_function(share: int) -> None:
+            batch = self._read(run, share)
+            with self._call.computing():
+                run.losses[share] = self._functions[run.turn].loss_of(self.model, batch)
 
         def compute(share: int) -> None:
             batch, output = self._output(run, share)
@@ -260,6 +282,7 @@ class Replica(Worker):
         handles = [
             parameter.register_post_accumulate_grad_hook(partial(take, index))
             for index, (_, parameter) in enumerate(self._trainable)
+            if parameter.requires_grad  # others have their turn later
         ]
         try:
             yield
@@ -325,12 +348,20 @@ class Replica(Worker):
     def _diagnose(self, run: "_Step", share: int) -> str:
         """Where a share's values cease to be finite, found by the rank that works on it."""
         place = Diagnosis.nothing
-        if share in shares_of_replica(self.rank, self.plan.num_replicas, self.plan.num_shares):
-            seed_streams(share_seed(self._seed, run.step, share))
-            place = Diagnosis(self.model).of(lambda: self._read(run, share).inputs, self._call)
+        if share in self.plan.shares_of(self.rank):
+            seed_streams(share_seed(self._seed, run.step, share, run.turn))
+            place = Diagnosis(self.model).of(
+                partial(self._read, run, share), partial(self._try, run)
+            )
             self._buffers.restore(run.first_buffers)
         told = [[place]] if self.board is None else self.board.tell([place])
         return Diagnosis(self.model).text(max(number for (number,) in told))
+
+    def _try(self, run: "_Step", batch: Batch) -> object:
+        """Run the model once more, to look at it."""
+        if self._functions:
+            return self._functions[run.turn].loss_of(self.model, batch)
+        return self._call(batch.inputs)
 
     def gradients(self, num_samples: int) -> dict[str, torch.Tensor | None]:
         if self.rank != 0:
@@ -403,8 +434,7 @@ class Replica(Worker):
 
     def leaves_a_rank_idle(self, num_samples: int) -> bool:
         filled = num_filled_shares(num_samples, self.plan.num_shares)
-        replicas = self.plan.num_replicas
-        return shares_of_replica(replicas - 1, replicas, self.plan.num_shares).start >= filled
+        return self.plan.shares_of(self.plan.num_replicas - 1).start >= filled
 
     # --- shared ----------------------------------------------------------------------------------
 
@@ -425,7 +455,7 @@ class Replica(Worker):
 
     def _isolate_buffers(self, run: "_Step") -> None:
         """Where this rank has several shares of the batch, each starts from the same buffers."""
-        mine = shares_of_replica(self.rank, self.plan.num_replicas, self.plan.num_shares)
+        mine = self.plan.shares_of(self.rank)
         if mine.start + 1 < min(mine.stop, run.num_filled) and self._buffers:
             run.isolates_buffers = True
 
@@ -515,11 +545,13 @@ class _Step:
         step: int,
         num_shares: int,
         observe: Observe | None,
+        turn: int = 0,
     ) -> None:
         self.source = source
         self.indices = indices
         self.step = step
         self.observe = observe
+        self.turn = turn
         self.num_samples = len(indices)
         self.bounds = share_bounds(self.num_samples, num_shares)
         self.num_filled = num_filled_shares(self.num_samples, num_shares)

@@ -188,8 +188,14 @@ class StageWorker(Worker):
     # --- training --------------------------------------------------------------------------------
 
     def train_step(
-        self, source: Source, indices: torch.Tensor, step: int, observe: Observe | None = None
+        self,
+        source: Source,
+        indices: torch.Tensor,
+        step: int,
+        observe: Observe | None = None,
+        turn: int = 0,
     ) -> StepResult:
+        assert turn == 0, "stages have no functions of the user's"
         run = self._begin(source, indices, step, observe, training=True)
         self.board.step = step
         self._clear_gradients()

@@ -66,6 +66,7 @@ class Updater(ABC):
 
     is_elementwise = False  # whether ``divide`` may cut parameters
     owner: object = None  # whose slots these are: the front end's optimizer
+    turn = 0  # of several optimizers, which one steps
 
     @abstractmethod
     def divide(

@@ -71,9 +71,16 @@ class Worker(ABC):
 
     @abstractmethod
     def train_step(
-        self, source: Source, indices: torch.Tensor, step: int, observe: Observe | None = None
+        self,
+        source: Source,
+        indices: torch.Tensor,
+        step: int,
+        observe: Observe | None = None,
+        turn: int = 0,
     ) -> StepResult:
         """One step on the global batch at ``indices``; every rank calls it with the same.
+
+        Where several functions train on each batch, ``turn`` is whose turn it is.
 
         Raises:
             NonFiniteLossError: the loss is NaN or infinite; nothing has been updated.

@@ -3,7 +3,7 @@
 from lockstep.plan.pipelines import stage_graph
 from lockstep.plan.program import Action, Backward, Forward, RankProgram, Reduce, Step, Sync
 from lockstep.plan.schedules import forward_schedule, make_schedule
-from lockstep.plan.shares import num_filled_shares, shares_of_replica
+from lockstep.plan.shares import num_filled_shares
 from lockstep.plan.spec import LocalUpdate, Plan
 
 
@@ -40,5 +40,5 @@ def lower_forward(plan: Plan, rank: int, num_samples: int) -> RankProgram:
 
 def _filled_shares(plan: Plan, rank: int, num_samples: int) -> list[int]:
     filled = num_filled_shares(num_samples, plan.num_shares)
-    mine = shares_of_replica(rank, plan.num_replicas, plan.num_shares)
+    mine = plan.shares_of(rank)
     return [share for share in mine if share < filled]

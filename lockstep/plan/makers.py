@@ -58,12 +58,11 @@ class Accumulating(Maker):
         is_measured = self.maker.sample_size(cluster, batch_size) is not None
         size = self._batch_of_a_part(batch_size) if is_measured else batch_size
         plan = self.maker(graph, cluster, size)
-        is_even = plan.pipeline is None and plan.num_shares % plan.num_replicas == 0
         uses_statistics = any(layer.uses_batch_statistics for layer in graph.layers)
         return msgspec.structs.replace(
             plan,
             num_shares=plan.num_shares * self.parts,
-            shares_per_row=self.parts if is_even else 1,
+            shares_per_row=self.parts if plan.pipeline is None else 1,
             interleaved=plan.pipeline is None and uses_statistics,
             notes=(*plan.notes, *_notes_on_parts(plan, self.parts, uses_statistics)),
         )

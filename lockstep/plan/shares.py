@@ -21,18 +21,23 @@ def share_bounds(num_samples: int, num_shares: int) -> list[tuple[int, int]]:
     return bounds
 
 
-def shares_of_replica(replica: int, num_replicas: int, num_shares: int) -> range:
-    """The consecutive shares that a replica computes; counts differ by at most one."""
-    start, stop = share_bounds(num_shares, num_replicas)[replica]
-    return range(start, stop)
+def shares_of_replica(
+    replica: int, num_replicas: int, num_shares: int, shares_per_row: int = 1
+) -> range:
+    """The consecutive shares that a replica computes; counts differ by at most one row's."""
+    start, stop = share_bounds(num_shares // shares_per_row, num_replicas)[replica]
+    return range(start * shares_per_row, stop * shares_per_row)
 
 
-def replica_of_share(share: int, num_replicas: int, num_shares: int) -> int:
+def replica_of_share(
+    share: int, num_replicas: int, num_shares: int, shares_per_row: int = 1
+) -> int:
     """The replica that computes a share: the inverse of ``shares_of_replica``."""
-    base, longer = divmod(num_shares, num_replicas)
-    if share < longer * (base + 1):
-        return share // (base + 1)
-    return longer + (share - longer * (base + 1)) // base
+    row = share // shares_per_row
+    base, longer = divmod(num_shares // shares_per_row, num_replicas)
+    if row < longer * (base + 1):
+        return row // (base + 1)
+    return longer + (row - longer * (base + 1)) // base
 
 
 def num_filled_shares(num_samples: int, num_shares: int) -> int:

@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 
 from lockstep.errors import PlanError, Problems, problem
+from lockstep.plan.shares import shares_of_replica
 
 PLAN_VERSION = 1
 
@@ -174,6 +175,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         """Copies of the model that train on different shares."""
         return next((axis.size for axis in self.mesh if axis.name == "data"), 1)
 
+    def shares_of(self, replica: int) -> range:
+        """The consecutive shares that a replica of the whole model computes."""
+        return shares_of_replica(replica, self.num_replicas, self.num_shares, self.shares_per_row)
+
     def to_json(self) -> bytes:
         """The Plan as indented JSON."""
         return msgspec.json.format(msgspec.json.encode(self), indent=2)
@@ -253,10 +258,10 @@ def _check_shares(plan: Plan, problems: Problems) -> None:
         )
     num_rows, left_over = divmod(plan.num_shares, max(plan.shares_per_row, 1))
     if plan.shares_per_row != 1 and (
-        plan.shares_per_row < 1 or left_over or num_rows % plan.num_replicas
+        plan.shares_per_row < 1 or left_over or num_rows < plan.num_replicas
     ):
         problems.add(
-            "Shares that are added up in one row must be of one replica.",
+            "Shares come in rows, at least one for each replica.",
             received=f"shares_per_row={plan.shares_per_row} with num_shares={plan.num_shares} on "
             f"{plan.num_replicas} replicas",
             fix="Use shares_per_row=1.",

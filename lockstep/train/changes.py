@@ -9,6 +9,7 @@ from torch import nn, optim
 
 from lockstep.parallel.parcel import describe
 from lockstep.plan.spec import Plan
+from lockstep.train.optimizers import Optimizers
 
 
 def structure(model: nn.Module) -> object:
@@ -19,16 +20,18 @@ def structure(model: nn.Module) -> object:
     )
 
 
-def fingerprint(model: nn.Module, optimizer: optim.Optimizer | None, plan: Plan) -> object:
+def fingerprint(
+    model: nn.Module, optimizer: optim.Optimizer | Optimizers | None, plan: Plan
+) -> object:
     """Everything that the other ranks were sent, but for values that are brought to them anyway."""
     if plan.num_ranks == 1:
         return structure(model)
-    return structure(model), describe(model, list(model.parameters())), _slots_of(optimizer)
+    every = optimizer.values() if isinstance(optimizer, Optimizers) else [optimizer]
+    slots = [_slots_of(each) for each in every if each is not None]
+    return structure(model), describe(model, list(model.parameters())), slots
 
 
-def _slots_of(optimizer: optim.Optimizer | None) -> object:
-    if optimizer is None:
-        return None
+def _slots_of(optimizer: optim.Optimizer) -> object:
     groups = [[id(parameter) for parameter in group["params"]] for group in optimizer.param_groups]
     slots = {
         id(parameter): [

@@ -3,7 +3,7 @@
 import math
 import operator
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
 import msgspec
@@ -24,7 +24,7 @@ from lockstep.parallel.forward import DTYPES, PARAMETER_DTYPES
 from lockstep.parallel.function_losses import missing_targets
 from lockstep.parallel.gradient_rules import OnNonFinite
 from lockstep.parallel.loss_options import check_loss
-from lockstep.parallel.losses import LossAdapter
+from lockstep.parallel.losses import ONE_LOSS, LossAdapter, LossParts
 from lockstep.plan.spec import Plan
 from lockstep.train.averages import EMA
 from lockstep.train.callbacks import Callback
@@ -59,9 +59,10 @@ def check_targets(source: Source, loss: LossAdapter, metrics: Metrics) -> None:
         raise targetless()
 
 
-def log_names(loss: LossAdapter, metrics: Metrics, *, has_validation: bool) -> list[str]:
+def log_names(loss: LossAdapter | None, metrics: Metrics, *, has_validation: bool) -> list[str]:
     """Names of what an epoch comes to."""
-    names = [*loss.parts.log_names, *metrics.by_name]
+    parts = ONE_LOSS if loss is None else loss.parts
+    names = [*parts.log_names, *metrics.by_name]
     return [*names, *(f"val_{name}" for name in names if has_validation)]
 
 
@@ -233,6 +234,68 @@ def compiled(plan: Plan) -> Plan:
             )
         )
     return msgspec.structs.replace(plan, compiled=True)
+
+
+def check_train_step(
+    train_step: object, schedule: object, average: object, precision: str, compile: bool
+) -> None:
+    """Training steps of the user's own, and what does not go with them.
+
+    Raises:
+        OptionError: they are no functions, or something does not.
+    """
+    if train_step is None:
+        return
+    problems = Problems()
+    several = isinstance(train_step, Mapping)
+    for step in train_step.values() if isinstance(train_step, Mapping) else [train_step]:
+        if isinstance(step, type) or not callable(step):
+            problems.add(
+                "`train_step` must be a function of model and batch, or a dict of them.",
+                received=repr(step),
+                fix="Pass one that returns the loss.",
+            )
+    unfit = {
+        "schedule": several and schedule is not None,
+        "average": several and average is not None,
+        'precision="bf16"': several and precision == "bf16",
+    }
+    for name in [name for name, is_given in unfit.items() if is_given]:
+        problems.add(
+            "With several optimizers this option would be of none of them.",
+            received=name,
+            fix="Leave it out; a callback may change learning rates of trainer.optimizer[name].",
+        )
+    if compile:
+        problems.add(
+            "A train_step calls what it likes: there is no one model to compile.",
+            received="compile=True",
+            fix="Compile what it calls, within it.",
+        )
+    problems.raise_if_any(OptionError)
+
+
+def check_steps_fit(plan: Plan) -> None:
+    """Refuse the user's own training steps where no rank has the whole model.
+
+    Raises:
+        OptionError: it is in stages.
+    """
+    if plan.pipeline is not None:
+        raise OptionError(
+            problem(
+                "A train_step needs the whole model, and in a pipeline each rank has a part.",
+                received="train_step with a pipeline",
+                fix="Use a data parallel strategy.",
+            )
+        )
+
+
+def turns_of(train_step: object) -> LossParts:
+    """The losses of several functions, as they are named in logs."""
+    if not isinstance(train_step, Mapping):
+        return ONE_LOSS
+    return LossParts(names=tuple(map(str, train_step)), factors=(1.0,) * len(train_step))
 
 
 def _is_positive(value: object) -> bool:

@@ -12,6 +12,7 @@ from lockstep.train.history import History
 from lockstep.train.interrupt import Interrupt
 from lockstep.train.progress import ProgressDisplay
 from lockstep.train.tasks import Conductor, Snapshot
+from lockstep.train.updater_sets import UpdaterSet
 from lockstep.train.updaters import TorchUpdater
 from lockstep.train.wrapped_updaters import WrappedUpdater
 
@@ -48,7 +49,7 @@ class FitConductor(Conductor):
         self._on_snapshot = on_snapshot
         self._interrupt = interrupt
         self.history = History()
-        self.updater: TorchUpdater | WrappedUpdater | None = None
+        self.updater: TorchUpdater | WrappedUpdater | UpdaterSet | None = None
 
     @property
     def stop_training(self) -> bool:  # type: ignore[override]  # an attribute in the base
@@ -87,7 +88,7 @@ class FitConductor(Conductor):
 
     def end_step(self, index: int, result: StepResult) -> None:
         if self._schedule is not None:
-            self._schedule.end_step(is_update=result.weight > 0)
+            self._schedule.end_step(is_update=result.weight > 0 and not result.is_skipped)
             self._publish_options()
         if self._display is not None:
             self._display.end_step(index, result.total, result.weight, result.num_samples)

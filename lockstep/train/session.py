@@ -36,6 +36,7 @@ from lockstep.parallel.parcel import Parcel, parameters_in, unpack
 from lockstep.parallel.partition import Partition
 from lockstep.parallel.settings import TorchSettings
 from lockstep.parallel.shipping import pack_named
+from lockstep.parallel.step_functions import StepFunction
 from lockstep.parallel.store import ParameterStore, TensorStore, check_separate, slot_spec
 from lockstep.parallel.update import Updater
 from lockstep.parallel.worker import Worker
@@ -65,6 +66,7 @@ class Assignment:
         groups: the parameters, by the ranks that have them.
         blank: names of the parameters that have no values yet.
         rules: for gradients.
+        functions: the user's own training steps, if there are any.
     """
 
     plan: Plan
@@ -79,6 +81,7 @@ class Assignment:
     groups: tuple[ParameterGroup, ...]
     blank: frozenset[str]
     rules: GradientRules
+    functions: tuple[StepFunction, ...] = ()
 
 
 class Session:
@@ -494,6 +497,7 @@ def _worker(
         groups=assignment.groups,
         partitions=assignment.partitions,
         rules=assignment.rules,
+        functions=assignment.functions,
         seed=assignment.seed,
         device=assignment.device,
     )
@@ -526,6 +530,7 @@ def _pack(assignment: Assignment, stores: Sequence[TensorStore]) -> Parcel:
         "the loss": assignment.loss and assignment.loss.loss,
         **{f"the {name}": value for name, value in vars(assignment.task).items()},
         "the optimizer": assignment.updater,
+        "train_step": [each.function for each in assignment.functions],
     }
     parameters = dict(assignment.model.named_parameters())
     known = [

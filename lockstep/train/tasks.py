@@ -22,7 +22,7 @@ from lockstep.data.trees import Tree, map_tensors
 from lockstep.parallel.control import Control
 from lockstep.parallel.losses import ONE_LOSS, LossParts, Sums
 from lockstep.parallel.update import PieceSlots
-from lockstep.parallel.worker import StepResult, Worker, modes_of
+from lockstep.parallel.worker import Observe, StepResult, Worker, modes_of
 from lockstep.train.metrics import Metrics
 
 Logs = dict[str, Any]
@@ -283,6 +283,7 @@ class FitTask(Task):
         record: show the conductor a Snapshot after every step.
         counts_skipped: tell how many steps of an epoch were left out.
         loss_parts: of the loss, where it has some.
+        turns: the losses of several functions that take turns with every batch.
     """
 
     source: Source
@@ -301,6 +302,7 @@ class FitTask(Task):
     record: bool = False
     counts_skipped: bool = False
     loss_parts: LossParts = ONE_LOSS
+    turns: LossParts = ONE_LOSS
 
     def run(self, worker: Worker, control: Control, conductor: Conductor) -> FitResult:
         """Train until the last epoch, or until a callback or Ctrl-C ends it."""
@@ -345,7 +347,7 @@ class FitTask(Task):
             if self.stepwise and ensemble.consult(partial(conductor.begin_step, index)):
                 break
             step = self.first_step + progress.num_steps
-            result = worker.train_step(self.source, order[start:stop], step, observe)
+            result = self._train_step(worker, order[start:stop], step, observe)
             progress.num_epochs, progress.num_steps = epoch + 1, progress.num_steps + 1
             totals.append(result.total)
             weights.append(result.weight)
@@ -379,10 +381,23 @@ class FitTask(Task):
         self, ensemble: _Ensemble, totals: list[float], weights: list[float], parts: list[Sums]
     ) -> Logs:
         """The epoch's loss; of several, whose sums are where their shares were, each one, too."""
-        if not self.loss_parts:
+        own_parts = self.turns or self.loss_parts
+        if not own_parts:
             return {"loss": _mean(totals, weights)}
         gathered = ensemble.control.gather(parts)
-        return self.loss_parts.logs([sums for own in gathered for sums in own])
+        return own_parts.logs([sums for own in gathered for sums in own])
+
+    def _train_step(
+        self, worker: Worker, indices: torch.Tensor, step: int, observe: Observe | None
+    ) -> StepResult:
+        """One step, or one of each function that takes its turn."""
+        if not self.turns:
+            return worker.train_step(self.source, indices, step, observe)
+        results = [
+            worker.train_step(self.source, indices, step, observe, turn)
+            for turn in range(len(self.turns.names))
+        ]
+        return _joined(results, is_told=worker.rank == 0)
 
     def _logs(self, ensemble: _Ensemble, losses: Logs) -> Logs:
         logs = {**losses, **_joined_metrics(self.metrics, ensemble.control)}
@@ -471,6 +486,22 @@ def _mean(totals: list[float], weights: list[float]) -> float:
     """Exactly rounded sums: the order of ranks cannot matter."""
     weight = math.fsum(weights)
     return math.fsum(totals) / weight if weight else math.nan
+
+
+def _joined(results: list[StepResult], *, is_told: bool) -> StepResult:
+    """Of steps that took turns with a batch: their losses add up, and each is a part.
+
+    All ranks know these losses, so one of them tells.
+    """
+    sums = tuple((result.total, result.weight) for result in results)
+    size = results[0].num_samples
+    return StepResult(
+        total=math.fsum(size * result.loss for result in results if result.weight),
+        weight=float(size),
+        num_samples=size,
+        is_skipped=all(result.is_skipped for result in results),
+        parts=[sums] if is_told else [],
+    )
 
 
 def _record(ensemble: _Ensemble, step: int, result: StepResult) -> None:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import nn, optim
 
 from lockstep.capture.layers import capture_layers
 from lockstep.checkpoint.weights import load_weights, save_weights
@@ -37,8 +37,9 @@ from lockstep.parallel.forward import DTYPES
 from lockstep.parallel.gradient_rules import GradientRules, LossScale, OnNonFinite
 from lockstep.parallel.groups import parameter_groups
 from lockstep.parallel.loss_options import adapt_loss
-from lockstep.parallel.losses import LossAdapter
+from lockstep.parallel.losses import ONE_LOSS, LossAdapter
 from lockstep.parallel.settings import TorchSettings
+from lockstep.parallel.step_functions import StepFunction
 from lockstep.plan.makers import Accumulating, Maker, SingleDevice
 from lockstep.plan.spec import Plan
 from lockstep.train.averages import EMA, Averages, AveragingUpdater
@@ -50,11 +51,14 @@ from lockstep.train.checks import (
     check_device,
     check_gradient_options,
     check_names,
+    check_steps_fit,
     check_targets,
+    check_train_step,
     compiled,
     filled,
     log_names,
     prepare_model,
+    turns_of,
 )
 from lockstep.train.conducting import FitConductor
 from lockstep.train.history import History
@@ -62,6 +66,7 @@ from lockstep.train.interrupt import held_interrupts
 from lockstep.train.learning_rates import make_schedule
 from lockstep.train.master_weights import with_masters
 from lockstep.train.metrics import Metrics
+from lockstep.train.optimizers import Optimizers, make_optimizers, names_of
 from lockstep.train.planning import Partitions, Planning
 from lockstep.train.progress import ProgressDisplay
 from lockstep.train.scope import current_strategy
@@ -75,7 +80,8 @@ from lockstep.train.tasks import (
     Resume,
     Task,
 )
-from lockstep.train.updaters import TorchUpdater, check_divisible, make_optimizer
+from lockstep.train.updater_sets import UpdaterSet
+from lockstep.train.updaters import TorchUpdater, check_divisible
 from lockstep.train.wrapped_updaters import WrappedUpdater
 
 DEFAULT_BATCH_SIZE = 32
@@ -133,6 +139,10 @@ class Trainer:
         schedule: of the learning rate: a torch scheduler's class, or a function that makes one from
             the optimizer, or one over the optimizer given; or a ``lockstep.Schedule`` that says
             when it steps. The rate of every epoch's last update is in the logs as ``"lr"``.
+        train_step: ``train_step(model, batch)``, which returns a loss as ``loss`` does, in place of
+            ``loss(model(inputs), targets)`` in training; ``batch`` is a share of a batch, in the
+            form of the data given. Or several by name, which take turns with every batch, each with
+            the optimizer of its name in ``optimizer``. Under data parallel strategies.
 
     Raises:
         OptionError: an argument cannot be what it is.
@@ -158,6 +168,7 @@ class Trainer:
         compile: bool = False,
         loss_weights: Mapping[str, float] | Sequence[float] | None = None,
         schedule: Any = None,
+        train_step: Any = None,
     ) -> None:
         check_arguments(model, loss, loss_weights, strategy, precision, seed, callbacks)
         check_gradient_options(clip_norm, clip_value, accumulate, on_nonfinite)
@@ -169,7 +180,9 @@ class Trainer:
         self.callbacks = list(callbacks)
         self.stop_training = False
         self.metrics = Metrics(metrics)
-        self.optimizer = None if optimizer is None else make_optimizer(optimizer, self.model)
+        check_train_step(train_step, schedule, average, precision, compile)
+        self.optimizer: Any = make_optimizers(optimizer, self.model, train_step)
+        self._train_step = train_step
         self._accumulate = accumulate
         self._compile = compile
         self._rules = GradientRules(
@@ -180,7 +193,7 @@ class Trainer:
         )
         self._averages = None if average is None else Averages(average)
         self._masters: dict[str, torch.Tensor] = {}
-        self.schedule = None if schedule is None else make_schedule(schedule, self.optimizer)
+        self.schedule = None if schedule is None else make_schedule(schedule, self._one_optimizer)
         self._loss = None if loss is None else adapt_loss(loss, loss_weights)
         check_names(self._loss, self.schedule, self.metrics)
         self._epochs_trained = 0
@@ -257,14 +270,17 @@ class Trainer:
                 optimizer as that step left them; at once after a second Ctrl-C.
         """
         epochs, batch_size = check_counts(epochs=epochs, batch_size=batch_size)
-        loss = self._need_loss("fit")
+        has_own_step = self._train_step is not None
+        loss = self._loss if has_own_step and validation_data is None else self._need_loss("fit")
         source = filled(as_source(data), "data")
-        check_targets(source, loss, self.metrics)
+        if not has_own_step and loss is not None:
+            check_targets(source, loss, self.metrics)
         validation = None
         if validation_data is not None:
             validation = filled(
                 as_source(validation_data, name="validation_data"), "validation_data"
             )
+            assert loss is not None
             check_targets(validation, loss, self.metrics)
         self._check_trainable()
         self._maker().check_batch_size(batch_size)
@@ -288,7 +304,8 @@ class Trainer:
             stepwise=watches_batches(self.callbacks),
             record=on_snapshot is not None,
             counts_skipped=self._rules.on_nonfinite == "skip",
-            loss_parts=loss.parts,
+            loss_parts=ONE_LOSS if loss is None else loss.parts,
+            turns=turns_of(self._train_step),
         )
         display = ProgressDisplay(epochs, steps) if verbose else None
         with held_interrupts() as interrupt:
@@ -398,7 +415,7 @@ class Trainer:
     # --- parts -----------------------------------------------------------------------------------
 
     def _train(
-        self, task: FitTask, loss: LossAdapter, conductor: FitConductor, batch_size: int
+        self, task: FitTask, loss: LossAdapter | None, conductor: FitConductor, batch_size: int
     ) -> None:
         """Run the task, and go on with another where a callback has changed what was sent."""
         resume: Resume | None = task.start
@@ -418,7 +435,7 @@ class Trainer:
         self,
         task: Task,
         loss: LossAdapter | None,
-        updater: TorchUpdater | WrappedUpdater | None,
+        updater: TorchUpdater | WrappedUpdater | UpdaterSet | None,
         conductor: Conductor,
         batch_size: int,
     ) -> Any:
@@ -432,7 +449,7 @@ class Trainer:
             plan = compiled(plan) if self._compile else plan
             self._plan = plan
         if updater is not None:
-            check_divisible(self.model, updater.optimizer, plan, is_known=updater.is_known)
+            check_divisible(self.model, self.optimizer, plan, is_known=updater.is_known)
         if plan.pipeline is None:
             self._initialize()
         assignment = Assignment(
@@ -448,6 +465,7 @@ class Trainer:
             groups=parameter_groups(plan, self.model, list(partitions.values())),
             blank=blank_names(self.model),
             rules=self._rules,
+            functions=self._functions(plan) if isinstance(task, FitTask) else (),
         )
         outermost, self._is_running = not self._is_running, True
         try:
@@ -475,11 +493,34 @@ class Trainer:
         maker = SingleDevice(precision=self.precision)
         return maker(capture_layers(self.model), discover(), batch_size), {}
 
-    def _make_updater(self) -> TorchUpdater | WrappedUpdater:
+    @property
+    def _one_optimizer(self) -> optim.Optimizer | None:
+        """The optimizer, where there are not several."""
+        one: optim.Optimizer | None = self.optimizer
+        return None if isinstance(self.optimizer, Optimizers) else one
+
+    def _functions(self, plan: Plan) -> tuple[StepFunction, ...]:
+        """The user's own training steps, each with the parameters of its optimizer."""
+        if self._train_step is None:
+            return ()
+        check_steps_fit(plan)
+        if not isinstance(self.optimizer, Optimizers):
+            return (StepFunction(function=self._train_step),)
+        return tuple(
+            StepFunction(
+                function=self._train_step[name], parameters=names_of(optimizer, self.model)
+            )
+            for name, optimizer in self.optimizer.items()
+        )
+
+    def _make_updater(self) -> TorchUpdater | WrappedUpdater | UpdaterSet:
         assert self.optimizer is not None
+        parameters = dict(self.model.named_parameters())
+        if isinstance(self.optimizer, Optimizers):
+            return UpdaterSet(self.optimizer, parameters)
         plain = TorchUpdater(
             self.optimizer,
-            dict(self.model.named_parameters()),
+            parameters,
             changes_by_step=self.schedule is not None and self.schedule.every == "step",
         )
         updater: TorchUpdater | WrappedUpdater = plain

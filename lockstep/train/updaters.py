@@ -418,9 +418,7 @@ def _is_known(optimizer: optim.Optimizer) -> bool:
     )
 
 
-def check_divisible(
-    model: nn.Module, optimizer: optim.Optimizer, plan: Plan, *, is_known: bool
-) -> None:
+def check_divisible(model: nn.Module, optimizer: object, plan: Plan, *, is_known: bool) -> None:
     """Refuse what cannot be divided as the Plan says.
 
     Raises:

@@ -171,7 +171,7 @@ def test_weights_that_are_set_win_over_their_copies(tmp_path: Path) -> None:
     trainer.save(tmp_path / "weights.safetensors")
     trainer.fit((X, Y), batch_size=16, epochs=2, verbose=0)
     trainer.load(tmp_path / "weights.safetensors")
-    for group in trainer.optimizer.param_groups:  # type: ignore[union-attr]
+    for group in trainer.optimizer.param_groups:
         group["lr"] = 0.0
     trainer.fit((X, Y), batch_size=16, verbose=0)
     assert all(value.equal(first[name]) for name, value in trainer.model.state_dict().items())

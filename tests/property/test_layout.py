@@ -14,6 +14,7 @@ from lockstep.plan.layout import (
     Extent,
     Piece,
     align,
+    block_sizes,
     elementwise_slices,
     flat_offsets,
     whole_parameters,
@@ -86,6 +87,23 @@ def test_slices_are_balanced_within_one_unit_of_alignment(
         for pieces in elementwise_slices(parameters, num_ranks, num_ranks)
     ]
     assert max(loads) - min(loads) <= ALIGNMENT_BYTES
+
+
+@given(parameters=extents(), num_ranks=RANKS)
+def test_blocks_do_not_depend_on_the_number_of_ranks(
+    parameters: list[Extent], num_ranks: int
+) -> None:
+    def blocks(ranks: int) -> list[tuple[int, int]]:
+        pieces = [piece for own in elementwise_slices(parameters, ranks, ranks) for piece in own]
+        sizes = block_sizes(parameters, ranks, pieces)
+        assert [sum(each) for each in sizes] == [piece.stop - piece.start for piece in pieces]
+        return [
+            (piece.parameter, size)
+            for piece, each in zip(pieces, sizes, strict=True)
+            for size in each
+        ]
+
+    assert blocks(num_ranks) == blocks(1)
 
 
 @given(parameters=extents(), num_ranks=RANKS)

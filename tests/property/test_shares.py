@@ -33,19 +33,24 @@ def test_filled_shares_are_those_with_samples_and_come_first(
     assert all(start == stop for start, stop in bounds[filled:])
 
 
-@given(num_replicas=COUNTS, num_shares=COUNTS)
+@given(num_replicas=COUNTS, num_rows=COUNTS, per_row=st.integers(1, 4))
 def test_replicas_partition_the_shares_in_order_and_evenly(
-    num_replicas: int, num_shares: int
+    num_replicas: int, num_rows: int, per_row: int
 ) -> None:
-    owned = [shares_of_replica(rank, num_replicas, num_shares) for rank in range(num_replicas)]
+    num_shares = num_rows * per_row
+    owned = [
+        shares_of_replica(rank, num_replicas, num_shares, per_row) for rank in range(num_replicas)
+    ]
     assert [share for shares in owned for share in shares] == list(range(num_shares))
-    assert max(map(len, owned)) - min(map(len, owned)) <= 1
+    assert max(map(len, owned)) - min(map(len, owned)) <= per_row
+    assert all(len(shares) % per_row == 0 for shares in owned)
 
 
-@given(num_replicas=COUNTS, num_shares=COUNTS)
+@given(num_replicas=COUNTS, num_rows=COUNTS, per_row=st.integers(1, 4))
 def test_replica_of_share_is_the_inverse_of_shares_of_replica(
-    num_replicas: int, num_shares: int
+    num_replicas: int, num_rows: int, per_row: int
 ) -> None:
+    num_shares = num_rows * per_row
     for replica in range(num_replicas):
-        for share in shares_of_replica(replica, num_replicas, num_shares):
-            assert replica_of_share(share, num_replicas, num_shares) == replica
+        for share in shares_of_replica(replica, num_replicas, num_shares, per_row):
+            assert replica_of_share(share, num_replicas, num_shares, per_row) == replica

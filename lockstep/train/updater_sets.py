@@ -1,0 +1,92 @@
+"""Several optimizers, each with parameters of its own, of which one steps at a time."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep.parallel.update import BoundPiece, PieceSlots, SlotKey, Updater
+from lockstep.plan.layout import Extent, Piece, elementwise_slices, whole_parameters
+from lockstep.train.optimizers import Optimizers
+from lockstep.train.updaters import TorchUpdater
+
+
+class UpdaterSet(Updater):
+    """Steps one of several torch optimizers: the one whose turn it is.
+
+    Args:
+        optimizers: by name, in the order of their turns.
+        parameters: the model's parameters by name.
+    """
+
+    def __init__(self, optimizers: Optimizers, parameters: Mapping[str, nn.Parameter]) -> None:
+        self.owner = optimizers
+        self._updaters: list[TorchUpdater] = []
+        self._of: dict[str, TorchUpdater] = {}
+        for optimizer in optimizers.values():
+            own = {id(one) for group in optimizer.param_groups for one in group["params"]}
+            named = {name: one for name, one in parameters.items() if id(one) in own}
+            updater = TorchUpdater(optimizer, named)
+            self._updaters.append(updater)
+            self._of.update(dict.fromkeys(named, updater))
+        self.is_known = all(updater.is_known for updater in self._updaters)
+        self.is_elementwise = all(updater.is_elementwise for updater in self._updaters)
+
+    def divide(
+        self, extents: Sequence[Extent], num_ranks: int, num_shares: int
+    ) -> list[list[Piece]]:
+        if not self.is_known:
+            return [*whole_parameters(extents, 1), *([] for _ in range(num_ranks - 1))]
+        if self.is_elementwise:
+            return elementwise_slices(extents, num_ranks, num_shares)
+        return whole_parameters(extents, num_ranks)
+
+    def bind(self, pieces: Sequence[BoundPiece]) -> None:
+        for updater, own in self._divided(pieces, lambda piece: piece.name):
+            updater.bind(own)
+
+    def slot_keys(self) -> list[SlotKey]:
+        keys = [key for updater in self._updaters for key in updater.slot_keys()]
+        return keys if self.is_elementwise else []
+
+    def store_slots(self, store: Mapping[SlotKey, torch.Tensor]) -> None:
+        for updater, own in self._divided(list(store), lambda key: key.parameter):
+            updater.store_slots({key: store[key] for key in own})
+
+    def step(self) -> None:
+        self._updaters[self.turn].step()
+
+    def slots(self, *, with_stored: bool = False) -> list[PieceSlots]:
+        return [
+            part for updater in self._updaters for part in updater.slots(with_stored=with_stored)
+        ]
+
+    def take_slots(self, pieces: Sequence[PieceSlots]) -> None:
+        """See ``TorchUpdater.take_slots``."""
+        for updater, own in self._divided(pieces, lambda piece: piece.name):
+            updater.take_slots(own)
+
+    def publish_options(self) -> None:
+        """No schedule moves these options at every step."""
+        return
+
+    def recover(self) -> list[str]:
+        return [name for updater in self._updaters for name in updater.recover()]
+
+    def options(self) -> list[dict[str, Any]]:
+        return [options for updater in self._updaters for options in updater.options()]
+
+    def set_options(self, options: list[dict[str, Any]]) -> None:
+        rest = list(options)
+        for updater in self._updaters:
+            count = len(updater.optimizer.param_groups)
+            updater.set_options(rest[:count])
+            rest = rest[count:]
+
+    def _divided(
+        self, items: Sequence[Any], name_of: Callable[[Any], str]
+    ) -> Iterator[tuple[TorchUpdater, list[Any]]]:
+        """Each updater with what is its own; what belongs to none is trained by none."""
+        for updater in self._updaters:
+            yield updater, [item for item in items if self._of.get(name_of(item)) is updater]
