@@ -9,8 +9,9 @@ import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
+from rich.console import Console
 from torch import nn
 
 from lockstep.capture.layers import capture_layers
@@ -36,6 +37,7 @@ from lockstep.parallel.losses import LossAdapter
 from lockstep.parallel.settings import TorchSettings
 from lockstep.plan.makers import Maker, SingleDevice
 from lockstep.plan.spec import Plan
+from lockstep.train.batch_size import BatchSizeSearch, Training, choose_batch_size, search_of
 from lockstep.train.callbacks import Callback, Logs, watches_batches, watches_beginnings
 from lockstep.train.checks import (
     check_arguments,
@@ -47,6 +49,7 @@ from lockstep.train.checks import (
 from lockstep.train.conducting import FitConductor
 from lockstep.train.history import History
 from lockstep.train.interrupt import held_interrupts
+from lockstep.train.learning_rate import RateRule
 from lockstep.train.metrics import Metrics
 from lockstep.train.planning import Partitions, Planning
 from lockstep.train.progress import ProgressDisplay
@@ -96,6 +99,9 @@ class Trainer:
         seed: of the order of the samples and of all random numbers in training.
         callbacks: called during every ``fit``.
 
+    Attributes:
+        batch_size: of the last ``fit``, as it was given or found; None before.
+
     Raises:
         OptionError: an argument cannot be what it is.
         ModelError: the model cannot be trained as it is.
@@ -123,16 +129,31 @@ class Trainer:
         self.metrics = Metrics(metrics)
         self.optimizer = None if optimizer is None else make_optimizer(optimizer, self.model)
         self._loss = None if loss is None else LossAdapter(loss)
+        self.batch_size: int | None = None
         self._epochs_trained = 0
         self._steps_trained = 0
         self._plan: Plan | None = None
         self._planning = Planning(shape_of_it)
         self._is_running = False
-        timeout = (
-            DEFAULT_TIMEOUT_SECONDS if self.strategy is None else self.strategy.timeout_seconds
-        )
-        self._session = Session(timeout)
+        self._begin_session()
+
+    def _begin_session(self) -> None:
+        self._session = Session(self._timeout_seconds)
         self._finalizer = weakref.finalize(self, self._session.release)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a Trainer of another process needs: callbacks stay here, with the helpers."""
+        own = ("_session", "_finalizer")
+        state = {name: value for name, value in vars(self).items() if name not in own}
+        return {**state, "callbacks": [], "_is_running": False}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._begin_session()
+
+    @property
+    def _timeout_seconds(self) -> float:
+        return DEFAULT_TIMEOUT_SECONDS if self.strategy is None else self.strategy.timeout_seconds
 
     @property
     def plan(self) -> Plan:
@@ -160,10 +181,12 @@ class Trainer:
         data: Any,
         *,
         epochs: int = 1,
-        batch_size: int = DEFAULT_BATCH_SIZE,
+        batch_size: int | Literal["auto"] | BatchSizeSearch = DEFAULT_BATCH_SIZE,
         validation_data: Any = None,
         shuffle: bool = True,
         verbose: int = 1,
+        learning_rate_rule: Literal["linear", "sqrt"] | None = None,
+        reference_batch_size: int = DEFAULT_BATCH_SIZE,
         on_snapshot: Any = None,
     ) -> History:
         """Train; a second ``fit`` goes on where the first ended.
@@ -173,11 +196,18 @@ class Trainer:
                 whose first dim is the samples, or a map-style Dataset of such items. A tuple of
                 inputs is the model's positional arguments, a dict its keyword arguments.
             epochs: passes over the data.
-            batch_size: samples of a global batch, over all devices together.
+            batch_size: samples of a global batch, over all devices together. ``"auto"`` is the
+                fastest per sample on this machine, found by trial and remembered; see
+                ``BatchSizeSearch``, which may be given as well.
             validation_data: as ``data``; evaluated after every epoch.
             shuffle: take the samples in a new order every epoch, a function of the seed and the
                 epoch alone.
             verbose: 1 shows progress, 0 is silent.
+            learning_rate_rule: ``"linear"`` or ``"sqrt"`` multiplies the learning rate of every
+                parameter group by ``batch_size / reference_batch_size``, or by its square root:
+                once, and by the ratio when a later ``fit`` has the rule and another size. None
+                leaves them as they are.
+            reference_batch_size: the batch size that the learning rates were chosen for.
             on_snapshot: called with a ``train.tasks.Snapshot`` after every step: gradients, every
                 rank's state and the optimizer's slots. For proofs; slow.
 
@@ -190,7 +220,10 @@ class Trainer:
             KeyboardInterrupt: after Ctrl-C and the step that was under way, with weights and
                 optimizer as that step left them; at once after a second Ctrl-C.
         """
-        epochs, batch_size = check_counts(epochs=epochs, batch_size=batch_size)
+        search, rule = search_of(batch_size), None
+        if learning_rate_rule is not None:
+            rule = RateRule(name=learning_rate_rule, reference_batch_size=reference_batch_size)
+        epochs, size = check_counts(epochs=epochs, batch_size=1 if search else batch_size)
         loss = self._need_loss("fit")
         source = filled(as_source(data), "data")
         validation = None
@@ -199,14 +232,18 @@ class Trainer:
                 as_source(validation_data, name="validation_data"), "validation_data"
             )
         self._check_trainable()
-        self._maker().check_batch_size(batch_size)
+        if search is not None:
+            size = self._find_batch_size(search, source, validation, verbose=bool(verbose))
+        self._maker().check_batch_size(size)
+        self.batch_size = size
+        self._scale_rates(rule, verbose=bool(verbose))
         self.stop_training = False
-        steps = -(-len(source) // batch_size)
+        steps = -(-len(source) // size)
         task = FitTask(
             source=source,
             validation=validation,
             epochs=epochs,
-            batch_size=batch_size,
+            batch_size=size,
             shuffle=shuffle,
             seed=self.seed,
             first_epoch=self._epochs_trained,
@@ -229,7 +266,7 @@ class Trainer:
             )
             try:
                 conductor.begin_train()
-                self._train(task, loss, conductor, batch_size)
+                self._train(task, loss, conductor, size)
             finally:
                 conductor.close()
         conductor.end_train()
@@ -301,6 +338,28 @@ class Trainer:
         self._session.close()
 
     # --- parts -----------------------------------------------------------------------------------
+
+    def _find_batch_size(
+        self, search: BatchSizeSearch, source: Source, validation: Source | None, *, verbose: bool
+    ) -> int:
+        assert self._loss is not None
+        training = Training(
+            trainer=self,
+            loss=self._loss.loss,
+            maker=self._maker(),
+            source=source,
+            validation=validation,
+            num_replicas=getattr(self.strategy, "num_replicas_in_sync", 1),
+            timeout_seconds=self._timeout_seconds,
+        )
+        return choose_batch_size(training, search, verbose=verbose)
+
+    def _scale_rates(self, rule: RateRule | None, *, verbose: bool) -> None:
+        if rule is not None:
+            assert self.optimizer is not None
+            assert self.batch_size is not None
+            done = rule.apply(self.optimizer, self.batch_size)
+            Console(quiet=not verbose).print(done, highlight=False, markup=False, soft_wrap=True)
 
     def _train(
         self, task: FitTask, loss: LossAdapter, conductor: FitConductor, batch_size: int
