@@ -6,6 +6,7 @@ and written anew. It changes by being replaced, so a reader finds the old one or
 writers at once one may forget what the other has found, which costs a search.
 """
 
+import functools
 import hashlib
 import os
 import platform
@@ -161,6 +162,8 @@ def _structure(model: nn.Module) -> Iterator[str]:
 
 def _name_of(thing: object) -> str:
     """Of a function, or of a thing's class."""
+    if isinstance(thing, functools.partial):
+        return f"partial {_name_of(thing.func)}"
     named = thing if hasattr(thing, "__qualname__") else type(thing)
     return f"{named.__module__}.{named.__qualname__}"
 
