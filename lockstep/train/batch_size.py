@@ -126,8 +126,6 @@ class Training:
         maker: of the Plans.
         source: the data.
         validation: data that is evaluated on besides, or None.
-        num_replicas: that divide a batch.
-        timeout_seconds: longest wait for a trial.
         options: what else has an influence on time or memory: anything whose ``repr`` says all.
     """
 
@@ -136,9 +134,12 @@ class Training:
     maker: "Maker"
     source: Source
     validation: Source | None
-    num_replicas: int
-    timeout_seconds: float
     options: tuple[object, ...] = ()
+
+    @property
+    def num_replicas(self) -> int:
+        """That divide a batch."""
+        return getattr(self.trainer.strategy, "num_replicas_in_sync", 1)
 
     def key(self, search: BatchSizeSearch) -> str:
         """Under which the size is remembered."""
@@ -153,13 +154,13 @@ class Training:
         )
 
 
-def choose_batch_size(training: Training, options: BatchSizeSearch, *, verbose: bool) -> int:
+def choose_batch_size(training: Training, options: BatchSizeSearch, console: Console) -> int:
     """The batch size for a training: remembered, or found now.
 
     Args:
         training: what it is for.
         options: of the search.
-        verbose: whether to say on screen what is tried and taken.
+        console: where to say what is tried and taken.
 
     Raises:
         OptionError: sizes that the strategy or the data cannot have.
@@ -167,7 +168,7 @@ def choose_batch_size(training: Training, options: BatchSizeSearch, *, verbose: 
         ShippingError: a part of the training cannot be sent to another process.
         Exception: what the user's own code raises at the first size that is tried.
     """
-    display = _Display(Console(quiet=not verbose))
+    display = _Display(console)
     first, floor = _bounds(training, options)
     key = training.key(options)
     free = free_memory()
@@ -240,7 +241,7 @@ def _search(
         training.source,
         others=0 if training.validation is None else array_bytes(training.validation),
         limit_bytes=limit_bytes,
-        timeout_seconds=training.timeout_seconds,
+        timeout_seconds=training.trainer.timeout_seconds,
     ) as trials:
         search = Doubling(
             objective=options.objective,

@@ -73,3 +73,15 @@ class RateRule:
             f"learning rate {done}: x {factor:.4g} for batch_size {batch_size}, by the "
             f"{self.name} rule from {self.reference_batch_size}"
         )
+
+
+def rule_of(name: str | None, reference_batch_size: int) -> RateRule | None:
+    """The rule that ``fit`` was asked for; the reference is checked also where there is none.
+
+    Raises:
+        OptionError: see ``RateRule``.
+    """
+    rule = RateRule(
+        name="linear" if name is None else name, reference_batch_size=reference_batch_size
+    )
+    return None if name is None else rule

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any, Literal, Protocol
 
 from rich.console import Console
-from torch import nn
+from torch import nn, optim
 
 from lockstep.capture.layers import capture_layers
 from lockstep.checkpoint.weights import load_weights, save_weights
@@ -49,7 +49,7 @@ from lockstep.train.checks import (
 from lockstep.train.conducting import FitConductor
 from lockstep.train.history import History
 from lockstep.train.interrupt import held_interrupts
-from lockstep.train.learning_rate import RateRule
+from lockstep.train.learning_rate import rule_of
 from lockstep.train.metrics import Metrics
 from lockstep.train.planning import Partitions, Planning
 from lockstep.train.progress import ProgressDisplay
@@ -138,7 +138,7 @@ class Trainer:
         self._begin_session()
 
     def _begin_session(self) -> None:
-        self._session = Session(self._timeout_seconds)
+        self._session = Session(self.timeout_seconds)
         self._finalizer = weakref.finalize(self, self._session.release)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -152,7 +152,8 @@ class Trainer:
         self._begin_session()
 
     @property
-    def _timeout_seconds(self) -> float:
+    def timeout_seconds(self) -> float:
+        """Longest wait for a helper: the strategy's."""
         return DEFAULT_TIMEOUT_SECONDS if self.strategy is None else self.strategy.timeout_seconds
 
     @property
@@ -220,9 +221,7 @@ class Trainer:
             KeyboardInterrupt: after Ctrl-C and the step that was under way, with weights and
                 optimizer as that step left them; at once after a second Ctrl-C.
         """
-        search, rule = search_of(batch_size), None
-        if learning_rate_rule is not None:
-            rule = RateRule(name=learning_rate_rule, reference_batch_size=reference_batch_size)
+        search, rule = search_of(batch_size), rule_of(learning_rate_rule, reference_batch_size)
         epochs, size = check_counts(epochs=epochs, batch_size=1 if search else batch_size)
         loss = self._need_loss("fit")
         source = filled(as_source(data), "data")
@@ -231,12 +230,21 @@ class Trainer:
             validation = filled(
                 as_source(validation_data, name="validation_data"), "validation_data"
             )
-        self._check_trainable()
+        optimizer = self._check_trainable()
+        console = Console(quiet=not verbose)
         if search is not None:
-            size = self._find_batch_size(search, source, validation, verbose=bool(verbose))
+            training = Training(
+                trainer=self,
+                loss=loss.loss,
+                maker=self._maker(),
+                source=source,
+                validation=validation,
+            )
+            size = choose_batch_size(training, search, console)
         self._maker().check_batch_size(size)
         self.batch_size = size
-        self._scale_rates(rule, verbose=bool(verbose))
+        if rule is not None:
+            console.print(rule.apply(optimizer, size), highlight=False, soft_wrap=True)
         self.stop_training = False
         steps = -(-len(source) // size)
         task = FitTask(
@@ -339,28 +347,6 @@ class Trainer:
 
     # --- parts -----------------------------------------------------------------------------------
 
-    def _find_batch_size(
-        self, search: BatchSizeSearch, source: Source, validation: Source | None, *, verbose: bool
-    ) -> int:
-        assert self._loss is not None
-        training = Training(
-            trainer=self,
-            loss=self._loss.loss,
-            maker=self._maker(),
-            source=source,
-            validation=validation,
-            num_replicas=getattr(self.strategy, "num_replicas_in_sync", 1),
-            timeout_seconds=self._timeout_seconds,
-        )
-        return choose_batch_size(training, search, verbose=verbose)
-
-    def _scale_rates(self, rule: RateRule | None, *, verbose: bool) -> None:
-        if rule is not None:
-            assert self.optimizer is not None
-            assert self.batch_size is not None
-            done = rule.apply(self.optimizer, self.batch_size)
-            Console(quiet=not verbose).print(done, highlight=False, markup=False, soft_wrap=True)
-
     def _train(
         self, task: FitTask, loss: LossAdapter, conductor: FitConductor, batch_size: int
     ) -> None:
@@ -440,7 +426,7 @@ class Trainer:
         assert self.optimizer is not None
         return TorchUpdater(self.optimizer, dict(self.model.named_parameters()))
 
-    def _check_trainable(self) -> None:
+    def _check_trainable(self) -> optim.Optimizer:
         if self.optimizer is None:
             raise OptionError(
                 problem(
@@ -457,6 +443,7 @@ class Trainer:
                     fix="Unfreeze a part of it, or use evaluate or predict.",
                 )
             )
+        return self.optimizer
 
     def _need_loss(self, method: str) -> LossAdapter:
         if self._loss is None:

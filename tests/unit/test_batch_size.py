@@ -17,6 +17,7 @@ from lockstep import errors
 from lockstep.comm.memory_limits import FreeMemory
 from lockstep.data.sources import as_source
 from lockstep.train import batch_size as batch_sizes
+from lockstep.train.callbacks import watches_batches
 from lockstep.train.doubling import Doubling, Measured, Trial
 from lockstep.train.recollection import Recollection, file_path
 from lockstep.train.trials import Trials, is_shortage
@@ -200,6 +201,27 @@ def test_a_trial_learns_nothing_and_so_cannot_diverge() -> None:
     with pytest.raises(errors.NonFiniteLossError):  # of the training itself
         trainer.fit(data, batch_size=SEARCH, epochs=3, verbose=0)
     assert trainer.batch_size in (8, 16)
+
+
+class Watcher(lockstep.Callback):
+    """Acts on batches, or says that it only looks on."""
+
+    def __init__(self, is_observer: bool) -> None:
+        self.is_observer = is_observer
+        self.ends = 0
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.ends += 1
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_ranks_do_not_wait_for_callbacks_that_only_look_on(devices: int) -> None:
+    assert watches_batches([Watcher(False), Watcher(True)])
+    assert not watches_batches([Watcher(True)])
+    watcher = Watcher(True)
+    trainer = make_trainer(callbacks=[watcher], strategy=lockstep.MirroredStrategy(devices))
+    trainer.fit((X, Y), batch_size=20, verbose=0)
+    assert watcher.ends == 3
 
 
 # --- memory between trainers --------------------------------------------------------------------

@@ -134,3 +134,8 @@ def test_other_rules_are_refused() -> None:
     message = "2 problems(.|\n)*`learning_rate_rule` must be.*'cubic'(.|\n)*`reference_batch_size`"
     with pytest.raises(errors.OptionError, match=message):
         fit(make_trainer(), 64, "cubic", reference_batch_size=0)
+
+
+def test_the_reference_is_checked_also_where_no_rule_asks_for_it() -> None:
+    with pytest.raises(errors.OptionError, match=r"`reference_batch_size` must be.*2\.5"):
+        fit(make_trainer(), 64, reference_batch_size=2.5)
