@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test check lint format bench bench-pipelines clean
+.PHONY: demo test check lint format api-docs bench bench-pipelines clean
 demo: .venv/.installed
 	$(BIN)/lockstep demo
 
@@ -21,6 +21,10 @@ lint: .venv/.installed
 format: .venv/.installed
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# Writes docs/api.md anew, from the docstrings.
+api-docs: .venv/.installed
+	$(BIN)/python tools/api_reference.py
 
 # Compares with other libraries on the cores of this machine, and writes docs/benchmarks.md anew.
 bench: .venv-bench/.installed

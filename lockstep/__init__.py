@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from lockstep.strategies.pipeline import PipelineStrategy as PipelineStrategy
     from lockstep.strategies.single import SingleDeviceStrategy as SingleDeviceStrategy
     from lockstep.train.averages import EMA as EMA
+    from lockstep.train.batch_size import BatchSizeSearch as BatchSizeSearch
     from lockstep.train.callbacks import Callback as Callback
     from lockstep.train.history import History as History
     from lockstep.train.learning_rates import Schedule as Schedule
@@ -32,6 +33,7 @@ __version__ = "0.1.0"
 
 # Public name -> (module that defines it, its name there; "" is the module itself).
 _HOMES = {
+    "BatchSizeSearch": ("lockstep.train.batch_size", "BatchSizeSearch"),
     "Callback": ("lockstep.train.callbacks", "Callback"),
     "EMA": ("lockstep.train.averages", "EMA"),
     "HybridStrategy": ("lockstep.strategies.hybrid", "HybridStrategy"),

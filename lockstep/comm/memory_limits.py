@@ -27,6 +27,23 @@ def free_memory(root: Path = Path("/")) -> FreeMemory | None:
     return min(_limits(root), key=lambda free: free.num_bytes, default=None)
 
 
+def memory_ceiling(root: Path = Path("/")) -> int | None:
+    """What this process could take if nothing else ran: the host's memory, or a tighter limit."""
+    return min(_ceilings(root), default=None)
+
+
+def _ceilings(root: Path) -> Iterator[int]:
+    for line in _lines(root / "proc/meminfo"):
+        name, _, value = line.partition(":")
+        if name == "MemTotal":
+            yield int(value.split()[0]) * 1024
+    for folder in _control_groups(root):
+        for limit in ("memory.max", "memory.limit_in_bytes"):
+            most = _number(folder / limit)
+            if most is not None:
+                yield most
+
+
 def _limits(root: Path) -> Iterator[FreeMemory]:
     for line in _lines(root / "proc/meminfo"):
         name, _, value = line.partition(":")

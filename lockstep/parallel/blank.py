@@ -7,12 +7,13 @@ on the module's name alone. So a model has the same first values under every str
 needs memory for all of it. Buffers are made as the function makes them, on every rank.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from lockstep.comm.exchange import TensorSpec
 from lockstep.comm.shared_memory import SharedRegion
 from lockstep.data.order import restore_streams, seed_streams, stream_seed, stream_states
 from lockstep.errors import ModelError, OptionError, problem
@@ -78,19 +79,25 @@ def _reset_of(module: nn.Module) -> Callable[[], None] | None:
 def allocate(model: nn.Module) -> None:
     """Give the parameters of a model on the meta device addresses, without memory so far."""
     named = list(model.named_parameters())
-    specs = [tensor_spec(name, parameter) for name, parameter in named]
+    made = blank_parameters([tensor_spec(name, parameter) for name, parameter in named])
+    places: dict[int, nn.Parameter] = {}
+    for (_, parameter), place in zip(named, made, strict=True):
+        place.requires_grad_(parameter.requires_grad)
+        places[id(parameter)] = place
+    for module in model.modules():
+        for name, own in module._parameters.items():
+            if own is not None:
+                module._parameters[name] = places[id(own)]
+
+
+def blank_parameters(specs: Sequence[TensorSpec]) -> list[nn.Parameter]:
+    """Parameters that have addresses, and neither memory nor values yet."""
     _, num_bytes = flat_offsets([spec.extent for spec in specs])
     store = TensorStore(specs, SharedRegion.create(num_bytes, [(0, num_bytes)]))
-    places = {
-        id(parameter): nn.Parameter(view, parameter.requires_grad)
-        for (_, parameter), view in zip(named, store.views, strict=True)
-    }
-    for place in places.values():
-        setattr(place, _MARK, True)
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                module._parameters[name] = places[id(parameter)]
+    made = [nn.Parameter(view, view.is_floating_point()) for view in store.views]
+    for parameter in made:
+        setattr(parameter, _MARK, True)
+    return made
 
 
 def blank_names(model: nn.Module) -> frozenset[str]:

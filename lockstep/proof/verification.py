@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import nn, optim
 
+from lockstep.data.excerpts import first_samples
 from lockstep.data.order import restore_streams, stream_states
-from lockstep.data.sources import ArraySource, Batch, Source, as_source
-from lockstep.data.trees import map_tensors
+from lockstep.data.sources import Source, as_source
 from lockstep.errors import (
     LockstepError,
     ModelError,
@@ -122,7 +122,7 @@ class _Proof:
         self._trainer.callbacks = [_StopAfter(steps)] if epochs > 1 else []
         try:
             self._trainer.fit(
-                _first_samples(source, steps * batch_size),
+                first_samples(source, steps * batch_size),
                 epochs=epochs,
                 batch_size=batch_size,
                 shuffle=False,
@@ -196,37 +196,6 @@ class _StopAfter(Callback):
     def on_train_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
         self.trainer.stop_training = self._left == 0
         self._left -= 1
-
-
-class _FirstSamples(Source):
-    """The first samples of a source."""
-
-    def __init__(self, source: Source, num_samples: int) -> None:
-        self._source = source
-        self._num_samples = num_samples
-
-    def __len__(self) -> int:
-        return self._num_samples
-
-    def read(self, indices: torch.Tensor, dtype: torch.dtype) -> Batch:
-        return self._source.read(indices, dtype)
-
-
-def _first_samples(source: Source, num_samples: int) -> Source:
-    """As much as the proof needs: what helpers get is copied to shared memory."""
-    if num_samples >= len(source):
-        return source
-    if not isinstance(source, ArraySource):
-        return _FirstSamples(source, num_samples)
-
-    def first(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor[:num_samples]
-
-    return ArraySource(
-        map_tensors(first, source.inputs),
-        map_tensors(first, source.targets),
-        map_tensors(first, source.sample_weight),
-    )
 
 
 def _title(plan: Plan, steps: int, batch_size: int) -> str:

@@ -20,8 +20,13 @@ class Callback:
     freeze or thaw parameters, put modules in another mode, set attributes of modules, add parameter
     groups and change the optimizer's state, which it finds whole there. It may call ``evaluate``
     and ``predict``, which then run on rank 0 alone.
+
+    Attributes:
+        is_observer: a class whose callbacks only look on and change nothing sets this to True: then
+            the other ranks need not wait for them at every batch.
     """
 
+    is_observer: bool = False
     trainer: "Trainer"
     model: "nn.Module"
 
@@ -75,5 +80,6 @@ def _overrides(callbacks: list[Callback], *names: str) -> bool:
     return any(
         getattr(type(callback), name) is not getattr(Callback, name)
         for callback in callbacks
+        if not callback.is_observer
         for name in names
     )

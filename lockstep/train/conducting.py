@@ -11,10 +11,8 @@ from lockstep.train.changes import fingerprint, structure
 from lockstep.train.history import History
 from lockstep.train.interrupt import Interrupt
 from lockstep.train.progress import ProgressDisplay
+from lockstep.train.recipe import AnyUpdater
 from lockstep.train.tasks import Conductor, Snapshot
-from lockstep.train.updater_sets import UpdaterSet
-from lockstep.train.updaters import TorchUpdater
-from lockstep.train.wrapped_updaters import WrappedUpdater
 
 if TYPE_CHECKING:
     from lockstep.train.trainer import Trainer
@@ -49,7 +47,7 @@ class FitConductor(Conductor):
         self._on_snapshot = on_snapshot
         self._interrupt = interrupt
         self.history = History()
-        self.updater: TorchUpdater | WrappedUpdater | UpdaterSet | None = None
+        self.updater: AnyUpdater | None = None
 
     @property
     def stop_training(self) -> bool:  # type: ignore[override]  # an attribute in the base

@@ -55,6 +55,10 @@ class Planning:
         self._traces: dict[bytes, tuple[Trace, Trace]] = {}
         self._sizes: dict[bytes, _Traced] = {}
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Elsewhere everything is traced and measured anew."""
+        return vars(Planning(self._model))
+
     def plan(
         self, maker: Maker, precision: str, source: Source, batch_size: int
     ) -> tuple[Plan, Partitions]:

@@ -46,7 +46,7 @@ from lockstep.units import first_few
 
 # What every helper needs; the template imports it before any helper is born. The second is what
 # torch itself imports at the first backward.
-_PRELOAD = ("lockstep.train.session", "torch.fx.experimental.symbolic_shapes")
+PRELOAD = ("lockstep.train.session", "torch.fx.experimental.symbolic_shapes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,7 +228,7 @@ class Session:
             self.close()
         if self._team is None:
             self._threads = plan.threads_per_device
-            self._team = take_team(plan.num_ranks - 1, self._threads, _PRELOAD)
+            self._team = take_team(plan.num_ranks - 1, self._threads, PRELOAD)
         return self._team
 
     def _call(

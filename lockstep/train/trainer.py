@@ -10,9 +10,9 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
-import torch
+from rich.console import Console
 from torch import nn, optim
 
 from lockstep.capture.layers import capture_layers
@@ -33,42 +33,36 @@ from lockstep.parallel.blank import (
     forget_blanks,
     initialize,
 )
-from lockstep.parallel.forward import DTYPES
-from lockstep.parallel.gradient_rules import GradientRules, LossScale, OnNonFinite
+from lockstep.parallel.gradient_rules import OnNonFinite
 from lockstep.parallel.groups import parameter_groups
 from lockstep.parallel.loss_options import adapt_loss
 from lockstep.parallel.losses import ONE_LOSS, LossAdapter
 from lockstep.parallel.settings import TorchSettings
-from lockstep.parallel.step_functions import StepFunction
-from lockstep.plan.makers import Accumulating, Maker, SingleDevice
+from lockstep.plan.makers import Maker, SingleDevice
 from lockstep.plan.spec import Plan
-from lockstep.train.averages import EMA, Averages, AveragingUpdater
+from lockstep.train.averages import EMA
+from lockstep.train.batch_size import BatchSizeSearch, Training, choose_batch_size, search_of
 from lockstep.train.callbacks import Callback, Logs, watches_batches, watches_beginnings
 from lockstep.train.checks import (
-    check_additions,
     check_arguments,
     check_counts,
     check_device,
-    check_gradient_options,
     check_names,
-    check_steps_fit,
     check_targets,
-    check_train_step,
-    compiled,
     filled,
     log_names,
     prepare_model,
-    turns_of,
 )
 from lockstep.train.conducting import FitConductor
 from lockstep.train.history import History
 from lockstep.train.interrupt import held_interrupts
+from lockstep.train.learning_rate import rule_of
 from lockstep.train.learning_rates import make_schedule
-from lockstep.train.master_weights import with_masters
 from lockstep.train.metrics import Metrics
-from lockstep.train.optimizers import Optimizers, make_optimizers, names_of
+from lockstep.train.optimizers import Optimizers, make_optimizers
 from lockstep.train.planning import Partitions, Planning
 from lockstep.train.progress import ProgressDisplay
+from lockstep.train.recipe import AnyUpdater, Recipe
 from lockstep.train.scope import current_strategy
 from lockstep.train.session import Assignment, Session
 from lockstep.train.tasks import (
@@ -80,9 +74,7 @@ from lockstep.train.tasks import (
     Resume,
     Task,
 )
-from lockstep.train.updater_sets import UpdaterSet
-from lockstep.train.updaters import TorchUpdater, check_divisible
-from lockstep.train.wrapped_updaters import WrappedUpdater
+from lockstep.train.updaters import check_divisible
 
 DEFAULT_BATCH_SIZE = 32
 DEFAULT_TIMEOUT_SECONDS = 600.0
@@ -144,6 +136,9 @@ class Trainer:
             form of the data given. Or several by name, which take turns with every batch, each with
             the optimizer of its name in ``optimizer``. Under data parallel strategies.
 
+    Attributes:
+        batch_size: of the last ``fit``, as it was given or found; None before.
+
     Raises:
         OptionError: an argument cannot be what it is.
         ModelError: the model cannot be trained as it is.
@@ -171,8 +166,17 @@ class Trainer:
         train_step: Any = None,
     ) -> None:
         check_arguments(model, loss, loss_weights, strategy, precision, seed, callbacks)
-        check_gradient_options(clip_norm, clip_value, accumulate, on_nonfinite)
-        check_additions(average, compile)
+        self._recipe = Recipe(
+            precision=precision,
+            clip_norm=clip_norm,
+            clip_value=clip_value,
+            accumulate=accumulate,
+            on_nonfinite=on_nonfinite,
+            average=average,
+            compile=compile,
+            schedule=schedule,
+            train_step=train_step,
+        )
         self.model, shape_of_it = _made(model, precision)
         self.strategy = strategy if strategy is not None else current_strategy()
         self.precision = precision
@@ -180,32 +184,36 @@ class Trainer:
         self.callbacks = list(callbacks)
         self.stop_training = False
         self.metrics = Metrics(metrics)
-        check_train_step(train_step, schedule, average, precision, compile)
         self.optimizer: Any = make_optimizers(optimizer, self.model, train_step)
-        self._train_step = train_step
-        self._accumulate = accumulate
-        self._compile = compile
-        self._rules = GradientRules(
-            clip_norm=clip_norm,
-            clip_value=clip_value,
-            on_nonfinite=on_nonfinite,
-            loss_scale=LossScale() if precision == "fp16-mixed" else None,
-        )
-        self._averages = None if average is None else Averages(average)
-        self._masters: dict[str, torch.Tensor] = {}
         self.schedule = None if schedule is None else make_schedule(schedule, self._one_optimizer)
         self._loss = None if loss is None else adapt_loss(loss, loss_weights)
         check_names(self._loss, self.schedule, self.metrics)
+        self.batch_size: int | None = None
         self._epochs_trained = 0
         self._steps_trained = 0
         self._plan: Plan | None = None
         self._planning = Planning(shape_of_it)
         self._is_running = False
-        timeout = (
-            DEFAULT_TIMEOUT_SECONDS if self.strategy is None else self.strategy.timeout_seconds
-        )
-        self._session = Session(timeout)
+        self._begin_session()
+
+    def _begin_session(self) -> None:
+        self._session = Session(self.timeout_seconds)
         self._finalizer = weakref.finalize(self, self._session.release)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a Trainer of another process needs: callbacks stay here, with the helpers."""
+        own = ("_session", "_finalizer")
+        state = {name: value for name, value in vars(self).items() if name not in own}
+        return {**state, "callbacks": [], "schedule": None, "_is_running": False}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._begin_session()
+
+    @property
+    def timeout_seconds(self) -> float:
+        """Longest wait for a helper: the strategy's."""
+        return DEFAULT_TIMEOUT_SECONDS if self.strategy is None else self.strategy.timeout_seconds
 
     @property
     def plan(self) -> Plan:
@@ -231,17 +239,20 @@ class Trainer:
     @property
     def loss_scale(self) -> float | None:
         """By how much losses are scaled at present, with ``precision="fp16-mixed"``."""
-        return None if self._rules.loss_scale is None else self._rules.loss_scale.scale
+        scale = self._recipe.rules.loss_scale
+        return None if scale is None else scale.scale
 
     def fit(
         self,
         data: Any,
         *,
         epochs: int = 1,
-        batch_size: int = DEFAULT_BATCH_SIZE,
+        batch_size: int | Literal["auto"] | BatchSizeSearch = DEFAULT_BATCH_SIZE,
         validation_data: Any = None,
         shuffle: bool = True,
         verbose: int = 1,
+        learning_rate_rule: Literal["linear", "sqrt"] | None = None,
+        reference_batch_size: int = DEFAULT_BATCH_SIZE,
         on_snapshot: Any = None,
     ) -> History:
         """Train; a second ``fit`` goes on where the first ended.
@@ -252,11 +263,18 @@ class Trainer:
                 inputs is the model's positional arguments, a dict its keyword arguments. Without
                 targets, for a model that computes its own loss: ``(inputs,)`` or a dict of inputs.
             epochs: passes over the data.
-            batch_size: samples of a global batch, over all devices together.
+            batch_size: samples of a global batch, over all devices together. ``"auto"`` is the
+                fastest per sample on this machine, found by trial and remembered; see
+                ``BatchSizeSearch``, which may be given as well.
             validation_data: as ``data``; evaluated after every epoch.
             shuffle: take the samples in a new order every epoch, a function of the seed and the
                 epoch alone.
             verbose: 1 shows progress, 0 is silent.
+            learning_rate_rule: ``"linear"`` or ``"sqrt"`` multiplies the learning rate of every
+                parameter group by ``batch_size / reference_batch_size``, or by its square root:
+                once, and by the ratio when a later ``fit`` has the rule and another size. None
+                leaves them as they are.
+            reference_batch_size: the batch size that the learning rates were chosen for.
             on_snapshot: called with a ``train.tasks.Snapshot`` after every step: gradients, every
                 rank's state and the optimizer's slots. For proofs; slow.
 
@@ -269,8 +287,9 @@ class Trainer:
             KeyboardInterrupt: after Ctrl-C and the step that was under way, with weights and
                 optimizer as that step left them; at once after a second Ctrl-C.
         """
-        epochs, batch_size = check_counts(epochs=epochs, batch_size=batch_size)
-        has_own_step = self._train_step is not None
+        search, rule = search_of(batch_size), rule_of(learning_rate_rule, reference_batch_size)
+        epochs, size = check_counts(epochs=epochs, batch_size=1 if search else batch_size)
+        has_own_step = self._recipe.train_step is not None
         loss = self._loss if has_own_step and validation_data is None else self._need_loss("fit")
         source = filled(as_source(data), "data")
         if not has_own_step and loss is not None:
@@ -282,10 +301,24 @@ class Trainer:
             )
             assert loss is not None
             check_targets(validation, loss, self.metrics)
-        self._check_trainable()
-        self._maker().check_batch_size(batch_size)
+        optimizer = self._check_trainable()
+        console = Console(quiet=not verbose)
+        if search is not None:
+            training = Training(
+                trainer=self,
+                loss=None if loss is None else loss.loss,
+                maker=self._maker(),
+                source=source,
+                validation=validation,
+                options=(self._recipe,),
+            )
+            size = choose_batch_size(training, search, console)
+        self._maker().check_batch_size(size)
+        self.batch_size = size
+        if rule is not None:
+            console.print(rule.apply(optimizer, size), highlight=False, soft_wrap=True)
         self.stop_training = False
-        steps = -(-len(source) // batch_size)
+        steps = -(-len(source) // size)
         if self.schedule is not None:
             names = log_names(loss, self.metrics, has_validation=validation is not None)
             self.schedule.begin(names, epochs * steps)
@@ -293,7 +326,7 @@ class Trainer:
             source=source,
             validation=validation,
             epochs=epochs,
-            batch_size=batch_size,
+            batch_size=size,
             shuffle=shuffle,
             seed=self.seed,
             first_epoch=self._epochs_trained,
@@ -303,9 +336,9 @@ class Trainer:
             watches_beginnings=watches_beginnings(self.callbacks),
             stepwise=watches_batches(self.callbacks),
             record=on_snapshot is not None,
-            counts_skipped=self._rules.on_nonfinite == "skip",
+            counts_skipped=self._recipe.rules.on_nonfinite == "skip",
             loss_parts=ONE_LOSS if loss is None else loss.parts,
-            turns=turns_of(self._train_step),
+            turns=self._recipe.turns,
         )
         display = ProgressDisplay(epochs, steps) if verbose else None
         with held_interrupts() as interrupt:
@@ -319,7 +352,7 @@ class Trainer:
             )
             try:
                 conductor.begin_train()
-                self._train(task, loss, conductor, batch_size)
+                self._train(task, loss, conductor, size)
             finally:
                 conductor.close()
         conductor.end_train()
@@ -398,7 +431,8 @@ class Trainer:
         Raises:
             OptionError: nothing is averaged, or there was no update yet.
         """
-        if self._averages is None:
+        averages = self._recipe.averages
+        if averages is None:
             raise OptionError(
                 problem(
                     "There are averaged weights where the Trainer was asked for them.",
@@ -406,7 +440,7 @@ class Trainer:
                     fix="Pass average=lockstep.EMA(0.999), for example.",
                 )
             )
-        return self._averages.applied_to(self.model)
+        return averages.applied_to(self.model)
 
     def close(self) -> None:
         """End the helper processes now instead of with the trainer."""
@@ -435,7 +469,7 @@ class Trainer:
         self,
         task: Task,
         loss: LossAdapter | None,
-        updater: TorchUpdater | WrappedUpdater | UpdaterSet | None,
+        updater: AnyUpdater | None,
         conductor: Conductor,
         batch_size: int,
     ) -> Any:
@@ -446,8 +480,7 @@ class Trainer:
             plan, partitions = self._planning.plan(
                 self._maker(), self.precision, task.source, batch_size
             )
-            plan = compiled(plan) if self._compile else plan
-            self._plan = plan
+            plan = self._plan = self._recipe.plan(plan)
         if updater is not None:
             check_divisible(self.model, self.optimizer, plan, is_known=updater.is_known)
         if plan.pipeline is None:
@@ -464,8 +497,10 @@ class Trainer:
             partitions=partitions,
             groups=parameter_groups(plan, self.model, list(partitions.values())),
             blank=blank_names(self.model),
-            rules=self._rules,
-            functions=self._functions(plan) if isinstance(task, FitTask) else (),
+            rules=self._recipe.rules,
+            functions=()
+            if updater is None
+            else self._recipe.functions(self.optimizer, self.model, plan),
         )
         outermost, self._is_running = not self._is_running, True
         try:
@@ -487,7 +522,7 @@ class Trainer:
         maker: Maker = SingleDevice(precision=self.precision)
         if self.strategy is not None:
             maker = self.strategy.maker(self.precision)
-        return maker if self._accumulate == 1 else Accumulating(maker=maker, parts=self._accumulate)
+        return self._recipe.maker(maker)
 
     def _make_plan_for_one(self, batch_size: int) -> tuple[Plan, Partitions]:
         maker = SingleDevice(precision=self.precision)
@@ -499,39 +534,11 @@ class Trainer:
         one: optim.Optimizer | None = self.optimizer
         return None if isinstance(self.optimizer, Optimizers) else one
 
-    def _functions(self, plan: Plan) -> tuple[StepFunction, ...]:
-        """The user's own training steps, each with the parameters of its optimizer."""
-        if self._train_step is None:
-            return ()
-        check_steps_fit(plan)
-        if not isinstance(self.optimizer, Optimizers):
-            return (StepFunction(function=self._train_step),)
-        return tuple(
-            StepFunction(
-                function=self._train_step[name], parameters=names_of(optimizer, self.model)
-            )
-            for name, optimizer in self.optimizer.items()
-        )
+    def _make_updater(self) -> AnyUpdater:
+        changes_by_step = self.schedule is not None and self.schedule.every == "step"
+        return self._recipe.updater(self.optimizer, self.model, changes_by_step=changes_by_step)
 
-    def _make_updater(self) -> TorchUpdater | WrappedUpdater | UpdaterSet:
-        assert self.optimizer is not None
-        parameters = dict(self.model.named_parameters())
-        if isinstance(self.optimizer, Optimizers):
-            return UpdaterSet(self.optimizer, parameters)
-        plain = TorchUpdater(
-            self.optimizer,
-            parameters,
-            changes_by_step=self.schedule is not None and self.schedule.every == "step",
-        )
-        updater: TorchUpdater | WrappedUpdater = plain
-        if self._averages is not None:  # of the masters, where there are any
-            dtype = DTYPES[self.precision]
-            updater = AveragingUpdater(updater, self._averages, dtype)
-        if self.precision == "bf16":
-            updater = with_masters(updater, self._masters)
-        return updater
-
-    def _check_trainable(self) -> None:
+    def _check_trainable(self) -> Any:
         if self.optimizer is None:
             raise OptionError(
                 problem(
@@ -548,6 +555,7 @@ class Trainer:
                     fix="Unfreeze a part of it, or use evaluate or predict.",
                 )
             )
+        return self.optimizer
 
     def _need_loss(self, method: str) -> LossAdapter:
         if self._loss is None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.comm import shared_memory
-from lockstep.comm.memory_limits import FreeMemory, free_memory
+from lockstep.comm.memory_limits import FreeMemory, free_memory, memory_ceiling
 from lockstep.comm.shared_memory import SharedRegion
 from lockstep.errors import DeviceError
 
@@ -45,6 +45,22 @@ def test_the_outer_of_two_groups_may_be_the_tighter(tmp_path: Path) -> None:
     assert free is not None
     assert free.num_bytes == GIB + GIB // 2
     assert str(free) == "1.5 GiB free under the memory limit of 4.0 GiB (memory.max)"
+
+
+def test_the_ceiling_is_the_tightest_limit_whatever_is_free(tmp_path: Path) -> None:
+    assert memory_ceiling(tmp_path) is None
+    write(tmp_path, host(5))
+    assert memory_ceiling(tmp_path) == 99 * 1024
+    write(
+        tmp_path,
+        {
+            "proc/self/cgroup": "0::/pod/job\n2:memory:/other",
+            "sys/fs/cgroup/pod/job/memory.max": "max",
+            "sys/fs/cgroup/pod/memory.max": 4096,
+            "sys/fs/cgroup/memory/other/memory.limit_in_bytes": 8192,
+        },
+    )
+    assert memory_ceiling(tmp_path) == 4096
 
 
 def test_version_1(tmp_path: Path) -> None:

@@ -1,0 +1,153 @@
+"""The recipe: what a training does with gradients and weights beside what its optimizer does.
+
+The Trainer's options, checked, and made into the parts of a session: how gradients are treated, who
+updates, whose functions take turns.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn, optim
+
+from lockstep.parallel.forward import DTYPES
+from lockstep.parallel.gradient_rules import GradientRules, LossScale, OnNonFinite
+from lockstep.parallel.losses import ONE_LOSS, LossParts
+from lockstep.parallel.step_functions import StepFunction
+from lockstep.plan.makers import Accumulating, Maker
+from lockstep.plan.spec import Plan
+from lockstep.train.averages import EMA, Averages, AveragingUpdater
+from lockstep.train.master_weights import with_masters
+from lockstep.train.optimizers import Optimizers, names_of
+from lockstep.train.recipe_checks import (
+    check_additions,
+    check_gradient_options,
+    check_steps_fit,
+    check_train_step,
+    compiled,
+)
+from lockstep.train.updater_sets import UpdaterSet
+from lockstep.train.updaters import TorchUpdater
+from lockstep.train.wrapped_updaters import WrappedUpdater
+
+AnyUpdater = TorchUpdater | WrappedUpdater | UpdaterSet
+
+
+class Recipe:
+    """See the module, and ``Trainer`` for the options.
+
+    Attributes:
+        rules: for gradients.
+        averages: of the weights; None where they are not averaged.
+        train_step: the user's own, a function or several by name.
+
+    Raises:
+        OptionError: an option cannot be what it is, or goes with another.
+    """
+
+    def __init__(
+        self,
+        *,
+        precision: str,
+        clip_norm: float | None,
+        clip_value: float | None,
+        accumulate: int,
+        on_nonfinite: OnNonFinite,
+        average: EMA | None,
+        compile: bool,
+        schedule: object,
+        train_step: Any,
+    ) -> None:
+        check_gradient_options(clip_norm, clip_value, accumulate, on_nonfinite)
+        check_additions(average, compile)
+        check_train_step(train_step, schedule, average, precision, compile)
+        self.rules = GradientRules(
+            clip_norm=clip_norm,
+            clip_value=clip_value,
+            on_nonfinite=on_nonfinite,
+            loss_scale=LossScale() if precision == "fp16-mixed" else None,
+        )
+        self.averages = None if average is None else Averages(average)
+        self.train_step = train_step
+        self._precision = precision
+        self._accumulate = accumulate
+        self._compile = compile
+        self._masters: dict[str, torch.Tensor] = {}
+
+    def __repr__(self) -> str:
+        """All that has an influence on the time and memory of a step."""
+        rules = self.rules
+        steps = self.train_step if isinstance(self.train_step, Mapping) else {"": self.train_step}
+        names = [getattr(step, "__qualname__", type(step).__name__) for step in steps.values()]
+        return (
+            f"Recipe(clip_norm={rules.clip_norm}, clip_value={rules.clip_value}, "
+            f"on_nonfinite={rules.on_nonfinite}, average={self.averages and self.averages.ema}, "
+            f"compile={self._compile}, accumulate={self._accumulate}, train_step={names})"
+        )
+
+    def maker(self, maker: Maker) -> Maker:
+        """The strategy's maker, as this recipe needs it."""
+        return maker if self._accumulate == 1 else Accumulating(maker=maker, parts=self._accumulate)
+
+    def plan(self, plan: Plan) -> Plan:
+        """A Plan, as this recipe needs it.
+
+        Raises:
+            OptionError: it cannot be had.
+        """
+        return compiled(plan) if self._compile else plan
+
+    @property
+    def turns(self) -> LossParts:
+        """The losses of several functions, as they are named in logs."""
+        if not isinstance(self.train_step, Mapping):
+            return ONE_LOSS
+        names = tuple(map(str, self.train_step))
+        return LossParts(names=names, factors=(1.0,) * len(names))
+
+    def functions(
+        self, optimizer: optim.Optimizer | Optimizers, model: nn.Module, plan: Plan
+    ) -> tuple[StepFunction, ...]:
+        """The user's own training steps, each with the parameters of its optimizer.
+
+        Raises:
+            OptionError: the Plan has no place for them.
+        """
+        if self.train_step is None:
+            return ()
+        check_steps_fit(plan)
+        if not isinstance(optimizer, Optimizers):
+            return (StepFunction(function=self.train_step),)
+        return tuple(
+            StepFunction(function=self.train_step[name], parameters=names_of(one, model))
+            for name, one in optimizer.items()
+        )
+
+    def updater(
+        self,
+        optimizer: optim.Optimizer | Optimizers,
+        model: nn.Module,
+        *,
+        changes_by_step: bool,
+    ) -> AnyUpdater:
+        """Who updates.
+
+        Args:
+            optimizer: the user's.
+            model: whose parameters it has.
+            changes_by_step: a schedule moves its options at every step.
+
+        Raises:
+            OptionError: the optimizer cannot be used like this.
+        """
+        parameters = dict(model.named_parameters())
+        if isinstance(optimizer, Optimizers):
+            return UpdaterSet(optimizer, parameters)
+        updater: TorchUpdater | WrappedUpdater = TorchUpdater(
+            optimizer, parameters, changes_by_step=changes_by_step
+        )
+        if self.averages is not None:  # of the masters, where there are any
+            updater = AveragingUpdater(updater, self.averages, DTYPES[self._precision])
+        if self._precision == "bf16":
+            updater = with_masters(updater, self._masters)
+        return updater
