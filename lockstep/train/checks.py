@@ -180,8 +180,10 @@ def prepare_model(model: nn.Module, precision: str) -> None:
     """
     check_shapes(model)
     wanted = PARAMETER_DTYPES[precision]
-    if precision in ("fp64", "bf16"):
-        model.to(wanted)
+    if precision == "fp64":
+        model.double()
+    elif precision == "bf16":
+        model.bfloat16()
     strange = {
         str(value.dtype)
         for value in model.parameters()
