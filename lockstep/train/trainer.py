@@ -8,6 +8,7 @@ import copy
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -16,7 +17,7 @@ from torch import nn
 from lockstep.capture.layers import capture_layers
 from lockstep.checkpoint.weights import load_weights, save_weights
 from lockstep.cluster.devices import discover
-from lockstep.data.sources import Source, as_input_source, as_source
+from lockstep.data.sources import Source, as_input_source
 from lockstep.data.trees import Tree, concatenate, map_tensors, tensors_of
 from lockstep.errors import (
     DataError,
@@ -41,11 +42,12 @@ from lockstep.train.checks import (
     check_arguments,
     check_counts,
     check_device,
-    filled,
     prepare_model,
 )
 from lockstep.train.conducting import FitConductor
+from lockstep.train.feeding import SharedStream, sample_of
 from lockstep.train.history import History
+from lockstep.train.intake import DEFAULT_BATCH_SIZE, Feed, Wish, close_all, take_in
 from lockstep.train.interrupt import held_interrupts
 from lockstep.train.metrics import Metrics
 from lockstep.train.planning import Partitions, Planning
@@ -63,7 +65,6 @@ from lockstep.train.tasks import (
 )
 from lockstep.train.updaters import TorchUpdater, check_divisible, make_optimizer
 
-DEFAULT_BATCH_SIZE = 32
 DEFAULT_TIMEOUT_SECONDS = 600.0
 
 
@@ -160,9 +161,10 @@ class Trainer:
         data: Any,
         *,
         epochs: int = 1,
-        batch_size: int = DEFAULT_BATCH_SIZE,
+        batch_size: int | None = None,
+        steps_per_epoch: int | None = None,
         validation_data: Any = None,
-        shuffle: bool = True,
+        shuffle: bool | None = None,
         verbose: int = 1,
         on_snapshot: Any = None,
     ) -> History:
@@ -171,12 +173,18 @@ class Trainer:
         Args:
             data: ``(inputs, targets)`` or ``(inputs, targets, sample_weight)`` of arrays or tensors
                 whose first dim is the samples, or a map-style Dataset of such items. A tuple of
-                inputs is the model's positional arguments, a dict its keyword arguments.
-            epochs: passes over the data.
-            batch_size: samples of a global batch, over all devices together.
+                inputs is the model's positional arguments, a dict its keyword arguments. Or global
+                batches of these forms, from a DataLoader, an iterable, a function that makes an
+                iterator anew for every epoch, an iterator, or a ``tf.data.Dataset``; or an
+                IterableDataset of samples. These are read on this process alone, in their order.
+            epochs: how many there are.
+            batch_size: samples of a global batch, over all devices together; None is 32, or what
+                the data has for itself.
+            steps_per_epoch: batches of an epoch, which then goes on in the data where the one
+                before has ended; None is a pass over the data.
             validation_data: as ``data``; evaluated after every epoch.
             shuffle: take the samples in a new order every epoch, a function of the seed and the
-                epoch alone.
+                epoch alone; None is yes, for data without an order of its own.
             verbose: 1 shows progress, 0 is silent.
             on_snapshot: called with a ``train.tasks.Snapshot`` after every step: gradients, every
                 rank's state and the optimizer's slots. For proofs; slow.
@@ -190,24 +198,30 @@ class Trainer:
             KeyboardInterrupt: after Ctrl-C and the step that was under way, with weights and
                 optimizer as that step left them; at once after a second Ctrl-C.
         """
-        epochs, batch_size = check_counts(epochs=epochs, batch_size=batch_size)
+        epochs, batch_size, steps_per_epoch = check_counts(
+            {"batch_size": batch_size, "steps_per_epoch": steps_per_epoch}, epochs=epochs
+        )
         loss = self._need_loss("fit")
-        source = filled(as_source(data), "data")
-        validation = None
-        if validation_data is not None:
-            validation = filled(
-                as_source(validation_data, name="validation_data"), "validation_data"
-            )
         self._check_trainable()
-        self._maker().check_batch_size(batch_size)
-        self.stop_training = False
-        steps = -(-len(source) // batch_size)
-        task = FitTask(
-            source=source,
-            validation=validation,
-            epochs=epochs,
+        wish = Wish(
+            name="data",
             batch_size=batch_size,
             shuffle=shuffle,
+            epochs=epochs,
+            steps_per_epoch=steps_per_epoch,
+            seed=self.seed,
+            first_epoch=self._epochs_trained,
+        )
+        feed = take_in(data, wish)
+        validation = _take_in_validation(validation_data, wish, feed)
+        self._maker().check_batch_size(feed.batch_size)
+        self.stop_training = False
+        task = FitTask(
+            source=feed.source,
+            validation=None if validation is None else validation.source,
+            epochs=epochs,
+            batch_size=feed.batch_size,
+            shuffle=shuffle is not False,
             seed=self.seed,
             first_epoch=self._epochs_trained,
             first_step=self._steps_trained,
@@ -215,9 +229,10 @@ class Trainer:
             watched=bool(self.callbacks),
             watches_beginnings=watches_beginnings(self.callbacks),
             stepwise=watches_batches(self.callbacks),
+            steps_per_epoch=steps_per_epoch,
             record=on_snapshot is not None,
         )
-        display = ProgressDisplay(epochs, steps) if verbose else None
+        display = ProgressDisplay(epochs, feed.num_steps) if verbose else None
         with held_interrupts() as interrupt:
             conductor = FitConductor(
                 self,
@@ -229,54 +244,58 @@ class Trainer:
             )
             try:
                 conductor.begin_train()
-                self._train(task, loss, conductor, batch_size)
+                self._train(task, loss, conductor, feed.batch_size)
             finally:
                 conductor.close()
+                close_all(feed, validation)
         conductor.end_train()
         return conductor.history
 
-    def evaluate(self, data: Any, *, batch_size: int = DEFAULT_BATCH_SIZE) -> Logs:
+    def evaluate(self, data: Any, *, batch_size: int | None = None) -> Logs:
         """Loss and metrics over ``data``, every sample counted once.
 
         Args:
             data: as in ``fit``.
-            batch_size: samples of a global batch.
+            batch_size: samples of a global batch; None is 32, or what the data has for itself.
 
         Returns:
             ``{"loss": ..., <metric>: ...}``.
         """
-        (batch_size,) = check_counts(batch_size=batch_size)
+        (batch_size,) = check_counts({"batch_size": batch_size})
         loss = self._need_loss("evaluate")
-        source = filled(as_source(data), "data")
+        feed = take_in(data, Wish(name="data", batch_size=batch_size, seed=self.seed))
         # Within a fit, the user's metrics are busy with the training data.
         metrics = copy.deepcopy(self.metrics) if self._is_running else self.metrics
-        task = EvaluateTask(source=source, batch_size=batch_size, metrics=metrics)
+        task = EvaluateTask(source=feed.source, batch_size=feed.batch_size, metrics=metrics)
         for callback in self.callbacks:
             callback.set_trainer(self)
             callback.on_test_begin()
-        logs: Logs = self._run(task, loss, None, Conductor(), batch_size)
+        with closing(feed):
+            logs: Logs = self._run(task, loss, None, Conductor(), feed.batch_size)
         for callback in self.callbacks:
             callback.on_test_end(logs)
         return logs
 
-    def predict(self, inputs: Any, *, batch_size: int = DEFAULT_BATCH_SIZE) -> Tree:
+    def predict(self, inputs: Any, *, batch_size: int | None = None) -> Tree:
         """The model's outputs for ``inputs``, in their order.
 
         Args:
             inputs: arrays or tensors, a tuple of them (positional arguments) or a dict (keyword
-                arguments), or a map-style Dataset, of whose items the first part is taken where
-                they are tuples.
-            batch_size: samples of a global batch.
+                arguments), or a Dataset, DataLoader or other iterable of batches as in ``fit``, of
+                whose items the first part is taken where they are tuples.
+            batch_size: samples of a global batch; None is 32, or what the data has for itself.
 
         Returns:
             What the model returns, with all samples along the first dim of every tensor.
         """
-        (batch_size,) = check_counts(batch_size=batch_size)
-        source = as_input_source(inputs, name="inputs")
+        (batch_size,) = check_counts({"batch_size": batch_size})
+        wish = Wish(name="inputs", batch_size=batch_size, seed=self.seed, with_targets=False)
+        feed = take_in(inputs, wish)
         for callback in self.callbacks:
             callback.set_trainer(self)
             callback.on_predict_begin()
-        outputs = self._predict(source, batch_size) if len(source) else self._predict_none(source)
+        with closing(feed):
+            outputs = self._predict_none(feed) if feed.num_steps == 0 else self._predict(feed)
         for callback in self.callbacks:
             callback.on_predict_end()
         return outputs
@@ -332,7 +351,7 @@ class Trainer:
             session, (plan, partitions) = _nested(task), self._make_plan_for_one(batch_size)
         else:
             plan, partitions = self._planning.plan(
-                self._maker(), self.precision, task.source, batch_size
+                self._maker(), self.precision, sample_of(task.source), batch_size
             )
             self._plan = plan
         if updater is not None:
@@ -410,16 +429,17 @@ class Trainer:
             )
         return self._loss
 
-    def _predict(self, source: Source, batch_size: int) -> Tree:
-        task = PredictTask(source=source, batch_size=batch_size)
-        return concatenate(self._run(task, None, None, Conductor(), batch_size))
+    def _predict(self, feed: Feed) -> Tree:
+        task = PredictTask(source=feed.source, batch_size=feed.batch_size)
+        return concatenate(self._run(task, None, None, Conductor(), feed.batch_size))
 
-    def _predict_none(self, source: Source) -> Tree:
+    def _predict_none(self, feed: Feed) -> Tree:
         """No samples: outputs of the right kind and shape, found with one made-up sample."""
         made_up = map_tensors(
-            lambda tensor: tensor.new_zeros(1, *tensor.shape[1:]), _inputs(source)
+            lambda tensor: tensor.new_zeros(1, *tensor.shape[1:]), _inputs(feed.source)
         )
-        outputs = self._predict(as_input_source(made_up, name="inputs"), 1)
+        source = as_input_source(made_up, name="inputs")
+        outputs = self._predict(Feed(source=source, batch_size=1, num_steps=1))
         return map_tensors(lambda tensor: tensor[:0], outputs)
 
 
@@ -454,7 +474,25 @@ def _nested(task: Task) -> Session:
     return Session(DEFAULT_TIMEOUT_SECONDS)
 
 
-def _inputs(source: Source) -> Tree:
+def _take_in_validation(data: Any, wish: Wish, feed: Feed) -> Feed | None:
+    """What is evaluated after every epoch; in batches of the same size, if it has none."""
+    if data is None:
+        return None
+    return take_in(
+        data,
+        replace(
+            wish,
+            name="validation_data",
+            batch_size=None,
+            default_batch_size=feed.batch_size,
+            shuffle=None,
+            steps_per_epoch=None,
+            purpose="validation",
+        ),
+    )
+
+
+def _inputs(source: Source | SharedStream) -> Tree:
     inputs = getattr(source, "inputs", None)
     if next(tensors_of(inputs), None) is None:
         raise DataError(
