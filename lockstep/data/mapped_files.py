@@ -44,10 +44,9 @@ class FilePart:
 
     def open(self) -> _Array:
         """Map the file, to read only."""
-        start = self.offset - self.offset % mmap.ALLOCATIONGRANULARITY
         with Path(self.path).open("rb") as file:
-            mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ, offset=start)
-        return np.ndarray(self.shape, self.dtype, mapping, self.offset - start, self.strides)
+            mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        return np.ndarray(self.shape, self.dtype, mapping, self.offset, self.strides)
 
     def open_tensor(self) -> torch.Tensor:
         """The same as a tensor, which must not be written to."""

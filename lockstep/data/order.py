@@ -75,9 +75,8 @@ def same_streams(one: StreamStates, other: StreamStates) -> bool:
     """Whether nothing was drawn from one to the other."""
     return (
         torch.equal(one.cpu, other.cpu)
-        and all(
-            torch.equal(mine, theirs) for mine, theirs in zip(one.gpus, other.gpus, strict=True)
-        )
+        and len(one.gpus) == len(other.gpus)
+        and all(map(torch.equal, one.gpus, other.gpus))
         and one.python == other.python
         and one.numpy[2:] == other.numpy[2:]
         and bool((one.numpy[1] == other.numpy[1]).all())
