@@ -184,8 +184,8 @@ class Reading:
             raise DataError(
                 problem(
                     f"Reading {place} has failed.",
-                    received=f"{type(error).__name__}: {error}",
-                    fix="The exception above says where. The weights are those before this step.",
+                    received=f"{type(error).__name__}: {_first_line(error)}",
+                    fix="The exception above says where.",
                 )
             ) from error
 
@@ -211,3 +211,7 @@ class Reading:
                 "The weights are those of the last step.",
             )
         )
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0].rstrip(".")

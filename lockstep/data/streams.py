@@ -10,7 +10,6 @@ Not covered: elements that hold anything but numbers (texts, None), for there is
 part of them is a sample's.
 """
 
-import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -106,7 +105,7 @@ def as_stream(data: Any, *, name: str, batch_size: int, with_targets: bool = Tru
             num_batches=_length(data),
             is_endless=_is_endless(data),
         )
-    if _is_generator_function(data):
+    if _is_function(data):
         return make(begin=lambda: iter(data()), kind="a function")
     if not isinstance(data, Iterable) or _is_indexed(data):
         return None
@@ -125,8 +124,8 @@ def _is_endless(data: Any) -> bool:
     return _is_of_tensorflow(data) and int(data.cardinality()) == _INFINITE
 
 
-def _is_generator_function(data: Any) -> bool:
-    return inspect.isroutine(data) or isinstance(data, partial)
+def _is_function(data: Any) -> bool:
+    return callable(data) and not (isinstance(data, type | Iterable) or _is_indexed(data))
 
 
 def _is_indexed(data: Any) -> bool:
