@@ -35,11 +35,9 @@ class Rows(Dataset[Any]):
 class AtOnce(Rows):
     """As Hugging Face's: many rows are quicker at once."""
 
-    column_names = ("x", "mask", "label", "w")
-
     def __init__(self) -> None:
         super().__init__()
-        self.column_names = list(ROWS[0])  # type: ignore[assignment]
+        self.column_names = list(ROWS[0])
 
     def __getitem__(self, index: int) -> Any:
         raise AssertionError("one by one")
@@ -95,12 +93,13 @@ def test_all_kinds_of_data_train_alike() -> None:
     models = []
     by_index = columns(Rows(), inputs="x", targets="label")
     batches = DataLoader(Streamed(), batch_size=4)
-    for data, options in (
+    kinds: tuple[tuple[Any, dict[str, Any]], ...] = (
         (by_index, {"batch_size": 4, "shuffle": False}),
         (columns(Streamed(), inputs="x", targets="label"), {"batch_size": 4}),
         (by_index_batches(), {}),
         (batches_of_lists(batches), {}),
-    ):
+    )
+    for data, options in kinds:
         trainer = make_trainer()
         trainer.fit(data, epochs=2, verbose=0, **options)
         models.append(list(trainer.model.parameters()))
