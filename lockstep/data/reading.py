@@ -126,6 +126,10 @@ class Reading:
         """
         return self._take()
 
+    def close(self) -> None:
+        """Let go of the pass under way, in the thread that has read it."""
+        self._iterator = None
+
     def _read(self) -> ArraySource | None:
         is_first = self._num_read == 0
         with self._own_streams():

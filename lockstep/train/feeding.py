@@ -81,6 +81,7 @@ class SharedStream:
         *,
         gives_up: Callable[[], bool] = _never,
         training: bool = False,
+        largest: int | None = None,
     ) -> Iterator[GlobalBatch]:
         """The global batches of an epoch. Every rank must take as many.
 
@@ -90,6 +91,7 @@ class SharedStream:
             epoch: its number.
             gives_up: whether the user has pressed Ctrl-C, asked where rank 0 waits for data.
             training: each batch is trained on, so that its step ends with a barrier.
+            largest: batches of more samples come in parts.
 
         Raises:
             Halt: on all ranks, when rank 0 has given up waiting.
@@ -97,12 +99,15 @@ class SharedStream:
         """
         found = self._lead(control, epoch, gives_up) if self._reading else _follow(control)
         for batch in found:
-            yield batch, torch.arange(len(batch))
+            for indices in torch.arange(len(batch)).split(largest or len(batch)):
+                yield batch, indices
             if not training:
                 worker.barrier()
 
     def close(self) -> None:
         """Read no more."""
+        if self._reading is not None:
+            self._background.submit(self._reading.close)
         self._background.close()
         for slot in self._slots:
             slot.close()
@@ -147,31 +152,6 @@ def sample_of(source: Source | SharedStream) -> Source:
     return source.peek() if isinstance(source, SharedStream) else source
 
 
-def training_batches(
-    source: Source | SharedStream,
-    worker: Worker,
-    control: Control,
-    epoch: int,
-    gives_up: Callable[[], bool],
-    in_order: Callable[[int], Iterator[torch.Tensor]],
-) -> Iterator[GlobalBatch]:
-    """The global batches to train on in an epoch.
-
-    Args:
-        source: the data.
-        worker: this rank's.
-        control: this rank's.
-        epoch: its number.
-        gives_up: see ``SharedStream.batches``.
-        in_order: the indices of each batch of data that is read by index, given their number.
-    """
-    if isinstance(source, SharedStream):
-        yield from source.batches(worker, control, epoch, gives_up=gives_up, training=True)
-        return
-    for indices in in_order(len(source)):
-        yield source, indices
-
-
 def all_batches(
     source: Source | SharedStream,
     worker: Worker,
@@ -182,7 +162,9 @@ def all_batches(
 ) -> Iterator[GlobalBatch]:
     """The global batches of data that is gone through once, in its order."""
     if isinstance(source, SharedStream):
-        yield from source.batches(worker, control, epoch, gives_up=gives_up)
+        # What stages send must find the room that there is, for batches as large as expected.
+        largest = None if worker.plan.pipeline is None else batch_size
+        yield from source.batches(worker, control, epoch, gives_up=gives_up, largest=largest)
         return
     for start, stop in batch_bounds(len(source), batch_size):
         yield source, torch.arange(start, stop)

@@ -22,7 +22,7 @@ from lockstep.data.trees import Tree, map_tensors
 from lockstep.parallel.control import Control
 from lockstep.parallel.update import PieceSlots
 from lockstep.parallel.worker import StepResult, Worker, modes_of
-from lockstep.train.feeding import GlobalBatch, Halt, SharedStream, all_batches, training_batches
+from lockstep.train.feeding import GlobalBatch, Halt, SharedStream, all_batches
 from lockstep.train.metrics import Metrics
 
 Logs = dict[str, Any]
@@ -359,24 +359,24 @@ class FitTask(Task):
         return ensemble.consult(end, Resume(epoch + 1) if self.watched else None)
 
     def _batches(self, ensemble: _Ensemble, epoch: int) -> Iterator[GlobalBatch]:
-        def in_order(num_samples: int) -> Iterator[torch.Tensor]:
-            return epoch_batches(
-                self.seed,
-                self.first_epoch + epoch,
-                num_samples,
-                self.batch_size,
-                shuffle=self.shuffle,
-                steps=self.steps_per_epoch,
+        if isinstance(self.source, SharedStream):
+            return self.source.batches(
+                ensemble.worker,
+                ensemble.control,
+                epoch,
+                gives_up=lambda: ensemble.conductor.is_interrupted,
+                training=True,
             )
-
-        return training_batches(
-            self.source,
-            ensemble.worker,
-            ensemble.control,
-            epoch,
-            lambda: ensemble.conductor.is_interrupted,
-            in_order,
+        source = self.source
+        order = epoch_batches(
+            self.seed,
+            self.first_epoch + epoch,
+            len(source),
+            self.batch_size,
+            shuffle=self.shuffle,
+            steps=self.steps_per_epoch,
         )
+        return ((source, indices) for indices in order)
 
     def _logs(
         self, ensemble: _Ensemble, epoch: int, totals: list[float], weights: list[float]

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 import lockstep
 from lockstep.data.reading import Reading
 from lockstep.data.streams import as_stream
-from lockstep.errors import DataError
+from lockstep.errors import DataError, ModelError
 from lockstep.train.feeding import SharedStream
 
 SAMPLES = torch.randn(60, 4, generator=torch.Generator().manual_seed(0))
@@ -115,6 +115,15 @@ def test_all_is_read_in_one_thread(devices: int, tmp_path: Path) -> None:
         database.close()
 
     make_trainer(devices).fit(rows, epochs=2, verbose=0)
+
+
+def test_in_a_pipeline_no_batch_may_be_larger_than_the_first() -> None:
+    """Stages have made room for as much as the first one needs."""
+    trainer = make_trainer(1)
+    trainer.strategy = lockstep.PipelineStrategy(2, microbatches=2)
+    batches = [(SAMPLES[:4], CLASSES[:4]), (SAMPLES, CLASSES)]
+    with pytest.raises(ModelError, match="as much as the first batch needed.*the largest batch"):
+        trainer.fit(lambda: iter(batches), verbose=0)
 
 
 # --- random numbers ---------------------------------------------------------------------------
