@@ -122,7 +122,7 @@ def test_in_a_pipeline_no_batch_may_be_larger_than_the_first() -> None:
     trainer = make_trainer(1)
     trainer.strategy = lockstep.PipelineStrategy(2, microbatches=2)
     batches = [(SAMPLES[:4], CLASSES[:4]), (SAMPLES, CLASSES)]
-    with pytest.raises(ModelError, match="as much as the first batch needed.*the largest batch"):
+    with pytest.raises(ModelError, match=r"as much as the first batch needed.*the largest batch"):
         trainer.fit(lambda: iter(batches), verbose=0)
 
 
