@@ -218,6 +218,7 @@ def _too_large(spec: MailboxSpec, received: str) -> ModelError:
             f"There is room for {format_bytes(spec.capacity_bytes)} of {spec.name}, as much as "
             "the first batch needed.",
             received=received,
-            fix="Pad samples to one size, or cut the model elsewhere.",
+            fix="Pad samples to one size, begin with the largest batch, or cut the model "
+            "elsewhere.",
         )
     )

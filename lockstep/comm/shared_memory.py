@@ -17,7 +17,7 @@ import mmap
 import os
 import tempfile
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Self
 
 import torch
@@ -151,9 +151,10 @@ class _Memory(mmap.mmap):
             _shared.add(memory)
         return memory
 
-    def close_descriptor(self) -> None:
+    def close_descriptor(self, close: Callable[[int], None] = os.close) -> None:
+        # A default, because the module's names may be gone when the interpreter ends.
         if self.descriptor >= 0:
-            os.close(self.descriptor)
+            close(self.descriptor)
             self.descriptor = -1
 
     def become_private(self) -> None:

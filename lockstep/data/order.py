@@ -7,6 +7,7 @@ import hashlib
 import random
 import struct
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -63,12 +64,64 @@ def restore_streams(states: StreamStates) -> None:
     random.setstate(states.python)
 
 
+@contextmanager
+def kept_streams() -> Iterator[None]:
+    """After the block the global random streams are as they were before it."""
+    states = stream_states()
+    try:
+        yield
+    finally:
+        restore_streams(states)
+
+
+def same_streams(one: StreamStates, other: StreamStates) -> bool:
+    """Whether nothing was drawn from one to the other."""
+    return (
+        torch.equal(one.cpu, other.cpu)
+        and len(one.gpus) == len(other.gpus)
+        and all(map(torch.equal, one.gpus, other.gpus))
+        and one.python == other.python
+        and one.numpy[2:] == other.numpy[2:]
+        and bool((one.numpy[1] == other.numpy[1]).all())
+    )
+
+
 def epoch_order(seed: int, epoch: int, num_samples: int, *, shuffle: bool) -> torch.Tensor:
     """Sample indices of one epoch, shape (num_samples,), int64."""
     if not shuffle:
         return torch.arange(num_samples)
     generator = torch.Generator().manual_seed(stream_seed(seed, "order", epoch))
     return torch.randperm(num_samples, generator=generator)
+
+
+def epoch_batches(
+    seed: int,
+    epoch: int,
+    num_samples: int,
+    batch_size: int,
+    *,
+    shuffle: bool,
+    steps: int | None = None,
+) -> Iterator[torch.Tensor]:
+    """Sample indices of each global batch of an epoch.
+
+    Args:
+        seed: of the order.
+        epoch: its number.
+        num_samples: of a pass over the data.
+        batch_size: of a global batch; the last of a pass may be short.
+        shuffle: every pass has an order of its own.
+        steps: batches of an epoch, which then begins in the midst of a pass, where the one before
+            ended; None is a pass.
+    """
+    in_pass = -(-num_samples // batch_size)
+    steps = in_pass if steps is None else steps
+    order = torch.empty(0)
+    for number in range(epoch * steps, (epoch + 1) * steps):
+        one_pass, index = divmod(number, in_pass)
+        if index == 0 or number == epoch * steps:
+            order = epoch_order(seed, one_pass, num_samples, shuffle=shuffle)
+        yield order[index * batch_size : (index + 1) * batch_size]
 
 
 def batch_bounds(num_samples: int, batch_size: int) -> Iterator[tuple[int, int]]:

@@ -1,7 +1,7 @@
 """Sources: data that every rank reads by index for itself.
 
 A source turns indices into a ``Batch``. Arrays and map-style datasets are sources; what can only
-be iterated is not covered yet and refused with a reason.
+be iterated is a stream (``data.streams``), and refused here with a reason.
 """
 
 import warnings
@@ -14,12 +14,15 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
+from lockstep.data.mapped_files import remember_file
 from lockstep.data.trees import Tree, map_tensors, tensors_of
 from lockstep.errors import DataError, Problems, problem
 
 SUPPORTED = (
     "(inputs, targets) or (inputs, targets, sample_weight) of arrays or tensors, "
-    "or a map-style Dataset; without targets (inputs,) or a dict"
+    "or a map-style Dataset; without targets (inputs,) or a dict; fit, evaluate and predict also "
+    "take global batches: a DataLoader, a generator function, an iterable, a tf.data.Dataset, and "
+    "samples of an IterableDataset"
 )
 
 
@@ -131,7 +134,8 @@ class DatasetSource(Source):
                     "An item of the dataset must be (input, target) or (input, target, weight), "
                     "or (input,) or a dict of inputs where no targets are needed.",
                     received=_describe(item),
-                    fix="Return such a tuple from __getitem__.",
+                    fix="Return such a tuple from __getitem__; of items that are dicts "
+                    "lockstep.data.columns makes them.",
                 )
             )
         inputs, targets, *weight = collated
@@ -186,17 +190,11 @@ def as_source(data: Any, *, name: str = "data") -> Source:
     if isinstance(data, Source):
         return data
     if isinstance(data, tuple | list) and len(data) in (2, 3) and not isinstance(data[0], str):
-        inputs, targets, *weight = data
-        sample_weight = _as_tensors(weight[0], name) if weight and weight[0] is not None else None
-        source = ArraySource(_as_tensors(inputs, name), _as_tensors(targets, name), sample_weight)
-        _check_lengths(source, name)
-        return source
+        return array_source(*data, name=name)
     if isinstance(data, Mapping):
         return as_input_source(dict(data), name=name)
     if isinstance(data, tuple) and len(data) == 1 and not isinstance(data[0], str):
-        source = ArraySource(_as_tensors(data[0], name), None, None)
-        _check_lengths(source, name)
-        return source
+        return array_source(data[0], name=name)
     return _dataset_source(data, name, with_targets=True)
 
 
@@ -213,7 +211,18 @@ def as_input_source(inputs: Any, *, name: str = "x") -> Source:
         return inputs
     if _is_dataset(inputs):
         return _dataset_source(inputs, name, with_targets=False)
-    source = ArraySource(_as_tensors(inputs, name), None, None)
+    return array_source(inputs, name=name)
+
+
+def array_source(inputs: Any, *others: Any, name: str) -> ArraySource:
+    """Arrays with a row per sample: inputs alone, with targets, or with targets and weights.
+
+    Raises:
+        DataError: something that is no array, or parts of different length.
+    """
+    targets = _as_tensors(others[0], name) if others else None
+    weight = _as_tensors(others[1], name) if others[1:] and others[1] is not None else None
+    source = ArraySource(_as_tensors(inputs, name), targets, weight)
     _check_lengths(source, name)
     return source
 
@@ -289,7 +298,7 @@ def _from_numpy(array: np.ndarray[Any, Any], name: str) -> torch.Tensor:
         with warnings.catch_warnings():
             # Read-only arrays (memory maps) are only ever read here.
             warnings.filterwarnings("ignore", "The given NumPy array is not writable")
-            return torch.from_numpy(array)
+            return remember_file(torch.from_numpy(array), array)
     except TypeError as error:
         raise DataError(
             problem(

@@ -6,7 +6,7 @@ Structures may also hold what is no tensor (None, a flag): it passes through.
 import copy
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -14,21 +14,29 @@ from lockstep.errors import ModelError, problem
 
 Tree = Any
 
+_T = TypeVar("_T")
+
 
 def map_tensors(function: Callable[[torch.Tensor], Any], tree: Tree) -> Tree:
     """The same structure with ``function`` applied to every tensor."""
-    if isinstance(tree, torch.Tensor):
+    return map_leaves(torch.Tensor, function, tree)
+
+
+def map_leaves(kind: type[_T], function: Callable[[_T], Any], tree: Tree) -> Tree:
+    """The same structure with ``function`` applied to whatever is of a kind."""
+    if isinstance(tree, kind):
         return function(tree)
     if isinstance(tree, dict):
-        mapped = {key: map_tensors(function, value) for key, value in tree.items()}
+        mapped = {key: map_leaves(kind, function, value) for key, value in tree.items()}
         return _like(tree, mapped)
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*(map_tensors(function, value) for value in tree))
+        return type(tree)(*(map_leaves(kind, function, value) for value in tree))
     if isinstance(tree, tuple | list):
-        return type(tree)(map_tensors(function, value) for value in tree)
+        return type(tree)(map_leaves(kind, function, value) for value in tree)
     if _is_record(tree):
+        fields = _fields_of(tree).items()
         return _with_fields(
-            tree, {name: map_tensors(function, value) for name, value in _fields_of(tree).items()}
+            tree, {name: map_leaves(kind, function, value) for name, value in fields}
         )
     return tree
 

@@ -27,6 +27,10 @@ class Control(ABC):
     def gather(self, obj: Any) -> list[Any]:
         """Every rank's object by rank, on rank 0; an empty list on the others."""
 
+    @abstractmethod
+    def share(self, region: SharedRegion | None) -> SharedRegion:
+        """Rank 0's region, mapped by every rank; the others pass None."""
+
 
 class SoloControl(Control):
     """The only rank."""
@@ -39,6 +43,10 @@ class SoloControl(Control):
 
     def gather(self, obj: Any) -> list[Any]:
         return [obj]
+
+    def share(self, region: SharedRegion | None) -> SharedRegion:
+        assert region is not None
+        return region
 
 
 class LeaderControl(Control):
@@ -60,6 +68,11 @@ class LeaderControl(Control):
     def gather(self, obj: Any) -> list[Any]:
         return [obj, *(_open(*message) for message in self._team.gather(self._timeout))]
 
+    def share(self, region: SharedRegion | None) -> SharedRegion:
+        assert region is not None
+        self._team.broadcast(b"", (region.descriptor,))
+        return region
+
 
 class FollowerControl(Control):
     """A helper of a team."""
@@ -77,6 +90,12 @@ class FollowerControl(Control):
         self._context.send(parcel.payload, parcel.descriptors)
         parcel.close()
         return []
+
+    def share(self, region: SharedRegion | None) -> SharedRegion:
+        _, (descriptor,) = self._context.receive()
+        shared = open_region(descriptor)
+        shared.close()  # the mapping is all that is needed here
+        return shared
 
 
 def _open(payload: bytes, descriptors: tuple[int, ...]) -> Any:

@@ -186,8 +186,8 @@ def missing_targets() -> DataError:
         problem(
             "A loss that compares outputs with targets needs targets.",
             received="data without any",
-            fix="Pass (inputs, targets), or loss=lockstep.OwnLoss() where the model computes its "
-            "own loss.",
+            fix="Pass (inputs, targets), which lockstep.data.columns makes of dicts with named "
+            "columns; or loss=lockstep.OwnLoss() where the model computes its own loss.",
         )
     )
 

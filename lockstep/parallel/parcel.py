@@ -2,7 +2,8 @@
 
 A parcel is a pickle (cloudpickle: what ``__main__`` defines goes by value) in which every CPU
 tensor and large array is replaced by its place in a shared region. Parameters that lie in a store
-are replaced by their number there, so that both sides hold the same memory.
+are replaced by their number there, so that both sides hold the same memory, and arrays in mapped
+files by their place in the file, which the receiver maps for itself.
 """
 
 import io
@@ -19,6 +20,7 @@ from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 
 from lockstep.comm.shared_memory import SharedRegion, dense_stride
+from lockstep.data.mapped_files import file_part
 from lockstep.plan.layout import align
 
 _SMALL_ARRAY_BYTES = 4096
@@ -105,6 +107,9 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is unt
             return ("parameter", self._numbers[id(obj)], obj.requires_grad)
         if id(obj) in self._places:
             return self._places[id(obj)]
+        if isinstance(obj, torch.Tensor | np.memmap) and (part := file_part(obj)) is not None:
+            kind = "file tensor" if isinstance(obj, torch.Tensor) else "file array"
+            return self._remember(obj, (kind, part))
         if type(obj) in (torch.Tensor, nn.Parameter, nn.Buffer) and _is_plain(obj):
             kind = "parameter-like" if isinstance(obj, nn.Parameter) else "tensor"
             return self._remember(obj, (kind, *self._place(obj.detach()), obj.requires_grad))
@@ -153,6 +158,9 @@ class _Unpickler(pickle.Unpickler):
         if kind == "parameter":
             number, requires_grad = details
             return self._parameters[number].requires_grad_(requires_grad)
+        if kind.startswith("file"):
+            (part,) = details
+            return part.open_tensor() if kind == "file tensor" else part.open()
         offset, dtype, shape, stride, *rest = details
         assert self._region is not None
         tensor = self._region.tensor(offset, dtype, shape, stride)

@@ -2,7 +2,7 @@
 
 import operator
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -153,11 +153,14 @@ def check_arguments(
     problems.raise_if_any(OptionError)
 
 
-def check_counts(**counts: Any) -> list[int]:
-    """The counts as plain integers (numpy's are welcome)."""
+def check_counts(maybe: Mapping[str, Any] | None = None, /, **counts: Any) -> list[Any]:
+    """The counts as plain integers (numpy's are welcome), then those that may be None."""
     problems = Problems()
-    found = []
-    for name, value in counts.items():
+    found: list[Any] = []
+    for name, value in {**counts, **(maybe or {})}.items():
+        if value is None and name not in counts:
+            found.append(None)
+            continue
         try:
             found.append(0 if isinstance(value, bool) else operator.index(value))
         except TypeError:

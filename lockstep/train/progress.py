@@ -16,11 +16,11 @@ class ProgressDisplay:
 
     Args:
         epochs: how many there are.
-        steps: steps of an epoch.
+        steps: steps of an epoch; None where nobody knows before the first has ended.
         console: where to write.
     """
 
-    def __init__(self, epochs: int, steps: int, console: Console | None = None) -> None:
+    def __init__(self, epochs: int, steps: int | None, console: Console | None = None) -> None:
         self._console = console or Console()
         self._epochs = epochs
         self._steps = steps
@@ -28,6 +28,7 @@ class ProgressDisplay:
         self._epoch = 0
         self._began = 0.0
         self._shown = 0.0
+        self._made = 0  # steps of the epoch
         self._samples = 0
         self._total = 0.0
         self._weight = 0.0
@@ -37,7 +38,7 @@ class ProgressDisplay:
         self._epoch = epoch
         self._began = time.perf_counter()
         self._shown = 0.0
-        self._samples, self._total, self._weight = 0, 0.0, 0.0
+        self._made, self._samples, self._total, self._weight = 0, 0, 0.0, 0.0
         if self._console.is_terminal:
             self._live = Progress(
                 TextColumn("{task.description}"),
@@ -53,6 +54,7 @@ class ProgressDisplay:
 
     def end_step(self, step: int, total: float, weight: float, samples: int) -> None:
         """Count a step, and show it if the last time is long enough ago."""
+        self._made = step + 1
         self._samples += samples
         self._total += total
         self._weight += weight
@@ -61,24 +63,26 @@ class ProgressDisplay:
             return
         self._shown = now
         elapsed = now - self._began
-        left = elapsed / (step + 1) * (self._steps - step - 1)
         loss = self._total / self._weight if self._weight else float("nan")
         self._live.update(
             self._live.task_ids[0],
-            completed=step + 1,
-            figures=f"loss {loss:.4f}  {self._rate(elapsed)}  {format_seconds(left)} left",
+            completed=self._made,
+            figures=f"loss {loss:.4f}  {self._rate(elapsed)}{self._left(elapsed)}",
         )
         self._live.refresh()
 
     def say(self, text: str) -> None:
         """Show what is going on now, such as validation."""
         if self._live is not None:
-            self._live.update(self._live.task_ids[0], completed=self._steps, figures=text)
+            self._live.update(
+                self._live.task_ids[0], completed=self._made, total=self._made, figures=text
+            )
             self._live.refresh()
 
     def end_epoch(self, logs: dict[str, Any]) -> None:
         """Replace the bar by the epoch's line."""
         elapsed = time.perf_counter() - self._began
+        self._steps = self._steps or self._made  # the next may well be as long
         self.close()
         values = "  ".join(f"{name} {_short(value)}" for name, value in logs.items())
         self._console.print(
@@ -97,6 +101,12 @@ class ProgressDisplay:
     def _label(self) -> str:
         width = len(str(self._epochs))
         return f"Epoch {self._epoch + 1:>{width}}/{self._epochs}"
+
+    def _left(self, elapsed: float) -> str:
+        """How long the rest of the epoch takes, where anybody can tell."""
+        if self._steps is None or self._steps < self._made:
+            return ""
+        return f"  {format_seconds(elapsed / self._made * (self._steps - self._made))} left"
 
     def _rate(self, seconds: float) -> str:
         return f"{format_count(round(self._samples / max(seconds, 1e-9)))} samples/s"

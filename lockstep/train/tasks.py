@@ -7,7 +7,7 @@ before the next step.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -16,13 +16,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.data.order import batch_bounds, epoch_order
+from lockstep.data.order import epoch_batches
 from lockstep.data.sources import Source
 from lockstep.data.trees import Tree, map_tensors
 from lockstep.parallel.control import Control
 from lockstep.parallel.losses import ONE_LOSS, LossParts, Sums
 from lockstep.parallel.update import PieceSlots
 from lockstep.parallel.worker import Observe, StepResult, Worker, modes_of
+from lockstep.train.feeding import GlobalBatch, Halt, SharedStream, all_batches
 from lockstep.train.metrics import Metrics
 
 Logs = dict[str, Any]
@@ -145,10 +146,6 @@ class _Renew(Exception):  # noqa: N818  # no error: all ranks leave the loop her
         self.resume = resume
 
 
-class _Halt(Exception):  # noqa: N818  # no error: all ranks leave the loop here, together
-    """The user has pressed Ctrl-C."""
-
-
 @dataclass(frozen=True)
 class _Directive:
     """What rank 0's callbacks decided: options, unless they are unchanged, and changed buffers."""
@@ -176,7 +173,7 @@ class _Ensemble:
             renew_at: between epochs, where to go on if the ranks must be sent everything anew.
 
         Raises:
-            _Halt: on all ranks, if the user wants out.
+            Halt: on all ranks, if the user wants out.
             _Renew: on all ranks, if more has changed than values.
         """
         updater, model = self.worker.updater, self.worker.model
@@ -207,7 +204,7 @@ class _Ensemble:
             updater.set_options(directive.options)
         _set_buffers(model, directive.buffers)
         if directive.halt:
-            raise _Halt
+            raise Halt
         return bool(directive.stop)
 
     def show_slots(self) -> None:
@@ -220,12 +217,12 @@ class _Ensemble:
         """Between two barriers: leave the loop, on all ranks or on none.
 
         Raises:
-            _Halt: the user wants out.
+            Halt: the user wants out.
         """
         board = self.worker.board
         alone = self.control.num_ranks == 1 and self.conductor.is_interrupted
         if alone or (board is not None and board.is_halted):
-            raise _Halt
+            raise Halt
 
     def pause_validation(self, index: int) -> None:
         """After a batch of the validation: nothing waits there otherwise, so not at each."""
@@ -255,7 +252,7 @@ class Task(ABC):
         source: the data that it runs the model on.
     """
 
-    source: Source
+    source: Source | SharedStream
 
     @abstractmethod
     def run(self, worker: Worker, control: Control, conductor: Conductor) -> Any:
@@ -269,8 +266,8 @@ class FitTask(Task):
     Attributes:
         source: the training data.
         validation: evaluated after every epoch, or None.
-        epochs: passes over the data.
-        batch_size: of the global batch.
+        epochs: how many there are.
+        batch_size: of the global batch, where the data does not come in batches.
         shuffle: a new order every epoch.
         seed: of the order.
         first_epoch: epochs trained before: they have had their orders.
@@ -279,6 +276,7 @@ class FitTask(Task):
         watched: there are callbacks.
         watches_beginnings: callbacks may act where an epoch begins.
         stepwise: callbacks may act at every step.
+        steps_per_epoch: batches of an epoch; None is a pass over the data.
         start: where to begin; later than the first epoch where a task goes on for another.
         record: show the conductor a Snapshot after every step.
         counts_skipped: tell how many steps of an epoch were left out.
@@ -286,8 +284,8 @@ class FitTask(Task):
         turns: the losses of several functions that take turns with every batch.
     """
 
-    source: Source
-    validation: Source | None
+    source: Source | SharedStream
+    validation: Source | SharedStream | None
     epochs: int
     batch_size: int
     shuffle: bool
@@ -298,6 +296,7 @@ class FitTask(Task):
     watched: bool
     watches_beginnings: bool
     stepwise: bool
+    steps_per_epoch: int | None = None
     start: Resume = Resume()
     record: bool = False
     counts_skipped: bool = False
@@ -310,7 +309,7 @@ class FitTask(Task):
         progress = _Progress()
         resume = None
         conductor.hold_interrupts()
-        with modes_of(worker.model, training=True), torch.enable_grad(), suppress(_Halt):
+        with modes_of(worker.model, training=True), torch.enable_grad(), suppress(Halt):
             try:
                 for epoch in range(self.start.epoch, self.epochs):
                     if self._train_epoch(ensemble, epoch, progress):
@@ -334,26 +333,23 @@ class FitTask(Task):
             begin = partial(conductor.begin_epoch, epoch)
             if ensemble.consult(begin, Resume(epoch, True) if self.watches_beginnings else None):
                 return True
-        order = epoch_order(
-            self.seed, self.first_epoch + epoch, len(self.source), shuffle=self.shuffle
-        )
         self.metrics.reset()
         observe = self.metrics.update if self.metrics else None
         num_skipped = 0
         totals: list[float] = []
         weights: list[float] = []
         parts: list[Sums] = []
-        for index, (start, stop) in enumerate(batch_bounds(len(order), self.batch_size)):
+        for index, (source, indices) in enumerate(self._batches(ensemble, epoch)):
             if self.stepwise and ensemble.consult(partial(conductor.begin_step, index)):
                 break
             step = self.first_step + progress.num_steps
-            result = self._train_step(worker, order[start:stop], step, observe)
+            result = self._train_step(worker, source, indices, step, observe)
             progress.num_epochs, progress.num_steps = epoch + 1, progress.num_steps + 1
             totals.append(result.total)
             weights.append(result.weight)
             num_skipped += result.is_skipped
             parts += result.parts
-            if worker.leaves_a_rank_idle(stop - start):
+            if worker.leaves_a_rank_idle(len(indices)):
                 ensemble.share_buffers()
             if self.record:
                 _record(ensemble, step, result)
@@ -368,7 +364,7 @@ class FitTask(Task):
                 ensemble.check_halt()
         progress.num_epochs = epoch + 1
         losses = self._losses(ensemble, totals, weights, parts)
-        logs = self._logs(ensemble, losses)
+        logs = self._logs(ensemble, epoch, losses)
         if self.counts_skipped:
             logs["skipped_steps"] = num_skipped
         if self.watched:
@@ -376,6 +372,43 @@ class FitTask(Task):
             ensemble.show_slots()
         end = partial(conductor.end_epoch, epoch, logs)
         return ensemble.consult(end, Resume(epoch + 1) if self.watched else None)
+
+    def _batches(self, ensemble: _Ensemble, epoch: int) -> Iterator[GlobalBatch]:
+        if isinstance(self.source, SharedStream):
+            return self.source.batches(
+                ensemble.worker,
+                ensemble.control,
+                epoch,
+                gives_up=lambda: ensemble.conductor.is_interrupted,
+                training=True,
+            )
+        source = self.source
+        order = epoch_batches(
+            self.seed,
+            self.first_epoch + epoch,
+            len(source),
+            self.batch_size,
+            shuffle=self.shuffle,
+            steps=self.steps_per_epoch,
+        )
+        return ((source, indices) for indices in order)
+
+    def _train_step(
+        self,
+        worker: Worker,
+        source: Source,
+        indices: torch.Tensor,
+        step: int,
+        observe: Observe | None,
+    ) -> StepResult:
+        """One step, or one of each function that takes its turn."""
+        if not self.turns:
+            return worker.train_step(source, indices, step, observe)
+        results = [
+            worker.train_step(source, indices, step, observe, turn)
+            for turn in range(len(self.turns.names))
+        ]
+        return _joined(results, is_told=worker.rank == 0)
 
     def _losses(
         self, ensemble: _Ensemble, totals: list[float], weights: list[float], parts: list[Sums]
@@ -387,19 +420,7 @@ class FitTask(Task):
         gathered = ensemble.control.gather(parts)
         return own_parts.logs([sums for own in gathered for sums in own])
 
-    def _train_step(
-        self, worker: Worker, indices: torch.Tensor, step: int, observe: Observe | None
-    ) -> StepResult:
-        """One step, or one of each function that takes its turn."""
-        if not self.turns:
-            return worker.train_step(self.source, indices, step, observe)
-        results = [
-            worker.train_step(self.source, indices, step, observe, turn)
-            for turn in range(len(self.turns.names))
-        ]
-        return _joined(results, is_told=worker.rank == 0)
-
-    def _logs(self, ensemble: _Ensemble, losses: Logs) -> Logs:
+    def _logs(self, ensemble: _Ensemble, epoch: int, losses: Logs) -> Logs:
         logs = {**losses, **_joined_metrics(self.metrics, ensemble.control)}
         if self.validation is None:
             return logs
@@ -412,7 +433,9 @@ class FitTask(Task):
             self.batch_size,
             self.metrics,
             self.loss_parts,
+            epoch,
             ensemble.pause_validation,
+            lambda: ensemble.conductor.is_interrupted,
         )
         ensemble.conductor.end_validation(validated)
         return {**logs, **{f"val_{name}": value for name, value in validated.items()}}
@@ -422,7 +445,7 @@ class FitTask(Task):
 class EvaluateTask(Task):
     """Loss and metrics over a source, every sample once."""
 
-    source: Source
+    source: Source | SharedStream
     batch_size: int
     metrics: Metrics
     loss_parts: LossParts = ONE_LOSS
@@ -438,16 +461,18 @@ class EvaluateTask(Task):
 class PredictTask(Task):
     """Outputs for a source, every sample once."""
 
-    source: Source
+    source: Source | SharedStream
     batch_size: int
 
     def run(self, worker: Worker, control: Control, conductor: Conductor) -> list[Tree]:
         """Predict; rank 0 returns the outputs of all shares in the order of their samples."""
-        parts = []
+        parts, start = [], 0
+        batches = all_batches(self.source, worker, control, self.batch_size)
         with modes_of(worker.model, training=False):
-            for start, stop in batch_bounds(len(self.source), self.batch_size):
-                for position, output in worker.predict_step(self.source, torch.arange(start, stop)):
+            for source, indices in batches:
+                for position, output in worker.predict_step(source, indices):
                     parts.append((start + position, map_tensors(torch.Tensor.cpu, output)))
+                start += len(indices)
         gathered = [part for parts in control.gather(parts) for part in parts]
         return [output for _, output in sorted(gathered, key=lambda part: part[0])]
 
@@ -455,18 +480,21 @@ class PredictTask(Task):
 def _evaluate(
     worker: Worker,
     control: Control,
-    source: Source,
+    source: Source | SharedStream,
     batch_size: int,
     metrics: Metrics,
     loss_parts: LossParts,
+    epoch: int = 0,
     pause: Callable[[int], None] = lambda index: None,
+    gives_up: Callable[[], bool] = lambda: False,
 ) -> Logs:
     metrics.reset()
     observe = metrics.update if metrics else None
     losses: list[Sums] = []
+    batches = all_batches(source, worker, control, batch_size, epoch, gives_up)
     with modes_of(worker.model, training=False):
-        for index, (start, stop) in enumerate(batch_bounds(len(source), batch_size)):
-            losses += worker.evaluate_step(source, torch.arange(start, stop), observe)
+        for index, (part, indices) in enumerate(batches):
+            losses += worker.evaluate_step(part, indices, observe)
             pause(index)
     gathered = [loss for losses in control.gather(losses) for loss in losses]
     return {**loss_parts.logs(gathered), **_joined_metrics(metrics, control)}

@@ -8,7 +8,7 @@ import copy
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, closing
 from dataclasses import replace
 from typing import Any, Literal, Protocol
 
@@ -18,7 +18,7 @@ from torch import nn, optim
 from lockstep.capture.layers import capture_layers
 from lockstep.checkpoint.weights import load_weights, save_weights
 from lockstep.cluster.devices import discover
-from lockstep.data.sources import Source, as_input_source, as_source
+from lockstep.data.sources import Source, as_input_source
 from lockstep.data.trees import Tree, concatenate, map_tensors, tensors_of
 from lockstep.errors import (
     DataError,
@@ -49,12 +49,20 @@ from lockstep.train.checks import (
     check_device,
     check_names,
     check_targets,
-    filled,
     log_names,
     prepare_model,
 )
 from lockstep.train.conducting import FitConductor
+from lockstep.train.feeding import SharedStream, sample_of
 from lockstep.train.history import History
+from lockstep.train.intake import (
+    DEFAULT_BATCH_SIZE,
+    Feed,
+    Wish,
+    close_all,
+    closing_on_error,
+    take_in,
+)
 from lockstep.train.interrupt import held_interrupts
 from lockstep.train.learning_rate import rule_of
 from lockstep.train.learning_rates import make_schedule
@@ -76,7 +84,6 @@ from lockstep.train.tasks import (
 )
 from lockstep.train.updaters import check_divisible
 
-DEFAULT_BATCH_SIZE = 32
 DEFAULT_TIMEOUT_SECONDS = 600.0
 
 
@@ -247,9 +254,10 @@ class Trainer:
         data: Any,
         *,
         epochs: int = 1,
-        batch_size: int | Literal["auto"] | BatchSizeSearch = DEFAULT_BATCH_SIZE,
+        batch_size: int | Literal["auto"] | BatchSizeSearch | None = None,
+        steps_per_epoch: int | None = None,
         validation_data: Any = None,
-        shuffle: bool = True,
+        shuffle: bool | None = None,
         verbose: int = 1,
         learning_rate_rule: Literal["linear", "sqrt"] | None = None,
         reference_batch_size: int = DEFAULT_BATCH_SIZE,
@@ -262,13 +270,18 @@ class Trainer:
                 whose first dim is the samples, or a map-style Dataset of such items. A tuple of
                 inputs is the model's positional arguments, a dict its keyword arguments. Without
                 targets, for a model that computes its own loss: ``(inputs,)`` or a dict of inputs.
-            epochs: passes over the data.
-            batch_size: samples of a global batch, over all devices together. ``"auto"`` is the
-                fastest per sample on this machine, found by trial and remembered; see
-                ``BatchSizeSearch``, which may be given as well.
+                Or global batches of these forms, from a DataLoader, an iterable, a function that
+                makes an iterator anew for every epoch, an iterator, or a ``tf.data.Dataset``; or an
+                IterableDataset of samples. These are read on this process alone, in their order.
+            epochs: how many there are.
+            batch_size: samples of a global batch, over all devices together; None is 32, or what
+                the data has for itself. ``"auto"`` is the fastest per sample on this machine, found
+                by trial and remembered; see ``BatchSizeSearch``, which may be given as well.
+            steps_per_epoch: batches of an epoch, which then goes on in the data where the one
+                before has ended; None is a pass over the data.
             validation_data: as ``data``; evaluated after every epoch.
             shuffle: take the samples in a new order every epoch, a function of the seed and the
-                epoch alone.
+                epoch alone; None is yes, for data without an order of its own.
             verbose: 1 shows progress, 0 is silent.
             learning_rate_rule: ``"linear"`` or ``"sqrt"`` multiplies the learning rate of every
                 parameter group by ``batch_size / reference_batch_size``, or by its square root:
@@ -288,46 +301,48 @@ class Trainer:
                 optimizer as that step left them; at once after a second Ctrl-C.
         """
         search, rule = search_of(batch_size), rule_of(learning_rate_rule, reference_batch_size)
-        epochs, size = check_counts(epochs=epochs, batch_size=1 if search else batch_size)
-        has_own_step = self._recipe.train_step is not None
-        loss = self._loss if has_own_step and validation_data is None else self._need_loss("fit")
-        source = filled(as_source(data), "data")
-        if not has_own_step and loss is not None:
-            check_targets(source, loss, self.metrics)
-        validation = None
-        if validation_data is not None:
-            validation = filled(
-                as_source(validation_data, name="validation_data"), "validation_data"
-            )
-            assert loss is not None
-            check_targets(validation, loss, self.metrics)
-        optimizer = self._check_trainable()
-        console = Console(quiet=not verbose)
-        if search is not None:
-            training = Training(
-                trainer=self,
-                loss=None if loss is None else loss.loss,
-                maker=self._maker(),
-                source=source,
-                validation=validation,
-                options=(self._recipe,),
-            )
-            size = choose_batch_size(training, search, console)
-        self._maker().check_batch_size(size)
-        self.batch_size = size
-        if rule is not None:
-            console.print(rule.apply(optimizer, size), highlight=False, soft_wrap=True)
-        self.stop_training = False
-        steps = -(-len(source) // size)
-        if self.schedule is not None:
-            names = log_names(loss, self.metrics, has_validation=validation is not None)
-            self.schedule.begin(names, epochs * steps)
-        task = FitTask(
-            source=source,
-            validation=validation,
+        epochs, size, steps_per_epoch = check_counts(
+            {
+                "batch_size": None if search else batch_size,
+                "steps_per_epoch": steps_per_epoch,
+            },
             epochs=epochs,
+        )
+        loss = self._loss_of_fit(has_validation=validation_data is not None)
+        optimizer = self._check_trainable()
+        wish = Wish(
+            name="data",
             batch_size=size,
             shuffle=shuffle,
+            epochs=epochs,
+            steps_per_epoch=steps_per_epoch,
+            seed=self.seed,
+            first_epoch=self._epochs_trained,
+        )
+        feed = take_in(data, wish)
+        validation = _take_in_validation(validation_data, wish, feed)
+        console = Console(quiet=not verbose)
+        with closing_on_error(feed, validation):
+            self._check_targets(loss, feed, validation)
+            if search is not None:
+                feed = feed.resized(self._find_batch_size(search, loss, feed, validation, console))
+            self._maker().check_batch_size(feed.batch_size)
+            self.batch_size = feed.batch_size
+            if rule is not None:
+                console.print(
+                    rule.apply(optimizer, feed.batch_size), highlight=False, soft_wrap=True
+                )
+            if self.schedule is not None:
+                names = log_names(loss, self.metrics, has_validation=validation is not None)
+                num_steps = None if feed.num_steps is None else epochs * feed.num_steps
+                self.schedule.begin(names, num_steps)
+        self.stop_training = False
+        task = FitTask(
+            source=feed.source,
+            validation=None if validation is None else validation.source,
+            epochs=epochs,
+            batch_size=feed.batch_size,
+            shuffle=shuffle is not False,
             seed=self.seed,
             first_epoch=self._epochs_trained,
             first_step=self._steps_trained,
@@ -335,12 +350,13 @@ class Trainer:
             watched=bool(self.callbacks),
             watches_beginnings=watches_beginnings(self.callbacks),
             stepwise=watches_batches(self.callbacks),
+            steps_per_epoch=steps_per_epoch,
             record=on_snapshot is not None,
             counts_skipped=self._recipe.rules.on_nonfinite == "skip",
             loss_parts=ONE_LOSS if loss is None else loss.parts,
             turns=self._recipe.turns,
         )
-        display = ProgressDisplay(epochs, steps) if verbose else None
+        display = ProgressDisplay(epochs, feed.num_steps) if verbose else None
         with held_interrupts() as interrupt:
             conductor = FitConductor(
                 self,
@@ -352,57 +368,64 @@ class Trainer:
             )
             try:
                 conductor.begin_train()
-                self._train(task, loss, conductor, size)
+                self._train(task, loss, conductor, feed.batch_size)
             finally:
                 conductor.close()
+                close_all(feed, validation)
         conductor.end_train()
         return conductor.history
 
-    def evaluate(self, data: Any, *, batch_size: int = DEFAULT_BATCH_SIZE) -> Logs:
+    def evaluate(self, data: Any, *, batch_size: int | None = None) -> Logs:
         """Loss and metrics over ``data``, every sample counted once.
 
         Args:
             data: as in ``fit``.
-            batch_size: samples of a global batch.
+            batch_size: samples of a global batch; None is 32, or what the data has for itself.
 
         Returns:
             ``{"loss": ..., <metric>: ...}``.
         """
-        (batch_size,) = check_counts(batch_size=batch_size)
+        (batch_size,) = check_counts({"batch_size": batch_size})
         loss = self._need_loss("evaluate")
-        source = filled(as_source(data), "data")
-        check_targets(source, loss, self.metrics)
+        feed = take_in(data, Wish(name="data", batch_size=batch_size, seed=self.seed))
+        check_targets(sample_of(feed.source), loss, self.metrics)
         # Within a fit, the user's metrics are busy with the training data.
         metrics = copy.deepcopy(self.metrics) if self._is_running else self.metrics
         task = EvaluateTask(
-            source=source, batch_size=batch_size, metrics=metrics, loss_parts=loss.parts
+            source=feed.source,
+            batch_size=feed.batch_size,
+            metrics=metrics,
+            loss_parts=loss.parts,
         )
         for callback in self.callbacks:
             callback.set_trainer(self)
             callback.on_test_begin()
-        logs: Logs = self._run(task, loss, None, Conductor(), batch_size)
+        with closing(feed):
+            logs: Logs = self._run(task, loss, None, Conductor(), feed.batch_size)
         for callback in self.callbacks:
             callback.on_test_end(logs)
         return logs
 
-    def predict(self, inputs: Any, *, batch_size: int = DEFAULT_BATCH_SIZE) -> Tree:
+    def predict(self, inputs: Any, *, batch_size: int | None = None) -> Tree:
         """The model's outputs for ``inputs``, in their order.
 
         Args:
             inputs: arrays or tensors, a tuple of them (positional arguments) or a dict (keyword
-                arguments), or a map-style Dataset, of whose items the first part is taken where
-                they are tuples.
-            batch_size: samples of a global batch.
+                arguments), or a Dataset, DataLoader or other iterable of batches as in ``fit``, of
+                whose items the first part is taken where they are tuples.
+            batch_size: samples of a global batch; None is 32, or what the data has for itself.
 
         Returns:
             What the model returns, with all samples along the first dim of every tensor.
         """
-        (batch_size,) = check_counts(batch_size=batch_size)
-        source = as_input_source(inputs, name="inputs")
+        (batch_size,) = check_counts({"batch_size": batch_size})
+        wish = Wish(name="inputs", batch_size=batch_size, seed=self.seed, with_targets=False)
+        feed = take_in(inputs, wish)
         for callback in self.callbacks:
             callback.set_trainer(self)
             callback.on_predict_begin()
-        outputs = self._predict(source, batch_size) if len(source) else self._predict_none(source)
+        with closing(feed):
+            outputs = self._predict_none(feed) if feed.num_steps == 0 else self._predict(feed)
         for callback in self.callbacks:
             callback.on_predict_end()
         return outputs
@@ -478,7 +501,7 @@ class Trainer:
             session, (plan, partitions) = _nested(task), self._make_plan_for_one(batch_size)
         else:
             plan, partitions = self._planning.plan(
-                self._maker(), self.precision, task.source, batch_size
+                self._maker(), self.precision, sample_of(task.source), batch_size
             )
             plan = self._plan = self._recipe.plan(plan)
         if updater is not None:
@@ -534,6 +557,36 @@ class Trainer:
         one: optim.Optimizer | None = self.optimizer
         return None if isinstance(self.optimizer, Optimizers) else one
 
+    def _loss_of_fit(self, *, has_validation: bool) -> LossAdapter | None:
+        has_own_step = self._recipe.train_step is not None
+        return self._loss if has_own_step and not has_validation else self._need_loss("fit")
+
+    def _check_targets(self, loss: LossAdapter | None, feed: Feed, validation: Feed | None) -> None:
+        """Refuse data without targets where there must be some."""
+        if loss is not None and self._recipe.train_step is None:
+            check_targets(sample_of(feed.source), loss, self.metrics)
+        if loss is not None and validation is not None:
+            check_targets(sample_of(validation.source), loss, self.metrics)
+
+    def _find_batch_size(
+        self,
+        search: BatchSizeSearch,
+        loss: LossAdapter | None,
+        feed: Feed,
+        validation: Feed | None,
+        console: Console,
+    ) -> int:
+        """The batch size that the search finds, or remembers."""
+        training = Training(
+            trainer=self,
+            loss=None if loss is None else loss.loss,
+            maker=self._maker(),
+            source=feed.by_index("data"),
+            validation=None if validation is None else sample_of(validation.source),
+            options=(self._recipe,),
+        )
+        return choose_batch_size(training, search, console)
+
     def _make_updater(self) -> AnyUpdater:
         changes_by_step = self.schedule is not None and self.schedule.every == "step"
         return self._recipe.updater(self.optimizer, self.model, changes_by_step=changes_by_step)
@@ -568,16 +621,17 @@ class Trainer:
             )
         return self._loss
 
-    def _predict(self, source: Source, batch_size: int) -> Tree:
-        task = PredictTask(source=source, batch_size=batch_size)
-        return concatenate(self._run(task, None, None, Conductor(), batch_size))
+    def _predict(self, feed: Feed) -> Tree:
+        task = PredictTask(source=feed.source, batch_size=feed.batch_size)
+        return concatenate(self._run(task, None, None, Conductor(), feed.batch_size))
 
-    def _predict_none(self, source: Source) -> Tree:
+    def _predict_none(self, feed: Feed) -> Tree:
         """No samples: outputs of the right kind and shape, found with one made-up sample."""
         made_up = map_tensors(
-            lambda tensor: tensor.new_zeros(1, *tensor.shape[1:]), _inputs(source)
+            lambda tensor: tensor.new_zeros(1, *tensor.shape[1:]), _inputs(feed.source)
         )
-        outputs = self._predict(as_input_source(made_up, name="inputs"), 1)
+        source = as_input_source(made_up, name="inputs")
+        outputs = self._predict(Feed(source=source, batch_size=1, num_steps=1))
         return map_tensors(lambda tensor: tensor[:0], outputs)
 
 
@@ -612,7 +666,25 @@ def _nested(task: Task) -> Session:
     return Session(DEFAULT_TIMEOUT_SECONDS)
 
 
-def _inputs(source: Source) -> Tree:
+def _take_in_validation(data: Any, wish: Wish, feed: Feed) -> Feed | None:
+    """What is evaluated after every epoch; in batches of the same size, if it has none."""
+    if data is None:
+        return None
+    return take_in(
+        data,
+        replace(
+            wish,
+            name="validation_data",
+            batch_size=None,
+            default_batch_size=feed.batch_size,
+            shuffle=None,
+            steps_per_epoch=None,
+            purpose="validation",
+        ),
+    )
+
+
+def _inputs(source: Source | SharedStream) -> Tree:
     inputs = getattr(source, "inputs", None)
     if next(tensors_of(inputs), None) is None:
         raise DataError(

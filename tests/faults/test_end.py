@@ -6,6 +6,8 @@ Most of these scripts lead a team that trains nothing: without torch they start 
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -174,3 +176,13 @@ del trainer, closed
 """
     )
     assert run(source, directory=tmp_path) == "untouched True\nkept True\n"
+
+
+def test_a_script_that_ends_says_nothing(tmp_path: Path) -> None:
+    """Though the trainer and its memory live until the interpreter has taken itself apart."""
+    script = tmp_path / "script.py"
+    script.write_text(f"{JOB}\ntrainer = make_trainer()\ntrain(trainer)\n")
+    done = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, timeout=TIMEOUT_SECONDS
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

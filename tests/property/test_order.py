@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from lockstep.data.order import (
     batch_bounds,
+    epoch_batches,
     epoch_order,
     restore_streams,
     seed_streams,
@@ -32,6 +33,33 @@ def test_batches_partition_the_samples_and_only_the_last_is_short(
     assert [row for start, stop in bounds for row in range(start, stop)] == list(range(num_samples))
     assert all(stop - start == batch_size for start, stop in bounds[:-1])
     assert all(0 < stop - start <= batch_size for start, stop in bounds)
+
+
+@given(
+    seed=SEEDS,
+    num_samples=st.integers(1, 60),
+    batch_size=st.integers(1, 30),
+    steps=st.integers(1, 12),
+    shuffle=st.booleans(),
+)
+def test_epochs_of_some_steps_are_the_passes_cut_otherwise(
+    seed: int, num_samples: int, batch_size: int, steps: int, shuffle: bool
+) -> None:
+    def batches(epochs: int, steps: int | None) -> list[list[int]]:
+        return [
+            indices.tolist()
+            for epoch in range(epochs)
+            for indices in epoch_batches(
+                seed, epoch, num_samples, batch_size, shuffle=shuffle, steps=steps
+            )
+        ]
+
+    cut = batches(5, steps)
+    assert len(cut) == 5 * steps
+    whole = batches(5 * steps, None)  # a pass has a batch at least
+    assert cut == whole[: len(cut)]
+    first = [index for batch in whole[: -(-num_samples // batch_size)] for index in batch]
+    assert first == epoch_order(seed, 0, num_samples, shuffle=shuffle).tolist()
 
 
 @given(seed=SEEDS, epoch=EPOCHS, num_samples=st.integers(0, 300))

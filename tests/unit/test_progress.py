@@ -1,6 +1,7 @@
 """The progress display: a line per epoch in a file, a bar on a terminal, nothing with verbose=0."""
 
 import io
+import time
 
 import pytest
 import torch
@@ -41,6 +42,28 @@ def test_a_terminal_gets_a_bar_with_figures() -> None:
     assert "loss 0.5000" in written
     assert "left" in written
     assert "validating" in written
+
+
+def test_the_number_of_steps_may_be_unknown_until_the_first_epoch_has_ended() -> None:
+    file = io.StringIO()
+    console = Console(file=file, width=120, force_terminal=True)
+    display = ProgressDisplay(epochs=3, steps=None, console=console)
+    written: list[str] = []
+    for num_steps in (3, 3, 5):  # the last is longer than thought
+        display.begin_epoch(len(written))
+        for step in range(num_steps):
+            time.sleep(0.11)  # for a refresh of the line
+            display.end_step(step, total=50.0, weight=100.0, samples=100)
+        display.say("validating")
+        display.end_epoch({"loss": 0.5})
+        written.append(file.getvalue())
+        file.truncate(file.seek(0))
+    display.close()
+    assert "2/?" in written[0]
+    assert "left" not in written[0]
+    assert "2/3" in written[1]
+    assert "left" in written[1]
+    assert "5/5" in written[2]
 
 
 @pytest.mark.parametrize("verbose", [0, 1])

@@ -75,10 +75,17 @@ def test_counts_may_be_integers_of_numpy() -> None:
     assert trainer.evaluate((X, Y), batch_size=size).keys() == {"loss"}
 
 
-@pytest.mark.parametrize("size", [8.0, "8", None, True, 0, np.int64(-1), np.float64(8)])
-def test_other_counts_are_refused(size: Any) -> None:
-    with pytest.raises(errors.OptionError, match="`batch_size` must be an integer"):
-        make_trainer().fit((X, Y), batch_size=size, verbose=0)
+@pytest.mark.parametrize("name", ["epochs", "batch_size", "steps_per_epoch"])
+@pytest.mark.parametrize("count", [8.0, "8", True, 0, np.int64(-1), np.float64(8)])
+def test_other_counts_are_refused(name: str, count: Any) -> None:
+    with pytest.raises(errors.OptionError, match=f"`{name}` must be an integer"):
+        make_trainer().fit((X, Y), **{name: count}, verbose=0)
+
+
+def test_epochs_must_be_said() -> None:
+    nothing: Any = None
+    with pytest.raises(errors.OptionError, match=r"`epochs` must be an integer.*epochs=None"):
+        make_trainer().fit((X, Y), epochs=nothing)
 
 
 # --- data, files, devices -----------------------------------------------------------------------

@@ -1,0 +1,295 @@
+"""Feeding: the global batches of a task, the same on every rank.
+
+What is read by index, every rank reads for itself, in an order that all know. A stream is read by
+rank 0 alone. It copies each batch into a slot of shared memory that all ranks map, and tells the
+others how it lies there; each rank copies its own rows out of it, as of any array.
+
+There are two slots, so that the next batch is read and copied while all ranks train on this one. A
+slot is written again when all ranks are past the step that read it: in training the barrier that
+ends each step sees to that, elsewhere one that is entered here. A batch for which a slot is too
+small gets a larger one.
+
+Where reading draws random numbers it is done between steps instead (see ``data.reading``). Always
+it is done in one thread, so that what a generator opens (a database) it can go on to use.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import torch
+
+from lockstep.comm.exchange import TensorSpec
+from lockstep.comm.shared_memory import SharedRegion
+from lockstep.data.order import batch_bounds
+from lockstep.data.reading import Reading
+from lockstep.data.sources import ArraySource, Source
+from lockstep.data.trees import Tree, map_leaves, map_tensors, tensors_of
+from lockstep.parallel.control import Control
+from lockstep.parallel.store import TensorStore, tensor_spec
+from lockstep.parallel.worker import Worker
+from lockstep.plan.layout import flat_offsets
+from lockstep.train.background import Background, is_done
+
+# A global batch: where its samples are, and which of them it has, in order.
+GlobalBatch = tuple[Source, torch.Tensor]
+
+_NUM_SLOTS = 2
+_SPARE = 4  # a slot is larger by a part in so many than the batch that it was made for
+
+
+class Halt(Exception):  # noqa: N818  # no error: all ranks leave their loop here, together
+    """The user has pressed Ctrl-C."""
+
+
+def _never() -> bool:
+    return False
+
+
+class SharedStream:
+    """A stream, as all ranks of a team see it. What is sent to the helpers can only follow rank 0.
+
+    Args:
+        reading: rank 0's; None on the others.
+    """
+
+    def __init__(self, reading: Reading | None) -> None:
+        self._reading = reading
+        self._background = Background()
+        self._slots = [_Slot(number) for number in range(_NUM_SLOTS)]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return SharedStream, (None,)
+
+    def peek(self, epoch: int = 0) -> ArraySource:
+        """The first batch of all, which is still to be read.
+
+        Raises:
+            DataError: there is none, or it cannot be read.
+        """
+        reading = self._reading
+        assert reading is not None
+        return self._background.submit(lambda: reading.peek(epoch)).result()
+
+    def batches(
+        self,
+        worker: Worker,
+        control: Control,
+        epoch: int,
+        *,
+        gives_up: Callable[[], bool] = _never,
+        training: bool = False,
+        largest: int | None = None,
+    ) -> Iterator[GlobalBatch]:
+        """The global batches of an epoch. Every rank must take as many.
+
+        Args:
+            worker: this rank's.
+            control: this rank's.
+            epoch: its number.
+            gives_up: whether the user has pressed Ctrl-C, asked where rank 0 waits for data.
+            training: each batch is trained on, so that its step ends with a barrier.
+            largest: batches of more samples come in parts.
+
+        Raises:
+            Halt: on all ranks, when rank 0 has given up waiting.
+            DataError: on rank 0.
+        """
+        found = self._lead(control, epoch, gives_up) if self._reading else _follow(control)
+        for batch in found:
+            for indices in torch.arange(len(batch)).split(largest or len(batch)):
+                yield batch, indices
+            if not training:
+                worker.barrier()
+
+    def close(self) -> None:
+        """Read no more."""
+        if self._reading is not None:
+            self._background.submit(self._reading.close)
+        self._background.close()
+        for slot in self._slots:
+            slot.close()
+
+    def _lead(
+        self, control: Control, epoch: int, gives_up: Callable[[], bool]
+    ) -> Iterator[ArraySource]:
+        reading = self._reading
+        assert reading is not None
+        reading.begin_epoch(epoch)
+        slots: Sequence[_Slot | _Copies] = self._slots if control.num_ranks > 1 else [_Copies()]
+        for slot in slots:
+            slot.begin_epoch()
+        ahead: Future[ArraySource | None] | None = None
+        for number in count():
+            slot, next_slot = slots[number % len(slots)], slots[(number + 1) % len(slots)]
+            batch = None if ahead is None else _awaited(ahead, control, gives_up)
+            if batch is None:  # not read ahead, or that was the end of a pass
+                batch = _awaited(self._read(reading.read, slot), control, gives_up)
+            if batch is None:
+                break
+            slot.tell(control)
+            aside = reading.can_read_aside
+            ahead = self._read(reading.read_aside, next_slot) if aside else None
+            yield batch
+        control.broadcast(_News())
+
+    def _read(
+        self, take: Callable[[], ArraySource | None], slot: "_Slot | _Copies"
+    ) -> "Future[ArraySource | None]":
+        """Have the thread read a batch, if there is one, and put it into a slot."""
+
+        def read() -> ArraySource | None:
+            batch = take()
+            return None if batch is None else slot.put(batch)
+
+        return self._background.submit(read)
+
+
+def sample_of(source: Source | SharedStream) -> Source:
+    """Samples to see what the data is like: all of it, or a stream's first batch."""
+    return source.peek() if isinstance(source, SharedStream) else source
+
+
+def all_batches(
+    source: Source | SharedStream,
+    worker: Worker,
+    control: Control,
+    batch_size: int,
+    epoch: int = 0,
+    gives_up: Callable[[], bool] = _never,
+) -> Iterator[GlobalBatch]:
+    """The global batches of data that is gone through once, in its order."""
+    if isinstance(source, SharedStream):
+        # What stages send must find the room that there is, for batches as large as expected.
+        largest = None if worker.plan.pipeline is None else batch_size
+        yield from source.batches(worker, control, epoch, gives_up=gives_up, largest=largest)
+        return
+    for start, stop in batch_bounds(len(source), batch_size):
+        yield source, torch.arange(start, stop)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _News:
+    """What rank 0 tells the others.
+
+    Attributes:
+        slot: where the next batch lies; None where there is no batch.
+        is_new: the slot's memory follows.
+        tree: inputs, targets and weights, with a TensorSpec in the place of each tensor.
+        is_halt: all leave.
+    """
+
+    slot: int | None = None
+    is_new: bool = False
+    tree: Tree = None
+    is_halt: bool = False
+
+
+class _Slot:
+    """Shared memory that holds one batch after the other."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+        self._region: SharedRegion | None = None
+        self._is_known = False
+        self._tree: Tree = None
+
+    def begin_epoch(self) -> None:
+        """Whoever listens now may not have heard of this memory."""
+        self._is_known = False
+
+    def put(self, batch: ArraySource) -> ArraySource:
+        """Copy a batch into the slot; what is returned lies there.
+
+        Raises:
+            DeviceError: the host has not that much memory to share.
+        """
+        whole = (batch.inputs, batch.targets, batch.sample_weight)
+        self._tree = map_tensors(lambda tensor: tensor_spec("", tensor), whole)
+        laid = _laid_out(self._tree, self._room(self._tree))
+        for view, tensor in zip(
+            tensors_of((laid.inputs, laid.targets, laid.sample_weight)),
+            tensors_of(whole),
+            strict=True,
+        ):
+            view.copy_(tensor)
+        return laid
+
+    def tell(self, control: Control) -> None:
+        """Tell all ranks of the batch in the slot."""
+        is_new, self._is_known = not self._is_known, True
+        control.broadcast(_News(slot=self._number, is_new=is_new, tree=self._tree))
+        if is_new:
+            control.share(self._region)
+
+    def close(self) -> None:
+        """Give the memory up, once nobody uses it any more."""
+        if self._region is not None:
+            self._region.close()
+        self._region = None
+
+    def _room(self, tree: Tree) -> SharedRegion:
+        """The slot's memory, with room for all of the tree."""
+        _, num_bytes = flat_offsets([spec.extent for spec in _specs_of(tree)])
+        if self._region is None or self._region.num_bytes < num_bytes:
+            self.close()
+            self._region = SharedRegion.create(num_bytes + num_bytes // _SPARE)
+            self._is_known = False
+        return self._region
+
+
+class _Copies:
+    """Where rank 0 is alone: private copies, for what yields batches may use its memory again."""
+
+    def begin_epoch(self) -> None:
+        """Nobody listens."""
+
+    def put(self, batch: ArraySource) -> ArraySource:
+        """A copy of the batch."""
+        copied = (batch.inputs, batch.targets, batch.sample_weight)
+        return ArraySource(*map_tensors(torch.Tensor.clone, copied))
+
+    def tell(self, control: Control) -> None:
+        """There is nobody to tell."""
+
+
+def _follow(control: Control) -> Iterator[ArraySource]:
+    """The batches that rank 0 tells of."""
+    regions: dict[int, SharedRegion] = {}
+    while True:
+        news: _News = control.broadcast(None)
+        if news.is_halt:
+            raise Halt
+        if news.slot is None:
+            return
+        if news.is_new:
+            regions[news.slot] = control.share(None)
+        yield _laid_out(news.tree, regions[news.slot])
+
+
+def _awaited(
+    batch: "Future[ArraySource | None]", control: Control, gives_up: Callable[[], bool]
+) -> ArraySource | None:
+    """What the thread has read.
+
+    Raises:
+        Halt: on all ranks; the user wants out and need not wait for that.
+    """
+    if not is_done(batch, gives_up):
+        control.broadcast(_News(is_halt=True))
+        raise Halt
+    return batch.result()
+
+
+def _specs_of(tree: Tree) -> list[TensorSpec]:
+    specs: list[TensorSpec] = []
+    map_leaves(TensorSpec, specs.append, tree)
+    return specs
+
+
+def _laid_out(tree: Tree, region: SharedRegion) -> ArraySource:
+    """A batch that lies in a region as the tree says."""
+    views = iter(TensorStore(_specs_of(tree), region).views)
+    return ArraySource(*map_leaves(TensorSpec, lambda spec: next(views), tree))

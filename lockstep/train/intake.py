@@ -1,0 +1,176 @@
+"""Intake: what a user gives as data, as what a task runs on, and what must not be asked of it."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from lockstep.data.reading import Reading
+from lockstep.data.sources import Source, as_input_source, as_source
+from lockstep.data.streams import Stream, as_stream
+from lockstep.errors import OptionError, Problems, problem
+from lockstep.train.checks import filled
+from lockstep.train.feeding import SharedStream
+
+DEFAULT_BATCH_SIZE = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wish:
+    """What a call asks of its data.
+
+    Attributes:
+        name: the data's, for messages.
+        batch_size: samples of a global batch; None where the user has not said.
+        default_batch_size: where neither the user nor the data says.
+        shuffle: None where the user has not said.
+        epochs: how many there are.
+        steps_per_epoch: batches of an epoch; None is a pass over the data.
+        seed: of the random numbers that reading draws.
+        purpose: see ``Reading``.
+        first_epoch: epochs trained before.
+        with_targets: there must be targets.
+    """
+
+    name: str
+    batch_size: int | None = None
+    default_batch_size: int = DEFAULT_BATCH_SIZE
+    shuffle: bool | None = None
+    epochs: int = 1
+    steps_per_epoch: int | None = None
+    seed: int
+    purpose: str = "reading"
+    first_epoch: int = 0
+    with_targets: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Feed:
+    """What a task runs on.
+
+    Attributes:
+        source: the data; empty only where it is the inputs of ``predict``.
+        batch_size: samples of a global batch; of a stream, those of the first.
+        num_steps: batches of an epoch, where that is known.
+        steps_per_epoch: where the user has said it.
+    """
+
+    source: Source | SharedStream
+    batch_size: int
+    num_steps: int | None
+    steps_per_epoch: int | None = None
+
+    def by_index(self, name: str) -> Source:
+        """The data, to be read in batches of any size.
+
+        Raises:
+            OptionError: it has batches of its own.
+        """
+        if isinstance(self.source, SharedStream):
+            raise OptionError(
+                problem(
+                    "A batch size is found for data that is read by index.",
+                    received=f'`{name}` with batches of its own, and batch_size="auto"',
+                    fix="Leave batch_size out, and set the size where the batches are made.",
+                )
+            )
+        return self.source
+
+    def resized(self, batch_size: int) -> "Feed":
+        """The same data in other batches."""
+        num_steps = self.steps_per_epoch or -(-len(self.by_index("data")) // batch_size)
+        return replace(self, batch_size=batch_size, num_steps=num_steps)
+
+    def close(self) -> None:
+        """Read no more."""
+        if isinstance(self.source, SharedStream):
+            self.source.close()
+
+
+def close_all(*feeds: Feed | None) -> None:
+    """Read no more, of any."""
+    for feed in feeds:
+        if feed is not None:
+            feed.close()
+
+
+@contextmanager
+def closing_on_error(*feeds: Feed | None) -> Iterator[None]:
+    """Where the block fails, read no more."""
+    try:
+        yield
+    except BaseException:
+        close_all(*feeds)
+        raise
+
+
+def take_in(data: Any, wish: Wish) -> Feed:
+    """Data as a user gives it, checked.
+
+    Raises:
+        OptionError: what is asked cannot be had of such data.
+        DataError: it is no data, or the first batch cannot be read.
+    """
+    size = wish.default_batch_size if wish.batch_size is None else wish.batch_size
+    stream = as_stream(data, name=wish.name, batch_size=size, with_targets=wish.with_targets)
+    if stream is not None:
+        return _take_in_stream(stream, wish)
+    source = (as_source if wish.with_targets else as_input_source)(data, name=wish.name)
+    if wish.with_targets:
+        filled(source, wish.name)
+    num_steps = -(-len(source) // size)
+    return Feed(
+        source=source,
+        batch_size=size,
+        num_steps=wish.steps_per_epoch or num_steps,
+        steps_per_epoch=wish.steps_per_epoch,
+    )
+
+
+def _take_in_stream(stream: Stream, wish: Wish) -> Feed:
+    _check(stream, wish)
+    reading = Reading(
+        stream,
+        seed=wish.seed,
+        purpose=wish.purpose,
+        first_epoch=wish.first_epoch,
+        steps=wish.steps_per_epoch,
+    )
+    shared = SharedStream(reading)
+    try:
+        batch_size = len(shared.peek())
+    except BaseException:
+        shared.close()
+        raise
+    num_steps = wish.steps_per_epoch or stream.num_batches
+    return Feed(source=shared, batch_size=batch_size, num_steps=num_steps)
+
+
+def _check(stream: Stream, wish: Wish) -> None:
+    problems = Problems()
+    if wish.batch_size is not None and stream.has_batches:
+        problems.add(
+            f"`{wish.name}` gives global batches of its own.",
+            received=f"{stream.kind} and batch_size={wish.batch_size}",
+            fix="Leave batch_size out, and set the size where the batches are made.",
+        )
+    if wish.shuffle is not None:
+        problems.add(
+            f"`{wish.name}` has an order of its own.",
+            received=f"{stream.kind} and shuffle={wish.shuffle}",
+            fix="Leave shuffle out, and shuffle where the samples come from.",
+        )
+    if wish.epochs > 1 and wish.steps_per_epoch is None and not stream.restarts:
+        problems.add(
+            f"`{wish.name}` can be gone through once only, and is needed in every epoch.",
+            received=f"{stream.kind} and epochs={wish.epochs}",
+            fix="Pass a function that makes it anew (a generator function), or, to train, "
+            "steps_per_epoch: then every epoch takes as many batches.",
+        )
+    if stream.is_endless and wish.steps_per_epoch is None:
+        problems.add(
+            f"`{wish.name}` never ends.",
+            received=f"{stream.kind} that repeats for ever",
+            fix="Say how many batches an epoch has: steps_per_epoch in fit, or .take(n) of it.",
+        )
+    problems.raise_if_any(OptionError)
