@@ -151,10 +151,7 @@ def test_predict_takes_the_inputs_of_a_batch(name: str) -> None:
 
 BAD_BATCHES: dict[str, tuple[Any, str]] = {
     "no tuple": (X, r"must be \(inputs, targets\).*Received: a Tensor"),
-    "inputs alone": ((X,), "a tuple of 1"),
     "four parts": ((X, Y, Y, Y), "a tuple of 4"),
-    "a dict": ({"x": X, "label": Y}, "a dict with 'x', 'label'.*lockstep.data.columns"),
-    "another mapping": (UserDict(x=X), "a UserDict with 'x'.*lockstep.data.columns"),
     "rows": ([[1.0, 2.0], [3.0, 4.0]], "a list of 2"),
     "no targets": ((X, None), "NoneType"),
     "other lengths": ((X, Y[:3]), "inputs 10, targets 3"),
@@ -170,6 +167,14 @@ def test_what_is_no_batch_is_refused_with_a_reason(name: str) -> None:
     element, message = BAD_BATCHES[name]
     with pytest.raises(DataError, match=f"(?s){message}"):
         stream_of(batches).batch(element)
+
+
+@pytest.mark.parametrize("element", [(X,), {"input": X}, UserDict(input=X)])
+def test_inputs_alone_are_for_models_that_compute_their_own_loss(element: Any) -> None:
+    batch = stream_of(batches).batch(element)
+    assert batch.targets is None
+    with pytest.raises(DataError, match=r"needs targets.*lockstep\.data\.columns"):
+        make_trainer().fit(lambda: iter([element]), verbose=0)
 
 
 # --- what cannot be asked of a stream ---------------------------------------------------------

@@ -18,6 +18,7 @@ PACKAGE = Path(lockstep.__file__).parent
 PUBLIC = {
     "BatchSizeSearch",
     "Callback",
+    "EMA",
     "History",
     "HybridStrategy",
     "Job",
