@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from lockstep.train.callbacks import Callback as Callback
     from lockstep.train.history import History as History
     from lockstep.train.trainer import Trainer as Trainer
+    from lockstep.train.waiting import InputBoundWarning as InputBoundWarning
 
     verify = verify_job
 
@@ -32,6 +33,7 @@ _HOMES = {
     "Callback": ("lockstep.train.callbacks", "Callback"),
     "HybridStrategy": ("lockstep.strategies.hybrid", "HybridStrategy"),
     "History": ("lockstep.train.history", "History"),
+    "InputBoundWarning": ("lockstep.train.waiting", "InputBoundWarning"),
     "Job": ("lockstep.proof.job", "Job"),
     "LockstepError": ("lockstep.errors", "LockstepError"),
     "MirroredStrategy": ("lockstep.strategies.mirrored", "MirroredStrategy"),

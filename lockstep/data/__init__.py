@@ -1,5 +1,7 @@
 """Global batches and their shares: where samples come from and in which order."""
 
 from lockstep.data.mnist import load_mnist
+from lockstep.data.read_ahead import prefetch
+from lockstep.data.sample_cache import cache
 
-__all__ = ["load_mnist"]
+__all__ = ["cache", "load_mnist", "prefetch"]

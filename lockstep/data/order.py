@@ -60,6 +60,17 @@ def restore_streams(states: StreamStates) -> None:
     random.setstate(states.python)
 
 
+def same_streams(one: StreamStates, other: StreamStates) -> bool:
+    """Whether nothing was drawn between two calls of ``stream_states``."""
+    return (
+        torch.equal(one.cpu, other.cpu)
+        and all(map(torch.equal, one.gpus, other.gpus))
+        and np.array_equal(one.numpy[1], other.numpy[1])
+        and one.numpy[2:] == other.numpy[2:]
+        and one.python == other.python
+    )
+
+
 def epoch_order(seed: int, epoch: int, num_samples: int, *, shuffle: bool) -> torch.Tensor:
     """Sample indices of one epoch, shape (num_samples,), int64."""
     if not shuffle:

@@ -29,6 +29,7 @@ from lockstep.comm.board import Board
 from lockstep.comm.exchange import ShareTotals, cut_piece
 from lockstep.comm.gradient_rows import multiply
 from lockstep.data.order import seed_streams, share_seed
+from lockstep.data.read_ahead import Read
 from lockstep.data.sources import Batch, Source
 from lockstep.data.trees import Tree, map_tensors
 from lockstep.parallel.buffers import Buffers
@@ -47,6 +48,7 @@ from lockstep.parallel.worker import (
     check_used,
     moved,
     plain,
+    reads_of_shares,
 )
 from lockstep.plan.layout import Piece
 from lockstep.plan.lowering import lower_forward, lower_train
@@ -361,9 +363,7 @@ class StageWorker(Worker):
 
     def _read(self, run: "_Run", stage: int, share: int) -> Batch | None:
         """A microbatch's samples, where the stage has use for them."""
-        part = run.partition.parts[stage]
-        begins_stream = part.draws and part.stream_from is None  # reading may draw, too
-        if not (part.uses_inputs or begins_stream or stage == run.last_stage):
+        if not _needs_batch(run.partition, stage):
             return None
         start, stop = run.bounds[share]
         return moved(run.source.read(run.indices[start:stop], self._dtype), self._device)
@@ -400,6 +400,25 @@ class StageWorker(Worker):
         assert self._loss is not None
         return self._loss(output, batch.targets, batch.sample_weight, batch.num_samples)
 
+    def reads(self, indices: torch.Tensor, step: int | None = None) -> list[Read]:
+        partition = self._partitions[step is not None]
+        if step is None:
+            program = lower_forward(self.plan, self.rank, len(indices))
+        else:
+            program = self._program(len(indices))
+        return reads_of_shares(
+            [
+                action.microbatch
+                for action in program
+                if isinstance(action, Forward) and _needs_batch(partition, action.stage)
+            ],
+            indices,
+            num_shares=self.plan.num_shares,
+            dtype=self._dtype,
+            seed=self._seed,
+            step=step,
+        )
+
     def barrier(self) -> None:
         self.board.barrier()
 
@@ -412,6 +431,13 @@ class StageWorker(Worker):
 
     def ruled_buffers(self) -> dict[str, torch.Tensor]:
         return {name: buffer for name, buffer in self.model.named_buffers() if name in self._ruled}
+
+
+def _needs_batch(partition: Partition, stage: int) -> bool:
+    """Whether a stage has use for a microbatch's samples."""
+    part = partition.parts[stage]
+    begins_stream = part.draws and part.stream_from is None  # reading may draw, too
+    return part.uses_inputs or begins_stream or stage == len(partition.parts) - 1
 
 
 # By action, and not in the class: a cycle would keep its shared memory until the collector runs.

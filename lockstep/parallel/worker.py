@@ -7,7 +7,7 @@ What trains, evaluates and predicts with them (``train.tasks``) knows no differe
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -15,10 +15,13 @@ import torch
 from torch import nn
 
 from lockstep.comm.board import Board
+from lockstep.data.order import share_seed
+from lockstep.data.read_ahead import Read
 from lockstep.data.sources import Batch, Source
 from lockstep.data.trees import Tree, map_tensors
 from lockstep.errors import LossError, NonFiniteLossError, problem
 from lockstep.parallel.update import Updater
+from lockstep.plan.shares import share_bounds
 from lockstep.plan.spec import Plan
 
 # Called with (output, target) of every share whose output this rank computes.
@@ -84,6 +87,15 @@ class Worker(ABC):
         """(position in the batch, output) of the shares whose output is known here."""
 
     @abstractmethod
+    def reads(self, indices: torch.Tensor, step: int | None = None) -> list[Read]:
+        """What this rank is going to read of the batch at ``indices``, in this order.
+
+        Args:
+            indices: of the global batch.
+            step: of training; None in evaluation and prediction.
+        """
+
+    @abstractmethod
     def barrier(self) -> None:
         """Wait for all ranks."""
 
@@ -143,6 +155,27 @@ def check_used(step: int, is_any_used: bool) -> None:
                 fix="Look for detach(), no_grad() or frozen parameters on the way to it.",
             )
         )
+
+
+def reads_of_shares(
+    shares: Iterable[int],
+    indices: torch.Tensor,
+    *,
+    num_shares: int,
+    dtype: torch.dtype,
+    seed: int,
+    step: int | None,
+) -> list[Read]:
+    """The reads of some shares of a batch; see ``Worker.reads``."""
+    bounds = share_bounds(len(indices), num_shares)
+    return [
+        Read(
+            indices=indices[slice(*bounds[share])],
+            dtype=dtype,
+            seed=None if step is None else share_seed(seed, step, share),
+        )
+        for share in shares
+    ]
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:

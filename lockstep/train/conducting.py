@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from lockstep.data.sources import Source
 from lockstep.errors import OptionError, problem
 from lockstep.parallel.update import PieceSlots
 from lockstep.parallel.worker import StepResult
@@ -13,6 +14,7 @@ from lockstep.train.interrupt import Interrupt
 from lockstep.train.progress import ProgressDisplay
 from lockstep.train.tasks import Conductor, Snapshot
 from lockstep.train.updaters import TorchUpdater
+from lockstep.train.waiting import ClockedSource, InputClock
 
 if TYPE_CHECKING:
     from lockstep.train.trainer import Trainer
@@ -45,6 +47,7 @@ class FitConductor(Conductor):
         self._readopt = readopt
         self._on_snapshot = on_snapshot
         self._interrupt = interrupt
+        self._clock = InputClock()
         self.history = History()
         self.updater: TorchUpdater | None = None
 
@@ -73,17 +76,22 @@ class FitConductor(Conductor):
         for callback in self._callbacks:
             callback.on_train_end(logs)
 
+    def watched(self, source: Source) -> Source:
+        return ClockedSource(source, self._clock)
+
     def begin_epoch(self, epoch: int) -> None:
         for callback in self._callbacks:
             callback.on_epoch_begin(epoch)
         if self._display is not None:
             self._display.begin_epoch(epoch)
+        self._clock.begin()
 
     def begin_step(self, index: int) -> None:
         for callback in self._callbacks:
             callback.on_train_batch_begin(index)
 
     def end_step(self, index: int, result: StepResult) -> None:
+        self._clock.end_step()
         if self._display is not None:
             self._display.end_step(index, result.total, result.weight, result.num_samples)
         for callback in self._callbacks:
@@ -102,7 +110,8 @@ class FitConductor(Conductor):
     def end_epoch(self, epoch: int, logs: dict[str, Any]) -> None:
         self.history.add(epoch, logs)
         if self._display is not None:
-            self._display.end_epoch(logs)
+            self._display.end_epoch(logs, input_wait=self._clock.share)
+        self._clock.end_epoch()
         for callback in self._callbacks:
             callback.on_epoch_end(epoch, logs)
 

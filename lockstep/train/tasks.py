@@ -7,19 +7,22 @@ before the next step.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
 from torch import nn
 
 from lockstep.data.order import batch_bounds, epoch_order
+from lockstep.data.read_ahead import Read
 from lockstep.data.sources import Source
 from lockstep.data.trees import Tree, map_tensors
 from lockstep.parallel.control import Control
+from lockstep.parallel.readers import reading_ahead
 from lockstep.parallel.update import PieceSlots
 from lockstep.parallel.worker import StepResult, Worker, modes_of
 from lockstep.train.metrics import Metrics
@@ -46,6 +49,10 @@ class Conductor:
 
     def end_step(self, index: int, result: StepResult) -> None:
         """A step is done."""
+
+    def watched(self, source: Source) -> Source:
+        """The training data, as rank 0 sees how long it takes to come."""
+        return source
 
     def begin_validation(self) -> None:
         """Validation begins."""
@@ -303,10 +310,16 @@ class FitTask(Task):
         progress = _Progress()
         resume = None
         conductor.hold_interrupts()
-        with modes_of(worker.model, training=True), torch.enable_grad(), suppress(_Halt):
+        with (
+            modes_of(worker.model, training=True),
+            torch.enable_grad(),
+            suppress(_Halt),
+            reading_ahead(self.source, self._reads(worker)) as ahead,
+        ):
+            source = conductor.watched(ahead)
             try:
                 for epoch in range(self.start.epoch, self.epochs):
-                    if self._train_epoch(ensemble, epoch, progress):
+                    if self._train_epoch(ensemble, source, epoch, progress):
                         break
             except _Renew as renew:
                 resume = renew.resume
@@ -320,16 +333,29 @@ class FitTask(Task):
             resume=resume,
         )
 
-    def _train_epoch(self, ensemble: _Ensemble, epoch: int, progress: _Progress) -> bool:
+    def _reads(self, worker: Worker) -> Iterator[list[Read]]:
+        """What a rank is going to read in each step, to the last epoch's end."""
+        steps = count(self.first_step)
+        for epoch in range(self.start.epoch, self.epochs):
+            order = self._order(epoch)
+            for start, stop in batch_bounds(len(order), self.batch_size):
+                yield worker.reads(order[start:stop], next(steps))
+
+    def _order(self, epoch: int) -> torch.Tensor:
+        return epoch_order(
+            self.seed, self.first_epoch + epoch, len(self.source), shuffle=self.shuffle
+        )
+
+    def _train_epoch(
+        self, ensemble: _Ensemble, source: Source, epoch: int, progress: _Progress
+    ) -> bool:
         """Train an epoch; returns whether to stop after it."""
         worker, conductor = ensemble.worker, ensemble.conductor
         if self.start != Resume(epoch, True):
             begin = partial(conductor.begin_epoch, epoch)
             if ensemble.consult(begin, Resume(epoch, True) if self.watches_beginnings else None):
                 return True
-        order = epoch_order(
-            self.seed, self.first_epoch + epoch, len(self.source), shuffle=self.shuffle
-        )
+        order = self._order(epoch)
         self.metrics.reset()
         observe = self.metrics.update if self.metrics else None
         totals, weights = [], []
@@ -337,7 +363,7 @@ class FitTask(Task):
             if self.stepwise and ensemble.consult(partial(conductor.begin_step, index)):
                 break
             step = self.first_step + progress.num_steps
-            result = worker.train_step(self.source, order[start:stop], step, observe)
+            result = worker.train_step(source, order[start:stop], step, observe)
             progress.num_epochs, progress.num_steps = epoch + 1, progress.num_steps + 1
             totals.append(result.total)
             weights.append(result.weight)
@@ -403,9 +429,10 @@ class PredictTask(Task):
     def run(self, worker: Worker, control: Control, conductor: Conductor) -> list[Tree]:
         """Predict; rank 0 returns the outputs of all shares in the order of their samples."""
         parts = []
-        with modes_of(worker.model, training=False):
-            for start, stop in batch_bounds(len(self.source), self.batch_size):
-                for position, output in worker.predict_step(self.source, torch.arange(start, stop)):
+        reads = _reads_in_order(worker, self.source, self.batch_size)
+        with modes_of(worker.model, training=False), reading_ahead(self.source, reads) as source:
+            for start, stop in batch_bounds(len(source), self.batch_size):
+                for position, output in worker.predict_step(source, torch.arange(start, stop)):
                     parts.append((start + position, map_tensors(torch.Tensor.cpu, output)))
         gathered = [part for parts in control.gather(parts) for part in parts]
         return [output for _, output in sorted(gathered, key=lambda part: part[0])]
@@ -422,13 +449,20 @@ def _evaluate(
     metrics.reset()
     observe = metrics.update if metrics else None
     losses: list[tuple[float, float]] = []
-    with modes_of(worker.model, training=False):
+    reads = _reads_in_order(worker, source, batch_size)
+    with modes_of(worker.model, training=False), reading_ahead(source, reads) as ahead:
         for index, (start, stop) in enumerate(batch_bounds(len(source), batch_size)):
-            losses += worker.evaluate_step(source, torch.arange(start, stop), observe)
+            losses += worker.evaluate_step(ahead, torch.arange(start, stop), observe)
             pause(index)
     gathered = [loss for losses in control.gather(losses) for loss in losses]
     mean = _mean([total for total, _ in gathered], [weight for _, weight in gathered])
     return {"loss": mean, **_joined_metrics(metrics, control)}
+
+
+def _reads_in_order(worker: Worker, source: Source, batch_size: int) -> Iterator[list[Read]]:
+    """What a rank is going to read of each batch, without training."""
+    for start, stop in batch_bounds(len(source), batch_size):
+        yield worker.reads(torch.arange(start, stop))
 
 
 def _joined_metrics(metrics: Metrics, control: Control) -> Logs:

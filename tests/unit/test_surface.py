@@ -19,6 +19,7 @@ PUBLIC = {
     "Callback",
     "History",
     "HybridStrategy",
+    "InputBoundWarning",
     "Job",
     "LockstepError",
     "MirroredStrategy",
