@@ -106,11 +106,11 @@ class RecordFile:
         """
         with _errors_of(path):
             if not os.path.exists(path):
+                _check_disk(path, num_records * num_bytes(layout))
                 _make(path, _new_header(num_records, layout))
             file = cls._opened(path)
-        _check_header(path, file.header, num_records, layout)
-        missing = (num_records - file.num_stored) * file._record_bytes
-        _check_disk(path, missing)
+            _check_header(path, file.header, num_records, layout)
+            _check_disk(path, (num_records - file.num_stored) * file._record_bytes)
         return file
 
     @classmethod

@@ -59,6 +59,9 @@ def reading_ahead(source: Source, steps: Iterator[Sequence[Read]]) -> Iterator[S
     Args:
         source: what is read.
         steps: what this rank is going to read in each step.
+
+    Raises:
+        WorkerError: a process that reads has died.
     """
     if source.ahead is None:
         yield source
@@ -66,6 +69,11 @@ def reading_ahead(source: Source, steps: Iterator[Sequence[Read]]) -> Iterator[S
     ahead = _SourceAhead(source, steps)
     try:
         yield ahead
+    except RuntimeError as error:
+        # Torch raises it from a handler of SIGCHLD, wherever the rank is at that moment.
+        if str(error).startswith("DataLoader worker"):
+            raise _ended(error) from error
+        raise
     finally:
         ahead.close()
 
@@ -212,30 +220,29 @@ class _Processes:
     """Reads in processes of the rank's own."""
 
     def __init__(self, source: Source, reads: Iterator[Read], num_ready: int, workers: int) -> None:
-        loader = DataLoader(
-            _Reading(source),
-            batch_size=None,
-            sampler=_Orders(reads),
-            num_workers=workers,
-            prefetch_factor=-(-num_ready // workers),
-            collate_fn=_unchanged,
-            worker_init_fn=partial(_begin, os.getpid()),
-            generator=torch.Generator(),  # else it draws its seed from the model's stream
-            multiprocessing_context=_START_METHOD,
-        )
         with warnings.catch_warnings():
             # Readers wait more than they compute, so there may be more of them than cores. And what
             # makes a fork of a process with threads dangerous is not done in them.
             warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
             warnings.filterwarnings("ignore", "This process .* is multi-threaded")
+            loader = DataLoader(
+                _Reading(source),
+                batch_size=None,
+                sampler=_Orders(reads),
+                num_workers=workers,
+                prefetch_factor=-(-num_ready // workers),
+                collate_fn=_unchanged,
+                worker_init_fn=partial(_begin, os.getpid()),
+                generator=torch.Generator(),  # else it draws its seed from the model's stream
+                multiprocessing_context=_START_METHOD,
+            )
             self._results: Any = iter(loader)
 
     def take(self) -> _Result:
         try:
-            answer = next(self._results)
-        except RuntimeError as error:
+            return _opened(next(self._results))
+        except (OSError, EOFError) as error:  # tensors are fetched from the process, which is gone
             raise _ended(error) from error
-        return _opened(answer)
 
     def close(self) -> None:
         results, self._results = self._results, iter(())
@@ -314,11 +321,11 @@ def _drawing() -> DataError:
     )
 
 
-def _ended(error: RuntimeError) -> WorkerError:
+def _ended(error: Exception) -> WorkerError:
     return WorkerError(
         problem(
             "A process that reads ahead (lockstep.data.prefetch) has ended.",
-            received=str(error),
+            received=f"{type(error).__name__}: {error}",
             fix="Look for what kills it: memory that runs out, or a library that does not "
             "stand a fork. prefetch(dataset, workers=0) reads in a thread.",
         )
