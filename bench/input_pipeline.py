@@ -12,7 +12,6 @@ import statistics
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -94,38 +93,37 @@ def fit(data: Any, num_layers: int, epochs: int = 1, log: Path | None = None) ->
     return times
 
 
-def reading_alone(repeats: int) -> float:
+def reading_alone(steps: int) -> float:
     """Seconds that a replica reads for a step, with nothing else to do."""
     rows, share = SlowRows(BATCH_SIZE, READ_SECONDS), BATCH_SIZE // REPLICAS
-    return median_of(lambda: [rows[index] for index in range(share)], repeats)
+    began = time.perf_counter()
+    for _ in range(steps):
+        for index in range(share):
+            _ = rows[index]
+    return (time.perf_counter() - began) / steps
 
 
-def median_of(act: Callable[[], object], repeats: int) -> float:
-    """Median seconds."""
-    seconds = []
-    for _ in range(repeats):
-        began = time.perf_counter()
-        act()
-        seconds.append(time.perf_counter() - began)
-    return statistics.median(seconds)
-
-
-def show_case(name: str, num_layers: int, steps: int, workers: int) -> bool:
-    """Print a row; returns whether it is within the bar."""
-    num_samples = steps * BATCH_SIZE
-    reading = reading_alone(steps)
-    computing = statistics.median(fit(SlowRows(num_samples, 0), num_layers).seconds)
-    plain = statistics.median(fit(SlowRows(num_samples, READ_SECONDS), num_layers).seconds)
-    rows = SlowRows(num_samples, READ_SECONDS)
-    ahead = fit(lockstep.data.prefetch(rows, workers=workers), num_layers).seconds
-    step, longer = statistics.mean(ahead), max(reading, computing)
-    kind = "a thread" if workers == 0 else f"{workers} process" + "es" * (workers > 1)
-    print(
-        f"{name:22} {kind:10}"
-        + "".join(f"{1000 * figure:11.1f}" for figure in (reading, computing, plain, step))
-        + f"{step / longer - 1:+13.1%}"
+def measure(num_layers: int, steps: int, workers: int) -> tuple[float, float, float, float]:
+    """Seconds per step: reading alone, computing alone, plainly, with prefetch."""
+    quick = SlowRows(steps * BATCH_SIZE, 0)
+    slow = SlowRows(steps * BATCH_SIZE, READ_SECONDS)
+    ahead = lockstep.data.prefetch(slow, workers=workers)
+    computing, plain, step = (
+        statistics.mean(fit(data, num_layers).seconds) for data in (quick, slow, ahead)
     )
-    return step <= longer * (1 + BAR)
+    return reading_alone(steps), computing, plain, step
+
+
+def show_case(name: str, num_layers: int, steps: int, rounds: int, workers: int) -> bool:
+    """Print a row, medians over the rounds; returns whether it is within the bar."""
+    measured = [measure(num_layers, steps, workers) for _ in range(rounds)]
+    over = statistics.median(
+        step / max(reading, computing) - 1 for reading, computing, _, step in measured
+    )
+    kind = "a thread" if workers == 0 else "a process"
+    figures = "".join(f"{1000 * statistics.median(column):11.1f}" for column in zip(*measured, strict=True))
+    print(f"{name:22} {kind:10}{figures}{over:+13.1%}", flush=True)
+    return over <= BAR
 
 
 def show_cache(path: Path | None, folder: Path) -> bool:
@@ -142,14 +140,15 @@ def show_cache(path: Path | None, folder: Path) -> bool:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=60, help="per measurement")
-    steps = parser.parse_args().steps
+    parser.add_argument("--rounds", type=int, default=5, help="ratios are taken within a round")
+    options = parser.parse_args()
     warnings.simplefilter("ignore", lockstep.InputBoundWarning)  # that is what is measured here
     print(f"{READ_SECONDS * 1000:.0f} ms per sample, {REPLICAS} replicas, batch {BATCH_SIZE}")
     print("milliseconds per step: reading alone, computing alone, one after the other, prefetch")
     titles = ("reading", "computing", "plain", "prefetch")
     print(" " * 33 + "".join(f"{title:>11}" for title in titles) + f"{'over longer':>13}")
     held = [
-        show_case(name, num_layers, steps, workers)
+        show_case(name, num_layers, options.steps, options.rounds, workers)
         for name, num_layers in CASES.items()
         for workers in (0, 1)
     ]
