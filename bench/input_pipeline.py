@@ -121,7 +121,8 @@ def show_case(name: str, num_layers: int, steps: int, rounds: int, workers: int)
         step / max(reading, computing) - 1 for reading, computing, _, step in measured
     )
     kind = "a thread" if workers == 0 else "a process"
-    figures = "".join(f"{1000 * statistics.median(column):11.1f}" for column in zip(*measured, strict=True))
+    medians = [statistics.median(column) for column in zip(*measured, strict=True)]
+    figures = "".join(f"{1000 * seconds:11.1f}" for seconds in medians)
     print(f"{name:22} {kind:10}{figures}{over:+13.1%}", flush=True)
     return over <= BAR
 

@@ -65,7 +65,7 @@ except lockstep.LockstepError as error:
         assert script.wait_for_line("caught ") == "True"
         status, _, err = script.finish()
         assert (status, err) == (0, "")
-        assert not script.others()
+        wait_until(lambda: not script.others(), 2, lambda: f"left: {script.others()}")
 
 
 def name_of(pid: int) -> str:
