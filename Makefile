@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test check lint format api-docs bench bench-pipelines clean
+.PHONY: demo test check lint format api-docs bench bench-input bench-pipelines clean
 demo: .venv/.installed
 	$(BIN)/lockstep demo
 
@@ -33,6 +33,10 @@ bench: .venv-bench/.installed
 # Pipelines against torch.distributed.pipelining; prints tables.
 bench-pipelines: .venv-bench/.installed
 	.venv-bench/bin/python bench/pipelines.py
+
+# Reading ahead and caching, with samples that take 5 ms to read; prints a table.
+bench-input: .venv/.installed
+	$(BIN)/python bench/input_pipeline.py
 
 clean:
 	rm -rf .venv .venv-bench bench/results .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

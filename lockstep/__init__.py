@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from lockstep.train.history import History as History
     from lockstep.train.learning_rates import Schedule as Schedule
     from lockstep.train.trainer import Trainer as Trainer
+    from lockstep.train.waiting import InputBoundWarning as InputBoundWarning
 
     verify = verify_job
 
@@ -38,6 +39,7 @@ _HOMES = {
     "EMA": ("lockstep.train.averages", "EMA"),
     "HybridStrategy": ("lockstep.strategies.hybrid", "HybridStrategy"),
     "History": ("lockstep.train.history", "History"),
+    "InputBoundWarning": ("lockstep.train.waiting", "InputBoundWarning"),
     "Job": ("lockstep.proof.job", "Job"),
     "LockstepError": ("lockstep.errors", "LockstepError"),
     "MirroredStrategy": ("lockstep.strategies.mirrored", "MirroredStrategy"),

@@ -22,7 +22,7 @@ from typing import Self
 
 import torch
 
-from lockstep.comm.memory_limits import free_memory
+from lockstep.cluster.memory_limits import free_memory
 from lockstep.errors import DeviceError, problem
 from lockstep.units import format_bytes
 

@@ -2,5 +2,7 @@
 
 from lockstep.data.columns import columns
 from lockstep.data.mnist import load_mnist
+from lockstep.data.read_ahead import prefetch
+from lockstep.data.sample_cache import cache
 
-__all__ = ["columns", "load_mnist"]
+__all__ = ["cache", "columns", "load_mnist", "prefetch"]

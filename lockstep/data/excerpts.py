@@ -12,6 +12,7 @@ class _FirstSamples(Source):
     def __init__(self, source: Source, num_samples: int) -> None:
         self._source = source
         self._num_samples = num_samples
+        self.ahead = source.ahead
 
     def __len__(self) -> int:
         return self._num_samples

@@ -14,7 +14,9 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
+from lockstep.data.map_style import read_items
 from lockstep.data.mapped_files import remember_file
+from lockstep.data.read_ahead import Prefetch, ReadAhead
 from lockstep.data.trees import Tree, map_tensors, tensors_of
 from lockstep.errors import DataError, Problems, problem
 
@@ -45,7 +47,13 @@ class Batch:
 
 
 class Source(ABC):
-    """Samples that can be read by index."""
+    """Samples that can be read by index.
+
+    Attributes:
+        ahead: how to read ahead; None where samples are read when they are needed.
+    """
+
+    ahead: ReadAhead | None = None
 
     @abstractmethod
     def __len__(self) -> int:
@@ -93,12 +101,13 @@ class DatasetSource(Source):
     def __init__(self, dataset: Dataset[Any], *, with_targets: bool = True) -> None:
         self.dataset = dataset
         self.with_targets = with_targets
+        self.ahead = dataset.ahead if isinstance(dataset, Prefetch) else None
 
     def __len__(self) -> int:
         return len(self.dataset)  # type: ignore[arg-type]  # as_source has seen its __len__
 
     def read(self, indices: torch.Tensor, dtype: torch.dtype) -> Batch:
-        items = self._items(indices.tolist())
+        items = read_items(self.dataset, indices.tolist())
         if not self.with_targets:
             items = [_first_part(item) for item in items]
         inputs, targets, weight = self._split(items[0], _collated(items))
@@ -114,11 +123,6 @@ class DatasetSource(Source):
             sample_weight=None if weight is None else weight.to(dtype),
             num_samples=len(indices),
         )
-
-    def _items(self, indices: list[int]) -> list[Any]:
-        if hasattr(self.dataset, "__getitems__"):
-            return list(self.dataset.__getitems__(indices))
-        return [self.dataset[index] for index in indices]
 
     def _split(self, item: Any, collated: Any) -> tuple[Tree, Tree, Any]:
         if not self.with_targets:

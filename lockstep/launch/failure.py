@@ -8,11 +8,13 @@ import pickle
 import signal
 import traceback
 from dataclasses import dataclass
+from itertools import pairwise
 
 import cloudpickle
 
 _LONGEST_TEXT = 100_000
 _LARGEST_EXCEPTION_BYTES = 1 << 24
+_MOST_CAUSES = 5
 
 
 @dataclass(frozen=True)
@@ -22,7 +24,7 @@ class Failure:
     Attributes:
         summary: its class and message.
         text: its traceback.
-        error: the exception itself, or None where it cannot be sent.
+        error: the exception itself, with its causes; None where it cannot be sent.
     """
 
     summary: str
@@ -34,13 +36,18 @@ def pack_failure(error: BaseException) -> bytes:
     """An exception, for ``unpack_failure`` in another process."""
     summary = shorten(f"{type(error).__name__}: {_message_of(error)}")
     text = shorten("".join(traceback.format_exception(error)))
-    return pickle.dumps((summary, text, _pickled(error)))
+    return pickle.dumps((summary, text, [_pickled(one) for one in _chain(error)]))
 
 
 def unpack_failure(payload: bytes) -> Failure:
     """The other process's exception."""
     summary, text, pickled = pickle.loads(payload)
-    return Failure(summary, text, _unpickled(pickled))
+    errors = [_unpickled(one) for one in pickled]
+    for error, cause in pairwise(errors):
+        if error is None or cause is None:
+            break
+        error.__cause__ = cause  # which pickling an exception leaves out
+    return Failure(summary, text, errors[0])
 
 
 def describe_exit(status: int) -> str:
@@ -68,6 +75,16 @@ def _message_of(error: BaseException) -> str:
         return str(error)
     except BaseException as second:  # user code: sys.exit() in a __str__ must not end the helper
         return f"<its __str__ raised {type(second).__name__}>"
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    """The exception, its cause, the cause's cause, and so on."""
+    chain: list[BaseException] = []
+    one: BaseException | None = error
+    while one is not None and len(chain) < _MOST_CAUSES:
+        chain.append(one)
+        one = one.__cause__
+    return chain
 
 
 def _pickled(error: BaseException) -> bytes:

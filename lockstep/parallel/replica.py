@@ -26,6 +26,7 @@ from lockstep.data.order import (
     share_seed,
     stream_states,
 )
+from lockstep.data.read_ahead import Read
 from lockstep.data.sources import Batch, Source
 from lockstep.data.trees import Tree, map_tensors
 from lockstep.parallel.batch_norm import BatchNorms, GlobalStatistics
@@ -47,6 +48,7 @@ from lockstep.parallel.worker import (
     moved,
     nonfinite_loss,
     plain,
+    reads_of_shares,
     step_result,
 )
 from lockstep.plan.layout import Piece
@@ -422,6 +424,18 @@ class Replica(Worker):
         torch.clear_autocast_cache()
         self._linears.begin_pass()
         self.exchange.begin_pass()
+
+    def reads(self, indices: torch.Tensor, step: int | None = None, turn: int = 0) -> list[Read]:
+        actions = lower_forward(self.plan, self.rank, len(indices))
+        return reads_of_shares(
+            [action.microbatch for action in actions if isinstance(action, Forward)],
+            indices,
+            num_shares=self.plan.num_shares,
+            dtype=self._dtype,
+            seed=self._seed,
+            step=step,
+            turn=turn,
+        )
 
     def barrier(self) -> None:
         self.exchange.barrier()

@@ -29,6 +29,7 @@ from lockstep.comm.board import Board
 from lockstep.comm.exchange import ShareTotals, cut_piece
 from lockstep.comm.gradient_rows import multiply
 from lockstep.data.order import seed_streams, share_seed
+from lockstep.data.read_ahead import Read
 from lockstep.data.sources import Batch, Source
 from lockstep.data.trees import Tree, map_tensors
 from lockstep.parallel.buffers import Buffers
@@ -50,6 +51,7 @@ from lockstep.parallel.worker import (
     moved,
     nonfinite_loss,
     plain,
+    reads_of_shares,
     step_result,
 )
 from lockstep.plan.layout import Piece, block_sizes
@@ -399,9 +401,7 @@ class StageWorker(Worker):
 
     def _read(self, run: "_Run", stage: int, share: int) -> Batch | None:
         """A microbatch's samples, where the stage has use for them."""
-        part = run.partition.parts[stage]
-        begins_stream = part.draws and part.stream_from is None  # reading may draw, too
-        if not (part.uses_inputs or begins_stream or stage == run.last_stage):
+        if not _needs_batch(run.partition, stage):
             return None
         start, stop = run.bounds[share]
         return moved(run.source.read(run.indices[start:stop], self._dtype), self._device)
@@ -440,6 +440,25 @@ class StageWorker(Worker):
             output, batch.targets, batch.sample_weight, batch.num_samples, batch.inputs
         )
 
+    def reads(self, indices: torch.Tensor, step: int | None = None, turn: int = 0) -> list[Read]:
+        partition = self._partitions[step is not None]
+        if step is None:
+            program = lower_forward(self.plan, self.rank, len(indices))
+        else:
+            program = self._program(len(indices))
+        return reads_of_shares(
+            [
+                action.microbatch
+                for action in program
+                if isinstance(action, Forward) and _needs_batch(partition, action.stage)
+            ],
+            indices,
+            num_shares=self.plan.num_shares,
+            dtype=self._dtype,
+            seed=self._seed,
+            step=step,
+        )
+
     def barrier(self) -> None:
         self.board.barrier()
 
@@ -466,6 +485,13 @@ def _settled(run: "_Run", loss: ShareLoss | JointLoss) -> ShareLoss:
     settled = loss.settled(loss.weights, run.num_samples) if alone else loss.joined()
     run.parts.append(settled.parts)
     return settled
+
+
+def _needs_batch(partition: Partition, stage: int) -> bool:
+    """Whether a stage has use for a microbatch's samples."""
+    part = partition.parts[stage]
+    begins_stream = part.draws and part.stream_from is None  # reading may draw, too
+    return part.uses_inputs or begins_stream or stage == len(partition.parts) - 1
 
 
 # By action, and not in the class: a cycle would keep its shared memory until the collector runs.

@@ -7,7 +7,7 @@ What trains, evaluates and predicts with them (``train.tasks``) knows no differe
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -16,11 +16,14 @@ from torch import nn
 
 from lockstep.comm.board import Board
 from lockstep.comm.exchange import ShareTotals
+from lockstep.data.order import share_seed
+from lockstep.data.read_ahead import Read
 from lockstep.data.sources import Batch, Source
 from lockstep.data.trees import Tree, map_tensors
 from lockstep.errors import LossError, NonFiniteLossError, problem
 from lockstep.parallel.losses import Sums
 from lockstep.parallel.update import Updater
+from lockstep.plan.shares import share_bounds
 from lockstep.plan.spec import Plan
 
 # Called with (output, target) of every share whose output this rank computes.
@@ -96,6 +99,16 @@ class Worker(ABC):
     @abstractmethod
     def predict_step(self, source: Source, indices: torch.Tensor) -> list[tuple[int, Tree]]:
         """(position in the batch, output) of the shares whose output is known here."""
+
+    @abstractmethod
+    def reads(self, indices: torch.Tensor, step: int | None = None, turn: int = 0) -> list[Read]:
+        """What this rank is going to read of the batch at ``indices``, in this order.
+
+        Args:
+            indices: of the global batch.
+            step: of training; None in evaluation and prediction.
+            turn: see ``train_step``.
+        """
 
     @abstractmethod
     def barrier(self) -> None:
@@ -178,6 +191,28 @@ def check_used(step: int, is_any_used: bool) -> None:
                 fix="Look for detach(), no_grad() or frozen parameters on the way to it.",
             )
         )
+
+
+def reads_of_shares(
+    shares: Iterable[int],
+    indices: torch.Tensor,
+    *,
+    num_shares: int,
+    dtype: torch.dtype,
+    seed: int,
+    step: int | None,
+    turn: int = 0,
+) -> list[Read]:
+    """The reads of some shares of a batch; see ``Worker.reads``."""
+    bounds = share_bounds(len(indices), num_shares)
+    return [
+        Read(
+            indices=indices[slice(*bounds[share])],
+            dtype=dtype,
+            seed=None if step is None else share_seed(seed, step, share, turn),
+        )
+        for share in shares
+    ]
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:

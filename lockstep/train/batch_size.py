@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from rich.console import Console
 
-from lockstep.comm.memory_limits import free_memory
+from lockstep.cluster.memory_limits import free_memory
 from lockstep.data.excerpts import array_bytes
 from lockstep.data.sources import Source
 from lockstep.errors import DeviceError, OptionError, Problems, problem

@@ -1,18 +1,21 @@
 """Rank 0's part between steps: callbacks, progress, history."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from lockstep.data.sources import Source
 from lockstep.errors import OptionError, problem
 from lockstep.parallel.update import PieceSlots
 from lockstep.parallel.worker import StepResult
 from lockstep.train.callbacks import Callback
 from lockstep.train.changes import fingerprint, structure
+from lockstep.train.feeding import GlobalBatch
 from lockstep.train.history import History
 from lockstep.train.interrupt import Interrupt
 from lockstep.train.progress import ProgressDisplay
 from lockstep.train.recipe import AnyUpdater
 from lockstep.train.tasks import Conductor, Snapshot
+from lockstep.train.waiting import ClockedSource, InputClock
 
 if TYPE_CHECKING:
     from lockstep.train.trainer import Trainer
@@ -46,6 +49,7 @@ class FitConductor(Conductor):
         self._readopt = readopt
         self._on_snapshot = on_snapshot
         self._interrupt = interrupt
+        self._clock = InputClock()
         self.history = History()
         self.updater: AnyUpdater | None = None
 
@@ -74,17 +78,25 @@ class FitConductor(Conductor):
         for callback in self._callbacks:
             callback.on_train_end(logs)
 
+    def watched(self, source: Source) -> Source:
+        return ClockedSource(source, self._clock)
+
+    def awaited(self, batches: Iterator[GlobalBatch]) -> Iterator[GlobalBatch]:
+        return self._clock.awaited(batches)
+
     def begin_epoch(self, epoch: int) -> None:
         for callback in self._callbacks:
             callback.on_epoch_begin(epoch)
         if self._display is not None:
             self._display.begin_epoch(epoch)
+        self._clock.begin()
 
     def begin_step(self, index: int) -> None:
         for callback in self._callbacks:
             callback.on_train_batch_begin(index)
 
     def end_step(self, index: int, result: StepResult) -> None:
+        self._clock.end_step()
         if self._schedule is not None:
             self._schedule.end_step(is_update=result.weight > 0 and not result.is_skipped)
             self._publish_options()
@@ -108,7 +120,8 @@ class FitConductor(Conductor):
             logs.update(self._schedule.end_epoch(logs))
         self.history.add(epoch, logs)
         if self._display is not None:
-            self._display.end_epoch(logs)
+            self._display.end_epoch(logs, input_wait=self._clock.share)
+        self._clock.end_epoch()
         for callback in self._callbacks:
             callback.on_epoch_end(epoch, logs)
 

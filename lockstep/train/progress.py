@@ -9,6 +9,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from lockstep.units import format_count, format_seconds
 
 _REFRESH_SECONDS = 0.1
+_SHOWN_WAIT = 0.1  # of an epoch's time
 
 
 class ProgressDisplay:
@@ -79,14 +80,20 @@ class ProgressDisplay:
             )
             self._live.refresh()
 
-    def end_epoch(self, logs: dict[str, Any]) -> None:
-        """Replace the bar by the epoch's line."""
+    def end_epoch(self, logs: dict[str, Any], *, input_wait: float = 0.0) -> None:
+        """Replace the bar by the epoch's line.
+
+        Args:
+            logs: the epoch's values.
+            input_wait: how much of its time was spent waiting for data, from 0 to 1.
+        """
         elapsed = time.perf_counter() - self._began
         self._steps = self._steps or self._made  # the next may well be as long
         self.close()
+        wait = f"input wait {input_wait:.0%}  " if input_wait > _SHOWN_WAIT else ""
         values = "  ".join(f"{name} {_short(value)}" for name, value in logs.items())
         self._console.print(
-            f"{self._label()}  {format_seconds(elapsed)}  {self._rate(elapsed)}  {values}",
+            f"{self._label()}  {format_seconds(elapsed)}  {self._rate(elapsed)}  {wait}{values}",
             highlight=False,
             markup=False,
             soft_wrap=True,

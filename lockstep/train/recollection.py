@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from lockstep.cluster.devices import discover
-from lockstep.comm.memory_limits import memory_ceiling
+from lockstep.cluster.memory_limits import memory_ceiling
 from lockstep.data.order import restore_streams, stream_states
 from lockstep.data.sources import Source
 from lockstep.data.trees import map_tensors

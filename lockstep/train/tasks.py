@@ -16,11 +16,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.data.order import epoch_batches
+from lockstep.data.order import batch_bounds, epoch_batches
+from lockstep.data.read_ahead import Read
 from lockstep.data.sources import Source
 from lockstep.data.trees import Tree, map_tensors
 from lockstep.parallel.control import Control
 from lockstep.parallel.losses import ONE_LOSS, LossParts, Sums
+from lockstep.parallel.readers import reading_ahead
 from lockstep.parallel.update import PieceSlots
 from lockstep.parallel.worker import Observe, StepResult, Worker, modes_of
 from lockstep.train.feeding import GlobalBatch, Halt, SharedStream, all_batches
@@ -48,6 +50,14 @@ class Conductor:
 
     def end_step(self, index: int, result: StepResult) -> None:
         """A step is done."""
+
+    def watched(self, source: Source) -> Source:
+        """The training data, as rank 0 sees how long it takes to come."""
+        return source
+
+    def awaited(self, batches: Iterator[GlobalBatch]) -> Iterator[GlobalBatch]:
+        """Batches that are read one after the other, as rank 0 sees how long they take to come."""
+        return batches
 
     def begin_validation(self) -> None:
         """Validation begins."""
@@ -309,10 +319,15 @@ class FitTask(Task):
         progress = _Progress()
         resume = None
         conductor.hold_interrupts()
-        with modes_of(worker.model, training=True), torch.enable_grad(), suppress(Halt):
+        with (
+            modes_of(worker.model, training=True),
+            torch.enable_grad(),
+            suppress(Halt),
+            reading_ahead(self.source, self._reads(worker)) as source,
+        ):
             try:
                 for epoch in range(self.start.epoch, self.epochs):
-                    if self._train_epoch(ensemble, epoch, progress):
+                    if self._train_epoch(ensemble, source, epoch, progress):
                         break
             except _Renew as renew:
                 resume = renew.resume
@@ -326,7 +341,13 @@ class FitTask(Task):
             resume=resume,
         )
 
-    def _train_epoch(self, ensemble: _Ensemble, epoch: int, progress: _Progress) -> bool:
+    def _train_epoch(
+        self,
+        ensemble: _Ensemble,
+        source: Source | SharedStream,
+        epoch: int,
+        progress: _Progress,
+    ) -> bool:
         """Train an epoch; returns whether to stop after it."""
         worker, conductor = ensemble.worker, ensemble.conductor
         if self.start != Resume(epoch, True):
@@ -339,11 +360,11 @@ class FitTask(Task):
         totals: list[float] = []
         weights: list[float] = []
         parts: list[Sums] = []
-        for index, (source, indices) in enumerate(self._batches(ensemble, epoch)):
+        for index, (batch, indices) in enumerate(self._batches(ensemble, source, epoch)):
             if self.stepwise and ensemble.consult(partial(conductor.begin_step, index)):
                 break
             step = self.first_step + progress.num_steps
-            result = self._train_step(worker, source, indices, step, observe)
+            result = self._train_step(worker, batch, indices, step, observe)
             progress.num_epochs, progress.num_steps = epoch + 1, progress.num_steps + 1
             totals.append(result.total)
             weights.append(result.weight)
@@ -373,25 +394,42 @@ class FitTask(Task):
         end = partial(conductor.end_epoch, epoch, logs)
         return ensemble.consult(end, Resume(epoch + 1) if self.watched else None)
 
-    def _batches(self, ensemble: _Ensemble, epoch: int) -> Iterator[GlobalBatch]:
-        if isinstance(self.source, SharedStream):
-            return self.source.batches(
+    def _batches(
+        self, ensemble: _Ensemble, source: Source | SharedStream, epoch: int
+    ) -> Iterator[GlobalBatch]:
+        conductor = ensemble.conductor
+        if isinstance(source, SharedStream):
+            batches = source.batches(
                 ensemble.worker,
                 ensemble.control,
                 epoch,
-                gives_up=lambda: ensemble.conductor.is_interrupted,
+                gives_up=lambda: conductor.is_interrupted,
                 training=True,
             )
-        source = self.source
-        order = epoch_batches(
+            return conductor.awaited(batches)
+        watched = conductor.watched(source)
+        return ((watched, indices) for indices in self._indices(epoch))
+
+    def _indices(self, epoch: int) -> Iterator[torch.Tensor]:
+        """Of the batches of an epoch, where the data is read by index."""
+        assert not isinstance(self.source, SharedStream)
+        return epoch_batches(
             self.seed,
             self.first_epoch + epoch,
-            len(source),
+            len(self.source),
             self.batch_size,
             shuffle=self.shuffle,
             steps=self.steps_per_epoch,
         )
-        return ((source, indices) for indices in order)
+
+    def _reads(self, worker: Worker) -> Iterator[list[Read]]:
+        """What a rank is going to read in each step, to the last epoch's end."""
+        step = self.first_step
+        turns = range(max(len(self.turns.names), 1))
+        for epoch in range(self.start.epoch, self.epochs):
+            for indices in self._indices(epoch):
+                yield [read for turn in turns for read in worker.reads(indices, step, turn)]
+                step += 1
 
     def _train_step(
         self,
@@ -467,9 +505,9 @@ class PredictTask(Task):
     def run(self, worker: Worker, control: Control, conductor: Conductor) -> list[Tree]:
         """Predict; rank 0 returns the outputs of all shares in the order of their samples."""
         parts, start = [], 0
-        batches = all_batches(self.source, worker, control, self.batch_size)
-        with modes_of(worker.model, training=False):
-            for source, indices in batches:
+        reads = _reads_in_order(worker, self.source, self.batch_size)
+        with modes_of(worker.model, training=False), reading_ahead(self.source, reads) as ahead:
+            for source, indices in all_batches(ahead, worker, control, self.batch_size):
                 for position, output in worker.predict_step(source, indices):
                     parts.append((start + position, map_tensors(torch.Tensor.cpu, output)))
                 start += len(indices)
@@ -491,13 +529,23 @@ def _evaluate(
     metrics.reset()
     observe = metrics.update if metrics else None
     losses: list[Sums] = []
-    batches = all_batches(source, worker, control, batch_size, epoch, gives_up)
-    with modes_of(worker.model, training=False):
+    reads = _reads_in_order(worker, source, batch_size)
+    with modes_of(worker.model, training=False), reading_ahead(source, reads) as ahead:
+        batches = all_batches(ahead, worker, control, batch_size, epoch, gives_up)
         for index, (part, indices) in enumerate(batches):
             losses += worker.evaluate_step(part, indices, observe)
             pause(index)
     gathered = [loss for losses in control.gather(losses) for loss in losses]
     return {**loss_parts.logs(gathered), **_joined_metrics(metrics, control)}
+
+
+def _reads_in_order(
+    worker: Worker, source: Source | SharedStream, batch_size: int
+) -> Iterator[list[Read]]:
+    """What a rank is going to read of each batch, without training."""
+    assert not isinstance(source, SharedStream)
+    for start, stop in batch_bounds(len(source), batch_size):
+        yield worker.reads(torch.arange(start, stop))
 
 
 def _joined_metrics(metrics: Metrics, control: Control) -> Logs:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from lockstep.errors import NonFiniteLossError, WorkerError
+from lockstep.errors import DataError, NonFiniteLossError, WorkerError
 from tests.faults.jobs import BATCH_SIZE, fit, helpers_of, make_data, make_trainer, model_of
 from tests.faults.mishaps import (
     AsAsked,
@@ -59,10 +59,11 @@ def test_an_exception_of_one_rank(name: str) -> None:
 
 
 def test_an_exception_in_the_data() -> None:
-    with pytest.raises(
-        WorkerError, match=r"Rank 1 failed \(in fit, step 0\): AsAsked: in __getitem__"
-    ):
+    message = r"Rank 1 failed \(in fit, step 0\): DataError: Sample \d+ .*AsAsked: in __getitem__"
+    with pytest.raises(WorkerError, match=message) as caught:
         make_trainer(2).fit(Rows(), batch_size=BATCH_SIZE, verbose=0)
+    assert isinstance(caught.value.__cause__, DataError)
+    assert isinstance(caught.value.__cause__.__cause__, AsAsked)
 
 
 def test_an_exception_in_the_loss() -> None:

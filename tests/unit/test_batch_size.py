@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 
 import lockstep
 from lockstep import errors
-from lockstep.comm.memory_limits import FreeMemory
+from lockstep.cluster.memory_limits import FreeMemory
 from lockstep.data.sources import as_source
 from lockstep.train import batch_size as batch_sizes
 from lockstep.train.callbacks import watches_batches

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.cluster.memory_limits import FreeMemory, free_memory, memory_ceiling
 from lockstep.comm import shared_memory
-from lockstep.comm.memory_limits import FreeMemory, free_memory, memory_ceiling
 from lockstep.comm.shared_memory import SharedRegion
 from lockstep.errors import DeviceError
 

@@ -21,6 +21,7 @@ PUBLIC = {
     "EMA",
     "History",
     "HybridStrategy",
+    "InputBoundWarning",
     "Job",
     "LockstepError",
     "MirroredStrategy",

@@ -1,0 +1,71 @@
+"""Map-style datasets: what counts as one, and reading samples from it.
+
+Whatever a dataset raises becomes one error that names the sample, wherever it is read: in the
+script, in a helper, in a thread or process that reads ahead.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from lockstep.errors import DataError, LockstepError, Problems, problem
+from lockstep.units import first_few
+
+_NOT_MAP_STYLE = (
+    *(DataLoader, IterableDataset, torch.Tensor, np.ndarray),
+    *(str, bytes, dict, list, tuple, type),
+)
+
+
+def check_map_style(dataset: object, function: str, problems: Problems) -> None:
+    """Note what cannot be asked for a sample by its index, or is in memory as it is."""
+    has_both = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+    if has_both and not isinstance(dataset, _NOT_MAP_STYLE):
+        return
+    fix = "Give it an object with __getitem__ and __len__."
+    if isinstance(dataset, DataLoader):
+        fix = f"Wrap its dataset: DataLoader({function}(dataset), ...)."
+    elif isinstance(dataset, torch.Tensor | np.ndarray | list | tuple | dict):
+        fix = "Arrays are read from where they are: pass them to fit as they are."
+    problems.add(
+        f"lockstep.data.{function} needs a map-style dataset.",
+        received=type(dataset).__name__,
+        fix=fix,
+    )
+
+
+def read_items(dataset: Any, indices: Sequence[int]) -> list[Any]:
+    """The samples at these indices, all at once where the dataset has ``__getitems__``.
+
+    Raises:
+        DataError: the dataset has raised; its exception is the cause.
+    """
+    if hasattr(dataset, "__getitems__"):
+        with _named(indices):
+            return list(dataset.__getitems__(list(indices)))
+    items = []
+    for index in indices:
+        with _named([index]):
+            items.append(dataset[index])
+    return items
+
+
+@contextmanager
+def _named(indices: Sequence[int]) -> Iterator[None]:
+    try:
+        yield
+    except LockstepError:  # from a dataset within the dataset: it names the sample already
+        raise
+    except Exception as error:
+        which = f"Sample {indices[0]}" if len(indices) == 1 else f"One of {first_few(indices)}"
+        raise DataError(
+            problem(
+                f"{which} of the dataset cannot be read.",
+                received=f"{type(error).__name__}: {error}",
+                fix=f"Try dataset[{indices[0]}] by itself, or leave the sample out.",
+            )
+        ) from error

@@ -1,0 +1,112 @@
+"""Waiting for data: how much of an epoch it takes, and a word to the user where it is much."""
+
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import TypeVar
+
+import torch
+
+from lockstep.data.sources import Batch, Source
+from lockstep.units import format_seconds
+
+_PACKAGE = Path(__file__).parents[1]
+_SHORTEST_SECONDS = 1.0
+_LARGEST_SHARE = 0.25
+
+
+_T = TypeVar("_T")
+
+
+class InputBoundWarning(UserWarning):
+    """Training waits for its data."""
+
+
+class InputClock:
+    """Measures how long rank 0 waits for data in an epoch."""
+
+    def __init__(self) -> None:
+        self._has_warned = False
+        self.begin()
+
+    def begin(self) -> None:
+        """An epoch begins."""
+        self._began = time.perf_counter()
+        self._seconds = 0.0
+        self._waited = 0.0
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Around whatever brings data."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._waited += time.perf_counter() - began
+
+    def awaited(self, items: Iterator[_T]) -> Iterator[_T]:
+        """What an iterator brings: to wait for it is to wait for data."""
+        while True:
+            with self.waiting():
+                item = next(items, None)
+            if item is None:
+                return
+            yield item
+
+    def end_step(self) -> None:
+        """A step has ended; what comes after the last one is not counted."""
+        self._seconds = time.perf_counter() - self._began
+
+    @property
+    def share(self) -> float:
+        """How much of the time until the last step was spent waiting, from 0 to 1."""
+        return min(self._waited / self._seconds, 1.0) if self._seconds else 0.0
+
+    def end_epoch(self) -> None:
+        """Warn once if the epoch has waited for its data more than it should.
+
+        Warns:
+            InputBoundWarning: it has.
+        """
+        if self._has_warned or self._seconds < _SHORTEST_SECONDS or self.share <= _LARGEST_SHARE:
+            return
+        self._has_warned = True
+        warnings.warn(
+            f"Training waited for its data {self.share:.0%} of the time: "
+            f"{format_seconds(self._waited)} of {format_seconds(self._seconds)} in this epoch, on "
+            "rank 0. Have it read ahead (lockstep.data.prefetch), keep what was read "
+            "(lockstep.data.cache), or give a DataLoader more workers.",
+            InputBoundWarning,
+            stacklevel=_level_of_user(),
+        )
+
+
+class ClockedSource(Source):
+    """A source whose reads a clock counts as waiting."""
+
+    def __init__(self, source: Source, clock: InputClock) -> None:
+        self._source = source
+        self._clock = clock
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def read(self, indices: torch.Tensor, dtype: torch.dtype) -> Batch:
+        with self._clock.waiting():
+            return self._source.read(indices, dtype)
+
+
+def _level_of_user() -> int:
+    """How many calls above ``warnings.warn`` the user's own call is."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and _is_ours(frame):
+        level, frame = level + 1, frame.f_back
+    return level
+
+
+def _is_ours(frame: FrameType) -> bool:
+    return Path(frame.f_code.co_filename).is_relative_to(_PACKAGE)
