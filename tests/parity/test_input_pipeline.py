@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import lockstep
 from lockstep.data import cache, prefetch
 from lockstep.parallel import readers
-from tests.datasets import Noisy, Rows, readers_in, reads_in
+from tests.map_datasets import Noisy, Rows, readers_in, reads_in
 from tests.zoo import case
 
 STRATEGIES: dict[str, Any] = {

@@ -21,7 +21,7 @@ from lockstep.cluster.memory_limits import FreeMemory
 from lockstep.data import cache, prefetch, record_file, sample_cache
 from lockstep.data.records import num_bytes, pack_item, unpack_item
 from lockstep.errors import DataError, OptionError
-from tests.datasets import AsRead, Listed, Noisy, Rows, reads_in
+from tests.map_datasets import AsRead, Listed, Noisy, Rows, reads_in
 from tests.faults.processes import wait_until
 
 INPUTS = torch.arange(24.0).reshape(8, 3)
@@ -307,7 +307,7 @@ def test_a_later_run_finds_the_file_filled(tmp_path: Path) -> None:
 FILL = """
 import sys, torch
 from lockstep.data import cache
-from tests.datasets import Rows
+from tests.map_datasets import Rows
 cached = cache(Rows(torch.arange(3000.0).reshape(1000, 3), torch.arange(1000)), sys.argv[1])
 print("ready", flush=True)
 for index in range(1000):

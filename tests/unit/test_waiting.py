@@ -12,7 +12,7 @@ import lockstep
 from lockstep.data import prefetch
 from lockstep.train import waiting
 from lockstep.train.waiting import InputClock
-from tests.datasets import Rows
+from tests.map_datasets import Rows
 
 
 class Slow(nn.Module):
