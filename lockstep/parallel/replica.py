@@ -43,6 +43,7 @@ from lockstep.parallel.worker import (
     check_used,
     moved,
     plain,
+    span,
 )
 from lockstep.plan.layout import Piece
 from lockstep.plan.lowering import lower_forward, lower_train
@@ -145,7 +146,8 @@ class Replica(Worker):
         self._clear_gradients()
         self._isolate_buffers(run)
         for kind, shares in self._program(len(indices)):
-            _HANDLERS[kind](self, run, shares)
+            with span(kind.__name__):
+                _HANDLERS[kind](self, run, shares)
         self._keep_first_buffers(run)
         totals = run.totals
         assert totals is not None

@@ -47,6 +47,7 @@ from lockstep.parallel.worker import (
     check_used,
     moved,
     plain,
+    span,
 )
 from lockstep.plan.layout import Piece
 from lockstep.plan.lowering import lower_forward, lower_train
@@ -181,7 +182,8 @@ class StageWorker(Worker):
         self.board.step = step
         self._clear_gradients()
         for action in self._program(len(indices)):
-            _HANDLERS[type(action)](self, run, action)
+            with span(action):
+                _HANDLERS[type(action)](self, run, action)
         assert run.totals is not None
         return StepResult(
             total=math.fsum(run.totals.totals),

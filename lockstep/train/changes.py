@@ -13,10 +13,12 @@ from lockstep.plan.spec import Plan
 
 def structure(model: nn.Module) -> object:
     """What is trained, and in which mode: quick to tell."""
-    return (
-        [(id(parameter), parameter.requires_grad) for parameter in model.parameters()],
-        [(id(module), module.training) for module in model.modules()],
-    )
+    return [(id(module), module.training, _parameters_of(module)) for module in model.modules()]
+
+
+def _parameters_of(module: nn.Module) -> list[tuple[int, bool]]:
+    own = module._parameters.values()
+    return [(id(one), one.requires_grad) for one in own if one is not None]
 
 
 def fingerprint(model: nn.Module, optimizer: optim.Optimizer | None, plan: Plan) -> object:

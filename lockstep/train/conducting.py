@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep.errors import OptionError, problem
 from lockstep.parallel.update import PieceSlots
 from lockstep.parallel.worker import StepResult
-from lockstep.train.callbacks import Callback
+from lockstep.train.callbacks import Callback, acting
 from lockstep.train.changes import fingerprint, structure
 from lockstep.train.history import History
 from lockstep.train.interrupt import Interrupt
@@ -45,6 +45,8 @@ class FitConductor(Conductor):
         self._readopt = readopt
         self._on_snapshot = on_snapshot
         self._interrupt = interrupt
+        self._step_beginners = acting(callbacks, "on_train_batch_begin")
+        self._step_enders = acting(callbacks, "on_train_batch_end")
         self.history = History()
         self.updater: TorchUpdater | None = None
 
@@ -80,13 +82,13 @@ class FitConductor(Conductor):
             self._display.begin_epoch(epoch)
 
     def begin_step(self, index: int) -> None:
-        for callback in self._callbacks:
+        for callback in self._step_beginners:
             callback.on_train_batch_begin(index)
 
     def end_step(self, index: int, result: StepResult) -> None:
         if self._display is not None:
             self._display.end_step(index, result.total, result.weight, result.num_samples)
-        for callback in self._callbacks:
+        for callback in self._step_enders:
             callback.on_train_batch_end(index, {"loss": result.loss, "size": result.num_samples})
 
     def begin_validation(self) -> None:
@@ -105,6 +107,11 @@ class FitConductor(Conductor):
             self._display.end_epoch(logs)
         for callback in self._callbacks:
             callback.on_epoch_end(epoch, logs)
+
+    def take_traces(self, traces: list[bytes]) -> None:
+        for callback in self._callbacks:
+            if callback.traced_steps is not None:
+                callback.on_train_trace(traces)
 
     def observe_state(self, snapshot: Snapshot) -> None:
         if self._on_snapshot is not None:

@@ -1,4 +1,9 @@
-"""torchmetrics on many ranks: each updates its own states, rank 0 joins them in rank order."""
+"""torchmetrics on many ranks: each updates its own states, rank 0 joins them in rank order.
+
+An update of a metric takes some 150 microseconds however few the samples, which is much beside the
+step of a small model. So metrics that do nothing but count samples by class are updated with the
+outputs of several steps at once, where these are small: the counts are the same.
+"""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -12,6 +17,10 @@ if TYPE_CHECKING:
     from torchmetrics import Metric
 
 States = dict[str, Any]
+
+# A share's outputs wait for others if they have at most so many elements; so many wait at most.
+_FEW_ELEMENTS = 1 << 14
+_MOST_WAITING = 32
 
 
 class Metrics:
@@ -54,23 +63,53 @@ class Metrics:
                     )
                 )
             self.by_name[name] = metric
+        self._counters: list[Metric] = []
+        self._others: list[Metric] = []
+        for metric in self.by_name.values():
+            (self._counters if _counts_samples(metric) else self._others).append(metric)
+        self._waiting: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def __bool__(self) -> bool:
         return bool(self.by_name)
 
     def reset(self) -> None:
         """Forget all samples."""
+        self._waiting.clear()
         for metric in self.by_name.values():
             metric.reset()
 
     @torch.no_grad()
     def update(self, output: Tree, target: Tree) -> None:
         """Take in a share's outputs and targets."""
-        for metric in self.by_name.values():
+        for metric in self._others:
+            metric.update(output, target)
+        if not self._counters:
+            return
+        if not _may_wait(output, target, self._waiting):
+            self._count_waiting()
+        if _may_wait(output, target, self._waiting):
+            self._waiting.append((output.clone(), target.clone()))  # others may use their memory
+        else:
+            self._count(output, target)
+        if len(self._waiting) == _MOST_WAITING:
+            self._count_waiting()
+
+    def _count_waiting(self) -> None:
+        """Take in the outputs that wait, all at once."""
+        if self._waiting:
+            outputs, targets = zip(*self._waiting, strict=True)
+            output, target = torch.cat(outputs), torch.cat(targets)
+            self._waiting.clear()
+            self._count(output, target)
+
+    def _count(self, output: Tree, target: Tree) -> None:
+        for metric in self._counters:
             metric.update(output, target)
 
+    @torch.no_grad()
     def states(self) -> list[list[States]]:
         """The states of every metric and of those inside it, to be sent to rank 0."""
+        self._count_waiting()
         return [[_states(part) for part in _parts(metric)] for metric in self.by_name.values()]
 
     def merge(self, ranks: list[list[list[States]]]) -> None:
@@ -81,6 +120,7 @@ class Metrics:
 
     def values(self) -> dict[str, Any]:
         """The metrics' values: numbers, or lists of numbers for metrics with several."""
+        self._count_waiting()
         return {
             name: _plain(metric.compute())
             for name, metric in self.by_name.items()
@@ -99,6 +139,34 @@ def _is_collection(value: object) -> bool:
     from torchmetrics import MetricCollection
 
     return isinstance(value, MetricCollection)
+
+
+def _counts_samples(metric: "Metric") -> bool:
+    """Whether it is one of torchmetrics' own that count, class by class, what samples are taken for.
+
+    By exact type: a subclass may do anything. Not those for two classes or several labels, which
+    look at all of an update to tell scores from probabilities.
+    """
+    from torchmetrics import classification
+
+    names = ("StatScores", "Accuracy", "Precision", "Recall", "F1Score", "ConfusionMatrix")
+    kinds = [getattr(classification, f"Multiclass{name}") for name in names]
+    return type(metric) in kinds and getattr(metric, "multidim_average", "global") == "global"
+
+
+def _may_wait(output: Tree, target: Tree, waiting: list[tuple[torch.Tensor, torch.Tensor]]) -> bool:
+    """Whether a share is small, of the plainest form, and like those that wait already."""
+    if not (isinstance(output, torch.Tensor) and isinstance(target, torch.Tensor)):
+        return False
+    if not (output.dim() == 2 and target.dim() == 1 and output.numel() <= _FEW_ELEMENTS):
+        return False
+    if len(output) != len(target) or target.is_floating_point():
+        return False  # the metric's own error says what is wrong
+    before = waiting[0] if waiting else (output, target)
+    return all(
+        one.dtype == other.dtype and one.device == other.device and one.shape[1:] == other.shape[1:]
+        for one, other in zip((output, target), before, strict=True)
+    )
 
 
 def _parts(metric: "Metric") -> list["Metric"]:

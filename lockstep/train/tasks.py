@@ -8,7 +8,7 @@ before the next step.
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -23,6 +23,7 @@ from lockstep.parallel.control import Control
 from lockstep.parallel.update import PieceSlots
 from lockstep.parallel.worker import StepResult, Worker, modes_of
 from lockstep.train.metrics import Metrics
+from lockstep.train.tracing import StepTracer
 
 Logs = dict[str, Any]
 
@@ -55,6 +56,9 @@ class Conductor:
 
     def end_epoch(self, epoch: int, logs: Logs) -> None:
         """An epoch is done."""
+
+    def take_traces(self, traces: list[bytes]) -> None:
+        """The traced steps are over: all ranks' traces."""
 
     def observe_state(self, snapshot: "Snapshot") -> None:
         """The state after a step, where the task records it."""
@@ -150,13 +154,23 @@ class _Halt(Exception):  # noqa: N818  # no error: all ranks leave the loop here
 
 @dataclass(frozen=True)
 class _Directive:
-    """What rank 0's callbacks decided: options, unless they are unchanged, and changed buffers."""
+    """What rank 0's callbacks decided: options, unless they are unchanged, and changed buffers.
+
+    False where they have decided nothing: then the others need not be told.
+    """
 
     stop: bool
     halt: bool
     renew: bool
     options: list[dict[str, Any]] | None
     buffers: dict[str, torch.Tensor]
+
+    def __bool__(self) -> bool:
+        changes = self.stop or self.halt or self.renew or self.buffers
+        return bool(changes) or self.options is not None
+
+
+_NOTHING = _Directive(stop=False, halt=False, renew=False, options=None, buffers={})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,7 +213,7 @@ class _Ensemble:
                 options=changed if changed != options else None,
                 buffers=_changed_buffers(model, versions),
             )
-        directive = self.control.broadcast(directive)
+        directive = self._tell(directive)
         if directive.renew and renew_at is not None and not (directive.stop or directive.halt):
             raise _Renew(renew_at)
         if directive.options is not None:
@@ -209,11 +223,27 @@ class _Ensemble:
             raise _Halt
         return bool(directive.stop)
 
+    def _tell(self, directive: _Directive | None) -> Any:
+        """Rank 0's directive, on every rank; a message is sent only if it says anything."""
+        board = self.worker.board
+        if board is None:
+            return self.control.broadcast(directive)
+        leads = self.control.rank == 0
+        if board.announce(bool(directive)) if leads else board.announced():
+            return self.control.broadcast(directive)
+        return _NOTHING
+
     def show_slots(self) -> None:
         """Between epochs: callbacks find the optimizer's slots where they look for them."""
         assert self.worker.updater is not None
         gathered = self.control.gather(self.worker.updater.slots())
         self.conductor.take_slots([part for parts in gathered for part in parts])
+
+    def show_traces(self, tracer: StepTracer) -> None:
+        """Whoever has asked for traces gets those of all ranks."""
+        traces = self.control.gather(tracer.take())
+        if self.control.rank == 0:
+            self.conductor.take_traces(traces)
 
     def check_halt(self) -> None:
         """Between two barriers: leave the loop, on all ranks or on none.
@@ -277,7 +307,9 @@ class FitTask(Task):
         metrics: this rank's metrics.
         watched: there are callbacks.
         watches_beginnings: callbacks may act where an epoch begins.
-        stepwise: callbacks may act at every step.
+        before_steps: callbacks may act before every step.
+        after_steps: callbacks may act after every step.
+        traced: numbers of the steps to trace, counted as from ``first_step``; None for none.
         start: where to begin; later than the first epoch where a task goes on for another.
         record: show the conductor a Snapshot after every step.
     """
@@ -293,7 +325,9 @@ class FitTask(Task):
     metrics: Metrics
     watched: bool
     watches_beginnings: bool
-    stepwise: bool
+    before_steps: bool
+    after_steps: bool
+    traced: range | None = None
     start: Resume = Resume()
     record: bool = False
 
@@ -301,15 +335,25 @@ class FitTask(Task):
         """Train until the last epoch, or until a callback or Ctrl-C ends it."""
         ensemble = _Ensemble(worker=worker, control=control, conductor=conductor)
         progress = _Progress()
+        tracer = StepTracer(self.traced)
         resume = None
         conductor.hold_interrupts()
-        with modes_of(worker.model, training=True), torch.enable_grad(), suppress(_Halt):
+        with (
+            closing(tracer),
+            modes_of(worker.model, training=True),
+            torch.enable_grad(),
+            suppress(_Halt),
+        ):
             try:
                 for epoch in range(self.start.epoch, self.epochs):
-                    if self._train_epoch(ensemble, epoch, progress):
+                    if self._train_epoch(ensemble, epoch, progress, tracer):
                         break
             except _Renew as renew:
                 resume = renew.resume
+            if (
+                tracer.is_running
+            ):  # training has ended, or goes on anew, before the last of the steps
+                ensemble.show_traces(tracer)
         ensemble.collect_buffers()
         assert worker.updater is not None
         gathered = control.gather(worker.updater.slots())
@@ -320,7 +364,9 @@ class FitTask(Task):
             resume=resume,
         )
 
-    def _train_epoch(self, ensemble: _Ensemble, epoch: int, progress: _Progress) -> bool:
+    def _train_epoch(
+        self, ensemble: _Ensemble, epoch: int, progress: _Progress, tracer: StepTracer
+    ) -> bool:
         """Train an epoch; returns whether to stop after it."""
         worker, conductor = ensemble.worker, ensemble.conductor
         if self.start != Resume(epoch, True):
@@ -334,11 +380,14 @@ class FitTask(Task):
         observe = self.metrics.update if self.metrics else None
         totals, weights = [], []
         for index, (start, stop) in enumerate(batch_bounds(len(order), self.batch_size)):
-            if self.stepwise and ensemble.consult(partial(conductor.begin_step, index)):
+            if self.before_steps and ensemble.consult(partial(conductor.begin_step, index)):
                 break
             step = self.first_step + progress.num_steps
-            result = worker.train_step(self.source, order[start:stop], step, observe)
+            with tracer.step(step):
+                result = worker.train_step(self.source, order[start:stop], step, observe)
             progress.num_epochs, progress.num_steps = epoch + 1, progress.num_steps + 1
+            if tracer.is_due(step + 1):
+                ensemble.show_traces(tracer)
             totals.append(result.total)
             weights.append(result.weight)
             if worker.leaves_a_rank_idle(stop - start):
@@ -346,7 +395,7 @@ class FitTask(Task):
             if self.record:
                 _record(ensemble, step, result)
             end_step = partial(conductor.end_step, index, result)
-            if self.stepwise:
+            if self.after_steps:
                 if worker.held_names() is not None:  # callbacks may look at the whole model
                     ensemble.collect_buffers()
                 if ensemble.consult(end_step):

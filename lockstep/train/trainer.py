@@ -7,7 +7,8 @@ runs tasks on the Plan's ranks through a ``Session``.
 import copy
 import os
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -36,7 +37,7 @@ from lockstep.parallel.losses import LossAdapter
 from lockstep.parallel.settings import TorchSettings
 from lockstep.plan.makers import Maker, SingleDevice
 from lockstep.plan.spec import Plan
-from lockstep.train.callbacks import Callback, Logs, watches_batches, watches_beginnings
+from lockstep.train.callbacks import Callback, Logs, acting, told_of_errors, traced_steps
 from lockstep.train.checks import (
     check_arguments,
     check_counts,
@@ -45,6 +46,7 @@ from lockstep.train.checks import (
     prepare_model,
 )
 from lockstep.train.conducting import FitConductor
+from lockstep.train.copies import OptimizerCopy, WeightCopy
 from lockstep.train.history import History
 from lockstep.train.interrupt import held_interrupts
 from lockstep.train.metrics import Metrics
@@ -213,12 +215,14 @@ class Trainer:
             first_step=self._steps_trained,
             metrics=self.metrics,
             watched=bool(self.callbacks),
-            watches_beginnings=watches_beginnings(self.callbacks),
-            stepwise=watches_batches(self.callbacks),
+            watches_beginnings=bool(acting(self.callbacks, "on_epoch_begin")),
+            before_steps=bool(acting(self.callbacks, "on_train_batch_begin")),
+            after_steps=bool(acting(self.callbacks, "on_train_batch_end")),
+            traced=traced_steps(self.callbacks, self._steps_trained),
             record=on_snapshot is not None,
         )
         display = ProgressDisplay(epochs, steps) if verbose else None
-        with held_interrupts() as interrupt:
+        with told_of_errors(self.callbacks), held_interrupts() as interrupt:
             conductor = FitConductor(
                 self,
                 self.callbacks,
@@ -295,6 +299,26 @@ class Trainer:
         """
         self._initialize()
         load_weights(self.model, path)
+
+    @contextmanager
+    def rewound(self) -> Iterator[None]:
+        """Within the block train on trial: after it, all is as before, whatever has happened.
+
+        Put back are weights and buffers, the optimizer's slots and options, and the position in the
+        orders and random streams. So what is trained next has the same bits as without the block.
+        That takes memory for a second copy of weights and slots.
+        """
+        self._initialize()
+        weights = WeightCopy(self.model)
+        optimizer = None if self.optimizer is None else OptimizerCopy(self.optimizer)
+        position = self._epochs_trained, self._steps_trained
+        try:
+            yield
+        finally:
+            weights.give_back(self.model)
+            if optimizer is not None and self.optimizer is not None:
+                optimizer.give_back(self.optimizer)
+            self._epochs_trained, self._steps_trained = position
 
     def close(self) -> None:
         """End the helper processes now instead of with the trainer."""

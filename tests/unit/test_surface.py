@@ -27,6 +27,7 @@ PUBLIC = {
     "SingleDeviceStrategy",
     "Strategy",
     "Trainer",
+    "callbacks",
     "data",
     "device",
     "verify",

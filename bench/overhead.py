@@ -1,0 +1,122 @@
+"""What progress, metrics and callbacks add to a step: ``fit`` with each of them, and bare.
+
+The MLP 784-256-256-10 on 61,440 random samples in batches of 512, Adam, two replicas. Every round
+runs every variant once, beginning with another one, as a whole ``fit`` of some epochs; a ratio is
+to the bare ``fit`` of the same round, and the table shows the median over the rounds.
+
+Run: ``python bench/overhead.py [--rounds 11] [--epochs 3] [--devices 2] [--only bare all]``
+"""
+
+import argparse
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torchmetrics
+from nets import NETS
+
+import lockstep
+from lockstep import callbacks
+
+NET = NETS["mlp"]
+
+
+class LastLoss(lockstep.Callback):
+    """The smallest callback that is called after every batch."""
+
+    def __init__(self) -> None:
+        self.loss = float("nan")
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        assert logs is not None
+        self.loss = logs["loss"]
+
+
+def accuracy() -> dict[str, Any]:
+    return {"accuracy": torchmetrics.Accuracy(task="multiclass", num_classes=10)}
+
+
+def per_epoch(folder: Path) -> list[lockstep.Callback]:
+    return [
+        callbacks.EarlyStopping(monitor="loss", patience=1000),
+        callbacks.CSVLogger(folder / "log.csv"),
+        callbacks.TensorBoard(folder / "tensorboard"),
+    ]
+
+
+# Name -> (shows progress, options of the Trainer).
+VARIANTS: dict[str, tuple[bool, Callable[[Path], dict[str, Any]]]] = {
+    "bare": (False, lambda folder: {}),
+    "progress": (True, lambda folder: {}),
+    "metrics": (False, lambda folder: {"metrics": accuracy()}),
+    "callbacks per epoch": (False, lambda folder: {"callbacks": per_epoch(folder)}),
+    "callback per batch": (False, lambda folder: {"callbacks": [LastLoss()]}),
+    "all": (
+        True,
+        lambda folder: {"metrics": accuracy(), "callbacks": [*per_epoch(folder), LastLoss()]},
+    ),
+}
+
+
+def run(name: str, epochs: int, devices: int, data: Any, folder: Path) -> float:
+    """Seconds of one ``fit``, the start of helper processes not counted."""
+    shows, make_options = VARIANTS[name]
+    trainer = lockstep.Trainer(
+        NET.make_model(),
+        loss=NET.loss,
+        optimizer=partial(torch.optim.Adam, lr=1e-3, fused=True),
+        strategy=lockstep.MirroredStrategy(devices),
+        **make_options(folder),
+    )
+    few = tuple(part[: NET.batch_size] for part in data)
+    trainer.evaluate(few, batch_size=NET.batch_size)  # helpers start, and import torchmetrics
+    began = time.perf_counter()
+    trainer.fit(data, epochs=epochs, batch_size=NET.batch_size, verbose=int(shows))
+    seconds = time.perf_counter() - began
+    trainer.close()
+    return seconds
+
+
+def measure(names: list[str], rounds: int, epochs: int, devices: int) -> dict[str, list[float]]:
+    data = NET.make_data(NET.num_samples)
+    times: dict[str, list[float]] = {name: [] for name in names}
+    os.environ["FORCE_COLOR"] = "1"  # rich draws its bar as on a terminal
+    with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as nowhere:
+        run_one = partial(run, epochs=epochs, devices=devices, data=data, folder=Path(folder))
+        for number in range(-1, rounds):  # the first round warms up
+            for place in range(len(names)):
+                name = names[(number + place) % len(names)]
+                with redirect_stdout(nowhere):
+                    seconds = run_one(name)
+                if number >= 0:
+                    times[name].append(seconds)
+    return times
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--devices", type=int, default=2)
+    parser.add_argument("--only", nargs="*", choices=VARIANTS, default=list(VARIANTS))
+    options = parser.parse_args()
+    times = measure(options.only, options.rounds, options.epochs, options.devices)
+    steps = options.epochs * NET.num_samples // NET.batch_size
+    print(f"{'variant':20} {'ms a step':>9}  {'to bare':>7}  min to max")
+    for name, seconds in times.items():
+        ratios = [one / bare for one, bare in zip(seconds, times["bare"], strict=True)]
+        print(
+            f"{name:20} {statistics.median(seconds) / steps * 1e3:9.3f}  "
+            f"{statistics.median(ratios):7.3f}  {min(ratios):.3f} to {max(ratios):.3f}"
+        )
+
+
+if __name__ == "__main__":
+    main()
