@@ -98,9 +98,11 @@ class Metrics:
         """Take in the outputs that wait, all at once."""
         if self._waiting:
             outputs, targets = zip(*self._waiting, strict=True)
-            output, target = torch.cat(outputs), torch.cat(targets)
+            num_others = len(self._waiting) - 1
             self._waiting.clear()
-            self._count(output, target)
+            self._count(torch.cat(outputs), torch.cat(targets))
+            for metric in self._counters:
+                metric._update_count += num_others
 
     def _count(self, output: Tree, target: Tree) -> None:
         for metric in self._counters:
@@ -142,7 +144,7 @@ def _is_collection(value: object) -> bool:
 
 
 def _counts_samples(metric: "Metric") -> bool:
-    """Whether it is one of torchmetrics' own that count, class by class, what samples are taken for.
+    """Whether it is one of torchmetrics' own that count what samples are taken for, class by class.
 
     By exact type: a subclass may do anything. Not those for two classes or several labels, which
     look at all of an update to tell scores from probabilities.
