@@ -179,7 +179,7 @@ def test_a_sweep_leaves_the_trainers_callbacks_alone() -> None:
 
     other = Fails()
     trainer = make_trainer(callbacks=[other])
-    LearningRateFinder(start=1e-4, num_steps=5).sweep(trainer, (X, Y), batch_size=16)
+    LearningRateFinder(start=1e-4, num_steps=20).sweep(trainer, (X, Y), batch_size=16)
     assert trainer.callbacks == [other]
 
 
