@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test check lint format bench bench-pipelines clean
+.PHONY: demo test check lint format bench bench-pipelines bench-overhead clean
 demo: .venv/.installed
 	$(BIN)/lockstep demo
 
@@ -29,6 +29,10 @@ bench: .venv-bench/.installed
 # Pipelines against torch.distributed.pipelining; prints tables.
 bench-pipelines: .venv-bench/.installed
 	.venv-bench/bin/python bench/pipelines.py
+
+# What progress, metrics and callbacks add to a step; prints a table.
+bench-overhead: .venv/.installed
+	$(BIN)/python bench/overhead.py
 
 clean:
 	rm -rf .venv .venv-bench bench/results .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -138,7 +138,7 @@ def test_a_loss_that_is_not_finite_ends_the_sweep() -> None:
 def test_groups_keep_their_ratios() -> None:
     model = make_model()
     first, *rest = model.parameters()
-    groups = [{"params": [first], "lr": 0.4}, {"params": rest}]
+    groups: list[dict[str, Any]] = [{"params": [first], "lr": 0.4}, {"params": rest}]
     rates: list[list[float]] = []
 
     class Rates(lockstep.Callback):

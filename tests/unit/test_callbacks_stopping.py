@@ -85,7 +85,7 @@ STOPS: dict[str, tuple[list[float], dict[str, Any], int]] = {
     "small steps do not count": ([3, 2.95, 2.9, 2.85], {"min_delta": 0.2, "patience": 2}, 3),
     "greater is better": ([1, 2, 2, 3], {"mode": "max"}, 3),
     "baseline not reached": ([5, 4, 3, 2, 1], {"baseline": 1.5, "patience": 3}, 3),
-    "baseline reached": ([5, 4, 1, 2, 0.5, 2, 2, 2], {"baseline": 1.5, "patience": 3}, 8),
+    "baseline reached": ([5, 4, 1, 2, 0.5, 2, 2, 2, 2], {"baseline": 1.5, "patience": 3}, 8),
     "later start": ([1, 5, 4, 4, 4], {"start_from_epoch": 1}, 4),
     "nan is no improvement": ([NAN, NAN, 1, 1], {"patience": 2}, 2),
     "better after nan": ([NAN, 2, 1, 0], {"patience": 2}, 4),

@@ -135,12 +135,17 @@ def test_a_wrong_function_is_told_at_once(functions: dict[str, Any], message: st
 @pytest.mark.parametrize("devices", [1, 2])
 def test_a_trainer_rewinds_after_an_error_too(devices: int) -> None:
     once, twice = make_trainer(devices=devices), make_trainer(devices=devices)
-    with pytest.raises(ZeroDivisionError), twice.rewound():
-        twice.fit((X, Y), epochs=3, batch_size=16, verbose=0)
+
+    def train_and_fail() -> None:
         assert twice.optimizer is not None
-        twice.optimizer.param_groups[0]["lr"] = 9.0
-        twice.optimizer.param_groups[0]["more"] = 1
-        raise ZeroDivisionError
+        with twice.rewound():
+            twice.fit((X, Y), epochs=3, batch_size=16, verbose=0)
+            twice.optimizer.param_groups[0]["lr"] = 9.0
+            twice.optimizer.param_groups[0]["more"] = 1
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        train_and_fail()
     histories = [one.fit((X, Y), batch_size=16, verbose=0).history for one in (once, twice)]
     assert histories[0] == histories[1]
     for one, other in zip(once.model.parameters(), twice.model.parameters(), strict=True):
