@@ -4,6 +4,10 @@ The MLP 784-256-256-10 on 61,440 random samples in batches of 512, Adam, two rep
 runs every variant once, beginning with another one, as a whole ``fit`` of some epochs; a ratio is
 to the bare ``fit`` of the same round, and the table shows the median over the rounds.
 
+Where other programs share the cores, whole runs differ by more than what is to be measured. So a
+second table has a clock around each part on rank 0, which waits for nobody: medians of short times,
+against the median of the steps between them.
+
 Run: ``python bench/overhead.py [--rounds 11] [--epochs 3] [--devices 2] [--only bare all]``
 """
 
@@ -21,9 +25,13 @@ from typing import Any
 import torch
 import torchmetrics
 from nets import NETS
+from rich.progress import Progress
 
 import lockstep
 from lockstep import callbacks
+from lockstep.parallel.replica import Replica
+from lockstep.train.metrics import Metrics
+from lockstep.train.tasks import _Ensemble
 
 NET = NETS["mlp"]
 
@@ -84,6 +92,11 @@ def run(name: str, epochs: int, devices: int, data: Any, folder: Path) -> float:
     return seconds
 
 
+def measure_once(epochs: int, devices: int) -> None:
+    """One run with everything."""
+    measure(["all"], 1, epochs, devices)
+
+
 def measure(names: list[str], rounds: int, epochs: int, devices: int) -> dict[str, list[float]]:
     data = NET.make_data(NET.num_samples)
     times: dict[str, list[float]] = {name: [] for name in names}
@@ -98,6 +111,48 @@ def measure(names: list[str], rounds: int, epochs: int, devices: int) -> dict[st
                 if number >= 0:
                     times[name].append(seconds)
     return times
+
+
+# What rank 0 does beside the steps; a part's time is with that of what it calls.
+PARTS: list[tuple[str, Any, str]] = [
+    ("metrics, at each step", Metrics, "update"),
+    ("callbacks and progress, at each step", _Ensemble, "consult"),
+    ("the bar, redrawn", Progress, "refresh"),
+    ("optimizer shown to callbacks, at each epoch", _Ensemble, "show_slots"),
+]
+
+
+def time_parts(epochs: int, devices: int) -> tuple[float, dict[str, tuple[float, float]]]:
+    """Median seconds of a step; by part, seconds and calls per step. Puts clocks into classes."""
+    clocks: dict[str, list[float]] = {}
+    for label, owner, name in [*PARTS, ("step", Replica, "train_step")]:
+        setattr(owner, name, timed(getattr(owner, name), clocks.setdefault(label, [])))
+    measure_once(epochs, devices)
+    steps = clocks.pop("step")
+    return statistics.median(steps), {
+        label: (statistics.median(times), len(times) / len(steps))
+        for label, times in clocks.items()
+    }
+
+
+def timed(function: Callable[..., Any], times: list[float]) -> Callable[..., Any]:
+    def call(*arguments: Any, **options: Any) -> Any:
+        began = time.perf_counter()
+        try:
+            return function(*arguments, **options)
+        finally:
+            times.append(time.perf_counter() - began)
+
+    return call
+
+
+def print_parts(epochs: int, devices: int) -> None:
+    step, parts = time_parts(epochs, devices)
+    print(f"\nOn rank 0, beside a step of {step * 1e3:.3f} ms, of all together:")
+    for label, (seconds, calls) in parts.items():
+        print(f"{label:44} {seconds * 1e6:8.1f} us, {calls:6.3f} times a step")
+    total = sum(seconds * calls for seconds, calls in parts.values())
+    print(f"together {total * 1e6:.1f} us a step: {total / step:.1%} of it")
 
 
 def main() -> None:
@@ -116,6 +171,7 @@ def main() -> None:
             f"{name:20} {statistics.median(seconds) / steps * 1e3:9.3f}  "
             f"{statistics.median(ratios):7.3f}  {min(ratios):.3f} to {max(ratios):.3f}"
         )
+    print_parts(options.epochs, options.devices)
 
 
 if __name__ == "__main__":

@@ -3,11 +3,13 @@
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from lockstep.errors import OptionError, problem
 from lockstep.parallel.update import PieceSlots
 from lockstep.parallel.worker import StepResult
 from lockstep.train.callbacks import Callback, acting
-from lockstep.train.changes import fingerprint, structure
+from lockstep.train.changes import Lookout, changed_buffers, fingerprint
 from lockstep.train.history import History
 from lockstep.train.interrupt import Interrupt
 from lockstep.train.progress import ProgressDisplay
@@ -25,7 +27,7 @@ class FitConductor(Conductor):
         trainer: whose ``stop_training`` callbacks set.
         callbacks: the user's.
         display: the progress display, or None to be silent.
-        readopt: see ``Conductor``.
+        readopt: brings parameters that a callback moved back to where all ranks see them.
         on_snapshot: gets every Snapshot where the task records them.
         interrupt: what has become of Ctrl-C.
     """
@@ -47,6 +49,7 @@ class FitConductor(Conductor):
         self._interrupt = interrupt
         self._step_beginners = acting(callbacks, "on_train_batch_begin")
         self._step_enders = acting(callbacks, "on_train_batch_end")
+        self._lookout: Lookout | None = None
         self.history = History()
         self.updater: TorchUpdater | None = None
 
@@ -124,10 +127,15 @@ class FitConductor(Conductor):
     def fingerprint(self) -> object:
         return fingerprint(self._trainer.model, self._trainer.optimizer, self._trainer.plan)
 
-    def check_structure(self, act: Callable[[], None]) -> None:
-        before = structure(self._trainer.model)
+    def watch(self, act: Callable[[], None], *, in_epoch: bool) -> dict[str, torch.Tensor]:
+        model = self._trainer.model
+        lookout = self._lookout or Lookout(model)
+        before = lookout.look()
         act()
-        if structure(self._trainer.model) != before:
+        # Between epochs there may be other modules from now on.
+        self._lookout = lookout if in_epoch else None
+        after = lookout.look() if in_epoch else Lookout(model).look()
+        if in_epoch and after.structure != before.structure:
             raise OptionError(
                 problem(
                     "In the midst of an epoch a callback may change values only.",
@@ -135,9 +143,9 @@ class FitConductor(Conductor):
                     fix="Do it in on_epoch_begin or on_epoch_end.",
                 )
             )
-
-    def readopt(self) -> None:
-        self._readopt()
+        if after.places != before.places:
+            self._readopt()
+        return changed_buffers(model, before, after)
 
     def close(self) -> None:
         """Leave the screen in order, whatever happened."""

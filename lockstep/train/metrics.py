@@ -68,6 +68,7 @@ class Metrics:
         for metric in self.by_name.values():
             (self._counters if _counts_samples(metric) else self._others).append(metric)
         self._waiting: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._form: object = None  # of those that wait
 
     def __bool__(self) -> bool:
         return bool(self.by_name)
@@ -78,19 +79,22 @@ class Metrics:
         for metric in self.by_name.values():
             metric.reset()
 
-    @torch.no_grad()
     def update(self, output: Tree, target: Tree) -> None:
         """Take in a share's outputs and targets."""
-        for metric in self._others:
-            metric.update(output, target)
-        if not self._counters:
-            return
-        if not _may_wait(output, target, self._waiting):
+        if self._others:
+            _update(self._others, output, target)
+        if self._counters:
+            self._take_in(output, target)
+
+    def _take_in(self, output: Tree, target: Tree) -> None:
+        form = _small_form(output, target)
+        if form is None or form != self._form:
             self._count_waiting()
-        if _may_wait(output, target, self._waiting):
-            self._waiting.append((output.clone(), target.clone()))  # others may use their memory
-        else:
-            self._count(output, target)
+            self._form = form
+        if form is None:
+            _update(self._counters, output, target)
+            return
+        self._waiting.append((output.clone(), target.clone()))  # others may use their memory
         if len(self._waiting) == _MOST_WAITING:
             self._count_waiting()
 
@@ -100,15 +104,10 @@ class Metrics:
             outputs, targets = zip(*self._waiting, strict=True)
             num_others = len(self._waiting) - 1
             self._waiting.clear()
-            self._count(torch.cat(outputs), torch.cat(targets))
+            _update(self._counters, torch.cat(outputs), torch.cat(targets))
             for metric in self._counters:
                 metric._update_count += num_others
 
-    def _count(self, output: Tree, target: Tree) -> None:
-        for metric in self._counters:
-            metric.update(output, target)
-
-    @torch.no_grad()
     def states(self) -> list[list[States]]:
         """The states of every metric and of those inside it, to be sent to rank 0."""
         self._count_waiting()
@@ -156,19 +155,26 @@ def _counts_samples(metric: "Metric") -> bool:
     return type(metric) in kinds and getattr(metric, "multidim_average", "global") == "global"
 
 
-def _may_wait(output: Tree, target: Tree, waiting: list[tuple[torch.Tensor, torch.Tensor]]) -> bool:
-    """Whether a share is small, of the plainest form, and like those that wait already."""
+@torch.no_grad()
+def _update(metrics: "list[Metric]", output: Tree, target: Tree) -> None:
+    for metric in metrics:
+        metric.update(output, target)
+
+
+def _small_form(output: Tree, target: Tree) -> object:
+    """What shares must have in common to be counted as one; None for one to be counted alone.
+
+    Those may wait that are small and plain: a row of scores and a class for every sample. What is
+    wrong with others, the metric says.
+    """
     if not (isinstance(output, torch.Tensor) and isinstance(target, torch.Tensor)):
-        return False
-    if not (output.dim() == 2 and target.dim() == 1 and output.numel() <= _FEW_ELEMENTS):
-        return False
-    if len(output) != len(target) or target.is_floating_point():
-        return False  # the metric's own error says what is wrong
-    before = waiting[0] if waiting else (output, target)
-    return all(
-        one.dtype == other.dtype and one.device == other.device and one.shape[1:] == other.shape[1:]
-        for one, other in zip((output, target), before, strict=True)
-    )
+        return None
+    rows, classes = output.shape, target.shape
+    if len(rows) != 2 or len(classes) != 1 or rows[0] != classes[0]:
+        return None
+    if rows[0] * rows[1] > _FEW_ELEMENTS or target.is_floating_point():
+        return None
+    return rows[1], output.dtype, target.dtype, output.device, target.device
 
 
 def _parts(metric: "Metric") -> list["Metric"]:

@@ -70,12 +70,20 @@ class Conductor:
         """What the other ranks were sent: where it has changed, they must be sent it anew."""
         return None
 
-    def check_structure(self, act: Callable[[], None]) -> None:
-        """Act in the midst of an epoch, where only values may change."""
-        act()
+    def watch(self, act: Callable[[], None], *, in_epoch: bool) -> dict[str, torch.Tensor]:
+        """Act, and see what has changed of the model.
 
-    def readopt(self) -> None:
-        """Bring parameters whose memory was exchanged back to where all ranks see them."""
+        Parameters whose memory was exchanged are brought back to where all ranks see them.
+
+        Args:
+            act: what rank 0 does.
+            in_epoch: in the midst of an epoch, where only values may change.
+
+        Returns:
+            The buffers that have changed, by name.
+        """
+        act()
+        return {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,14 +204,9 @@ class _Ensemble:
         assert updater is not None
         directive = None
         if self.control.rank == 0:
-            options, versions = updater.options(), _versions(model)
-            fingerprint = None
-            if renew_at is None:
-                self.conductor.check_structure(act)
-            else:
-                fingerprint = self.conductor.fingerprint()
-                act()
-            self.conductor.readopt()
+            options = updater.options()
+            fingerprint = None if renew_at is None else self.conductor.fingerprint()
+            buffers = self.conductor.watch(act, in_epoch=renew_at is None)
             renew = renew_at is not None and fingerprint != self.conductor.fingerprint()
             changed = updater.options()
             directive = _Directive(
@@ -211,7 +214,7 @@ class _Ensemble:
                 halt=self.conductor.is_interrupted,
                 renew=renew,
                 options=changed if changed != options else None,
-                buffers=_changed_buffers(model, versions),
+                buffers=buffers,
             )
         directive = self._tell(directive)
         if directive.renew and renew_at is not None and not (directive.stop or directive.halt):
@@ -540,19 +543,6 @@ def _state(worker: Worker) -> dict[str, torch.Tensor]:
         for name, value in model.state_dict().items()
         if isinstance(value, torch.Tensor)  # a module's extra state may be anything
         and name not in elsewhere
-    }
-
-
-def _versions(model: nn.Module) -> dict[str, tuple[int, int]]:
-    return {name: (buffer.data_ptr(), buffer._version) for name, buffer in model.named_buffers()}
-
-
-def _changed_buffers(
-    model: nn.Module, versions: dict[str, tuple[int, int]]
-) -> dict[str, torch.Tensor]:
-    now = _versions(model)
-    return {
-        name: buffer for name, buffer in model.named_buffers() if now[name] != versions.get(name)
     }
 
 
