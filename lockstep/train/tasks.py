@@ -217,6 +217,8 @@ class _Ensemble:
                 buffers=buffers,
             )
         directive = self._tell(directive)
+        if not directive:
+            return False
         if directive.renew and renew_at is not None and not (directive.stop or directive.halt):
             raise _Renew(renew_at)
         if directive.options is not None:
