@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test check lint format api-docs bench bench-input bench-pipelines clean
+.PHONY: demo test check lint format api-docs bench bench-input bench-overhead bench-pipelines clean
 demo: .venv/.installed
 	$(BIN)/lockstep demo
 
@@ -37,6 +37,10 @@ bench-pipelines: .venv-bench/.installed
 # Reading ahead and caching, with samples that take 5 ms to read; prints a table.
 bench-input: .venv/.installed
 	$(BIN)/python bench/input_pipeline.py
+
+# What progress, metrics and callbacks add to a step; prints a table.
+bench-overhead: .venv/.installed
+	$(BIN)/python bench/overhead.py
 
 clean:
 	rm -rf .venv .venv-bench bench/results .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lockstep import callbacks as callbacks
     from lockstep import data as data
     from lockstep.capture.scopes import device as device
     from lockstep.data.own_loss import OwnLoss as OwnLoss
@@ -50,6 +51,7 @@ _HOMES = {
     "SingleDeviceStrategy": ("lockstep.strategies.single", "SingleDeviceStrategy"),
     "Strategy": ("lockstep.strategies.base", "Strategy"),
     "Trainer": ("lockstep.train.trainer", "Trainer"),
+    "callbacks": ("lockstep.callbacks", ""),
     "data": ("lockstep.data", ""),
     "device": ("lockstep.capture.scopes", "device"),
     "verify": ("lockstep.proof.verification", "verify_job"),

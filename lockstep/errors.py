@@ -12,7 +12,8 @@
     ├── ShippingError        (TypeError)        an object that cannot be sent to a helper process
     ├── LossError            (TypeError)        a loss that returned something else than agreed
     ├── NonFiniteLossError   (ArithmeticError)  the loss became NaN or infinite
-    └── WorkerError          (RuntimeError)     a helper process failed, died or hung
+    ├── WorkerError          (RuntimeError)     a helper process failed, died or hung
+    └── ExtraError           (ImportError)      an optional package that is not installed
 
 Each message says what is wrong, what was received and how to fix it; ``problem`` gives them one
 shape. Validators gather every problem they find in a ``Problems`` and raise once.
@@ -61,6 +62,10 @@ class NonFiniteLossError(LockstepError, ArithmeticError):
 
 class WorkerError(LockstepError, RuntimeError):
     """A helper process failed, died, or did not answer in time."""
+
+
+class ExtraError(LockstepError, ImportError):
+    """What was asked for needs a package that only an extra of Lockstep installs."""
 
 
 def problem(what: str, *, received: object, fix: str) -> str:

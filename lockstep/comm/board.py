@@ -17,10 +17,14 @@ from contextlib import contextmanager
 from lockstep.comm import futex
 from lockstep.comm.shared_memory import SharedRegion
 
-LINE_BYTES = 128
+LINE_BYTES = 256
 
 # Numbers that a rank tells the others at once.
 _MOST_TOLD = 4
+
+# Rank 0 can be so many announcements ahead of the slowest rank: between two steps, which have
+# barriers, there are four at most.
+_NUM_NEWS = 8
 
 # Ranks mostly come within a fraction of a millisecond of each other, and to be woken takes nearly
 # as long. Whoever waits gives the core to any process that wants it, all the while.
@@ -44,6 +48,8 @@ class _Line(ctypes.Structure):
         # 0 before the first, -1 where there is no slice.
         ("update", ctypes.c_int64),
         ("told", ctypes.c_double * _MOST_TOLD),
+        # Of rank 0: 2 n + 1 if there is a message that goes with announcement n, from 1, else 2 n.
+        ("news", ctypes.c_uint64 * _NUM_NEWS),
     )
 
 
@@ -77,6 +83,7 @@ class Board:
             for index in range(num_ranks)
         ]
         self._own = self._lines[rank]
+        self._num_news = 0
         self._is_there: Callable[[_Line], bool] | None = None
         self.wants_halt: Callable[[], bool] = _never
 
@@ -147,6 +154,22 @@ class Board:
         self._own.told[: len(numbers)] = numbers
         self.barrier()
         return [list(line.told[: len(numbers)]) for line in self._lines]
+
+    def announce(self, has_message: bool) -> bool:
+        """Rank 0 tells all others whether a message follows; they call ``announced`` as often."""
+        self._num_news += 1
+        self._own.news[self._num_news % _NUM_NEWS] = 2 * self._num_news + has_message
+        self.ring()
+        return has_message
+
+    def announced(self) -> bool:
+        """Wait for rank 0's next announcement: whether a message follows."""
+        self._num_news += 1
+        number, place = self._num_news, self._num_news % _NUM_NEWS
+        self._wait(0, lambda line: line.news[place] >= 2 * number)
+        news = int(self._lines[0].news[place])
+        assert news >> 1 == number, "rank 0 is too far ahead"
+        return bool(news & 1)
 
     def post(self, tag: int) -> None:
         """Tell that what goes with ``tag`` is written; tags only grow."""

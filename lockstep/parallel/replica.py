@@ -49,6 +49,7 @@ from lockstep.parallel.worker import (
     nonfinite_loss,
     plain,
     reads_of_shares,
+    span,
     step_result,
 )
 from lockstep.plan.layout import Piece
@@ -179,7 +180,8 @@ class Replica(Worker):
         run.first_buffers = self._buffers.keep()
         self._isolate_buffers(run)
         for kind, shares in self._program(run.num_samples):
-            _HANDLERS[kind](self, run, shares)
+            with span(kind.__name__):
+                _HANDLERS[kind](self, run, shares)
         self._settle_buffers(run)
         assert run.totals is not None
         return step_result(run.totals, run.num_samples, run.parts, is_skipped=run.is_skipped)

@@ -52,6 +52,7 @@ from lockstep.parallel.worker import (
     nonfinite_loss,
     plain,
     reads_of_shares,
+    span,
     step_result,
 )
 from lockstep.plan.layout import Piece, block_sizes
@@ -203,7 +204,8 @@ class StageWorker(Worker):
         self._clear_gradients()
         kept = self._buffers.keep()
         for action in self._program(len(indices)):
-            _HANDLERS[type(action)](self, run, action)
+            with span(action):
+                _HANDLERS[type(action)](self, run, action)
         if run.is_skipped:
             self._buffers.restore(kept)
         assert run.totals is not None

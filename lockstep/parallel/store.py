@@ -98,14 +98,23 @@ class ParameterStore(TensorStore):
         """Whether these are the parameters the store was made for."""
         return self.specs == tuple(tensor_spec(name, parameter) for name, parameter in parameters)
 
-    @torch.no_grad()
-    @temporary_memory()
     def readopt(self, parameters: NamedParameters) -> None:
         """Bring back parameters whose memory was exchanged (``p.data = ...``, ``.double()``)."""
-        for view, (_, parameter) in zip(self.views, parameters, strict=True):
-            if not _same_memory(parameter, view):
-                view.copy_(parameter.clone())  # it may be another view of the same memory
-                parameter.data = view
+        moved = [
+            (view, parameter)
+            for view, (_, parameter) in zip(self.views, parameters, strict=True)
+            if not _same_memory(parameter, view)
+        ]
+        if moved:  # seldom, and this is asked after every step that a callback watches
+            _move_back(moved)
+
+
+@torch.no_grad()
+@temporary_memory()
+def _move_back(moved: Sequence[tuple[torch.Tensor, nn.Parameter]]) -> None:
+    for view, parameter in moved:
+        view.copy_(parameter.clone())  # it may be another view of the same memory
+        parameter.data = view
 
 
 def _same_memory(tensor: torch.Tensor, view: torch.Tensor) -> bool:

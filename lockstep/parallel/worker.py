@@ -8,8 +8,9 @@ What trains, evaluates and predicts with them (``train.tasks``) knows no differe
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -129,6 +130,16 @@ class Worker(ABC):
     @abstractmethod
     def leaves_a_rank_idle(self, num_samples: int) -> bool:
         """Whether some rank works on no share of such a batch, and sees no buffer change."""
+
+
+_NO_SPAN = nullcontext()
+
+
+def span(name: object) -> AbstractContextManager[Any]:
+    """Shows as a block of that name where a trace is taken (``train.tracing``), else nothing."""
+    if torch._C._autograd._profiler_enabled():
+        return torch.profiler.record_function(str(name))
+    return _NO_SPAN
 
 
 def step_result(

@@ -1,6 +1,10 @@
 """Callbacks, with Keras's method names. They run on rank 0, on the user's own objects."""
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
+
+from lockstep.errors import OptionError, problem
 
 if TYPE_CHECKING:
     from torch import nn
@@ -30,6 +34,16 @@ class Callback:
     trainer: "Trainer"
     model: "nn.Module"
 
+    traced_steps: range | None = None
+    """Steps of a ``fit``, from 0, whose traces of all ranks ``on_train_trace`` gets."""
+
+    def acts_in(self, method: str) -> bool:
+        """Whether it does anything in one of its methods, by the method's name.
+
+        Training does not stop for a callback that says no. By default it acts where it overrides.
+        """
+        return getattr(getattr(self, method), "__func__", None) is not getattr(Callback, method)
+
     def set_trainer(self, trainer: "Trainer") -> None:
         """Called before the first use in a ``fit``, ``evaluate`` or ``predict``."""
         self.trainer = trainer
@@ -40,6 +54,12 @@ class Callback:
 
     def on_train_end(self, logs: Logs | None = None) -> None:
         """Training has ended; ``logs`` are the last epoch's."""
+
+    def on_train_error(self, error: BaseException) -> None:
+        """Training has ended with an error, or with Ctrl-C: ``on_train_end`` is not called."""
+
+    def on_train_trace(self, traces: list[bytes]) -> None:
+        """The traced steps are over; by rank, what torch.profiler exports for Chrome."""
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         """Epoch number ``epoch`` (from 0) begins."""
@@ -66,20 +86,42 @@ class Callback:
         """Prediction has ended."""
 
 
-def watches_batches(callbacks: list[Callback]) -> bool:
-    """Whether any callback acts on single batches, so that ranks must wait for it at each."""
-    return _overrides(callbacks, "on_train_batch_begin", "on_train_batch_end")
+def acting(callbacks: Sequence[Callback], method: str) -> list[Callback]:
+    """The callbacks that do anything in a method."""
+    return [callback for callback in callbacks if callback.acts_in(method)]
 
 
-def watches_beginnings(callbacks: list[Callback]) -> bool:
-    """Whether any callback acts where an epoch begins."""
-    return _overrides(callbacks, "on_epoch_begin")
+def stopping(callbacks: Sequence[Callback], method: str) -> list[Callback]:
+    """Those of them for which all ranks stop, since they may change something."""
+    return [callback for callback in acting(callbacks, method) if not callback.is_observer]
 
 
-def _overrides(callbacks: list[Callback], *names: str) -> bool:
-    return any(
-        getattr(type(callback), name) is not getattr(Callback, name)
-        for callback in callbacks
-        if not callback.is_observer
-        for name in names
-    )
+def traced_steps(callbacks: Sequence[Callback], first_step: int) -> range | None:
+    """The steps that a callback wants traced of a ``fit`` that begins with ``first_step``.
+
+    Raises:
+        OptionError: several do; torch's profiler takes one trace at a time.
+    """
+    wanted = [one.traced_steps for one in callbacks if one.traced_steps is not None]
+    if len(wanted) > 1:
+        raise OptionError(
+            problem(
+                "One callback at a time can have steps traced.",
+                received=f"{len(wanted)} of them",
+                fix="Give the Trainer one Profiler.",
+            )
+        )
+    if not wanted:
+        return None
+    return range(first_step + wanted[0].start, first_step + wanted[0].stop)
+
+
+@contextmanager
+def told_of_errors(callbacks: Sequence[Callback]) -> Iterator[None]:
+    """Tell callbacks if the block, a whole ``fit``, ends with an error."""
+    try:
+        yield
+    except BaseException as error:
+        for callback in callbacks:
+            callback.on_train_error(error)
+        raise

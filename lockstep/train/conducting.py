@@ -3,12 +3,14 @@
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from lockstep.data.sources import Source
 from lockstep.errors import OptionError, problem
 from lockstep.parallel.update import PieceSlots
 from lockstep.parallel.worker import StepResult
-from lockstep.train.callbacks import Callback
-from lockstep.train.changes import fingerprint, structure
+from lockstep.train.callbacks import Callback, acting
+from lockstep.train.changes import Lookout, changed_buffers, fingerprint
 from lockstep.train.feeding import GlobalBatch
 from lockstep.train.history import History
 from lockstep.train.interrupt import Interrupt
@@ -28,7 +30,7 @@ class FitConductor(Conductor):
         trainer: whose ``stop_training`` callbacks set.
         callbacks: the user's.
         display: the progress display, or None to be silent.
-        readopt: see ``Conductor``.
+        readopt: brings parameters that a callback moved back to where all ranks see them.
         on_snapshot: gets every Snapshot where the task records them.
         interrupt: what has become of Ctrl-C.
     """
@@ -50,6 +52,9 @@ class FitConductor(Conductor):
         self._on_snapshot = on_snapshot
         self._interrupt = interrupt
         self._clock = InputClock()
+        self._step_beginners = acting(callbacks, "on_train_batch_begin")
+        self._step_enders = acting(callbacks, "on_train_batch_end")
+        self._lookout: Lookout | None = None
         self.history = History()
         self.updater: AnyUpdater | None = None
 
@@ -92,7 +97,7 @@ class FitConductor(Conductor):
         self._clock.begin()
 
     def begin_step(self, index: int) -> None:
-        for callback in self._callbacks:
+        for callback in self._step_beginners:
             callback.on_train_batch_begin(index)
 
     def end_step(self, index: int, result: StepResult) -> None:
@@ -102,7 +107,7 @@ class FitConductor(Conductor):
             self._publish_options()
         if self._display is not None:
             self._display.end_step(index, result.total, result.weight, result.num_samples)
-        for callback in self._callbacks:
+        for callback in self._step_enders:
             callback.on_train_batch_end(index, {"loss": result.loss, "size": result.num_samples})
 
     def begin_validation(self) -> None:
@@ -125,6 +130,11 @@ class FitConductor(Conductor):
         for callback in self._callbacks:
             callback.on_epoch_end(epoch, logs)
 
+    def take_traces(self, traces: list[bytes]) -> None:
+        for callback in self._callbacks:
+            if callback.traced_steps is not None:
+                callback.on_train_trace(traces)
+
     def observe_state(self, snapshot: Snapshot) -> None:
         if self._on_snapshot is not None:
             self._on_snapshot(snapshot)
@@ -136,10 +146,15 @@ class FitConductor(Conductor):
     def fingerprint(self) -> object:
         return fingerprint(self._trainer.model, self._trainer.optimizer, self._trainer.plan)
 
-    def check_structure(self, act: Callable[[], None]) -> None:
-        before = structure(self._trainer.model)
+    def watch(self, act: Callable[[], None], *, in_epoch: bool) -> dict[str, torch.Tensor]:
+        model = self._trainer.model
+        lookout = self._lookout or Lookout(model)
+        before = lookout.look()
         act()
-        if structure(self._trainer.model) != before:
+        # Between epochs there may be other modules from now on.
+        self._lookout = lookout if in_epoch else None
+        after = lookout.look() if in_epoch else Lookout(model).look()
+        if in_epoch and after.structure != before.structure:
             raise OptionError(
                 problem(
                     "In the midst of an epoch a callback may change values only.",
@@ -147,10 +162,10 @@ class FitConductor(Conductor):
                     fix="Do it in on_epoch_begin or on_epoch_end.",
                 )
             )
-
-    def readopt(self) -> None:
-        self._readopt()
+        if after.places != before.places:
+            self._readopt()
         self._publish_options()
+        return changed_buffers(model, before, after)
 
     def _publish_options(self) -> None:
         assert self.updater is not None

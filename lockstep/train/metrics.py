@@ -1,4 +1,9 @@
-"""torchmetrics on many ranks: each updates its own states, rank 0 joins them in rank order."""
+"""torchmetrics on many ranks: each updates its own states, rank 0 joins them in rank order.
+
+An update of a metric takes some 150 microseconds however few the samples, which is much beside the
+step of a small model. So metrics that do nothing but count samples by class are updated with the
+outputs of several steps at once, where these are small: the counts are the same.
+"""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -12,6 +17,10 @@ if TYPE_CHECKING:
     from torchmetrics import Metric
 
 States = dict[str, Any]
+
+# A share's outputs wait for others if they have at most so many elements; so many wait at most.
+_FEW_ELEMENTS = 1 << 14
+_MOST_WAITING = 32
 
 
 class Metrics:
@@ -54,16 +63,22 @@ class Metrics:
                     )
                 )
             self.by_name[name] = metric
+        self._counters: list[Metric] = []
+        self._others: list[Metric] = []
+        for metric in self.by_name.values():
+            (self._counters if _counts_samples(metric) else self._others).append(metric)
+        self._waiting: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._form: object = None  # of those that wait
 
     def __bool__(self) -> bool:
         return bool(self.by_name)
 
     def reset(self) -> None:
         """Forget all samples."""
+        self._waiting.clear()
         for metric in self.by_name.values():
             metric.reset()
 
-    @torch.no_grad()
     def update(self, output: Tree, target: Tree) -> None:
         """Take in a share's outputs and targets.
 
@@ -72,11 +87,36 @@ class Metrics:
         """
         if target is None and self:
             raise targetless()
-        for metric in self.by_name.values():
-            metric.update(output, target)
+        if self._others:
+            _update(self._others, output, target)
+        if self._counters:
+            self._take_in(output, target)
+
+    def _take_in(self, output: Tree, target: Tree) -> None:
+        form = _small_form(output, target)
+        if form is None or form != self._form:
+            self._count_waiting()
+            self._form = form
+        if form is None:
+            _update(self._counters, output, target)
+            return
+        self._waiting.append((output.clone(), target.clone()))  # others may use their memory
+        if len(self._waiting) == _MOST_WAITING:
+            self._count_waiting()
+
+    def _count_waiting(self) -> None:
+        """Take in the outputs that wait, all at once."""
+        if self._waiting:
+            outputs, targets = zip(*self._waiting, strict=True)
+            num_others = len(self._waiting) - 1
+            self._waiting.clear()
+            _update(self._counters, torch.cat(outputs), torch.cat(targets))
+            for metric in self._counters:
+                metric._update_count += num_others
 
     def states(self) -> list[list[States]]:
         """The states of every metric and of those inside it, to be sent to rank 0."""
+        self._count_waiting()
         return [[_states(part) for part in _parts(metric)] for metric in self.by_name.values()]
 
     def merge(self, ranks: list[list[list[States]]]) -> None:
@@ -87,6 +127,7 @@ class Metrics:
 
     def values(self) -> dict[str, Any]:
         """The metrics' values: numbers, or lists of numbers for metrics with several."""
+        self._count_waiting()
         return {
             name: _plain(metric.compute())
             for name, metric in self.by_name.items()
@@ -116,6 +157,41 @@ def _is_collection(value: object) -> bool:
     from torchmetrics import MetricCollection
 
     return isinstance(value, MetricCollection)
+
+
+def _counts_samples(metric: "Metric") -> bool:
+    """Whether it is one of torchmetrics' own that count what samples are taken for, class by class.
+
+    By exact type: a subclass may do anything. Not those for two classes or several labels, which
+    look at all of an update to tell scores from probabilities.
+    """
+    from torchmetrics import classification
+
+    names = ("StatScores", "Accuracy", "Precision", "Recall", "F1Score", "ConfusionMatrix")
+    kinds = [getattr(classification, f"Multiclass{name}") for name in names]
+    return type(metric) in kinds and getattr(metric, "multidim_average", "global") == "global"
+
+
+@torch.no_grad()
+def _update(metrics: "list[Metric]", output: Tree, target: Tree) -> None:
+    for metric in metrics:
+        metric.update(output, target)
+
+
+def _small_form(output: Tree, target: Tree) -> object:
+    """What shares must have in common to be counted as one; None for one to be counted alone.
+
+    Those may wait that are small and plain: a row of scores and a class for every sample. What is
+    wrong with others, the metric says.
+    """
+    if not (isinstance(output, torch.Tensor) and isinstance(target, torch.Tensor)):
+        return None
+    rows, classes = output.shape, target.shape
+    if len(rows) != 2 or len(classes) != 1 or rows[0] != classes[0]:
+        return None
+    if rows[0] * rows[1] > _FEW_ELEMENTS or target.is_floating_point():
+        return None
+    return rows[1], output.dtype, target.dtype, output.device, target.device
 
 
 def _parts(metric: "Metric") -> list["Metric"]:

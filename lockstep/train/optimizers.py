@@ -45,6 +45,13 @@ def make_optimizers(
     return made
 
 
+def each_optimizer(optimizer: optim.Optimizer | Optimizers | None) -> list[optim.Optimizer]:
+    """The optimizers that there are."""
+    if optimizer is None:
+        return []
+    return list(optimizer.values()) if isinstance(optimizer, Optimizers) else [optimizer]
+
+
 def names_of(optimizer: optim.Optimizer, model: nn.Module) -> frozenset[str]:
     """The names of the parameters that an optimizer has."""
     own = {id(one) for group in optimizer.param_groups for one in group["params"]}

@@ -8,7 +8,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from lockstep.units import format_count, format_seconds
 
-_REFRESH_SECONDS = 0.1
+_REFRESH_SECONDS = 0.2
 _SHOWN_WAIT = 0.1  # of an epoch's time
 
 

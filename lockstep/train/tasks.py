@@ -8,7 +8,7 @@ before the next step.
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -27,6 +27,7 @@ from lockstep.parallel.update import PieceSlots
 from lockstep.parallel.worker import Observe, StepResult, Worker, modes_of
 from lockstep.train.feeding import GlobalBatch, Halt, SharedStream, all_batches
 from lockstep.train.metrics import Metrics
+from lockstep.train.tracing import StepTracer
 
 Logs = dict[str, Any]
 
@@ -68,6 +69,9 @@ class Conductor:
     def end_epoch(self, epoch: int, logs: Logs) -> None:
         """An epoch is done."""
 
+    def take_traces(self, traces: list[bytes]) -> None:
+        """The traced steps are over: all ranks' traces."""
+
     def observe_state(self, snapshot: "Snapshot") -> None:
         """The state after a step, where the task records it."""
 
@@ -78,12 +82,20 @@ class Conductor:
         """What the other ranks were sent: where it has changed, they must be sent it anew."""
         return None
 
-    def check_structure(self, act: Callable[[], None]) -> None:
-        """Act in the midst of an epoch, where only values may change."""
-        act()
+    def watch(self, act: Callable[[], None], *, in_epoch: bool) -> dict[str, torch.Tensor]:
+        """Act, and see what has changed of the model.
 
-    def readopt(self) -> None:
-        """Bring what has changed, parameters and options, to where all ranks see it."""
+        Parameters whose memory was exchanged are brought back to where all ranks see them.
+
+        Args:
+            act: what rank 0 does.
+            in_epoch: in the midst of an epoch, where only values may change.
+
+        Returns:
+            The buffers that have changed, by name.
+        """
+        act()
+        return {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,13 +170,23 @@ class _Renew(Exception):  # noqa: N818  # no error: all ranks leave the loop her
 
 @dataclass(frozen=True)
 class _Directive:
-    """What rank 0's callbacks decided: options, unless they are unchanged, and changed buffers."""
+    """What rank 0's callbacks decided: options, unless they are unchanged, and changed buffers.
+
+    False where they have decided nothing: then the others need not be told.
+    """
 
     stop: bool
     halt: bool
     renew: bool
     options: list[dict[str, Any]] | None
     buffers: dict[str, torch.Tensor]
+
+    def __bool__(self) -> bool:
+        changes = self.stop or self.halt or self.renew or self.buffers
+        return bool(changes) or self.options is not None
+
+
+_NOTHING = _Directive(stop=False, halt=False, renew=False, options=None, buffers={})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,14 +212,9 @@ class _Ensemble:
         assert updater is not None
         directive = None
         if self.control.rank == 0:
-            options, versions = updater.options(), _versions(model)
-            fingerprint = None
-            if renew_at is None:
-                self.conductor.check_structure(act)
-            else:
-                fingerprint = self.conductor.fingerprint()
-                act()
-            self.conductor.readopt()
+            options = updater.options()
+            fingerprint = None if renew_at is None else self.conductor.fingerprint()
+            buffers = self.conductor.watch(act, in_epoch=renew_at is None)
             renew = renew_at is not None and fingerprint != self.conductor.fingerprint()
             changed = updater.options()
             directive = _Directive(
@@ -205,9 +222,11 @@ class _Ensemble:
                 halt=self.conductor.is_interrupted,
                 renew=renew,
                 options=changed if changed != options else None,
-                buffers=_changed_buffers(model, versions),
+                buffers=buffers,
             )
-        directive = self.control.broadcast(directive)
+        directive = self._tell(directive)
+        if not directive:
+            return False
         if directive.renew and renew_at is not None and not (directive.stop or directive.halt):
             raise _Renew(renew_at)
         if directive.options is not None:
@@ -217,11 +236,27 @@ class _Ensemble:
             raise Halt
         return bool(directive.stop)
 
+    def _tell(self, directive: _Directive | None) -> Any:
+        """Rank 0's directive, on every rank; a message is sent only if it says anything."""
+        board = self.worker.board
+        if board is None:
+            return self.control.broadcast(directive)
+        leads = self.control.rank == 0
+        if board.announce(bool(directive)) if leads else board.announced():
+            return self.control.broadcast(directive)
+        return _NOTHING
+
     def show_slots(self) -> None:
         """Between epochs: callbacks find the optimizer's slots where they look for them."""
         assert self.worker.updater is not None
         gathered = self.control.gather(self.worker.updater.slots())
         self.conductor.take_slots([part for parts in gathered for part in parts])
+
+    def show_traces(self, tracer: StepTracer) -> None:
+        """Whoever has asked for traces gets those of all ranks."""
+        traces = self.control.gather(tracer.take())
+        if self.control.rank == 0:
+            self.conductor.take_traces(traces)
 
     def check_halt(self) -> None:
         """Between two barriers: leave the loop, on all ranks or on none.
@@ -285,8 +320,10 @@ class FitTask(Task):
         metrics: this rank's metrics.
         watched: there are callbacks.
         watches_beginnings: callbacks may act where an epoch begins.
-        stepwise: callbacks may act at every step.
+        before_steps: callbacks may act before every step.
+        after_steps: callbacks may act after every step.
         steps_per_epoch: batches of an epoch; None is a pass over the data.
+        traced: numbers of the steps to trace, counted as from ``first_step``; None for none.
         start: where to begin; later than the first epoch where a task goes on for another.
         record: show the conductor a Snapshot after every step.
         counts_skipped: tell how many steps of an epoch were left out.
@@ -305,8 +342,10 @@ class FitTask(Task):
     metrics: Metrics
     watched: bool
     watches_beginnings: bool
-    stepwise: bool
+    before_steps: bool
+    after_steps: bool
     steps_per_epoch: int | None = None
+    traced: range | None = None
     start: Resume = Resume()
     record: bool = False
     counts_skipped: bool = False
@@ -317,9 +356,11 @@ class FitTask(Task):
         """Train until the last epoch, or until a callback or Ctrl-C ends it."""
         ensemble = _Ensemble(worker=worker, control=control, conductor=conductor)
         progress = _Progress()
+        tracer = StepTracer(self.traced)
         resume = None
         conductor.hold_interrupts()
         with (
+            closing(tracer),
             modes_of(worker.model, training=True),
             torch.enable_grad(),
             suppress(Halt),
@@ -327,10 +368,14 @@ class FitTask(Task):
         ):
             try:
                 for epoch in range(self.start.epoch, self.epochs):
-                    if self._train_epoch(ensemble, source, epoch, progress):
+                    if self._train_epoch(ensemble, source, epoch, progress, tracer):
                         break
             except _Renew as renew:
                 resume = renew.resume
+            if (
+                tracer.is_running
+            ):  # training has ended, or goes on anew, before the last of the steps
+                ensemble.show_traces(tracer)
         ensemble.collect_buffers()
         assert worker.updater is not None
         gathered = control.gather(worker.updater.slots())
@@ -347,6 +392,7 @@ class FitTask(Task):
         source: Source | SharedStream,
         epoch: int,
         progress: _Progress,
+        tracer: StepTracer,
     ) -> bool:
         """Train an epoch; returns whether to stop after it."""
         worker, conductor = ensemble.worker, ensemble.conductor
@@ -361,11 +407,14 @@ class FitTask(Task):
         weights: list[float] = []
         parts: list[Sums] = []
         for index, (batch, indices) in enumerate(self._batches(ensemble, source, epoch)):
-            if self.stepwise and ensemble.consult(partial(conductor.begin_step, index)):
+            if self.before_steps and ensemble.consult(partial(conductor.begin_step, index)):
                 break
             step = self.first_step + progress.num_steps
-            result = self._train_step(worker, batch, indices, step, observe)
+            with tracer.step(step):
+                result = self._train_step(worker, batch, indices, step, observe)
             progress.num_epochs, progress.num_steps = epoch + 1, progress.num_steps + 1
+            if tracer.is_due(step + 1):
+                ensemble.show_traces(tracer)
             totals.append(result.total)
             weights.append(result.weight)
             num_skipped += result.is_skipped
@@ -375,7 +424,7 @@ class FitTask(Task):
             if self.record:
                 _record(ensemble, step, result)
             end_step = partial(conductor.end_step, index, result)
-            if self.stepwise:
+            if self.after_steps:
                 if worker.held_names() is not None:  # callbacks may look at the whole model
                     ensemble.collect_buffers()
                 if ensemble.consult(end_step):
@@ -624,19 +673,6 @@ def _state(worker: Worker) -> dict[str, torch.Tensor]:
         for name, value in model.state_dict().items()
         if isinstance(value, torch.Tensor)  # a module's extra state may be anything
         and name not in elsewhere
-    }
-
-
-def _versions(model: nn.Module) -> dict[str, tuple[int, int]]:
-    return {name: (buffer.data_ptr(), buffer._version) for name, buffer in model.named_buffers()}
-
-
-def _changed_buffers(
-    model: nn.Module, versions: dict[str, tuple[int, int]]
-) -> dict[str, torch.Tensor]:
-    now = _versions(model)
-    return {
-        name: buffer for name, buffer in model.named_buffers() if now[name] != versions.get(name)
     }
 
 

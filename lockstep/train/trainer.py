@@ -7,8 +7,8 @@ runs tasks on the Plan's ranks through a ``Session``.
 import copy
 import os
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, closing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import replace
 from typing import Any, Literal, Protocol
 
@@ -42,7 +42,7 @@ from lockstep.plan.makers import Maker, SingleDevice
 from lockstep.plan.spec import Plan
 from lockstep.train.averages import EMA
 from lockstep.train.batch_size import BatchSizeSearch, Training, choose_batch_size, search_of
-from lockstep.train.callbacks import Callback, Logs, watches_batches, watches_beginnings
+from lockstep.train.callbacks import Callback, Logs, acting, stopping, told_of_errors, traced_steps
 from lockstep.train.checks import (
     check_arguments,
     check_counts,
@@ -53,6 +53,7 @@ from lockstep.train.checks import (
     prepare_model,
 )
 from lockstep.train.conducting import FitConductor
+from lockstep.train.copies import OptimizerCopy, WeightCopy
 from lockstep.train.feeding import SharedStream, sample_of
 from lockstep.train.history import History
 from lockstep.train.intake import (
@@ -67,7 +68,7 @@ from lockstep.train.interrupt import held_interrupts
 from lockstep.train.learning_rate import rule_of
 from lockstep.train.learning_rates import make_schedule
 from lockstep.train.metrics import Metrics
-from lockstep.train.optimizers import Optimizers, make_optimizers
+from lockstep.train.optimizers import Optimizers, each_optimizer, make_optimizers
 from lockstep.train.planning import Partitions, Planning
 from lockstep.train.progress import ProgressDisplay
 from lockstep.train.recipe import AnyUpdater, Recipe
@@ -348,16 +349,18 @@ class Trainer:
             first_step=self._steps_trained,
             metrics=self.metrics,
             watched=bool(self.callbacks),
-            watches_beginnings=watches_beginnings(self.callbacks),
-            stepwise=watches_batches(self.callbacks),
+            watches_beginnings=bool(acting(self.callbacks, "on_epoch_begin")),
+            before_steps=bool(stopping(self.callbacks, "on_train_batch_begin")),
+            after_steps=bool(stopping(self.callbacks, "on_train_batch_end")),
             steps_per_epoch=steps_per_epoch,
+            traced=traced_steps(self.callbacks, self._steps_trained),
             record=on_snapshot is not None,
             counts_skipped=self._recipe.rules.on_nonfinite == "skip",
             loss_parts=ONE_LOSS if loss is None else loss.parts,
             turns=self._recipe.turns,
         )
         display = ProgressDisplay(epochs, feed.num_steps) if verbose else None
-        with held_interrupts() as interrupt:
+        with told_of_errors(self.callbacks), held_interrupts() as interrupt:
             conductor = FitConductor(
                 self,
                 self.callbacks,
@@ -464,6 +467,27 @@ class Trainer:
                 )
             )
         return averages.applied_to(self.model)
+
+    @contextmanager
+    def rewound(self) -> Iterator[None]:
+        """Within the block train on trial: after it, all is as before, whatever has happened.
+
+        Put back are weights and buffers, the optimizer's slots and options, and the position in the
+        orders and random streams. So what is trained next has the same bits as without the block.
+        That takes memory for a second copy of weights and slots.
+        """
+        self._initialize()
+        weights = WeightCopy(self.model)
+        optimizers = [(one, OptimizerCopy(one)) for one in each_optimizer(self.optimizer)]
+        position = self._epochs_trained, self._steps_trained
+        try:
+            with self._recipe.rewound():
+                yield
+        finally:
+            weights.give_back(self.model)
+            for optimizer, copied in optimizers:
+                copied.give_back(optimizer)
+            self._epochs_trained, self._steps_trained = position
 
     def close(self) -> None:
         """End the helper processes now instead of with the trainer."""

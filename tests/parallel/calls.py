@@ -123,6 +123,28 @@ def post_and_read(
     return wrong
 
 
+def announce_and_hear(
+    rank: int,
+    num_ranks: int,
+    region: SharedRegion,
+    look_around: Callable[[float], None],
+    num_steps: int,
+    seed: int,
+) -> int:
+    """Up to four announcements between barriers, as in training; returns how many were misheard."""
+    board = Board(region, rank=rank, num_ranks=num_ranks, look_around=look_around)
+    common, own = random.Random(seed), random.Random(f"{seed} {rank}")
+    wrong = 0
+    for _ in range(num_steps):
+        for _ in range(common.randint(0, 4)):
+            has_message = common.random() < 0.5
+            delay(own)
+            heard = board.announce(has_message) if rank == 0 else board.announced()
+            wrong += heard != has_message
+        board.barrier()
+    return wrong
+
+
 def halt_at(
     rank: int,
     num_ranks: int,

@@ -31,6 +31,12 @@ def test_what_goes_with_a_post_is_there(team: Team) -> None:
     assert wrong == [0] * (team.num_helpers + 1)
 
 
+def test_all_ranks_hear_whether_a_message_follows(team: Team) -> None:
+    for seed in range(3):
+        wrong = calls.run_on_all(team, calls.announce_and_hear, NUM_BYTES, 200, seed)
+        assert wrong == [0] * (team.num_helpers + 1)
+
+
 def test_all_ranks_halt_after_the_same_barrier(team: Team) -> None:
     for seed in range(10):
         crossed = calls.run_on_all(team, calls.halt_at, NUM_BYTES, seed)

@@ -178,6 +178,95 @@ def test_the_users_own_metric_holds_the_result() -> None:
     assert accuracy.update_count == 4 + 3
 
 
+# --- small outputs, which are counted several at a time ------------------------------------------
+
+COUNTED = ["accuracy", "per class", "matrix"]
+
+
+def watch_updates(metric: Metric, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of samples of each update to come."""
+    sizes: list[int] = []
+    update_metric = metric.update
+
+    def watched(output: Tensor, target: Tensor) -> None:
+        sizes.append(len(output))
+        update_metric(output, target)
+
+    monkeypatch.setattr(metric, "update", watched)
+    return sizes
+
+
+@pytest.mark.parametrize("name", METRICS)
+def test_only_plain_counts_wait_for_more_samples(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = METRICS[name]()
+    sizes, metrics = watch_updates(made, monkeypatch), Metrics({name: made})
+    update(metrics, make_samples(name), 0, 20)
+    counted = len(sizes)
+    metrics.states()
+    assert counted == (0 if name in COUNTED else 4)
+    assert sizes == ([20] if name in COUNTED else [5] * 4)
+    if name in COUNTED:
+        assert made.update_count == 4
+
+
+def test_what_waits_is_counted_as_it_was() -> None:
+    """The memory of outputs and targets may be used again at once."""
+    scores, classes = make_samples("accuracy")
+    metrics, expected = (Metrics({"accuracy": METRICS["accuracy"]()}) for _ in range(2))
+    for start in range(0, NUM_SAMPLES, 6):
+        output, target = scores[start : start + 6].clone(), classes[start : start + 6].clone()
+        expected.by_name["accuracy"].update(output, target)
+        metrics.update(output, target)
+        output.zero_()
+        target.zero_()
+    metrics.states()
+    assert metrics.values() == expected.values()
+
+
+def test_not_many_wait_and_none_beyond_a_reset(monkeypatch: pytest.MonkeyPatch) -> None:
+    accuracy = METRICS["accuracy"]()
+    sizes, metrics = watch_updates(accuracy, monkeypatch), Metrics({"accuracy": accuracy})
+    scores, classes = make_samples("accuracy")
+    for _ in range(50):
+        metrics.update(scores[:3], classes[:3])
+    assert sizes == [32 * 3]
+    metrics.reset()
+    metrics.states()
+    assert sizes == [32 * 3]
+    assert accuracy.update_count == 0
+
+
+def test_what_is_large_or_of_another_form_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    accuracy = METRICS["accuracy"]()
+    sizes, metrics = watch_updates(accuracy, monkeypatch), Metrics({"accuracy": accuracy})
+    scores, classes = make_samples("accuracy")
+    metrics.update(scores, classes)
+    metrics.update(scores.float(), classes)  # those of another type come first
+    assert sizes == [30]
+    metrics.update(scores.repeat(200, 1), classes.repeat(200))
+    assert sizes == [30, 30, 6000]
+    metrics.update(scores.argmax(1), classes)  # classes in place of scores
+    assert sizes == [30, 30, 6000, 30]
+    metrics.update(scores[:, :, None].expand(-1, -1, 2), classes[:, None].expand(-1, 2))
+    assert sizes == [30, 30, 6000, 30, 30]
+
+
+class Careful(torchmetrics.classification.MulticlassAccuracy):
+    """A subclass may look at each update by itself."""
+
+
+def test_a_subclass_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    careful = Careful(num_classes=CLASSES)
+    sizes, metrics = watch_updates(careful, monkeypatch), Metrics({"careful": careful})
+    update(metrics, make_samples("accuracy"), 0, 10)
+    assert sizes == [5, 5]
+
+
+# --- what comes out and what may go in ------------------------------------------------------------
+
+
 def test_values_are_plain_numbers_lists_and_dicts() -> None:
     metrics = Metrics({name: METRICS[name]() for name in ("accuracy", "per class", "wrapped")})
     run_ranks(metrics, RANKS["two"])

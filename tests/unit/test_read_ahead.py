@@ -18,8 +18,8 @@ from lockstep.data.read_ahead import Prefetch, Read
 from lockstep.data.sources import as_source
 from lockstep.errors import DataError, OptionError, WorkerError
 from lockstep.parallel.readers import reading_ahead
-from tests.map_datasets import AsRead, Noisy, Rows, readers_in, reads_in
 from tests.faults.processes import children_of, wait_until
+from tests.map_datasets import AsRead, Noisy, Rows, readers_in, reads_in
 
 INPUTS = torch.rand(40, 3)
 TARGETS = torch.rand(40, 1)

@@ -21,8 +21,8 @@ from lockstep.cluster.memory_limits import FreeMemory
 from lockstep.data import cache, prefetch, record_file, sample_cache
 from lockstep.data.records import num_bytes, pack_item, unpack_item
 from lockstep.errors import DataError, OptionError
-from tests.map_datasets import AsRead, Listed, Noisy, Rows, reads_in
 from tests.faults.processes import wait_until
+from tests.map_datasets import AsRead, Listed, Noisy, Rows, reads_in
 
 INPUTS = torch.arange(24.0).reshape(8, 3)
 TARGETS = torch.arange(8)

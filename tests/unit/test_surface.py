@@ -32,6 +32,7 @@ PUBLIC = {
     "SingleDeviceStrategy",
     "Strategy",
     "Trainer",
+    "callbacks",
     "data",
     "device",
     "verify",

@@ -1,0 +1,95 @@
+"""Keeps the weights of the best epoch, in memory or in a file."""
+
+import os
+
+from lockstep.callbacks.monitoring import Monitor, check_monitor
+from lockstep.callbacks.options import check_flag, check_path
+from lockstep.errors import OptionError, Problems, problem
+from lockstep.train.callbacks import Callback, Logs
+from lockstep.train.copies import WeightCopy
+
+
+class BestWeights(Callback):
+    """Keeps the weights and buffers of the epoch with the best monitored value.
+
+    Args:
+        monitor: a value of the logs: "val_loss", "loss", a metric, "val_" and a metric.
+        mode: "min" or "max" is better; "auto" knows it of losses and most metrics.
+        min_delta: improvements that are no greater do not count.
+        filepath: a safetensors file to keep them in, written whole or not at all; ``trainer.load``
+            reads it. None keeps them in memory, which takes a copy.
+        restore: give them back to the model at the end of training. Without it, ``give_back`` does
+            so whenever it is called.
+
+    Attributes:
+        best: the best value; None where there was none.
+        best_epoch: its epoch, from 0.
+
+    Raises:
+        OptionError: an option cannot be; when training begins, a monitor that nothing logs.
+    """
+
+    def __init__(
+        self,
+        monitor: str = "val_loss",
+        *,
+        mode: str = "auto",
+        min_delta: float = 0.0,
+        filepath: str | os.PathLike[str] | None = None,
+        restore: bool = False,
+    ) -> None:
+        problems = Problems()
+        check_monitor(monitor, mode, min_delta, problems)
+        check_flag("restore", restore, problems)
+        if filepath is not None:
+            check_path("filepath", filepath, problems)
+        problems.raise_if_any(OptionError)
+        self._monitor = Monitor(monitor, mode, min_delta)
+        self._path = filepath
+        self._restores = restore
+        self._weights: WeightCopy | None = None
+        self.best_epoch: int | None = None
+
+    @property
+    def best(self) -> float | None:
+        """The best value so far."""
+        return self._monitor.best
+
+    def on_train_begin(self, logs: Logs | None = None) -> None:
+        self._monitor.begin(self.trainer)
+        self._weights = self.best_epoch = None
+
+    def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
+        if not self._monitor.improves(logs):
+            return
+        self.best_epoch = epoch
+        if self._path is not None:
+            self.trainer.save(self._path)
+        elif self._weights is None:
+            self._weights = WeightCopy(self.model)
+        else:
+            self._weights.refresh(self.model)
+
+    def on_train_end(self, logs: Logs | None = None) -> None:
+        if self._restores and self.best_epoch is not None:
+            self.give_back()
+
+    def give_back(self) -> None:
+        """Give the model the best weights.
+
+        Raises:
+            OptionError: there are none.
+            CheckpointError: the file is gone, or another.
+        """
+        if self.best_epoch is None:
+            raise OptionError(
+                problem(
+                    "There are no best weights yet.",
+                    received="no epoch with a value that could be compared",
+                    fix=f"Train first, and see that {self._monitor.name!r} is a number.",
+                )
+            )
+        if self._weights is not None:
+            self._weights.give_back(self.model)
+        elif self._path is not None:
+            self.trainer.load(self._path)

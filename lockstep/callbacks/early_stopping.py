@@ -1,0 +1,96 @@
+"""Stops training when a value has not become better for some time."""
+
+from lockstep.callbacks.monitoring import Monitor, check_monitor
+from lockstep.callbacks.options import check_count, check_flag, check_number
+from lockstep.errors import OptionError, Problems
+from lockstep.train.callbacks import Callback, Logs
+from lockstep.train.copies import WeightCopy
+
+
+class EarlyStopping(Callback):
+    """Stops training when a monitored value has not improved for ``patience`` epochs.
+
+    Args:
+        monitor: a value of the logs: "val_loss", "loss", a metric, "val_" and a metric.
+        min_delta: improvements that are no greater do not count.
+        patience: epochs without improvement after which training stops; 0 is as 1.
+        mode: "min" or "max" is better; "auto" knows it of losses and most metrics.
+        baseline: a value that must be surpassed for the patience to begin anew.
+        restore_best_weights: at the end of training, whatever ends it but an error, give the model
+            the weights and buffers of its best epoch. Takes memory for a copy.
+        start_from_epoch: epochs to let pass before anything is compared.
+
+    Attributes:
+        best: the best value; None where there was none.
+        best_epoch: its epoch, from 0.
+        stopped_epoch: the epoch after which training was stopped; None if it was not.
+
+    Raises:
+        OptionError: an option cannot be; when training begins, a monitor that nothing logs.
+    """
+
+    def __init__(
+        self,
+        monitor: str = "val_loss",
+        *,
+        min_delta: float = 0.0,
+        patience: int = 0,
+        mode: str = "auto",
+        baseline: float | None = None,
+        restore_best_weights: bool = False,
+        start_from_epoch: int = 0,
+    ) -> None:
+        problems = Problems()
+        check_monitor(monitor, mode, min_delta, problems)
+        check_count("patience", patience, problems)
+        check_count("start_from_epoch", start_from_epoch, problems)
+        check_flag("restore_best_weights", restore_best_weights, problems)
+        if baseline is not None:
+            check_number("baseline", baseline, problems)
+        problems.raise_if_any(OptionError)
+        self._monitor = Monitor(monitor, mode, min_delta)
+        self._patience = patience
+        self._baseline = baseline
+        self._restores = restore_best_weights
+        self._first_epoch = start_from_epoch
+        self._wait = 0
+        self._weights: WeightCopy | None = None
+        self.best_epoch: int | None = None
+        self.stopped_epoch: int | None = None
+
+    @property
+    def best(self) -> float | None:
+        """The best value so far."""
+        return self._monitor.best
+
+    def on_train_begin(self, logs: Logs | None = None) -> None:
+        self._monitor.begin(self.trainer)
+        self._wait = 0
+        self._weights = self.best_epoch = self.stopped_epoch = None
+
+    def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
+        value = self._monitor.read(logs)
+        if epoch < self._first_epoch:
+            return
+        self._wait += 1
+        if self._monitor.improves(logs):
+            self._keep(epoch)
+            if self._baseline is None or self._monitor.is_better(value, self._baseline):
+                self._wait = 0
+        if self._wait >= max(self._patience, 1):
+            self.stopped_epoch = epoch
+            self.trainer.stop_training = True
+
+    def _keep(self, epoch: int) -> None:
+        self.best_epoch = epoch
+        if not self._restores:
+            return
+        if self._weights is None:
+            self._weights = WeightCopy(self.model)
+        else:
+            self._weights.refresh(self.model)
+
+    def on_train_end(self, logs: Logs | None = None) -> None:
+        if self._weights is not None:
+            self._weights.give_back(self.model)
+            self._weights = None

@@ -1,0 +1,119 @@
+"""Monitoring: the best of a value that training logs, for all callbacks that wait for a better one.
+
+Which is better, small or large, is known of losses, and of the metrics that torchmetrics says it
+of; nothing is guessed from a name.
+"""
+
+import math
+from typing import Any
+
+from lockstep.callbacks.options import check_name, check_number
+from lockstep.errors import OptionError, Problems, problem
+from lockstep.train.trainer import Trainer
+from lockstep.units import listed
+
+MODES = ("auto", "min", "max")
+
+
+def check_monitor(monitor: object, mode: object, min_delta: object, problems: Problems) -> None:
+    """Note what a Monitor cannot be made with."""
+    check_name("monitor", monitor, problems)
+    if mode not in MODES:
+        problems.add(
+            f"`mode` must be one of {listed(MODES)}.", received=repr(mode), fix="Use 'auto'."
+        )
+    check_number("min_delta", min_delta, problems)
+    if isinstance(min_delta, int | float) and min_delta < 0:
+        problems.add("`min_delta` must not be negative.", received=min_delta, fix="Use 0.")
+
+
+class Monitor:
+    """Follows one value of the logs.
+
+    Args:
+        name: of the value: "loss", a metric, or either with "val_" before it.
+        mode: "min" or "max" is better; "auto" is what the metric says of itself.
+        min_delta: what is better by less does not count as better.
+
+    Attributes:
+        best: the best value so far; None before the first.
+    """
+
+    def __init__(self, name: str, mode: str, min_delta: float = 0.0) -> None:
+        self.name = name
+        self.best: float | None = None
+        self._mode = mode
+        self._min_delta = min_delta
+        self._sign = 0.0
+
+    def begin(self, trainer: Trainer) -> None:
+        """Forget the best, and see what the Trainer can log.
+
+        Raises:
+            OptionError: it logs no such value, or does not say whether small or large is better.
+        """
+        self.best = None
+        metric = self.name.removeprefix("val_")
+        known = ["loss", *trainer.metrics.by_name]
+        if metric not in known:
+            raise _unknown(self.name, [*known, *(f"val_{name}" for name in known)])
+        self._sign = {"min": -1.0, "max": 1.0}.get(self._mode) or self._own_sign(trainer, metric)
+
+    def _own_sign(self, trainer: Trainer, metric: str) -> float:
+        if metric == "loss":
+            return -1.0
+        higher = getattr(trainer.metrics.by_name[metric], "higher_is_better", None)
+        if higher is None:
+            raise OptionError(
+                problem(
+                    f"{self.name!r} does not say whether small or large values are better.",
+                    received="mode='auto'",
+                    fix="Pass mode='min' or mode='max'.",
+                )
+            )
+        return 1.0 if higher else -1.0
+
+    def read(self, logs: dict[str, Any] | None) -> float:
+        """The value in the logs.
+
+        Raises:
+            OptionError: it is not there, or not one number.
+        """
+        if logs is None or self.name not in logs:
+            raise _unknown(self.name, list(logs or {}))
+        value = logs[self.name]
+        if not isinstance(value, int | float):
+            raise OptionError(
+                problem(
+                    f"{self.name!r} must be one number to be compared.",
+                    received=repr(value),
+                    fix="Give the metric an average, or monitor another value.",
+                )
+            )
+        return float(value)
+
+    def is_better(self, value: float, than: float | None) -> bool:
+        """Whether a value is better than another; NaN never is, and all else is than None."""
+        if math.isnan(value):
+            return False
+        if than is None:
+            return True
+        return self._sign * (value - than) > self._min_delta
+
+    def improves(self, logs: dict[str, Any] | None) -> bool:
+        """Whether the value in the logs is the best so far; notes it if it is."""
+        value = self.read(logs)
+        if not self.is_better(value, self.best):
+            return False
+        self.best = value
+        return True
+
+
+def _unknown(name: str, known: list[str]) -> OptionError:
+    return OptionError(
+        problem(
+            f"Training logs no value named {name!r}.",
+            received=f"a choice of {listed(known)}",
+            fix="Monitor one of these; those with 'val_' need validation_data.",
+        )
+    )

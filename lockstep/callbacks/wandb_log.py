@@ -1,0 +1,90 @@
+"""Tracks training with Weights & Biases."""
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from lockstep.callbacks.extras import import_extra
+from lockstep.callbacks.options import check_mapping, check_name, check_path
+from lockstep.callbacks.scalars import learning_rates, scalars
+from lockstep.errors import OptionError, Problems
+from lockstep.train.callbacks import Callback, Logs
+from lockstep.units import listed
+
+_MODES = ("online", "offline", "disabled")
+
+
+class WandB(Callback):
+    """Makes a Weights & Biases run of every ``fit``: logs and learning rates of each epoch.
+
+    The Plan and the seed are in the run's config. After an error or Ctrl-C the run is marked as
+    failed.
+
+    Args:
+        project: the project's name; None is what W&B is set to (``WANDB_PROJECT``).
+        name: the run's name; None lets W&B make one up.
+        mode: "online"; "offline", which only writes files, for ``wandb sync``; or "disabled". None
+            is what W&B is set to (``WANDB_MODE``).
+        folder: where its files go; None is the working directory.
+        config: to be noted with the run, such as {"width": 256}.
+
+    Attributes:
+        run: W&B's own object while a ``fit`` is under way, for whatever else you want to log; else
+            None.
+
+    Raises:
+        OptionError: an option cannot be.
+        ExtraError: wandb is not installed: ``pip install lockstep-train[wandb]``.
+    """
+
+    def __init__(
+        self,
+        project: str | None = None,
+        *,
+        name: str | None = None,
+        mode: str | None = None,
+        folder: str | os.PathLike[str] | None = None,
+        config: Mapping[str, Any] | None = None,
+    ) -> None:
+        problems = Problems()
+        check_name("project", project, problems, optional=True)
+        check_name("name", name, problems, optional=True)
+        if mode is not None and mode not in _MODES:
+            problems.add(
+                f"`mode` must be one of {listed(_MODES)}.",
+                received=repr(mode),
+                fix="Use 'offline'.",
+            )
+        if folder is not None:
+            check_path("folder", folder, problems)
+        check_mapping("config", config, problems)
+        problems.raise_if_any(OptionError)
+        self._wandb = import_extra("wandb", extra="wandb", user="WandB")
+        self._options = {"project": project, "name": name, "mode": mode, "dir": folder}
+        self._config = dict(config or {})
+        self._has_plan = False
+        self.run: Any = None
+
+    def on_train_begin(self, logs: Logs | None = None) -> None:
+        config = {"seed": self.trainer.seed, "precision": self.trainer.precision, **self._config}
+        # A run that other code has under way goes on.
+        self.run = self._wandb.init(**self._options, config=config, reinit="create_new")
+        self._has_plan = False
+
+    def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
+        if not self._has_plan:  # before the first epoch there may be none
+            self._has_plan = True
+            self.run.config.update({"plan": str(self.trainer.plan)})
+        values = {"epoch": epoch, **scalars(logs), **learning_rates(self.trainer)}
+        self.run.log(values, step=epoch)
+
+    def on_train_end(self, logs: Logs | None = None) -> None:
+        self._finish(0)
+
+    def on_train_error(self, error: BaseException) -> None:
+        self._finish(1)
+
+    def _finish(self, exit_code: int) -> None:
+        run, self.run = self.run, None
+        if run is not None:
+            run.finish(exit_code=exit_code)

@@ -1,0 +1,75 @@
+"""Copies of weights and optimizers in memory of their own, to go back to.
+
+Values are copied and put back in place: the Parameters, and the shared memory that they may lie in,
+stay the same, so a copy taken under any strategy is right under any. What an optimizer keeps apart
+from its slots and options (attributes of its own) is not covered.
+"""
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn, optim
+
+
+class WeightCopy:
+    """The values of a model's parameters and buffers, tied ones once.
+
+    Args:
+        model: whose values to copy.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._values = {name: value.detach().clone() for name, value in _named_values(model)}
+
+    @torch.no_grad()
+    def refresh(self, model: nn.Module) -> None:
+        """Copy the values that the model has now."""
+        for name, value in _named_values(model):
+            self._values[name].copy_(value)
+
+    @torch.no_grad()
+    def give_back(self, model: nn.Module) -> None:
+        """Give the model the values that were copied."""
+        for name, value in _named_values(model):
+            value.copy_(self._values[name])
+
+
+class OptimizerCopy:
+    """An optimizer's slots and options.
+
+    Args:
+        optimizer: whose to copy.
+    """
+
+    def __init__(self, optimizer: optim.Optimizer) -> None:
+        self._state = {key: _copied(slots) for key, slots in optimizer.state.items()}
+        self._groups = [
+            (list(group["params"]), _copied(_options(group))) for group in optimizer.param_groups
+        ]
+
+    def give_back(self, optimizer: optim.Optimizer) -> None:
+        """Give the optimizer what was copied; once, as it keeps what it gets."""
+        optimizer.state.clear()
+        optimizer.state.update(self._state)
+        del optimizer.param_groups[len(self._groups) :]
+        for group, (parameters, options) in zip(optimizer.param_groups, self._groups, strict=True):
+            group.clear()
+            group.update(params=parameters, **options)
+
+
+def _named_values(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def _options(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}
+
+
+def _copied(values: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key: value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+        for key, value in values.items()
+    }
