@@ -8,7 +8,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from lockstep.units import format_count, format_seconds
 
-_REFRESH_SECONDS = 0.2
+REFRESH_SECONDS = 0.2
 _SHOWN_WAIT = 0.1  # of an epoch's time
 
 
@@ -60,7 +60,7 @@ class ProgressDisplay:
         self._total += total
         self._weight += weight
         now = time.perf_counter()
-        if self._live is None or now - self._shown < _REFRESH_SECONDS:
+        if self._live is None or now - self._shown < REFRESH_SECONDS:
             return
         self._shown = now
         elapsed = now - self._began

@@ -8,7 +8,7 @@ import torch
 
 import lockstep
 
-PAGE = Path(__file__).parents[2] / "docs" / "parts" / "losses-and-schedules.md"
+PAGE = Path(__file__).parents[2] / "docs" / "losses-and-schedules.md"
 
 
 def test_examples_run() -> None:

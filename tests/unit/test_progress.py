@@ -9,7 +9,7 @@ from rich.console import Console
 from torch import nn
 
 import lockstep
-from lockstep.train.progress import ProgressDisplay
+from lockstep.train.progress import REFRESH_SECONDS, ProgressDisplay
 
 
 def show(console: Console) -> None:
@@ -52,7 +52,7 @@ def test_the_number_of_steps_may_be_unknown_until_the_first_epoch_has_ended() ->
     for num_steps in (3, 3, 5):  # the last is longer than thought
         display.begin_epoch(len(written))
         for step in range(num_steps):
-            time.sleep(0.11)  # for a refresh of the line
+            time.sleep(REFRESH_SECONDS + 0.01)  # for a refresh of the line
             display.end_step(step, total=50.0, weight=100.0, samples=100)
         display.say("validating")
         display.end_epoch({"loss": 0.5})
