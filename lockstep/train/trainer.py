@@ -473,17 +473,19 @@ class Trainer:
         """Within the block train on trial: after it, all is as before, whatever has happened.
 
         Put back are weights and buffers, the optimizer's slots and options, and the position in the
-        orders and random streams. So what is trained next has the same bits as without the block.
-        That takes memory for a second copy of weights and slots.
+        orders and random streams; a schedule rests meanwhile. So what is trained next has the same
+        bits as without the block. That takes memory for a second copy of weights and slots.
         """
         self._initialize()
         weights = WeightCopy(self.model)
         optimizers = [(one, OptimizerCopy(one)) for one in each_optimizer(self.optimizer)]
         position = self._epochs_trained, self._steps_trained
+        schedule, self.schedule = self.schedule, None  # whoever trains on trial sets the rate
         try:
             with self._recipe.rewound():
                 yield
         finally:
+            self.schedule = schedule
             weights.give_back(self.model)
             for optimizer, copied in optimizers:
                 copied.give_back(optimizer)
