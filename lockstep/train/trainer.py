@@ -65,12 +65,12 @@ from lockstep.train.intake import (
     take_in,
 )
 from lockstep.train.interrupt import held_interrupts
-from lockstep.train.learning_rate import rule_of
 from lockstep.train.learning_rates import make_schedule
 from lockstep.train.metrics import Metrics
 from lockstep.train.optimizers import Optimizers, each_optimizer, make_optimizers
 from lockstep.train.planning import Partitions, Planning
 from lockstep.train.progress import ProgressDisplay
+from lockstep.train.rate_rules import RateRule, rule_of
 from lockstep.train.recipe import AnyUpdater, Recipe
 from lockstep.train.scope import current_strategy
 from lockstep.train.session import Assignment, Session
@@ -303,14 +303,11 @@ class Trainer:
         """
         search, rule = search_of(batch_size), rule_of(learning_rate_rule, reference_batch_size)
         epochs, size, steps_per_epoch = check_counts(
-            {
-                "batch_size": None if search else batch_size,
-                "steps_per_epoch": steps_per_epoch,
-            },
+            {"batch_size": None if search else batch_size, "steps_per_epoch": steps_per_epoch},
             epochs=epochs,
         )
         loss = self._loss_of_fit(has_validation=validation_data is not None)
-        optimizer = self._check_trainable()
+        self._check_trainable()
         wish = Wish(
             name="data",
             batch_size=size,
@@ -322,61 +319,19 @@ class Trainer:
         )
         feed = take_in(data, wish)
         validation = _take_in_validation(validation_data, wish, feed)
-        console = Console(quiet=not verbose)
         with closing_on_error(feed, validation):
             self._check_targets(loss, feed, validation)
+            console = Console(quiet=not verbose)
             if search is not None:
                 feed = feed.resized(self._find_batch_size(search, loss, feed, validation, console))
-            self._maker().check_batch_size(feed.batch_size)
-            self.batch_size = feed.batch_size
-            if rule is not None:
-                console.print(
-                    rule.apply(optimizer, feed.batch_size), highlight=False, soft_wrap=True
-                )
-            if self.schedule is not None:
-                names = log_names(loss, self.metrics, has_validation=validation is not None)
-                num_steps = None if feed.num_steps is None else epochs * feed.num_steps
-                self.schedule.begin(names, num_steps)
-        self.stop_training = False
-        task = FitTask(
-            source=feed.source,
-            validation=None if validation is None else validation.source,
-            epochs=epochs,
-            batch_size=feed.batch_size,
-            shuffle=shuffle is not False,
-            seed=self.seed,
-            first_epoch=self._epochs_trained,
-            first_step=self._steps_trained,
-            metrics=self.metrics,
-            watched=bool(self.callbacks),
-            watches_beginnings=bool(acting(self.callbacks, "on_epoch_begin")),
-            before_steps=bool(stopping(self.callbacks, "on_train_batch_begin")),
-            after_steps=bool(stopping(self.callbacks, "on_train_batch_end")),
-            steps_per_epoch=steps_per_epoch,
-            traced=traced_steps(self.callbacks, self._steps_trained),
-            record=on_snapshot is not None,
-            counts_skipped=self._recipe.rules.on_nonfinite == "skip",
-            loss_parts=ONE_LOSS if loss is None else loss.parts,
-            turns=self._recipe.turns,
-        )
+            self._settle_batch_size(feed.batch_size, rule, console)
+            self._begin_schedule(loss, feed, epochs, has_validation=validation is not None)
+        task = self._fit_task(wish, feed, validation, loss, records=on_snapshot is not None)
         display = ProgressDisplay(epochs, feed.num_steps) if verbose else None
-        with told_of_errors(self.callbacks), held_interrupts() as interrupt:
-            conductor = FitConductor(
-                self,
-                self.callbacks,
-                display,
-                lambda: self._session.readopt(self.model),
-                on_snapshot,
-                interrupt,
-            )
-            try:
-                conductor.begin_train()
-                self._train(task, loss, conductor, feed.batch_size)
-            finally:
-                conductor.close()
-                close_all(feed, validation)
-        conductor.end_train()
-        return conductor.history
+        try:
+            return self._conduct(task, loss, display, on_snapshot)
+        finally:
+            close_all(feed, validation)
 
     def evaluate(self, data: Any, *, batch_size: int | None = None) -> Logs:
         """Loss and metrics over ``data``, every sample counted once.
@@ -496,6 +451,78 @@ class Trainer:
         self._session.close()
 
     # --- parts -----------------------------------------------------------------------------------
+
+    def _settle_batch_size(self, batch_size: int, rule: RateRule | None, console: Console) -> None:
+        self._maker().check_batch_size(batch_size)
+        self.batch_size = batch_size
+        if rule is not None:
+            said = rule.apply(self.optimizer, batch_size)
+            console.print(said, highlight=False, soft_wrap=True)
+
+    def _begin_schedule(
+        self, loss: LossAdapter | None, feed: Feed, epochs: int, *, has_validation: bool
+    ) -> None:
+        if self.schedule is not None:
+            names = log_names(loss, self.metrics, has_validation=has_validation)
+            num_steps = None if feed.num_steps is None else epochs * feed.num_steps
+            self.schedule.begin(names, num_steps)
+
+    def _fit_task(
+        self,
+        wish: Wish,
+        feed: Feed,
+        validation: Feed | None,
+        loss: LossAdapter | None,
+        *,
+        records: bool,
+    ) -> FitTask:
+        return FitTask(
+            source=feed.source,
+            validation=None if validation is None else validation.source,
+            epochs=wish.epochs,
+            batch_size=feed.batch_size,
+            shuffle=wish.shuffle is not False,
+            seed=self.seed,
+            first_epoch=self._epochs_trained,
+            first_step=self._steps_trained,
+            metrics=self.metrics,
+            watched=bool(self.callbacks),
+            watches_beginnings=bool(acting(self.callbacks, "on_epoch_begin")),
+            before_steps=bool(stopping(self.callbacks, "on_train_batch_begin")),
+            after_steps=bool(stopping(self.callbacks, "on_train_batch_end")),
+            steps_per_epoch=wish.steps_per_epoch,
+            traced=traced_steps(self.callbacks, self._steps_trained),
+            record=records,
+            counts_skipped=self._recipe.rules.on_nonfinite == "skip",
+            loss_parts=ONE_LOSS if loss is None else loss.parts,
+            turns=self._recipe.turns,
+        )
+
+    def _conduct(
+        self,
+        task: FitTask,
+        loss: LossAdapter | None,
+        display: ProgressDisplay | None,
+        on_snapshot: Any,
+    ) -> History:
+        """Train, with callbacks and progress around."""
+        self.stop_training = False
+        with told_of_errors(self.callbacks), held_interrupts() as interrupt:
+            conductor = FitConductor(
+                self,
+                self.callbacks,
+                display,
+                lambda: self._session.readopt(self.model),
+                on_snapshot,
+                interrupt,
+            )
+            try:
+                conductor.begin_train()
+                self._train(task, loss, conductor, task.batch_size)
+            finally:
+                conductor.close()
+        conductor.end_train()
+        return conductor.history
 
     def _train(
         self, task: FitTask, loss: LossAdapter | None, conductor: FitConductor, batch_size: int
@@ -617,7 +644,7 @@ class Trainer:
         changes_by_step = self.schedule is not None and self.schedule.every == "step"
         return self._recipe.updater(self.optimizer, self.model, changes_by_step=changes_by_step)
 
-    def _check_trainable(self) -> Any:
+    def _check_trainable(self) -> None:
         if self.optimizer is None:
             raise OptionError(
                 problem(
@@ -634,7 +661,6 @@ class Trainer:
                     fix="Unfreeze a part of it, or use evaluate or predict.",
                 )
             )
-        return self.optimizer
 
     def _need_loss(self, method: str) -> LossAdapter:
         if self._loss is None:
