@@ -11,7 +11,9 @@
     ├── CheckpointError      (ValueError)       saved weights that do not fit
     ├── ShippingError        (TypeError)        an object that cannot be sent to a helper process
     ├── LossError            (TypeError)        a loss that returned something else than agreed
-    ├── NonFiniteLossError   (ArithmeticError)  the loss became NaN or infinite
+    ├── NonFiniteError       (ArithmeticError)  something became NaN or infinite
+    │   ├── NonFiniteLossError                  the loss did
+    │   └── NonFiniteGradientError              a gradient did
     ├── WorkerError          (RuntimeError)     a helper process failed, died or hung
     └── ExtraError           (ImportError)      an optional package that is not installed
 
@@ -56,8 +58,24 @@ class LossError(LockstepError, TypeError):
     """The loss returned neither a scalar, nor per-sample values, nor (total, weight)."""
 
 
-class NonFiniteLossError(LockstepError, ArithmeticError):
-    """The loss of a step is NaN or infinite; the weights are those before the step."""
+class NonFiniteError(LockstepError, ArithmeticError):
+    """Something is NaN or infinite; the weights are those before the step."""
+
+
+class NonFiniteLossError(NonFiniteError):
+    """The loss of a step is NaN or infinite."""
+
+
+class NonFiniteGradientError(NonFiniteError):
+    """The gradient of a step is NaN or infinite.
+
+    Attributes:
+        step: the step's number.
+        parameter: the name of the first parameter, in the order of backward, whose gradient it is.
+    """
+
+    step = -1
+    parameter = ""
 
 
 class WorkerError(LockstepError, RuntimeError):

@@ -15,7 +15,7 @@ import numpy as np
 
 from lockstep.callbacks.extras import import_extra
 from lockstep.callbacks.options import check_count, check_number
-from lockstep.errors import NonFiniteLossError, OptionError, Problems, problem
+from lockstep.errors import NonFiniteError, OptionError, Problems, problem
 from lockstep.train.callbacks import Callback, Logs
 from lockstep.train.trainer import Trainer
 
@@ -110,7 +110,7 @@ class LearningRateFinder(Callback):
         size: dict[str, Any] = {} if batch_size is None else {"batch_size": batch_size}
         try:
             trainer.fit(data, epochs=self._num_steps, verbose=0, **size)
-        except NonFiniteLossError:
+        except NonFiniteError:
             pass  # it has diverged between one step and the next; on_train_error has cleared up
         finally:
             trainer.callbacks = callbacks

@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 
 from lockstep.comm.board import Board
-from lockstep.errors import NonFiniteLossError, problem
+from lockstep.errors import NonFiniteGradientError, problem
 from lockstep.parallel.update import BoundPiece
 
 OnNonFinite = Literal["raise", "skip", "ignore"]
@@ -116,7 +116,7 @@ class GradientJudge:
             Whether to take the step.
 
         Raises:
-            NonFiniteLossError: on all ranks alike, if that is the rule.
+            NonFiniteGradientError: on all ranks alike, if that is the rule.
         """
         if not self.rules.needs_norm:
             self._clip(math.inf)
@@ -180,15 +180,17 @@ class GradientJudge:
     def _refuse(self, step: int, bad: float) -> bool:
         if self.rules.on_nonfinite == "skip":
             return False
-        raise NonFiniteLossError(
+        name = self._names[int(bad)]
+        error = NonFiniteGradientError(
             problem(
                 f"The gradient of step {step} is not finite.",
-                received=f"NaN or infinite values first in the gradient of "
-                f"{self._names[int(bad)]!r}",
+                received=f"NaN or infinite values first in the gradient of {name!r}",
                 fix="Lower the learning rate, look for sqrt(0) or log(0) after that layer, or pass "
                 'on_nonfinite="skip". The weights are those before this step.',
             )
         )
+        error.step, error.parameter = step, name
+        raise error
 
 
 def _blocks_of(piece: BoundPiece, sizes: Sequence[int] | None) -> Sequence[torch.Tensor]:

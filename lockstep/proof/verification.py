@@ -23,13 +23,21 @@ from lockstep.data.sources import Source, as_source
 from lockstep.errors import (
     LockstepError,
     ModelError,
+    NonFiniteGradientError,
     NonFiniteLossError,
     OptionError,
     Problems,
     problem,
 )
 from lockstep.plan.spec import Plan
-from lockstep.proof.comparison import LOSS, Comparison, compare_step, norm_of, rounding_mask
+from lockstep.proof.comparison import (
+    GRADIENT,
+    LOSS,
+    Comparison,
+    compare_step,
+    norm_of,
+    rounding_mask,
+)
 from lockstep.proof.job import Job, copy_in_double
 from lockstep.proof.reference import Record, Reference
 from lockstep.proof.report import Report, make_report
@@ -132,6 +140,8 @@ class _Proof:
             self._check_complete(steps)
         except NonFiniteLossError as error:
             self._compare_failure(error)
+        except NonFiniteGradientError as error:
+            self._compare_gradient(error)
         finally:
             self._trainer.callbacks = []
 
@@ -176,6 +186,22 @@ class _Proof:
         if record.loss is not None and not math.isfinite(record.loss):
             raise error
         self._note_difference(record.step, f"not finite, the reference has {record.loss}")
+
+    def _compare_gradient(self, error: NonFiniteGradientError) -> None:
+        """Lockstep has stopped at a gradient that is not finite: so must the reference's be."""
+        gradient = self._step(None).gradients[error.parameter]
+        if gradient is not None and not bool(torch.isfinite(gradient).all()):
+            raise error
+        self.comparisons.append(
+            Comparison(
+                kind=GRADIENT,
+                name=error.parameter,
+                rank=None,
+                step=error.step,
+                relative=math.inf,
+                remark="not finite, the reference's is",
+            )
+        )
 
     def _check_complete(self, steps: int) -> None:
         if self._steps != steps:

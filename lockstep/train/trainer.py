@@ -297,7 +297,7 @@ class Trainer:
 
         Raises:
             OptionError, DataError, DeviceError, PlanError, ShippingError: before a process starts.
-            LossError, NonFiniteLossError, WorkerError: at the step they name.
+            LossError, NonFiniteError, WorkerError: at the step they name.
             KeyboardInterrupt: after Ctrl-C and the step that was under way, with weights and
                 optimizer as that step left them; at once after a second Ctrl-C.
         """

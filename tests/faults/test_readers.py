@@ -64,7 +64,9 @@ except lockstep.LockstepError as error:
         os.kill(helper, signal.SIGKILL)
         assert script.wait_for_line("caught ") == "True"
         status, _, err = script.finish()
-        assert (status, err) == (0, "")
+        # A reader that was handing over a tensor at that moment may say so before it ends.
+        assert status == 0
+        assert not err or "resource_sharer" in err
         wait_until(lambda: not script.others(), 2, lambda: f"left: {script.others()}")
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import lockstep
-from lockstep.errors import NonFiniteLossError, OptionError
+from lockstep.errors import NonFiniteGradientError, NonFiniteLossError, OptionError
 from lockstep.plan.makers import Accumulating, Maker
 from lockstep.strategies.base import Strategy
 from tests.parity.test_parity import make_job
@@ -228,7 +228,7 @@ def test_a_gradient_that_is_not_finite_stops_before_the_update(strategy: str) ->
     with torch.no_grad():
         model[1].bias[4] = -100.0  # type: ignore[index]
         before["1.bias"][4] = -100.0
-    with pytest.raises(NonFiniteLossError, match=r"gradient of step 0.*'1\.(weight|bias)'"):
+    with pytest.raises(NonFiniteGradientError, match=r"gradient of step 0.*'1\.(weight|bias)'"):
         make_trainer(model, STRATEGIES[strategy]()).fit((X, Y), batch_size=10, verbose=0)
     for name, parameter in model.named_parameters():
         assert parameter.equal(before[name]), name

@@ -17,10 +17,16 @@ CLASSES = {
 
 
 def test_the_tree_in_the_docstring_is_the_tree() -> None:
-    drawn = re.findall(r"[├└]── (\w+)\s+\((\w+)\)", errors.__doc__ or "")
-    assert [name for name, _ in drawn] == [name for name in CLASSES if name != "LockstepError"]
-    for name, base in drawn:
-        assert CLASSES[name].__bases__ == (LockstepError, getattr(builtins, base))
+    drawn = re.findall(r"^( *│   )?.*[├└]── (\w+)(?:\s+\((\w+)\))?", errors.__doc__ or "", re.M)
+    names = [name for _, name, _ in drawn]
+    assert names == [name for name in CLASSES if name != "LockstepError"]
+    parent = ""
+    for is_below, name, base in drawn:
+        if is_below:
+            assert CLASSES[name].__bases__ == (CLASSES[parent],)
+        else:
+            parent = name
+            assert CLASSES[name].__bases__ == (LockstepError, getattr(builtins, base))
 
 
 @pytest.mark.parametrize("name", CLASSES)
