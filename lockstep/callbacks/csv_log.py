@@ -52,6 +52,7 @@ class CSVLogger(Callback):
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         self._columns = self._columns_there() if self._appends else None
+        self._path.parent.mkdir(parents=True, exist_ok=True)
         self._file = self._path.open("a" if self._appends else "w", newline="")
 
     def _columns_there(self) -> list[str] | None:

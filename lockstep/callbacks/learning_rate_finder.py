@@ -106,6 +106,7 @@ class LearningRateFinder(Callback):
             OptionError: there is nothing to suggest.
         """
         callbacks, trainer.callbacks = trainer.callbacks, [self]
+        schedule, trainer.schedule = trainer.schedule, None  # the sweep sets the rate
         self._is_done = False
         size: dict[str, Any] = {} if batch_size is None else {"batch_size": batch_size}
         try:
@@ -113,7 +114,7 @@ class LearningRateFinder(Callback):
         except NonFiniteError:
             pass  # it has diverged between one step and the next; on_train_error has cleared up
         finally:
-            trainer.callbacks = callbacks
+            trainer.callbacks, trainer.schedule = callbacks, schedule
         return self.suggestion
 
     @property

@@ -10,6 +10,8 @@ from lockstep.errors import OptionError, Problems, problem
 from lockstep.train.callbacks import Callback, Logs
 from lockstep.units import listed
 
+_OTHER_FORMATS = (".pt", ".pth", ".ckpt", ".bin", ".h5", ".keras", ".npz", ".pkl")
+
 
 class ModelCheckpoint(Callback):
     """Saves the weights after every epoch, or every so many steps, as safetensors.
@@ -49,6 +51,7 @@ class ModelCheckpoint(Callback):
         check_flag("save_best_only", save_best_only, problems)
         check_frequency("save_freq", save_freq, problems)
         self._names = _names_in(filepath, problems)
+        _check_ending(filepath, problems)
         if save_freq != "epoch":
             _check_steps_know({*self._names, *([monitor] if save_best_only else [])}, problems)
         problems.raise_if_any(OptionError)
@@ -108,6 +111,17 @@ class ModelCheckpoint(Callback):
                     fix="Correct the name or the format; names with 'val_' need validation_data.",
                 )
             ) from error
+
+
+def _check_ending(filepath: object, problems: Problems) -> None:
+    """Files are safetensors, whatever they are called: a name must not promise another format."""
+    ending = Path(filepath).suffix if isinstance(filepath, str | os.PathLike) else ""
+    if ending in _OTHER_FORMATS:
+        problems.add(
+            "Weights are written as safetensors.",
+            received=f"a filepath that ends in {ending!r}",
+            fix="End it in '.safetensors'.",
+        )
 
 
 def _names_in(filepath: object, problems: Problems) -> set[str]:

@@ -54,14 +54,14 @@ class Monitor:
         """
         self.best = None
         metric = self.name.removeprefix("val_")
-        known = ["loss", *trainer.metrics.by_name]
-        if metric not in known:
-            raise _unknown(self.name, [*known, *(f"val_{name}" for name in known)])
+        known = trainer.log_names()
+        if self.name not in known:
+            raise _unknown(self.name, known)
         self._sign = {"min": -1.0, "max": 1.0}.get(self._mode) or self._own_sign(trainer, metric)
 
     def _own_sign(self, trainer: Trainer, metric: str) -> float:
-        if metric == "loss":
-            return -1.0
+        if metric not in trainer.metrics.by_name:
+            return -1.0  # losses, and what else is logged beside them: less is better
         higher = getattr(trainer.metrics.by_name[metric], "higher_is_better", None)
         if higher is None:
             raise OptionError(

@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import cloudpickle
 import torch
 
 from lockstep.comm.board import Board
@@ -175,7 +176,7 @@ class _Slot:
         return self._tensors[place]
 
 
-class _Packer(pickle.Pickler):
+class _Packer(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is untyped
     """Writes tensors aside, one after the other, and their places into the pickle."""
 
     def __init__(
@@ -184,7 +185,7 @@ class _Packer(pickle.Pickler):
         write: Callable[[_Place, torch.Tensor], None],
         spec: MailboxSpec,
     ) -> None:
-        super().__init__(file, pickle.HIGHEST_PROTOCOL)
+        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
         self._write = write
         self._spec = spec
         self._end = 0

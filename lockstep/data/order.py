@@ -40,6 +40,14 @@ def share_seed(seed: int, step: int, share: int, turn: int = 0) -> int:
     return stream_seed(seed, "share", step, share, *([turn] if turn else []))
 
 
+def evaluation_seed(seed: int, first: int) -> int:
+    """The seed, in evaluation and prediction, of the share whose first sample is number ``first``.
+
+    What is drawn for a sample (by a dataset that augments) depends on data and shares alone.
+    """
+    return stream_seed(seed, "evaluation", first)
+
+
 def seed_streams(seed: int) -> None:
     """Seed torch's, NumPy's and Python's global random streams of this process."""
     torch.default_generator.manual_seed(seed)

@@ -164,6 +164,21 @@ def _collated(items: list[Any]) -> Any:
                 else "Convert the rest in __getitem__.",
             )
         ) from error
+    except RuntimeError as error:  # torch's, of tensors that cannot be stacked
+        shapes = sorted({_shapes_of(item) for item in items})
+        if len(shapes) == 1:
+            raise
+        raise DataError(
+            problem(
+                "The items of a batch must have the same shapes.",
+                received=f"items of {' and of '.join(shapes)}",
+                fix="Pad them in __getitem__, or make batches with a DataLoader's collate_fn.",
+            )
+        ) from error
+
+
+def _shapes_of(item: Any) -> str:
+    return "(" + ", ".join(str(tuple(one.shape)) for one in tensors_of(item)) + ")"
 
 
 def _holds_none(item: Any) -> bool:

@@ -147,7 +147,7 @@ class GradientJudge:
             _clamp(used, self.rules.clip_value)
         most = self.rules.clip_norm
         # As torch.nn.utils.clip_grad_norm_ has it.
-        if most is not None and (factor := most / (norm + 1e-6)) < 1:
+        if most is not None and not (factor := most / (norm + 1e-6)) >= 1:
             torch._foreach_mul_(used, factor)
 
     def _norm(self) -> tuple[float, float]:
@@ -159,11 +159,17 @@ class GradientJudge:
             if found and not math.isfinite(math.fsum(found)):
                 bad = max(bad, float(self._places[piece.name]))
             squares += [norm * norm for norm in found]
-        terms = _exact_terms(squares) if bad == _NOTHING_BAD else [math.inf] + [0.0] * (_TERMS - 1)
-        told = [[*terms, bad]] if self._board is None else self._board.tell([*terms, bad])
-        if any(row[0] == math.inf for row in told):
-            return math.inf, max(row[-1] for row in told)
-        return math.sqrt(math.fsum(term for row in told for term in row[:-1])), _NOTHING_BAD
+        told = [[*self._terms(squares), bad]]
+        if self._board is not None:
+            told = self._board.tell(told[0])
+        bad = max(row[-1] for row in told)
+        if bad != _NOTHING_BAD:  # NaN, or infinite
+            return sum(row[0] for row in told), bad
+        return math.sqrt(math.fsum(term for row in told for term in row[:-1])), bad
+
+    def _terms(self, squares: Sequence[float]) -> list[float]:
+        total = sum(squares)
+        return _exact_terms(squares) if math.isfinite(total) else [total] + [0.0] * (_TERMS - 1)
 
     def _block_norms(self) -> list[list[float]]:
         """Of every piece, the norms of its blocks; none where it has no gradient."""
@@ -174,8 +180,11 @@ class GradientJudge:
         every = [block for blocks in cut for block in blocks]
         if not every:
             return [[] for _ in cut]
-        norms = iter(torch.stack(torch._foreach_norm(every)).double().tolist())
-        return [[next(norms) for _ in blocks] for blocks in cut]
+        norms = torch.stack(torch._foreach_norm(every)).double().tolist()
+        if not math.isfinite(sum(norms)):  # squares in float32 overflow long before elements do
+            norms = [float(block.double().norm()) for block in every]
+        found = iter(norms)
+        return [[next(found) for _ in blocks] for blocks in cut]
 
     def _refuse(self, step: int, bad: float) -> bool:
         if self.rules.on_nonfinite == "skip":

@@ -21,6 +21,7 @@ from torch import nn
 from lockstep.comm.exchange import Exchange, ShareTotals, cut_piece
 from lockstep.data.order import (
     StreamStates,
+    evaluation_seed,
     restore_streams,
     seed_streams,
     share_seed,
@@ -29,6 +30,7 @@ from lockstep.data.order import (
 from lockstep.data.read_ahead import Read
 from lockstep.data.sources import Batch, Source
 from lockstep.data.trees import Tree, map_tensors
+from lockstep.errors import NonFiniteError
 from lockstep.parallel.batch_norm import BatchNorms, GlobalStatistics
 from lockstep.parallel.buffers import Buffers, Kept
 from lockstep.parallel.diagnosis import Diagnosis
@@ -179,9 +181,13 @@ class Replica(Worker):
         self._clear_gradients()
         run.first_buffers = self._buffers.keep()
         self._isolate_buffers(run)
-        for kind, shares in self._program(run.num_samples):
-            with span(kind.__name__):
-                _HANDLERS[kind](self, run, shares)
+        try:
+            for kind, shares in self._program(run.num_samples):
+                with span(kind.__name__):
+                    _HANDLERS[kind](self, run, shares)
+        except NonFiniteError:
+            self._buffers.restore(run.first_buffers)
+            raise
         self._settle_buffers(run)
         assert run.totals is not None
         return step_result(run.totals, run.num_samples, run.parts, is_skipped=run.is_skipped)
@@ -345,7 +351,6 @@ class Replica(Worker):
             return
         run.is_skipped = True
         if rule == "raise":
-            self._buffers.restore(run.first_buffers)
             diagnosis = self._diagnose(run, share)
             raise nonfinite_loss(run.step, run.bounds, totals.totals, share, diagnosis)
 
@@ -415,9 +420,10 @@ class Replica(Worker):
     def _run_forward(self, run: "_Step", body: Callable[[int], None]) -> None:
         actions = lower_forward(self.plan, self.rank, run.num_samples)
         for _, shares in _grouped(self.plan, actions):
-            self._run_together(run, shares, partial(self._attempt, body))
+            self._run_together(run, shares, partial(self._attempt, run, body))
 
-    def _attempt(self, body: Callable[[int], None], share: int) -> None:
+    def _attempt(self, run: "_Step", body: Callable[[int], None], share: int) -> None:
+        seed_streams(evaluation_seed(self._seed, int(run.indices[run.bounds[share][0]])))
         if self._call.attempt(partial(body, share)):
             self._call.give_up_format()
 

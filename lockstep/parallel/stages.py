@@ -28,10 +28,11 @@ from torch.utils.checkpoint import checkpoint
 from lockstep.comm.board import Board
 from lockstep.comm.exchange import ShareTotals, cut_piece
 from lockstep.comm.gradient_rows import multiply
-from lockstep.data.order import seed_streams, share_seed
+from lockstep.data.order import evaluation_seed, seed_streams, share_seed
 from lockstep.data.read_ahead import Read
 from lockstep.data.sources import Batch, Source
 from lockstep.data.trees import Tree, map_tensors
+from lockstep.errors import NonFiniteError
 from lockstep.parallel.buffers import Buffers
 from lockstep.parallel.diagnosis import Diagnosis
 from lockstep.parallel.forward import DTYPES, ModelCall, channels_last, narrowed
@@ -203,9 +204,13 @@ class StageWorker(Worker):
         self.board.step = step
         self._clear_gradients()
         kept = self._buffers.keep()
-        for action in self._program(len(indices)):
-            with span(action):
-                _HANDLERS[type(action)](self, run, action)
+        try:
+            for action in self._program(len(indices)):
+                with span(action):
+                    _HANDLERS[type(action)](self, run, action)
+        except NonFiniteError:
+            self._buffers.restore(kept)
+            raise
         if run.is_skipped:
             self._buffers.restore(kept)
         assert run.totals is not None
@@ -374,6 +379,7 @@ class StageWorker(Worker):
         for action in lower_forward(self.plan, self.rank, len(indices)):
             assert isinstance(action, Forward)
             stage, share = action.stage, action.microbatch
+            seed_streams(evaluation_seed(self._seed, int(indices[run.bounds[share][0]])))
             batch = self._read(run, stage, share)
             passage = self._passage(run, stage, share)
             output = self._output(passage, batch, recompute=False)

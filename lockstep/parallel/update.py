@@ -102,6 +102,10 @@ class Updater(ABC):
     def step(self) -> None:
         """Update every piece that has a gradient."""
 
+    def look_again(self) -> None:
+        """Somebody may have set the weights."""
+        return
+
     @abstractmethod
     def slots(self, *, with_stored: bool = False) -> list[PieceSlots]:
         """The slots of every piece that has any; of those in the store only the names, or all."""

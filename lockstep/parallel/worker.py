@@ -17,7 +17,7 @@ from torch import nn
 
 from lockstep.comm.board import Board
 from lockstep.comm.exchange import ShareTotals
-from lockstep.data.order import share_seed
+from lockstep.data.order import evaluation_seed, share_seed
 from lockstep.data.read_ahead import Read
 from lockstep.data.sources import Batch, Source
 from lockstep.data.trees import Tree, map_tensors
@@ -39,8 +39,7 @@ class StepResult:
         total: weighted sum of the losses of the global batch.
         weight: the sum of the weights; 0 means that nothing was updated.
         num_samples: size of the global batch.
-        is_skipped: something was not finite, and nothing was updated for that reason. A loss that
-            is not finite counts for nothing, too.
+        is_skipped: something was not finite: nothing was updated, and the loss does not count.
         parts: of several losses, the sums of each share whose loss is known on this rank.
     """
 
@@ -145,9 +144,9 @@ def span(name: object) -> AbstractContextManager[Any]:
 def step_result(
     totals: ShareTotals, num_samples: int, parts: list[Sums], *, is_skipped: bool
 ) -> StepResult:
-    """What a step did, from the losses of its shares."""
+    """What a step did, from the losses of its shares; one that was left out had none."""
     total, weight = math.fsum(totals.totals), math.fsum(totals.weights)
-    if is_skipped and not math.isfinite(total):
+    if is_skipped:
         total, weight, parts = 0.0, 0.0, []
     return StepResult(
         total=total, weight=weight, num_samples=num_samples, is_skipped=is_skipped, parts=parts
@@ -220,7 +219,9 @@ def reads_of_shares(
         Read(
             indices=indices[slice(*bounds[share])],
             dtype=dtype,
-            seed=None if step is None else share_seed(seed, step, share, turn),
+            seed=evaluation_seed(seed, int(indices[bounds[share][0]]))
+            if step is None
+            else share_seed(seed, step, share, turn),
         )
         for share in shares
     ]

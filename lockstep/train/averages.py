@@ -4,7 +4,7 @@ Each rank averages the pieces that it updates, right after their update, so aver
 rank its part and no communication.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -13,7 +13,7 @@ from torch import nn
 
 from lockstep.errors import OptionError, problem
 from lockstep.train.updaters import TorchUpdater
-from lockstep.train.wrapped_updaters import WrappedUpdater
+from lockstep.train.wrapped_updaters import Companion, WrappedUpdater
 
 
 @dataclass(frozen=True)
@@ -53,11 +53,15 @@ class Averages:
         ema: how they are formed.
         by_name: whole tensors, of the trainable parameters.
         num_updates: that they have seen.
+        begun: the names of those that there are.
+        is_applied: the model has the averaged weights now.
     """
 
     ema: EMA
     by_name: dict[str, torch.Tensor] = field(default_factory=dict)
     num_updates: int = 0
+    begun: set[str] = field(default_factory=set)
+    is_applied: bool = False
 
     @contextmanager
     def applied_to(self, model: nn.Module) -> Iterator[None]:
@@ -75,13 +79,15 @@ class Averages:
                 )
             )
         weights = {
-            name: parameter for name, parameter in model.named_parameters() if name in self.by_name
+            name: parameter for name, parameter in model.named_parameters() if name in self.begun
         }
         trained = {name: parameter.detach().clone() for name, parameter in weights.items()}
         _set(weights, self.by_name)
+        self.is_applied = True
         try:
             yield
         finally:
+            self.is_applied = False
             _set(weights, trained)
 
 
@@ -110,15 +116,23 @@ class AveragingUpdater(WrappedUpdater):
     ) -> None:
         super().__init__(inner, averages.by_name, dtype)
         self._averages = averages
+        self._trainable = {name for name, one in self.parameters.items() if one.requires_grad}
 
     @torch.no_grad()
     def step(self) -> None:
         super().step()
         averages = self._averages
-        kept = [one.kept for one in self._companions]
-        weights = [one.bound.tensor for one in self._companions]
-        if kept and averages.num_updates:
-            torch._foreach_lerp_(kept, weights, 1 - averages.ema.decay)
-        elif kept:
-            torch._foreach_copy_(kept, weights)
+        going = [one for one in self._companions if one.bound.name in averages.begun]
+        new = [one for one in self._companions if one.bound.name not in averages.begun]
+        if going:
+            torch._foreach_lerp_(*_kept_and_weights(going), 1 - averages.ema.decay)
+        if new:
+            torch._foreach_copy_(*_kept_and_weights(new))
+        averages.begun |= self._trainable  # other ranks have begun theirs
         averages.num_updates += 1
+
+
+def _kept_and_weights(
+    companions: Sequence[Companion],
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    return [one.kept for one in companions], [one.bound.tensor for one in companions]

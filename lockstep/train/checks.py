@@ -21,7 +21,7 @@ from lockstep.errors import (
 from lockstep.parallel.forward import DTYPES, PARAMETER_DTYPES
 from lockstep.parallel.function_losses import missing_targets
 from lockstep.parallel.loss_options import check_loss
-from lockstep.parallel.losses import ONE_LOSS, LossAdapter
+from lockstep.parallel.losses import ONE_LOSS, LossAdapter, LossParts
 from lockstep.plan.spec import Plan
 from lockstep.train.callbacks import Callback
 from lockstep.train.learning_rates import RunningSchedule
@@ -55,11 +55,14 @@ def check_targets(source: Source, loss: LossAdapter, metrics: Metrics) -> None:
         raise targetless()
 
 
-def log_names(loss: LossAdapter | None, metrics: Metrics, *, has_validation: bool) -> list[str]:
+def log_names(
+    loss: LossAdapter | None, metrics: Metrics, turns: LossParts, *, has_validation: bool
+) -> list[str]:
     """Names of what an epoch comes to."""
-    parts = ONE_LOSS if loss is None else loss.parts
-    names = [*parts.log_names, *metrics.by_name]
-    return [*names, *(f"val_{name}" for name in names if has_validation)]
+    own = ONE_LOSS if loss is None else loss.parts
+    trained = [*(turns or own).log_names, *metrics.by_name]
+    validated = [*own.log_names, *metrics.by_name] if has_validation else []
+    return [*trained, *(f"val_{name}" for name in validated)]
 
 
 def check_names(

@@ -70,8 +70,9 @@ class Feed:
             raise OptionError(
                 problem(
                     "A batch size is found for data that is read by index.",
-                    received=f'`{name}` with batches of its own, and batch_size="auto"',
-                    fix="Leave batch_size out, and set the size where the batches are made.",
+                    received=f'`{name}` that can only be iterated, and batch_size="auto"',
+                    fix="Pass a number, for samples of an IterableDataset; else leave it out, and "
+                    "set the size where the batches are made.",
                 )
             )
         return self.source

@@ -24,17 +24,21 @@ class MasterUpdater(WrappedUpdater):
 
     slot = "master"
 
-    @torch.no_grad()
     def bind(self, pieces: Sequence[BoundPiece]) -> None:
         super().bind(pieces)
-        for one in self._companions:
-            weight = one.bound.tensor.detach()
-            is_set = one.kept.to(weight.dtype) != weight
-            one.kept.copy_(torch.where(is_set, weight.float(), one.kept))
+        self.look_again()
         self._companions = [
             replace(one, kept=one.kept.detach().requires_grad_()) for one in self._companions
         ]
         self.inner.bind([replace(one.bound, tensor=one.kept) for one in self._companions])
+
+    @torch.no_grad()
+    def look_again(self) -> None:
+        for one in self._companions:
+            weight = one.bound.tensor.detach()
+            is_set = one.kept.to(weight.dtype) != weight
+            one.kept.copy_(torch.where(is_set, weight.float(), one.kept))
+        super().look_again()
 
     def slot_keys(self) -> list[SlotKey]:
         return [replace(key, dtype=self.dtype) for key in super().slot_keys()]

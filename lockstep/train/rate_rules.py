@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 from torch import optim
 
-from lockstep.errors import OptionError, Problems
+from lockstep.errors import OptionError, Problems, problem
+from lockstep.train.intake import DEFAULT_BATCH_SIZE
 
 _EXPONENTS = {"linear": 1.0, "sqrt": 0.5}
 _FACTOR = "batch_size_factor"
@@ -84,4 +85,13 @@ def rule_of(name: str | None, reference_batch_size: int) -> RateRule | None:
     rule = RateRule(
         name="linear" if name is None else name, reference_batch_size=reference_batch_size
     )
+    if name is None and reference_batch_size != DEFAULT_BATCH_SIZE:
+        raise OptionError(
+            problem(
+                "`reference_batch_size` says for which batch size a rate was chosen, for a rule to "
+                "scale it.",
+                received=f"reference_batch_size={reference_batch_size} without a rule",
+                fix='Pass learning_rate_rule="linear" or "sqrt", or leave it out.',
+            )
+        )
     return None if name is None else rule

@@ -96,7 +96,8 @@ class Recipe:
     def rewound(self) -> Iterator[None]:
         """After the block, what a training keeps beside weights and slots is as before it."""
         scale, averages = self.rules.loss_scale, self.averages
-        kept = copy.copy(scale), averages and averages.num_updates
+        kept = copy.copy(scale)
+        begun = (0, set[str]()) if averages is None else (averages.num_updates, {*averages.begun})
         tensors = [] if averages is None else [averages.by_name]
         copies = [_copied(own) for own in (*tensors, self._masters)]
         try:
@@ -105,10 +106,10 @@ class Recipe:
             for own, before in zip((*tensors, self._masters), copies, strict=True):
                 own.clear()
                 own.update(before)
-            if scale is not None and kept[0] is not None:
-                vars(scale).update(vars(kept[0]))
+            if scale is not None:
+                vars(scale).update(vars(kept))
             if averages is not None:
-                averages.num_updates = kept[1] or 0
+                averages.num_updates, averages.begun = begun
 
     def maker(self, maker: Maker) -> Maker:
         """The strategy's maker, as this recipe needs it."""

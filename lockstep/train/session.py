@@ -113,6 +113,8 @@ class Session:
 
     def _run_alone(self, assignment: Assignment, conductor: Conductor) -> Any:
         spec = _spec(assignment)
+        if assignment.updater is not None:
+            _options_store(assignment)
         is_alone = isinstance(assignment.plan.update, LocalUpdate)
         region = None if is_alone else spec.create()
         worker = _worker(assignment, spec, region, rank=0, look_around=lambda waited: None)

@@ -9,6 +9,7 @@ What is no number (a flag, a function) is not covered: no schedule changes it.
 """
 
 from collections.abc import Iterator
+from numbers import Real
 from typing import Any
 
 import torch
@@ -75,7 +76,7 @@ def _places(groups: Groups) -> Iterator[_Place]:
 def _is_number(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
         return value.numel() == 1
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, Real) and not isinstance(value, bool)  # NumPy's are, too
 
 
 def _numbers_in(value: Any, count: int | None) -> list[float]:

@@ -225,6 +225,7 @@ class _Ensemble:
                 buffers=buffers,
             )
         directive = self._tell(directive)
+        updater.look_again()
         if not directive:
             return False
         if directive.renew and renew_at is not None and not (directive.stop or directive.halt):
@@ -624,7 +625,7 @@ def _joined(results: list[StepResult], *, is_told: bool) -> StepResult:
         total=math.fsum(size * result.loss for result in results if result.weight),
         weight=float(size),
         num_samples=size,
-        is_skipped=all(result.is_skipped for result in results),
+        is_skipped=any(result.is_skipped for result in results),
         parts=[sums] if is_told else [],
     )
 

@@ -244,6 +244,13 @@ class Trainer:
             )
         return maker(capture_layers(self.model), cluster, DEFAULT_BATCH_SIZE)
 
+    def log_names(self) -> list[str]:
+        """Names of the values that an epoch may have in the history, with validation or without."""
+        names = log_names(self._loss, self.metrics, self._recipe.turns, has_validation=True)
+        rates = [] if self.schedule is None else ["lr"]
+        skipped = ["skipped_steps"] if self._recipe.rules.on_nonfinite == "skip" else []
+        return [*names, *rates, *skipped]
+
     @property
     def loss_scale(self) -> float | None:
         """By how much losses are scaled at present, with ``precision="fp16-mixed"``."""
@@ -301,6 +308,7 @@ class Trainer:
             KeyboardInterrupt: after Ctrl-C and the step that was under way, with weights and
                 optimizer as that step left them; at once after a second Ctrl-C.
         """
+        self._check_not_averaged("fit")
         search, rule = search_of(batch_size), rule_of(learning_rate_rule, reference_batch_size)
         epochs, size, steps_per_epoch = check_counts(
             {"batch_size": None if search else batch_size, "steps_per_epoch": steps_per_epoch},
@@ -400,6 +408,7 @@ class Trainer:
         Raises:
             CheckpointError: names or shapes do not fit the model; nothing is changed then.
         """
+        self._check_not_averaged("load")
         self._initialize()
         load_weights(self.model, path)
 
@@ -450,11 +459,32 @@ class Trainer:
         """End the helper processes now instead of with the trainer."""
         self._session.close()
 
+    def _check_not_averaged(self, method: str) -> None:
+        """Refuse to change weights that are put back at the end of ``averaged()``."""
+        averages = self._recipe.averages
+        if averages is not None and averages.is_applied:
+            raise OptionError(
+                problem(
+                    "Within averaged() the model has other weights for a while: what changes "
+                    "them would be lost.",
+                    received=method,
+                    fix="Call it after the block.",
+                )
+            )
+
     # --- parts -----------------------------------------------------------------------------------
 
     def _settle_batch_size(self, batch_size: int, rule: RateRule | None, console: Console) -> None:
         self._maker().check_batch_size(batch_size)
         self.batch_size = batch_size
+        if rule is not None and self.schedule is not None:
+            raise OptionError(
+                problem(
+                    "A schedule has rates of its own, which no rule scales.",
+                    received=f"learning_rate_rule={rule.name!r} with a schedule",
+                    fix="Leave the rule out, and give the schedule the rates you want.",
+                )
+            )
         if rule is not None:
             said = rule.apply(self.optimizer, batch_size)
             console.print(said, highlight=False, soft_wrap=True)
@@ -463,7 +493,7 @@ class Trainer:
         self, loss: LossAdapter | None, feed: Feed, epochs: int, *, has_validation: bool
     ) -> None:
         if self.schedule is not None:
-            names = log_names(loss, self.metrics, has_validation=has_validation)
+            names = log_names(loss, self.metrics, self._recipe.turns, has_validation=has_validation)
             num_steps = None if feed.num_steps is None else epochs * feed.num_steps
             self.schedule.begin(names, num_steps)
 

@@ -126,17 +126,21 @@ class TorchUpdater(Updater):
 
     def _slots_of(self, group: dict[str, Any]) -> list[str]:
         """The slots of a parameter's size that a step with these options makes: by making one."""
+        return [
+            slot
+            for slot, value in self._dummy_state(group).items()
+            if isinstance(value, torch.Tensor) and value.shape == (3,)
+        ]
+
+    def _dummy_state(self, group: dict[str, Any]) -> Slots:
+        """The slots that a step with these options makes for a parameter of three elements."""
         dummy = torch.zeros(3)
         dummy.grad = torch.zeros(3)
         groups = [{**_options(group), "params": [dummy]}]
         contents = {"state": defaultdict(dict), "param_groups": groups}
         clone = self._rebuild(contents)
         _step_plainly(clone)
-        return [
-            slot
-            for slot, value in clone.state[dummy].items()
-            if isinstance(value, torch.Tensor) and value.shape == dummy.shape
-        ]
+        return {name: value for name, value in clone.state[dummy].items() if value is not None}
 
     def _rebuild(self, contents: dict[str, Any]) -> optim.Optimizer:
         return rebuild_optimizer(
@@ -272,11 +276,12 @@ class TorchUpdater(Updater):
         for group in self.optimizer.param_groups:
             members = [names[id(one)] for one in group["params"] if id(one) in names]
             known = [own[name] for name in members if name in own]
+            keeps_slots = not self.is_known or bool(self._dummy_state(group))
             for name in members:
                 part = own.get(name) or _of_the_others(name, known)
                 if part is not None and self._is_touched(part):
                     self.take_slots([part])
-                elif part is None and self.parameters[name].requires_grad:
+                elif part is None and self.parameters[name].requires_grad and keeps_slots:
                     self.optimizer.state.pop(self.parameters[name], None)
                     lost.append(name)
         return lost

@@ -104,6 +104,9 @@ class WrappedUpdater(Updater):
         """See ``TorchUpdater.publish_options``."""
         self.inner.publish_options()
 
+    def look_again(self) -> None:
+        self.inner.look_again()
+
     def step(self) -> None:
         self.inner.step()
 

@@ -113,6 +113,40 @@ def test_averages_are_asked_for_first() -> None:
             lockstep.EMA(decay)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("strategy", ["single", "mirrored-2"])
+def test_what_thaws_is_averaged_from_its_first_update_on(strategy: str) -> None:
+    one = case("mlp")
+    model = one.make_model()
+    frozen = next(model.parameters())
+    frozen.requires_grad_(False)
+    trainer = lockstep.Trainer(
+        model,
+        loss=one.loss,
+        optimizer=partial(torch.optim.SGD, lr=1e-3),
+        strategy=STRATEGIES[strategy](),
+        precision="fp64",
+        average=lockstep.EMA(0.9),
+    )
+    data = (one.inputs, one.targets)
+    trainer.fit(data, batch_size=one.batch_size, verbose=0)
+    frozen.requires_grad_(True)
+    trainer.fit(data, batch_size=len(one.targets), verbose=0)
+    trained = frozen.detach().clone()
+    with trainer.averaged():
+        assert frozen.equal(trained)
+
+
+def test_what_would_be_lost_is_refused(tmp_path: Path) -> None:
+    trainer, _ = train_averaged(lockstep.SingleDeviceStrategy(), 1)
+    trainer.save(tmp_path / "weights.safetensors")
+    one = case("mlp")
+    with trainer.averaged():
+        with pytest.raises(OptionError, match=r"Within averaged\(\).*fit"):
+            trainer.fit((one.inputs, one.targets), verbose=0)
+        with pytest.raises(OptionError, match=r"Within averaged\(\).*load"):
+            trainer.load(tmp_path / "weights.safetensors")
+
+
 # --- bfloat16 with float32 copies ----------------------------------------------------------------
 
 X = torch.randn(64, 12, generator=torch.Generator().manual_seed(4))
@@ -185,6 +219,37 @@ def test_averages_of_masters_are_in_float32() -> None:
     with trainer.averaged():
         averaged = state_of(trainer.model)
     assert not averaged["0.weight"].equal(trainer.model.state_dict()["0.weight"])
+
+
+class SetHalf(lockstep.Callback):
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        if epoch == 3:  # one more epoch follows, at a rate of nothing
+            self.trainer.optimizer.param_groups[0].update(lr=0.0)
+            with torch.no_grad():
+                for parameter in self.model.parameters():
+                    parameter.fill_(0.5)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_weights_that_a_callback_sets_win_over_their_copies(strategy: str) -> None:
+    trainer = train_low(STRATEGIES[strategy](), callbacks=[SetHalf()])
+    assert all(bool((one == 0.5).all()) for one in trainer.model.parameters())
+
+
+def test_a_schedule_by_step_reaches_copies_on_any_number_of_devices() -> None:
+    stop = partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.0)
+    found = [
+        state_of(
+            train_low(
+                lockstep.MirroredStrategy(devices, num_shares=2),
+                schedule=lockstep.Schedule(stop, every="step"),
+            ).model
+        )
+        for devices in (1, 2)
+    ]
+    assert all(value.equal(found[1][name]) for name, value in found[0].items())
+    other = state_of(train_low(lockstep.MirroredStrategy(1, num_shares=2)).model)
+    assert not other["0.weight"].equal(found[0]["0.weight"])
 
 
 class Mine(torch.optim.SGD):

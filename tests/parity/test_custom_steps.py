@@ -194,6 +194,19 @@ def test_what_is_not_finite_is_named() -> None:
         trainer.fit((NOISE, REAL), batch_size=BATCH, verbose=0)
 
 
+def test_a_turn_that_is_left_out_counts() -> None:
+    trainer = lockstep.Trainer(
+        build_seeded(Gan),
+        train_step=STEPS,
+        optimizer=OPTIMIZERS,
+        strategy=lockstep.MirroredStrategy(2),
+        on_nonfinite="skip",
+        callbacks=[lockstep.callbacks.EarlyStopping("generator_loss", patience=5)],
+    )
+    history = trainer.fit((NOISE, REAL * torch.nan), batch_size=BATCH, verbose=0).history
+    assert history["skipped_steps"] == [3]
+
+
 def make(**options: Any) -> lockstep.Trainer:
     return lockstep.Trainer(
         build_seeded(Gan), **{"train_step": STEPS, "optimizer": OPTIMIZERS, **options}

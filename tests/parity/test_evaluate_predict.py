@@ -149,3 +149,28 @@ def test_validation_during_fit_equals_evaluate_after_it(devices: int) -> None:
         output = call_model(model, job.inputs)
         expected = job.loss(output, map_tensors(lambda tensor: tensor, job.targets)).item()
     assert history.history["val_loss"][-1] == pytest.approx(expected, rel=1e-12)
+
+
+class Noisy(torch.utils.data.Dataset[Any]):
+    """Draws anew at every read."""
+
+    def __len__(self) -> int:
+        return 30
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return torch.randn(4) + index, torch.tensor(index % 3)
+
+
+@pytest.mark.parametrize("wraps", [False, True])
+def test_what_is_drawn_in_evaluation_does_not_depend_on_the_devices(wraps: bool) -> None:
+    data = lockstep.data.prefetch(Noisy(), workers=1) if wraps else Noisy()
+    found = []
+    strategies = [lockstep.MirroredStrategy(devices, num_shares=3) for devices in (1, 2, 3)]
+    for strategy in (*strategies, lockstep.PipelineStrategy(2, microbatches=3)):
+        torch.manual_seed(2)
+        model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3))
+        trainer = lockstep.Trainer(
+            model, loss=nn.CrossEntropyLoss(), strategy=strategy, precision="fp64"
+        )
+        found.append(trainer.evaluate(data, batch_size=12)["loss"])
+    assert found == pytest.approx([found[0]] * 4, rel=1e-14)

@@ -152,3 +152,9 @@ def test_a_value_without_validation_or_a_wrong_format_is_told(tmp_path: Path) ->
         with pytest.raises(errors.OptionError, match=message):
             make_trainer([ModelCheckpoint(tmp_path / name)]).fit((X, Y), verbose=0)
     assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("name", ["{epoch}.pt", "weights.h5"])
+def test_a_name_must_not_promise_another_format(tmp_path: Path, name: str) -> None:
+    with pytest.raises(lockstep.LockstepError, match="Weights are written as safetensors"):
+        ModelCheckpoint(tmp_path / name)

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torchmetrics
@@ -287,3 +288,33 @@ def test_numbers_travel_to_the_last_bit() -> None:
 def test_a_schedule_is_made_of_what_the_trainer_is_given() -> None:
     optimizer = SGD(nn.Linear(2, 2).parameters())
     assert isinstance(make_schedule(STEP, optimizer).scheduler, lr_scheduler.StepLR)
+
+
+def test_rates_of_numpy_reach_all_ranks() -> None:
+    factors = np.linspace(0.1, 1, 30, dtype=np.float32)
+    schedule = lockstep.Schedule(
+        partial(lr_scheduler.LambdaLR, lr_lambda=lambda step: factors[step]), every="step"
+    )
+    found = []
+    for devices in (1, 2):
+        trainer = make_trainer(schedule, devices, precision="fp64")
+        fit(trainer, shuffle=False)
+        found.append([one.detach().clone() for one in trainer.model.parameters()])
+    for own, other in zip(*found, strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-10, atol=1e-12)
+
+
+def test_a_rule_and_a_schedule_are_one_too_many() -> None:
+    with pytest.raises(errors.OptionError, match="A schedule has rates of its own"):
+        fit(make_trainer(STEP), learning_rate_rule="linear")
+
+
+def test_a_schedule_rests_while_a_rate_is_looked_for() -> None:
+    found = []
+    for sweeps in (False, True):
+        trainer = make_trainer(lockstep.Schedule(ONE_CYCLE, every="step"))
+        if sweeps:
+            finder = lockstep.callbacks.LearningRateFinder(start=1e-4, end=1e-1, num_steps=8)
+            finder.sweep(trainer, (X, Y), batch_size=8)
+        found.append((fit(trainer, epochs=2), running(trainer).scheduler.last_epoch))
+    assert found[0] == found[1]

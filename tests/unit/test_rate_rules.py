@@ -139,3 +139,8 @@ def test_other_rules_are_refused() -> None:
 def test_the_reference_is_checked_also_where_no_rule_asks_for_it() -> None:
     with pytest.raises(errors.OptionError, match=r"`reference_batch_size` must be.*2\.5"):
         fit(make_trainer(), 64, reference_batch_size=2.5)
+
+
+def test_a_reference_without_a_rule_would_be_ignored() -> None:
+    with pytest.raises(lockstep.LockstepError, match="reference_batch_size=8 without a rule"):
+        make_trainer().fit((X, Y), batch_size=16, reference_batch_size=8, verbose=0)
