@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import cloudpickle
 import torch
 from torch import nn
 
@@ -248,7 +249,9 @@ class Session:
         watch.watch(worker.board)
         specs = [(ranks, store.specs) for ranks, store in stores]
         num_groups = len(assignment.groups)
-        body = pickle.dumps((assignment.plan.num_ranks, num_groups, specs, spec, parcel.payload))
+        plan = assignment.plan
+        # By value, what the script itself defines: outputs of a model may be of such a class.
+        body = cloudpickle.dumps((plan.num_ranks, num_groups, specs, spec, parcel.payload))
         regions = [region, *(store.region for _, store in stores)]
         _check_number(len(regions) + len(parcel.descriptors))
         team.call(

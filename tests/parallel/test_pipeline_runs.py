@@ -4,6 +4,8 @@ import gc
 import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -515,3 +517,41 @@ def test_no_passage_waits_for_the_garbage_collector(schedule: str) -> None:
         assert not [one for one in gc.get_objects() if type(one) is Passage]
     finally:
         gc.enable()
+
+
+SCRIPT = """
+from dataclasses import dataclass
+import torch, lockstep
+from torch import nn
+
+@dataclass
+class Output:
+    loss: torch.Tensor
+    logits: torch.Tensor
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 3)
+
+    def forward(self, x, labels):
+        logits = self.second(torch.tanh(self.first(x)))
+        return Output(nn.functional.cross_entropy(logits, labels), logits)
+
+data = {"x": torch.randn(20, 4), "labels": torch.randint(0, 3, (20,))}
+trainer = lockstep.Trainer(
+    Net(),
+    loss=lockstep.OwnLoss(),
+    optimizer=torch.optim.SGD,
+    strategy=lockstep.PipelineStrategy(2, microbatches=2),
+)
+print(len(trainer.fit(data, batch_size=10, verbose=0).history["loss"]))
+"""
+
+
+def test_an_output_may_be_of_a_class_of_the_script(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    done = subprocess.run(
+        [sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=100
+    )
+    assert (done.stdout.strip(), done.stderr) == ("1", "")
