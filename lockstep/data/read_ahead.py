@@ -36,13 +36,12 @@ class Read:
     Attributes:
         indices: of the samples, int64, shape (n,).
         dtype: of floating numbers.
-        seed: of the random streams, which the rank seeds before it reads; None where they go on
-            from wherever they are.
+        seed: of the random streams, which the rank seeds before it reads.
     """
 
     indices: torch.Tensor
     dtype: torch.dtype
-    seed: int | None
+    seed: int
 
 
 def prefetch(dataset: Any, workers: int = 0, depth: int = 2) -> "Prefetch":

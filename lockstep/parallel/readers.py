@@ -8,7 +8,6 @@ workers and brings the results in order).
 Bits stay those of a rank that reads for itself. A thread shares the random streams with the model,
 so a dataset that draws from them is refused there. A reader process seeds its own streams as the
 rank does, and sends along where they stand after the read; the model's draws go on from there.
-Where nothing is seeded (evaluation), the rank makes reads that draw itself.
 
 A read that comes in another order than foreseen is made at once, by the rank.
 """
@@ -129,12 +128,10 @@ class _SourceAhead(Source):
     def read(self, indices: torch.Tensor, dtype: torch.dtype) -> Batch:
         if self._reader is None or not self._is_foreseen(indices, dtype):
             return self._source.read(indices, dtype)
-        read, result = self._foreseen.popleft(), self._reader.take()
+        self._foreseen.popleft()
+        result = self._reader.take()
         if result.error is not None:
             raise result.error
-        if result.states is not None and read.seed is None:
-            self.close()  # it draws, from where only the rank knows: the rank reads for itself
-            return self._source.read(indices, dtype)
         if result.states is not None:
             restore_streams(result.states)
         assert result.batch is not None
@@ -276,7 +273,7 @@ class _Reading(Dataset[bytes]):
             return _packed((None, None, pack_failure(error)))
 
     def _read(self, read: Read) -> bytes:
-        seed_streams(0 if read.seed is None else read.seed)
+        seed_streams(read.seed)
         before = stream_states()
         batch = self._source.read(read.indices, read.dtype)
         after = stream_states()

@@ -46,11 +46,10 @@ from lockstep.parallel.worker import (
     StepResult,
     Worker,
     check_used,
-    first_nonfinite,
     moved,
-    nonfinite_loss,
     plain,
     reads_of_shares,
+    refuses,
     span,
     step_result,
 )
@@ -340,19 +339,14 @@ class Replica(Worker):
         weight = math.fsum(run.totals.weights)
         if weight:
             check_used(run.step, self.exchange.is_any_used())
-            self._judge_losses(run, run.totals)
+            run.is_skipped = refuses(
+                self._judge.rules.on_nonfinite,
+                run.step,
+                run.bounds,
+                run.totals.totals,
+                partial(self._diagnose, run),
+            )
         return weight
-
-    def _judge_losses(self, run: "_Step", totals: ShareTotals) -> None:
-        """One loss that is not finite makes the whole gradient so, also where its weight is 0."""
-        share = first_nonfinite(totals.totals)
-        rule = self._judge.rules.on_nonfinite
-        if share is None or rule == "ignore":
-            return
-        run.is_skipped = True
-        if rule == "raise":
-            diagnosis = self._diagnose(run, share)
-            raise nonfinite_loss(run.step, run.bounds, totals.totals, share, diagnosis)
 
     def _diagnose(self, run: "_Step", share: int) -> str:
         """Where a share's values cease to be finite, found by the rank that works on it."""

@@ -48,11 +48,10 @@ from lockstep.parallel.worker import (
     StepResult,
     Worker,
     check_used,
-    first_nonfinite,
     moved,
-    nonfinite_loss,
     plain,
     reads_of_shares,
+    refuses,
     span,
     step_result,
 )
@@ -273,7 +272,13 @@ class StageWorker(Worker):
         weight = math.fsum(run.totals.weights)
         if weight:
             check_used(run.step, self.exchange.is_any_used())
-            self._judge_losses(run, run.totals)
+            run.is_skipped = refuses(
+                self._judge.rules.on_nonfinite,
+                run.step,
+                run.bounds,
+                run.totals.totals,
+                self._diagnose,
+            )
         factor = 1.0 if run.num_filled == 1 or not weight else run.num_samples / weight
         factor /= self._judge.rules.scale
         for index, pieces in enumerate(self._pieces):
@@ -285,16 +290,7 @@ class StageWorker(Worker):
             for bound, gradient in zip(pieces, gradients, strict=True):
                 bound.tensor.grad = gradient
 
-    def _judge_losses(self, run: "_Run", totals: ShareTotals) -> None:
-        share = first_nonfinite(totals.totals)
-        rule = self._judge.rules.on_nonfinite
-        if share is None or rule == "ignore":
-            return
-        run.is_skipped = True
-        if rule == "raise":
-            raise nonfinite_loss(run.step, run.bounds, totals.totals, share, self._diagnose())
-
-    def _diagnose(self) -> str:
+    def _diagnose(self, share: int) -> str:
         """The first weight that is not finite, of all ranks' weights."""
         diagnosis = Diagnosis(self.model)
         told = self.board.tell([diagnosis.of_weights(self._trainable)])

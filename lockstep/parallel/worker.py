@@ -22,6 +22,7 @@ from lockstep.data.read_ahead import Read
 from lockstep.data.sources import Batch, Source
 from lockstep.data.trees import Tree, map_tensors
 from lockstep.errors import LossError, NonFiniteLossError, problem
+from lockstep.parallel.gradient_rules import OnNonFinite
 from lockstep.parallel.losses import Sums
 from lockstep.parallel.update import Updater
 from lockstep.plan.shares import share_bounds
@@ -153,33 +154,44 @@ def step_result(
     )
 
 
-def first_nonfinite(totals: Sequence[float]) -> int | None:
-    """The first share whose loss is NaN or infinite."""
-    return next((share for share, total in enumerate(totals) if not math.isfinite(total)), None)
-
-
-def nonfinite_loss(
+def refuses(
+    rule: OnNonFinite,
     step: int,
     bounds: Sequence[tuple[int, int]],
     totals: Sequence[float],
-    share: int,
-    diagnosis: str,
-) -> NonFiniteLossError:
-    """The error for a loss that is not finite.
+    diagnose: Callable[[int], str],
+) -> bool:
+    """Whether a step is to be left out because the loss of a share is NaN or infinite.
+
+    One such loss makes the whole gradient so, also where its weight is 0.
 
     Args:
+        rule: what becomes of such a step.
         step: the step's number.
         bounds: samples ``[start, stop)`` of each share.
         totals: of each filled share.
-        share: the one.
-        diagnosis: where its values cease to be finite; empty where nobody knows.
+        diagnose: says where a share's values cease to be finite; empty where nobody knows.
+
+    Raises:
+        NonFiniteLossError: if that is the rule.
     """
-    start, stop = bounds[share]
+    share = next((share for share, total in enumerate(totals) if not math.isfinite(total)), None)
+    if share is None or rule == "ignore":
+        return False
+    if rule == "raise":
+        raise _nonfinite_loss(step, bounds[share], share, totals[share], diagnose(share))
+    return True
+
+
+def _nonfinite_loss(
+    step: int, bounds: tuple[int, int], share: int, total: float, diagnosis: str
+) -> NonFiniteLossError:
+    start, stop = bounds
     where = f"; {diagnosis}" if diagnosis else ""
     return NonFiniteLossError(
         problem(
             f"The loss of step {step} is not finite.",
-            received=f"{totals[share]} from share {share} "
+            received=f"{total} from share {share} "
             f"(samples {start} to {stop - 1} of the batch){where}",
             fix="Lower the learning rate, or look at these samples, or leave such steps out with "
             'on_nonfinite="skip". The weights are those before this step.',

@@ -129,8 +129,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             over the whole batch.
         layers: every layer and its stage.
         update: how gradients meet and parameters change.
-        precision: ``"fp32"``, ``"fp64"``, or ``"bf16-mixed"``: parameters, updates and losses in
-            float32, the model's own arithmetic in bfloat16 where that is safe (autocast).
+        precision: ``"fp32"`` or ``"fp64"``; ``"bf16-mixed"`` or ``"fp16-mixed"``: parameters,
+            updates and losses in float32, the model's own arithmetic in less where that is safe
+            (autocast); ``"bf16"``: parameters in bfloat16, updates in float32.
         compiled: each rank compiles the model (torch.compile).
         channels_last: images run through the model with their channels together in memory.
         pipeline: the stages, where the model is cut into some; the shares of a batch are then its
