@@ -15,6 +15,7 @@
     │   ├── NonFiniteLossError                  the loss did
     │   └── NonFiniteGradientError              a gradient did
     ├── WorkerError          (RuntimeError)     a helper process failed, died or hung
+    ├── HostError            (RuntimeError)     another host did not come, fit in, or stay
     └── ExtraError           (ImportError)      an optional package that is not installed
 
 Each message says what is wrong, what was received and how to fix it; ``problem`` gives them one
@@ -80,6 +81,10 @@ class NonFiniteGradientError(NonFiniteError):
 
 class WorkerError(LockstepError, RuntimeError):
     """A helper process failed, died, or did not answer in time."""
+
+
+class HostError(LockstepError, RuntimeError):
+    """Another host did not come, is not what this one is, failed, or is gone."""
 
 
 class ExtraError(LockstepError, ImportError):

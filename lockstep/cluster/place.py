@@ -1,0 +1,47 @@
+"""A process's place in a job of many: which host it is on, and which of its processes it is.
+
+A *host* is what the launcher says it is: processes of different hosts never share memory, even
+where they could.
+"""
+
+import msgspec
+
+
+class Address(msgspec.Struct, frozen=True):
+    """Where a host listens: a name or IP address, and a port."""
+
+    name: str
+    port: int
+
+    def __str__(self) -> str:
+        # An IPv6 address has colons of its own.
+        return f"[{self.name}]:{self.port}" if ":" in self.name else f"{self.name}:{self.port}"
+
+
+class Place(msgspec.Struct, frozen=True, kw_only=True):
+    """What the launcher says of this process.
+
+    Attributes:
+        launcher: its name, for messages: "TF_CONFIG", "torchrun", "srun", "lockstep run".
+        job: tells this job from others on the same hosts, and one start of it from the next.
+        host: the number of this host.
+        num_hosts: how many there are.
+        process: the number of this process among those of its host.
+        num_processes: of this host; where there is one, it starts helpers for its other devices.
+        rendezvous: where host 0 listens, in order of preference: it takes the first that is free.
+        devices: how many this host is to use; None where the launcher does not say.
+    """
+
+    launcher: str
+    job: str
+    host: int
+    num_hosts: int
+    process: int = 0
+    num_processes: int = 1
+    rendezvous: tuple[Address, ...]
+    devices: int | None = None
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process speaks for its host."""
+        return self.process == 0
