@@ -20,11 +20,21 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Host(msgspec.Struct, frozen=True, kw_only=True):
-    """A host: what the launcher calls one. Processes of one host share memory."""
+    """A host: what the launcher calls one. Processes of one host share memory.
+
+    Attributes:
+        name: for messages.
+        num_cores: that may be used.
+        devices: of all kinds.
+        num_given: devices that the launcher gives to this job; None where it does not say.
+        arithmetic: hosts where this is the same compute the same bits.
+    """
 
     name: str
     num_cores: int
     devices: tuple[Device, ...]
+    num_given: int | None = None
+    arithmetic: str = ""
 
     def devices_of(self, kind: str) -> tuple[Device, ...]:
         """The host's devices of one kind, by index."""

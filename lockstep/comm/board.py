@@ -44,6 +44,7 @@ class _Line(ctypes.Structure):
         ("tag", ctypes.c_uint64),
         ("steps", ctypes.c_int64),  # number of the current step, from 1; 0 before the first
         ("halt", ctypes.c_uint64),
+        ("relayed", ctypes.c_uint64),  # the tag up to which this rank has brought other hosts' rows
         # Of this rank's slice of the weights: 2 n + 1 while step n changes it, 2 n + 2 afterwards;
         # 0 before the first, -1 where there is no slice.
         ("update", ctypes.c_int64),
@@ -83,6 +84,7 @@ class Board:
             for index in range(num_ranks)
         ]
         self._own = self._lines[rank]
+        self._leading_rank = 0
         self._num_news = 0
         self._is_there: Callable[[_Line], bool] | None = None
         self.wants_halt: Callable[[], bool] = _never
@@ -117,9 +119,13 @@ class Board:
 
         To be asked when no rank changes them any more.
         """
-        found = {int(line.update) for line in self._lines if line.update >= 0}
+        found = {int(line.update) for line in self._lines_here() if line.update >= 0}
         update = max(found, default=0)
         return None if len(found) > 1 or update % 2 else update // 2 - 1
+
+    def _lines_here(self) -> Sequence["_Line"]:
+        """The lines that ranks of this host write."""
+        return self._lines
 
     def is_awaited(self, rank: int) -> bool:
         """Whether this rank waits, and ``rank`` is not yet where it is needed."""
@@ -133,7 +139,7 @@ class Board:
         barrier's number before it shows that it is there. So whoever is past that barrier knows,
         and whoever is slow, and still between it and the one before, does not stop yet.
         """
-        halt = int(self._lines[0].halt)
+        halt = int(self._lines[self._leading_rank].halt)
         return 0 < halt <= int(self._own.barriers)
 
     def barrier(self) -> None:
@@ -153,7 +159,10 @@ class Board:
         """
         self._own.told[: len(numbers)] = numbers
         self.barrier()
-        return [list(line.told[: len(numbers)]) for line in self._lines]
+        return self._told(len(numbers))
+
+    def _told(self, count: int) -> list[list[float]]:
+        return [list(line.told[:count]) for line in self._lines]
 
     def announce(self, has_message: bool) -> bool:
         """Rank 0 tells all others whether a message follows; they call ``announced`` as often."""
@@ -165,9 +174,9 @@ class Board:
     def announced(self) -> bool:
         """Wait for rank 0's next announcement: whether a message follows."""
         self._num_news += 1
-        number, place = self._num_news, self._num_news % _NUM_NEWS
-        self._wait(0, lambda line: line.news[place] >= 2 * number)
-        news = int(self._lines[0].news[place])
+        number, place, leader = self._num_news, self._num_news % _NUM_NEWS, self._leading_rank
+        self._wait(leader, lambda line: line.news[place] >= 2 * number)
+        news = int(self._lines[leader].news[place])
         assert news >> 1 == number, "rank 0 is too far ahead"
         return bool(news & 1)
 

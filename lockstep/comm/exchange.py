@@ -5,10 +5,12 @@ One small interface, so that a faster way to move gradients replaces a class and
 - ``LocalExchange``: one replica; gradients stay where autograd left them.
 - ``SharedMemoryExchange`` (``comm.shared_exchange``): shares meet in memory that all ranks of the
   host map.
+- ``HostExchange`` (``comm.host_exchange``): so they do on each of several hosts, whose sums meet
+  over the network.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -102,6 +104,20 @@ class Exchange(ABC):
     @abstractmethod
     def summed(self, parameter: int, num_filled: int) -> torch.Tensor | None:
         """A parameter's whole gradient after every rank has reduced its pieces."""
+
+    def divide(self, pieces: Sequence[Sequence[Piece]]) -> None:
+        """From now on each rank updates these pieces, by rank."""
+        return
+
+    def spread(self, tensors: Mapping[int, torch.Tensor], *, all_pieces: bool) -> None:
+        """Bring what each rank has updated to all other hosts.
+
+        Args:
+            tensors: trainable parameters, or tensors of their sizes that are divided as they are,
+                by the parameter's number.
+            all_pieces: also those of parameters that no share has used.
+        """
+        return
 
     @abstractmethod
     def is_any_used(self) -> bool:

@@ -10,6 +10,10 @@ share hands in its factors instead: after the barrier each rank forms its own bl
 gradient over the whole batch, in one product. The arithmetic is the same in amount, and next to
 nothing is moved. A share decides for itself, by the number of its rows, and the sum takes both
 kinds, so a share with more rows than there is room for hands in a gradient as ever.
+
+Where there are several hosts, each has memory of its own with rows for all shares, so that a share
+has one number everywhere. Of shares of other hosts, the table and the factors are brought here
+(``comm.host_exchange``); their gradients never are, and have no memory.
 """
 
 from collections.abc import Sequence
@@ -80,21 +84,24 @@ class GradientSpec:
         """Size in memory, with holes."""
         return self.offsets()[-1]
 
-    def holes(self) -> list[tuple[int, int]]:
+    def holes(self, here: range) -> list[tuple[int, int]]:
         """Bytes ``[start, stop)`` that need no memory until a share uses them.
 
         Of a weight whose factors are exchanged, only the first row holds a gradient: the sum.
+
+        Args:
+            here: the rows whose gradients come to lie here.
         """
         rows, factors, _ = self.offsets()
         return sorted(
             (start, start + num_bytes)
             for share in range(self.num_shares)
             for parameter, limit in enumerate(self.row_limits)
-            if limit
             for start, num_bytes in (
-                *([(rows[share][parameter], self._gradient_bytes(parameter))] if share else []),
+                (rows[share][parameter], self._gradient_bytes(parameter)),
                 (factors[share][parameter], self._factor_bytes(parameter)),
             )
+            if num_bytes and (share not in here or (limit and start != rows[here.start][parameter]))
         )
 
     def _gradient_bytes(self, parameter: int) -> int:
@@ -123,15 +130,23 @@ class GradientRows:
         spec: the layout.
         region: where they lie.
         offset_bytes: from where on.
+        here: the rows whose gradients come to lie here; None for all.
     """
 
-    def __init__(self, spec: GradientSpec, region: SharedRegion, offset_bytes: int) -> None:
+    def __init__(
+        self,
+        spec: GradientSpec,
+        region: SharedRegion,
+        offset_bytes: int,
+        here: range | None = None,
+    ) -> None:
         self._spec = spec
         self._region = region
         self._offset = offset_bytes
+        self._here = range(spec.num_shares) if here is None else here
         self._row_offsets, self._factor_offsets, _ = spec.offsets()
         count = max(len(spec.tensors), 1)
-        self._table = region.tensor(
+        self.table = region.tensor(
             offset_bytes, torch.int64, (spec.num_shares, count, 2), (count * 2, 2, 1)
         ).numpy()
         self._blocks = [
@@ -195,7 +210,7 @@ class GradientRows:
         nothing = _Own()
         found = [self._own.get((share, number), nothing) for number in range(len(gradients))]
         entries = [(one.kind, one.num_rows) for one in found]
-        self._table[share, : len(entries)] = np.reshape(entries, (-1, 2))
+        self.table[share, : len(entries)] = np.reshape(entries, (-1, 2))
 
     def _own_of(self, share: int, parameter: int) -> _Own:
         return self._own.setdefault((share, parameter), _Own())
@@ -203,7 +218,7 @@ class GradientRows:
     def _gradient_row(self, share: int, parameter: int, own: _Own) -> torch.Tensor:
         """Where a share's whole gradient goes; factors that it has put up become one first."""
         row = self._rows[share][parameter]
-        if share and self._spec.row_limits[parameter]:
+        if share != self._here.start and self._spec.row_limits[parameter]:
             self._reserve(self._row_offsets[share][parameter], row.nbytes)
         if own.kind in (_FACTORS, _BFLOAT16_FACTORS):
             inputs, gradients = self._factors(share, parameter, own.kind, own.num_rows)
@@ -215,7 +230,7 @@ class GradientRows:
 
     def collect(self, num_filled: int) -> None:
         """Every share is in: see what they have put up."""
-        table = self._table[:num_filled, : len(self._spec.tensors)].tolist()
+        table = self.table[:num_filled, : len(self._spec.tensors)].tolist()
         self._found = [
             [
                 (share, kind, num_rows)
@@ -229,31 +244,68 @@ class GradientRows:
         """Whether any share has put up anything."""
         return any(self._found)
 
+    def is_used(self, parameter: int) -> bool:
+        """Whether any share has put up anything for a parameter."""
+        return bool(self._found[parameter])
+
     def reduce(self, pieces: Sequence[Piece]) -> list[torch.Tensor | None]:
         """See ``Exchange.reduce``."""
-        sums = _Sums()
-        results: list[torch.Tensor | None] = []
-        products = []
-        for piece in pieces:
-            found = self._found[piece.parameter]
-            if not found:
-                results.append(None)
-                continue
-            target = self._cut(self._target(found), piece)
-            shares = [share for share, kind, _ in found if kind == _GRADIENT]
-            sums.add(target, [self._cut(share, piece) for share in shares])
-            if len(shares) < len(found):
-                products.append((target, piece, bool(shares)))
-            results.append(target)
-        sums.run()
-        for target, piece, adds in products:
-            self._add_product(target, piece, adds)
+        results = [self.target(piece) if self._found[piece.parameter] else None for piece in pieces]
+        self.sum_rows(pieces)
+        self.add_products(pieces, results)
         return results
+
+    def target(self, piece: Piece) -> torch.Tensor:
+        """Where the sum of a piece comes to lie."""
+        return self._cut(self._target(piece.parameter), piece)
+
+    def sum_rows(self, pieces: Sequence[Piece]) -> None:
+        """Sum the gradients that shares have put up here, each piece in its place."""
+        sums = _Sums()
+        for piece in pieces:
+            shares = self.gradient_rows(piece.parameter)
+            sums.add(self.target(piece), [self._cut(share, piece) for share in shares])
+        sums.run()
+
+    def sum_apart(self, piece: Piece) -> torch.Tensor:
+        """The same sum of one piece, in memory of its own."""
+        first, *others = (self._cut(share, piece) for share in self.gradient_rows(piece.parameter))
+        total = first.clone()
+        for other in others:
+            total += other
+        return total
+
+    def add_products(self, pieces: Sequence[Piece], targets: Sequence[torch.Tensor | None]) -> None:
+        """Add what comes of factors, of all shares, to sums of gradients, or to nothing."""
+        for piece, target in zip(pieces, targets, strict=True):
+            kinds = [kind for _, kind, _ in self._found[piece.parameter]]
+            if target is not None and any(kind != _GRADIENT for kind in kinds):
+                self._add_product(target, piece, adds=_GRADIENT in kinds)
+
+    def gradient_rows(self, parameter: int, within: range | None = None) -> list[int]:
+        """The rows among ``within``, by default those here, where a gradient has been put up."""
+        rows = self._here if within is None else within
+        return [row for row, kind, _ in self._found[parameter] if kind == _GRADIENT and row in rows]
+
+    def factors_put_up(self, rows: range) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """The factors of these rows, parameter by parameter: inputs and output gradients."""
+        return [
+            self._factors(row, parameter, kind, num_rows)
+            for parameter, found in enumerate(self._found)
+            for row, kind, num_rows in found
+            if row in rows and kind != _GRADIENT
+        ]
+
+    def make_room(self, rows: range) -> None:
+        """Take memory for the factors that these rows are going to hold."""
+        for parameter, found in enumerate(self._found):
+            for row, kind, num_rows in found:
+                if row in rows and kind != _GRADIENT:
+                    self._reserve_factors(row, parameter, num_rows)
 
     def summed(self, parameter: int) -> torch.Tensor | None:
         """A parameter's whole gradient after every rank has reduced its pieces."""
-        found = self._found[parameter]
-        return self._rows[self._target(found)][parameter] if found else None
+        return self._rows[self._target(parameter)][parameter] if self._found[parameter] else None
 
     def _cut(self, share: int, piece: Piece) -> torch.Tensor:
         """A piece of a share's gradient: made once, for it takes longer than to sum a small one."""
@@ -262,9 +314,9 @@ class GradientRows:
             self._cuts[key] = cut_piece(self._rows[share][piece.parameter], piece)
         return self._cuts[key]
 
-    def _target(self, found: list[tuple[int, int, int]]) -> int:
-        """The row where the sum comes to lie."""
-        return found[0][0] if all(kind == _GRADIENT for _, kind, _ in found) else 0
+    def _target(self, parameter: int) -> int:
+        """The row where the sum comes to lie: one with memory for it."""
+        return next(iter(self.gradient_rows(parameter)), self._here.start)
 
     def _add_product(self, target: torch.Tensor, piece: Piece, adds: bool) -> None:
         """Form a weight's gradient over all factors, block by block.

@@ -1,6 +1,6 @@
 """The exchange of one host: gradients, losses and rows meet in memory that all ranks map."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +11,7 @@ from lockstep.comm.gradient_rows import GradientRows, GradientSpec
 from lockstep.comm.shared_memory import SharedRegion
 from lockstep.errors import ModelError, problem
 from lockstep.plan.layout import Piece, align
-from lockstep.plan.shares import replica_of_share
+from lockstep.plan.shares import replica_of_share, shares_of_replica
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,10 +19,10 @@ class ExchangeSpec:
     """The layout of a ``SharedMemoryExchange``: the same on every rank.
 
     The region holds, each part aligned: the board; a line of losses per share; two buffers of rows
-    to offer; the gradients.
+    to offer; the gradients. Every host has one; they are alike but for what has memory.
 
     Attributes:
-        num_ranks: ranks that map the region.
+        num_ranks: ranks of all hosts.
         num_shares: of a batch.
         shares_per_row: shares whose gradients are added up in one row.
         gradients: of the trainable parameters.
@@ -46,14 +46,28 @@ class ExchangeSpec:
         """Size of the region."""
         return self.offsets()[-1] + self.gradients.num_bytes
 
-    def create(self) -> SharedRegion:
-        """Make the region.
+    def shares_of(self, ranks: range) -> range:
+        """The consecutive shares of consecutive ranks."""
+        of = [
+            shares_of_replica(rank, self.num_ranks, self.num_shares, self.shares_per_row)
+            for rank in (ranks[0], ranks[-1])
+        ]
+        return range(of[0].start, of[-1].stop)
+
+    def rows_of(self, ranks: range) -> range:
+        """The rows of gradients of consecutive ranks."""
+        shares = self.shares_of(ranks)
+        return range(shares.start // self.shares_per_row, shares.stop // self.shares_per_row)
+
+    def create(self, ranks: range | None = None) -> SharedRegion:
+        """Make the region of the host with these ranks, by default all.
 
         Raises:
             DeviceError: the host has not that much memory to share.
         """
         start = self.offsets()[-1]
-        holes = [(start + low, start + high) for low, high in self.gradients.holes()]
+        here = self.rows_of(range(self.num_ranks) if ranks is None else ranks)
+        holes = [(start + low, start + high) for low, high in self.gradients.holes(here)]
         return SharedRegion.create(self.num_bytes, holes)
 
 
@@ -63,29 +77,30 @@ class SharedMemoryExchange(Exchange):
     Args:
         spec: the layout.
         region: what ``spec.create`` has made.
-        rank: whose end this is.
-        look_around: see ``Board``.
+        board: the ranks' board, in the region.
+        ranks: those of this host; None for all.
     """
+
+    board: Board
 
     def __init__(
         self,
         spec: ExchangeSpec,
         region: SharedRegion,
         *,
-        rank: int,
-        look_around: Callable[[float], None],
+        board: Board,
+        ranks: range | None = None,
     ) -> None:
         self._spec = spec
-        self.board: Board = Board(
-            region, rank=rank, num_ranks=spec.num_ranks, look_around=look_around
-        )
+        self.board = board
         losses, rows, gradients = spec.offsets()
         shares, capacity = spec.num_shares, max(spec.row_capacity, 1)
         self._losses = region.tensor(losses, torch.float64, (shares, 3), (3, 1)).numpy()
         self._rows = region.tensor(
             rows, torch.float64, (2, shares, capacity), (shares * capacity, capacity, 1)
         )
-        self._gradients = GradientRows(spec.gradients, region, gradients)
+        here = None if ranks is None else spec.rows_of(ranks)
+        self._gradients = GradientRows(spec.gradients, region, gradients, here)
         self._pass = 0
         self._offers = [0] * spec.num_shares
 
@@ -108,6 +123,10 @@ class SharedMemoryExchange(Exchange):
 
     def collect(self, num_filled: int) -> ShareTotals:
         self.barrier()
+        return self._collected(num_filled)
+
+    def _collected(self, num_filled: int) -> ShareTotals:
+        """What all shares have put up."""
         totals, weights, refused = self._losses[:num_filled].T.tolist()
         self._gradients.collect(-(-num_filled // self._spec.shares_per_row))
         return ShareTotals(totals, weights, any(refused))
@@ -144,9 +163,13 @@ class SharedMemoryExchange(Exchange):
             self.board.post(self._tag(share))
 
     def offered(self, share: int, length: int, num_filled: int) -> torch.Tensor:
+        self._await_offers(share, length, num_filled)
+        return self._rows[self._offers[share] & 1, :num_filled, :length].clone()
+
+    def _await_offers(self, share: int, length: int, num_filled: int) -> None:
+        """Wait until all filled shares have offered as many rows as ``share``."""
         for other in range(num_filled):
             self.board.wait_for(self._rank_of(other), self._tag(share))
-        return self._rows[self._offers[share] & 1, :num_filled, :length].clone()
 
     def _tag(self, share: int) -> int:
         """Grows with every pass and, within it, with every row that a share offers."""

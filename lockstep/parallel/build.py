@@ -5,16 +5,22 @@ What ranks share is laid out first, the same for all: an ``ExchangeSpec`` for re
 builds its own end.
 """
 
+import socket
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
+from lockstep.comm.board import Board
 from lockstep.comm.exchange import Exchange, LocalExchange, TensorSpec
 from lockstep.comm.gradient_rows import GradientSpec
+from lockstep.comm.host_exchange import HostExchange
 from lockstep.comm.shared_exchange import ExchangeSpec, SharedMemoryExchange
 from lockstep.comm.shared_memory import SharedRegion
+from lockstep.comm.wide_board import Crossing, WideBoard
+from lockstep.comm.wires import Wire, Wires
 from lockstep.parallel.batch_norm import BatchNorms
 from lockstep.parallel.gradient_rules import GradientRules
 from lockstep.parallel.groups import ParameterGroup
@@ -140,6 +146,25 @@ def _most_in_flight(program: RankProgram) -> int:
     return most
 
 
+@dataclass(frozen=True, kw_only=True)
+class Neighbours:
+    """What a rank has of other hosts.
+
+    Attributes:
+        host: this host.
+        names: of all hosts, for messages.
+        sockets: this rank's, by wire.
+        crossing: to the other hosts' leaders; None unless this rank leads its host.
+        mirrored: see ``HostExchange``.
+    """
+
+    host: int
+    names: Sequence[str]
+    sockets: Mapping[Wire, socket.socket]
+    crossing: Crossing | None
+    mirrored: Sequence[torch.Tensor]
+
+
 def build_exchange(
     plan: Plan,
     spec: AnySpec,
@@ -147,6 +172,7 @@ def build_exchange(
     *,
     rank: int,
     look_around: Callable[[float], None],
+    neighbours: Neighbours | None = None,
 ) -> Exchange | StageExchange:
     """This rank's end of what the Plan's ranks share."""
     if isinstance(plan.update, LocalUpdate):
@@ -154,7 +180,25 @@ def build_exchange(
     assert region is not None
     if isinstance(spec, StageExchangeSpec):
         return StageExchange(spec, region, rank=rank, look_around=look_around)
-    return SharedMemoryExchange(spec, region, rank=rank, look_around=look_around)
+    if neighbours is None:
+        board = Board(region, rank=rank, num_ranks=plan.num_ranks, look_around=look_around)
+        return SharedMemoryExchange(spec, region, board=board)
+    wide_board = WideBoard(
+        region,
+        rank=rank,
+        hosts=plan.hosts,
+        look_around=look_around,
+        crossing=neighbours.crossing,
+    )
+    return HostExchange(
+        spec,
+        region,
+        board=wide_board,
+        hosts=plan.hosts,
+        host=neighbours.host,
+        wires=Wires(neighbours.sockets, neighbours.names, look_around),
+        mirrored=neighbours.mirrored,
+    )
 
 
 def build_worker(
@@ -193,7 +237,9 @@ def build_worker(
             device=device,
         )
     assert isinstance(exchange, Exchange)
-    owned = _owned_pieces(plan, spec, updater, rank)
+    divided = _divided_pieces(plan, spec, updater)
+    exchange.divide(divided)
+    owned = divided[rank]
     return Replica(
         plan=plan,
         rank=rank,
@@ -207,16 +253,52 @@ def build_worker(
         functions=functions,
         seed=seed,
         device=device,
+        told_elsewhere=_told_elsewhere(plan, spec, rank),
     )
 
 
-def _owned_pieces(
-    plan: Plan, spec: ExchangeSpec, updater: Updater | None, rank: int
-) -> list[Piece]:
+def _divided_pieces(plan: Plan, spec: ExchangeSpec, updater: Updater | None) -> list[list[Piece]]:
+    """The pieces that each rank updates.
+
+    On several hosts, each updates its part of the parameters, and all of those whose factors are
+    exchanged.
+    """
     if updater is None:
-        return []
+        return [[] for _ in range(plan.num_ranks)]
+    extents, num_rows = spec.gradients.extents, spec.gradients.num_shares
+    if plan.num_hosts == 1:
+        return updater.divide(extents, plan.num_ranks, num_rows)
+    everywhere = [number for number, extent in enumerate(extents) if extent.row_elements]
+    others = [number for number, extent in enumerate(extents) if not extent.row_elements]
+    divided = _renumbered(
+        updater.divide([extents[number] for number in others], plan.num_ranks, num_rows), others
+    )
+    for host in range(plan.num_hosts if everywhere else 0):
+        ranks = plan.ranks_of_host(host)
+        own = updater.divide([extents[number] for number in everywhere], len(ranks), num_rows)
+        for rank, pieces in zip(ranks, _renumbered(own, everywhere), strict=True):
+            divided[rank] += pieces
+    return [sorted(pieces, key=lambda piece: piece.parameter) for pieces in divided]
+
+
+def _renumbered(divided: list[list[Piece]], numbers: Sequence[int]) -> list[list[Piece]]:
+    """Pieces of some parameters, numbered among all of them."""
+    return [
+        [replace(piece, parameter=numbers[piece.parameter]) for piece in pieces]
+        for pieces in divided
+    ]
+
+
+def _told_elsewhere(plan: Plan, spec: ExchangeSpec, rank: int) -> frozenset[str]:
+    """Parameters that all hosts update alike, where host 0 tells of them."""
+    if plan.host_of(rank) == 0:
+        return frozenset()
     gradients = spec.gradients
-    return updater.divide(gradients.extents, plan.num_ranks, gradients.num_shares)[rank]
+    return frozenset(
+        tensor.name
+        for tensor, limit in zip(gradients.tensors, gradients.row_limits, strict=True)
+        if limit
+    )
 
 
 def _owned_groups(spec: StageExchangeSpec, updater: Updater | None, rank: int) -> list[OwnedGroup]:

@@ -29,7 +29,14 @@ class Control(ABC):
 
     @abstractmethod
     def share(self, region: SharedRegion | None) -> SharedRegion:
-        """Rank 0's region, mapped by every rank; the others pass None."""
+        """Rank 0's region, mapped by every rank; the others pass None.
+
+        Another host has a region of its own, of the same size.
+        """
+
+    def fill(self, region: SharedRegion, num_bytes: int) -> None:
+        """Bring the beginning of rank 0's region, as it is now, to the other hosts' regions."""
+        return
 
 
 class SoloControl(Control):
@@ -50,7 +57,7 @@ class SoloControl(Control):
 
 
 class LeaderControl(Control):
-    """Rank 0 of a team."""
+    """Rank 0, which leads a team."""
 
     rank = 0
 
@@ -75,11 +82,21 @@ class LeaderControl(Control):
 
 
 class FollowerControl(Control):
-    """A helper of a team."""
+    """A helper of a team.
 
-    def __init__(self, context: HelperContext, num_ranks: int) -> None:
+    Args:
+        context: to its leader.
+        rank: this rank, and
+        num_ranks: how many there are, on all hosts.
+        has_hosts: there are several hosts.
+    """
+
+    def __init__(
+        self, context: HelperContext, rank: int, num_ranks: int, *, has_hosts: bool = False
+    ) -> None:
         self._context = context
-        self.rank = context.rank
+        self._has_hosts = has_hosts
+        self.rank = rank
         self.num_ranks = num_ranks
 
     def broadcast(self, obj: Any) -> Any:
@@ -96,6 +113,10 @@ class FollowerControl(Control):
         shared = open_region(descriptor)
         shared.close()  # the mapping is all that is needed here
         return shared
+
+    def fill(self, region: SharedRegion, num_bytes: int) -> None:
+        if self._has_hosts:
+            self._context.receive()  # the leader has filled it
 
 
 def _open(payload: bytes, descriptors: tuple[int, ...]) -> Any:

@@ -91,6 +91,7 @@ class GradientJudge:
         blocks: of every piece, the sizes of the blocks that its norm is taken of.
         names: of all parameters, in the model's order.
         board: where to ask the others; None where there are none.
+        told_elsewhere: parameters of which other hosts update the same, and tell of it.
     """
 
     def __init__(
@@ -100,6 +101,7 @@ class GradientJudge:
         blocks: Sequence[Sequence[int]],
         names: Sequence[str],
         board: Board | None,
+        told_elsewhere: frozenset[str] = frozenset(),
     ) -> None:
         self.rules = rules
         self._pieces = pieces
@@ -107,6 +109,7 @@ class GradientJudge:
         self._names = names
         self._places: Mapping[str, int] = {name: place for place, name in enumerate(names)}
         self._board = board
+        self._told_elsewhere = told_elsewhere
 
     @torch.no_grad()
     def settle(self, step: int) -> bool:
@@ -174,7 +177,9 @@ class GradientJudge:
     def _block_norms(self) -> list[list[float]]:
         """Of every piece, the norms of its blocks; none where it has no gradient."""
         cut = [
-            _blocks_of(piece, blocks if self.rules.clip_norm is not None else None)
+            ()
+            if piece.name in self._told_elsewhere
+            else _blocks_of(piece, blocks if self.rules.clip_norm is not None else None)
             for piece, blocks in zip(self._pieces, self._blocks, strict=True)
         ]
         every = [block for blocks in cut for block in blocks]

@@ -75,6 +75,7 @@ class Replica(Worker):
         exchange: this rank's end of the exchange.
         updater: the optimizer; None where nothing is trained.
         owned: the pieces of trainable parameters that this rank updates.
+        told_elsewhere: see ``GradientJudge``.
         blocks: of each of them, the sizes of the blocks that its norm is taken of.
         rules: for gradients.
         functions: the user's own training steps, in the order of their turns, if there are any.
@@ -97,6 +98,7 @@ class Replica(Worker):
         functions: Sequence[StepFunction],
         seed: int,
         device: torch.device,
+        told_elsewhere: frozenset[str] = frozenset(),
     ) -> None:
         self.plan = plan
         self.rank = rank
@@ -122,7 +124,12 @@ class Replica(Worker):
         self._buffers = Buffers(model)
         self._pieces = self._bind(owned)
         self._judge = GradientJudge(
-            rules, self._pieces, blocks, [name for name, _ in self._trainable], self.board
+            rules,
+            self._pieces,
+            blocks,
+            [name for name, _ in self._trainable],
+            self.board,
+            told_elsewhere,
         )
         self._interleaver = Interleaver(
             partial(_keep_own, self._buffers), partial(_restore_own, self._buffers)
@@ -142,7 +149,9 @@ class Replica(Worker):
             pieces.append(BoundPiece(name=name, piece=piece, tensor=tensor))
         if self.updater is not None:
             self.updater.bind(pieces)
-        if self.board is not None and not pieces:
+        # What other hosts have updated, every rank writes.
+        self._changes_weights = bool(pieces) or self.plan.num_hosts > 1
+        if self.board is not None and not self._changes_weights:
             self.board.own_nothing()
         return pieces
 
@@ -322,9 +331,13 @@ class Replica(Worker):
         run.is_skipped = not self._judge.settle(run.step)
         if run.is_skipped:
             return
-        board = self.board if self._pieces else None
+        board = self.board if self._changes_weights else None
         with nullcontext() if board is None else board.updating(run.step):
             self.updater.step()
+            self.exchange.spread(
+                {number: one.detach() for number, (_, one) in enumerate(self._trainable)},
+                all_pieces=not self.updater.is_known,
+            )
 
     def _sync(self, run: "_Step", shares: list[int]) -> None:
         self.exchange.barrier()
@@ -374,6 +387,16 @@ class Replica(Worker):
             name: self.exchange.summed(index, filled)
             for index, (name, _) in enumerate(self._trainable)
         }
+
+    def gather_slots(self) -> None:
+        if self.plan.num_hosts == 1:
+            return
+        assert self.updater is not None
+        numbers = {name: number for number, (name, _) in enumerate(self._trainable)}
+        for name, tensor in self.updater.stored():
+            if name in numbers:
+                self.exchange.spread({numbers[name]: tensor.detach()}, all_pieces=True)
+        self.exchange.barrier()
 
     # --- evaluation and prediction ---------------------------------------------------------------
 

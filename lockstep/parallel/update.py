@@ -65,6 +65,7 @@ class Updater(ABC):
     """An optimizer that can work on pieces."""
 
     is_elementwise = False  # whether ``divide`` may cut parameters
+    is_known: bool = False  # whether it leaves parameters alone that have no gradient
     owner: object = None  # whose slots these are: the front end's optimizer
     turn = 0  # of several optimizers, which one steps
 
@@ -109,6 +110,18 @@ class Updater(ABC):
     @abstractmethod
     def slots(self, *, with_stored: bool = False) -> list[PieceSlots]:
         """The slots of every piece that has any; of those in the store only the names, or all."""
+
+    def stored(self) -> list[tuple[str, torch.Tensor]]:
+        """Whole tensors in the store, each with its parameter's name, in one order on all ranks."""
+        return []
+
+    def state(self) -> Any:
+        """What the front end's optimizer knows, as a tree that other hosts can be sent."""
+        raise NotImplementedError
+
+    def load_state(self, state: Any) -> None:
+        """Have the front end's optimizer know what that of another host knew."""
+        raise NotImplementedError
 
     def recover(self) -> list[str]:
         """After a failure give the front end's optimizer what this rank knows of the slots.

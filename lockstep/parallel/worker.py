@@ -119,6 +119,10 @@ class Worker(ABC):
     def gradients(self, num_samples: int) -> dict[str, torch.Tensor | None]:
         """Gradients of the last step, summed over all shares; every name on one rank only."""
 
+    def gather_slots(self) -> None:
+        """Bring what lies in the stores of slots to all hosts; every rank calls it."""
+        return
+
     @abstractmethod
     def held_names(self) -> frozenset[str] | None:
         """Names of the parameters and buffers that this rank has; None for all of the model's."""

@@ -136,6 +136,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         channels_last: images run through the model with their channels together in memory.
         pipeline: the stages, where the model is cut into some; the shares of a batch are then its
             microbatches.
+        hosts: the number of ranks on each of several hosts, in order; empty for one host. Inputs
+            and output gradients that replicas exchange (``LayerPlacement.row_limit``) go to all
+            hosts then, and every host updates all of that weight.
         notes: what a person should know about this plan.
         version: of this format.
 
@@ -156,6 +159,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     shares_per_row: int = 1
     compiled: bool = False
     pipeline: Pipeline | None = None
+    hosts: tuple[int, ...] = ()
     notes: tuple[str, ...] = ()
     version: int = PLAN_VERSION
 
@@ -175,6 +179,21 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     def num_replicas(self) -> int:
         """Copies of the model that train on different shares."""
         return next((axis.size for axis in self.mesh if axis.name == "data"), 1)
+
+    @property
+    def num_hosts(self) -> int:
+        """Hosts that take part."""
+        return max(len(self.hosts), 1)
+
+    def ranks_of_host(self, host: int) -> range:
+        """The consecutive ranks on a host."""
+        hosts = self.hosts or (self.num_ranks,)
+        start = sum(hosts[:host])
+        return range(start, start + hosts[host])
+
+    def host_of(self, rank: int) -> int:
+        """The host that a rank is on."""
+        return next(host for host in range(self.num_hosts) if rank in self.ranks_of_host(host))
 
     def shares_of(self, replica: int) -> range:
         """The consecutive shares that a replica of the whole model computes."""
@@ -232,6 +251,12 @@ def _check_ranks(plan: Plan, problems: Problems) -> None:
             "The sizes of the mesh's axes must multiply to the number of devices.",
             received=f"axes of {sizes} with {plan.num_ranks} devices",
             fix="Name one device per rank.",
+        )
+    if plan.hosts and (min(plan.hosts) < 1 or sum(plan.hosts) != plan.num_ranks):
+        problems.add(
+            "Every rank must be on a host, and every host have a rank.",
+            received=f"hosts with {plan.hosts} ranks and {plan.num_ranks} devices",
+            fix="Give the number of ranks on each host.",
         )
     if plan.threads_per_device is not None and plan.threads_per_device < 1:
         problems.add(

@@ -37,8 +37,18 @@ def _heading(plan: Plan) -> str:
     images += ", compiled" if plan.compiled else ""
     return (
         f"Plan: {plan.strategy}, {mesh}, {plan.precision}{images}\n"
-        f"Devices: {', '.join(plan.devices)}{threads}\n"
+        f"Devices: {_devices(plan)}{threads}\n"
         f"{_work(plan)}"
+    )
+
+
+def _devices(plan: Plan) -> str:
+    """The ranks' devices, host by host where there are several."""
+    if not plan.hosts:
+        return ", ".join(plan.devices)
+    return "; ".join(
+        f"host {host}: " + ", ".join(plan.devices[rank] for rank in plan.ranks_of_host(host))
+        for host in range(plan.num_hosts)
     )
 
 

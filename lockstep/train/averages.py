@@ -131,6 +131,16 @@ class AveragingUpdater(WrappedUpdater):
         averages.begun |= self._trainable  # other ranks have begun theirs
         averages.num_updates += 1
 
+    def state(self) -> Any:
+        averages = self._averages
+        begun = sorted(averages.begun)
+        return {**super().state(), "num_updates": averages.num_updates, "begun": begun}
+
+    def load_state(self, state: Any) -> None:
+        super().load_state(state)
+        self._averages.num_updates = state["num_updates"]
+        self._averages.begun = set(state["begun"])
+
 
 def _kept_and_weights(
     companions: Sequence[Companion],

@@ -71,6 +71,16 @@ class UpdaterSet(Updater):
         """No schedule moves these options at every step."""
         return
 
+    def stored(self) -> list[tuple[str, torch.Tensor]]:
+        return [each for updater in self._updaters for each in updater.stored()]
+
+    def state(self) -> Any:
+        return [updater.state() for updater in self._updaters]
+
+    def load_state(self, state: Any) -> None:
+        for updater, own in zip(self._updaters, state, strict=True):
+            updater.load_state(own)
+
     def recover(self) -> list[str]:
         return [name for updater in self._updaters for name in updater.recover()]
 

@@ -267,6 +267,23 @@ class TorchUpdater(Updater):
             for slot in part.stored:
                 state[parameters[part.name]][slot] = self._store[part.name][slot]
 
+    def stored(self) -> list[tuple[str, torch.Tensor]]:
+        return [(name, place) for name, slots in self._store.items() for place in slots.values()]
+
+    def state(self) -> Any:
+        slots = {
+            name: dict(self.optimizer.state[parameter])
+            for name, parameter in self.parameters.items()
+            if parameter in self.optimizer.state
+        }
+        return {"options": self.options(), "slots": slots}
+
+    def load_state(self, state: Any) -> None:
+        self.set_options(state["options"])
+        self.optimizer.state.clear()
+        for name, slots in state["slots"].items():
+            self.optimizer.state[self.parameters[name]] = slots
+
     def recover(self) -> list[str]:
         if self._active is self.optimizer:
             return []

@@ -117,6 +117,17 @@ class WrappedUpdater(Updater):
         """See ``TorchUpdater.take_slots``."""
         self.inner.take_slots(pieces)
 
+    def stored(self) -> list[tuple[str, torch.Tensor]]:
+        return [*self.inner.stored(), *self.kept.items()]
+
+    def state(self) -> Any:
+        return {"inner": self.inner.state(), "kept": self.kept}
+
+    def load_state(self, state: Any) -> None:
+        self.inner.load_state(state["inner"])
+        self.kept.clear()
+        self.kept.update(state["kept"])
+
     def recover(self) -> list[str]:
         return self.inner.recover()
 

@@ -208,7 +208,8 @@ def exchange_gradients(
 ) -> list[list[Tensor | None]]:
     """Steps with random delays; every step's whole summed gradients as this rank sees them."""
     spec = make_spec(num_ranks, num_shares)
-    exchange = SharedMemoryExchange(spec, region, rank=rank, look_around=look_around)
+    board = Board(region, rank=rank, num_ranks=num_ranks, look_around=look_around)
+    exchange = SharedMemoryExchange(spec, region, board=board)
     mine = elementwise_slices(spec.gradients.extents, num_ranks, num_shares)[rank]
     dice = random.Random(f"{seed} {rank}")
     steps = []
@@ -239,7 +240,8 @@ def exchange_rows(
 ) -> int:
     """Rows of one share per rank; returns how often the gathered rows were not all ranks' own."""
     spec = make_spec(num_ranks, num_ranks)
-    exchange = SharedMemoryExchange(spec, region, rank=rank, look_around=look_around)
+    board = Board(region, rank=rank, num_ranks=num_ranks, look_around=look_around)
+    exchange = SharedMemoryExchange(spec, region, board=board)
     dice = random.Random(f"{seed} {rank}")
     wrong = 0
     for number in range(num_rounds):

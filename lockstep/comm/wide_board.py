@@ -1,0 +1,137 @@
+"""The board of ranks on several hosts.
+
+Every host has a board of its own with lines for all ranks. Its own ranks meet there as ever. Its
+first rank, the leader, also meets the leaders of the other hosts, and writes what they tell into
+the lines of their ranks. A barrier is: all ranks of each host, then all leaders, then all ranks of
+each host once more, by which time everything that goes with it has arrived.
+"""
+
+import struct
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from lockstep.comm.board import Board
+from lockstep.comm.shared_memory import SharedRegion
+
+_HALT = struct.Struct("<?")
+
+
+class Crossing(Protocol):
+    """A leader's line to the leaders of the other hosts; all call the same in the same order."""
+
+    def exchange(self, payload: bytes, among: int | None = None) -> list[bytes]:
+        """The payloads of the first ``among`` hosts, by default of all, by host."""
+
+    def broadcast(self, payload: bytes | None) -> bytes:
+        """Host 0's payload; the others pass None."""
+
+
+def _nothing() -> bytes:
+    return b""
+
+
+def _ignore(payloads: list[bytes]) -> None:
+    return
+
+
+class WideBoard(Board):
+    """One rank's view of its host's board.
+
+    Args:
+        region: see ``Board``.
+        rank: whose view this is, counted over all hosts.
+        hosts: the number of ranks of each host.
+        look_around: see ``Board``.
+        crossing: to the other leaders; None unless this rank leads its host.
+    """
+
+    def __init__(
+        self,
+        region: SharedRegion,
+        *,
+        rank: int,
+        hosts: Sequence[int],
+        look_around: Callable[[float], None],
+        crossing: Crossing | None,
+    ) -> None:
+        super().__init__(region, rank=rank, num_ranks=sum(hosts), look_around=look_around)
+        self.crossing = crossing
+        starts = [sum(hosts[:host]) for host in range(len(hosts))]
+        self._hosts = [
+            range(start, start + count) for start, count in zip(starts, hosts, strict=True)
+        ]
+        self.ranks_here = next(ranks for ranks in self._hosts if rank in ranks)
+        self._leading_rank = self.ranks_here.start
+        self._leader = self._lines[self._leading_rank]
+
+    def _lines_here(self) -> Sequence[object]:  # type: ignore[override]
+        return [self._lines[rank] for rank in self.ranks_here]
+
+    def barrier(self) -> None:
+        self.meet()
+
+    def barrier_here(self) -> None:
+        """Wait for the ranks of this host only."""
+        entered = self._own.barriers + 1
+        self._own.barriers = entered
+        self.ring()
+        for rank in self.ranks_here:
+            self._wait(rank, lambda line: line.barriers >= entered)
+
+    def meet(
+        self,
+        give: Callable[[], bytes] = _nothing,
+        take: Callable[[list[bytes]], None] = _ignore,
+    ) -> None:
+        """A barrier of all ranks, at which leaders hand over what their hosts have written.
+
+        Args:
+            give: called on leaders once all ranks of the host are here: what to tell the others.
+            take: called on leaders with what each host has told.
+        """
+        self.barrier_here()
+        if self.crossing is not None:
+            halts = self.rank == 0 and self.wants_halt()
+            told = self.crossing.exchange(_HALT.pack(halts) + give())
+            if _HALT.unpack_from(told[0])[0] and not self._own.halt:
+                # Before this rank shows that it is at the next barrier: see ``Board.is_halted``.
+                self._own.halt = self._own.barriers + 1
+            take([payload[_HALT.size :] for payload in told])
+        self.barrier_here()
+
+    def tell(self, numbers: Sequence[float]) -> list[list[float]]:
+        count = len(numbers)
+        row = struct.Struct(f"<{count}d")
+
+        def give() -> bytes:
+            return b"".join(row.pack(*self._lines[rank].told[:count]) for rank in self.ranks_here)
+
+        def take(payloads: list[bytes]) -> None:
+            for ranks, payload in zip(self._hosts, payloads, strict=True):
+                for rank, values in zip(ranks, row.iter_unpack(payload), strict=True):
+                    self._lines[rank].told[:count] = values
+
+        self._own.told[:count] = numbers
+        self.meet(give, take)
+        return self._told(count)
+
+    def announce(self, has_message: bool) -> bool:
+        if self.rank == 0 and self.crossing is not None:
+            self.crossing.broadcast(_HALT.pack(has_message))
+        return super().announce(has_message)
+
+    def announced(self) -> bool:
+        if self.crossing is not None:
+            return super().announce(bool(_HALT.unpack(self.crossing.broadcast(None))[0]))
+        return super().announced()
+
+    def relay(self, tag: int, fetch: Callable[[], None]) -> None:
+        """Wait for what comes from other hosts and goes with ``tag``; the leader fetches it."""
+        if self._leader.relayed >= tag:
+            return
+        if self.crossing is not None:
+            fetch()
+            self._own.relayed = tag
+            self.ring()
+            return
+        self.wait_until(self._leading_rank, lambda: self._leader.relayed >= tag)

@@ -1,0 +1,110 @@
+"""Data parallelism over several hosts, as a Plan.
+
+It is the Plan of one host with as many replicas, and two decisions more: how many replicas each host
+has, and which weights' activations are sent in place of their gradients.
+"""
+
+from dataclasses import dataclass
+
+import msgspec
+
+from lockstep.cluster.topology import Cluster, Host
+from lockstep.graph.layer_graph import Layer, LayerGraph
+from lockstep.plan.makers import Maker, Mirrored, num_mirrored_replicas
+from lockstep.plan.spec import LayerPlacement, Plan, SlicedUpdate
+
+# Of networks that nobody has told of.
+DEFAULT_GBIT_PER_SECOND = 10.0
+
+# What a core is taken for. They decide between two ways that give the same result, so they need not
+# be right: at the border both take the same time.
+_PRODUCTS_PER_SECOND = 3e10
+_UPDATES_PER_SECOND = 5e8
+_BYTES_PER_ELEMENT = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class MirroredHosts(Maker):
+    """Synchronous data parallelism: every replica on every host holds the whole model.
+
+    Attributes:
+        devices_per_host: CPU replicas of each host; None is as many as its launcher gives it, else
+            one per usable core, at most 8.
+        num_shares: parts of each global batch; None is one per replica.
+        channels_last: the memory format of images; None chooses.
+        gbit_per_second: how fast a host sends to another.
+    """
+
+    devices_per_host: int | None = None
+    num_shares: int | None = None
+    channels_last: bool | None = None
+    gbit_per_second: float = DEFAULT_GBIT_PER_SECOND
+    precision: str = "fp32"
+
+    def __call__(self, graph: LayerGraph, cluster: Cluster, batch_size: int) -> Plan:
+        """Make the Plan for global batches of ``batch_size`` samples.
+
+        Raises:
+            DeviceError: more replicas than a host can hold.
+            OptionError: fewer shares than replicas.
+        """
+        counts = self.replicas(cluster)
+        together = Host(
+            name="all hosts", num_cores=sum(host.num_cores for host in cluster.hosts), devices=()
+        )
+        maker = Mirrored(
+            devices=sum(counts),
+            num_shares=self.num_shares,
+            channels_last=self.channels_last,
+            precision=self.precision,
+        )
+        plan = maker(graph, Cluster(hosts=(together,)), batch_size)
+        plan = msgspec.structs.replace(plan, strategy="multi-worker mirrored")
+        if len(counts) == 1:
+            return plan
+        return msgspec.structs.replace(
+            plan,
+            hosts=counts,
+            devices=tuple(
+                f"cpu:{rank % host.num_cores}"
+                for host, count in zip(cluster.hosts, counts, strict=True)
+                for rank in range(count)
+            ),
+            update=SlicedUpdate(),
+            layers=tuple(
+                self._placed(placement, layer, cluster, batch_size)
+                for placement, layer in zip(plan.layers, graph.layers, strict=True)
+            ),
+        )
+
+    def replicas(self, cluster: Cluster) -> tuple[int, ...]:
+        """How many each host has.
+
+        Raises:
+            DeviceError: more than it can hold.
+        """
+        return tuple(
+            num_mirrored_replicas(self.devices_per_host or host.num_given, Cluster(hosts=(host,)))
+            for host in cluster.hosts
+        )
+
+    def _placed(
+        self, placement: LayerPlacement, layer: Layer, cluster: Cluster, batch_size: int
+    ) -> LayerPlacement:
+        """A layer whose activations are exchanged only if that is faster over this network."""
+        if not placement.row_limit or self._activations_pay(layer, cluster, batch_size):
+            return placement
+        return msgspec.structs.replace(placement, row_limit=0)
+
+    def _activations_pay(self, layer: Layer, cluster: Cluster, batch_size: int) -> bool:
+        """Whether sending less outweighs that every host forms the whole gradient.
+
+        Per host of n, (n - 1) / n of all this: gradients are received and parameters sent, or the
+        batch's activations received; then its cores do the work of the other hosts' cores, too.
+        """
+        outs, ins = next(each.shape for each in layer.parameters if each.name.endswith("weight"))
+        size = outs * ins
+        bytes_saved = (2 * size - batch_size * (outs + ins)) * _BYTES_PER_ELEMENT
+        work = 2 * batch_size * size / _PRODUCTS_PER_SECOND + size / _UPDATES_PER_SECOND
+        cores = min(host.num_cores for host in cluster.hosts)
+        return bytes_saved / (self.gbit_per_second / 8 * 1e9) > work / cores

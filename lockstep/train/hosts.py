@@ -1,0 +1,264 @@
+"""The other hosts, as this process sees them.
+
+The same script runs on every host, so each has a model, an optimizer and a Trainer of its own. Before
+the hosts work together they make sure that these are alike: what the script has decided must be
+equal, or the difference is named; values (weights, slots, options) are those of host 0.
+"""
+
+import hashlib
+import os
+import socket
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from torch import nn
+
+import lockstep
+from lockstep.cluster.devices import discover
+from lockstep.cluster.environment import find_place
+from lockstep.cluster.place import Place
+from lockstep.cluster.topology import Cluster, Host
+from lockstep.comm.codec import decode, encode
+from lockstep.comm.wires import Wire, num_wires
+from lockstep.data.order import kept_streams, seed_streams
+from lockstep.data.sources import Source
+from lockstep.data.trees import tensors_of
+from lockstep.errors import HostError, OptionError, problem
+from lockstep.launch.circle import Card, Circle
+from lockstep.launch.rendezvous import meet
+from lockstep.launch.secret import find_secret
+from lockstep.parallel.update import Updater
+from lockstep.plan.spec import Plan
+
+LookAround = Callable[[float], None]
+
+_PART_BYTES = 1 << 24
+_FINGERPRINT_SAMPLES = 4
+_EXPLANATION_SECONDS = 1.0
+
+
+class Hosts:
+    """All hosts of the job, from one of which this process speaks.
+
+    Args:
+        place: this process's.
+        circle: the hosts' leaders.
+    """
+
+    def __init__(self, place: Place, circle: Circle) -> None:
+        self.place = place
+        self.circle = circle
+        self._wires: dict[Wire, socket.socket] = {}
+        self._wired: tuple[int, ...] = ()
+        hosts = [msgspec.json.decode(str(card.about["host"]), type=Host) for card in circle.cards]
+        self.cluster = Cluster(hosts=tuple(hosts))
+
+    @property
+    def host(self) -> int:
+        """The number of this host."""
+        return self.circle.host
+
+    @property
+    def names(self) -> list[str]:
+        """Of all hosts."""
+        return [host.name for host in self.cluster.hosts]
+
+    def told(self, obj: Any, look_around: LookAround = lambda waited: None) -> Any:
+        """Host 0's object, on every host."""
+        leads = self.host == 0
+        payload = self.circle.broadcast(encode(obj) if leads else None, look_around)
+        return obj if leads else decode(payload)
+
+    def wires(self, counts: tuple[int, ...], timeout_seconds: float) -> dict[Wire, socket.socket]:
+        """This host's wires, for as many ranks on each host; they stay open for the next time."""
+        if counts != self._wired:
+            self._close_wires()
+            pairs = {
+                (one, other): num_wires(counts, one, other)
+                for other in range(len(counts))
+                for one in range(other)
+            }
+            opened = self.circle.open_wires(pairs, timeout_seconds)
+            self._wires = {
+                (other, number): end
+                for other, ends in opened.items()
+                for number, end in enumerate(ends)
+            }
+            self._wired = counts
+        return self._wires
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the other hosts that this one has failed, and part from them."""
+        with suppress(OSError, HostError):  # they may be gone
+            self.circle.fail(f"{type(error).__name__}: {error}")
+        self.close()
+
+    def explain(self, error: BaseException) -> None:
+        """Raise what another host says of itself, if that is why something has failed here.
+
+        Raises:
+            HostError: in its stead.
+        """
+        try:
+            self.circle.listen(_EXPLANATION_SECONDS)
+        except HostError as reason:
+            raise reason from error
+
+    def close(self) -> None:
+        """Part from the other hosts; the next call meets them anew."""
+        self._close_wires()
+        self.circle.close()
+        _met.pop(self.place, None)
+
+    def _close_wires(self) -> None:
+        while self._wires:
+            self._wires.popitem()[1].close()
+        self._wired = ()
+
+    # --- being alike -----------------------------------------------------------------------------
+
+    def check_equal(self, facts: Mapping[str, object]) -> None:
+        """Every host must have the same facts, or all raise what differs first.
+
+        Raises:
+            HostError: with the fact's name and what both hosts have.
+        """
+        told = [decode(each) for each in self.circle.exchange(encode(_as_text(facts)))]
+        for name in dict.fromkeys(name for one in told for name in one):
+            values = [one.get(name, "missing") for one in told]
+            other = next((host for host, value in enumerate(values) if value != values[0]), None)
+            if other is not None:
+                raise HostError(
+                    problem(
+                        f"All hosts must run the same script on the same data: {name} differs.",
+                        received=f"{values[0]} on host 0 ({self.names[0]}) and {values[other]} on "
+                        f"host {other} ({self.names[other]})",
+                        fix="Start the same script with the same arguments everywhere.",
+                    )
+                )
+
+    def share_values(self, model: nn.Module, updater: Updater | None) -> None:
+        """Have every host's model and optimizer be as those of host 0."""
+        tensors = dict([*model.named_parameters(), *model.named_buffers()])
+        mine = _digest(tensors.values())
+        if self._differs(mine):
+            for tensor in tensors.values():
+                self._share_tensor(tensor)
+        if updater is not None:
+            state = updater.state()
+            if self._differs(_digest_of_tree(state)):
+                told = self.told(state)
+                if self.host != 0:
+                    updater.load_state(told)
+
+    def _differs(self, digest: bytes) -> bool:
+        return len(set(self.circle.exchange(digest))) > 1
+
+    @torch.no_grad()
+    def _share_tensor(self, tensor: torch.Tensor) -> None:
+        told = self.told(tensor.detach().contiguous())
+        if self.host != 0:
+            tensor.copy_(told)
+
+
+def find_hosts(timeout_seconds: float, place: Place | None = None) -> Hosts | None:
+    """The hosts of the job that this process belongs to: met now, or before; None where it is alone.
+
+    Args:
+        timeout_seconds: longest wait for the others.
+        place: this process's; None is what the launcher's variables say.
+
+    Raises:
+        HostError: a host does not come, or is not what this one is.
+    """
+    place = place or find_place(os.environ)
+    if place is None or place.num_hosts == 1:
+        return None
+    if place not in _met:
+        circle = meet(
+            place,
+            find_secret(os.environ),
+            _card(place),
+            timeout_seconds=timeout_seconds,
+            look_around=lambda waited: None,
+        )
+        _met[place] = Hosts(place, circle)
+    return _met[place]
+
+
+# Whom this process has met: connections are state of the process, as processes are.
+_met: dict[Place, Hosts] = {}
+
+
+def _card(place: Place) -> Card:
+    host = discover().hosts[0]
+    given = place.devices if place.num_processes == 1 else place.num_processes
+    host = msgspec.structs.replace(host, num_given=given, arithmetic=_arithmetic())
+    return Card(
+        facts={
+            "the version of Lockstep": lockstep.__version__,
+            "the version of torch": torch.__version__,
+        },
+        about={"host": msgspec.json.encode(host).decode()},
+    )
+
+
+def _arithmetic() -> str:
+    """Where this is equal, the same products have the same bits."""
+    return f"{torch.backends.cpu.get_cpu_capability()} {_processor()}"
+
+
+def _processor() -> str:
+    with suppress(OSError), open("/proc/cpuinfo") as lines:
+        return next((line.strip() for line in lines if line.startswith("model name")), "")
+    return ""
+
+
+def plan_facts(plan: Plan) -> dict[str, object]:
+    """The Plan, part by part."""
+    return {f"the Plan's {name}": value for name, value in msgspec.to_builtins(plan).items()}
+
+
+def model_facts(model: nn.Module) -> dict[str, object]:
+    """What there is of a model, but for its values."""
+    return {
+        f"the tensor {name!r}": f"{tuple(tensor.shape)} {tensor.dtype} {tensor.requires_grad}"
+        for name, tensor in (*model.named_parameters(), *model.named_buffers())
+    }
+
+
+def data_facts(source: Source, name: str) -> dict[str, object]:
+    """How much data there is, and a fingerprint of its beginning."""
+    with kept_streams():
+        seed_streams(0)
+        few = source.read(torch.arange(min(len(source), _FINGERPRINT_SAMPLES)), torch.float32)
+    found = tensors_of((few.inputs, few.targets, few.sample_weight))
+    return {
+        f"the number of samples of {name}": len(source),
+        f"the beginning of {name}": _digest(found).hex(),
+    }
+
+
+def _as_text(facts: Mapping[str, object]) -> dict[str, str]:
+    return {name: str(value) for name, value in facts.items()}
+
+
+def _digest(tensors: Any) -> bytes:
+    digest = hashlib.blake2b(digest_size=16)
+    for tensor in tensors:
+        digest.update(_content(tensor))
+    return digest.digest()
+
+
+def _content(tensor: torch.Tensor) -> Any:
+    plain = tensor.detach().cpu().contiguous()
+    return memoryview(np.asarray(plain.view(-1).view(torch.uint8))) if plain.numel() else b""
+
+
+def _digest_of_tree(tree: Any) -> bytes:
+    return hashlib.blake2b(encode(tree), digest_size=16).digest()
