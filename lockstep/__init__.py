@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from lockstep.strategies.base import Strategy as Strategy
     from lockstep.strategies.hybrid import HybridStrategy as HybridStrategy
     from lockstep.strategies.mirrored import MirroredStrategy as MirroredStrategy
+    from lockstep.strategies.multi_worker import (
+        MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy,
+    )
     from lockstep.strategies.pipeline import PipelineStrategy as PipelineStrategy
     from lockstep.strategies.single import SingleDeviceStrategy as SingleDeviceStrategy
     from lockstep.train.averages import EMA as EMA
@@ -44,6 +47,10 @@ _HOMES = {
     "Job": ("lockstep.proof.job", "Job"),
     "LockstepError": ("lockstep.errors", "LockstepError"),
     "MirroredStrategy": ("lockstep.strategies.mirrored", "MirroredStrategy"),
+    "MultiWorkerMirroredStrategy": (
+        "lockstep.strategies.multi_worker",
+        "MultiWorkerMirroredStrategy",
+    ),
     "OwnLoss": ("lockstep.data.own_loss", "OwnLoss"),
     "PipelineStrategy": ("lockstep.strategies.pipeline", "PipelineStrategy"),
     "Plan": ("lockstep.plan.spec", "Plan"),

@@ -6,7 +6,14 @@ where they could.
 
 import re
 
+from typing import Literal
+
 import msgspec
+
+# How far a Plan goes where a launcher has started several processes. "one process": each trains
+# for itself, whatever the others do; "one host": there must be no others; "all hosts": they train
+# together.
+Reach = Literal["one process", "one host", "all hosts"]
 
 MAX_PORT = 65535
 

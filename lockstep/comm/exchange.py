@@ -127,6 +127,10 @@ class Exchange(ABC):
     def barrier(self) -> None:
         """Wait for all ranks."""
 
+    def end_step(self) -> None:
+        """Wait until all that this step has updated is there."""
+        self.barrier()
+
     @abstractmethod
     def begin_pass(self) -> None:
         """Every rank begins its next pass over a batch, with shares of it or without."""

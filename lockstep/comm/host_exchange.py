@@ -235,6 +235,10 @@ class HostExchange(SharedMemoryExchange):
         }
         self._wires.transfer(sends, receives)
 
+    def end_step(self) -> None:
+        # Other hosts' pieces have come; who has sent them need not be waited for.
+        self.board.barrier_here()
+
     # --- who has what ----------------------------------------------------------------------------
 
     def _others(self) -> Iterable[int]:

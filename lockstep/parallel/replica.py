@@ -340,7 +340,7 @@ class Replica(Worker):
             )
 
     def _sync(self, run: "_Step", shares: list[int]) -> None:
-        self.exchange.barrier()
+        self.exchange.end_step()
 
     def _collect(self, run: "_Step") -> float:
         """Everyone's losses, once per step; returns their weight."""

@@ -1,7 +1,7 @@
 """Data parallelism over several hosts, as a Plan.
 
-It is the Plan of one host with as many replicas, and two decisions more: how many replicas each host
-has, and which weights' activations are sent in place of their gradients.
+It is the Plan of one host with as many replicas, and two decisions more: how many replicas each
+host has, and which weights' activations are sent in place of their gradients.
 """
 
 from dataclasses import dataclass
@@ -92,7 +92,11 @@ class MirroredHosts(Maker):
         self, placement: LayerPlacement, layer: Layer, cluster: Cluster, batch_size: int
     ) -> LayerPlacement:
         """A layer whose activations are exchanged only if that is faster over this network."""
-        if not placement.row_limit or self._activations_pay(layer, cluster, batch_size):
+        # Hosts that form the same gradient must come to the same bits.
+        are_alike = len({host.arithmetic for host in cluster.hosts}) == 1
+        if not placement.row_limit or (
+            are_alike and self._activations_pay(layer, cluster, batch_size)
+        ):
             return placement
         return msgspec.structs.replace(placement, row_limit=0)
 

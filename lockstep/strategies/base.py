@@ -5,9 +5,11 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from lockstep.cluster.devices import discover
+from lockstep.cluster.place import Reach
 from lockstep.errors import OptionError, Problems, problem
 from lockstep.plan.makers import Maker
 from lockstep.plan.spec import Plan
+
 
 if TYPE_CHECKING:
     from torch import nn
@@ -19,9 +21,11 @@ class Strategy(ABC):
     Attributes:
         timeout_seconds: longest wait of rank 0 for a helper; what hangs longer is reported with
             all ranks' stacks.
+        reach: how far its Plans go, where a launcher has started several processes.
     """
 
     timeout_seconds: float = 600.0
+    reach: Reach = "one host"
 
     @abstractmethod
     def maker(self, precision: str = "fp32") -> Maker:

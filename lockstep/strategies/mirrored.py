@@ -43,23 +43,9 @@ class MirroredStrategy(Strategy):
                     fix="Use devices=2 for two CPU replicas, or leave it out for one per core.",
                 )
             )
-        if num_shares is not None and not is_count(num_shares):
-            raise OptionError(
-                problem(
-                    "`num_shares` must be an integer of at least 1.",
-                    received=f"num_shares={num_shares!r}",
-                    fix="Leave it out for one share per device.",
-                )
-            )
-        if channels_last not in (None, True, False):
-            raise OptionError(
-                problem(
-                    "`channels_last` must be True, False or None.",
-                    received=f"channels_last={channels_last!r}",
-                    fix="Leave it out to have it where convolutions gain.",
-                )
-            )
         problems = Problems()
+        check_shares(problems, num_shares)
+        check_format(problems, channels_last)
         check_timeout(problems, timeout_seconds)
         problems.raise_if_any(OptionError)
         self.devices = devices
@@ -79,3 +65,23 @@ class MirroredStrategy(Strategy):
     @property
     def num_replicas_in_sync(self) -> int:
         return num_mirrored_replicas(self.devices, discover())
+
+
+def check_shares(problems: Problems, num_shares: object) -> None:
+    """Note what is neither None nor an integer of at least 1."""
+    if num_shares is not None and not is_count(num_shares):
+        problems.add(
+            "`num_shares` must be an integer of at least 1.",
+            received=f"num_shares={num_shares!r}",
+            fix="Leave it out for one share per device.",
+        )
+
+
+def check_format(problems: Problems, channels_last: object) -> None:
+    """Note what is no flag."""
+    if channels_last not in (None, True, False):
+        problems.add(
+            "`channels_last` must be True, False or None.",
+            received=f"channels_last={channels_last!r}",
+            fix="Leave it out to have it where convolutions gain.",
+        )

@@ -17,6 +17,8 @@ class SingleDeviceStrategy(Strategy):
         DeviceError: not the name of a device.
     """
 
+    reach = "one process"
+
     def __init__(self, device: str = "cpu") -> None:
         if not isinstance(device, str) or not re.fullmatch(r"(cpu|cuda)(:\d+)?", device):
             raise DeviceError(

@@ -41,7 +41,7 @@ def filled(source: Source, name: str) -> Source:
     return source
 
 
-def check_targets(source: Source, loss: LossAdapter, metrics: Metrics) -> None:
+def check_targets(source: Source | None, loss: LossAdapter, metrics: Metrics) -> None:
     """Refuse arrays without targets where they are needed. Datasets show when they are read.
 
     Raises:

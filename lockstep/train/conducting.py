@@ -23,7 +23,28 @@ if TYPE_CHECKING:
     from lockstep.train.trainer import Trainer
 
 
-class FitConductor(Conductor):
+class FollowingConductor(Conductor):
+    """Of a host that host 0 leads: callbacks and progress are there."""
+
+    def __init__(self) -> None:
+        self.history = History()
+        self.updater: AnyUpdater | None = None
+
+    def begin_train(self) -> None:
+        """Before the first epoch."""
+
+    def end_train(self) -> None:
+        """After the last epoch."""
+
+    def take_slots(self, slots: list[PieceSlots]) -> None:
+        assert self.updater is not None
+        self.updater.take_slots(slots)
+
+    def close(self) -> None:
+        """Nothing is shown here."""
+
+
+class FitConductor(FollowingConductor):
     """Conducts a ``fit``.
 
     Args:
@@ -44,6 +65,7 @@ class FitConductor(Conductor):
         on_snapshot: Callable[[Snapshot], None] | None,
         interrupt: Interrupt,
     ) -> None:
+        super().__init__()
         self._trainer = trainer
         self._schedule = trainer.schedule
         self._callbacks = callbacks
@@ -55,8 +77,6 @@ class FitConductor(Conductor):
         self._step_beginners = acting(callbacks, "on_train_batch_begin")
         self._step_enders = acting(callbacks, "on_train_batch_end")
         self._lookout: Lookout | None = None
-        self.history = History()
-        self.updater: AnyUpdater | None = None
 
     @property
     def stop_training(self) -> bool:  # type: ignore[override]  # an attribute in the base
@@ -138,10 +158,6 @@ class FitConductor(Conductor):
     def observe_state(self, snapshot: Snapshot) -> None:
         if self._on_snapshot is not None:
             self._on_snapshot(snapshot)
-
-    def take_slots(self, slots: list[PieceSlots]) -> None:
-        assert self.updater is not None
-        self.updater.take_slots(slots)
 
     def fingerprint(self) -> object:
         return fingerprint(self._trainer.model, self._trainer.optimizer, self._trainer.plan)

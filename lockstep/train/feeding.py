@@ -63,6 +63,11 @@ class SharedStream:
     def __reduce__(self) -> tuple[Any, ...]:
         return SharedStream, (None,)
 
+    @property
+    def is_read_here(self) -> bool:
+        """Whether this process reads it."""
+        return self._reading is not None
+
     def peek(self, epoch: int = 0) -> ArraySource:
         """The first batch of all, which is still to be read.
 
@@ -147,9 +152,14 @@ class SharedStream:
         return self._background.submit(read)
 
 
-def sample_of(source: Source | SharedStream) -> Source:
-    """Samples to see what the data is like: all of it, or a stream's first batch."""
-    return source.peek() if isinstance(source, SharedStream) else source
+def sample_of(source: Source | SharedStream) -> Source | None:
+    """Samples to see what the data is like: all of it, or a stream's first batch.
+
+    None of a stream that another host reads.
+    """
+    if isinstance(source, SharedStream):
+        return source.peek() if source.is_read_here else None
+    return source
 
 
 def all_batches(
@@ -223,6 +233,8 @@ class _Slot:
         control.broadcast(_News(slot=self._number, is_new=is_new, tree=self._tree))
         if is_new:
             control.share(self._region)
+        assert self._region is not None
+        control.fill(self._region, _num_bytes(self._tree))
 
     def close(self) -> None:
         """Give the memory up, once nobody uses it any more."""
@@ -232,7 +244,7 @@ class _Slot:
 
     def _room(self, tree: Tree) -> SharedRegion:
         """The slot's memory, with room for all of the tree."""
-        _, num_bytes = flat_offsets([spec.extent for spec in _specs_of(tree)])
+        num_bytes = _num_bytes(tree)
         if self._region is None or self._region.num_bytes < num_bytes:
             self.close()
             self._region = SharedRegion.create(num_bytes + num_bytes // _SPARE)
@@ -266,6 +278,7 @@ def _follow(control: Control) -> Iterator[ArraySource]:
             return
         if news.is_new:
             regions[news.slot] = control.share(None)
+        control.fill(regions[news.slot], _num_bytes(news.tree))
         yield _laid_out(news.tree, regions[news.slot])
 
 
@@ -287,6 +300,11 @@ def _specs_of(tree: Tree) -> list[TensorSpec]:
     specs: list[TensorSpec] = []
     map_leaves(TensorSpec, specs.append, tree)
     return specs
+
+
+def _num_bytes(tree: Tree) -> int:
+    """Room that a batch takes."""
+    return flat_offsets([spec.extent for spec in _specs_of(tree)])[1]
 
 
 def _laid_out(tree: Tree, region: SharedRegion) -> ArraySource:

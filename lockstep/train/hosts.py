@@ -1,20 +1,19 @@
 """The other hosts, as this process sees them.
 
-The same script runs on every host, so each has a model, an optimizer and a Trainer of its own. Before
-the hosts work together they make sure that these are alike: what the script has decided must be
-equal, or the difference is named; values (weights, slots, options) are those of host 0.
+The same script runs on every host, so each has a model, an optimizer and a Trainer of its own.
+Before the hosts work together they make sure that these are alike: what the script has decided must
+be equal, or the difference is named; values (weights, slots, options) are those of host 0.
 """
 
 import hashlib
 import os
 import socket
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from time import monotonic, sleep
 from typing import Any
 
 import msgspec
-import numpy as np
 import torch
 from torch import nn
 
@@ -28,7 +27,7 @@ from lockstep.comm.wires import Wire, num_wires
 from lockstep.data.order import kept_streams, seed_streams
 from lockstep.data.sources import Source
 from lockstep.data.trees import tensors_of
-from lockstep.errors import HostError, OptionError, problem
+from lockstep.errors import HostError, problem
 from lockstep.launch.circle import Card, Circle
 from lockstep.launch.rendezvous import meet
 from lockstep.launch.secret import find_secret
@@ -37,9 +36,9 @@ from lockstep.plan.spec import Plan
 
 LookAround = Callable[[float], None]
 
-_PART_BYTES = 1 << 24
 _FINGERPRINT_SAMPLES = 4
 _EXPLANATION_SECONDS = 1.0
+_PAUSE_SECONDS = 0.02
 
 
 class Hosts:
@@ -53,7 +52,7 @@ class Hosts:
     def __init__(self, place: Place, circle: Circle) -> None:
         self.place = place
         self.circle = circle
-        self._wires: dict[Wire, socket.socket] = {}
+        self.wires: dict[Wire, socket.socket] = {}
         self._wired: tuple[int, ...] = ()
         hosts = [msgspec.json.decode(str(card.about["host"]), type=Host) for card in circle.cards]
         self.cluster = Cluster(hosts=tuple(hosts))
@@ -74,39 +73,50 @@ class Hosts:
         payload = self.circle.broadcast(encode(obj) if leads else None, look_around)
         return obj if leads else decode(payload)
 
-    def wires(self, counts: tuple[int, ...], timeout_seconds: float) -> dict[Wire, socket.socket]:
-        """This host's wires, for as many ranks on each host; they stay open for the next time."""
-        if counts != self._wired:
-            self._close_wires()
-            pairs = {
-                (one, other): num_wires(counts, one, other)
-                for other in range(len(counts))
-                for one in range(other)
-            }
-            opened = self.circle.open_wires(pairs, timeout_seconds)
-            self._wires = {
-                (other, number): end
-                for other, ends in opened.items()
-                for number, end in enumerate(ends)
-            }
-            self._wired = counts
-        return self._wires
+    def crossing(self, look_around: LookAround) -> "LeaderCrossing":
+        """The circle, as a board uses it."""
+        return LeaderCrossing(self.circle, look_around)
 
-    def fail(self, error: BaseException) -> None:
-        """Tell the other hosts that this one has failed, and part from them."""
-        with suppress(OSError, HostError):  # they may be gone
-            self.circle.fail(f"{type(error).__name__}: {error}")
-        self.close()
+    def open_wires(self, counts: tuple[int, ...], timeout_seconds: float) -> None:
+        """Have wires for as many ranks on each host; they stay open for the next time."""
+        if counts == self._wired:
+            return
+        self._close_wires()
+        pairs = {
+            (one, other): num_wires(counts, one, other)
+            for other in range(len(counts))
+            for one in range(other)
+        }
+        for other, ends in self.circle.open_wires(pairs, timeout_seconds).items():
+            self.wires.update({(other, number): end for number, end in enumerate(ends)})
+        self._wired = counts
 
-    def explain(self, error: BaseException) -> None:
-        """Raise what another host says of itself, if that is why something has failed here.
+    @contextmanager
+    def failing_together(self) -> Iterator[None]:
+        """Where the block fails on one host, it fails on all, and each says why.
 
         Raises:
-            HostError: in its stead.
+            HostError: another host has failed.
         """
         try:
-            self.circle.listen(_EXPLANATION_SECONDS)
+            yield
+        except BaseException as error:
+            if isinstance(error, HostError) or isinstance(error.__cause__, HostError):
+                self._hear_why(error)
+            with suppress(OSError, HostError):  # the others may be gone
+                self.circle.fail(f"{type(error).__name__}: {error}")
+            self.close()
+            raise
+
+    def _hear_why(self, error: BaseException) -> None:
+        """A connection that ends says little: another host may be about to say more."""
+        deadline = monotonic() + _EXPLANATION_SECONDS
+        try:
+            while monotonic() < deadline:
+                self.circle.look_around()
+                sleep(_PAUSE_SECONDS)
         except HostError as reason:
+            self.close()
             raise reason from error
 
     def close(self) -> None:
@@ -116,8 +126,8 @@ class Hosts:
         _met.pop(self.place, None)
 
     def _close_wires(self) -> None:
-        while self._wires:
-            self._wires.popitem()[1].close()
+        while self.wires:
+            self.wires.popitem()[1].close()
         self._wired = ()
 
     # --- being alike -----------------------------------------------------------------------------
@@ -166,8 +176,24 @@ class Hosts:
             tensor.copy_(told)
 
 
+class LeaderCrossing:
+    """See ``comm.wide_board.Crossing``."""
+
+    def __init__(self, circle: Circle, look_around: LookAround) -> None:
+        self._circle = circle
+        self._look_around = look_around
+
+    def exchange(self, payload: bytes, among: int | None = None) -> list[bytes]:
+        """The payloads of the first ``among`` hosts."""
+        return self._circle.exchange(payload, self._look_around, among=among)
+
+    def broadcast(self, payload: bytes | None) -> bytes:
+        """Host 0's payload."""
+        return self._circle.broadcast(payload, self._look_around)
+
+
 def find_hosts(timeout_seconds: float, place: Place | None = None) -> Hosts | None:
-    """The hosts of the job that this process belongs to: met now, or before; None where it is alone.
+    """The hosts of this process's job: met now, or before; None where there is one.
 
     Args:
         timeout_seconds: longest wait for the others.
@@ -189,6 +215,12 @@ def find_hosts(timeout_seconds: float, place: Place | None = None) -> Hosts | No
         )
         _met[place] = Hosts(place, circle)
     return _met[place]
+
+
+def find_cluster(timeout_seconds: float) -> Cluster:
+    """All hosts of this process's job; see ``find_hosts``."""
+    hosts = find_hosts(timeout_seconds)
+    return discover() if hosts is None else hosts.cluster
 
 
 # Whom this process has met: connections are state of the process, as processes are.
@@ -257,7 +289,7 @@ def _digest(tensors: Any) -> bytes:
 
 def _content(tensor: torch.Tensor) -> Any:
     plain = tensor.detach().cpu().contiguous()
-    return memoryview(np.asarray(plain.view(-1).view(torch.uint8))) if plain.numel() else b""
+    return plain.view(-1).view(torch.uint8).numpy() if plain.numel() else b""
 
 
 def _digest_of_tree(tree: Any) -> bytes:

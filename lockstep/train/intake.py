@@ -30,6 +30,7 @@ class Wish:
         purpose: see ``Reading``.
         first_epoch: epochs trained before.
         with_targets: there must be targets.
+        is_read_here: a stream is read by this process, and not on another host.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Wish:
     purpose: str = "reading"
     first_epoch: int = 0
     with_targets: bool = True
+    is_read_here: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,6 +132,9 @@ def take_in(data: Any, wish: Wish) -> Feed:
 
 def _take_in_stream(stream: Stream, wish: Wish) -> Feed:
     _check(stream, wish)
+    if not wish.is_read_here:
+        # How large its batches are, and how many there are, the host that reads it will tell.
+        return Feed(source=SharedStream(None), batch_size=0, num_steps=None)
     reading = Reading(
         stream,
         seed=wish.seed,

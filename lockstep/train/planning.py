@@ -20,9 +20,11 @@ from lockstep.capture.graph import capture_graph, value_bytes
 from lockstep.capture.layers import capture_layers
 from lockstep.capture.tracing import Trace, trace_modes
 from lockstep.cluster.devices import discover
+from lockstep.cluster.topology import Cluster
 from lockstep.data.order import restore_streams, stream_states
 from lockstep.data.sources import Source, as_input_source, as_source
 from lockstep.data.trees import Tree, map_tensors
+from lockstep.errors import OptionError, problem
 from lockstep.graph.layer_graph import LayerGraph
 from lockstep.parallel.forward import DTYPES, channels_last, computing_in, narrowed
 from lockstep.parallel.parcel import describe
@@ -60,20 +62,37 @@ class Planning:
         return vars(Planning(self._model))
 
     def plan(
-        self, maker: Maker, precision: str, source: Source, batch_size: int
+        self,
+        maker: Maker,
+        precision: str,
+        source: Source | None,
+        batch_size: int,
+        cluster: Cluster | None = None,
     ) -> tuple[Plan, Partitions]:
         """A Plan, and the model in its stages, in training and in evaluation.
 
         Args:
             maker: of the Plan.
             precision: of the Plan.
-            source: what the model is going to run on.
+            source: what the model is going to run on; None where another host reads it.
             batch_size: of the global batch.
+            cluster: what there is; None is this host.
+
+        Raises:
+            OptionError: there is no sample where one is needed.
         """
-        cluster = discover()
+        cluster = cluster or discover()
         size = maker.sample_size(cluster, batch_size)
         if size is None:
             return maker(capture_layers(self._model), cluster, batch_size), {}
+        if source is None:
+            raise OptionError(
+                problem(
+                    "To cut a model, every host needs samples of the data.",
+                    received="data that host 0 alone reads",
+                    fix="Pass arrays or a map-style Dataset, or use MultiWorkerMirroredStrategy.",
+                )
+            )
         inputs = self._placed(_sample(source, size, precision))
         # With one thread, as ranks on cores will have.
         with computing_in(precision, "cpu"), num_threads(1), _without_fused_attention():

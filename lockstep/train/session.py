@@ -1,88 +1,45 @@
 """A session: running one task on all ranks of a Plan.
 
 The script's process is rank 0 and computes; helpers are called with everything they need, and keep
-nothing from one session to the next. All that lasts (weights, optimizer, position) lies in the
-script's own objects.
+nothing from one session to the next (``train.serving`` is their side). All that lasts (weights,
+optimizer, position) lies in the script's own objects.
+
+On several hosts the script's process of each leads that host's ranks, with a session of its own.
 """
 
-import os
-import pickle
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import cloudpickle
-import torch
 from torch import nn
 
 from lockstep.comm.board import Board
-from lockstep.comm.exchange import TensorSpec
+from lockstep.comm.shared_exchange import ExchangeSpec
 from lockstep.comm.shared_memory import SharedRegion
-from lockstep.data.order import restore_streams, stream_states
 from lockstep.errors import OptionError, problem
-from lockstep.launch.helper import HelperContext
 from lockstep.launch.link import MOST_DESCRIPTORS
 from lockstep.launch.pool import give_back, take_team
 from lockstep.launch.team import Team
-from lockstep.parallel.allocator import keep_freed_memory
-from lockstep.parallel.blank import forget_blanks, initialize
-from lockstep.parallel.build import AnySpec, build_exchange, build_worker, exchange_spec
-from lockstep.parallel.control import FollowerControl, LeaderControl, SoloControl, open_region
-from lockstep.parallel.gradient_rules import GradientRules
+from lockstep.parallel.blank import forget_blanks
+from lockstep.parallel.build import AnySpec, exchange_spec
+from lockstep.parallel.control import LeaderControl, SoloControl
 from lockstep.parallel.groups import ParameterGroup
-from lockstep.parallel.losses import LossAdapter
-from lockstep.parallel.parcel import Parcel, parameters_in, unpack
-from lockstep.parallel.partition import Partition
-from lockstep.parallel.settings import TorchSettings
+from lockstep.parallel.host_control import HostControl
+from lockstep.parallel.parcel import Parcel, parameters_in
 from lockstep.parallel.shipping import pack_named
-from lockstep.parallel.step_functions import StepFunction
 from lockstep.parallel.store import ParameterStore, TensorStore, check_separate, slot_spec
-from lockstep.parallel.update import Updater
 from lockstep.parallel.worker import Worker
 from lockstep.plan.spec import LocalUpdate, Plan
+from lockstep.train.assignment import Assignment, compute_settings, initialize_own, make_worker
+from lockstep.train.hosts import Hosts, model_facts, plan_facts
+from lockstep.train.serving import Abroad, Call, serve
 from lockstep.train.tasks import Conductor, Task
 from lockstep.units import first_few
 
 # What every helper needs; the template imports it before any helper is born. The second is what
 # torch itself imports at the first backward.
-PRELOAD = ("lockstep.train.session", "torch.fx.experimental.symbolic_shapes")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Assignment:
-    """What every rank gets.
-
-    Attributes:
-        plan: the Plan.
-        model: the model; its parameters lie in the store where there are helpers.
-        loss: the loss, or None for prediction.
-        updater: the optimizer, or None where nothing is trained.
-        task: what to do.
-        seed: of the random streams.
-        device: where rank 0's model is.
-        settings: torch's, as the script has set them.
-        partitions: of the model in stages, by whether it is in training; none without a pipeline.
-        groups: the parameters, by the ranks that have them.
-        blank: names of the parameters that have no values yet.
-        rules: for gradients.
-        functions: the user's own training steps, if there are any.
-    """
-
-    plan: Plan
-    model: nn.Module
-    loss: LossAdapter | None
-    updater: Updater | None
-    task: Task
-    seed: int
-    device: torch.device
-    settings: TorchSettings
-    partitions: Mapping[bool, Partition]
-    groups: tuple[ParameterGroup, ...]
-    blank: frozenset[str]
-    rules: GradientRules
-    functions: tuple[StepFunction, ...] = ()
+PRELOAD = ("lockstep.train.serving", "torch.fx.experimental.symbolic_shapes")
 
 
 class Session:
@@ -100,17 +57,28 @@ class Session:
         self._team: Team | None = None
         self._threads: int | None = None
 
-    def run(self, assignment: Assignment, conductor: Conductor) -> Any:
-        """Do the task on all ranks; returns what rank 0's part returns.
+    def run(self, assignment: Assignment, conductor: Conductor, hosts: Hosts | None = None) -> Any:
+        """Do the task on all ranks; returns what this process's part returns.
+
+        Args:
+            assignment: the task, and all that it needs.
+            conductor: of this process.
+            hosts: where the Plan has several, each calls this with an assignment of its own.
 
         Raises:
             ShippingError: a part of the assignment cannot be sent to helpers.
             WorkerError: a helper failed.
+            HostError: another host failed, or is not what this one is.
         """
         with compute_settings(assignment.plan):
             if assignment.plan.num_ranks == 1:
                 return self._run_alone(assignment, conductor)
-            return self._run_with_helpers(assignment, conductor)
+            if hosts is None:
+                return self._lead(assignment, conductor, None)
+            with hosts.failing_together():
+                hosts.check_equal(plan_facts(assignment.plan) | model_facts(assignment.model))
+                hosts.share_values(assignment.model, assignment.updater)
+                return self._lead(assignment, conductor, hosts)
 
     def _run_alone(self, assignment: Assignment, conductor: Conductor) -> Any:
         spec = _spec(assignment)
@@ -118,30 +86,32 @@ class Session:
             _options_store(assignment)
         is_alone = isinstance(assignment.plan.update, LocalUpdate)
         region = None if is_alone else spec.create()
-        worker = _worker(assignment, spec, region, rank=0, look_around=lambda waited: None)
+        worker = make_worker(assignment, spec, region, rank=0, look_around=lambda waited: None)
         _heed(conductor, worker)
         return assignment.task.run(worker, SoloControl(), conductor)
 
-    def _run_with_helpers(self, assignment: Assignment, conductor: Conductor) -> Any:
+    def _lead(self, assignment: Assignment, conductor: Conductor, hosts: Hosts | None) -> Any:
+        """Do the task with this host's ranks, of which this process is the first."""
         # Before any process starts: what cannot be sent, or finds no memory, shows here.
-        stores: list[tuple[tuple[int, ...], TensorStore]] = []
-        ranks = [group.ranks for group in assignment.groups]
-        stores += zip(ranks, self._adopt(assignment), strict=True)
-        if assignment.updater is not None:
-            stores += zip(ranks, self._adopt_slots(assignment), strict=True)
-            stores += _options_store(assignment)
+        stores = self._adopt_all(assignment)
         spec = _spec(assignment)
         _check_loss(assignment)
         parcel = _pack(assignment, [store for _, store in stores])
+        here = assignment.plan.ranks_of_host(0 if hosts is None else hosts.host)
         worker = None
         try:
-            region = spec.create()
-            team = self._take_team(assignment.plan)
-            worker = self._call(team, assignment, stores, parcel, spec, region)
+            region = spec.create(here) if isinstance(spec, ExchangeSpec) else spec.create()
+            team = self._take_team(assignment.plan, len(here) - 1)
+            watch = _Watch(team, self._timeout, here.start, hosts)
+            abroad = _abroad(hosts, assignment.plan, self._timeout)
+            worker = _leading_worker(assignment, spec, region, watch, stores, hosts, abroad)
+            watch.watch(worker.board)
+            self._call(team, assignment, stores, parcel, spec, region, worker, hosts, abroad)
             _heed(conductor, worker)
-            _initialize(assignment, worker)
+            initialize_own(assignment, worker)
             forget_blanks(assignment.model)
-            result = assignment.task.run(worker, LeaderControl(team, self._timeout), conductor)
+            control = _control(team, assignment.plan, self._timeout, watch, hosts)
+            result = assignment.task.run(worker, control, conductor)
             team.finish(self._timeout)
         except BaseException as error:
             self.close()
@@ -152,6 +122,15 @@ class Session:
         finally:
             parcel.close()
         return result
+
+    def _adopt_all(self, assignment: Assignment) -> "list[_Store]":
+        """The stores of parameters, then of slots, then of options."""
+        ranks = [group.ranks for group in assignment.groups]
+        stores: list[_Store] = [*zip(ranks, self._adopt(assignment), strict=True)]
+        if assignment.updater is not None:
+            stores += zip(ranks, self._adopt_slots(assignment), strict=True)
+            stores += _options_store(assignment)
+        return stores
 
     def _adopt(self, assignment: Assignment) -> Sequence[ParameterStore]:
         """Have the parameters of each group lie in a store of theirs."""
@@ -222,46 +201,53 @@ class Session:
             if store.is_elsewhere:
                 store.region.release_pages()
 
-    def _take_team(self, plan: Plan) -> Team:
+    def _take_team(self, plan: Plan, num_helpers: int) -> Team:
         if self._team is not None and not (
-            self._team.num_helpers == plan.num_ranks - 1
+            self._team.num_helpers == num_helpers
             and self._threads == plan.threads_per_device
             and self._team.answers()
         ):
             self.close()
         if self._team is None:
             self._threads = plan.threads_per_device
-            self._team = take_team(plan.num_ranks - 1, self._threads, PRELOAD)
+            self._team = take_team(num_helpers, self._threads, PRELOAD)
         return self._team
 
     def _call(
         self,
         team: Team,
         assignment: Assignment,
-        stores: Sequence[tuple[tuple[int, ...], TensorStore]],
+        stores: "Sequence[_Store]",
         parcel: Parcel,
         spec: AnySpec,
         region: SharedRegion,
-    ) -> Worker:
-        """Send the helpers their parts; returns rank 0's."""
-        watch = _Watch(team, self._timeout)
-        worker = _worker(assignment, spec, region, rank=0, look_around=watch.look_around)
-        watch.watch(worker.board)
-        specs = [(ranks, store.specs) for ranks, store in stores]
-        num_groups = len(assignment.groups)
-        plan = assignment.plan
-        # By value, what the script itself defines: outputs of a model may be of such a class.
-        body = cloudpickle.dumps((plan.num_ranks, num_groups, specs, spec, parcel.payload))
+        worker: Worker,
+        hosts: Hosts | None,
+        abroad: Abroad | None,
+    ) -> None:
+        """Send the helpers their parts."""
+        call = Call(
+            first_rank=worker.rank,
+            num_groups=len(assignment.groups),
+            stores=[(ranks, store.specs) for ranks, store in stores],
+            has_options=_has_options(assignment),
+            spec=spec,
+            payload=parcel.payload,
+            abroad=abroad,
+        )
         regions = [region, *(store.region for _, store in stores)]
-        _check_number(len(regions) + len(parcel.descriptors))
+        descriptors = [each.descriptor for each in regions]
+        if hosts is not None:
+            descriptors += [end.fileno() for end in hosts.wires.values()]
+        _check_number(len(descriptors) + len(parcel.descriptors))
         team.call(
             serve,
-            body,
-            (*(each.descriptor for each in regions), *parcel.descriptors),
-            position=_Position(assignment.task, worker.board),
+            # By value, what the script itself defines: outputs of a model may be of such a class.
+            cloudpickle.dumps(call),
+            (*descriptors, *parcel.descriptors),
+            position=_Position(assignment.task, worker.board, worker.rank),
             timeout_seconds=self._timeout,
         )
-        return worker
 
     def close(self) -> None:
         """End the helpers."""
@@ -274,6 +260,58 @@ class Session:
         team, self._team = self._team, None
         if team is not None:
             give_back(team, self._threads)
+
+
+# A store, and the ranks that map it.
+_Store = tuple[tuple[int, ...], TensorStore]
+
+
+def _abroad(hosts: Hosts | None, plan: Plan, timeout_seconds: float) -> Abroad | None:
+    """What this host's ranks are told of other hosts; wires are there after it."""
+    if hosts is None:
+        return None
+    hosts.open_wires(plan.hosts, timeout_seconds)
+    return Abroad(host=hosts.host, names=hosts.names, counts=plan.hosts, wires=tuple(hosts.wires))
+
+
+def _leading_worker(
+    assignment: Assignment,
+    spec: AnySpec,
+    region: SharedRegion,
+    watch: "_Watch",
+    stores: Sequence[_Store],
+    hosts: Hosts | None,
+    abroad: Abroad | None,
+) -> Worker:
+    """The worker of this process, the first of its host."""
+    neighbours = None
+    if hosts is not None and abroad is not None:
+        mirrored = [stores[-1][1].views[0]] if _has_options(assignment) else []
+        crossing = hosts.crossing(watch.look_around)
+        neighbours = abroad.neighbours(0, hosts.wires, mirrored, crossing)
+    return make_worker(
+        assignment,
+        spec,
+        region,
+        rank=watch.first_rank,
+        look_around=watch.look_around,
+        neighbours=neighbours,
+    )
+
+
+def _control(
+    team: Team, plan: Plan, timeout_seconds: float, watch: "_Watch", hosts: Hosts | None
+) -> LeaderControl:
+    if hosts is None:
+        return LeaderControl(team, timeout_seconds)
+    return HostControl(
+        team,
+        hosts.circle,
+        rank=watch.first_rank,
+        num_ranks=plan.num_ranks,
+        timeout_seconds=timeout_seconds,
+        look_around=watch.look_around,
+    )
 
 
 def _heed(conductor: Conductor, worker: Worker) -> None:
@@ -300,9 +338,13 @@ def _state_of_training(board: Board | None, lost: list[str]) -> str:
 class _Watch:
     """What rank 0 looks after while it waits at the board."""
 
-    def __init__(self, team: Team, timeout_seconds: float) -> None:
+    def __init__(
+        self, team: Team, timeout_seconds: float, first_rank: int, hosts: Hosts | None
+    ) -> None:
+        self.first_rank = first_rank
         self._team = team
         self._timeout = timeout_seconds
+        self._hosts = hosts
         self._board: Callable[[], Board | None] = lambda: None
 
     def watch(self, board: Board | None) -> None:
@@ -313,57 +355,28 @@ class _Watch:
 
     def look_around(self, waited_seconds: float) -> None:
         """Raise if waiting on is in vain."""
-        board = self._board()
-        assert board is not None
-        self._team.look_around(board.is_awaited)
+        self._team.look_around(self._is_awaited)
+        if self._hosts is not None:
+            self._hosts.circle.look_around()
         if waited_seconds > self._timeout:
             self._team.raise_timeout(waited_seconds)
+
+    def _is_awaited(self, helper: int) -> bool:
+        board = self._board()
+        return board is not None and board.is_awaited(self.first_rank + helper)
 
 
 class _Position:
     """Where ranks are, for messages."""
 
-    def __init__(self, task: Task, board: Board | None) -> None:
+    def __init__(self, task: Task, board: Board | None, first_rank: int) -> None:
         self._name = type(task).__name__.removesuffix("Task").lower()
         self._board = board
+        self._first_rank = first_rank
 
-    def __call__(self, rank: int) -> str:
-        step = -1 if self._board is None else self._board.step_of(rank)
+    def __call__(self, helper: int) -> str:
+        step = -1 if self._board is None else self._board.step_of(self._first_rank + helper)
         return f"in {self._name}, step {step}" if step >= 0 else f"in {self._name}"
-
-
-def serve(context: HelperContext, body: bytes, descriptors: tuple[int, ...]) -> bytes:
-    """A helper's part of ``Session.run``."""
-    num_ranks, num_groups, specs, spec, payload = pickle.loads(body)
-    region = open_region(descriptors[0])
-    stored = descriptors[1 : 1 + len(specs)]
-    # All helpers get one parcel, but each has buffers of its own in it.
-    parcels = [open_region(number, private=True) for number in descriptors[1 + len(specs) :]]
-    # Parameters come first, then slots; of both, what other ranks alone have stays there.
-    opened = [
-        _open_store(
-            own,
-            number,
-            is_here=context.rank in ranks,
-            is_ours=context.rank == ranks[0],
-        )
-        for (ranks, own), number in zip(specs, stored, strict=True)
-    ]
-    parameters = [view for views in opened[:num_groups] for view in views]
-    tensors = [
-        *(nn.Parameter(view, requires_grad=False) for view in parameters),
-        *(view for views in opened[num_groups:] for view in views),
-    ]
-    assignment: Assignment = unpack(payload, next(iter(parcels), None), tensors)
-    for each in parcels:
-        each.close()
-    with assignment.settings.applied(), compute_settings(assignment.plan):
-        worker = _worker(
-            assignment, spec, region, rank=context.rank, look_around=context.look_around
-        )
-        _initialize(assignment, worker)
-        assignment.task.run(worker, FollowerControl(context, num_ranks), Conductor())
-    return b""
 
 
 def _check_loss(assignment: Assignment) -> None:
@@ -419,7 +432,13 @@ def _is_reserved(assignment: Assignment, group: ParameterGroup) -> bool:
     return not assignment.blank or 0 in group.ranks
 
 
-def _options_store(assignment: Assignment) -> list[tuple[tuple[int, ...], TensorStore]]:
+def _has_options(assignment: Assignment) -> bool:
+    """Whether options of the optimizer may change at every step."""
+    updater = assignment.updater
+    return updater is not None and updater.options_spec() is not None
+
+
+def _options_store(assignment: Assignment) -> list[_Store]:
     """A store for options of the optimizer that may change at every step, if they may."""
     updater = assignment.updater
     spec = None if updater is None else updater.options_spec()
@@ -428,40 +447,6 @@ def _options_store(assignment: Assignment) -> list[tuple[tuple[int, ...], Tensor
     store = TensorStore.create([spec])
     updater.share_options(store.views[0])
     return [(tuple(range(assignment.plan.num_ranks)), store)]
-
-
-def _initialize(assignment: Assignment, worker: Worker) -> None:
-    """Each group's first rank gives its parameters their first values, if they have none."""
-    if assignment.blank:
-        own = {
-            name
-            for group in assignment.groups
-            if group.ranks[0] == worker.rank
-            for name in group.names
-        }
-        initialize(assignment.model, own & assignment.blank, assignment.seed)
-        worker.barrier()
-
-
-def _open_store(
-    specs: Sequence[TensorSpec], descriptor: int, *, is_here: bool, is_ours: bool
-) -> list[torch.Tensor]:
-    """The tensors of a store; without memory where another rank has them.
-
-    The first rank that has them takes the memory, unless rank 0 has done so already.
-    """
-    if not is_here:
-        os.close(descriptor)
-        return [
-            torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device="meta")
-            for spec in specs
-        ]
-    region = open_region(descriptor)
-    if is_ours:
-        region.reserve(0, region.num_bytes)
-    store = TensorStore(specs, region)
-    region.close()
-    return store.views
 
 
 def _members(
@@ -480,48 +465,6 @@ def _spec(assignment: Assignment) -> AnySpec:
         assignment.partitions,
         1 if assignment.loss is None else len(assignment.loss.parts.factors),
     )
-
-
-def _worker(
-    assignment: Assignment,
-    spec: AnySpec,
-    region: SharedRegion | None,
-    *,
-    rank: int,
-    look_around: Callable[[float], None],
-) -> Worker:
-    exchange = build_exchange(assignment.plan, spec, region, rank=rank, look_around=look_around)
-    return build_worker(
-        assignment.plan,
-        rank=rank,
-        model=assignment.model,
-        loss=assignment.loss,
-        updater=assignment.updater,
-        exchange=exchange,
-        spec=spec,
-        groups=assignment.groups,
-        partitions=assignment.partitions,
-        rules=assignment.rules,
-        functions=assignment.functions,
-        seed=assignment.seed,
-        device=assignment.device,
-    )
-
-
-@contextmanager
-def compute_settings(plan: Plan) -> Iterator[None]:
-    """The Plan's threads within the block; the process's own threads and random states after it."""
-    keep_freed_memory()
-    threads = torch.get_num_threads()
-    streams = stream_states()
-    if plan.threads_per_device is not None:
-        torch.set_num_threads(plan.threads_per_device)
-    try:
-        yield
-    finally:
-        restore_streams(streams)
-        if plan.threads_per_device is not None:
-            torch.set_num_threads(threads)
 
 
 def _pack(assignment: Assignment, stores: Sequence[TensorStore]) -> Parcel:

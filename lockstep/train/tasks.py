@@ -250,6 +250,7 @@ class _Ensemble:
     def show_slots(self) -> None:
         """Between epochs: callbacks find the optimizer's slots where they look for them."""
         assert self.worker.updater is not None
+        self.worker.gather_slots()
         gathered = self.control.gather(self.worker.updater.slots())
         self.conductor.take_slots([part for parts in gathered for part in parts])
 
@@ -379,6 +380,7 @@ class FitTask(Task):
                 ensemble.show_traces(tracer)
         ensemble.collect_buffers()
         assert worker.updater is not None
+        worker.gather_slots()
         gathered = control.gather(worker.updater.slots())
         return FitResult(
             num_epochs=progress.num_epochs,

@@ -40,6 +40,7 @@ from lockstep.parallel.losses import ONE_LOSS, LossAdapter
 from lockstep.parallel.settings import TorchSettings
 from lockstep.plan.makers import Maker, SingleDevice
 from lockstep.plan.spec import Plan
+from lockstep.train.assignment import Assignment
 from lockstep.train.averages import EMA
 from lockstep.train.batch_size import BatchSizeSearch, Training, choose_batch_size, search_of
 from lockstep.train.callbacks import Callback, Logs, acting, stopping, told_of_errors, traced_steps
@@ -73,7 +74,7 @@ from lockstep.train.progress import ProgressDisplay
 from lockstep.train.rate_rules import RateRule, rule_of
 from lockstep.train.recipe import AnyUpdater, Recipe
 from lockstep.train.scope import current_strategy
-from lockstep.train.session import Assignment, Session
+from lockstep.train.session import Session
 from lockstep.train.tasks import (
     Conductor,
     EvaluateTask,

@@ -263,7 +263,7 @@ def exchange_rows(
 def converse(context: HelperContext, body: bytes, descriptors: tuple[int, ...]) -> bytes:
     """A helper's part of ``lead``."""
     num_ranks, num_rounds = pickle.loads(body)
-    control = FollowerControl(context, num_ranks)
+    control = FollowerControl(context, context.rank, num_ranks)
     dice = random.Random(context.rank)
     for _ in range(num_rounds):
         said = control.broadcast(None)

@@ -21,7 +21,9 @@ def make_rows(dtype: torch.dtype = torch.float64, limit: int = 12) -> GradientRo
         TensorSpec("bias", (OUTS,), (1,), dtype),
     )
     spec = GradientSpec(num_shares=NUM_SHARES, tensors=tensors, row_limits=(limit, 0))
-    return GradientRows(spec, SharedRegion.create(spec.num_bytes, spec.holes(range(spec.num_shares))), 0)
+    return GradientRows(
+        spec, SharedRegion.create(spec.num_bytes, spec.holes(range(spec.num_shares))), 0
+    )
 
 
 def factors(seed: int, num_rows: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,85 @@
+"""Synchronous data parallelism over several hosts."""
+
+from dataclasses import replace
+
+from lockstep.cluster.place import Reach
+from lockstep.errors import DeviceError, OptionError, Problems, problem
+from lockstep.plan.makers import Maker
+from lockstep.plan.many_hosts import DEFAULT_GBIT_PER_SECOND, MirroredHosts
+from lockstep.strategies.base import Strategy, check_timeout, is_count
+from lockstep.strategies.mirrored import check_format, check_shares
+
+
+class MultiWorkerMirroredStrategy(Strategy):
+    """Every device of every host holds the whole model and computes its shares of each batch.
+
+    Each host runs the same script, started by ``TF_CONFIG``, torchrun, srun or ``lockstep run``.
+    Within a host all is as under ``MirroredStrategy``; between hosts each device exchanges its
+    slice. In a script that nobody has launched as one of many there is one host.
+
+    Args:
+        devices_per_host: CPU replicas of each host; None is as many as the launcher gives a host,
+            else one per usable core, at most 8.
+        num_shares: parts into which each global batch is divided; None is one per replica.
+        channels_last: see ``MirroredStrategy``.
+        network_gbit_per_second: how fast a host sends to another (``lockstep doctor`` measures
+            it). Over a slow network large dense layers exchange activations in place of gradients.
+        timeout_seconds: longest wait for another host or a replica; who hangs longer is named.
+
+    Raises:
+        DeviceError: fewer than one device.
+        OptionError: another argument that cannot be.
+    """
+
+    reach: Reach = "all hosts"
+
+    def __init__(
+        self,
+        devices_per_host: int | None = None,
+        *,
+        num_shares: int | None = None,
+        channels_last: bool | None = None,
+        network_gbit_per_second: float = DEFAULT_GBIT_PER_SECOND,
+        timeout_seconds: float = 600.0,
+    ) -> None:
+        if devices_per_host is not None and not is_count(devices_per_host):
+            raise DeviceError(
+                problem(
+                    "`devices_per_host` must be a number of devices, at least 1.",
+                    received=f"devices_per_host={devices_per_host!r}",
+                    fix="Use devices_per_host=2 for two CPU replicas on each host.",
+                )
+            )
+        problems = Problems()
+        check_shares(problems, num_shares)
+        check_format(problems, channels_last)
+        _check_speed(problems, network_gbit_per_second)
+        check_timeout(problems, timeout_seconds)
+        problems.raise_if_any(OptionError)
+        self.timeout_seconds = timeout_seconds
+        self._maker = MirroredHosts(
+            devices_per_host=devices_per_host,
+            num_shares=num_shares,
+            channels_last=channels_last,
+            gbit_per_second=network_gbit_per_second,
+        )
+
+    def maker(self, precision: str = "fp32") -> Maker:
+        return replace(self._maker, precision=precision)
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """Replicas of all hosts. Meets the other hosts, so all must ask."""
+        from lockstep.train.hosts import find_cluster
+
+        return sum(self._maker.replicas(find_cluster(self.timeout_seconds)))
+
+
+def _check_speed(problems: Problems, speed: object) -> None:
+    """Note what is no positive number."""
+    if isinstance(speed, bool) or not isinstance(speed, int | float) or not speed > 0:
+        problems.add(
+            "`network_gbit_per_second` must be a positive number.",
+            received=f"network_gbit_per_second={speed!r}",
+            fix="Use 1 for Gigabit Ethernet, 10 for what is ten times as fast.",
+        )

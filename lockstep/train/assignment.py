@@ -1,0 +1,136 @@
+"""Assignments: what a rank is given to do, and how it becomes a Worker.
+
+The script's process makes one; helpers get it by parcel. On several hosts each makes its own, and
+they are compared (``train.hosts``).
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from lockstep.comm.shared_memory import SharedRegion
+from lockstep.data.order import restore_streams, stream_states
+from lockstep.parallel.allocator import keep_freed_memory
+from lockstep.parallel.blank import initialize
+from lockstep.parallel.build import AnySpec, Neighbours, build_exchange, build_worker
+from lockstep.parallel.gradient_rules import GradientRules
+from lockstep.parallel.groups import ParameterGroup
+from lockstep.parallel.losses import LossAdapter
+from lockstep.parallel.partition import Partition
+from lockstep.parallel.settings import TorchSettings
+from lockstep.parallel.step_functions import StepFunction
+from lockstep.parallel.update import Updater
+from lockstep.parallel.worker import Worker
+from lockstep.plan.spec import Plan
+from lockstep.train.tasks import Task
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assignment:
+    """What every rank gets.
+
+    Attributes:
+        plan: the Plan.
+        model: the model; its parameters lie in the store where there are helpers.
+        loss: the loss, or None for prediction.
+        updater: the optimizer, or None where nothing is trained.
+        task: what to do.
+        seed: of the random streams.
+        device: where rank 0's model is.
+        settings: torch's, as the script has set them.
+        partitions: of the model in stages, by whether it is in training; none without a pipeline.
+        groups: the parameters, by the ranks that have them.
+        blank: names of the parameters that have no values yet.
+        rules: for gradients.
+        functions: the user's own training steps, if there are any.
+    """
+
+    plan: Plan
+    model: nn.Module
+    loss: LossAdapter | None
+    updater: Updater | None
+    task: Task
+    seed: int
+    device: torch.device
+    settings: TorchSettings
+    partitions: Mapping[bool, Partition]
+    groups: tuple[ParameterGroup, ...]
+    blank: frozenset[str]
+    rules: GradientRules
+    functions: tuple[StepFunction, ...] = ()
+
+
+def make_worker(
+    assignment: Assignment,
+    spec: AnySpec,
+    region: SharedRegion | None,
+    *,
+    rank: int,
+    look_around: Callable[[float], None],
+    neighbours: Neighbours | None = None,
+) -> Worker:
+    """A rank's part of an assignment, ready to run.
+
+    Args:
+        assignment: the assignment.
+        spec: the layout of what ranks share, and
+        region: where it lies; None where one rank is alone.
+        rank: this rank.
+        look_around: see ``Board``.
+        neighbours: what this rank has of other hosts, where there are several.
+    """
+    exchange = build_exchange(
+        assignment.plan,
+        spec,
+        region,
+        rank=rank,
+        look_around=look_around,
+        neighbours=neighbours,
+    )
+    return build_worker(
+        assignment.plan,
+        rank=rank,
+        model=assignment.model,
+        loss=assignment.loss,
+        updater=assignment.updater,
+        exchange=exchange,
+        spec=spec,
+        groups=assignment.groups,
+        partitions=assignment.partitions,
+        rules=assignment.rules,
+        functions=assignment.functions,
+        seed=assignment.seed,
+        device=assignment.device,
+    )
+
+
+def initialize_own(assignment: Assignment, worker: Worker) -> None:
+    """Each group's first rank gives its parameters their first values, if they have none."""
+    if assignment.blank:
+        own = {
+            name
+            for group in assignment.groups
+            if group.ranks[0] == worker.rank
+            for name in group.names
+        }
+        initialize(assignment.model, own & assignment.blank, assignment.seed)
+        worker.barrier()
+
+
+@contextmanager
+def compute_settings(plan: Plan) -> Iterator[None]:
+    """The Plan's threads within the block; the process's own threads and random states after it."""
+    keep_freed_memory()
+    threads = torch.get_num_threads()
+    streams = stream_states()
+    if plan.threads_per_device is not None:
+        torch.set_num_threads(plan.threads_per_device)
+    try:
+        yield
+    finally:
+        restore_streams(streams)
+        if plan.threads_per_device is not None:
+            torch.set_num_threads(threads)

@@ -1,0 +1,161 @@
+"""A helper's side of a session: it opens what it is sent, runs the task, and keeps nothing."""
+
+import os
+import pickle
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from lockstep.comm.exchange import TensorSpec
+from lockstep.comm.host_exchange import wires_of
+from lockstep.comm.wide_board import Crossing
+from lockstep.comm.wires import Wire
+from lockstep.launch.helper import HelperContext
+from lockstep.parallel.build import AnySpec, Neighbours
+from lockstep.parallel.control import FollowerControl, open_region
+from lockstep.parallel.parcel import unpack
+from lockstep.parallel.store import TensorStore
+from lockstep.train.assignment import Assignment, compute_settings, initialize_own, make_worker
+from lockstep.train.tasks import Conductor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Abroad:
+    """What the ranks of a host are told of other hosts.
+
+    Attributes:
+        host: this host.
+        names: of all hosts.
+        counts: ranks of all hosts.
+        wires: this host's, in the order in which their descriptors are sent.
+    """
+
+    host: int
+    names: Sequence[str]
+    counts: tuple[int, ...]
+    wires: tuple[Wire, ...]
+
+    def neighbours(
+        self,
+        rank: int,
+        sockets: Mapping[Wire, socket.socket],
+        mirrored: Sequence[torch.Tensor],
+        crossing: Crossing | None = None,
+    ) -> Neighbours:
+        """What one of the host's ranks has of other hosts; ``rank`` counts from 0 on this host."""
+        return Neighbours(
+            host=self.host,
+            names=self.names,
+            sockets={wire: sockets[wire] for wire in wires_of(self.counts, rank, self.wires)},
+            crossing=crossing,
+            mirrored=mirrored,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """What helpers are called with, beside descriptors.
+
+    These are, in this order: the exchange's region, the stores', the wires to other hosts, and the
+    parcel's.
+
+    Attributes:
+        first_rank: rank 0 of this host, counted over all hosts.
+        num_groups: of parameters.
+        stores: of parameters, then of slots, then of options: the ranks that map it, its tensors.
+        has_options: there is a store of options.
+        spec: the layout of the exchange.
+        payload: the parcel with the assignment.
+        abroad: the other hosts, if there are any.
+    """
+
+    first_rank: int
+    num_groups: int
+    stores: Sequence[tuple[tuple[int, ...], Sequence[TensorSpec]]]
+    has_options: bool
+    spec: AnySpec
+    payload: bytes
+    abroad: Abroad | None
+
+
+def serve(context: HelperContext, body: bytes, descriptors: tuple[int, ...]) -> bytes:
+    """A helper's part of ``Session.run``."""
+    call: Call = pickle.loads(body)
+    rank = call.first_rank + context.rank
+    region = open_region(descriptors[0])
+    rest = descriptors[1:]
+    stored, rest = rest[: len(call.stores)], rest[len(call.stores) :]
+    num_wires = 0 if call.abroad is None else len(call.abroad.wires)
+    wires, packed = rest[:num_wires], rest[num_wires:]
+    # All helpers get one parcel, but each has buffers of its own in it.
+    parcels = [open_region(number, private=True) for number in packed]
+    # Of parameters and slots, what other ranks alone have stays there.
+    opened = [
+        _open_store(own, number, is_here=rank in ranks, is_ours=rank == ranks[0])
+        for (ranks, own), number in zip(call.stores, stored, strict=True)
+    ]
+    parameters = [view for views in opened[: call.num_groups] for view in views]
+    tensors = [
+        *(nn.Parameter(view, requires_grad=False) for view in parameters),
+        *(view for views in opened[call.num_groups :] for view in views),
+    ]
+    assignment: Assignment = unpack(call.payload, next(iter(parcels), None), tensors)
+    for each in parcels:
+        each.close()
+    neighbours = _open_wires(call, context.rank, wires, opened)
+    with assignment.settings.applied(), compute_settings(assignment.plan):
+        worker = make_worker(
+            assignment,
+            call.spec,
+            region,
+            rank=rank,
+            look_around=context.look_around,
+            neighbours=neighbours,
+        )
+        initialize_own(assignment, worker)
+        has_hosts = call.abroad is not None
+        control = FollowerControl(context, rank, assignment.plan.num_ranks, has_hosts=has_hosts)
+        assignment.task.run(worker, control, Conductor())
+    for end in () if neighbours is None else neighbours.sockets.values():
+        end.close()
+    return b""
+
+
+def _open_wires(
+    call: Call, rank: int, descriptors: Sequence[int], opened: Sequence[Sequence[torch.Tensor]]
+) -> Neighbours | None:
+    """This rank's wires; the other ranks' are closed here."""
+    if call.abroad is None:
+        return None
+    ends = dict(zip(call.abroad.wires, descriptors, strict=True))
+    own = wires_of(call.abroad.counts, rank, ends)
+    for wire, number in ends.items():
+        if wire not in own:
+            os.close(number)
+    sockets = {wire: socket.socket(fileno=ends[wire]) for wire in own}
+    mirrored = opened[-1] if call.has_options else ()
+    return call.abroad.neighbours(rank, sockets, mirrored)
+
+
+def _open_store(
+    specs: Sequence[TensorSpec], descriptor: int, *, is_here: bool, is_ours: bool
+) -> list[torch.Tensor]:
+    """The tensors of a store; without memory where another rank has them.
+
+    The first rank that has them takes the memory, unless rank 0 has done so already.
+    """
+    if not is_here:
+        os.close(descriptor)
+        return [
+            torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device="meta")
+            for spec in specs
+        ]
+    region = open_region(descriptor)
+    if is_ours:
+        region.reserve(0, region.num_bytes)
+    store = TensorStore(specs, region)
+    region.close()
+    return store.views
