@@ -5,7 +5,6 @@ where they could.
 """
 
 import re
-
 from typing import Literal
 
 import msgspec

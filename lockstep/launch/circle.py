@@ -69,25 +69,33 @@ class Circle:
         self._secret = secret
         self._has_told = False
 
-    def exchange(self, payload: bytes, look_around: LookAround = wait_on) -> list[bytes]:
+    def exchange(
+        self, payload: bytes, look_around: LookAround = wait_on, *, among: int | None = None
+    ) -> list[bytes]:
         """Everybody's bytes by host, on every host.
+
+        Args:
+            payload: this host's.
+            look_around: called while waiting.
+            among: so many of the first hosts only, who alone call this; None is all.
 
         Raises:
             HostError: another host failed, left, is gone, or calls something else; so everywhere.
         """
+        members = range(self.num_hosts if among is None else among)
+        others = [host for host in members if host != self.host]
         with self._telling_others():
             if self.host != 0:
                 self._send(0, _EXCHANGE, payload, look_around)
-                others = [host for host in range(self.num_hosts) if host != self.host]
                 parts = {host: self._receive(_EXCHANGE, look_around) for host in others}
             else:
-                parts = self._collect(_EXCHANGE, look_around)
+                parts = self._collect(_EXCHANGE, look_around, others)
             parts[self.host] = payload
-            for to in self._star if self.host == 0 else ():
-                for host in range(self.num_hosts):
+            for to in others if self.host == 0 else ():
+                for host in members:
                     if host != to:
                         self._send(to, _EXCHANGE, parts[host], look_around)
-            return [parts[host] for host in range(self.num_hosts)]
+            return [parts[host] for host in members]
 
     def broadcast(self, payload: bytes | None = None, look_around: LookAround = wait_on) -> bytes:
         """Host 0's bytes, on every host; the others give None.
@@ -113,7 +121,7 @@ class Circle:
             if self.host != 0:
                 self._send(0, _GATHER, payload, look_around)
                 return []
-            parts = self._collect(_GATHER, look_around)
+            parts = self._collect(_GATHER, look_around, range(1, self.num_hosts))
             return [payload, *(parts[host] for host in range(1, self.num_hosts))]
 
     def check(self, name: str, value: str, look_around: LookAround = wait_on) -> None:
@@ -206,12 +214,14 @@ class Circle:
         wire = self._star[0]
         return self._expected(kind, wire.receive(self._watching(look_around)), wire)
 
-    def _collect(self, kind: bytes, look_around: LookAround) -> dict[int, bytes]:
-        """One frame from each of the others, in whatever order they come."""
+    def _collect(
+        self, kind: bytes, look_around: LookAround, hosts: Sequence[int]
+    ) -> dict[int, bytes]:
+        """One frame from each of these hosts, in whatever order they come."""
         watch, look = Stopwatch(), self._watching(look_around)
         found: dict[int, bytes] = {}
-        while len(found) < len(self._star):
-            missing = {host: wire for host, wire in self._star.items() if host not in found}
+        while len(found) < len(hosts):
+            missing = {host: self._star[host] for host in hosts if host not in found}
             for host, wire in missing.items():
                 if (frame := wire.take_one()) is not None:
                     found[host] = self._expected(kind, frame, wire)

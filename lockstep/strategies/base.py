@@ -10,7 +10,6 @@ from lockstep.errors import OptionError, Problems, problem
 from lockstep.plan.makers import Maker
 from lockstep.plan.spec import Plan
 
-
 if TYPE_CHECKING:
     from torch import nn
 

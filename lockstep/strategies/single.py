@@ -2,6 +2,7 @@
 
 import re
 
+from lockstep.cluster.place import Reach
 from lockstep.errors import DeviceError, problem
 from lockstep.plan.makers import Maker, SingleDevice
 from lockstep.strategies.base import Strategy
@@ -17,7 +18,7 @@ class SingleDeviceStrategy(Strategy):
         DeviceError: not the name of a device.
     """
 
-    reach = "one process"
+    reach: Reach = "one process"
 
     def __init__(self, device: str = "cpu") -> None:
         if not isinstance(device, str) or not re.fullmatch(r"(cpu|cuda)(:\d+)?", device):

@@ -10,6 +10,7 @@ import os
 import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from time import monotonic, sleep
 from typing import Any
 
@@ -20,19 +21,20 @@ from torch import nn
 import lockstep
 from lockstep.cluster.devices import discover
 from lockstep.cluster.environment import find_place
-from lockstep.cluster.place import Place
+from lockstep.cluster.place import Place, Reach
 from lockstep.cluster.topology import Cluster, Host
 from lockstep.comm.codec import decode, encode
 from lockstep.comm.wires import Wire, num_wires
 from lockstep.data.order import kept_streams, seed_streams
 from lockstep.data.sources import Source
 from lockstep.data.trees import tensors_of
-from lockstep.errors import HostError, problem
+from lockstep.errors import HostError, OptionError, problem
 from lockstep.launch.circle import Card, Circle
 from lockstep.launch.rendezvous import meet
 from lockstep.launch.secret import find_secret
 from lockstep.parallel.update import Updater
 from lockstep.plan.spec import Plan
+from lockstep.train.tasks import FitTask
 
 LookAround = Callable[[float], None]
 
@@ -152,6 +154,29 @@ class Hosts:
                     )
                 )
 
+    def wait(self) -> None:
+        """Wait for all hosts."""
+        self.circle.exchange(b"")
+
+    def agree_on_task(self, task: FitTask) -> FitTask:
+        """The task, with what callbacks ask for, which are those of host 0.
+
+        Raises:
+            HostError: something else differs.
+        """
+        fixed = ("epochs", "batch_size", "shuffle", "seed", "first_epoch", "first_step")
+        others = ("steps_per_epoch", "counts_skipped", "loss_parts", "turns")
+        self.check_equal({f"`{name}`": getattr(task, name) for name in (*fixed, *others)})
+        self.check_equal({"validation": task.validation is not None})
+        wishes = ("watched", "watches_beginnings", "before_steps", "after_steps")
+        told = self.told([getattr(task, name) for name in wishes])
+        traced = self.told(None if task.traced is None else (task.traced.start, task.traced.stop))
+        return replace(
+            task,
+            **dict(zip(wishes, told, strict=True)),
+            traced=None if traced is None else range(*traced),
+        )
+
     def share_values(self, model: nn.Module, updater: Updater | None) -> None:
         """Have every host's model and optimizer be as those of host 0."""
         tensors = dict([*model.named_parameters(), *model.named_buffers()])
@@ -192,19 +217,22 @@ class LeaderCrossing:
         return self._circle.broadcast(payload, self._look_around)
 
 
-def find_hosts(timeout_seconds: float, place: Place | None = None) -> Hosts | None:
-    """The hosts of this process's job: met now, or before; None where there is one.
+def find_hosts(timeout_seconds: float, reach: Reach = "all hosts") -> Hosts | None:
+    """The hosts to train with: met now, or before; None where this process trains alone.
 
     Args:
         timeout_seconds: longest wait for the others.
-        place: this process's; None is what the launcher's variables say.
+        reach: how far the strategy's Plans go.
 
     Raises:
+        OptionError: the strategy has no use for the other processes that there are.
         HostError: a host does not come, or is not what this one is.
     """
-    place = place or find_place(os.environ)
-    if place is None or place.num_hosts == 1:
+    place = None if reach == "one process" else find_place(os.environ)
+    if place is None:
         return None
+    if reach == "one host":
+        raise _strangers(place)
     if place not in _met:
         circle = meet(
             place,
@@ -215,6 +243,19 @@ def find_hosts(timeout_seconds: float, place: Place | None = None) -> Hosts | No
         )
         _met[place] = Hosts(place, circle)
     return _met[place]
+
+
+def _strangers(place: Place) -> OptionError:
+    num_others = place.num_hosts - 1 or place.num_processes - 1
+    kind = "hosts" if place.num_hosts > 1 else "processes"
+    return OptionError(
+        problem(
+            f"This strategy trains on one host with one script, and {place.launcher} says that "
+            "there are others, which would all train for themselves.",
+            received=f"{num_others} other {kind}",
+            fix="Use MultiWorkerMirroredStrategy, or start the script once.",
+        )
+    )
 
 
 def find_cluster(timeout_seconds: float) -> Cluster:
@@ -236,7 +277,7 @@ def _card(place: Place) -> Card:
             "the version of Lockstep": lockstep.__version__,
             "the version of torch": torch.__version__,
         },
-        about={"host": msgspec.json.encode(host).decode()},
+        about={"name": host.name, "host": msgspec.json.encode(host).decode()},
     )
 
 

@@ -62,6 +62,11 @@ class Feed:
     num_steps: int | None
     steps_per_epoch: int | None = None
 
+    @property
+    def is_read_here(self) -> bool:
+        """Whether this process can look at it."""
+        return not isinstance(self.source, SharedStream) or self.source.is_read_here
+
     def by_index(self, name: str) -> Source:
         """The data, to be read in batches of any size.
 

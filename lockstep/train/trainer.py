@@ -8,7 +8,7 @@ import copy
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, Literal, Protocol
 
@@ -18,6 +18,7 @@ from torch import nn, optim
 from lockstep.capture.layers import capture_layers
 from lockstep.checkpoint.weights import load_weights, save_weights
 from lockstep.cluster.devices import discover
+from lockstep.cluster.place import Reach
 from lockstep.data.sources import Source, as_input_source
 from lockstep.data.trees import Tree, concatenate, map_tensors, tensors_of
 from lockstep.errors import (
@@ -53,10 +54,11 @@ from lockstep.train.checks import (
     log_names,
     prepare_model,
 )
-from lockstep.train.conducting import FitConductor
+from lockstep.train.conducting import FitConductor, FollowingConductor
 from lockstep.train.copies import OptimizerCopy, WeightCopy
 from lockstep.train.feeding import SharedStream, sample_of
 from lockstep.train.history import History
+from lockstep.train.hosts import Hosts, data_facts, find_hosts
 from lockstep.train.intake import (
     DEFAULT_BATCH_SIZE,
     Feed,
@@ -93,6 +95,7 @@ class StrategyLike(Protocol):
     """What the Trainer asks of a strategy."""
 
     timeout_seconds: float
+    reach: Reach
 
     def maker(self, precision: str) -> Maker:
         """A maker of Plans of this precision."""
@@ -203,6 +206,7 @@ class Trainer:
         self._plan: Plan | None = None
         self._planning = Planning(shape_of_it)
         self._is_running = False
+        self._hosts: Hosts | None = None  # of the call that is under way
         self._begin_session()
 
     def _begin_session(self) -> None:
@@ -213,7 +217,7 @@ class Trainer:
         """What a Trainer of another process needs: callbacks stay here, with the helpers."""
         own = ("_session", "_finalizer")
         state = {name: value for name, value in vars(self).items() if name not in own}
-        return {**state, "callbacks": [], "schedule": None, "_is_running": False}
+        return {**state, "callbacks": [], "schedule": None, "_is_running": False, "_hosts": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -309,8 +313,34 @@ class Trainer:
             KeyboardInterrupt: after Ctrl-C and the step that was under way, with weights and
                 optimizer as that step left them; at once after a second Ctrl-C.
         """
+        with self._together():
+            return self._fit(
+                data,
+                epochs,
+                batch_size,
+                steps_per_epoch,
+                validation_data,
+                shuffle,
+                verbose,
+                rule_of(learning_rate_rule, reference_batch_size),
+                on_snapshot,
+            )
+
+    def _fit(
+        self,
+        data: Any,
+        epochs: int,
+        batch_size: int | Literal["auto"] | BatchSizeSearch | None,
+        steps_per_epoch: int | None,
+        validation_data: Any,
+        shuffle: bool | None,
+        verbose: int,
+        rule: RateRule | None,
+        on_snapshot: Any,
+    ) -> History:
         self._check_not_averaged("fit")
-        search, rule = search_of(batch_size), rule_of(learning_rate_rule, reference_batch_size)
+        search = search_of(batch_size)
+        self._check_alone(search, on_snapshot)
         epochs, size, steps_per_epoch = check_counts(
             {"batch_size": None if search else batch_size, "steps_per_epoch": steps_per_epoch},
             epochs=epochs,
@@ -325,9 +355,12 @@ class Trainer:
             steps_per_epoch=steps_per_epoch,
             seed=self.seed,
             first_epoch=self._epochs_trained,
+            is_read_here=self._leads,
         )
-        feed = take_in(data, wish)
-        validation = _take_in_validation(validation_data, wish, feed)
+        feed = self._agreed_on(take_in(data, wish))
+        verbose = verbose if self._leads else 0
+        with closing_on_error(feed):
+            validation = _take_in_validation(validation_data, wish, feed)
         with closing_on_error(feed, validation):
             self._check_targets(loss, feed, validation)
             console = Console(quiet=not verbose)
@@ -352,9 +385,14 @@ class Trainer:
         Returns:
             ``{"loss": ..., <metric>: ...}``.
         """
+        with self._together():
+            return self._evaluate(data, batch_size)
+
+    def _evaluate(self, data: Any, batch_size: int | None) -> Logs:
         (batch_size,) = check_counts({"batch_size": batch_size})
         loss = self._need_loss("evaluate")
-        feed = take_in(data, Wish(name="data", batch_size=batch_size, seed=self.seed))
+        wish = Wish(name="data", batch_size=batch_size, seed=self.seed, is_read_here=self._leads)
+        feed = self._agreed_on(take_in(data, wish))
         check_targets(sample_of(feed.source), loss, self.metrics)
         # Within a fit, the user's metrics are busy with the training data.
         metrics = copy.deepcopy(self.metrics) if self._is_running else self.metrics
@@ -364,12 +402,12 @@ class Trainer:
             metrics=metrics,
             loss_parts=loss.parts,
         )
-        for callback in self.callbacks:
+        for callback in self._own_callbacks:
             callback.set_trainer(self)
             callback.on_test_begin()
         with closing(feed):
-            logs: Logs = self._run(task, loss, None, Conductor(), feed.batch_size)
-        for callback in self.callbacks:
+            logs: Logs = self._told(self._run(task, loss, None, Conductor(), feed.batch_size))
+        for callback in self._own_callbacks:
             callback.on_test_end(logs)
         return logs
 
@@ -386,32 +424,52 @@ class Trainer:
             What the model returns, with all samples along the first dim of every tensor.
         """
         (batch_size,) = check_counts({"batch_size": batch_size})
-        wish = Wish(name="inputs", batch_size=batch_size, seed=self.seed, with_targets=False)
-        feed = take_in(inputs, wish)
-        for callback in self.callbacks:
-            callback.set_trainer(self)
-            callback.on_predict_begin()
-        with closing(feed):
-            outputs = self._predict_none(feed) if feed.num_steps == 0 else self._predict(feed)
-        for callback in self.callbacks:
-            callback.on_predict_end()
+        with self._together():
+            wish = Wish(
+                name="inputs",
+                batch_size=batch_size,
+                seed=self.seed,
+                with_targets=False,
+                is_read_here=self._leads,
+            )
+            feed = self._agreed_on(take_in(inputs, wish))
+            for callback in self._own_callbacks:
+                callback.set_trainer(self)
+                callback.on_predict_begin()
+            with closing(feed):
+                outputs = self._predict_none(feed) if feed.num_steps == 0 else self._predict(feed)
+            for callback in self._own_callbacks:
+                callback.on_predict_end()
         return outputs
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the model's weights and buffers, whole and by name, as safetensors."""
+        """Write the model's weights and buffers, whole and by name, as safetensors.
+
+        On several hosts all call it, and host 0 writes.
+        """
         self._initialize()
-        save_weights(self.model, path)
+        with self._together() as hosts:
+            if self._leads:
+                save_weights(self.model, path)
+            if hosts is not None:
+                hosts.wait()  # so that what comes after finds the file, where all hosts see it
         self._session.release_pages()
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Read weights that ``save`` wrote under any strategy, into the model.
+
+        On several hosts all call it, host 0 reads, and all get the weights.
 
         Raises:
             CheckpointError: names or shapes do not fit the model; nothing is changed then.
         """
         self._check_not_averaged("load")
         self._initialize()
-        load_weights(self.model, path)
+        with self._together() as hosts:
+            if self._leads:
+                load_weights(self.model, path)
+            if hosts is not None:
+                hosts.share_values(self.model, None)
 
     def averaged(self) -> AbstractContextManager[None]:
         """Within ``with trainer.averaged():`` the model has the averaged weights.
@@ -460,6 +518,60 @@ class Trainer:
         """End the helper processes now instead of with the trainer."""
         self._session.close()
 
+    # --- several hosts ---------------------------------------------------------------------------
+
+    @contextmanager
+    def _together(self) -> Iterator[Hosts | None]:
+        """Within the block all hosts do the same; a call within a callback is host 0's alone."""
+        if self._is_running or self._hosts is not None:
+            yield None
+            return
+        reach = "one process" if self.strategy is None else self.strategy.reach
+        self._hosts = find_hosts(self.timeout_seconds, reach)
+        try:
+            with nullcontext() if self._hosts is None else self._hosts.failing_together():
+                yield self._hosts
+        finally:
+            self._hosts = None
+
+    @property
+    def _leads(self) -> bool:
+        """Whether rank 0 is here: callbacks, progress, files, streams."""
+        return self._hosts is None or self._hosts.host == 0
+
+    @property
+    def _own_callbacks(self) -> list[Callback]:
+        """Callbacks run where rank 0 is."""
+        return self.callbacks if self._leads else []
+
+    def _told(self, result: Any) -> Any:
+        """Host 0's result, on every host."""
+        if self._hosts is None or self._is_running:
+            return result
+        return self._hosts.told(result)
+
+    def _agreed_on(self, feed: Feed) -> Feed:
+        """Data that all hosts have alike, or that host 0 alone reads."""
+        if self._hosts is None or self._is_running:
+            return feed
+        if isinstance(feed.source, SharedStream):
+            batch_size, num_steps = self._hosts.told((feed.batch_size, feed.num_steps))
+            return replace(feed, batch_size=batch_size, num_steps=num_steps)
+        self._hosts.check_equal(data_facts(feed.source, "data"))
+        return feed
+
+    def _check_alone(self, search: BatchSizeSearch | None, on_snapshot: Any) -> None:
+        """Refuse what one host alone can do."""
+        if self._hosts is not None and (search is not None or on_snapshot is not None):
+            raise OptionError(
+                problem(
+                    "Batch sizes are searched, and steps recorded, on one host.",
+                    received=f"{'batch_size' if search else 'on_snapshot'} with "
+                    f"{self._hosts.circle.num_hosts} hosts",
+                    fix="Start the script once for that; then pass the number on all hosts.",
+                )
+            )
+
     def _check_not_averaged(self, method: str) -> None:
         """Refuse to change weights that are put back at the end of ``averaged()``."""
         averages = self._recipe.averages
@@ -507,7 +619,7 @@ class Trainer:
         *,
         records: bool,
     ) -> FitTask:
-        return FitTask(
+        task = FitTask(
             source=feed.source,
             validation=None if validation is None else validation.source,
             epochs=wish.epochs,
@@ -517,17 +629,18 @@ class Trainer:
             first_epoch=self._epochs_trained,
             first_step=self._steps_trained,
             metrics=self.metrics,
-            watched=bool(self.callbacks),
-            watches_beginnings=bool(acting(self.callbacks, "on_epoch_begin")),
-            before_steps=bool(stopping(self.callbacks, "on_train_batch_begin")),
-            after_steps=bool(stopping(self.callbacks, "on_train_batch_end")),
+            watched=bool(self._own_callbacks),
+            watches_beginnings=bool(acting(self._own_callbacks, "on_epoch_begin")),
+            before_steps=bool(stopping(self._own_callbacks, "on_train_batch_begin")),
+            after_steps=bool(stopping(self._own_callbacks, "on_train_batch_end")),
             steps_per_epoch=wish.steps_per_epoch,
-            traced=traced_steps(self.callbacks, self._steps_trained),
+            traced=traced_steps(self._own_callbacks, self._steps_trained),
             record=records,
             counts_skipped=self._recipe.rules.on_nonfinite == "skip",
             loss_parts=ONE_LOSS if loss is None else loss.parts,
             turns=self._recipe.turns,
         )
+        return task if self._hosts is None else self._hosts.agree_on_task(task)
 
     def _conduct(
         self,
@@ -538,25 +651,32 @@ class Trainer:
     ) -> History:
         """Train, with callbacks and progress around."""
         self.stop_training = False
-        with told_of_errors(self.callbacks), held_interrupts() as interrupt:
-            conductor = FitConductor(
-                self,
-                self.callbacks,
-                display,
-                lambda: self._session.readopt(self.model),
-                on_snapshot,
-                interrupt,
-            )
+        with told_of_errors(self._own_callbacks), held_interrupts() as interrupt:
+            conductor = FollowingConductor()
+            if self._leads:
+                conductor = FitConductor(
+                    self,
+                    self.callbacks,
+                    display,
+                    lambda: self._session.readopt(self.model),
+                    on_snapshot,
+                    interrupt,
+                )
             try:
                 conductor.begin_train()
                 self._train(task, loss, conductor, task.batch_size)
             finally:
                 conductor.close()
+        history: History = self._told(conductor.history)
         conductor.end_train()
-        return conductor.history
+        return history
 
     def _train(
-        self, task: FitTask, loss: LossAdapter | None, conductor: FitConductor, batch_size: int
+        self,
+        task: FitTask,
+        loss: LossAdapter | None,
+        conductor: FollowingConductor,
+        batch_size: int,
     ) -> None:
         """Run the task, and go on with another where a callback has changed what was sent."""
         resume: Resume | None = task.start
@@ -566,7 +686,7 @@ class Trainer:
             conductor.updater = self._make_updater()
             result: FitResult = self._run(task, loss, conductor.updater, conductor, batch_size)
             if result.resume is None:  # else the optimizer has them, with the callback's changes
-                conductor.take_slots(result.slots)
+                conductor.take_slots(self._told(result.slots))
             first_step += result.num_steps
             self._steps_trained = first_step
             self._epochs_trained = first_epoch + max(result.num_epochs, resume.epoch)
@@ -585,7 +705,11 @@ class Trainer:
             session, (plan, partitions) = _nested(task), self._make_plan_for_one(batch_size)
         else:
             plan, partitions = self._planning.plan(
-                self._maker(), self.precision, sample_of(task.source), batch_size
+                self._maker(),
+                self.precision,
+                sample_of(task.source),
+                batch_size,
+                None if self._hosts is None else self._hosts.cluster,
             )
             plan = self._plan = self._recipe.plan(plan)
         if updater is not None:
@@ -611,7 +735,7 @@ class Trainer:
         )
         outermost, self._is_running = not self._is_running, True
         try:
-            return session.run(assignment, conductor)
+            return session.run(assignment, conductor, self._hosts if outermost else None)
         finally:
             self._is_running = not outermost
 
@@ -706,7 +830,8 @@ class Trainer:
 
     def _predict(self, feed: Feed) -> Tree:
         task = PredictTask(source=feed.source, batch_size=feed.batch_size)
-        return concatenate(self._run(task, None, None, Conductor(), feed.batch_size))
+        parts = self._run(task, None, None, Conductor(), feed.batch_size)
+        return self._told(concatenate(parts) if self._leads else None)
 
     def _predict_none(self, feed: Feed) -> Tree:
         """No samples: outputs of the right kind and shape, found with one made-up sample."""
