@@ -275,7 +275,7 @@ def _card(place: Place) -> Card:
     return Card(
         facts={
             "the version of Lockstep": lockstep.__version__,
-            "the version of torch": torch.__version__,
+            "the version of torch": str(torch.__version__),
         },
         about={"name": host.name, "host": msgspec.json.encode(host).decode()},
     )
