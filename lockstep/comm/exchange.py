@@ -127,6 +127,10 @@ class Exchange(ABC):
     def barrier(self) -> None:
         """Wait for all ranks."""
 
+    def gather_sums(self, pieces: Sequence[Piece], sums: Sequence[torch.Tensor | None]) -> None:
+        """Have ``summed`` know of the pieces of other hosts; every rank calls it with its own."""
+        return
+
     def end_step(self) -> None:
         """Wait until all that this step has updated is there."""
         self.barrier()

@@ -259,6 +259,10 @@ class GradientRows:
         """Where the sum of a piece comes to lie."""
         return self._cut(self._target(piece.parameter), piece)
 
+    def base(self, parameter: int) -> torch.Tensor:
+        """The first row's gradient, for which there is always memory here."""
+        return self._rows[self._here.start][parameter]
+
     def sum_rows(self, pieces: Sequence[Piece]) -> None:
         """Sum the gradients that shares have put up here, each piece in its place."""
         sums = _Sums()

@@ -235,6 +235,23 @@ class HostExchange(SharedMemoryExchange):
         }
         self._wires.transfer(sends, receives)
 
+    @torch.no_grad()
+    def gather_sums(self, pieces: Sequence[Piece], sums: Sequence[torch.Tensor | None]) -> None:
+        rows = self._gradients
+        used = [
+            number for number in range(len(self._spec.gradients.tensors)) if rows.is_used(number)
+        ]
+        wholes = {number: rows.base(number) for number in used}
+        for piece, total in zip(pieces, sums, strict=True):
+            if total is not None:
+                cut_piece(wholes[piece.parameter], piece).copy_(total)
+        self.spread(wholes, all_pieces=True)
+        self.barrier()
+
+    def summed(self, parameter: int, num_filled: int) -> torch.Tensor | None:
+        rows = self._gradients
+        return rows.base(parameter) if rows.is_used(parameter) else None
+
     def end_step(self) -> None:
         # Other hosts' pieces have come; who has sent them need not be waited for.
         self.board.barrier_here()

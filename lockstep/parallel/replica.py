@@ -380,6 +380,9 @@ class Replica(Worker):
         return self._call(batch.inputs)
 
     def gradients(self, num_samples: int) -> dict[str, torch.Tensor | None]:
+        self.exchange.gather_sums(
+            [bound.piece for bound in self._pieces], [bound.tensor.grad for bound in self._pieces]
+        )
         if self.rank != 0:
             return {}
         filled = num_filled_shares(num_samples, self.plan.num_shares)

@@ -43,6 +43,7 @@ from lockstep.proof.reference import Record, Reference
 from lockstep.proof.report import Report, make_report
 from lockstep.train.callbacks import Callback, Logs
 from lockstep.train.checks import check_strategy
+from lockstep.train.hosts import find_hosts
 from lockstep.train.tasks import Snapshot
 from lockstep.train.trainer import StrategyLike, Trainer
 
@@ -98,12 +99,14 @@ def verify_job(job: Job, strategy: StrategyLike, *, steps: int = 5, seed: int = 
         raise
     finally:
         restore_streams(states)
-    return make_report(
+    report = make_report(
         _title(trainer.plan, steps, job.batch_size),
         proof.comparisons,
         proof.undetermined(),
         [*reference.notes, *proof.notes()],
     )
+    hosts = find_hosts(strategy.timeout_seconds, strategy.reach)
+    return report if hosts is None else hosts.told(report)  # host 0 has compared
 
 
 class _Proof:

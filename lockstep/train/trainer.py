@@ -340,7 +340,7 @@ class Trainer:
     ) -> History:
         self._check_not_averaged("fit")
         search = search_of(batch_size)
-        self._check_alone(search, on_snapshot)
+        self._check_alone(search)
         epochs, size, steps_per_epoch = check_counts(
             {"batch_size": None if search else batch_size, "steps_per_epoch": steps_per_epoch},
             epochs=epochs,
@@ -560,14 +560,13 @@ class Trainer:
         self._hosts.check_equal(data_facts(feed.source, "data"))
         return feed
 
-    def _check_alone(self, search: BatchSizeSearch | None, on_snapshot: Any) -> None:
+    def _check_alone(self, search: BatchSizeSearch | None) -> None:
         """Refuse what one host alone can do."""
-        if self._hosts is not None and (search is not None or on_snapshot is not None):
+        if self._hosts is not None and search is not None:
             raise OptionError(
                 problem(
-                    "Batch sizes are searched, and steps recorded, on one host.",
-                    received=f"{'batch_size' if search else 'on_snapshot'} with "
-                    f"{self._hosts.circle.num_hosts} hosts",
+                    "A batch size is searched on one host.",
+                    received=f"batch_size={search!r} with {self._hosts.circle.num_hosts} hosts",
                     fix="Start the script once for that; then pass the number on all hosts.",
                 )
             )
