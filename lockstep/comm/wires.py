@@ -1,14 +1,13 @@
-"""Wires: a rank's connections to ranks of other hosts, over which tensors go as they lie in memory.
+"""Wires: a rank's connections to ranks of other hosts; tensors go over them as they lie in memory.
 
-Of every two hosts, wire k joins a rank of the one with a rank of the other (``wire_ends``). What
-goes over it has no headers: both ends know from the step what comes, how much, and in which order.
-Both directions move at once, or two ranks that send to each other would wait for ever.
+What goes over a wire has no headers: both ends know from the step what comes, how much, and in
+which order. Both directions move at once, or two ranks that send to each other would wait for ever.
 """
 
 import select
 import socket
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import monotonic
 
@@ -16,28 +15,17 @@ import torch
 
 from lockstep.errors import HostError, problem
 
-# A wire: the other host, and the number among the wires of the two hosts.
-Wire = tuple[int, int]
-Buffers = Mapping[Wire, Sequence[torch.Tensor]]
+# Tensors by the rank at the other end.
+Buffers = Mapping[int, Sequence[torch.Tensor]]
 
 _LOOK_AROUND_SECONDS = 0.02
 _LONGEST_NAP_SECONDS = 5 * _LOOK_AROUND_SECONDS
 _MOST_AT_ONCE = 64  # buffers of one call; the kernel takes 1,024
 
 
-def num_wires(hosts: Sequence[int], one: int, other: int) -> int:
-    """Wires between two hosts with so many ranks each: each rank has one at least."""
-    return max(hosts[one], hosts[other])
-
-
-def wire_end(hosts: Sequence[int], host: int, number: int) -> int:
-    """Which of a host's ranks, counted from 0 on that host, has wire ``number`` to another host."""
-    return number % hosts[host]
-
-
 @dataclass
 class _Queue:
-    """Bytes on their way through one wire in one direction."""
+    """Bytes on their way through one peer in one direction."""
 
     views: deque[memoryview] = field(default_factory=deque)
 
@@ -52,50 +40,47 @@ class _Queue:
 
 
 class Wires:
-    """One rank's wires.
+    """One rank's peers.
 
     Args:
-        sockets: connected and non-blocking, by wire.
-        names: of the hosts, for messages, by number.
+        sockets: connected and non-blocking, by the rank at the other end.
+        names: of the hosts of these ranks, for messages.
         look_around: called every 20 ms of waiting with the seconds waited so far; it raises if
             waiting on is in vain.
     """
 
     def __init__(
         self,
-        sockets: Mapping[Wire, socket.socket],
-        names: Sequence[str],
+        sockets: Mapping[int, socket.socket],
+        names: Mapping[int, str],
         look_around: Callable[[float], None],
     ) -> None:
         self._sockets = dict(sockets)
         self._names = names
         self._look_around = look_around
 
-    def __iter__(self) -> Iterator[Wire]:
-        return iter(self._sockets)
-
     def transfer(self, sends: Buffers, receives: Buffers) -> None:
         """Send tensors and fill others, all at once, until everything has come and gone.
 
         Args:
-            sends: dense tensors by wire, in the order in which the other end receives them.
-            receives: dense tensors by wire, which are written to.
+            sends: dense tensors by rank, in the order in which the other end receives them.
+            receives: dense tensors by rank, which are written to.
 
         Raises:
             HostError: another host is gone.
         """
         going, coming = _queues(sends), _queues(receives)
         poller = select.poll()
-        wires = {self._sockets[wire].fileno(): wire for wire in {*going, *coming}}
-        for descriptor, wire in wires.items():
-            poller.register(descriptor, _events(wire, going, coming))
+        peers = {self._sockets[peer].fileno(): peer for peer in {*going, *coming}}
+        for descriptor, peer in peers.items():
+            poller.register(descriptor, _events(peer, going, coming))
         waited, last = 0.0, monotonic()
         while going or coming:
             ready = poller.poll(_LOOK_AROUND_SECONDS * 1000)
             for descriptor, _ in ready:
-                wire = wires[descriptor]
-                self._move(wire, going, coming)
-                events = _events(wire, going, coming)
+                peer = peers[descriptor]
+                self._move(peer, going, coming)
+                events = _events(peer, going, coming)
                 if events:
                     poller.modify(descriptor, events)
                 else:
@@ -114,60 +99,59 @@ class Wires:
         while self._sockets:
             self._sockets.popitem()[1].close()
 
-    def _move(self, wire: Wire, going: dict[Wire, _Queue], coming: dict[Wire, _Queue]) -> None:
-        """Send and receive on a wire what can be now."""
+    def _move(self, peer: int, going: dict[int, _Queue], coming: dict[int, _Queue]) -> None:
+        """Send and receive over a wire what can be now."""
         try:
-            if wire in coming:
-                self._receive(wire, coming)
-            if wire in going:
-                self._send(wire, going)
+            if peer in coming:
+                self._receive(peer, coming)
+            if peer in going:
+                self._send(peer, going)
         except OSError as error:
-            raise self._gone(wire, error.strerror or type(error).__name__) from error
+            raise self._gone(peer, error.strerror or type(error).__name__) from error
 
-    def _receive(self, wire: Wire, coming: dict[Wire, _Queue]) -> None:
-        queue, end = coming[wire], self._sockets[wire]
+    def _receive(self, peer: int, coming: dict[int, _Queue]) -> None:
+        queue, end = coming[peer], self._sockets[peer]
         while queue.views:
             try:
                 count = end.recv_into(queue.views[0])
             except BlockingIOError:
                 return
             if count == 0:
-                raise self._gone(wire, "it has closed the connection")
+                raise self._gone(peer, "it has closed the connection")
             queue.advance(count)
-        del coming[wire]
+        del coming[peer]
 
-    def _send(self, wire: Wire, going: dict[Wire, _Queue]) -> None:
-        queue, end = going[wire], self._sockets[wire]
+    def _send(self, peer: int, going: dict[int, _Queue]) -> None:
+        queue, end = going[peer], self._sockets[peer]
         while queue.views:
             parts = [queue.views[index] for index in range(min(len(queue.views), _MOST_AT_ONCE))]
             try:
                 queue.advance(end.sendmsg(parts))
             except BlockingIOError:
                 return
-        del going[wire]
+        del going[peer]
 
-    def _gone(self, wire: Wire, reason: str) -> HostError:
-        host = wire[0]
+    def _gone(self, peer: int, reason: str) -> HostError:
         return HostError(
             problem(
-                f"Host {host} ({self._names[host]}) no longer takes part.",
+                f"{self._names[peer]} no longer takes part.",
                 received=reason,
                 fix="Look at that host's output for the cause.",
             )
         )
 
 
-def _queues(buffers: Buffers) -> dict[Wire, _Queue]:
+def _queues(buffers: Buffers) -> dict[int, _Queue]:
     """What has bytes to move."""
     found = {
-        wire: _Queue(deque(view for view in map(bytes_of, tensors) if len(view)))
-        for wire, tensors in buffers.items()
+        peer: _Queue(deque(view for view in map(bytes_of, tensors) if len(view)))
+        for peer, tensors in buffers.items()
     }
-    return {wire: queue for wire, queue in found.items() if queue.views}
+    return {peer: queue for peer, queue in found.items() if queue.views}
 
 
-def _events(wire: Wire, going: Mapping[Wire, _Queue], coming: Mapping[Wire, _Queue]) -> int:
-    return (select.POLLOUT if wire in going else 0) | (select.POLLIN if wire in coming else 0)
+def _events(peer: int, going: Mapping[int, _Queue], coming: Mapping[int, _Queue]) -> int:
+    return (select.POLLOUT if peer in going else 0) | (select.POLLIN if peer in coming else 0)
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:

@@ -17,10 +17,11 @@ from lockstep.comm.board import Board
 from lockstep.comm.exchange import Exchange, LocalExchange, TensorSpec
 from lockstep.comm.gradient_rows import GradientSpec
 from lockstep.comm.host_exchange import HostExchange
+from lockstep.comm.host_sums import pairs
 from lockstep.comm.shared_exchange import ExchangeSpec, SharedMemoryExchange
 from lockstep.comm.shared_memory import SharedRegion
 from lockstep.comm.wide_board import Crossing, WideBoard
-from lockstep.comm.wires import Wire, Wires
+from lockstep.comm.wires import Wires
 from lockstep.parallel.batch_norm import BatchNorms
 from lockstep.parallel.gradient_rules import GradientRules
 from lockstep.parallel.groups import ParameterGroup
@@ -146,21 +147,26 @@ def _most_in_flight(program: RankProgram) -> int:
     return most
 
 
+def wire_pairs(plan: Plan) -> set[tuple[int, int]]:
+    """Ranks of different hosts between which a Plan needs wires."""
+    return pairs([plan.ranks_of_host(host) for host in range(plan.num_hosts)])
+
+
 @dataclass(frozen=True, kw_only=True)
 class Neighbours:
     """What a rank has of other hosts.
 
     Attributes:
         host: this host.
-        names: of all hosts, for messages.
-        sockets: this rank's, by wire.
+        names: of other ranks' hosts, for messages.
+        sockets: this rank's, by the rank at the other end.
         crossing: to the other hosts' leaders; None unless this rank leads its host.
         mirrored: see ``HostExchange``.
     """
 
     host: int
-    names: Sequence[str]
-    sockets: Mapping[Wire, socket.socket]
+    names: Mapping[int, str]
+    sockets: Mapping[int, socket.socket]
     crossing: Crossing | None
     mirrored: Sequence[torch.Tensor]
 
@@ -194,7 +200,7 @@ def build_exchange(
         spec,
         region,
         board=wide_board,
-        hosts=plan.hosts,
+        hosts=[plan.ranks_of_host(host) for host in range(plan.num_hosts)],
         host=neighbours.host,
         wires=Wires(neighbours.sockets, neighbours.names, look_around),
         mirrored=neighbours.mirrored,

@@ -8,7 +8,7 @@ be equal, or the difference is named; values (weights, slots, options) are those
 import hashlib
 import os
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from time import monotonic, sleep
@@ -24,7 +24,6 @@ from lockstep.cluster.environment import find_place
 from lockstep.cluster.place import Place, Reach
 from lockstep.cluster.topology import Cluster, Host
 from lockstep.comm.codec import decode, encode
-from lockstep.comm.wires import Wire, num_wires
 from lockstep.data.order import kept_streams, seed_streams
 from lockstep.data.sources import Source
 from lockstep.data.trees import tensors_of
@@ -54,8 +53,8 @@ class Hosts:
     def __init__(self, place: Place, circle: Circle) -> None:
         self.place = place
         self.circle = circle
-        self.wires: dict[Wire, socket.socket] = {}
-        self._wired: tuple[int, ...] = ()
+        self._wires: dict[tuple[int, int], socket.socket] = {}
+        self._wired: object = None  # for which Plan
         hosts = [msgspec.json.decode(str(card.about["host"]), type=Host) for card in circle.cards]
         self.cluster = Cluster(hosts=tuple(hosts))
 
@@ -66,8 +65,8 @@ class Hosts:
 
     @property
     def names(self) -> list[str]:
-        """Of all hosts."""
-        return [host.name for host in self.cluster.hosts]
+        """Of all hosts, for messages."""
+        return [self.circle.name_of(host) for host in range(self.circle.num_hosts)]
 
     def told(self, obj: Any, look_around: LookAround = lambda waited: None) -> Any:
         """Host 0's object, on every host."""
@@ -79,19 +78,27 @@ class Hosts:
         """The circle, as a board uses it."""
         return LeaderCrossing(self.circle, look_around)
 
-    def open_wires(self, counts: tuple[int, ...], timeout_seconds: float) -> None:
-        """Have wires for as many ranks on each host; they stay open for the next time."""
-        if counts == self._wired:
-            return
-        self._close_wires()
-        pairs = {
-            (one, other): num_wires(counts, one, other)
-            for other in range(len(counts))
-            for one in range(other)
-        }
-        for other, ends in self.circle.open_wires(pairs, timeout_seconds).items():
-            self.wires.update({(other, number): end for number, end in enumerate(ends)})
-        self._wired = counts
+    def open_wires(
+        self, plan: Plan, pairs: Iterable[tuple[int, int]], timeout_seconds: float
+    ) -> dict[tuple[int, int], socket.socket]:
+        """This host's wires between pairs of ranks; they stay open for the next time.
+
+        Returns:
+            Sockets by the ranks at this end and at the other.
+        """
+        ordered = sorted(pairs)
+        if (plan.hosts, ordered) != self._wired:
+            self._close_wires()
+            by_hosts: dict[tuple[int, int], list[tuple[int, int]]] = {}
+            for pair in ordered:
+                by_hosts.setdefault((plan.host_of(pair[0]), plan.host_of(pair[1])), []).append(pair)
+            counts = {hosts: len(own) for hosts, own in by_hosts.items()}
+            for other, ends in self.circle.open_wires(counts, timeout_seconds).items():
+                own = by_hosts[min(self.host, other), max(self.host, other)]
+                for (low, high), end in zip(own, ends, strict=True):
+                    self._wires[(low, high) if self.host < other else (high, low)] = end
+            self._wired = plan.hosts, ordered
+        return self._wires
 
     @contextmanager
     def failing_together(self) -> Iterator[None]:
@@ -128,9 +135,9 @@ class Hosts:
         _met.pop(self.place, None)
 
     def _close_wires(self) -> None:
-        while self.wires:
-            self.wires.popitem()[1].close()
-        self._wired = ()
+        while self._wires:
+            self._wires.popitem()[1].close()
+        self._wired = None
 
     # --- being alike -----------------------------------------------------------------------------
 
@@ -148,8 +155,8 @@ class Hosts:
                 raise HostError(
                     problem(
                         f"All hosts must run the same script on the same data: {name} differs.",
-                        received=f"{values[0]} on host 0 ({self.names[0]}) and {values[other]} on "
-                        f"host {other} ({self.names[other]})",
+                        received=f"{values[0]} on {self.names[0]}, {values[other]} on "
+                        f"{self.names[other]}",
                         fix="Start the same script with the same arguments everywhere.",
                     )
                 )

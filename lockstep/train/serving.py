@@ -10,9 +10,7 @@ import torch
 from torch import nn
 
 from lockstep.comm.exchange import TensorSpec
-from lockstep.comm.host_exchange import wires_of
 from lockstep.comm.wide_board import Crossing
-from lockstep.comm.wires import Wire
 from lockstep.launch.helper import HelperContext
 from lockstep.parallel.build import AnySpec, Neighbours
 from lockstep.parallel.control import FollowerControl, open_region
@@ -28,28 +26,35 @@ class Abroad:
 
     Attributes:
         host: this host.
-        names: of all hosts.
-        counts: ranks of all hosts.
-        wires: this host's, in the order in which their descriptors are sent.
+        names: of the hosts of all ranks.
+        wires: of each of this host's, the ranks at this end and at the other, in the order in
+            which their descriptors are sent.
     """
 
     host: int
-    names: Sequence[str]
-    counts: tuple[int, ...]
-    wires: tuple[Wire, ...]
+    names: Mapping[int, str]
+    wires: tuple[tuple[int, int], ...]
 
     def neighbours(
         self,
         rank: int,
-        sockets: Mapping[Wire, socket.socket],
+        sockets: Sequence[socket.socket],
         mirrored: Sequence[torch.Tensor],
         crossing: Crossing | None = None,
     ) -> Neighbours:
-        """What one of the host's ranks has of other hosts; ``rank`` counts from 0 on this host."""
+        """What one of the host's ranks has of other hosts.
+
+        Args:
+            rank: counted over all hosts.
+            sockets: those of its wires, in their order.
+            mirrored: see ``Neighbours``.
+            crossing: see ``Neighbours``.
+        """
+        peers = [other for own, other in self.wires if own == rank]
         return Neighbours(
             host=self.host,
             names=self.names,
-            sockets={wire: sockets[wire] for wire in wires_of(self.counts, rank, self.wires)},
+            sockets=dict(zip(peers, sockets, strict=True)),
             crossing=crossing,
             mirrored=mirrored,
         )
@@ -105,7 +110,7 @@ def serve(context: HelperContext, body: bytes, descriptors: tuple[int, ...]) -> 
     assignment: Assignment = unpack(call.payload, next(iter(parcels), None), tensors)
     for each in parcels:
         each.close()
-    neighbours = _open_wires(call, context.rank, wires, opened)
+    neighbours = _open_wires(call, rank, wires, opened)
     with assignment.settings.applied(), compute_settings(assignment.plan):
         worker = make_worker(
             assignment,
@@ -130,14 +135,13 @@ def _open_wires(
     """This rank's wires; the other ranks' are closed here."""
     if call.abroad is None:
         return None
-    ends = dict(zip(call.abroad.wires, descriptors, strict=True))
-    own = wires_of(call.abroad.counts, rank, ends)
-    for wire, number in ends.items():
-        if wire not in own:
+    sockets = []
+    for (own, _), number in zip(call.abroad.wires, descriptors, strict=True):
+        if own == rank:
+            sockets.append(socket.socket(fileno=number))
+        else:
             os.close(number)
-    sockets = {wire: socket.socket(fileno=ends[wire]) for wire in own}
-    mirrored = opened[-1] if call.has_options else ()
-    return call.abroad.neighbours(rank, sockets, mirrored)
+    return call.abroad.neighbours(rank, sockets, opened[-1] if call.has_options else ())
 
 
 def _open_store(

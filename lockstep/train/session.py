@@ -7,8 +7,10 @@ optimizer, position) lies in the script's own objects.
 On several hosts the script's process of each leads that host's ranks, with a session of its own.
 """
 
+import socket
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import cloudpickle
@@ -22,7 +24,7 @@ from lockstep.launch.link import MOST_DESCRIPTORS
 from lockstep.launch.pool import give_back, take_team
 from lockstep.launch.team import Team
 from lockstep.parallel.blank import forget_blanks
-from lockstep.parallel.build import AnySpec, exchange_spec
+from lockstep.parallel.build import AnySpec, exchange_spec, wire_pairs
 from lockstep.parallel.control import LeaderControl, SoloControl
 from lockstep.parallel.groups import ParameterGroup
 from lockstep.parallel.host_control import HostControl
@@ -103,10 +105,10 @@ class Session:
             region = spec.create(here) if isinstance(spec, ExchangeSpec) else spec.create()
             team = self._take_team(assignment.plan, len(here) - 1)
             watch = _Watch(team, self._timeout, here.start, hosts)
-            abroad = _abroad(hosts, assignment.plan, self._timeout)
-            worker = _leading_worker(assignment, spec, region, watch, stores, hosts, abroad)
+            wired = None if hosts is None else _Wired.of(hosts, assignment.plan, self._timeout)
+            worker = _leading_worker(assignment, spec, region, watch, stores, wired)
             watch.watch(worker.board)
-            self._call(team, assignment, stores, parcel, spec, region, worker, hosts, abroad)
+            self._call(team, assignment, stores, parcel, spec, region, worker, wired)
             _heed(conductor, worker)
             initialize_own(assignment, worker)
             forget_blanks(assignment.model)
@@ -222,8 +224,7 @@ class Session:
         spec: AnySpec,
         region: SharedRegion,
         worker: Worker,
-        hosts: Hosts | None,
-        abroad: Abroad | None,
+        wired: "_Wired | None",
     ) -> None:
         """Send the helpers their parts."""
         call = Call(
@@ -233,12 +234,12 @@ class Session:
             has_options=_has_options(assignment),
             spec=spec,
             payload=parcel.payload,
-            abroad=abroad,
+            abroad=None if wired is None else wired.abroad,
         )
         regions = [region, *(store.region for _, store in stores)]
         descriptors = [each.descriptor for each in regions]
-        if hosts is not None:
-            descriptors += [end.fileno() for end in hosts.wires.values()]
+        if wired is not None:
+            descriptors += [end.fileno() for end in wired.sockets.values()]
         _check_number(len(descriptors) + len(parcel.descriptors))
         team.call(
             serve,
@@ -266,12 +267,27 @@ class Session:
 _Store = tuple[tuple[int, ...], TensorStore]
 
 
-def _abroad(hosts: Hosts | None, plan: Plan, timeout_seconds: float) -> Abroad | None:
-    """What this host's ranks are told of other hosts; wires are there after it."""
-    if hosts is None:
-        return None
-    hosts.open_wires(plan.hosts, timeout_seconds)
-    return Abroad(host=hosts.host, names=hosts.names, counts=plan.hosts, wires=tuple(hosts.wires))
+@dataclass(frozen=True, kw_only=True)
+class _Wired:
+    """Other hosts, with wires to them.
+
+    Attributes:
+        hosts: all hosts.
+        abroad: what this host's ranks are told of them.
+        sockets: this host's wires, by the ranks at this end and at the other.
+    """
+
+    hosts: Hosts
+    abroad: Abroad
+    sockets: Mapping[tuple[int, int], socket.socket]
+
+    @classmethod
+    def of(cls, hosts: Hosts, plan: Plan, timeout_seconds: float) -> "_Wired":
+        """Have the wires that a Plan needs."""
+        sockets = hosts.open_wires(plan, wire_pairs(plan), timeout_seconds)
+        names = {rank: hosts.names[plan.host_of(rank)] for rank in range(plan.num_ranks)}
+        abroad = Abroad(host=hosts.host, names=names, wires=tuple(sockets))
+        return cls(hosts=hosts, abroad=abroad, sockets=sockets)
 
 
 def _leading_worker(
@@ -280,15 +296,15 @@ def _leading_worker(
     region: SharedRegion,
     watch: "_Watch",
     stores: Sequence[_Store],
-    hosts: Hosts | None,
-    abroad: Abroad | None,
+    wired: _Wired | None,
 ) -> Worker:
     """The worker of this process, the first of its host."""
     neighbours = None
-    if hosts is not None and abroad is not None:
+    if wired is not None:
         mirrored = [stores[-1][1].views[0]] if _has_options(assignment) else []
-        crossing = hosts.crossing(watch.look_around)
-        neighbours = abroad.neighbours(0, hosts.wires, mirrored, crossing)
+        crossing = wired.hosts.crossing(watch.look_around)
+        own = [end for (rank, _), end in wired.sockets.items() if rank == watch.first_rank]
+        neighbours = wired.abroad.neighbours(watch.first_rank, own, mirrored, crossing)
     return make_worker(
         assignment,
         spec,

@@ -1,0 +1,201 @@
+"""Sums over hosts: how the gradients of several hosts' shares become one, piece by piece.
+
+Every host sums the gradients of its own shares, in their order. Each piece of a parameter is
+updated by one rank of one host: all other hosts send it their sums of that piece, and it adds them
+up in the order of the hosts. After the update it sends the piece to all other hosts. So per step
+a host of n sends, and receives, 2 (n - 1) / n of the parameters' bytes; that is the least for
+gradients that are summed, and every wire carries its part at once.
+
+Whom a rank talks to: on every other host it has a partner, who sends it that host's sums of its
+pieces and gets its pieces after the update. With as many ranks everywhere, partners have the same
+place on their hosts; else some ranks are partners of several others.
+
+Of weights whose factors are exchanged (``comm.gradient_rows``) no host sends a gradient at all. The
+factors of all shares come to every host, which forms the whole gradient and updates the whole
+weight. All hosts multiply blocks of the same sizes, and come to the same bits.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import torch
+
+from lockstep.comm.exchange import cut_piece
+from lockstep.comm.gradient_rows import GradientRows
+from lockstep.comm.wires import Wires
+from lockstep.plan.layout import Piece
+
+_Tensors = dict[int, list[torch.Tensor]]
+
+
+def partner(rank: int, hosts: Sequence[Sequence[int]], host: int) -> int:
+    """The rank of another host that a rank exchanges its pieces with.
+
+    Args:
+        rank: whose partner.
+        hosts: the ranks of each host that take part.
+        host: the other host, which has some.
+    """
+    own = next(ranks for ranks in hosts if rank in ranks)
+    return hosts[host][own.index(rank) % len(hosts[host])]
+
+
+def pairs(hosts: Sequence[Sequence[int]]) -> set[tuple[int, int]]:
+    """Ranks of different hosts that are partners, the lower one first."""
+    found = set()
+    for ranks in hosts:
+        for rank in ranks:
+            for host, others in enumerate(hosts):
+                if others and rank not in others:
+                    other = partner(rank, hosts, host)
+                    found.add((min(rank, other), max(rank, other)))
+    return found
+
+
+class HostSums:
+    """One rank's end.
+
+    Args:
+        rows: the gradients of this host's shares.
+        rank: this rank.
+        hosts: the ranks of each host that take part, in ascending order over all hosts.
+        rows_of: the rows of gradients of consecutive ranks of one host.
+        wires: this rank's.
+        is_everywhere: by parameter, whether every host updates all of it.
+    """
+
+    def __init__(
+        self,
+        rows: GradientRows,
+        *,
+        rank: int,
+        hosts: Sequence[Sequence[int]],
+        rows_of: Callable[[Sequence[int]], range],
+        wires: Wires,
+        is_everywhere: Sequence[bool],
+    ) -> None:
+        self._rows = rows
+        self._rank = rank
+        self._hosts = hosts
+        self._host = next(host for host, ranks in enumerate(hosts) if rank in ranks)
+        self._rows_of = rows_of
+        self._wires = wires
+        self._is_everywhere = is_everywhere
+        self._others = [host for host, ranks in enumerate(hosts) if ranks and host != self._host]
+        self._partners = {host: partner(rank, hosts, host) for host in self._others}
+        self._clients = [
+            other
+            for host in self._others
+            for other in hosts[host]
+            if partner(other, hosts, self._host) == rank
+        ]
+        self._pieces: Mapping[int, Sequence[Piece]] = {}
+
+    def divide(self, pieces: Mapping[int, Sequence[Piece]]) -> None:
+        """From now on each rank updates these pieces."""
+        self._pieces = pieces
+
+    def reduce(
+        self, pieces: Sequence[Piece], meet_here: Callable[[], None]
+    ) -> list[torch.Tensor | None]:
+        """Sum each piece over the shares of all hosts that used its parameter; None if none did.
+
+        Args:
+            pieces: that this rank updates.
+            meet_here: waits for the ranks of this host.
+        """
+        with torch.no_grad():
+            sends, receives, partials = self._partial_sums(pieces)
+            self._add_factors(sends, receives)
+            self._wires.transfer(sends, receives)
+            meet_here()  # for the factors that other ranks have received
+            results = [
+                self._total(piece, partials.get(index, {})) for index, piece in enumerate(pieces)
+            ]
+            self._rows.add_products(pieces, results)
+        return results
+
+    def _partial_sums(
+        self, pieces: Sequence[Piece]
+    ) -> tuple[_Tensors, _Tensors, dict[int, dict[int, torch.Tensor]]]:
+        """What to send and receive of gradients; and by piece and host, the sums of that host.
+
+        Sums are formed in place, but for those of a weight that all hosts update: others may form
+        the same at this moment.
+        """
+        sends: _Tensors = defaultdict(list)
+        receives: _Tensors = defaultdict(list)
+        partials: dict[int, dict[int, torch.Tensor]] = defaultdict(dict)
+        self._sum_in_place(pieces)
+        for client in self._clients:
+            given = [one for one in self._pieces[client] if self._hands_in(self._host, one)]
+            self._sum_in_place(given)
+            sends[client] += [self._own_sum(piece) for piece in given]
+        for index, piece in enumerate(pieces):
+            if self._hands_in(self._host, piece):
+                partials[index][self._host] = self._own_sum(piece)
+            for host in self._others:
+                if self._hands_in(host, piece):
+                    buffer = torch.empty_like(self._rows.target(piece))
+                    partials[index][host] = buffer
+                    receives[self._partners[host]].append(buffer)
+        return sends, receives, partials
+
+    def _sum_in_place(self, pieces: Sequence[Piece]) -> None:
+        self._rows.sum_rows([one for one in pieces if not self._is_everywhere[one.parameter]])
+
+    def _own_sum(self, piece: Piece) -> torch.Tensor:
+        if self._is_everywhere[piece.parameter]:
+            return self._rows.sum_apart(piece)
+        return self._rows.target(piece)
+
+    def _total(self, piece: Piece, partials: dict[int, torch.Tensor]) -> torch.Tensor | None:
+        """The sum of all hosts' sums of a piece, in the order of the hosts."""
+        if not self._rows.is_used(piece.parameter):
+            return None
+        if not partials:
+            return self._rows.target(piece)  # products alone come to lie there
+        in_order = [partials[host] for host in sorted(partials)]
+        total = in_order[0]
+        for partial in in_order[1:]:
+            # a + b has the bits of b + a: so the sum can stay where this host's own is.
+            if partial is partials.get(self._host):
+                partial += total
+                total = partial
+            else:
+                total += partial
+        return total
+
+    def _hands_in(self, host: int, piece: Piece) -> bool:
+        """Whether shares of a host have put up a gradient of a piece."""
+        rows = self._rows_of(self._hosts[host])
+        return bool(self._rows.gradient_rows(piece.parameter, rows))
+
+    def _add_factors(self, sends: _Tensors, receives: _Tensors) -> None:
+        """Have the factors that shares have put up come to all hosts, rank by rank."""
+        if not any(self._is_everywhere):
+            return
+        own = [each for pair in self._factors_of(self._rank) for each in pair]
+        for peer in self._partners.values():
+            sends[peer] += own
+        for client in self._clients:
+            self._rows.make_room(self._rows_of([client]))
+            receives[client] += [each for pair in self._factors_of(client) for each in pair]
+
+    def _factors_of(self, rank: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        return self._rows.factors_put_up(self._rows_of([rank]))
+
+    def spread(self, tensors: Mapping[int, torch.Tensor], *, all_pieces: bool) -> None:
+        """See ``Exchange.spread``."""
+
+        def pieces_of(rank: int) -> Iterable[torch.Tensor]:
+            for piece in self._pieces[rank]:
+                number = piece.parameter
+                is_changed = all_pieces or self._rows.is_used(number)
+                if number in tensors and is_changed and not self._is_everywhere[number]:
+                    yield cut_piece(tensors[number], piece)
+
+        self._wires.transfer(
+            {peer: list(pieces_of(self._rank)) for peer in self._partners.values()},
+            {client: list(pieces_of(client)) for client in self._clients},
+        )
