@@ -279,6 +279,13 @@ def derived() -> Any:
     return Made(1)
 
 
+def local() -> Any:
+    class Local(NamedTuple):
+        value: int
+
+    return Local(1)
+
+
 def circular() -> list[Any]:
     items: list[Any] = []
     items.append(items)
@@ -293,7 +300,7 @@ def circular() -> list[Any]:
         (lambda: Loose, r"a builtins\.type\."),
         (lambda: type("Made", (list,), {})(), "Made"),
         (derived, "Made"),
-        (lambda: collections.namedtuple("Local", "a")(1), "Local"),
+        (local, r"<locals>\.Local"),
         (lambda: ValueError("no record"), "ValueError"),
         (lambda: np.array([object()]), "dtype object"),
         (lambda: np.zeros(1, dtype=[("a", "f4")]), "dtype"),
