@@ -3,6 +3,7 @@
 import functools
 import math
 import re
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -90,7 +91,7 @@ def describe_array(array: npt.NDArray[Any]) -> tuple[str, list[int], bool, memor
         return None
     by_columns = array.flags.f_contiguous and not array.flags.c_contiguous
     ordered = array.T if by_columns else array
-    flat = ordered.reshape(-1)  # copies what is not contiguous
+    flat = np.ascontiguousarray(ordered.reshape(-1))
     return name, list(array.shape), by_columns, flat.view(np.uint8).data
 
 
@@ -111,9 +112,15 @@ def num_array_bytes(name: str, shape: Sequence[int]) -> int:
 def make_array(
     name: str, shape: Sequence[int], by_columns: bool, data: memoryview
 ) -> npt.NDArray[Any]:
-    """An array of its own memory; what it is like was checked by ``num_array_bytes``."""
+    """An array of its own memory; what it is like was checked by ``num_array_bytes``.
+
+    Raises:
+        ValueError: the bytes are none of such an array.
+    """
     raw = np.empty(len(data), dtype=np.uint8)
     _copy(data, raw, is_bool=np.dtype(name).kind == "b")
+    if np.dtype(name).kind == "U" and raw.view(f"{name[0]}u4").max(initial=0) > sys.maxunicode:
+        raise ValueError("text with what is no character")
     return raw.view(name).reshape(tuple(shape), order="F" if by_columns else "C")
 
 

@@ -44,7 +44,8 @@ def is_record(cls: type) -> bool:
 
 
 def _is_named_tuple(cls: type) -> bool:
-    return issubclass(cls, tuple) and isinstance(getattr(cls, "_fields", None), tuple)
+    has_fields = isinstance(getattr(cls, "_fields", None), tuple)
+    return issubclass(cls, tuple) and has_fields and not _is_struct_sequence(cls)
 
 
 def _is_struct_sequence(cls: type) -> bool:
@@ -60,7 +61,8 @@ def _is_plain(cls: type) -> bool:
 
 def is_hashed_as_tuple(cls: type) -> bool:
     """Whether a record can be a key without code of its class being called."""
-    return cls.__hash__ is tuple.__hash__ and cls.__eq__ is tuple.__eq__
+    used: tuple[object, object] = (cls.__hash__, cls.__eq__)
+    return used == (tuple.__hash__, tuple.__eq__)
 
 
 def name_of(cls: type) -> tuple[str, str] | None:
