@@ -25,58 +25,13 @@ from functools import partial
 import msgspec
 
 from lockstep.launch.helper import die_with
-from lockstep.launch.script import Script
+from lockstep.launch.orders import Orders, Terminal
 
 # The script's own time to end after SIGTERM.
 GRACE_SECONDS = 5.0
 
 # Longest line of orders.
 _MAX_BYTES = 1 << 24
-
-
-class Terminal(msgspec.Struct, frozen=True, kw_only=True):
-    """What the script is to take for its terminal: the one that its output will be shown on.
-
-    Attributes:
-        streams: of the script's, which are shown there: 1 is its output, 2 are its errors.
-        columns: its width.
-        lines: its height.
-    """
-
-    streams: tuple[int, ...]
-    columns: int
-    lines: int
-
-
-class Orders(msgspec.Struct, frozen=True, kw_only=True):
-    """What is to be run.
-
-    Attributes:
-        script: what.
-        directory: where.
-        variables: added to the environment; None removes one.
-        secret: of the job.
-        terminal: that the script's output is shown on; None where it is shown on none.
-    """
-
-    script: Script
-    directory: str
-    variables: dict[str, str | None]
-    secret: str
-    terminal: Terminal | None = None
-
-    def __repr__(self) -> str:  # it may come to be shown in a traceback
-        return f"Orders({self.script})"
-
-    def line(self) -> bytes:
-        """As they are sent."""
-        return msgspec.json.encode(self) + b"\n"
-
-    @property
-    def environment(self) -> dict[str, str]:
-        """Of the script."""
-        changed = {**os.environ, **self.variables, "LOCKSTEP_SECRET": self.secret}
-        return {name: value for name, value in changed.items() if value is not None}
 
 
 def main() -> int:

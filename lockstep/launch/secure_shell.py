@@ -8,20 +8,20 @@ The port where the hosts meet is one that is free on the first of them when it i
 """
 
 import os
-import secrets
 import shlex
-import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
+from typing import IO
 
 import msgspec
 
 from lockstep.cluster.place import Address
 from lockstep.errors import HostError, problem
-from lockstep.launch.fleet import Client, run_fleet
-from lockstep.launch.held_script import Orders, Terminal
+from lockstep.launch.fleet import Member, Relay, watch
 from lockstep.launch.host_file import ListedHost
+from lockstep.launch.orders import INTERRUPT, Orders, make_orders
 from lockstep.launch.script import Script
 
 _PROBE_SECONDS = 60.0
@@ -32,9 +32,6 @@ _OPTIONS = (
     *("-o", "ServerAliveInterval=15"),  # a host that vanishes is noticed
     *("-o", "ServerAliveCountMax=3"),
 )
-
-# What the script's progress display goes by.
-_OF_TERMINALS = ("TERM", "COLORTERM", "NO_COLOR")
 
 
 class Shells(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,43 +78,88 @@ def run_on_hosts(
     if rendezvous is None:
         port = _ask_for_port(hosts[0], shells) if port is None else port
         rendezvous = Address(name=hosts[0].name, port=port)
-    same: dict[str, str | None] = {
-        "LOCKSTEP_HOSTS": str(len(hosts)),
-        "LOCKSTEP_RENDEZVOUS": str(rendezvous),
-        "LOCKSTEP_JOB": secrets.token_hex(8),
-        "LOCKSTEP_SECRET_FILE": None,
-    }
-    secret = secrets.token_hex(32)
-    clients = []
-    for index, host in enumerate(hosts):
-        own = {"LOCKSTEP_HOST_INDEX": str(index), **_devices(host.devices or devices)}
-        orders = Orders(
-            script=script, directory=shells.directory, variables={**same, **own}, secret=secret
+    all_orders = make_orders(
+        script, shells.directory, rendezvous, [host.devices or devices for host in hosts]
+    )
+    members: list[_Client] = []
+    try:
+        for host, orders in zip(hosts, all_orders, strict=True):
+            command = shells.on(host, "-m", "lockstep.launch.held_script")
+            members.append(_Client(host.name, command, orders, shows_itself=not members))
+        return watch(members)
+    finally:
+        for member in members:
+            member.close()
+
+
+class _Client(Member):
+    """ssh, with the orders on its standard input.
+
+    Args:
+        host: the host's name.
+        command: of ssh.
+        orders: for the far end.
+        shows_itself: whether the client writes to our own output.
+    """
+
+    def __init__(
+        self, host: str, command: tuple[str, ...], orders: Orders, *, shows_itself: bool
+    ) -> None:
+        self.host = host
+        output = None if shows_itself else subprocess.PIPE
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=output,
+            bufsize=0,
+            process_group=0,  # Ctrl-C in the terminal is for us, who pass it on
         )
-        if index == 0:
-            orders = _with_terminal(orders)
-        command = shells.on(host, "-m", "lockstep.launch.held_script")
-        clients.append(Client(host=host.name, command=command, orders=orders))
-    return run_fleet(clients)
+        self._relays: dict[IO[bytes], Relay] = {}
+        for source, target in (
+            (self._process.stdout, sys.stdout),
+            (self._process.stderr, sys.stderr),
+        ):
+            if source is not None:
+                os.set_blocking(source.fileno(), False)
+                self._relays[source] = Relay(f"[{host}] ", target)
+        self._tell(orders.line())
 
+    def attend(self) -> None:
+        for source in list(self._relays):
+            self._pass_on(source)
+        status = self._process.poll()
+        if status is not None:
+            self.status = status if status >= 0 else 128 - status
+            self.is_done = not self._relays
 
-def _devices(number: int | None) -> dict[str, str]:
-    return {} if number is None else {"LOCKSTEP_DEVICES": str(number)}
+    def interrupt(self) -> None:
+        self._tell(INTERRUPT)
 
+    def end(self) -> None:
+        assert self._process.stdin is not None
+        with suppress(OSError):
+            self._process.stdin.close()
 
-def _with_terminal(orders: Orders) -> Orders:
-    """Where this process writes to a terminal, so does the script."""
-    streams = tuple(
-        number for number, stream in ((1, sys.stdout), (2, sys.stderr)) if stream.isatty()
-    )
-    if not streams:
-        return orders
-    columns, lines = shutil.get_terminal_size()
-    return msgspec.structs.replace(
-        orders,
-        terminal=Terminal(streams=streams, columns=columns, lines=lines),
-        variables=orders.variables | {name: os.environ.get(name) for name in _OF_TERMINALS},
-    )
+    def close(self) -> None:
+        self.end()
+        self._process.kill()
+        self._process.wait()
+        for source in (self._process.stdout, self._process.stderr):
+            if source is not None:
+                source.close()
+
+    def _tell(self, told: bytes) -> None:
+        assert self._process.stdin is not None
+        with suppress(OSError, ValueError):  # nobody reads: the exit status says why
+            self._process.stdin.write(told)
+
+    def _pass_on(self, source: IO[bytes]) -> None:
+        while (new := source.read(1 << 16)) is not None:  # None where nothing has come
+            self._relays[source].write(new, is_last=not new)
+            if not new:
+                del self._relays[source]
+                return
 
 
 def _ask_for_port(host: ListedHost, shells: Shells) -> int:

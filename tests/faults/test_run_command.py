@@ -19,8 +19,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.cli.main import main
-from lockstep.launch.fleet import Client
-from lockstep.launch.held_script import Orders
+from lockstep.launch.orders import Orders
 from lockstep.launch.script import Script
 from tests.faults.processes import MARK, marked, running, wait_until
 
@@ -330,7 +329,7 @@ def test_all_hosts_of_a_file_run_the_script_and_can_meet(tmp_path: Path, ssh: li
     commands = (tmp_path / "ssh.log").read_text().splitlines()
     assert len(commands) == 3  # one asks for a port
     assert all(command.startswith("-p 22 -T -o BatchMode=yes ") for command in commands)
-    assert " ada@second " in commands[2]
+    assert sum(" ada@second " in command for command in commands) == 1
 
 
 def test_hosts_share_a_fresh_secret_that_no_command_shows(tmp_path: Path, ssh: list[str]) -> None:
@@ -395,7 +394,7 @@ time.sleep(120)
     assert time.monotonic() - began < 30
     name, prefix = [("127.0.0.1", ""), ("second", "[second] ")][failing]
     assert done.stderr == (
-        f"{prefix}failing\nlockstep run: {name} failed with exit status 5, the others are ended.\n"
+        f"{prefix}failing\nlockstep: {name} failed with exit status 5, the others are ended.\n"
     )
     wait_until(lambda: not marked("first-failure"), 5)
 
@@ -523,8 +522,7 @@ if sys.stdout.isatty():
 
 def test_orders_show_no_secret() -> None:
     orders = Orders(script=Script(target="a.py"), directory="/", variables={}, secret="s3cret")
-    client = Client(host="a", command=("ssh",), orders=orders)
-    assert "s3cret" not in repr(orders) + str(orders) + repr(client)
+    assert "s3cret" not in repr(orders) + str(orders) + repr([orders])
     assert b"s3cret" in orders.line()
 
 
