@@ -63,10 +63,16 @@ class _Helper:
         self.pump()
         return True
 
+    def is_lost(self) -> bool:
+        """Whether it has died in the midst of a call; afterwards the user's own processes may."""
+        if not self.is_dead():
+            return False
+        return self.is_ready and all(message.kind != RETURN for message in self.inbox)
+
     def is_in_trouble(self) -> bool:
         """Whether the next thing it has to say, if any, is that it has failed or died."""
         self.pump()
-        if not self.inbox and self.is_dead():
+        if not self.inbox and self.is_lost():
             return not self.inbox or self.inbox[0].kind == FAIL
         return bool(self.inbox) and self.inbox[0].kind == FAIL
 
@@ -241,7 +247,7 @@ class Team:
             WorkerError: with the rank, where it was, and its traceback.
         """
         for helper in self._helpers:
-            if not helper.has_failed() and helper.is_dead() and not helper.has_failed():
+            if not helper.has_failed() and helper.is_lost() and not helper.has_failed():
                 self._raise_trouble(helper)
         for helper in self._helpers:
             if helper.has_failed() and is_awaited(helper.rank):
