@@ -2,7 +2,8 @@
 
 Only rank 0 watches for death: a helper that waits is either woken or killed with all others, and
 the kernel kills every helper when the script ends. After any failure the whole team is ended, and
-the next one is fresh.
+the next one is fresh. Where helpers come from, and what their end means, is their origin's to say
+(``origin``): a launcher's processes (``attached``) are not ours to kill.
 """
 
 import os

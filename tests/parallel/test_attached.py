@@ -451,6 +451,53 @@ def follow():
             script.process.kill()
 
 
+def test_fits_in_attached_processes_give_the_weights_of_one(tmp_path: Path) -> None:
+    """Two fits and a prediction; a session takes the team as it takes helpers of its own."""
+    source = """
+import torch
+import lockstep
+from lockstep.train import session
+
+def fit(devices):
+    torch.manual_seed(7)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 3))
+    trainer = lockstep.Trainer(
+        model.double(), loss=torch.nn.CrossEntropyLoss(), optimizer=lambda p: torch.optim.Adam(p),
+        strategy=lockstep.MirroredStrategy(devices=devices, num_shares=3), precision="fp64")
+    inputs = torch.randn(50, 8, dtype=torch.float64)
+    data = (inputs, torch.randint(3, (50,)))
+    for _ in range(2):
+        trainer.fit(data, epochs=2, batch_size=16, verbose=0)
+    outputs = trainer.predict(inputs, batch_size=16)
+    trainer._session.close()
+    return [*model.state_dict().values(), outputs]
+
+def lead():
+    before = torch.get_num_threads()
+    alone = fit(1)
+    session.take_team = lambda num_helpers, threads, preload: make_team()
+    together = fit(3)
+    say("same bits", all(map(torch.equal, alone, together)), torch.get_num_threads() == before)
+
+def state():
+    return torch.get_num_threads(), torch.get_rng_state().tolist(), mapped_regions()
+
+def mapped_regions():
+    with open("/proc/self/maps") as maps:
+        return [line for line in maps if "memfd" in line]
+
+def follow():
+    before = state()
+    serve(3).close()
+    say("as before", state() == before)
+"""
+    with started(source, tmp_path) as (leader, *followers):
+        assert finish(leader) == (0, "same bits True True\nend\n")
+        for follower in followers:
+            returned = "returned \n" * 3
+            assert finish(follower) == (0, f"attached\n{returned}as before True\nend\n")
+
+
 def test_torchrun(tmp_path: Path) -> None:
     """As users start it; its agent is the parent of all processes."""
     source = """

@@ -10,7 +10,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import pytest
@@ -122,6 +122,17 @@ def test_strangers_disturb_nobody(place: Place) -> None:
             check_and_close([*leading.result(5), first, second.result(5)])
             assert silent.recv(100)[:16] == meeting._VERSION
             assert silent.recv(100) == b""
+
+
+def test_a_silent_crowd_is_sent_away(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting, "_HELLO_SECONDS", 0.3)
+    with threads() as call, ExitStack() as crowd:
+        leading = call(lead, place, 1)
+        silent = [crowd.enter_context(connected(place)) for _ in range(meeting._MOST_GUESTS + 20)]
+        check_and_close([call(follow, place, 1).result(10), *leading.result(10)])
+        for sock in silent[: meeting._MOST_GUESTS]:
+            assert len(sock.recv(100)) == 48
+            assert sock.recv(100) == b""
 
 
 def test_a_hello_is_good_for_one_connection_only(place: Place) -> None:
