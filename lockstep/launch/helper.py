@@ -13,12 +13,13 @@ import os
 import pickle
 import signal
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NoReturn
 
 from lockstep.launch.failure import pack_failure
-from lockstep.launch.link import Link, Message
+from lockstep.launch.link import Link, LookAround, Message
 
 CALL, DATA, RETURN, FAIL, PING, READY = b"C", b"D", b"R", b"F", b"P", b"Y"
 
@@ -31,23 +32,56 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 
 
-class HelperContext:
-    """What a called function gets: who it is, and the link to rank 0."""
+class Leader(ABC):
+    """Rank 0 of this host, as a helper sees it: the link, and what becomes of a helper without."""
 
-    def __init__(self, rank: int, link: Link, parent: int) -> None:
+    @abstractmethod
+    def send(self, message: Message) -> None:
+        """Send all of a message."""
+
+    @abstractmethod
+    def receive(self) -> Message:
+        """Wait for a message, however long."""
+
+    @abstractmethod
+    def look_around(self, waited_seconds: float) -> None:
+        """Do not wait on if rank 0 has ended."""
+
+
+class HelperContext:
+    """What a called function gets: who it is, and the way to rank 0."""
+
+    def __init__(self, rank: int, leader: Leader) -> None:
         self.rank = rank
-        self._link = link
-        self._parent = parent
+        self._leader = leader
 
     def send(self, payload: bytes, descriptors: tuple[int, ...] = ()) -> None:
         """Send data to rank 0."""
-        self._link.send(Message(DATA, payload, descriptors), self.look_around)
+        self._leader.send(Message(DATA, payload, descriptors))
 
     def receive(self) -> tuple[bytes, tuple[int, ...]]:
         """Wait for data from rank 0, however long: rank 0 ends helpers that need not wait on."""
-        message = self._link.receive(self.look_around)
+        message = self._leader.receive()
         assert message.kind == DATA, message.kind
         return message.payload, message.descriptors
+
+    def look_around(self, waited_seconds: float) -> None:
+        """To be called now and then in any wait: there is nothing to wait for without rank 0."""
+        self._leader.look_around(waited_seconds)
+
+
+class _Parent(Leader):
+    """The script's process, or the template in its place: this process dies with it."""
+
+    def __init__(self, link: Link, parent: int) -> None:
+        self._link = link
+        self._parent = parent
+
+    def send(self, message: Message) -> None:
+        self._link.send(message, self.look_around)
+
+    def receive(self) -> Message:
+        return self._link.receive(self.look_around)
 
     def look_around(self, waited_seconds: float) -> None:
         """End this process if its parent has ended: where the kernel does not see to it."""
@@ -71,12 +105,13 @@ def serve_calls(rank: int, link: Link, scrap_descriptor: int, parent: int) -> No
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True)  # helpers are killed: they flush nothing then
-    context = HelperContext(rank, link, parent)
+    leader = _Parent(link, parent)
+    context = HelperContext(rank, leader)
     ready = Message(READY, str(os.getpid()).encode())
     try:
         link.send(ready)
         while True:
-            message = link.receive(_Idleness(context))
+            message = link.receive(Idleness(leader.look_around))
             if message.kind == PING:
                 link.send(ready)
             elif message.kind == CALL:
@@ -86,18 +121,18 @@ def serve_calls(rank: int, link: Link, scrap_descriptor: int, parent: int) -> No
         link.close()
 
 
-class _Idleness:
-    """What an idle helper does: look around, and once tidy up.
+class Idleness:
+    """What an idle helper does while it waits: look around, and once tidy up.
 
     What a call made must not outlive it: its shared memory counts on all ranks.
     """
 
-    def __init__(self, context: HelperContext) -> None:
-        self._context = context
+    def __init__(self, look_around: LookAround) -> None:
+        self._look_around = look_around
         self._is_tidy = False
 
     def __call__(self, waited_seconds: float) -> None:
-        self._context.look_around(waited_seconds)
+        self._look_around(waited_seconds)
         if waited_seconds > _TIDY_AFTER_SECONDS and not self._is_tidy:
             gc.collect()
             self._is_tidy = True
@@ -120,9 +155,7 @@ def _run(context: HelperContext, call: Message) -> bytes:
     importlib.invalidate_caches()  # the script may have written modules since the last call
     if directory is not None:
         os.chdir(directory)
-    module, _, name = target.partition(":")
-    function: Callable[..., bytes] = getattr(importlib.import_module(module), name)
-    return function(context, body, call.descriptors)
+    return function_at(target)(context, body, call.descriptors)
 
 
 def die_with(parent: int) -> None:
@@ -147,3 +180,11 @@ def leave() -> NoReturn:
 def reference_of(function: Callable[..., Any]) -> str:
     """``module:name`` of a function that a helper can import."""
     return f"{function.__module__}:{function.__qualname__}"
+
+
+def function_at(reference: str) -> Callable[[HelperContext, bytes, tuple[int, ...]], bytes]:
+    """The function of such a reference, imported."""
+    module, _, name = reference.partition(":")
+    function: Callable[[HelperContext, bytes, tuple[int, ...]], bytes]
+    function = getattr(importlib.import_module(module), name)
+    return function

@@ -80,6 +80,11 @@ class Link:
         """The socket's descriptor."""
         return self._socket.fileno()
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether the other end is closed, be there messages left to read or not."""
+        return has_hung_up(self)
+
     def send(self, message: Message, look_around: LookAround = wait_on) -> None:
         """Send all of a message; the sender keeps its own descriptors.
 
@@ -211,6 +216,13 @@ def is_readable(
     for end in ends:
         poller.register(end, select.POLLIN)
     return bool(poller.poll(None if seconds is None else seconds * 1000))
+
+
+def has_hung_up(end: HasDescriptor) -> bool:
+    """Whether the other end of a Unix socket is closed. Reads nothing."""
+    poller = select.poll()
+    poller.register(end, 0)  # which is to be told of hang-ups and errors only
+    return bool(poller.poll(0))
 
 
 def _without(parts: list[memoryview], num_bytes: int) -> list[memoryview]:

@@ -2,7 +2,8 @@
 
 Only rank 0 watches for death: a helper that waits is either woken or killed with all others, and
 the kernel kills every helper when the script ends. After any failure the whole team is ended, and
-the next one is fresh.
+the next one is fresh. Where helpers come from, and what their end means, is their origin's to say
+(``origin``): a launcher's processes (``attached``) are not ours to kill.
 """
 
 import os
@@ -16,46 +17,30 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from lockstep.errors import WorkerError
-from lockstep.launch.failure import describe_exit, unpack_failure
-from lockstep.launch.helper import (
-    CALL,
-    DATA,
-    FAIL,
-    PING,
-    READY,
-    RETURN,
-    STACKS_SIGNAL,
-    reference_of,
-)
+from lockstep.launch.failure import unpack_failure
+from lockstep.launch.helper import CALL, DATA, FAIL, PING, READY, RETURN, reference_of
 from lockstep.launch.interpreter import search_path
-from lockstep.launch.link import Link, LookAround, Message, Stopwatch, is_readable
+from lockstep.launch.link import LookAround, Message, Stopwatch, is_readable
+from lockstep.launch.origin import Origin
 from lockstep.launch.scrap import Scrap
-from lockstep.launch.template import Template
 
 START_TIMEOUT_SECONDS = 120.0
 _PING_TIMEOUT_SECONDS = 2.0
 _STACKS_TIMEOUT_SECONDS = 1.0
-_DEATH_TIMEOUT_SECONDS = 5.0
 
 
 class _Helper:
     """One helper process as rank 0 sees it."""
 
-    def __init__(self, rank: int, template: Template) -> None:
+    def __init__(self, rank: int, origin: Origin) -> None:
         self.rank = rank
-        self.template = template
+        self.origin = origin
         self.inbox: deque[Message] = deque()
         self.pid = 0
+        self.is_ready = False  # until it says that it can take a call
         self.scrap = Scrap()
-        self.link, theirs = Link.pair()
-        self.number = template.start_helper(rank, theirs, self.scrap)
-        theirs.close()
+        self.number, self.link = origin.start_helper(rank, self.scrap)
         self.is_closed = False
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether it has said that it can take a call."""
-        return self.pid > 0
 
     def pump(self) -> None:
         """Take in what it has sent."""
@@ -67,21 +52,28 @@ class _Helper:
             self.is_closed = True
         if not self.is_ready and self.inbox and self.inbox[0].kind == READY:
             self.pid = int(self.inbox.popleft().payload)
-            self.template.is_warm = True
+            self.is_ready = True
+            self.origin.note_ready()
 
     def is_dead(self) -> bool:
         """Whether nothing more will come from it; what it has sent is in the inbox then."""
         if self.is_closed:
             return True
-        if self.template.status(self.number) is None:
+        if not self.origin.has_ended(self.number):
             return False
         self.pump()
         return True
 
+    def is_lost(self) -> bool:
+        """Whether it has died in the midst of a call; afterwards the user's own processes may."""
+        if not self.is_dead():
+            return False
+        return self.is_ready and all(message.kind != RETURN for message in self.inbox)
+
     def is_in_trouble(self) -> bool:
         """Whether the next thing it has to say, if any, is that it has failed or died."""
         self.pump()
-        if not self.inbox and self.is_dead():
+        if not self.inbox and self.is_lost():
             return not self.inbox or self.inbox[0].kind == FAIL
         return bool(self.inbox) and self.inbox[0].kind == FAIL
 
@@ -89,16 +81,6 @@ class _Helper:
         """Whether it has told of an exception, be it after other things."""
         self.pump()
         return any(message.kind == FAIL for message in self.inbox)
-
-    def status(self) -> int | None:
-        """How it ended, once the kernel has told."""
-        deadline = time.monotonic() + _DEATH_TIMEOUT_SECONDS
-        while time.monotonic() < deadline:
-            status = self.template.status(self.number)
-            if status is not None:
-                return status
-            time.sleep(0.005)
-        return None
 
     def close(self) -> None:
         """Give up this end's descriptors, and those of messages that nobody has read."""
@@ -111,13 +93,14 @@ class _Helper:
 
 
 class Team:
-    """Helpers 1 to ``num_helpers``; this process is rank 0.
+    """Helpers with the ranks from ``first_rank`` on; this process has the rank before.
 
     The helpers start in the background: the first call waits for them.
 
     Args:
         num_helpers: processes to start.
-        make_template: makes or finds the template that a helper comes from.
+        make_origin: makes or finds what a helper comes from, such as a template.
+        first_rank: of the helpers; this process is rank 0 of its host.
         start_timeout_seconds: longest wait for the helpers to start.
 
     Raises:
@@ -127,19 +110,21 @@ class Team:
     def __init__(
         self,
         num_helpers: int,
-        make_template: Callable[[], Template],
+        make_origin: Callable[[], Origin],
         *,
+        first_rank: int = 1,
         start_timeout_seconds: float = START_TIMEOUT_SECONDS,
     ) -> None:
         self._start_timeout = start_timeout_seconds
         self._timeout = start_timeout_seconds
         self._position: Callable[[int], str] = _between_calls
+        self._rank = first_rank - 1
         self._helpers: list[_Helper] = []
         _living.add(self)
         weakref.finalize(self, _end_helpers, self._helpers)
         try:
-            for rank in range(1, num_helpers + 1):
-                self._helpers.append(_Helper(rank, make_template()))
+            for rank in range(first_rank, first_rank + num_helpers):
+                self._helpers.append(_Helper(rank, make_origin()))
         except BaseException:
             self.close()
             raise
@@ -178,7 +163,7 @@ class Team:
         return all(helper.inbox.popleft().kind == READY for helper in self._helpers)
 
     def pids(self) -> list[int]:
-        """Process ids by rank, from rank 1; waits until all helpers have started."""
+        """Process ids of the helpers, by rank; waits until all helpers have started."""
         self.wait_until_ready()
         return [helper.pid for helper in self._helpers]
 
@@ -192,14 +177,15 @@ class Team:
         watch = Stopwatch()
         while not all(helper.is_ready for helper in self._helpers):
             for helper in self._helpers:
-                helper.pump()
+                if helper.has_failed():
+                    self._raise_trouble(helper)
                 if not helper.is_ready and helper.is_dead():
-                    raise _no_start(helper, describe_exit(helper.status() or 0))
+                    raise _no_start(helper, helper.origin.describe_end(helper.number))
             if watch.tick() > self._start_timeout:
                 raise self._too_late(watch.seconds)
             self._wait()
-        for template in {helper.template for helper in self._helpers}:
-            sys.stderr.write(template.scrap.read_new())  # warnings of imports, most likely
+        for origin in {helper.origin for helper in self._helpers}:
+            sys.stderr.write(origin.read_new())
 
     def call(
         self,
@@ -246,6 +232,7 @@ class Team:
         """Wait until every helper has returned from the call."""
         for helper in self._helpers:
             self._next(helper, RETURN, timeout_seconds)
+            helper.is_ready = helper.origin.stays_ready
         self._position = _between_calls  # it knows the call's memory: let go of that
 
     def look_around(self, is_awaited: Callable[[int], bool] = lambda rank: True) -> None:
@@ -261,7 +248,7 @@ class Team:
             WorkerError: with the rank, where it was, and its traceback.
         """
         for helper in self._helpers:
-            if not helper.has_failed() and helper.is_dead() and not helper.has_failed():
+            if not helper.has_failed() and helper.is_lost() and not helper.has_failed():
                 self._raise_trouble(helper)
         for helper in self._helpers:
             if helper.has_failed() and is_awaited(helper.rank):
@@ -272,15 +259,16 @@ class Team:
         for helper in self._helpers:
             if helper.has_failed():
                 self._raise_trouble(helper)
+        where = self._position(self._rank)
         own = "".join(traceback.format_stack()[:-1])
         shown = "".join(
             f"\n--- rank {helper.rank} ({self._position(helper.rank)}) ---\n{stacks}"
             for helper, stacks in zip(self._helpers, self._stacks(), strict=True)
         )
         raise WorkerError(
-            f"Rank 0 has waited {waited_seconds:.0f} s for its helpers ({self._position(0)}). "
+            f"Rank {self._rank} has waited {waited_seconds:.0f} s for its helpers ({where}). "
             f"A rank hangs, or computes longer than the time allowed. All ranks' stacks:\n"
-            f"--- rank 0 ({self._position(0)}) ---\n{own}{shown}"
+            f"--- rank {self._rank} ({where}) ---\n{own}{shown}"
         )
 
     def close(self) -> None:
@@ -323,7 +311,7 @@ class Team:
     def _too_late(self, waited_seconds: float) -> WorkerError:
         late = next(helper for helper in self._helpers if not helper.is_ready)
         error = _no_start(late, f"it is not ready after {waited_seconds:.0f} s")
-        late.template.close()  # a template that hangs must not get another chance
+        late.origin.close()  # a template that hangs must not get another chance
         return error
 
     # --- trouble ---------------------------------------------------------------------------------
@@ -338,8 +326,7 @@ class Team:
                     f"Rank {helper.rank} failed ({where}): {failure.summary}\n"
                     f"--- traceback of rank {helper.rank} ---\n{failure.text}"
                 ) from failure.error
-        status = helper.status()
-        reason = "its link is closed" if status is None else describe_exit(status)
+        reason = helper.origin.describe_end(helper.number)
         last_words = helper.scrap.read_new()
         raise WorkerError(
             f"Rank {helper.rank} (process {helper.pid}) ended ({where}): {reason}."
@@ -350,7 +337,7 @@ class Team:
         """What every helper does now: its threads' Python stacks."""
         for helper in self._helpers:
             helper.scrap.read_new()
-            helper.template.signal([helper.number], STACKS_SIGNAL)
+            helper.origin.ask_for_stacks(helper.number)
         deadline = time.monotonic() + _STACKS_TIMEOUT_SECONDS
         while time.monotonic() < deadline:
             time.sleep(0.02)
@@ -365,11 +352,11 @@ class Team:
 
 
 def _end_helpers(helpers: list[_Helper]) -> None:
-    by_template: dict[Template, list[int]] = {}
+    by_origin: dict[Origin, list[int]] = {}
     for helper in helpers:
-        by_template.setdefault(helper.template, []).append(helper.number)
-    for template, numbers in by_template.items():
-        template.end(numbers)
+        by_origin.setdefault(helper.origin, []).append(helper.number)
+    for origin, numbers in by_origin.items():
+        origin.end(numbers)
     _close_helpers(helpers)
 
 
@@ -389,11 +376,9 @@ def _directory() -> str | None:
 
 
 def _no_start(helper: _Helper, reason: str) -> WorkerError:
-    said = helper.template.scrap.read_new() + helper.scrap.read_new()
-    return WorkerError(
-        f"Rank {helper.rank}'s process could not start: {reason}. "
-        f"It was to run {sys.executable}. Its standard error:\n{said or '(empty)'}"
-    )
+    said = helper.scrap.read_new()
+    message = helper.origin.describe_absence(helper.number, helper.rank, reason, said)
+    return WorkerError(message)
 
 
 _living: "weakref.WeakSet[Team]" = weakref.WeakSet()

@@ -28,15 +28,18 @@ from contextlib import suppress
 from importlib import import_module
 from types import FrameType
 
-from lockstep.launch.helper import die_with, name_process, serve_calls
+from lockstep.launch.failure import describe_exit
+from lockstep.launch.helper import STACKS_SIGNAL, die_with, name_process, serve_calls
 from lockstep.launch.interpreter import environment, start_interpreter
 from lockstep.launch.link import Link, Message, is_readable
+from lockstep.launch.origin import Origin
 from lockstep.launch.scrap import Scrap
 
 FORK, SIGNAL = b"F", b"S"
 
 _FORKS = sys.platform == "linux"
 _END_TIMEOUT_SECONDS = 5.0
+_DEATH_TIMEOUT_SECONDS = 5.0
 
 # Variables that the interpreter and its libraries read once, when they are loaded. All others a
 # helper has from the script as they are when it starts.
@@ -48,7 +51,7 @@ _READ_ON_LOADING = (
 _REPORT = struct.Struct("<qi")  # a helper's number, its exit status
 
 
-class Template:
+class Template(Origin):
     """The script's end of a template process.
 
     Takes no lock: a Trainer's finalizer may come in from the garbage collector in the midst of any
@@ -62,6 +65,8 @@ class Template:
     Raises:
         WorkerError: it cannot be started.
     """
+
+    stays_ready = True
 
     def __init__(self, threads: int | None, preload: tuple[str, ...]) -> None:
         self.forks = _FORKS
@@ -102,19 +107,41 @@ class Template:
         """Whether its libraries were loaded in an environment like the script's now."""
         return self._loaded_with == _variables_of_libraries()
 
-    def start_helper(self, rank: int, link: Link, scrap: Scrap) -> int:
-        """Ask for a helper, which will say READY on its link; returns its number here.
-
-        Args:
-            rank: the helper's.
-            link: the helper's end.
-            scrap: see ``serve_calls``.
-        """
+    def start_helper(self, rank: int, scrap: Scrap) -> tuple[int, Link]:
         number = next(self._numbers)
+        ours, theirs = Link.pair()
         stdio = [target for target in (1, 2) if _is_open(target)]
         payload = pickle.dumps((number, rank, stdio, environment(self.threads)))
-        self._send(Message(FORK, payload, (link.fileno(), scrap.descriptor, *stdio)))
-        return number
+        self._send(Message(FORK, payload, (theirs.fileno(), scrap.descriptor, *stdio)))
+        theirs.close()
+        return number, ours
+
+    def note_ready(self) -> None:
+        self.is_warm = True
+
+    def has_ended(self, number: int) -> bool:
+        return self.status(number) is not None
+
+    def describe_end(self, number: int) -> str:
+        deadline = time.monotonic() + _DEATH_TIMEOUT_SECONDS
+        while time.monotonic() < deadline:
+            status = self.status(number)
+            if status is not None:
+                return describe_exit(status)
+            time.sleep(0.005)
+        return "its link is closed"
+
+    def describe_absence(self, number: int, rank: int, reason: str, said: str) -> str:
+        return (
+            f"Rank {rank}'s process could not start: {reason}. It was to run {sys.executable}. "
+            f"Its standard error:\n{self.read_new() + said or '(empty)'}"
+        )
+
+    def read_new(self) -> str:
+        return self.scrap.read_new()  # warnings of imports, most likely
+
+    def ask_for_stacks(self, number: int) -> None:
+        self.signal([number], STACKS_SIGNAL)
 
     def status(self, number: int) -> int | None:
         """How a helper ended, negative for a signal, or None while it lives."""

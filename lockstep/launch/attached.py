@@ -1,0 +1,349 @@
+"""Attached processes: helpers that a launcher has started, and that run the user's script.
+
+Under torchrun and srun nobody has to start helpers: there is a process for each device, and each
+runs the whole script. Process 0 of a host leads: it has a ``Team`` of the others, as it would have
+one of its own helpers. The others come to the same ``fit`` as the leader, and serve it there::
+
+    leader                                  follower
+    ──────                                  ────────
+    attach_team    ◀── meeting ──▶          attach
+    team.call      ◀── READY, CALL ──▶      attachment.serve_call
+    team.finish    ◀── RETURN ──            ... returns; the script goes on
+    team.call      ◀── READY, CALL ──▶      attachment.serve_call
+
+A follower is the user's process, not ours: nobody kills it or sends it signals, its handlers,
+search path and working directory are what they were when a call is over, and what fails in a call
+is raised in it as well. Messages may be unpickled: they come from a process of the same user.
+
+After any failure both ends hang up; whoever goes on needs a new meeting. Linux only.
+"""
+
+import importlib
+import os
+import pickle
+import sys
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+
+from lockstep.cluster.place import Place
+from lockstep.errors import WorkerError, problem
+from lockstep.launch.failure import pack_failure
+from lockstep.launch.helper import (
+    CALL,
+    FAIL,
+    PING,
+    READY,
+    RETURN,
+    HelperContext,
+    Idleness,
+    Leader,
+    function_at,
+)
+from lockstep.launch.link import Link, LookAround, Message
+from lockstep.launch.meeting import Attendee, meet_followers, meet_leader
+from lockstep.launch.origin import Origin
+from lockstep.launch.peer import Peer
+from lockstep.launch.scrap import Scrap
+from lockstep.launch.stacks import make_bell, ring, told_stacks
+from lockstep.launch.team import Team
+
+# From the leader, once: the follower's rank, with descriptors of its scrap and its bell.
+WELCOME = b"W"
+
+# Longest try to tell a leader, which may be stopped, of a failure.
+_FAREWELL_SECONDS = 5.0
+
+
+# --- the leader's side ---------------------------------------------------------------------------
+
+
+def attach_team(
+    place: Place,
+    secret: bytes | None,
+    *,
+    num_helpers: int,
+    timeout_seconds: float,
+    first_rank: int = 1,
+) -> Team:
+    """A team of the processes 1 to ``num_helpers`` of this host, which this process leads.
+
+    Args:
+        place: this process's.
+        secret: the job's, if it has one.
+        num_helpers: processes to wait for.
+        timeout_seconds: longest wait for them here, and for each of them to come to a call.
+        first_rank: process 1's rank; the others have the next.
+
+    Raises:
+        WorkerError: some have not come; with their numbers.
+    """
+    assert place.leads
+    assert num_helpers > 0
+    attendees = meet_followers(
+        place, secret, num_followers=num_helpers, timeout_seconds=timeout_seconds
+    )
+    origin = _Followers(place, attendees)
+    try:
+        return Team(
+            num_helpers,
+            lambda: origin,
+            first_rank=first_rank,
+            start_timeout_seconds=timeout_seconds,
+        )
+    except BaseException:
+        origin.close()
+        raise
+
+
+class _Followers(Origin):
+    """Followers, numbered as the processes of their host are."""
+
+    stays_ready = False
+
+    def __init__(self, place: Place, attendees: Sequence[Attendee]) -> None:
+        self._place = place
+        self._coming = dict(enumerate(attendees, 1))
+        self._peers: dict[int, Peer] = {}
+        self._bells: dict[int, int] = {}
+
+    def start_helper(self, rank: int, scrap: Scrap) -> tuple[int, Link]:
+        number = min(self._coming)
+        attendee = self._coming.pop(number)
+        self._peers[number] = attendee.peer
+        self._bells[number] = bell = make_bell()
+        link = Link(attendee.sock)
+        with suppress(OSError):  # it is gone: that shows in the first call
+            link.send(Message(WELCOME, str(rank).encode(), (scrap.descriptor, bell)))
+        return number, link
+
+    def note_ready(self) -> None:
+        pass  # who is there has been there before
+
+    def has_ended(self, number: int) -> bool:
+        return self._peers[number].has_ended()
+
+    def describe_end(self, number: int) -> str:
+        if self._peers[number].is_ending():
+            return "its process is gone; what it wrote, or its launcher, says why"
+        return "its process lives, but has left the call"
+
+    def describe_absence(self, number: int, rank: int, reason: str, said: str) -> str:
+        return problem(
+            f"Rank {rank} did not come to this call.",
+            received=f"{reason} (process {self._peers[number].pid}, number {number} of its host)",
+            fix=f"Every process that {self._place.launcher} has started must run the same script, "
+            "and call fit, evaluate and predict as often as process 0.",
+        )
+
+    def read_new(self) -> str:
+        return ""  # what they write is not ours
+
+    def ask_for_stacks(self, number: int) -> None:
+        ring(self._bells[number])
+
+    def end(self, numbers: Sequence[int]) -> None:
+        """They are told by their links, and go on with what is after the call."""
+        for number in numbers:
+            self._peers.pop(number).close()
+            os.close(self._bells.pop(number))
+
+    def close(self) -> None:
+        """Hang up on those of which no helper has been made."""
+        while self._coming:
+            self._coming.popitem()[1].close()
+
+
+# --- a follower's side ---------------------------------------------------------------------------
+
+
+def attach(place: Place, secret: bytes | None, *, timeout_seconds: float) -> "Attachment":
+    """Find the process that leads this host, to serve its calls.
+
+    Args:
+        place: this process's, which does not lead.
+        secret: the job's, if it has one.
+        timeout_seconds: longest wait for the leader, which may come later.
+
+    Raises:
+        WorkerError: it has not come, or sends this process away.
+    """
+    assert not place.leads
+    return Attachment(meet_leader(place, secret, timeout_seconds=timeout_seconds))
+
+
+class Attachment:
+    """A follower's hold on its leader, from one call to the next."""
+
+    def __init__(self, leader: Attendee) -> None:
+        self._leader = _LeadingProcess(leader)
+        self._rank = 0  # until the leader says it
+        self._descriptors: list[int] = []  # of the scrap and the bell
+        self._finalizer = weakref.finalize(self, _hang_up, self._leader, self._descriptors)
+        _living.add(self)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether another call can be served."""
+        return self._finalizer.alive
+
+    def serve_call(self) -> bytes:
+        """Wait for the leader's next call, and do what it says; returns what that returns.
+
+        Raises:
+            WorkerError: the leader has ended, or given up.
+            BaseException: what the call raised; the leader is told.
+        """
+        assert self.is_open
+        try:
+            call = self._await_call()
+            result = self._run(call)
+            self._leader.send(Message(RETURN, result))
+        except BaseException as error:
+            try:
+                self._leader.tell_failure(error)
+            finally:
+                self.close()
+            raise
+        return result
+
+    def close(self) -> None:
+        """Hang up: the leader is told nothing else, and its next call fails."""
+        self._finalizer()
+
+    def _await_call(self) -> Message:
+        ready = Message(READY, str(os.getpid()).encode())
+        self._leader.send(ready)
+        while (message := self._leader.receive_idly()).kind != CALL:
+            if message.kind == WELCOME:
+                self._rank = int(message.payload)
+                self._descriptors[:] = message.descriptors
+            else:
+                assert message.kind == PING, message.kind
+                self._leader.send(ready)
+        return message
+
+    def _run(self, call: Message) -> bytes:
+        target, path, directory, body = pickle.loads(call.payload)
+        scrap, bell = self._descriptors
+        with told_stacks(bell, scrap), _search_path(path), _working_directory(directory):
+            try:
+                function = function_at(target)
+            except BaseException:
+                for descriptor in call.descriptors:
+                    os.close(descriptor)
+                raise
+            return function(HelperContext(self._rank, self._leader), body, call.descriptors)
+
+
+class _LeadingProcess(Leader):
+    """The process that leads the host. This one outlives it, and raises."""
+
+    def __init__(self, attendee: Attendee) -> None:
+        self._link = Link(attendee.sock)
+        self._peer = attendee.peer
+        self._is_whole = True  # whether all that was begun to be sent has been sent
+
+    def send(self, message: Message) -> None:
+        self._send(message, self.look_around)
+
+    def receive(self) -> Message:
+        return self._receive(self.look_around)
+
+    def look_around(self, waited_seconds: float) -> None:
+        """Raise WorkerError if the leader has ended or given up."""
+        if self._link.is_cut:
+            raise self._loss()
+
+    def receive_idly(self) -> Message:
+        """Wait for a message between calls."""
+        return self._receive(Idleness(self.look_around))
+
+    def tell_failure(self, error: BaseException) -> None:
+        """Tell what has failed here, if the leader can be told anything."""
+        if self._is_whole:
+            with suppress(OSError, WorkerError):
+                self._send(Message(FAIL, pack_failure(error)), _give_up)
+
+    def close(self) -> None:
+        """Hang up."""
+        self._link.close()
+        self._peer.close()
+
+    def _send(self, message: Message, look_around: LookAround) -> None:
+        self._is_whole = False
+        try:
+            self._link.send(message, look_around)
+        except BrokenPipeError as error:
+            raise self._loss() from error
+        self._is_whole = True
+
+    def _receive(self, look_around: LookAround) -> Message:
+        try:
+            return self._link.receive(look_around)
+        except EOFError as error:
+            raise self._loss() from error
+
+    def _loss(self) -> WorkerError:
+        what = (
+            "has ended: what it wrote, or its launcher, says why"
+            if self._peer.is_ending()
+            else "has given up this call: its own error says why"
+        )
+        return WorkerError(f"Rank 0 of this host (process {self._peer.pid}) {what}.")
+
+
+def _give_up(waited_seconds: float) -> None:
+    if waited_seconds > _FAREWELL_SECONDS:
+        raise TimeoutError
+
+
+@contextmanager
+def _search_path(path: Sequence[str]) -> Iterator[None]:
+    """Within the block the leader's search path, by which it names modules."""
+    own = list(sys.path)
+    sys.path[:] = path
+    importlib.invalidate_caches()  # the script may have written modules since the last call
+    try:
+        yield
+    finally:
+        sys.path[:] = own
+
+
+@contextmanager
+def _working_directory(directory: str | None) -> Iterator[None]:
+    """Within the block the leader's working directory, by which it names files."""
+    if directory is None or directory == _directory():
+        yield
+        return
+    own = os.open(".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)  # it may have no name any more
+    try:
+        os.chdir(directory)
+        yield
+    finally:
+        os.fchdir(own)
+        os.close(own)
+
+
+def _directory() -> str | None:
+    with suppress(FileNotFoundError):
+        return os.getcwd()
+    return None
+
+
+def _hang_up(leader: _LeadingProcess, descriptors: list[int]) -> None:
+    leader.close()
+    while descriptors:
+        os.close(descriptors.pop())
+
+
+_living: "weakref.WeakSet[Attachment]" = weakref.WeakSet()
+
+
+def _abandon_all() -> None:
+    """In a fork of the script: the leader must see when the script itself hangs up."""
+    for attachment in list(_living):
+        attachment.close()
+
+
+os.register_at_fork(after_in_child=_abandon_all)

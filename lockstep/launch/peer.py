@@ -1,0 +1,54 @@
+"""A peer: the process at the other end of a Unix socket, neither our parent nor our child.
+
+The kernel says who it is, so it cannot lie about that. Nobody but its parent is told its exit
+status; that it has ended, a descriptor of the process says for certain, where a process id may mean
+another process by then.
+
+Linux only.
+"""
+
+import os
+import socket
+import struct
+
+from lockstep.launch.link import is_readable
+
+_CREDENTIALS = struct.Struct("3i")  # process id, user id, group id
+
+# A process that ends closes its sockets before it counts as ended.
+_ENDING_SECONDS = 0.5
+
+
+class Peer:
+    """Who connected, or who listened, at the time.
+
+    Attributes:
+        pid: its process id.
+        is_same_user: whether it runs as the user that this process runs as.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        told = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        self.pid, user, _ = _CREDENTIALS.unpack(told)
+        self.is_same_user = user == os.geteuid()
+        try:
+            self._descriptor = os.pidfd_open(self.pid)
+        except OSError:  # it is gone, or runs where this process cannot see it: its socket tells
+            self._descriptor = -1
+
+    def has_ended(self) -> bool:
+        """Whether the kernel says that the process has ended."""
+        return self._ends_within(0.0)
+
+    def is_ending(self) -> bool:
+        """Whether a process whose socket is closed has ended, or ends within a moment."""
+        return self._ends_within(_ENDING_SECONDS)
+
+    def close(self) -> None:
+        """Give up the descriptor."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def _ends_within(self, seconds: float) -> bool:
+        return self._descriptor >= 0 and is_readable([self._descriptor], seconds)

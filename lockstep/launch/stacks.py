@@ -1,0 +1,56 @@
+"""Stacks on request: what the threads of a process do, told although it is busy.
+
+A helper of ours writes its stacks when a signal comes. To a process of the user's we send none: its
+signals are its own (Slurm's SIGUSR1 says that time is nearly up), and one that came a moment too
+late, when our handler is gone, would kill it. So a thread waits for requests for as long as a call
+lasts. It needs the interpreter's lock: there is no answer from code that keeps it for itself.
+
+Linux only.
+"""
+
+import faulthandler
+import os
+import select
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+def make_bell() -> int:
+    """A descriptor by which one process asks another for its stacks."""
+    return os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+
+
+def ring(bell: int) -> None:
+    """Ask for stacks. Does not wait."""
+    os.eventfd_write(bell, 1)
+
+
+@contextmanager
+def told_stacks(bell: int, scrap: int) -> Iterator[None]:
+    """Within the block, write the stacks of all threads to ``scrap`` whenever ``bell`` rings."""
+    end = make_bell()
+    thread = threading.Thread(
+        target=_tell_stacks, args=(bell, scrap, end), name="lockstep-stacks", daemon=True
+    )
+    try:
+        thread.start()
+    except RuntimeError:  # no more threads
+        os.close(end)
+        raise
+    try:
+        yield
+    finally:
+        ring(end)
+        thread.join()
+
+
+def _tell_stacks(bell: int, scrap: int, end: int) -> None:
+    poller = select.poll()
+    poller.register(bell, select.POLLIN)
+    poller.register(end, select.POLLIN)
+    while end not in (rung := [descriptor for descriptor, _ in poller.poll()]):
+        assert rung == [bell]
+        os.eventfd_read(bell)
+        faulthandler.dump_traceback(file=scrap, all_threads=True)
+    os.close(end)  # here: who has rung it may have gone on after Ctrl-C
