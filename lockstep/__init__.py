@@ -7,6 +7,8 @@ nothing: torch comes with the first name that needs it.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from lockstep.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from lockstep import callbacks as callbacks
     from lockstep import data as data
@@ -34,7 +36,6 @@ if TYPE_CHECKING:
 
     verify = verify_job
 
-__version__ = "0.1.0"
 
 # Public name -> (module that defines it, its name there; "" is the module itself).
 _HOMES = {

@@ -17,7 +17,7 @@ from functools import partial
 from lockstep.launch.team import Team
 from lockstep.launch.template import Template
 
-_Key = tuple[int, int | None]
+_Key = tuple[int, int | None, int]
 _kept: ContextVar[dict[_Key, list[Team]] | None] = ContextVar("kept_teams", default=None)
 
 # What a template was made for, and the template; processes are state of the process, not of a task.
@@ -38,28 +38,35 @@ def keep_teams() -> Iterator[None]:
                 team.close()
 
 
-def take_team(num_helpers: int, threads: int | None, preload: tuple[str, ...] = ()) -> Team:
+def take_team(
+    num_helpers: int,
+    threads: int | None,
+    preload: tuple[str, ...] = (),
+    *,
+    first_rank: int = 1,
+) -> Team:
     """A living team, kept or fresh.
 
     Args:
         num_helpers: processes it has.
         threads: OpenMP threads each helper starts with; None leaves the environment's setting.
         preload: modules that a fresh team's helpers should have imported.
+        first_rank: of the helpers; the others have the next.
     """
-    idle = (_kept.get() or {}).get((num_helpers, threads), [])
+    idle = (_kept.get() or {}).get((num_helpers, threads, first_rank), [])
     while idle:
         team = idle.pop()
         if team.answers():
             return team
         team.close()
-    return Team(num_helpers, partial(warm_template, threads, preload))
+    return Team(num_helpers, partial(warm_template, threads, preload), first_rank=first_rank)
 
 
 def give_back(team: Team, threads: int | None) -> None:
     """Done with a team: keep it for others, or end it."""
     pool = _kept.get()
     if pool is not None and team.is_alive:
-        pool.setdefault((team.num_helpers, threads), []).append(team)
+        pool.setdefault((team.num_helpers, threads, team.first_rank), []).append(team)
     else:
         team.close()
 

@@ -130,6 +130,11 @@ class Team:
             raise
 
     @property
+    def first_rank(self) -> int:
+        """The first helper's rank."""
+        return self._rank + 1
+
+    @property
     def num_helpers(self) -> int:
         """Helper processes of this team."""
         return len(self._helpers)

@@ -18,7 +18,6 @@ import msgspec
 import torch
 from torch import nn
 
-import lockstep
 from lockstep.cluster.devices import discover
 from lockstep.cluster.environment import find_place
 from lockstep.cluster.place import Place, Reach
@@ -28,12 +27,16 @@ from lockstep.data.order import kept_streams, seed_streams
 from lockstep.data.sources import Source
 from lockstep.data.trees import tensors_of
 from lockstep.errors import HostError, OptionError, problem
+from lockstep.launch.attached import attach_team
 from lockstep.launch.circle import Card, Circle
 from lockstep.launch.rendezvous import meet
 from lockstep.launch.secret import find_secret
+from lockstep.launch.team import Team
 from lockstep.parallel.update import Updater
 from lockstep.plan.spec import Plan
+from lockstep.train.followers import Follower, host_key
 from lockstep.train.tasks import FitTask
+from lockstep.version import __version__
 
 LookAround = Callable[[float], None]
 
@@ -73,6 +76,35 @@ class Hosts:
         leads = self.host == 0
         payload = self.circle.broadcast(encode(obj) if leads else None, look_around)
         return obj if leads else decode(payload)
+
+    @property
+    def has_followers(self) -> bool:
+        """Whether the launcher has started a process for each of this host's devices."""
+        return self.place.num_processes > 1
+
+    def attach_team(self, num_helpers: int, first_rank: int, timeout_seconds: float) -> Team:
+        """The other processes of this host, as helpers.
+
+        Raises:
+            OptionError: the Plan has another number of devices here.
+            WorkerError: they do not come.
+        """
+        if num_helpers != self.place.num_processes - 1:
+            raise OptionError(
+                problem(
+                    f"Under {self.place.launcher} each process is one device.",
+                    received=f"{num_helpers + 1} devices on a host with "
+                    f"{self.place.num_processes} processes",
+                    fix="Leave `devices_per_host` out.",
+                )
+            )
+        return attach_team(
+            self.place,
+            host_key(),
+            num_helpers=num_helpers,
+            first_rank=first_rank,
+            timeout_seconds=timeout_seconds,
+        )
 
     def crossing(self, look_around: LookAround) -> "LeaderCrossing":
         """The circle, as a board uses it."""
@@ -241,15 +273,29 @@ def find_hosts(timeout_seconds: float, reach: Reach = "all hosts") -> Hosts | No
     if reach == "one host":
         raise _strangers(place)
     if place not in _met:
-        circle = meet(
-            place,
-            find_secret(os.environ),
-            _card(place),
-            timeout_seconds=timeout_seconds,
-            look_around=lambda waited: None,
-        )
-        _met[place] = Hosts(place, circle)
+        _met[place] = Hosts(place, _meet(place, timeout_seconds))
     return _met[place]
+
+
+def _meet(place: Place, timeout_seconds: float) -> Circle:
+    card = _card(place)
+    if place.num_hosts == 1:
+        return Circle(host=0, cards=[card], star={}, secret=None)
+    secret = find_secret(os.environ)
+    return meet(
+        place, secret, card, timeout_seconds=timeout_seconds, look_around=lambda waited: None
+    )
+
+
+def find_follower(timeout_seconds: float, reach: Reach) -> Follower | None:
+    """This process, if another one leads its host.
+
+    Args:
+        timeout_seconds: longest wait for the leader.
+        reach: how far the strategy's Plans go.
+    """
+    place = find_place(os.environ) if reach == "all hosts" else None
+    return None if place is None or place.leads else Follower(place, timeout_seconds)
 
 
 def _strangers(place: Place) -> OptionError:
@@ -281,7 +327,7 @@ def _card(place: Place) -> Card:
     host = msgspec.structs.replace(host, num_given=given, arithmetic=_arithmetic())
     return Card(
         facts={
-            "the version of Lockstep": lockstep.__version__,
+            "the version of Lockstep": __version__,
             "the version of torch": str(torch.__version__),
         },
         about={"name": host.name, "host": msgspec.json.encode(host).decode()},

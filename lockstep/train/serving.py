@@ -68,7 +68,6 @@ class Call:
     parcel's.
 
     Attributes:
-        first_rank: rank 0 of this host, counted over all hosts.
         num_groups: of parameters.
         stores: of parameters, then of slots, then of options: the ranks that map it, its tensors.
         has_options: there is a store of options.
@@ -77,7 +76,6 @@ class Call:
         abroad: the other hosts, if there are any.
     """
 
-    first_rank: int
     num_groups: int
     stores: Sequence[tuple[tuple[int, ...], Sequence[TensorSpec]]]
     has_options: bool
@@ -89,7 +87,7 @@ class Call:
 def serve(context: HelperContext, body: bytes, descriptors: tuple[int, ...]) -> bytes:
     """A helper's part of ``Session.run``."""
     call: Call = pickle.loads(body)
-    rank = call.first_rank + context.rank
+    rank = context.rank
     region = open_region(descriptors[0])
     rest = descriptors[1:]
     stored, rest = rest[: len(call.stores)], rest[len(call.stores) :]

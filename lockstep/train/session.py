@@ -34,6 +34,7 @@ from lockstep.parallel.store import ParameterStore, TensorStore, check_separate,
 from lockstep.parallel.worker import Worker
 from lockstep.plan.spec import LocalUpdate, Plan
 from lockstep.train.assignment import Assignment, compute_settings, initialize_own, make_worker
+from lockstep.train.followers import call_conclude
 from lockstep.train.hosts import Hosts, model_facts, plan_facts
 from lockstep.train.serving import Abroad, Call, serve
 from lockstep.train.tasks import Conductor, Task
@@ -58,6 +59,7 @@ class Session:
         self._slots_owner: Callable[[], object] = lambda: None
         self._team: Team | None = None
         self._threads: int | None = None
+        self._is_attached = False  # the team is of processes that a launcher has started
 
     def run(self, assignment: Assignment, conductor: Conductor, hosts: Hosts | None = None) -> Any:
         """Do the task on all ranks; returns what this process's part returns.
@@ -75,12 +77,15 @@ class Session:
         with compute_settings(assignment.plan):
             if assignment.plan.num_ranks == 1:
                 return self._run_alone(assignment, conductor)
-            if hosts is None:
-                return self._lead(assignment, conductor, None)
-            with hosts.failing_together():
+            if hosts is not None:
                 hosts.check_equal(plan_facts(assignment.plan) | model_facts(assignment.model))
                 hosts.share_values(assignment.model, assignment.updater)
-                return self._lead(assignment, conductor, hosts)
+            return self._lead(assignment, conductor, hosts)
+
+    def dismiss(self, result: Any, model: nn.Module) -> None:
+        """Let the processes that follow this one go on, with a call's result and the weights."""
+        if self._team is not None:
+            call_conclude(self._team, result, model, self._timeout)
 
     def _run_alone(self, assignment: Assignment, conductor: Conductor) -> Any:
         spec = _spec(assignment)
@@ -103,9 +108,9 @@ class Session:
         worker = None
         try:
             region = spec.create(here) if isinstance(spec, ExchangeSpec) else spec.create()
-            team = self._take_team(assignment.plan, len(here) - 1)
+            team = self._take_team(assignment.plan, here, hosts)
             watch = _Watch(team, self._timeout, here.start, hosts)
-            wired = None if hosts is None else _Wired.of(hosts, assignment.plan, self._timeout)
+            wired = _Wired.of(hosts, assignment.plan, self._timeout)
             worker = _leading_worker(assignment, spec, region, watch, stores, wired)
             watch.watch(worker.board)
             self._call(team, assignment, stores, parcel, spec, region, worker, wired)
@@ -203,16 +208,22 @@ class Session:
             if store.is_elsewhere:
                 store.region.release_pages()
 
-    def _take_team(self, plan: Plan, num_helpers: int) -> Team:
+    def _take_team(self, plan: Plan, here: range, hosts: Hosts | None) -> Team:
+        """The other ranks of this host: the same as before, if they fit."""
+        num_helpers, first_rank = len(here) - 1, here.start + 1
         if self._team is not None and not (
-            self._team.num_helpers == num_helpers
+            (self._team.num_helpers, self._team.first_rank) == (num_helpers, first_rank)
             and self._threads == plan.threads_per_device
             and self._team.answers()
         ):
             self.close()
         if self._team is None:
             self._threads = plan.threads_per_device
-            self._team = take_team(num_helpers, self._threads, PRELOAD)
+            self._is_attached = hosts is not None and hosts.has_followers
+            if hosts is not None and hosts.has_followers:
+                self._team = hosts.attach_team(num_helpers, first_rank, self._timeout)
+            else:
+                self._team = take_team(num_helpers, self._threads, PRELOAD, first_rank=first_rank)
         return self._team
 
     def _call(
@@ -228,7 +239,6 @@ class Session:
     ) -> None:
         """Send the helpers their parts."""
         call = Call(
-            first_rank=worker.rank,
             num_groups=len(assignment.groups),
             stores=[(ranks, store.specs) for ranks, store in stores],
             has_options=_has_options(assignment),
@@ -246,7 +256,7 @@ class Session:
             # By value, what the script itself defines: outputs of a model may be of such a class.
             cloudpickle.dumps(call),
             (*descriptors, *parcel.descriptors),
-            position=_Position(assignment.task, worker.board, worker.rank),
+            position=_Position(assignment.task, worker.board),
             timeout_seconds=self._timeout,
         )
 
@@ -259,7 +269,9 @@ class Session:
     def release(self) -> None:
         """Done for good: hand the helpers on, or end them."""
         team, self._team = self._team, None
-        if team is not None:
+        if team is not None and self._is_attached:
+            team.close()
+        elif team is not None:
             give_back(team, self._threads)
 
 
@@ -282,8 +294,10 @@ class _Wired:
     sockets: Mapping[tuple[int, int], socket.socket]
 
     @classmethod
-    def of(cls, hosts: Hosts, plan: Plan, timeout_seconds: float) -> "_Wired":
-        """Have the wires that a Plan needs."""
+    def of(cls, hosts: Hosts | None, plan: Plan, timeout_seconds: float) -> "_Wired | None":
+        """Have the wires that a Plan needs, if it has several hosts."""
+        if hosts is None or plan.num_hosts == 1:
+            return None
         sockets = hosts.open_wires(plan, wire_pairs(plan), timeout_seconds)
         names = {rank: hosts.names[plan.host_of(rank)] for rank in range(plan.num_ranks)}
         abroad = Abroad(host=hosts.host, names=names, wires=tuple(sockets))
@@ -318,7 +332,7 @@ def _leading_worker(
 def _control(
     team: Team, plan: Plan, timeout_seconds: float, watch: "_Watch", hosts: Hosts | None
 ) -> LeaderControl:
-    if hosts is None:
+    if hosts is None or plan.num_hosts == 1:
         return LeaderControl(team, timeout_seconds)
     return HostControl(
         team,
@@ -377,21 +391,20 @@ class _Watch:
         if waited_seconds > self._timeout:
             self._team.raise_timeout(waited_seconds)
 
-    def _is_awaited(self, helper: int) -> bool:
+    def _is_awaited(self, rank: int) -> bool:
         board = self._board()
-        return board is not None and board.is_awaited(self.first_rank + helper)
+        return board is not None and board.is_awaited(rank)
 
 
 class _Position:
     """Where ranks are, for messages."""
 
-    def __init__(self, task: Task, board: Board | None, first_rank: int) -> None:
+    def __init__(self, task: Task, board: Board | None) -> None:
         self._name = type(task).__name__.removesuffix("Task").lower()
         self._board = board
-        self._first_rank = first_rank
 
-    def __call__(self, helper: int) -> str:
-        step = -1 if self._board is None else self._board.step_of(self._first_rank + helper)
+    def __call__(self, rank: int) -> str:
+        step = -1 if self._board is None else self._board.step_of(rank)
         return f"in {self._name}, step {step}" if step >= 0 else f"in {self._name}"
 
 

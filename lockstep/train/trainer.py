@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 from rich.console import Console
 from torch import nn, optim
@@ -57,8 +57,9 @@ from lockstep.train.checks import (
 from lockstep.train.conducting import FitConductor, FollowingConductor
 from lockstep.train.copies import OptimizerCopy, WeightCopy
 from lockstep.train.feeding import SharedStream, sample_of
+from lockstep.train.followers import Follower
 from lockstep.train.history import History
-from lockstep.train.hosts import Hosts, data_facts, find_hosts
+from lockstep.train.hosts import Hosts, data_facts, find_follower, find_hosts
 from lockstep.train.intake import (
     DEFAULT_BATCH_SIZE,
     Feed,
@@ -89,6 +90,8 @@ from lockstep.train.tasks import (
 from lockstep.train.updaters import check_divisible
 
 DEFAULT_TIMEOUT_SECONDS = 600.0
+
+_T = TypeVar("_T")
 
 
 class StrategyLike(Protocol):
@@ -207,6 +210,7 @@ class Trainer:
         self._planning = Planning(shape_of_it)
         self._is_running = False
         self._hosts: Hosts | None = None  # of the call that is under way
+        self._follower: Follower | None = None  # this process, if another leads its host
         self._begin_session()
 
     def _begin_session(self) -> None:
@@ -314,7 +318,9 @@ class Trainer:
                 optimizer as that step left them; at once after a second Ctrl-C.
         """
         with self._together():
-            return self._fit(
+            if self._follower is not None:
+                return self._follow()  # type: ignore[no-any-return]  # what the leader's fit returns
+            history = self._fit(
                 data,
                 epochs,
                 batch_size,
@@ -325,6 +331,7 @@ class Trainer:
                 rule_of(learning_rate_rule, reference_batch_size),
                 on_snapshot,
             )
+            return self._concluded(history)
 
     def _fit(
         self,
@@ -386,7 +393,9 @@ class Trainer:
             ``{"loss": ..., <metric>: ...}``.
         """
         with self._together():
-            return self._evaluate(data, batch_size)
+            if self._follower is not None:
+                return self._follow()  # type: ignore[no-any-return]
+            return self._concluded(self._evaluate(data, batch_size))
 
     def _evaluate(self, data: Any, batch_size: int | None) -> Logs:
         (batch_size,) = check_counts({"batch_size": batch_size})
@@ -423,23 +432,28 @@ class Trainer:
         Returns:
             What the model returns, with all samples along the first dim of every tensor.
         """
-        (batch_size,) = check_counts({"batch_size": batch_size})
         with self._together():
-            wish = Wish(
-                name="inputs",
-                batch_size=batch_size,
-                seed=self.seed,
-                with_targets=False,
-                is_read_here=self._leads,
-            )
-            feed = self._agreed_on(take_in(inputs, wish))
-            for callback in self._own_callbacks:
-                callback.set_trainer(self)
-                callback.on_predict_begin()
-            with closing(feed):
-                outputs = self._predict_none(feed) if feed.num_steps == 0 else self._predict(feed)
-            for callback in self._own_callbacks:
-                callback.on_predict_end()
+            if self._follower is not None:
+                return self._follow()
+            return self._concluded(self._predict_all(inputs, batch_size))
+
+    def _predict_all(self, inputs: Any, batch_size: int | None) -> Tree:
+        (batch_size,) = check_counts({"batch_size": batch_size})
+        wish = Wish(
+            name="inputs",
+            batch_size=batch_size,
+            seed=self.seed,
+            with_targets=False,
+            is_read_here=self._leads,
+        )
+        feed = self._agreed_on(take_in(inputs, wish))
+        for callback in self._own_callbacks:
+            callback.set_trainer(self)
+            callback.on_predict_begin()
+        with closing(feed):
+            outputs = self._predict_none(feed) if feed.num_steps == 0 else self._predict(feed)
+        for callback in self._own_callbacks:
+            callback.on_predict_end()
         return outputs
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -466,7 +480,7 @@ class Trainer:
         self._check_not_averaged("load")
         self._initialize()
         with self._together() as hosts:
-            if self._leads:
+            if self._leads or self._follower is not None:
                 load_weights(self.model, path)
             if hosts is not None:
                 hosts.share_values(self.model, None)
@@ -514,6 +528,16 @@ class Trainer:
                 copied.give_back(optimizer)
             self._epochs_trained, self._steps_trained = position
 
+    def same_everywhere(self, result: _T) -> _T:
+        """Rank 0's value of something, on all processes, where a launcher has started several.
+
+        All call it. It may be made of numbers, texts, tensors, tuples, lists, dicts, dataclasses.
+        """
+        with self._together():
+            if self._follower is not None:
+                return self._follow()  # type: ignore[no-any-return]
+            return self._concluded(self._told(result))
+
     def close(self) -> None:
         """End the helper processes now instead of with the trainer."""
         self._session.close()
@@ -527,6 +551,10 @@ class Trainer:
             yield None
             return
         reach = "one process" if self.strategy is None else self.strategy.reach
+        self._follower = self._follower or find_follower(self.timeout_seconds, reach)
+        if self._follower is not None:
+            yield None
+            return
         self._hosts = find_hosts(self.timeout_seconds, reach)
         try:
             with nullcontext() if self._hosts is None else self._hosts.failing_together():
@@ -537,7 +565,18 @@ class Trainer:
     @property
     def _leads(self) -> bool:
         """Whether rank 0 is here: callbacks, progress, files, streams."""
-        return self._hosts is None or self._hosts.host == 0
+        return self._follower is None and (self._hosts is None or self._hosts.host == 0)
+
+    def _follow(self) -> Any:
+        """Serve the process that leads this host; returns what its call returns."""
+        assert self._follower is not None
+        return self._follower.serve(self.model)
+
+    def _concluded(self, result: _T) -> _T:
+        """A call's result; who has followed this process may go on with it."""
+        if self._hosts is not None and self._hosts.has_followers:
+            self._session.dismiss(result, self.model)
+        return result
 
     @property
     def _own_callbacks(self) -> list[Callback]:

@@ -1,0 +1,108 @@
+"""Processes that a launcher has started beside the one that leads their host.
+
+Each runs the user's script, too. Where the leader trains, they serve it, within their own call of
+``fit``; when the leader's call ends, it tells them what has come of it, and theirs ends as well.
+"""
+
+import os
+import pickle
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep.cluster.place import Place
+from lockstep.errors import HostError
+from lockstep.launch.attached import Attachment, attach
+from lockstep.launch.helper import HelperContext
+from lockstep.launch.secret import find_secret
+from lockstep.launch.team import Team
+from lockstep.parallel.control import open_region
+from lockstep.parallel.parcel import pack, unpack
+from lockstep.train.interrupt import held_interrupts
+
+_CONCLUSION = b"conclusion"
+
+
+def host_key() -> bytes | None:
+    """What the processes of a host know each other by, if the job has a secret."""
+    with suppress(HostError):  # on one host there need not be one
+        return find_secret(os.environ).key(b"processes of a host")
+    return None
+
+
+class Follower:
+    """This process, which follows its host's leader.
+
+    Args:
+        place: this process's.
+        timeout_seconds: longest wait for the leader.
+    """
+
+    def __init__(self, place: Place, timeout_seconds: float) -> None:
+        self._place = place
+        self._timeout = timeout_seconds
+        self._attachment: Attachment | None = None
+
+    def serve(self, model: nn.Module) -> Any:
+        """Serve the leader until its call ends; returns what that returns.
+
+        Args:
+            model: gets the weights that the leader's has then.
+
+        Raises:
+            WorkerError: the leader has ended, or given up.
+        """
+        if self._attachment is None or not self._attachment.is_open:
+            self._attachment = attach(self._place, host_key(), timeout_seconds=self._timeout)
+        with held_interrupts() as interrupt:
+            interrupt.hold()  # the leader has been told, too, and ends with the step under way
+            while not (said := self._attachment.serve_call()).startswith(_CONCLUSION):
+                pass
+        result, values = _kept.pop(said)
+        _set_values(model, values)
+        return result
+
+    def close(self) -> None:
+        """Hang up."""
+        if self._attachment is not None:
+            self._attachment.close()
+
+
+def call_conclude(team: Team, result: Any, model: nn.Module, timeout_seconds: float) -> None:
+    """On the leader: let the followers' calls end with this result, and with these weights."""
+    values = {
+        name: tensor.detach()
+        for name, tensor in (*model.named_parameters(), *model.named_buffers())
+    }
+    parcel = pack((result, values))
+    team.call(
+        conclude,
+        parcel.payload,
+        parcel.descriptors,
+        position=lambda rank: "at the end of a call",
+        timeout_seconds=timeout_seconds,
+    )
+    team.finish(timeout_seconds)
+    parcel.close()
+
+
+def conclude(context: HelperContext, body: bytes, descriptors: tuple[int, ...]) -> bytes:
+    """On a follower: keep what has come of the leader's call; returns what finds it."""
+    region = open_region(descriptors[0], private=True) if descriptors else None
+    said = _CONCLUSION + pickle.dumps(len(_kept))
+    _kept[said] = unpack(body, region)
+    if region is not None:
+        region.close()
+    return said
+
+
+# From ``conclude`` to ``Follower.serve``, between which only bytes go.
+_kept: dict[bytes, Any] = {}
+
+
+@torch.no_grad()
+def _set_values(model: nn.Module, values: dict[str, torch.Tensor]) -> None:
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        tensor.copy_(values[name])
