@@ -536,7 +536,8 @@ class Trainer:
         with self._together():
             if self._follower is not None:
                 return self._follow()  # type: ignore[no-any-return]
-            return self._concluded(self._told(result))
+            told: _T = self._told(result)
+            return self._concluded(told)
 
     def close(self) -> None:
         """End the helper processes now instead of with the trainer."""
