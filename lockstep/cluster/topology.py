@@ -41,6 +41,11 @@ class Host(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(device for device in self.devices if device.kind == kind)
 
 
+def num_devices(cluster: "Cluster") -> int:
+    """CPU devices that there are for a job: what launchers give it, else one per core."""
+    return sum(host.num_given or host.num_cores for host in cluster.hosts)
+
+
 class Cluster(msgspec.Struct, frozen=True, kw_only=True):
     """All hosts at hand."""
 

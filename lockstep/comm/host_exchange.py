@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from lockstep.comm.exchange import ShareTotals, cut_piece
+from lockstep.comm.exchange import ShareTotals
 from lockstep.comm.host_sums import HostSums
 from lockstep.comm.shared_exchange import ExchangeSpec, SharedMemoryExchange
 from lockstep.comm.shared_memory import SharedRegion
@@ -123,17 +123,8 @@ class HostExchange(SharedMemoryExchange):
     def spread(self, tensors: Mapping[int, torch.Tensor], *, all_pieces: bool) -> None:
         self._sums.spread(tensors, all_pieces=all_pieces)
 
-    @torch.no_grad()
     def gather_sums(self, pieces: Sequence[Piece], sums: Sequence[torch.Tensor | None]) -> None:
-        rows = self._gradients
-        used = [
-            number for number in range(len(self._spec.gradients.tensors)) if rows.is_used(number)
-        ]
-        wholes = {number: rows.base(number) for number in used}
-        for piece, total in zip(pieces, sums, strict=True):
-            if total is not None:
-                cut_piece(wholes[piece.parameter], piece).copy_(total)
-        self.spread(wholes, all_pieces=True)
+        self._sums.gather(pieces, sums)
         self.barrier()
 
     def summed(self, parameter: int, num_filled: int) -> torch.Tensor | None:

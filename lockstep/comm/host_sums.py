@@ -185,6 +185,16 @@ class HostSums:
     def _factors_of(self, rank: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         return self._rows.factors_put_up(self._rows_of([rank]))
 
+    @torch.no_grad()
+    def gather(self, pieces: Sequence[Piece], sums: Sequence[torch.Tensor | None]) -> None:
+        """After ``reduce``: have the base rows hold whole sums, once all ranks have done this."""
+        used = [number for number in range(len(self._is_everywhere)) if self._rows.is_used(number)]
+        wholes = {number: self._rows.base(number) for number in used}
+        for piece, total in zip(pieces, sums, strict=True):
+            if total is not None:
+                cut_piece(wholes[piece.parameter], piece).copy_(total)
+        self.spread(wholes, all_pieces=True)
+
     def spread(self, tensors: Mapping[int, torch.Tensor], *, all_pieces: bool) -> None:
         """See ``Exchange.spread``."""
 

@@ -85,15 +85,16 @@ class Mailbox:
             _Slot(spec, region, offset_bytes + slot * spec.slot_bytes)
             for slot in range(spec.num_slots)
         ]
-        self._readers: list[Sequence[int]] = [()] * spec.num_slots  # of the last messages put
+        # Of the last messages put.
+        self._readers: list[Sequence[int | None]] = [()] * spec.num_slots
 
-    def put(self, number: int, tree: Any, readers: Sequence[int]) -> None:
+    def put(self, number: int, tree: Any, readers: Sequence[int | None]) -> None:
         """Send message ``number``, once its slot is free.
 
         Args:
             number: messages are numbered from 1; each goes to the slot that its number says.
             tree: tensors and what else a message holds.
-            readers: the ranks that will read it, one per reader.
+            readers: the ranks that will read it here, one per reader; None for another host's.
 
         Raises:
             ModelError: the message is larger than the slot.
@@ -101,7 +102,8 @@ class Mailbox:
         index = number % len(self._slots)
         slot = self._slots[index]
         for rank, done in zip(self._readers[index], slot.done, strict=False):
-            self._wait_for(done, slot.ready.value, rank)
+            if rank is not None:
+                self._wait_for(done, slot.ready.value, rank)
         self._readers[index] = tuple(readers)
         slot.write(tree)
         slot.ready.value = number

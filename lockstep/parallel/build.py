@@ -9,11 +9,14 @@ import socket
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations, product
+from typing import Literal
 
 import torch
 from torch import nn
 
 from lockstep.comm.board import Board
+from lockstep.comm.courier import Courier
 from lockstep.comm.exchange import Exchange, LocalExchange, TensorSpec
 from lockstep.comm.gradient_rows import GradientSpec
 from lockstep.comm.host_exchange import HostExchange
@@ -28,7 +31,12 @@ from lockstep.parallel.groups import ParameterGroup
 from lockstep.parallel.losses import LossAdapter
 from lockstep.parallel.partition import Partition
 from lockstep.parallel.replica import Replica
-from lockstep.parallel.stage_exchange import GroupSpec, StageExchange, StageExchangeSpec
+from lockstep.parallel.stage_exchange import (
+    GroupSpec,
+    StageExchange,
+    StageExchangeSpec,
+    StagesAbroad,
+)
 from lockstep.parallel.stage_mail import mail_spec
 from lockstep.parallel.stages import OwnedGroup, StageWorker
 from lockstep.parallel.step_functions import StepFunction
@@ -147,9 +155,24 @@ def _most_in_flight(program: RankProgram) -> int:
     return most
 
 
-def wire_pairs(plan: Plan) -> set[tuple[int, int]]:
-    """Ranks of different hosts between which a Plan needs wires."""
-    return pairs([plan.ranks_of_host(host) for host in range(plan.num_hosts)])
+# Two ranks of different hosts, the lower one first, and what goes between them.
+WireUse = Literal["sums", "mail"]
+WireKey = tuple[int, int, WireUse]
+
+
+def wire_keys(plan: Plan, groups: Sequence[ParameterGroup]) -> set[WireKey]:
+    """The wires that a Plan needs."""
+    hosts = [plan.ranks_of_host(host) for host in range(plan.num_hosts)]
+    keys: set[WireKey] = set()
+    for group in groups:
+        members = [[rank for rank in ranks if rank in group.ranks] for ranks in hosts]
+        keys |= {(low, high, "sums") for low, high in pairs([own for own in members if own])}
+    stages = () if plan.pipeline is None else plan.pipeline.stages
+    for one, other in combinations(stages, 2):
+        for low, high in (sorted(pair) for pair in product(one.ranks, other.ranks)):
+            if plan.host_of(low) != plan.host_of(high):
+                keys.add((low, high, "mail"))
+    return keys
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,7 +182,8 @@ class Neighbours:
     Attributes:
         host: this host.
         names: of other ranks' hosts, for messages.
-        sockets: this rank's, by the rank at the other end.
+        sockets: this rank's for sums, by the rank at the other end.
+        mail_sockets: likewise for what stages send.
         crossing: to the other hosts' leaders; None unless this rank leads its host.
         mirrored: see ``HostExchange``.
     """
@@ -167,8 +191,14 @@ class Neighbours:
     host: int
     names: Mapping[int, str]
     sockets: Mapping[int, socket.socket]
+    mail_sockets: Mapping[int, socket.socket]
     crossing: Crossing | None
     mirrored: Sequence[torch.Tensor]
+
+    @property
+    def all_sockets(self) -> list[socket.socket]:
+        """Whatever they are for."""
+        return [*self.sockets.values(), *self.mail_sockets.values()]
 
 
 def build_exchange(
@@ -184,11 +214,13 @@ def build_exchange(
     if isinstance(plan.update, LocalUpdate):
         return LocalExchange()
     assert region is not None
-    if isinstance(spec, StageExchangeSpec):
-        return StageExchange(spec, region, rank=rank, look_around=look_around)
     if neighbours is None:
         board = Board(region, rank=rank, num_ranks=plan.num_ranks, look_around=look_around)
+        if isinstance(spec, StageExchangeSpec):
+            return StageExchange(spec, region, board=board)
         return SharedMemoryExchange(spec, region, board=board)
+    hosts = [plan.ranks_of_host(host) for host in range(plan.num_hosts)]
+    wires = Wires(neighbours.sockets, neighbours.names, look_around)
     wide_board = WideBoard(
         region,
         rank=rank,
@@ -196,13 +228,22 @@ def build_exchange(
         look_around=look_around,
         crossing=neighbours.crossing,
     )
+    if isinstance(spec, StageExchangeSpec):
+        abroad = StagesAbroad(
+            host=neighbours.host,
+            hosts=hosts,
+            board=wide_board,
+            wires=wires,
+            courier=Courier(neighbours.mail_sockets, neighbours.names, look_around),
+        )
+        return StageExchange(spec, region, board=wide_board, abroad=abroad)
     return HostExchange(
         spec,
         region,
         board=wide_board,
-        hosts=[plan.ranks_of_host(host) for host in range(plan.num_hosts)],
+        hosts=hosts,
         host=neighbours.host,
-        wires=Wires(neighbours.sockets, neighbours.names, look_around),
+        wires=wires,
         mirrored=neighbours.mirrored,
     )
 
@@ -226,6 +267,7 @@ def build_worker(
     """Put a rank's parts together."""
     if isinstance(spec, StageExchangeSpec):
         assert isinstance(exchange, StageExchange)
+        exchange.divide(_divided_groups(spec, updater))
         ruled = _ruled_buffers(plan, model, partitions, rank)
         return StageWorker(
             plan=plan,
@@ -307,16 +349,31 @@ def _told_elsewhere(plan: Plan, spec: ExchangeSpec, rank: int) -> frozenset[str]
     )
 
 
-def _owned_groups(spec: StageExchangeSpec, updater: Updater | None, rank: int) -> list[OwnedGroup]:
-    owned = []
-    for number, group in enumerate(spec.groups):
-        if rank in group.ranks and updater is not None:
-            num_ranks = len(group.ranks)
-            pieces = updater.divide(group.gradients.extents, num_ranks, num_ranks)
-            owned.append(
-                OwnedGroup(number=number, spec=group, pieces=pieces[group.ranks.index(rank)])
+def _divided_groups(
+    spec: StageExchangeSpec, updater: Updater | None
+) -> list[dict[int, list[Piece]]]:
+    """The pieces of each group that each of its ranks updates."""
+    if updater is None:
+        return [{} for _ in spec.groups]
+    return [
+        dict(
+            zip(
+                group.ranks,
+                updater.divide(group.gradients.extents, len(group.ranks), len(group.ranks)),
+                strict=True,
             )
-    return owned
+        )
+        for group in spec.groups
+    ]
+
+
+def _owned_groups(spec: StageExchangeSpec, updater: Updater | None, rank: int) -> list[OwnedGroup]:
+    divided = _divided_groups(spec, updater)
+    return [
+        OwnedGroup(number=number, spec=group, pieces=pieces[rank])
+        for number, (group, pieces) in enumerate(zip(spec.groups, divided, strict=True))
+        if rank in pieces
+    ]
 
 
 def _held_names(

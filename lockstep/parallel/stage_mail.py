@@ -6,6 +6,8 @@ the random stream where a stage goes on with that of another.
 
 Messages are numbered by what their stage has computed on their rank, so sender and readers know the
 number without asking.
+
+What goes to another host, or comes from there, a courier carries.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,8 +17,11 @@ from typing import Any
 import torch
 
 from lockstep.comm.board import Board
+from lockstep.comm.codec import decode, encode
+from lockstep.comm.courier import Courier
 from lockstep.comm.mailboxes import Mailbox, MailboxSpec
 from lockstep.comm.shared_memory import SharedRegion
+from lockstep.data.trees import tensors_of
 from lockstep.parallel.partition import Partition
 from lockstep.plan.schedules import StageGraph
 
@@ -94,15 +99,29 @@ class StageMail:
         region: where they lie.
         offset_bytes: from where on.
         board: to wait at.
-        rank: this rank.
+        ranks_here: those of this host.
+        courier: to the others; None where there are none.
+        first_box: the number of the first mailbox, as couriers count them.
     """
 
     def __init__(
-        self, spec: MailSpec, region: SharedRegion, offset_bytes: int, board: Board, rank: int
+        self,
+        spec: MailSpec,
+        region: SharedRegion,
+        offset_bytes: int,
+        board: Board,
+        *,
+        ranks_here: range,
+        courier: Courier | None = None,
+        first_box: int = 0,
     ) -> None:
+        self._ranks_here = ranks_here
+        self._courier = courier
+        self._numbers = {key: number for number, key in enumerate(spec.boxes, first_box)}
+        self._specs = spec.boxes
         self._graph = spec.graph
         self._parts = spec.partition.parts
-        self._rank = rank
+        self._rank = board.rank
         self._boxes: dict[_Key, Mailbox] = {}
         for key, box in spec.boxes.items():
             self._boxes[key] = Mailbox(box, region, offset_bytes, board)
@@ -172,17 +191,39 @@ class StageMail:
     def _put(
         self, kind: str, number: int, stage: int, share: int, tree: Any, readers: Sequence[int]
     ) -> None:
-        box = self._boxes[_Key(kind, number, stage, self._rank)]
-        box.put(self._number(stage, share), tree, readers)
+        key = _Key(kind, number, stage, self._rank)
+        message = self._number(stage, share)
+        here = [rank if rank in self._ranks_here else None for rank in readers]
+        if any(rank is not None for rank in here):
+            self._boxes[key].put(message, tree, here)
+        abroad = [rank for rank in readers if rank not in self._ranks_here]
+        if abroad:
+            assert self._courier is not None
+            payload = encode((tree, [each.requires_grad for each in tensors_of(tree)]))
+            num_slots = self._specs[key].num_slots
+            self._courier.put(self._numbers[key], message, payload, abroad, num_slots)
 
     def _take(self, kind: str, number: int, stage: int, share: int) -> Any:
         sender = self._graph.rank_of(stage, share)
-        box = self._boxes[_Key(kind, number, stage, sender)]
-        return box.take(self._number(stage, share), sender)
+        key = _Key(kind, number, stage, sender)
+        message = self._number(stage, share)
+        if sender in self._ranks_here:
+            return self._boxes[key].take(message, sender)
+        assert self._courier is not None
+        tree, flags = decode(self._courier.take(self._numbers[key], message, sender))
+        for tensor, needs_gradient in zip(tensors_of(tree), flags, strict=True):
+            tensor.requires_grad_(needs_gradient)
+        return tree
 
     def _give_back(self, kind: str, number: int, stage: int, share: int, reader: int) -> None:
         sender = self._graph.rank_of(stage, share)
-        self._boxes[_Key(kind, number, stage, sender)].give_back(self._number(stage, share), reader)
+        key = _Key(kind, number, stage, sender)
+        message = self._number(stage, share)
+        if sender in self._ranks_here:
+            self._boxes[key].give_back(message, reader)
+            return
+        assert self._courier is not None
+        self._courier.acknowledge(self._numbers[key], message, sender)
 
     def _number(self, stage: int, share: int) -> int:
         sent = self._sent[stage]

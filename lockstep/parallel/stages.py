@@ -184,7 +184,9 @@ class StageWorker(Worker):
         ]
         if self.updater is not None:
             self.updater.bind([piece for pieces in bound for piece in pieces])
-        if not any(bound):
+        # What other hosts have updated, every rank of a group writes.
+        self._changes_weights = any(bound) or bool(self.exchange.sums)
+        if not self._changes_weights:
             self.board.own_nothing()
         return bound
 
@@ -312,7 +314,10 @@ class StageWorker(Worker):
         if rows is None:
             return [members[piece.parameter].grad for piece in group.pieces]
         rows.collect(len(group.spec.ranks))
-        return rows.reduce(group.pieces)
+        sums = self.exchange.sums.get(group.number)
+        if sums is None:
+            return rows.reduce(group.pieces)
+        return sums.reduce(group.pieces, _no_factors)
 
     def _step(self, run: "_Run", action: Step) -> None:
         assert self.updater is not None
@@ -322,22 +327,54 @@ class StageWorker(Worker):
         run.is_skipped = not self._judge.settle(run.step)
         if run.is_skipped:
             return
-        updating = self.board.updating(run.step) if any(self._pieces) else nullcontext()
+        updating = self.board.updating(run.step) if self._changes_weights else nullcontext()
         with updating:
             self.updater.step()
+            for group, members in zip(self._owned, self._parameters, strict=True):
+                if group.number in self.exchange.sums:
+                    tensors = {number: one.detach() for number, one in enumerate(members)}
+                    self.exchange.sums[group.number].spread(
+                        tensors, all_pieces=not self.updater.is_known
+                    )
 
     def _sync(self, run: "_Run", action: Sync) -> None:
         self.barrier()
 
     def gradients(self, num_samples: int) -> dict[str, torch.Tensor | None]:
         found = {}
+        for group, pieces in zip(self._owned, self._pieces, strict=True):
+            if group.number in self.exchange.sums:
+                self.exchange.sums[group.number].gather(
+                    group.pieces, [bound.tensor.grad for bound in pieces]
+                )
+        self.barrier()
         for group, members in zip(self._owned, self._parameters, strict=True):
             rows = self.exchange.rows.get(group.number)
             if group.spec.ranks[0] == self.rank:
                 for index, tensor in enumerate(group.spec.tensors):
                     own = members[index].grad
-                    found[tensor.name] = own if rows is None else rows.summed(index)
+                    found[tensor.name] = own if rows is None else self._summed(group, index)
         return found
+
+    def _summed(self, group: OwnedGroup, index: int) -> torch.Tensor | None:
+        """The whole gradient of a parameter that several ranks have."""
+        rows = self.exchange.rows[group.number]
+        if group.number in self.exchange.sums:
+            return rows.base(index) if rows.is_used(index) else None
+        return rows.summed(index)
+
+    def gather_slots(self) -> None:
+        assert self.updater is not None
+        stored = self.updater.stored()
+        for group in self._owned:
+            numbers = {one.name: number for number, one in enumerate(group.spec.tensors)}
+            for name, tensor in stored if group.number in self.exchange.sums else ():
+                if name in numbers:
+                    self.exchange.sums[group.number].spread(
+                        {numbers[name]: tensor.detach()}, all_pieces=True
+                    )
+        if self.plan.num_hosts > 1:
+            self.barrier()
 
     # --- evaluation and prediction ---------------------------------------------------------------
 
@@ -466,6 +503,9 @@ class StageWorker(Worker):
     def barrier(self) -> None:
         self.board.barrier()
 
+    def close(self) -> None:
+        self.exchange.close()
+
     def leaves_a_rank_idle(self, num_samples: int) -> bool:
         most = max(len(stage.ranks) for stage in self._stages)
         return num_filled_shares(num_samples, self.plan.num_shares) < most
@@ -475,6 +515,10 @@ class StageWorker(Worker):
 
     def ruled_buffers(self) -> dict[str, torch.Tensor]:
         return {name: buffer for name, buffer in self.model.named_buffers() if name in self._ruled}
+
+
+def _no_factors() -> None:
+    """Stages exchange gradients only, so nobody waits for what other ranks have received."""
 
 
 def _block_sizes(group: OwnedGroup) -> list[list[int]]:

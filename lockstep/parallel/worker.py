@@ -131,6 +131,10 @@ class Worker(ABC):
     def ruled_buffers(self) -> dict[str, torch.Tensor]:
         """The buffers of which this rank has the values that count."""
 
+    def close(self) -> None:
+        """A task is done; every rank calls it."""
+        return
+
     @abstractmethod
     def leaves_a_rank_idle(self, num_samples: int) -> bool:
         """Whether some rank works on no share of such a batch, and sees no buffer change."""

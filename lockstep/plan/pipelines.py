@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from lockstep.cluster.topology import MAX_CPU_REPLICAS_PER_CORE, Cluster
-from lockstep.errors import DeviceError, OptionError, PlanError, problem
+from lockstep.cluster.topology import Cluster, num_devices
+from lockstep.errors import OptionError, PlanError, problem
 from lockstep.graph.layer_graph import Flow, Layer, LayerCosts, LayerGraph
 from lockstep.plan.cut_places import stages_from_names, stages_from_scopes
 from lockstep.plan.cuts import (
@@ -22,6 +22,7 @@ from lockstep.plan.cuts import (
     choose_num_stages,
     describe_cut,
 )
+from lockstep.plan.host_ranks import ranks_per_host
 from lockstep.plan.makers import Maker
 from lockstep.plan.schedules import StageGraph, make_schedule
 from lockstep.plan.simulation import StageCosts, Timeline, run_programs
@@ -115,7 +116,8 @@ class Pipelined(Maker):
         ]
         ranks = self._ranks(len(starts))
         num_ranks = 1 + max(rank for held in ranks for rank in held)
-        cores = _check_devices(num_ranks, cluster)
+        hosts = ranks_per_host(num_ranks, cluster)
+        cores = sum(host.num_cores for host in cluster.hosts)
         stages = tuple(
             Stage(
                 ranks=held,
@@ -129,7 +131,11 @@ class Pipelined(Maker):
         return Plan(
             strategy="pipeline" if self.most_replicas == 1 else "hybrid",
             mesh=self._mesh(num_ranks),
-            devices=tuple(f"cpu:{rank % cores}" for rank in range(num_ranks)),
+            devices=tuple(
+                f"cpu:{rank % host.num_cores}"
+                for host, count in zip(cluster.hosts, hosts, strict=True)
+                for rank in range(count)
+            ),
             threads_per_device=1,
             num_shares=num_shares,
             interleaved=False,
@@ -138,6 +144,7 @@ class Pipelined(Maker):
             precision=self.precision,
             channels_last=graph.channels_last,
             pipeline=pipeline,
+            hosts=hosts if len(hosts) > 1 else (),
             notes=(
                 *([reason] if reason else []),
                 *_notes(graph, pipeline, num_ranks, cores, num_shares, batch_size),
@@ -163,7 +170,7 @@ class Pipelined(Maker):
             return len(self.cuts) + 1
         if isinstance(self.replicas, tuple):
             return len(self.replicas)
-        return max(cluster.hosts[0].num_cores // self.replicas, 1)
+        return max(num_devices(cluster) // self.replicas, 1)
 
     def _num_shares(self, cluster: Cluster, batch_size: int) -> int:
         microbatches = self.microbatches or _MICROBATCHES_PER_STAGE * self._num_devices(cluster)
@@ -450,25 +457,6 @@ def _placements(graph: LayerGraph, of_layer: Sequence[int]) -> tuple[LayerPlacem
         )
         for layer, stage in zip(graph.layers, of_layer, strict=True)
     )
-
-
-def _check_devices(num_ranks: int, cluster: Cluster) -> int:
-    """The host's cores.
-
-    Raises:
-        DeviceError: it cannot hold so many ranks.
-    """
-    cores = cluster.hosts[0].num_cores
-    most = cores * MAX_CPU_REPLICAS_PER_CORE
-    if num_ranks > most:
-        raise DeviceError(
-            problem(
-                f"This host has {cores} usable cores, enough for {most} processes.",
-                received=f"a plan for {num_ranks}",
-                fix="Use fewer stages or replicas.",
-            )
-        )
-    return cores
 
 
 def _notes(

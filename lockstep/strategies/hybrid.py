@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from lockstep.cluster.place import Reach
 from lockstep.errors import Problems
 from lockstep.plan.makers import Maker
 from lockstep.strategies.base import Strategy, is_count
@@ -30,6 +31,8 @@ class HybridStrategy(Strategy):
     Raises:
         OptionError: an argument that cannot be.
     """
+
+    reach: Reach = "all hosts"
 
     def __init__(
         self,

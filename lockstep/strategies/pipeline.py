@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
+from lockstep.cluster.place import Reach
 from lockstep.errors import OptionError, Problems
 from lockstep.plan.makers import Maker
 from lockstep.plan.pipelines import Pipelined
@@ -30,6 +31,8 @@ class PipelineStrategy(Strategy):
     Raises:
         OptionError: an argument that cannot be.
     """
+
+    reach: Reach = "all hosts"
 
     def __init__(
         self,

@@ -23,6 +23,7 @@ from lockstep.cluster.environment import find_place
 from lockstep.cluster.place import Place, Reach
 from lockstep.cluster.topology import Cluster, Host
 from lockstep.comm.codec import decode, encode
+from lockstep.comm.shared_memory import SharedRegion
 from lockstep.data.order import kept_streams, seed_streams
 from lockstep.data.sources import Source
 from lockstep.data.trees import tensors_of
@@ -32,6 +33,7 @@ from lockstep.launch.circle import Card, Circle
 from lockstep.launch.rendezvous import meet
 from lockstep.launch.secret import find_secret
 from lockstep.launch.team import Team
+from lockstep.parallel.build import WireKey
 from lockstep.parallel.update import Updater
 from lockstep.plan.spec import Plan
 from lockstep.train.followers import Follower, host_key
@@ -40,6 +42,7 @@ from lockstep.version import __version__
 
 LookAround = Callable[[float], None]
 
+_PART_BYTES = 1 << 24
 _FINGERPRINT_SAMPLES = 4
 _EXPLANATION_SECONDS = 1.0
 _PAUSE_SECONDS = 0.02
@@ -56,7 +59,7 @@ class Hosts:
     def __init__(self, place: Place, circle: Circle) -> None:
         self.place = place
         self.circle = circle
-        self._wires: dict[tuple[int, int], socket.socket] = {}
+        self._wires: dict[WireKey, socket.socket] = {}
         self._wired: object = None  # for which Plan
         hosts = [msgspec.json.decode(str(card.about["host"]), type=Host) for card in circle.cards]
         self.cluster = Cluster(hosts=tuple(hosts))
@@ -111,24 +114,25 @@ class Hosts:
         return LeaderCrossing(self.circle, look_around)
 
     def open_wires(
-        self, plan: Plan, pairs: Iterable[tuple[int, int]], timeout_seconds: float
-    ) -> dict[tuple[int, int], socket.socket]:
+        self, plan: Plan, keys: Iterable[WireKey], timeout_seconds: float
+    ) -> dict[WireKey, socket.socket]:
         """This host's wires between pairs of ranks; they stay open for the next time.
 
         Returns:
-            Sockets by the ranks at this end and at the other.
+            Sockets by the ranks at this end and at the other, and by their use.
         """
-        ordered = sorted(pairs)
+        ordered = sorted(keys)
         if (plan.hosts, ordered) != self._wired:
             self._close_wires()
-            by_hosts: dict[tuple[int, int], list[tuple[int, int]]] = {}
-            for pair in ordered:
-                by_hosts.setdefault((plan.host_of(pair[0]), plan.host_of(pair[1])), []).append(pair)
+            by_hosts: dict[tuple[int, int], list[WireKey]] = {}
+            for key in ordered:
+                by_hosts.setdefault((plan.host_of(key[0]), plan.host_of(key[1])), []).append(key)
             counts = {hosts: len(own) for hosts, own in by_hosts.items()}
             for other, ends in self.circle.open_wires(counts, timeout_seconds).items():
                 own = by_hosts[min(self.host, other), max(self.host, other)]
-                for (low, high), end in zip(own, ends, strict=True):
-                    self._wires[(low, high) if self.host < other else (high, low)] = end
+                for (low, high, use), end in zip(own, ends, strict=True):
+                    ranks = (low, high) if self.host < other else (high, low)
+                    self._wires[*ranks, use] = end
             self._wired = plan.hosts, ordered
         return self._wires
 
@@ -215,6 +219,21 @@ class Hosts:
             **dict(zip(wishes, told, strict=True)),
             traced=None if traced is None else range(*traced),
         )
+
+    def bring(self, region: SharedRegion, owner: int, *, is_here: bool) -> None:
+        """Have the regions of all hosts hold what that of host ``owner`` holds.
+
+        Args:
+            region: this host's.
+            owner: whose values count.
+            is_here: this host has the same values already.
+        """
+        for start in range(0, region.num_bytes, _PART_BYTES):
+            stop = min(start + _PART_BYTES, region.num_bytes)
+            own = bytes(region.memory[start:stop]) if self.host == owner else b""
+            told = self.circle.exchange(own)[owner]
+            if not is_here:
+                region.memory[start:stop] = told
 
     def share_values(self, model: nn.Module, updater: Updater | None) -> None:
         """Have every host's model and optimizer be as those of host 0."""
@@ -343,11 +362,6 @@ def _processor() -> str:
     with suppress(OSError), open("/proc/cpuinfo") as lines:
         return next((line.strip() for line in lines if line.startswith("model name")), "")
     return ""
-
-
-def plan_facts(plan: Plan) -> dict[str, object]:
-    """The Plan, part by part."""
-    return {f"the Plan's {name}": value for name, value in msgspec.to_builtins(plan).items()}
 
 
 def model_facts(model: nn.Module) -> dict[str, object]:

@@ -44,6 +44,10 @@ _MOST_KEPT = 4
 _TRACED_SAMPLES = 3
 
 
+def _as_made(plan: Plan) -> Plan:
+    return plan
+
+
 class Planning:
     """Makes Plans for one model.
 
@@ -68,6 +72,7 @@ class Planning:
         source: Source | None,
         batch_size: int,
         cluster: Cluster | None = None,
+        settle: Callable[[Plan], Plan] = _as_made,
     ) -> tuple[Plan, Partitions]:
         """A Plan, and the model in its stages, in training and in evaluation.
 
@@ -77,6 +82,7 @@ class Planning:
             source: what the model is going to run on; None where another host reads it.
             batch_size: of the global batch.
             cluster: what there is; None is this host.
+            settle: has the last word on the Plan. What was measured differs from host to host.
 
         Raises:
             OptionError: there is no sample where one is needed.
@@ -84,7 +90,7 @@ class Planning:
         cluster = cluster or discover()
         size = maker.sample_size(cluster, batch_size)
         if size is None:
-            return maker(capture_layers(self._model), cluster, batch_size), {}
+            return settle(maker(capture_layers(self._model), cluster, batch_size)), {}
         if source is None:
             raise OptionError(
                 problem(
@@ -97,7 +103,7 @@ class Planning:
         # With one thread, as ranks on cores will have.
         with computing_in(precision, "cpu"), num_threads(1), _without_fused_attention():
             traced, graph = self._capture(inputs, precision)
-        plan = maker(graph, cluster, batch_size)
+        plan = settle(maker(graph, cluster, batch_size))
         return plan, {trace.training: partition(plan, trace, sizes) for trace, sizes in traced}
 
     def _capture(self, inputs: Tree, precision: str) -> tuple[_Traced, LayerGraph]:

@@ -12,7 +12,7 @@ from torch import nn
 from lockstep.comm.exchange import TensorSpec
 from lockstep.comm.wide_board import Crossing
 from lockstep.launch.helper import HelperContext
-from lockstep.parallel.build import AnySpec, Neighbours
+from lockstep.parallel.build import AnySpec, Neighbours, WireKey
 from lockstep.parallel.control import FollowerControl, open_region
 from lockstep.parallel.parcel import unpack
 from lockstep.parallel.store import TensorStore
@@ -27,13 +27,13 @@ class Abroad:
     Attributes:
         host: this host.
         names: of the hosts of all ranks.
-        wires: of each of this host's, the ranks at this end and at the other, in the order in
-            which their descriptors are sent.
+        wires: of each of this host's, the ranks at this end and at the other and its use, in the
+            order in which their descriptors are sent.
     """
 
     host: int
     names: Mapping[int, str]
-    wires: tuple[tuple[int, int], ...]
+    wires: tuple[WireKey, ...]
 
     def neighbours(
         self,
@@ -50,11 +50,15 @@ class Abroad:
             mirrored: see ``Neighbours``.
             crossing: see ``Neighbours``.
         """
-        peers = [other for own, other in self.wires if own == rank]
+        own = [wire for wire in self.wires if wire[0] == rank]
+        by_use: dict[str, dict[int, socket.socket]] = {"sums": {}, "mail": {}}
+        for (_, other, use), end in zip(own, sockets, strict=True):
+            by_use[use][other] = end
         return Neighbours(
             host=self.host,
             names=self.names,
-            sockets=dict(zip(peers, sockets, strict=True)),
+            sockets=by_use["sums"],
+            mail_sockets=by_use["mail"],
             crossing=crossing,
             mirrored=mirrored,
         )
@@ -122,7 +126,8 @@ def serve(context: HelperContext, body: bytes, descriptors: tuple[int, ...]) -> 
         has_hosts = call.abroad is not None
         control = FollowerControl(context, rank, assignment.plan.num_ranks, has_hosts=has_hosts)
         assignment.task.run(worker, control, Conductor())
-    for end in () if neighbours is None else neighbours.sockets.values():
+        worker.close()
+    for end in () if neighbours is None else neighbours.all_sockets:
         end.close()
     return b""
 
@@ -134,7 +139,7 @@ def _open_wires(
     if call.abroad is None:
         return None
     sockets = []
-    for (own, _), number in zip(call.abroad.wires, descriptors, strict=True):
+    for (own, _, _), number in zip(call.abroad.wires, descriptors, strict=True):
         if own == rank:
             sockets.append(socket.socket(fileno=number))
         else:

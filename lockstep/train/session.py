@@ -17,14 +17,13 @@ import cloudpickle
 from torch import nn
 
 from lockstep.comm.board import Board
-from lockstep.comm.shared_exchange import ExchangeSpec
 from lockstep.comm.shared_memory import SharedRegion
 from lockstep.errors import OptionError, problem
 from lockstep.launch.link import MOST_DESCRIPTORS
 from lockstep.launch.pool import give_back, take_team
 from lockstep.launch.team import Team
 from lockstep.parallel.blank import forget_blanks
-from lockstep.parallel.build import AnySpec, exchange_spec, wire_pairs
+from lockstep.parallel.build import AnySpec, WireKey, exchange_spec, wire_keys
 from lockstep.parallel.control import LeaderControl, SoloControl
 from lockstep.parallel.groups import ParameterGroup
 from lockstep.parallel.host_control import HostControl
@@ -35,7 +34,7 @@ from lockstep.parallel.worker import Worker
 from lockstep.plan.spec import LocalUpdate, Plan
 from lockstep.train.assignment import Assignment, compute_settings, initialize_own, make_worker
 from lockstep.train.followers import call_conclude
-from lockstep.train.hosts import Hosts, model_facts, plan_facts
+from lockstep.train.hosts import Hosts, model_facts
 from lockstep.train.serving import Abroad, Call, serve
 from lockstep.train.tasks import Conductor, Task
 from lockstep.units import first_few
@@ -78,7 +77,7 @@ class Session:
             if assignment.plan.num_ranks == 1:
                 return self._run_alone(assignment, conductor)
             if hosts is not None:
-                hosts.check_equal(plan_facts(assignment.plan) | model_facts(assignment.model))
+                hosts.check_equal(model_facts(assignment.model))
                 hosts.share_values(assignment.model, assignment.updater)
             return self._lead(assignment, conductor, hosts)
 
@@ -100,17 +99,17 @@ class Session:
     def _lead(self, assignment: Assignment, conductor: Conductor, hosts: Hosts | None) -> Any:
         """Do the task with this host's ranks, of which this process is the first."""
         # Before any process starts: what cannot be sent, or finds no memory, shows here.
-        stores = self._adopt_all(assignment)
+        here = assignment.plan.ranks_of_host(0 if hosts is None else hosts.host)
+        stores = self._adopt_all(assignment, here.start)
         spec = _spec(assignment)
         _check_loss(assignment)
         parcel = _pack(assignment, [store for _, store in stores])
-        here = assignment.plan.ranks_of_host(0 if hosts is None else hosts.host)
         worker = None
         try:
-            region = spec.create(here) if isinstance(spec, ExchangeSpec) else spec.create()
+            region = spec.create(here)
             team = self._take_team(assignment.plan, here, hosts)
             watch = _Watch(team, self._timeout, here.start, hosts)
-            wired = _Wired.of(hosts, assignment.plan, self._timeout)
+            wired = _Wired.of(hosts, assignment, self._timeout)
             worker = _leading_worker(assignment, spec, region, watch, stores, wired)
             watch.watch(worker.board)
             self._call(team, assignment, stores, parcel, spec, region, worker, wired)
@@ -119,7 +118,10 @@ class Session:
             forget_blanks(assignment.model)
             control = _control(team, assignment.plan, self._timeout, watch, hosts)
             result = assignment.task.run(worker, control, conductor)
+            worker.close()
             team.finish(self._timeout)
+            if wired is not None:
+                _bring_groups(wired, assignment, stores)
         except BaseException as error:
             self.close()
             if worker is not None and worker.updater is not None:
@@ -130,16 +132,21 @@ class Session:
             parcel.close()
         return result
 
-    def _adopt_all(self, assignment: Assignment) -> "list[_Store]":
-        """The stores of parameters, then of slots, then of options."""
+    def _adopt_all(self, assignment: Assignment, leader: int) -> "list[_Store]":
+        """The stores of parameters, then of slots, then of options.
+
+        Args:
+            assignment: what they are for.
+            leader: this process's rank.
+        """
         ranks = [group.ranks for group in assignment.groups]
-        stores: list[_Store] = [*zip(ranks, self._adopt(assignment), strict=True)]
+        stores: list[_Store] = [*zip(ranks, self._adopt(assignment, leader), strict=True)]
         if assignment.updater is not None:
-            stores += zip(ranks, self._adopt_slots(assignment), strict=True)
+            stores += zip(ranks, self._adopt_slots(assignment, leader), strict=True)
             stores += _options_store(assignment)
         return stores
 
-    def _adopt(self, assignment: Assignment) -> Sequence[ParameterStore]:
+    def _adopt(self, assignment: Assignment, leader: int) -> Sequence[ParameterStore]:
         """Have the parameters of each group lie in a store of theirs."""
         model, groups = assignment.model, assignment.groups
         members = _members(model, groups)
@@ -155,17 +162,17 @@ class Session:
                 ParameterStore.adopt(
                     own,
                     are_blank=bool(assignment.blank),
-                    is_reserved=_is_reserved(assignment, group),
+                    is_reserved=_is_reserved(assignment, group, leader),
                 )
                 for own, group in zip(members, groups, strict=True)
             ]
         for store, own, group in zip(self._stores, members, groups, strict=True):
             store.readopt(own)
-            store.is_elsewhere = 0 not in group.ranks
+            store.is_elsewhere = leader not in group.ranks
         self.release_pages()
         return self._stores
 
-    def _adopt_slots(self, assignment: Assignment) -> list[TensorStore]:
+    def _adopt_slots(self, assignment: Assignment, leader: int) -> list[TensorStore]:
         updater = assignment.updater
         assert updater is not None
         parameters = dict(assignment.model.named_parameters())
@@ -180,7 +187,7 @@ class Session:
             and self._slots_owner() is updater.owner
         ):
             self._slots = [
-                TensorStore.create(own, is_reserved=_is_reserved(assignment, group))
+                TensorStore.create(own, is_reserved=_is_reserved(assignment, group, leader))
                 for own, group in zip(specs, assignment.groups, strict=True)
             ]
             self._slots_owner = weakref.ref(updater.owner)
@@ -192,7 +199,7 @@ class Session:
             }
         )
         for slots, group in zip(self._slots, assignment.groups, strict=True):
-            slots.is_elsewhere = 0 not in group.ranks
+            slots.is_elsewhere = leader not in group.ranks
         self.release_pages()
         return self._slots
 
@@ -286,22 +293,35 @@ class _Wired:
     Attributes:
         hosts: all hosts.
         abroad: what this host's ranks are told of them.
-        sockets: this host's wires, by the ranks at this end and at the other.
+        sockets: this host's wires, by the ranks at this end and at the other, and by their use.
     """
 
     hosts: Hosts
     abroad: Abroad
-    sockets: Mapping[tuple[int, int], socket.socket]
+    sockets: Mapping[WireKey, socket.socket]
 
     @classmethod
-    def of(cls, hosts: Hosts | None, plan: Plan, timeout_seconds: float) -> "_Wired | None":
+    def of(
+        cls, hosts: Hosts | None, assignment: Assignment, timeout_seconds: float
+    ) -> "_Wired | None":
         """Have the wires that a Plan needs, if it has several hosts."""
+        plan, groups = assignment.plan, assignment.groups
         if hosts is None or plan.num_hosts == 1:
             return None
-        sockets = hosts.open_wires(plan, wire_pairs(plan), timeout_seconds)
+        sockets = hosts.open_wires(plan, wire_keys(plan, groups), timeout_seconds)
         names = {rank: hosts.names[plan.host_of(rank)] for rank in range(plan.num_ranks)}
         abroad = Abroad(host=hosts.host, names=names, wires=tuple(sockets))
         return cls(hosts=hosts, abroad=abroad, sockets=sockets)
+
+
+def _bring_groups(wired: _Wired, assignment: Assignment, stores: Sequence[_Store]) -> None:
+    """Have every host know the parameters and slots that it has no rank for."""
+    plan = assignment.plan
+    for ranks, store in stores:
+        having = {plan.host_of(rank) for rank in ranks}
+        if len(having) < plan.num_hosts:
+            is_here = wired.hosts.host in having
+            wired.hosts.bring(store.region, min(having), is_here=is_here)
 
 
 def _leading_worker(
@@ -317,7 +337,7 @@ def _leading_worker(
     if wired is not None:
         mirrored = [stores[-1][1].views[0]] if _has_options(assignment) else []
         crossing = wired.hosts.crossing(watch.look_around)
-        own = [end for (rank, _), end in wired.sockets.items() if rank == watch.first_rank]
+        own = [end for (rank, _, _), end in wired.sockets.items() if rank == watch.first_rank]
         neighbours = wired.abroad.neighbours(watch.first_rank, own, mirrored, crossing)
     return make_worker(
         assignment,
@@ -456,9 +476,9 @@ def _check_number(num_regions: int) -> None:
         )
 
 
-def _is_reserved(assignment: Assignment, group: ParameterGroup) -> bool:
-    """Whether rank 0 takes the memory of a group: it does where there is something to move in."""
-    return not assignment.blank or 0 in group.ranks
+def _is_reserved(assignment: Assignment, group: ParameterGroup, leader: int) -> bool:
+    """Whether the leader takes the memory of a group: where there is something to move in."""
+    return not assignment.blank or leader in group.ranks
 
 
 def _has_options(assignment: Assignment) -> bool:

@@ -590,6 +590,13 @@ class Trainer:
             return result
         return self._hosts.told(result)
 
+    def _settled_plan(self, plan: Plan) -> Plan:
+        """The Plan that all hosts follow: host 0's."""
+        if self._hosts is None:
+            return plan
+        self._hosts.check_equal({"the strategy": self._maker()})
+        return Plan.from_json(self._hosts.told(plan.to_json()))
+
     def _agreed_on(self, feed: Feed) -> Feed:
         """Data that all hosts have alike, or that host 0 alone reads."""
         if self._hosts is None or self._is_running:
@@ -707,6 +714,8 @@ class Trainer:
             finally:
                 conductor.close()
         history: History = self._told(conductor.history)
+        if self._hosts is not None and not self._is_running:
+            self._hosts.share_values(self.model, None)  # of layers that other hosts alone have
         conductor.end_train()
         return history
 
@@ -749,11 +758,12 @@ class Trainer:
                 sample_of(task.source),
                 batch_size,
                 None if self._hosts is None else self._hosts.cluster,
+                self._settled_plan,
             )
             plan = self._plan = self._recipe.plan(plan)
         if updater is not None:
             check_divisible(self.model, self.optimizer, plan, is_known=updater.is_known)
-        if plan.pipeline is None:
+        if plan.pipeline is None or plan.num_hosts > 1:
             self._initialize()
         assignment = Assignment(
             plan=plan,

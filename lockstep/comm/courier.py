@@ -1,0 +1,250 @@
+"""A courier: messages from one rank's mailboxes to ranks of other hosts, while it computes.
+
+Within a host a message lies in memory that its readers map. To another host it is sent, by a
+thread: a stage of a pipeline must neither wait until what it sends has left, nor let what is sent
+to it wait until it has time. A reader acknowledges a message when it needs it no more, and a sender
+has only so many on their way, as with the slots of a mailbox.
+
+Messages are encoded (``comm.codec``), not pickled. Both ends say goodbye when a task is done, so
+that nothing of it is left on the wire for the next.
+"""
+
+import os
+import select
+import socket
+import struct
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from time import monotonic
+
+from lockstep.errors import HostError, problem
+
+_MESSAGE, _DONE, _GOODBYE = range(3)
+_HEADER = struct.Struct("<BIQQ")  # kind, mailbox, number of the message, payload bytes
+_LOOK_AROUND_SECONDS = 0.02
+_LONGEST_NAP_SECONDS = 5 * _LOOK_AROUND_SECONDS
+
+
+class Courier:
+    """One rank's courier. It starts when it is made, and ends with ``close``.
+
+    Args:
+        sockets: connected and non-blocking, by the rank at the other end.
+        names: of the hosts of these ranks, for messages.
+        look_around: see ``Board``.
+    """
+
+    def __init__(
+        self,
+        sockets: Mapping[int, socket.socket],
+        names: Mapping[int, str],
+        look_around: Callable[[float], None],
+    ) -> None:
+        self._look_around = look_around
+        self._state = _State(sockets, names)
+        self._thread = threading.Thread(
+            target=_run, args=(self._state,), name="lockstep-courier", daemon=True
+        )
+        self._thread.start()
+
+    def put(
+        self, box: int, number: int, payload: bytes, readers: Sequence[int], num_slots: int
+    ) -> None:
+        """Send message ``number`` of a mailbox, once the one before in its slot is done with.
+
+        Args:
+            box: the mailbox.
+            number: messages are numbered from 1.
+            payload: the message.
+            readers: ranks.
+            num_slots: messages of the mailbox that may be on their way.
+        """
+        state, slot = self._state, (box, number % num_slots)
+        before, ranks = state.sent.get(slot, (0, ()))
+        self._wait(lambda: all(state.done.get((box, rank), 0) >= before for rank in ranks))
+        state.sent[slot] = number, readers
+        for rank in readers:
+            state.send(rank, _MESSAGE, box, number, payload)
+
+    def take(self, box: int, number: int, sender: int) -> bytes:
+        """Message ``number`` of a mailbox of rank ``sender``."""
+        inbox = self._state.inbox
+        self._wait(lambda: (box, number, sender) in inbox)
+        return inbox.pop((box, number, sender))
+
+    def acknowledge(self, box: int, number: int, sender: int) -> None:
+        """This rank needs a message of ``sender`` no more."""
+        self._state.send(sender, _DONE, box, number)
+
+    def close(self) -> None:
+        """Send what is left, wait until the others have done so, and end."""
+        state = self._state
+        for rank in state.ends:
+            state.send(rank, _GOODBYE, 0, 0)
+        self._wait(lambda: not self._thread.is_alive())
+        self._thread.join()
+
+    def abandon(self) -> None:
+        """After a failure: end, whatever is left."""
+        self._state.give_up()
+        self._thread.join()
+
+    def _wait(self, is_there: Callable[[], bool]) -> None:
+        state = self._state
+        waited, last = 0.0, monotonic()
+        with state.news:
+            while not is_there():
+                if state.error is not None:
+                    raise state.error
+                if state.news.wait(_LOOK_AROUND_SECONDS):
+                    continue
+                now = monotonic()
+                waited, last = waited + min(now - last, _LONGEST_NAP_SECONDS), now
+                self._look_around(waited)
+
+
+class _State:
+    """What a courier and its thread share.
+
+    Attributes:
+        ends: the wires, by rank.
+        news: notified when something has come, or the thread ends.
+        inbox: messages that have come, by mailbox, number and sender.
+        done: by mailbox and reader, the last message that it is done with.
+        sent: by mailbox and slot, the last message's number and readers.
+        error: what the thread has ended of.
+    """
+
+    def __init__(self, sockets: Mapping[int, socket.socket], names: Mapping[int, str]) -> None:
+        self.ends = {rank: _End(end, names[rank]) for rank, end in sockets.items()}
+        self.news = threading.Condition()
+        self.inbox: dict[tuple[int, int, int], bytes] = {}
+        self.done: dict[tuple[int, int], int] = {}
+        self.sent: dict[tuple[int, int], tuple[int, Sequence[int]]] = {}
+        self.error: HostError | None = None
+        self.is_given_up = False
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+    def send(self, rank: int, kind: int, box: int, number: int, payload: bytes = b"") -> None:
+        """Have the thread send a frame."""
+        end = self.ends[rank]
+        with self.news:
+            end.unsent.append(memoryview(_HEADER.pack(kind, box, number, len(payload))))
+            if payload:
+                end.unsent.append(memoryview(payload))
+        os.eventfd_write(self._bell, 1)
+
+    def give_up(self) -> None:
+        """Have the thread end."""
+        self.is_given_up = True
+        os.eventfd_write(self._bell, 1)
+
+    def wait(self) -> list[int]:
+        """Ranks whose wires can be read or written."""
+        poller = select.poll()
+        poller.register(self._bell, select.POLLIN)
+        ranks = {}
+        for rank, end in self.ends.items():
+            with self.news:
+                events = (0 if end.has_left else select.POLLIN) | (
+                    select.POLLOUT if end.unsent else 0
+                )
+            if events:
+                poller.register(end.socket, events)
+                ranks[end.socket.fileno()] = rank
+        ready = [descriptor for descriptor, _ in poller.poll()]
+        if self._bell in ready:
+            os.eventfd_read(self._bell)
+        return [ranks[descriptor] for descriptor in ready if descriptor in ranks]
+
+    def close(self) -> None:
+        """After the thread's end."""
+        os.close(self._bell)
+
+
+class _End:
+    """One wire: what is to be sent, and the frame that is coming in."""
+
+    def __init__(self, end: socket.socket, name: str) -> None:
+        self.socket = end
+        self.name = name
+        self.unsent: deque[memoryview] = deque()
+        self.has_left = False
+        self._header: tuple[int, int, int] | None = None
+        self._part = bytearray(_HEADER.size)
+        self._filled = 0
+
+    def receive(self) -> tuple[int, int, int, bytes] | None:
+        """The next frame, if it has come in whole: kind, mailbox, number, payload."""
+        while True:
+            if self._filled < len(self._part):
+                try:
+                    count = self.socket.recv_into(memoryview(self._part)[self._filled :])
+                except BlockingIOError:
+                    return None
+                if count == 0:
+                    raise ConnectionError("it has closed the connection")
+                self._filled += count
+                continue
+            if self._header is None:
+                *header, size = _HEADER.unpack(self._part)
+                self._header, self._part, self._filled = tuple(header), bytearray(size), 0
+                continue
+            frame = (*self._header, bytes(self._part))
+            self._header, self._part, self._filled = None, bytearray(_HEADER.size), 0
+            return frame
+
+
+def _run(state: _State) -> None:
+    """The thread: until all have said goodbye, and nothing is left to send."""
+    try:
+        while not state.is_given_up and not all(
+            end.has_left and not end.unsent for end in state.ends.values()
+        ):
+            for rank in state.wait():
+                _serve(state, rank)
+    except HostError as error:
+        state.error = error
+    finally:
+        with state.news:
+            state.news.notify_all()
+        state.close()
+
+
+def _serve(state: _State, rank: int) -> None:
+    """Send and receive on a wire what can be now."""
+    end = state.ends[rank]
+    try:
+        _send(state, end)
+        while not end.has_left and (frame := end.receive()) is not None:
+            kind, box, number, payload = frame
+            with state.news:
+                if kind == _MESSAGE:
+                    state.inbox[box, number, rank] = payload
+                elif kind == _DONE:
+                    state.done[box, rank] = number
+                else:
+                    end.has_left = True
+                state.news.notify_all()
+    except OSError as error:
+        raise HostError(
+            problem(
+                f"{end.name} no longer takes part.",
+                received=error.strerror or str(error),
+                fix="Look at that host's output for the cause.",
+            )
+        ) from error
+
+
+def _send(state: _State, end: _End) -> None:
+    while end.unsent:
+        head = end.unsent[0]
+        try:
+            count = end.socket.send(head)
+        except BlockingIOError:
+            return
+        with state.news:
+            end.unsent.popleft()
+            if count < len(head):
+                end.unsent.appendleft(head[count:])
