@@ -82,12 +82,21 @@ class Courier:
         state = self._state
         for rank in state.ends:
             state.send(rank, _GOODBYE, 0, 0)
-        self._wait(lambda: not self._thread.is_alive())
+        state.is_leaving = True
+        state.ring()
+        self._wait(lambda: state.has_ended)
         self._thread.join()
+        state.close()
 
     def abandon(self) -> None:
         """After a failure: end, whatever is left."""
-        self._state.give_up()
+        state = self._state
+        if not self._thread.is_alive():
+            return
+        state.is_leaving = True
+        with state.news:
+            state.ends = {}
+        state.ring()
         self._thread.join()
 
     def _wait(self, is_there: Callable[[], bool]) -> None:
@@ -114,6 +123,8 @@ class _State:
         done: by mailbox and reader, the last message that it is done with.
         sent: by mailbox and slot, the last message's number and readers.
         error: what the thread has ended of.
+        is_leaving: this rank says goodbye.
+        has_ended: the thread has come to its end.
     """
 
     def __init__(self, sockets: Mapping[int, socket.socket], names: Mapping[int, str]) -> None:
@@ -123,7 +134,8 @@ class _State:
         self.done: dict[tuple[int, int], int] = {}
         self.sent: dict[tuple[int, int], tuple[int, Sequence[int]]] = {}
         self.error: HostError | None = None
-        self.is_given_up = False
+        self.is_leaving = False
+        self.has_ended = False
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     def send(self, rank: int, kind: int, box: int, number: int, payload: bytes = b"") -> None:
@@ -133,12 +145,19 @@ class _State:
             end.unsent.append(memoryview(_HEADER.pack(kind, box, number, len(payload))))
             if payload:
                 end.unsent.append(memoryview(payload))
+        self.ring()
+
+    def ring(self) -> None:
+        """Have the thread look again."""
         os.eventfd_write(self._bell, 1)
 
-    def give_up(self) -> None:
-        """Have the thread end."""
-        self.is_given_up = True
-        os.eventfd_write(self._bell, 1)
+    @property
+    def is_over(self) -> bool:
+        """Whether all have said goodbye, and nothing is left to send."""
+        with self.news:
+            return self.is_leaving and all(
+                end.has_left and not end.unsent for end in self.ends.values()
+            )
 
     def wait(self) -> list[int]:
         """Ranks whose wires can be read or written."""
@@ -197,19 +216,17 @@ class _End:
 
 
 def _run(state: _State) -> None:
-    """The thread: until all have said goodbye, and nothing is left to send."""
+    """The thread."""
     try:
-        while not state.is_given_up and not all(
-            end.has_left and not end.unsent for end in state.ends.values()
-        ):
+        while not state.is_over:
             for rank in state.wait():
                 _serve(state, rank)
     except HostError as error:
         state.error = error
     finally:
         with state.news:
+            state.has_ended = True
             state.news.notify_all()
-        state.close()
 
 
 def _serve(state: _State, rank: int) -> None:

@@ -221,6 +221,11 @@ class StageExchange:
         if self._abroad is not None:
             self._abroad.courier.close()
 
+    def abandon(self) -> None:
+        """A task has failed: nothing that is on its way matters any more."""
+        if self._abroad is not None:
+            self._abroad.courier.abandon()
+
     def put_loss(self, share: int, total: float, weight: float) -> None:
         """What a share's loss has come to."""
         self._losses[share] = total, weight

@@ -506,6 +506,9 @@ class StageWorker(Worker):
     def close(self) -> None:
         self.exchange.close()
 
+    def abandon(self) -> None:
+        self.exchange.abandon()
+
     def leaves_a_rank_idle(self, num_samples: int) -> bool:
         most = max(len(stage.ranks) for stage in self._stages)
         return num_filled_shares(num_samples, self.plan.num_shares) < most

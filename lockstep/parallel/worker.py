@@ -135,6 +135,10 @@ class Worker(ABC):
         """A task is done; every rank calls it."""
         return
 
+    def abandon(self) -> None:
+        """A task has failed; whoever notices it calls this."""
+        return
+
     @abstractmethod
     def leaves_a_rank_idle(self, num_samples: int) -> bool:
         """Whether some rank works on no share of such a batch, and sees no buffer change."""

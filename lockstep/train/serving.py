@@ -125,8 +125,12 @@ def serve(context: HelperContext, body: bytes, descriptors: tuple[int, ...]) -> 
         initialize_own(assignment, worker)
         has_hosts = call.abroad is not None
         control = FollowerControl(context, rank, assignment.plan.num_ranks, has_hosts=has_hosts)
-        assignment.task.run(worker, control, Conductor())
-        worker.close()
+        try:
+            assignment.task.run(worker, control, Conductor())
+            worker.close()
+        except BaseException:
+            worker.abandon()
+            raise
     for end in () if neighbours is None else neighbours.all_sockets:
         end.close()
     return b""

@@ -124,6 +124,8 @@ class Session:
                 _bring_groups(wired, assignment, stores)
         except BaseException as error:
             self.close()
+            if worker is not None:
+                worker.abandon()
             if worker is not None and worker.updater is not None:
                 lost = worker.updater.recover()
                 error.add_note(_state_of_training(worker.board, lost))
