@@ -115,16 +115,9 @@ def open_wires(
     timeout_seconds: float,
     look_around: LookAround,
 ) -> _Sockets:
-    """Open wires; see ``Circle.open_wires``."""
+    """Open wires; see ``Circle.open_wires``. The time begins once all hosts are at it."""
     host = circle.host
     assert all(0 <= low < high < circle.num_hosts for low, high in counts)
-    wiring = _Wiring(
-        circle=circle,
-        secret=secret,
-        watch=Stopwatch(),
-        timeout_seconds=timeout_seconds,
-        look_around=look_around,
-    )
     token = os.urandom(_TOKEN_BYTES)
     expected = {
         _purpose(token, host, high, number): (high, number)
@@ -136,6 +129,13 @@ def open_wires(
     opened: _Sockets = {}
     try:
         notices = _exchange_notices(circle, gate, token, counts, look_around)
+        wiring = _Wiring(
+            circle=circle,
+            secret=secret,
+            watch=Stopwatch(),
+            timeout_seconds=timeout_seconds,
+            look_around=look_around,
+        )
         for low in range(host):
             for number in range(counts.get((low, host), 0)):
                 opened.setdefault(low, []).append(wiring.call(low, notices[low], number))
