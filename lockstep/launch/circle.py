@@ -4,7 +4,8 @@ A star of wires: host 0 has one to each of the others, so two hosts hear of each
 0. All hosts call the same things in the same order, with bytes that mean something to the caller.
 
 Whoever waits here, or only looks, learns that another host has failed, with its name: host 0 passes
-on what it hears to all the others.
+on what it hears to all the others. A host that ends because of an error of its own calls ``fail``,
+one that is done calls ``close``; where neither comes, as after a kill, the host counts as gone.
 
 Meant for what is small or rare: tensors take wires of their own (``open_wires``).
 """

@@ -7,6 +7,7 @@ handshake is for one wire: with a token that is made for this one time, the pair
 
 import os
 import socket
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -34,12 +35,12 @@ class _Notice(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         counts: how many wires there are to be, as (host, other host, number).
-        where: its listener, if it has one: family, address, port.
+        where: the address and port of its listener, if it has one.
         token: what its wires are known by.
     """
 
     counts: list[tuple[int, int, int]]
-    where: tuple[int, str, int] | None
+    where: tuple[str, int] | None
     token: bytes
 
 
@@ -60,14 +61,14 @@ class _Wiring:
     def call(self, host: int, notice: _Notice, number: int) -> socket.socket:
         """Wire ``number`` to a host with a lower number."""
         assert notice.where is not None
-        family, *where = notice.where
+        family, _ = self.circle.interface
         purpose = _purpose(notice.token, host, self.circle.host, number)
         while True:
             left = self.timeout_seconds - self.watch.tick()
             try:
                 return call(
                     family,
-                    tuple(where),
+                    notice.where,
                     self.secret,
                     purpose,
                     seconds=max(left, 0.0),
@@ -77,6 +78,7 @@ class _Wiring:
                 if self.watch.tick() > self.timeout_seconds:
                     raise self.too_late([host], str(error)) from error
                 # Others who call that host may have been in the way.
+                time.sleep(LOOK_AROUND_SECONDS)
                 self.look()
 
     def accept(self, gate: Gate, expected: Mapping[bytes, tuple[int, int]], into: _Sockets) -> None:
@@ -174,8 +176,7 @@ def _exchange_notices(
     circle: "Circle", gate: Gate | None, token: bytes, counts: Counts, look_around: LookAround
 ) -> list[_Notice]:
     wanted = sorted((*pair, count) for pair, count in counts.items() if count)
-    family, _ = circle.interface
-    where = (int(family), *gate.address[:2]) if gate else None
+    where = (gate.address[0], gate.address[1]) if gate else None
     own = _Notice(counts=wanted, where=where, token=token)
     said = circle.exchange(msgspec.json.encode(own), look_around)
     try:
