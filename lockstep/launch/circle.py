@@ -77,18 +77,13 @@ class Circle:
             HostError: another host failed, left, is gone, or calls something else; so everywhere.
         """
         with self._telling_others():
-            if self.host != 0:
-                self._send(0, _EXCHANGE, payload, look_around)
-                others = [host for host in range(self.num_hosts) if host != self.host]
-                parts = {host: self._receive(_EXCHANGE, look_around) for host in others}
-            else:
-                parts = self._collect(_EXCHANGE, look_around)
-            parts[self.host] = payload
-            for to in self._star if self.host == 0 else ():
-                for host in range(self.num_hosts):
-                    if host != to:
-                        self._send(to, _EXCHANGE, parts[host], look_around)
-            return [parts[host] for host in range(self.num_hosts)]
+            if self.host == 0:
+                return self._exchange_for_all(payload, look_around)
+            self._send(0, _EXCHANGE, payload, look_around)
+            return [
+                payload if host == self.host else self._receive(_EXCHANGE, look_around)
+                for host in range(self.num_hosts)
+            ]
 
     def broadcast(self, payload: bytes | None = None, look_around: LookAround = wait_on) -> bytes:
         """Host 0's bytes, on every host; the others give None.
@@ -114,8 +109,7 @@ class Circle:
             if self.host != 0:
                 self._send(0, _GATHER, payload, look_around)
                 return []
-            parts = self._collect(_GATHER, look_around)
-            return [payload, *(parts[host] for host in range(1, self.num_hosts))]
+            return self._collect(_GATHER, payload, look_around)
 
     def check(self, name: str, value: str, look_around: LookAround = wait_on) -> None:
         """See that all hosts have the same value of something.
@@ -207,11 +201,19 @@ class Circle:
         wire = self._star[0]
         return self._expected(kind, wire.receive(self._watching(look_around)), wire)
 
-    def _collect(self, kind: bytes, look_around: LookAround) -> dict[int, bytes]:
-        """One frame from each of the others, in whatever order they come."""
+    def _exchange_for_all(self, payload: bytes, look_around: LookAround) -> list[bytes]:
+        parts = self._collect(_EXCHANGE, payload, look_around)
+        for to in self._star:
+            for host, part in enumerate(parts):
+                if host != to:
+                    self._send(to, _EXCHANGE, part, look_around)
+        return parts
+
+    def _collect(self, kind: bytes, payload: bytes, look_around: LookAround) -> list[bytes]:
+        """Everybody's bytes by host, on host 0, in whatever order they come."""
         watch, look = Stopwatch(), self._watching(look_around)
-        found: dict[int, bytes] = {}
-        while len(found) < len(self._star):
+        found = {0: payload}
+        while len(found) < self.num_hosts:
             missing = {host: wire for host, wire in self._star.items() if host not in found}
             for host, wire in missing.items():
                 if (frame := wire.take_one()) is not None:
@@ -219,7 +221,7 @@ class Circle:
             waiting = [wire for host, wire in missing.items() if host not in found]
             if waiting and not is_readable(waiting):
                 look(watch.tick())
-        return found
+        return [found[host] for host in range(self.num_hosts)]
 
     def _watching(self, look_around: LookAround) -> LookAround:
         def look(waited_seconds: float) -> None:
