@@ -1,5 +1,6 @@
 """Hosts that are threads of one process, for what they say to each other over real sockets."""
 
+import os
 import socket
 import threading
 from collections.abc import Callable, Sequence
@@ -83,23 +84,29 @@ def form(num_hosts: int) -> list[Circle]:
 
 
 def listening_ports() -> set[int]:
-    """TCP ports at which this machine listens."""
-    return _ports(_LISTENING)
+    """TCP ports at which this process listens."""
+    own = {os.readlink(path) for path in _descriptors() if path.is_symlink()}
+    return {port for port, state, inode in _sockets() if state == _LISTENING and inode in own}
 
 
 def is_connected(port: int) -> bool:
     """Whether anybody is connected to a port of this machine."""
-    return port in _ports(_ESTABLISHED)
+    return any(state == _ESTABLISHED and port == each for each, state, _ in _sockets())
 
 
-def _ports(state: str) -> set[int]:
+def _sockets() -> list[tuple[int, str, str]]:
+    """Port, state, and the name among descriptors, of all TCP sockets of this machine."""
     lines = [
         line.split()
         for name in ("tcp", "tcp6")
         for line in Path(f"/proc/self/net/{name}").read_text().splitlines()[1:]
     ]
-    return {int(words[1].rpartition(":")[2], 16) for words in lines if words[3] == state}
+    return [(int(each[1].rpartition(":")[2], 16), each[3], f"socket:[{each[9]}]") for each in lines]
+
+
+def _descriptors() -> list[Path]:
+    return list(Path("/proc/self/fd").iterdir())
 
 
 def num_descriptors() -> int:
-    return len(list(Path("/proc/self/fd").iterdir()))
+    return len(_descriptors())

@@ -4,7 +4,8 @@ A star of wires: host 0 has one to each of the others, so two hosts hear of each
 0. All hosts call the same things in the same order, with bytes that mean something to the caller.
 
 Whoever waits here, or only looks, learns that another host has failed, with its name: host 0 passes
-on what it hears to all the others.
+on what it hears to all the others. A host that ends because of an error of its own calls ``fail``,
+one that is done calls ``close``; where neither comes, as after a kill, the host counts as gone.
 
 Meant for what is small or rare: tensors take wires of their own (``open_wires``).
 """
@@ -83,19 +84,14 @@ class Circle:
             HostError: another host failed, left, is gone, or calls something else; so everywhere.
         """
         members = range(self.num_hosts if among is None else among)
-        others = [host for host in members if host != self.host]
         with self._telling_others():
-            if self.host != 0:
-                self._send(0, _EXCHANGE, payload, look_around)
-                parts = {host: self._receive(_EXCHANGE, look_around) for host in others}
-            else:
-                parts = self._collect(_EXCHANGE, look_around, others)
-            parts[self.host] = payload
-            for to in others if self.host == 0 else ():
-                for host in members:
-                    if host != to:
-                        self._send(to, _EXCHANGE, parts[host], look_around)
-            return [parts[host] for host in members]
+            if self.host == 0:
+                return self._exchange_for_all(payload, look_around, members)
+            self._send(0, _EXCHANGE, payload, look_around)
+            return [
+                payload if host == self.host else self._receive(_EXCHANGE, look_around)
+                for host in members
+            ]
 
     def broadcast(self, payload: bytes | None = None, look_around: LookAround = wait_on) -> bytes:
         """Host 0's bytes, on every host; the others give None.
@@ -121,8 +117,7 @@ class Circle:
             if self.host != 0:
                 self._send(0, _GATHER, payload, look_around)
                 return []
-            parts = self._collect(_GATHER, look_around, range(1, self.num_hosts))
-            return [payload, *(parts[host] for host in range(1, self.num_hosts))]
+            return self._collect(_GATHER, payload, look_around, range(self.num_hosts))
 
     def check(self, name: str, value: str, look_around: LookAround = wait_on) -> None:
         """See that all hosts have the same value of something.
@@ -214,21 +209,31 @@ class Circle:
         wire = self._star[0]
         return self._expected(kind, wire.receive(self._watching(look_around)), wire)
 
+    def _exchange_for_all(
+        self, payload: bytes, look_around: LookAround, members: range
+    ) -> list[bytes]:
+        parts = self._collect(_EXCHANGE, payload, look_around, members)
+        for to in members[1:]:
+            for host, part in enumerate(parts):
+                if host != to:
+                    self._send(to, _EXCHANGE, part, look_around)
+        return parts
+
     def _collect(
-        self, kind: bytes, look_around: LookAround, hosts: Sequence[int]
-    ) -> dict[int, bytes]:
-        """One frame from each of these hosts, in whatever order they come."""
+        self, kind: bytes, payload: bytes, look_around: LookAround, members: range
+    ) -> list[bytes]:
+        """The members' bytes by host, on host 0, in whatever order they come."""
         watch, look = Stopwatch(), self._watching(look_around)
-        found: dict[int, bytes] = {}
-        while len(found) < len(hosts):
-            missing = {host: self._star[host] for host in hosts if host not in found}
+        found = {0: payload}
+        while len(found) < len(members):
+            missing = {host: self._star[host] for host in members if host not in found}
             for host, wire in missing.items():
                 if (frame := wire.take_one()) is not None:
                     found[host] = self._expected(kind, frame, wire)
             waiting = [wire for host, wire in missing.items() if host not in found]
             if waiting and not is_readable(waiting):
                 look(watch.tick())
-        return found
+        return [found[host] for host in members]
 
     def _watching(self, look_around: LookAround) -> LookAround:
         def look(waited_seconds: float) -> None:

@@ -101,7 +101,7 @@ class Wire:
         Raises:
             HostError: the other host failed, left, or is gone.
         """
-        if len(payload) > MOST_BYTES:
+        if len(payload) > self.most_bytes:
             raise self._oversized(f"{self.peer} cannot be sent so much at once.", len(payload))
         header = _HEADER.pack(kind, len(payload))
         parts = [header + payload] if len(payload) <= _JOINED_BYTES else [header, payload]

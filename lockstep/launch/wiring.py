@@ -7,6 +7,7 @@ handshake is for one wire: with a token that is made for this one time, the pair
 
 import os
 import socket
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -34,12 +35,12 @@ class _Notice(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         counts: how many wires there are to be, as (host, other host, number).
-        where: its listener, if it has one: family, address, port.
+        where: the address and port of its listener, if it has one.
         token: what its wires are known by.
     """
 
     counts: list[tuple[int, int, int]]
-    where: tuple[int, str, int] | None
+    where: tuple[str, int] | None
     token: bytes
 
 
@@ -60,14 +61,14 @@ class _Wiring:
     def call(self, host: int, notice: _Notice, number: int) -> socket.socket:
         """Wire ``number`` to a host with a lower number."""
         assert notice.where is not None
-        family, *where = notice.where
+        family, _ = self.circle.interface
         purpose = _purpose(notice.token, host, self.circle.host, number)
         while True:
             left = self.timeout_seconds - self.watch.tick()
             try:
                 return call(
                     family,
-                    tuple(where),
+                    notice.where,
                     self.secret,
                     purpose,
                     seconds=max(left, 0.0),
@@ -77,6 +78,7 @@ class _Wiring:
                 if self.watch.tick() > self.timeout_seconds:
                     raise self.too_late([host], str(error)) from error
                 # Others who call that host may have been in the way.
+                time.sleep(LOOK_AROUND_SECONDS)
                 self.look()
 
     def accept(self, gate: Gate, expected: Mapping[bytes, tuple[int, int]], into: _Sockets) -> None:
@@ -115,16 +117,9 @@ def open_wires(
     timeout_seconds: float,
     look_around: LookAround,
 ) -> _Sockets:
-    """Open wires; see ``Circle.open_wires``."""
+    """Open wires; see ``Circle.open_wires``. The time begins once all hosts are at it."""
     host = circle.host
     assert all(0 <= low < high < circle.num_hosts for low, high in counts)
-    wiring = _Wiring(
-        circle=circle,
-        secret=secret,
-        watch=Stopwatch(),
-        timeout_seconds=timeout_seconds,
-        look_around=look_around,
-    )
     token = os.urandom(_TOKEN_BYTES)
     expected = {
         _purpose(token, host, high, number): (high, number)
@@ -136,6 +131,13 @@ def open_wires(
     opened: _Sockets = {}
     try:
         notices = _exchange_notices(circle, gate, token, counts, look_around)
+        wiring = _Wiring(
+            circle=circle,
+            secret=secret,
+            watch=Stopwatch(),
+            timeout_seconds=timeout_seconds,
+            look_around=look_around,
+        )
         for low in range(host):
             for number in range(counts.get((low, host), 0)):
                 opened.setdefault(low, []).append(wiring.call(low, notices[low], number))
@@ -174,8 +176,7 @@ def _exchange_notices(
     circle: "Circle", gate: Gate | None, token: bytes, counts: Counts, look_around: LookAround
 ) -> list[_Notice]:
     wanted = sorted((*pair, count) for pair, count in counts.items() if count)
-    family, _ = circle.interface
-    where = (int(family), *gate.address[:2]) if gate else None
+    where = (gate.address[0], gate.address[1]) if gate else None
     own = _Notice(counts=wanted, where=where, token=token)
     said = circle.exchange(msgspec.json.encode(own), look_around)
     try:

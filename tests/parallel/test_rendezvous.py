@@ -90,6 +90,7 @@ def test_host_0_listens_at_its_address_only() -> None:
         for name in ("127.0.0.1", where.name):
             with socket.socket() as sock:
                 answers.append(sock.connect_ex((name, where.port)))
+        assert where.port in listening_ports()
         if len(answers) > 10:
             raise KeyboardInterrupt
 

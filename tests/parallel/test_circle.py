@@ -1,0 +1,359 @@
+"""Hosts tell each other what they are to know, and who of them has failed, by name."""
+
+import select
+import socket
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import combinations
+from typing import Any
+
+import pytest
+
+from lockstep.errors import HostError
+from lockstep.launch import wiring
+from lockstep.launch.circle import Circle
+from tests.circles import (
+    SECONDS,
+    address,
+    enter,
+    form,
+    listening_ports,
+    num_descriptors,
+    on_all,
+    together,
+)
+
+GONE = "Host {0} (node{0}, 127.0.0.1) no longer answers: "
+
+
+@pytest.fixture
+def circles() -> Iterator[list[Circle]]:
+    formed = form(3)
+    yield formed
+    for circle in formed:
+        circle.close()
+
+
+def give_up(waited_seconds: float) -> None:
+    if waited_seconds > SECONDS:
+        raise TimeoutError
+
+
+def die(circle: Circle) -> None:
+    """Close the connections as the kernel does when a process is killed."""
+    for wire in circle._star.values():
+        wire._socket.close()
+
+
+def wait_for_error(circle: Circle) -> str:
+    """What a host finds that does nothing but look around."""
+    started = time.monotonic()
+    while time.monotonic() - started < SECONDS:
+        try:
+            circle.look_around()
+        except HostError as error:
+            return str(error)
+        time.sleep(0.01)
+    raise TimeoutError
+
+
+def error_of(call: Callable[[], Any]) -> str:
+    with pytest.raises(HostError) as caught:
+        call()
+    return str(caught.value)
+
+
+def test_calls_in_any_order(circles: list[Circle]) -> None:
+    def call(circle: Circle) -> list[Any]:
+        own = bytes([circle.host])
+        circle.check("The Plan", "same", give_up)
+        return [
+            circle.exchange(own, give_up),
+            circle.broadcast(b"from 0" if circle.host == 0 else None, give_up),
+            circle.gather(own * 2, give_up),
+            circle.broadcast(b"" if circle.host == 0 else None, give_up),
+            circle.exchange(own * circle.host, give_up),
+            circle.gather(b"", give_up),
+        ]
+
+    results = on_all(circles, call)
+    everybody = [b"\0", b"\1", b"\2"]
+    gathered = [[b"\0\0", b"\1\1", b"\2\2"], [], []]
+    for host, result in enumerate(results):
+        last = [b""] * 3 if host == 0 else []
+        expected = [everybody, b"from 0", gathered[host], b"", [b"", b"\1", b"\2\2"], last]
+        assert result == expected
+
+
+def test_large_payloads(circles: list[Circle]) -> None:
+    payloads = [bytes([host]) * (10_000_000 * host + 5) for host in range(3)]
+    results = on_all(circles, lambda circle: circle.exchange(payloads[circle.host], give_up))
+    assert results == [payloads] * 3
+    assert (
+        on_all(circles, lambda circle: circle.gather(payloads[2], give_up))[0] == [payloads[2]] * 3
+    )
+
+
+def test_those_who_are_ahead_wait(circles: list[Circle]) -> None:
+    """Also when they look around meanwhile: no message is lost."""
+
+    def call(circle: Circle) -> list[list[bytes]]:
+        results = []
+        for number in range(20):
+            time.sleep(0.005 * ((circle.host + number) % 3))
+            circle.look_around()
+            results.append(circle.exchange(b"%d %d" % (number, circle.host), give_up))
+            circle.look_around()
+        return results
+
+    expected = [[b"%d %d" % (number, host) for host in range(3)] for number in range(20)]
+    assert on_all(circles, call) == [expected] * 3
+
+
+@pytest.mark.parametrize("failing", [0, 1, 2])
+@pytest.mark.parametrize("way", ["fail", "die"])
+@pytest.mark.parametrize("doing", ["exchange", "gather", "look"])
+def test_all_others_learn_who_failed(
+    failing: int, way: str, doing: str, circles: list[Circle]
+) -> None:
+    def call(circle: Circle) -> str:
+        if circle.host == failing:
+            time.sleep(0.1)
+            circle.fail("no space left") if way == "fail" else die(circle)
+            return ""
+        if doing == "look" or (doing == "gather" and circle.host != 0):
+            return wait_for_error(circle)
+        return error_of(partial(getattr(circle, doing), b"x", give_up))
+
+    messages = on_all(circles, call)
+    del messages[failing]
+    if way == "fail":
+        assert messages == [f"Host {failing} (node{failing}) failed: no space left"] * 2
+    else:
+        assert all(message.startswith(GONE.format(failing)) for message in messages), messages
+
+
+def test_a_failure_is_heard_by_one_who_waits_elsewhere(circles: list[Circle]) -> None:
+    """``look_around`` is what other waits call: here with the frames of a call that nobody made."""
+    circles[0].broadcast(b"not received yet")
+    circles[2].fail("no space left")
+    assert wait_for_error(circles[0]) == "Host 2 (node2) failed: no space left"
+    assert wait_for_error(circles[1]) == "Host 2 (node2) failed: no space left"
+
+
+def test_a_host_that_leaves_is_no_failure_until_it_is_needed(circles: list[Circle]) -> None:
+    circles[2].gather(b"last words")
+    circles[2].close()
+    time.sleep(0.05)
+    circles[0].look_around()
+    circles[1].gather(b"")
+    assert circles[0].gather(b"", give_up) == [b"", b"", b"last words"]
+    circles[0].look_around()
+    expected = "Host 2 (node2, 127.0.0.1) has left"
+    errors = together(
+        *(partial(error_of, partial(circle.exchange, b"", give_up)) for circle in circles[:2])
+    )
+    assert all(error.startswith(expected) for error in errors), errors
+
+
+def test_who_gives_up_in_the_midst_of_a_message_can_still_say_why(circles: list[Circle]) -> None:
+    def impatient(waited_seconds: float) -> None:
+        if waited_seconds > 0.1:
+            raise KeyboardInterrupt
+
+    def interrupted() -> None:
+        with pytest.raises(KeyboardInterrupt):
+            circles[1].gather(bytes(50_000_000), impatient)
+        circles[1].fail("interrupted")
+
+    def late(circle: Circle) -> str:
+        time.sleep(0.3)
+        return wait_for_error(circle)
+
+    _, first, third = together(interrupted, partial(late, circles[0]), partial(late, circles[2]))
+    assert first == third == "Host 1 (node1) failed: interrupted"
+
+
+def test_different_calls_at_the_same_time_are_an_error(circles: list[Circle]) -> None:
+    calls = [
+        partial(circles[0].exchange, b"", give_up),
+        partial(circles[1].exchange, b"", give_up),
+        partial(circles[2].gather, b"", give_up),
+    ]
+    results = together(*(partial(error_of, call) for call in calls[:2]), calls[2])
+    for message in results[:2]:
+        assert "same calls in the same order" in message
+        assert "gather from Host 2 (node2, 127.0.0.1), exchange on host 0" in message
+    assert wait_for_error(circles[2]) == results[0]
+
+
+def test_what_must_be_the_same_is_checked_on_all_hosts(circles: list[Circle]) -> None:
+    values = ["a", "b", "a"]
+    checks = [partial(circle.check, "The data", values[circle.host]) for circle in circles]
+    messages = together(*(partial(error_of, check) for check in checks))
+    assert len(set(messages)) == 1
+    received = "'a' on Host 0 (node0), Host 2 (node2); 'b' on Host 1 (node1)."
+    assert f"The data must be the same on all hosts. Received: {received}" in messages[0]
+    on_all(circles, lambda circle: circle.check("The data", "c", give_up))  # they can go on
+
+
+def test_of_long_values_the_difference_is_shown(circles: list[Circle]) -> None:
+    values = ["same " * 1000 + f"only here {host == 1} " + "more " * 1000 for host in range(3)]
+    checks = [partial(circle.check, "The Plan", values[circle.host]) for circle in circles]
+    for message in together(*(partial(error_of, check) for check in checks)):
+        assert "only here True" in message
+        assert "only here False" in message
+        assert len(message) < 1000
+
+
+def test_checks_of_different_things(circles: list[Circle]) -> None:
+    names = ["The Plan", "The data", "The data"]
+    checks = [partial(circle.check, names[circle.host], "x") for circle in circles]
+    for message in together(*(partial(error_of, check) for check in checks)):
+        assert "The Plan = 'x' on Host 0 (node0); The data = 'x' on Host 1" in message
+
+
+def receive(sock: socket.socket) -> bytes:
+    assert select.select([sock], [], [], SECONDS)[0]
+    return sock.recv(100)
+
+
+def close(opened: list[dict[int, list[socket.socket]]]) -> None:
+    for wires in opened:
+        for socks in wires.values():
+            for sock in socks:
+                sock.close()
+
+
+@pytest.mark.parametrize(
+    "counts",
+    [
+        {(0, 1): 3, (0, 2): 1, (1, 2): 2},
+        {(1, 2): 5},
+        {(0, 2): 1, (0, 1): 0},
+        {},
+    ],
+)
+def test_wires_are_the_same_connections_on_both_sides(
+    counts: dict[tuple[int, int], int], circles: list[Circle]
+) -> None:
+    num_open, listening = num_descriptors(), listening_ports()
+    opened = on_all(circles, lambda circle: circle.open_wires(counts, SECONDS, give_up))
+    assert listening_ports() <= listening
+    assert num_descriptors() == num_open + 2 * sum(counts.values())
+    for low, high in combinations(range(3), 2):
+        count = counts.get((low, high), 0)
+        pairs = [opened[low].get(high, []), opened[high].get(low, [])]
+        assert [len(wires) for wires in pairs] == [count, count]
+        for number, (left, right) in enumerate(zip(*pairs, strict=True)):
+            for one, other in ((left, right), (right, left)):
+                assert not one.getblocking()
+                assert not one.get_inheritable()
+                assert one.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+                assert one.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+                one.send(b"%d %d %d" % (low, high, number))
+                assert receive(other) == b"%d %d %d" % (low, high, number)
+    close(opened)
+    on_all(circles, lambda circle: circle.check("Afterwards", "the circle still works", give_up))
+
+
+def test_wires_of_two_openings_are_apart(circles: list[Circle]) -> None:
+    def open_twice(circle: Circle) -> list[dict[int, list[socket.socket]]]:
+        return [circle.open_wires({(0, 2): 2}, SECONDS, give_up) for _ in range(2)]
+
+    first, _, third = on_all(circles, open_twice)
+    for number in range(2):
+        first[number][2][1].send(b"%d" % number)
+        assert receive(third[number][0][1]) == b"%d" % number
+    close(first + third)
+
+
+def test_all_must_ask_for_the_same_wires(circles: list[Circle]) -> None:
+    counts = [{(0, 1): 1}, {(0, 1): 1}, {(0, 2): 1}]
+    num_open = num_descriptors()
+    calls = [
+        partial(circle.open_wires, counts[circle.host], SECONDS, give_up) for circle in circles
+    ]
+    for message in together(*(partial(error_of, call) for call in calls)):
+        assert "the same wires" in message
+        assert "[(0, 2, 1)]" in message
+    assert num_open - num_descriptors() == 2  # host 0 has told the others, and closed its wires
+
+
+def test_who_cannot_connect_is_named(
+    circles: list[Circle], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with a firewall between hosts 1 and 2."""
+    genuine = wiring._Wiring.call
+
+    def blocked(self: Any, host: int, *args: Any) -> socket.socket:
+        if (host, self.circle.host) == (1, 2):
+            time.sleep(0.8)
+            raise self.too_late([host], "Connection timed out")
+        return genuine(self, host, *args)
+
+    monkeypatch.setattr(wiring._Wiring, "call", blocked)
+    num_open, listening = num_descriptors(), listening_ports()
+    results = together(
+        lambda: circles[0].open_wires({(0, 2): 1, (1, 2): 2}, 0.5, give_up),
+        partial(error_of, partial(circles[1].open_wires, {(0, 2): 1, (1, 2): 2}, 0.5, give_up)),
+        partial(error_of, partial(circles[2].open_wires, {(0, 2): 1, (1, 2): 2}, 0.5, give_up)),
+    )
+    close(results[:1])
+    assert "Host 2 (node2) must be connected with Host 1 (node1) within 0.5 s." in results[1]
+    assert "firewall" in results[1]
+    assert "Host 1 (node1) must be connected with Host 2 (node2)" in results[2]
+    assert listening_ports() <= listening
+    assert num_descriptors() == num_open
+
+
+def test_a_failure_while_wires_are_opened(
+    circles: list[Circle], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: Any, *args: Any) -> None:
+        self.circle.fail("no space left")
+        raise HostError("on host 2")
+
+    monkeypatch.setattr(wiring._Wiring, "call", fail)
+    calls = [partial(circle.open_wires, {(0, 2): 1}, SECONDS, give_up) for circle in circles]
+    results = together(
+        partial(error_of, calls[0]),
+        lambda: (calls[1](), wait_for_error(circles[1]))[1],
+        partial(error_of, calls[2]),
+    )
+    failure = "Host 2 (node2) failed: no space left"
+    assert results == [failure, failure, "on host 2"]
+
+
+def test_waiting_for_wires_can_be_given_up(circles: list[Circle]) -> None:
+    num_open, listening = num_descriptors(), listening_ports()
+
+    def impatient(waited_seconds: float) -> None:
+        if waited_seconds > 0.2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        circles[0].open_wires({(0, 1): 1}, SECONDS, impatient)
+    assert listening_ports() <= listening
+    assert num_descriptors() == num_open
+
+
+def has_ipv6() -> bool:
+    try:
+        with socket.socket(socket.AF_INET6) as sock:
+            sock.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6 address")
+def test_circles_over_ipv6() -> None:
+    where = type(address())(name="::1", port=address().port)
+    both = together(*(partial(enter, host, 2, where) for host in range(2)))
+    opened = on_all(both, lambda circle: circle.open_wires({(0, 1): 1}, SECONDS, give_up))
+    assert opened[0][1][0].family is socket.AF_INET6
+    close(opened)
+    for circle in both:
+        circle.close()

@@ -1,0 +1,339 @@
+"""A wire carries frames whole, and says with a host's name why it carries no more."""
+
+import ctypes
+import os
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from functools import partial
+
+import pytest
+
+from lockstep.errors import HostError
+from lockstep.launch import sockets, wire
+from lockstep.launch.sockets import is_unanswered, tune
+from lockstep.launch.wire import ERROR, Frame, Peer, Wire
+from tests.circles import SECONDS, together
+
+LEFT, RIGHT = Peer(host=0, name="left"), Peer(host=1, name="right")
+_ATTACH_FILTER = 26  # SO_ATTACH_FILTER
+
+
+def give_up(waited_seconds: float) -> None:
+    if waited_seconds > SECONDS:
+        raise TimeoutError
+
+
+def connected() -> tuple[socket.socket, socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        left = socket.create_connection(server.getsockname())
+        right, _ = server.accept()
+        return tune(left), tune(right)
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
+    left, right = connected()
+    yield left, right
+    left.close()
+    right.close()
+
+
+@pytest.fixture
+def wires(ends: tuple[socket.socket, socket.socket]) -> tuple[Wire, Wire]:
+    return Wire(ends[0], RIGHT), Wire(ends[1], LEFT)
+
+
+def wait_for_error(end: Wire) -> str:
+    """What looking at a wire ends with, which takes no frame."""
+    started = time.monotonic()
+    while time.monotonic() - started < SECONDS:
+        try:
+            end.look()
+        except HostError as error:
+            return str(error)
+        time.sleep(0.01)
+    raise TimeoutError
+
+
+def test_frames_of_all_sizes_come_in_order(wires: tuple[Wire, Wire]) -> None:
+    left, right = wires
+    sizes = [0, 1, 8, 9, 65_536, 65_537, 0, 5_000_000, 3, 70_000_000]
+    sent = [Frame(bytes([65 + number]), os.urandom(size)) for number, size in enumerate(sizes)]
+
+    def send_all() -> None:
+        for frame in sent:
+            left.send(*frame, give_up)
+
+    failure, received = together(send_all, lambda: [right.receive(give_up) for _ in sizes])
+    assert failure is None
+    assert received == sent
+
+
+def test_both_may_send_at_once_what_the_kernel_does_not_hold(wires: tuple[Wire, Wire]) -> None:
+    payload = bytes(30_000_000)
+
+    def talk(end: Wire) -> bytes:
+        sender = threading.Thread(target=lambda: end.send(b"A", payload, give_up))
+        sender.start()
+        received = end.receive(give_up)
+        sender.join(SECONDS)
+        return received.payload
+
+    assert together(*(partial(talk, end) for end in wires)) == [payload, payload]
+
+
+def test_taking_does_not_wait_and_looking_takes_nothing(wires: tuple[Wire, Wire]) -> None:
+    left, right = wires
+    assert right.take_one() is None
+    for number in range(3):
+        left.send(b"A", bytes([number]))
+    for _ in range(3):
+        right.look()
+    assert [right.receive(give_up).payload for _ in range(3)] == [b"\0", b"\1", b"\2"]
+    assert right.take_one() is None
+
+
+def test_reading_ahead_has_an_end(
+    wires: tuple[Wire, Wire], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So a host that is busy holds a bounded part of what others send meanwhile."""
+    monkeypatch.setattr(wire, "_READ_AHEAD_BYTES", 1_000_000)
+    left, right = wires
+    frames = [bytes([number]) * 600_000 for number in range(50)]
+
+    def send_all() -> None:
+        for payload in frames:
+            left.send(b"A", payload, give_up)
+
+    thread = threading.Thread(target=send_all)
+    thread.start()
+    for _ in range(50):
+        right.look()
+        time.sleep(0.005)
+    assert right._num_waiting_bytes == 1_200_000
+    assert [right.receive(give_up).payload for _ in frames] == frames
+    thread.join(SECONDS)
+
+
+def test_an_end_without_goodbye_is_an_error_at_once(
+    wires: tuple[Wire, Wire], ends: tuple[socket.socket, socket.socket]
+) -> None:
+    left, right = wires
+    left.send(b"A", b"whole")
+    ends[0].close()
+    message = "Host 0 (left) no longer answers: it has closed the connection."
+    assert wait_for_error(right) == message
+    for call in (right.look, right.take_one, right.receive):
+        with pytest.raises(HostError) as caught:
+            call()
+        assert str(caught.value) == message
+    assert not right.was_told
+
+
+@pytest.mark.parametrize("cut", [1, 8, 9, 12])
+def test_the_end_within_a_frame(cut: int) -> None:
+    left, right = connected()
+    left.send((b"A" + struct.pack("!Q", 5) + b"whole")[:cut])
+    left.close()
+    end = Wire(right, LEFT)
+    with pytest.raises(HostError, match="closed the connection"):
+        end.receive(give_up)
+    end.close()
+
+
+def test_a_reset_connection(ends: tuple[socket.socket, socket.socket]) -> None:
+    left, right = ends
+    left.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    left.close()
+    with pytest.raises(HostError, match=r"Host 0 \(left\) no longer answers: Connection reset"):
+        Wire(right, LEFT).receive(give_up)
+    end = Wire(right, LEFT)
+    with pytest.raises(HostError, match=r"Host 0 \(left\) no longer answers"):
+        end.send(b"A", b"x")
+
+
+def test_after_a_goodbye_frames_are_still_there(wires: tuple[Wire, Wire]) -> None:
+    left, right = wires
+    left.send(b"A", b"last")
+    left.close()
+    time.sleep(0.05)
+    right.look()
+    assert right.receive(give_up) == (b"A", b"last")
+    right.look()
+    with pytest.raises(HostError, match=r"Host 0 \(left\) has left"):
+        right.receive(give_up)
+    with pytest.raises(HostError, match="closed on this side"):
+        left.look()
+
+
+def test_an_error_is_heard_before_what_was_sent_earlier(wires: tuple[Wire, Wire]) -> None:
+    left, right = wires
+    right.send(b"A", bytes(100_000))  # which the other never reads: closing resets the connection
+    left.send(b"A", b"earlier")
+    time.sleep(0.05)
+    left.fail("Host 0 failed: " + "ü" * 100_000)
+    message = wait_for_error(right)
+    assert message.startswith("Host 0 failed: üüü")
+    assert len(message) < 1 << 16
+    assert right.was_told
+    with pytest.raises(HostError, match="Host 0 failed: ü"):
+        right.send(b"A", bytes(10_000_000), give_up)
+
+
+def test_an_error_explains_a_connection_that_was_closed(wires: tuple[Wire, Wire]) -> None:
+    """Also to one who only sends."""
+    left, right = wires
+    left.fail("Host 0 failed: no space left")
+
+    def send_on() -> None:
+        for _ in range(100):
+            right.send(b"A", bytes(1_000_000), give_up)
+
+    with pytest.raises(HostError, match="Host 0 failed: no space left"):
+        send_on()
+
+
+def test_what_was_given_up_goes_out_before_what_comes_next(wires: tuple[Wire, Wire]) -> None:
+    left, right = wires
+    huge = os.urandom(30_000_000)
+
+    def impatient(waited_seconds: float) -> None:
+        if waited_seconds > 0.1:
+            raise TimeoutError
+
+    with pytest.raises(TimeoutError):
+        left.send(b"A", huge, impatient)
+    failure, frames = together(
+        partial(left.send, b"B", b"next", give_up), lambda: [right.receive(give_up) for _ in "12"]
+    )
+    assert failure is None
+    assert frames == [(b"A", huge), (b"B", b"next")]
+
+
+def test_no_goodbye_in_the_midst_of_a_frame(wires: tuple[Wire, Wire]) -> None:
+    left, right = wires
+
+    def impatient(waited_seconds: float) -> None:
+        raise TimeoutError
+
+    with pytest.raises(TimeoutError):
+        left.send(b"A", bytes(30_000_000), impatient)
+    left.close()
+    with pytest.raises(HostError, match="no longer answers"):
+        right.receive(give_up)
+
+
+@pytest.mark.parametrize("way", ["send", "receive"])
+def test_patience_ends(way: str, wires: tuple[Wire, Wire]) -> None:
+    left, _ = wires
+    waited: list[float] = []
+
+    def look_around(waited_seconds: float) -> None:
+        waited.append(waited_seconds)
+        if waited_seconds > 0.1:
+            raise TimeoutError
+
+    with pytest.raises(TimeoutError):
+        left.send(b"A", bytes(30_000_000), look_around) if way == "send" else left.receive(
+            look_around
+        )
+    assert waited == sorted(waited)
+    assert len(waited) > 2
+
+
+@pytest.mark.parametrize(("kind", "num_bytes"), [(b"A", 1001), (ERROR, 1 << 17), (b"A", 1 << 63)])
+def test_lengths_that_cannot_be_are_not_believed(
+    kind: bytes, num_bytes: int, ends: tuple[socket.socket, socket.socket]
+) -> None:
+    left, right = ends
+    left.send(kind + struct.pack("!Q", num_bytes))
+    end = Wire(right, LEFT, most_bytes=1000)
+    with pytest.raises(HostError, match=r"Host 0 \(left\) sent more than can be\. Received: "):
+        end.receive(give_up)
+
+
+def test_what_is_too_long_is_not_sent(ends: tuple[socket.socket, socket.socket]) -> None:
+    with pytest.raises(HostError, match=r"Host 1 \(right\) cannot be sent so much at once"):
+        Wire(ends[0], RIGHT, most_bytes=1000).send(b"A", bytes(1001))
+
+
+def drop_all(sock: socket.socket) -> None:
+    """Let nothing that comes for a socket reach it any more, as if its host had vanished."""
+    program = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0))  # return 0 bytes
+    option = struct.pack("HxxxxxxP", 1, ctypes.addressof(program))
+    sock.setsockopt(socket.SOL_SOCKET, _ATTACH_FILTER, option)
+
+
+def test_an_idle_host_that_vanishes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sockets, "_IDLE_SECONDS", 1)
+    monkeypatch.setattr(sockets, "_PROBE_SECONDS", 1)
+    left, right = connected()
+    drop_all(left)
+    started = time.monotonic()
+    message = wait_for_error(Wire(right, LEFT))
+    assert message == "Host 0 (left) no longer answers: Connection timed out."
+    assert 2 < time.monotonic() - started < 10
+    left.close()
+    right.close()
+
+
+def test_a_host_that_vanishes_while_it_is_sent_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sockets, "VANISHED_SECONDS", 1)
+    left, right = connected()
+    drop_all(left)
+    end = Wire(right, LEFT)
+    end.send(b"A", b"into the void")
+    message = wait_for_error(end)
+    assert message.startswith("Host 0 (left) no longer answers: nothing has come back for")
+    left.close()
+    right.close()
+
+
+def test_a_host_that_does_not_read_has_not_vanished(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be computing, or writing a checkpoint; its kernel answers."""
+    monkeypatch.setattr(sockets, "VANISHED_SECONDS", 1)
+    left, right = connected()
+    end = Wire(right, LEFT)
+
+    def impatient(waited_seconds: float) -> None:
+        assert not is_unanswered(right)
+        if waited_seconds > 3:
+            raise TimeoutError
+
+    with pytest.raises(TimeoutError):
+        end.send(b"A", bytes(30_000_000), impatient)
+    left.close()
+    right.close()
+
+
+def test_a_fork_of_the_script_keeps_no_connection_alive() -> None:
+    """DataLoader workers are forks; the other host must see when their parent is gone."""
+    script = """if True:
+        import os, socket, sys
+        from lockstep.launch.sockets import connect
+        sock = connect(socket.AF_INET, ("127.0.0.1", int(sys.argv[1])), 10.0, lambda waited: None)
+        read, write = os.pipe()
+        if not os.fork():
+            os.write(write, b"x")
+            os.read(0, 1)  # longer than its parent
+            os._exit(0)
+        os.read(read, 1)
+        os._exit(0)
+    """
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(SECONDS)
+        port = str(server.getsockname()[1])
+        path = {"PYTHONPATH": os.pathsep.join(sys.path)}
+        with subprocess.Popen(
+            [sys.executable, "-c", script, port], stdin=subprocess.PIPE, env=os.environ | path
+        ) as process:
+            with server.accept()[0] as sock:
+                assert process.wait(SECONDS) == 0
+                sock.settimeout(SECONDS)
+                assert sock.recv(1) == b""
+            process.communicate(b"x", SECONDS)
