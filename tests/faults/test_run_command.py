@@ -22,13 +22,20 @@ from lockstep.cli.main import main
 from lockstep.launch.orders import Orders
 from lockstep.launch.script import Script
 from tests.faults.processes import MARK, marked, running, wait_until
-
-LOCKSTEP = [sys.executable, "-m", "lockstep"]
-TIMEOUT_SECONDS = 60.0
+from tests.launching import (
+    LOCKSTEP,
+    MEET,
+    TIMEOUT_SECONDS,
+    call,
+    clean_environment,
+    write,
+    write_program,
+)
 
 # Takes ssh's options and runs the command line, as this user's shell would at the other end.
 FAKE_SSH = """\
 #!/bin/sh
+trap '' INT  # what is in the background may ignore Ctrl-C, and hands that on
 echo "$@" >> "$FAKE_SSH_LOG"
 while true; do
     case "$1" in
@@ -52,30 +59,6 @@ print(json.dumps({
                  and key != "LOCKSTEP_TEST_MARK"},
 }))
 """
-
-
-def call(
-    arguments: list[str], folder: Path, **variables: str
-) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(
-        arguments,
-        cwd=folder,
-        env=clean_environment() | variables,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_SECONDS,
-    )
-
-
-def clean_environment() -> dict[str, str]:
-    """As when nobody has launched these tests as one of many."""
-    return {name: value for name, value in os.environ.items() if not name.startswith("LOCKSTEP_")}
-
-
-def write(path: Path, text: str) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
-    return path
 
 
 # --- as python would ------------------------------------------------------------------------------
@@ -283,39 +266,11 @@ def test_what_follows_two_dashes_is_the_script_s(tmp_path: Path) -> None:
 @pytest.fixture
 def ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Options that have the stand-in for ssh used; its commands are written to ``ssh.log``."""
-    path = write(tmp_path / "fake-ssh", FAKE_SSH)
-    path.chmod(0o755)
+    path = write_program(tmp_path / "fake-ssh", FAKE_SSH)
     write(tmp_path / "ssh.log", "")
     monkeypatch.setenv("FAKE_SSH_LOG", str(tmp_path / "ssh.log"))
     write(tmp_path / "hosts", "# two of them\n127.0.0.1\nada@second devices=3  # and more\n")
     return ["--ssh", "hosts", "--ssh-command", f"{path} -p 22"]
-
-
-# The hosts meet where they are told, over a socket of their own.
-MEET = """
-import os, socket, sys
-from lockstep.cluster.environment import find_place
-place = find_place(os.environ)
-address = place.rendezvous[0]
-if place.leads and place.host == 0:
-    with socket.create_server((address.name, address.port)) as server:
-        server.settimeout(30)
-        peer, _ = server.accept()
-        with peer:
-            told = peer.recv(100).decode()
-else:
-    import time
-    for attempt in range(1000):
-        try:
-            with socket.create_connection((address.name, address.port), 30) as peer:
-                peer.sendall(b"hello")
-            break
-        except ConnectionRefusedError:
-            time.sleep(0.02)
-    told = "nothing"
-print(place.host, place.num_hosts, place.devices, told, len(os.environ["LOCKSTEP_SECRET"]),
-      os.getcwd() == sys.path[0], sys.argv[1:])
-"""
 
 
 def test_all_hosts_of_a_file_run_the_script_and_can_meet(tmp_path: Path, ssh: list[str]) -> None:
@@ -323,8 +278,8 @@ def test_all_hosts_of_a_file_run_the_script_and_can_meet(tmp_path: Path, ssh: li
     done = call([*LOCKSTEP, "run", *ssh, "script.py", "a b", "--c"], tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert sorted(done.stdout.splitlines()) == [
-        "0 2 None hello 64 True ['a b', '--c']",
-        "[second] 1 2 3 nothing 64 True ['a b', '--c']",
+        "0 2 None host 1 ['a b', '--c']",
+        "[second] 1 2 3 host 0 ['a b', '--c']",
     ]
     commands = (tmp_path / "ssh.log").read_text().splitlines()
     assert len(commands) == 3  # one asks for a port
@@ -369,12 +324,12 @@ def test_a_given_rendezvous_and_devices_are_told(tmp_path: Path, ssh: list[str])
 
 def test_interpreter_and_directory_can_be_others(tmp_path: Path, ssh: list[str]) -> None:
     write(tmp_path / "code" / "script.py", "import os, sys\nprint(os.getcwd(), sys.executable)")
-    other = write(tmp_path / "python with blanks", f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
-    other.chmod(0o755)
+    text = f'#!/bin/sh\nexec "{sys.executable}" "$@"\n'
+    other = write_program(tmp_path / "python with blanks", text)
     words = [*ssh, "--directory", str(tmp_path / "code"), "--python", str(other), "script.py"]
     done = call([*LOCKSTEP, "run", *words], tmp_path)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[0].startswith(str(tmp_path / "code"))
+    assert f"[second] {tmp_path / 'code'} " in done.stdout
     assert "'" + str(other) + "' -m lockstep.launch" in (tmp_path / "ssh.log").read_text()
 
 
