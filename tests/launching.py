@@ -1,6 +1,7 @@
 """Running ``lockstep`` as typed, and a script in which hosts prove that they can meet."""
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -9,8 +10,8 @@ LOCKSTEP = [sys.executable, "-m", "lockstep"]
 TIMEOUT_SECONDS = 60.0
 
 # Hosts meet where they are told, over a socket of their own. NAMES has addresses for names that a
-# cluster would know. Each prints its host, number of hosts, devices, what it was told, whether all
-# is as it should be, and its arguments.
+# cluster would know. Each prints its host, number of hosts, devices, what it was told, and its
+# arguments.
 MEET = """
 import json, os, pathlib, socket, sys, time
 from lockstep.cluster.environment import find_place
@@ -40,7 +41,9 @@ def greet(seconds=30):
     raise TimeoutError(f"nobody at {addresses}")
 
 told = []
-if place.host == 0:
+if not place.leads:
+    told.append("follows")
+elif place.host == 0:
     with listen() as server:
         server.settimeout(30)
         for _ in range(place.num_hosts - 1):
@@ -102,3 +105,9 @@ def write_program(path: Path, text: str) -> Path:
     """Write a file that can be run."""
     write(path, text).chmod(0o755)
     return path
+
+
+def free_port() -> int:
+    """A port that nobody listens at."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])

@@ -189,7 +189,7 @@ def _container(job: ClusterJob) -> dict[str, YamlValue]:
 def _command(job: ClusterJob) -> list[str]:
     """Kubernetes puts the pod's number in, and takes two ``$`` for one."""
     module = ["-m"] if job.script.is_module else []
-    script = [job.script.target, "--", *job.script.arguments]
+    arguments = ["--", *job.script.arguments] if job.script.arguments else []
     return [
         job.python,
         "-m",
@@ -200,5 +200,5 @@ def _command(job: ClusterJob) -> list[str]:
         f"--rendezvous={job.name}-0.{job.name}:{job.port}",
         f"--devices={job.devices}",
         *module,
-        *(word.replace("$", "$$") for word in script),
+        *(word.replace("$", "$$") for word in (job.script.target, *arguments)),
     ]

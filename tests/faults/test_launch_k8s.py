@@ -8,7 +8,6 @@ volumes that are there) is checked here by the rules of its reference.
 
 import json
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -21,7 +20,15 @@ from kubernetes.client import ApiClient
 from lockstep.cli.main import main
 from lockstep.launch.kubernetes import default_name
 from lockstep.launch.script import Script
-from tests.launching import LOCKSTEP, MEET, TIMEOUT_SECONDS, call, clean_environment, write
+from tests.launching import (
+    LOCKSTEP,
+    MEET,
+    TIMEOUT_SECONDS,
+    call,
+    clean_environment,
+    free_port,
+    write,
+)
 
 CLASSES = {("v1", "Service"): "V1Service", ("batch/v1", "Job"): "V1Job"}
 DNS_LABEL = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
@@ -192,11 +199,6 @@ def start_pod(
         stderr=subprocess.PIPE,
         text=True,
     )
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 def test_pods_find_their_place_and_each_other(tmp_path: Path) -> None:
