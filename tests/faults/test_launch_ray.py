@@ -41,7 +41,7 @@ def ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=errors,
-            env=clean_environment(),
+            env=clean_environment() | {"RAY_USAGE_STATS_ENABLED": "0"},
             text=True,
         )
         assert process.stdin is not None
