@@ -14,6 +14,10 @@ COMMANDS = {
         "train a small convolutional net on many devices, with the proof that the result is exact",
     ),
     "run": ("lockstep.cli.run", "run a script, on one host or on several"),
+    "launch": (
+        "lockstep.cli.launch",
+        "run a script on several hosts of a Slurm, Kubernetes or Ray cluster",
+    ),
     "verify": (
         "lockstep.cli.verify",
         "compare a strategy with a plain loop on one device, tensor by tensor",

@@ -14,7 +14,7 @@ from typing import Any
 
 from lockstep.cluster.place import MAX_PORT, Address, Place
 from lockstep.cluster.slurm_lists import expand_counts, expand_nodes
-from lockstep.errors import OptionError, Problems
+from lockstep.cluster.variables import Variables, is_number
 
 # Ports that host 0 tries, where the launcher names none: others may have taken one.
 NUM_CANDIDATES = 8
@@ -36,7 +36,7 @@ def find_place(environ: Mapping[str, str]) -> Place | None:
     """
     for launcher, find, names in _LAUNCHERS:
         if any(environ.get(name) for name in names):
-            variables = _Variables(launcher, environ)
+            variables = Variables(launcher, environ)
             place = find(variables)
             variables.raise_if_any()
             is_alone = place is None or place.num_hosts == place.num_processes == 1
@@ -50,112 +50,16 @@ def find_devices(environ: Mapping[str, str]) -> int | None:
     Raises:
         OptionError: it is no number of devices.
     """
-    variables = _Variables("lockstep run", environ)
+    variables = Variables("lockstep run", environ)
     devices = variables.number_or_none("LOCKSTEP_DEVICES", least=1)
     variables.raise_if_any()
     return devices
 
 
-class _Variables:
-    """A launcher's variables; what is wrong with them is noted, and raised at once.
-
-    Args:
-        launcher: its name.
-        environ: all variables.
-    """
-
-    def __init__(self, launcher: str, environ: Mapping[str, str]) -> None:
-        self.launcher = launcher
-        self._environ = environ
-        self._problems = Problems()
-        self.are_sound = True  # until something is noted
-
-    def get(self, *names: str) -> str:
-        """The first of these that is set; "" where none is."""
-        return next((self._environ[name] for name in names if self._environ.get(name)), "")
-
-    def text(self, *names: str) -> str:
-        """The first of these that is set, which one must be."""
-        found = self.get(*names)
-        if not found:
-            self.reject(f"{' or '.join(names)} must be set.", "nothing")
-        return found
-
-    def number(self, *names: str, least: int = 0) -> int:
-        """A number that must be set; ``least`` where it is not, or is none."""
-        text = self.text(*names)
-        if text:
-            return self._parse_number(text, names, least)
-        return least
-
-    def number_or_none(self, *names: str, least: int = 0) -> int | None:
-        """A number that need not be set."""
-        text = self.get(*names)
-        return self._parse_number(text, names, least) if text else None
-
-    def rendezvous(self, candidates: Callable[[], list[Address]]) -> tuple[Address, ...]:
-        """LOCKSTEP_RENDEZVOUS, or what the launcher says."""
-        text = self.get("LOCKSTEP_RENDEZVOUS")
-        return self.addresses("LOCKSTEP_RENDEZVOUS", [text]) if text else tuple(candidates())
-
-    def addresses(self, what: str, texts: list[Any]) -> tuple[Address, ...]:
-        """Those that are written as addresses are."""
-        found = []
-        for text in texts:
-            try:
-                found.append(Address.parse(str(text)))
-            except ValueError as error:
-                self.reject(f"{what} must be host:port, with an IPv6 address in brackets.", error)
-        return tuple(found)
-
-    def devices(self, num_processes: int) -> int | None:
-        """LOCKSTEP_DEVICES, or the number of processes where each is one device."""
-        devices = self.number_or_none("LOCKSTEP_DEVICES", least=1)
-        if num_processes == 1:
-            return devices
-        self.check_agreement(
-            devices in (None, num_processes),
-            "Each process is one device where a host has several.",
-            f"LOCKSTEP_DEVICES={devices} with {num_processes} processes",
-        )
-        return num_processes
-
-    def check(self, is_right: bool, what: str, received: object) -> None:
-        """Note a problem, unless it is none."""
-        if not is_right:
-            self.reject(what, received)
-
-    def check_agreement(self, is_right: bool, what: str, received: object) -> None:
-        """Note a contradiction, unless it may come from what was noted before."""
-        self.check(is_right or not self.are_sound, what, received)
-
-    def reject(self, what: str, received: object) -> None:
-        """Note a problem."""
-        self.are_sound = False
-        fix = f"{self.launcher} says where this process runs: correct it, or unset its variables."
-        self._problems.add(what, received=received, fix=fix)
-
-    def raise_if_any(self) -> None:
-        """Raise what was noted."""
-        self._problems.raise_if_any(OptionError)
-
-    def _parse_number(self, text: str, names: tuple[str, ...], least: int) -> int:
-        if _is_number(text) and int(text) >= least:
-            return int(text)
-        name = next(name for name in names if self._environ.get(name))
-        self.reject(f"{name} must be a number of at least {least}.", repr(text))
-        return least
-
-
-def _is_number(text: str) -> bool:
-    # At most 10 digits: nothing that launchers count has more, and int() refuses thousands.
-    return text.isascii() and text.isdigit() and len(text) <= 10
-
-
 # --- lockstep run ---------------------------------------------------------------------------------
 
 
-def _from_lockstep_run(variables: _Variables) -> Place | None:
+def _from_lockstep_run(variables: Variables) -> Place | None:
     num_hosts = variables.number("LOCKSTEP_HOSTS", least=1)
     devices = variables.devices(1)
     if num_hosts == 1:
@@ -182,7 +86,7 @@ def _from_lockstep_run(variables: _Variables) -> Place | None:
 # --- TF_CONFIG ------------------------------------------------------------------------------------
 
 
-def _from_tf_config(variables: _Variables) -> Place | None:
+def _from_tf_config(variables: Variables) -> Place | None:
     """Hosts are the chief, then the workers; each listens where the cluster says."""
     config = _json_object(variables)
     cluster, task = config.get("cluster", {}), config.get("task", {})
@@ -225,7 +129,7 @@ def _from_tf_config(variables: _Variables) -> Place | None:
     )
 
 
-def _json_object(variables: _Variables) -> dict[str, Any]:
+def _json_object(variables: Variables) -> dict[str, Any]:
     text = variables.get("TF_CONFIG")
     try:
         config = json.loads(text)
@@ -241,7 +145,7 @@ def _are_tasks(cluster: object) -> bool:
     return isinstance(cluster, dict) and all(isinstance(each, list) for each in cluster.values())
 
 
-def _host_of_task(variables: _Variables, task: dict[str, Any], hosts: dict[str, list[Any]]) -> int:
+def _host_of_task(variables: Variables, task: dict[str, Any], hosts: dict[str, list[Any]]) -> int:
     kind, index = task.get("type"), str(task.get("index"))
     if kind not in hosts:
         variables.reject(
@@ -249,7 +153,7 @@ def _host_of_task(variables: _Variables, task: dict[str, Any], hosts: dict[str, 
         )
         return 0
     # Some write the index as a string, as TensorFlow allows.
-    if not (_is_number(index) and int(index) < len(hosts[kind])):
+    if not (is_number(index) and int(index) < len(hosts[kind])):
         variables.reject(
             f"TF_CONFIG's task must have an index below {len(hosts[kind])}, "
             f"the number of its {kind}s.",
@@ -262,7 +166,7 @@ def _host_of_task(variables: _Variables, task: dict[str, Any], hosts: dict[str, 
 # --- torchrun -------------------------------------------------------------------------------------
 
 
-def _from_torchrun(variables: _Variables) -> Place:
+def _from_torchrun(variables: Variables) -> Place:
     rank, num_ranks = variables.number("RANK"), variables.number("WORLD_SIZE", least=1)
     process = variables.number("LOCAL_RANK")
     num_processes = variables.number("LOCAL_WORLD_SIZE", least=1)
@@ -302,7 +206,7 @@ def _can_have(ranks: int, hosts: int) -> bool:
     return ranks >= hosts if hosts > 0 else ranks == hosts == 0
 
 
-def _beside_master(variables: _Variables) -> list[Address]:
+def _beside_master(variables: Variables) -> list[Address]:
     """Ports near MASTER_PORT, which is taken by torchrun's own store."""
     name, port = variables.text("MASTER_ADDR"), variables.number("MASTER_PORT", least=1)
     if port > MAX_PORT:
@@ -316,7 +220,7 @@ def _beside_master(variables: _Variables) -> list[Address]:
 # --- srun -----------------------------------------------------------------------------------------
 
 
-def _from_srun(variables: _Variables) -> Place | None:
+def _from_srun(variables: Variables) -> Place | None:
     step = variables.number("SLURM_STEP_ID")
     if step >= _FIRST_RESERVED_STEP:
         return None
@@ -352,7 +256,7 @@ def _from_srun(variables: _Variables) -> Place | None:
     )
 
 
-def _tasks_per_node(variables: _Variables) -> tuple[int, ...]:
+def _tasks_per_node(variables: Variables) -> tuple[int, ...]:
     text = variables.text("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
     try:
         return expand_counts(text) if text else ()
@@ -361,7 +265,7 @@ def _tasks_per_node(variables: _Variables) -> tuple[int, ...]:
         return ()
 
 
-def _node_list(variables: _Variables) -> tuple[str, ...]:
+def _node_list(variables: Variables) -> tuple[str, ...]:
     text = variables.text("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")
     try:
         return expand_nodes(text) if text else ()
@@ -381,7 +285,7 @@ def _ports_of_step(node: str, job: int, step: int) -> list[Address]:
 
 # A launcher's name, how its variables are read, and any of which shows that it was there. What
 # others set as well (LOCKSTEP_DEVICES, MASTER_ADDR, Slurm's of a batch script) shows nothing.
-_LAUNCHERS: tuple[tuple[str, Callable[[_Variables], Place | None], tuple[str, ...]], ...] = (
+_LAUNCHERS: tuple[tuple[str, Callable[[Variables], Place | None], tuple[str, ...]], ...] = (
     ("lockstep run", _from_lockstep_run, ("LOCKSTEP_HOSTS", "LOCKSTEP_HOST_INDEX", "LOCKSTEP_JOB")),
     ("TF_CONFIG", _from_tf_config, ("TF_CONFIG",)),
     ("torchrun", _from_torchrun, ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RUN_ID")),

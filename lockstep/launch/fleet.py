@@ -9,10 +9,12 @@ come with the host's name.
 """
 
 import codecs
+import signal
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TextIO
 
 from lockstep.launch.held_script import GRACE_SECONDS
@@ -85,13 +87,25 @@ def watch(members: Sequence[Member]) -> int:
     Ctrl-C is passed on to the script on every host; the second one ends them all.
     """
     fleet = _Fleet(members)
-    while fleet.is_running:
-        try:
+    with _counted_interrupts() as interrupts:
+        while fleet.is_running:
             fleet.attend()
+            while interrupts:
+                interrupts.pop()
+                fleet.interrupt()
             time.sleep(_TICK_SECONDS)
-        except KeyboardInterrupt:
-            fleet.interrupt()
     return fleet.status
+
+
+@contextmanager
+def _counted_interrupts() -> Iterator[list[int]]:
+    """Ctrl-C is noted here: libraries that members use need not outlive a KeyboardInterrupt."""
+    noted: list[int] = []
+    previous = signal.signal(signal.SIGINT, lambda number, frame: noted.append(number))
+    try:
+        yield noted
+    finally:
+        signal.signal(signal.SIGINT, previous)
 
 
 class _Fleet:

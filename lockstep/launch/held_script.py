@@ -89,8 +89,16 @@ def _run(orders: Orders, streams: dict[int, int]) -> "subprocess.Popen[bytes]":
         stdout=streams.get(1),
         stderr=streams.get(2),
         process_group=0,
-        preexec_fn=partial(die_with, os.getpid()),
+        preexec_fn=partial(_prepare, os.getpid()),
     )
+
+
+def _prepare(parent: int) -> None:
+    """In the script's process, before it begins."""
+    # Ray's processes ignore Ctrl-C, as those in the background of a shell do, and hand that on.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
+    die_with(parent)
 
 
 def _set_size(terminal: int, size: Terminal) -> None:

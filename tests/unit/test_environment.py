@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from lockstep.cluster.environment import NUM_CANDIDATES, find_place
+from lockstep.cluster.environment import NUM_CANDIDATES, find_devices, find_place
 from lockstep.cluster.place import Address, Place
 from lockstep.errors import OptionError
 
@@ -220,6 +220,14 @@ def test_launchers_are_asked_in_order() -> None:
         order.append(place_in(together).launcher)
         together = without(together, *group)
     assert order == ["lockstep run", "TF_CONFIG", "torchrun", "srun"]
+
+
+def test_devices_are_those_that_the_environment_says() -> None:
+    assert find_devices({}) is None
+    assert find_devices({"LOCKSTEP_DEVICES": ""}) is None
+    assert find_devices({"LOCKSTEP_DEVICES": "3"}) == 3
+    with pytest.raises(OptionError, match="LOCKSTEP_DEVICES must be a number of at least 1"):
+        find_devices({"LOCKSTEP_DEVICES": "many"})
 
 
 # --- mistakes -------------------------------------------------------------------------------------

@@ -1,0 +1,201 @@
+"""``lockstep launch``: a script on several hosts of a cluster that has a scheduler of its own.
+
+For Slurm and Kubernetes it writes the file that they take; to Ray it submits.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from lockstep.cli.script_words import add_script, take_script
+from lockstep.errors import OptionError, Problems, problem
+from lockstep.launch.kubernetes import ClusterJob, default_name, write_manifest
+from lockstep.launch.ray_cluster import SPREADS, RayJob, run_on_ray
+from lockstep.launch.script import Script
+from lockstep.launch.slurm import BatchJob, write_batch
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of the command."""
+    targets = parser.add_subparsers(dest="cluster", required=True, metavar="CLUSTER")
+    for name, (summary, add_options, _) in _CLUSTERS.items():
+        subparser = targets.add_parser(name, help=summary, description=f"Here: {summary}.")
+        add_script(subparser, partial(_add_options, add_options))
+
+
+def run(options: argparse.Namespace) -> int:
+    """Write the file, or run the script; returns the exit status.
+
+    Raises:
+        OptionError: options that cannot be.
+        HostError: no cluster, or one that is too small.
+    """
+    _, add_options, launch = _CLUSTERS[options.cluster]
+    script = take_script(options, partial(_add_options, add_options))
+    problems = Problems()
+    for name in ("hosts", "devices"):
+        number = getattr(options, name)
+        if number is None or number < 1:
+            problems.add(
+                f"--{name} must be a number of at least 1.",
+                received="nothing" if number is None else number,
+                fix="For example: --hosts 2 --devices 4",
+            )
+    return launch(options, script, problems)
+
+
+def _add_options(
+    add_more: Callable[[argparse.ArgumentParser], None], parser: argparse.ArgumentParser
+) -> None:
+    parser.add_argument("--hosts", type=int, metavar="H", help="number of hosts")
+    parser.add_argument("--devices", type=int, metavar="N", help="devices of each host")
+    add_more(parser)
+
+
+def _add_file_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--name", help="of the job (default: the script's)")
+    parser.add_argument("--python", metavar="PATH", help="the interpreter on every host")
+    parser.add_argument(
+        "-o", "--output", metavar="FILE", help="where to write it (default: standard output)"
+    )
+
+
+def _write(options: argparse.Namespace, text: str) -> int:
+    if options.output is None:
+        sys.stdout.write(text)
+        return 0
+    try:
+        Path(options.output).write_text(text)
+    except OSError as error:
+        raise OptionError(
+            problem("--output must be a file to write.", received=error, fix="Check its path.")
+        ) from error
+    return 0
+
+
+# --- Slurm ----------------------------------------------------------------------------------------
+
+
+def _add_slurm_options(parser: argparse.ArgumentParser) -> None:
+    _add_file_options(parser)
+    parser.add_argument("--time", metavar="T", help="the longest it may take, as Slurm writes it")
+    parser.add_argument("--partition", metavar="P", help="where to run")
+    parser.add_argument("--account", metavar="A", help="who pays")
+    parser.add_argument(
+        "--sbatch",
+        action="append",
+        metavar="OPTION",
+        help="another option of sbatch, as in --sbatch=--mem=32G; may be repeated",
+    )
+
+
+def _launch_on_slurm(options: argparse.Namespace, script: Script, problems: Problems) -> int:
+    job = BatchJob(
+        script=script,
+        hosts=options.hosts,
+        devices=options.devices,
+        name=options.name or default_name(script),
+        python=options.python or sys.executable,
+        time=options.time,
+        partition=options.partition,
+        account=options.account,
+        options=tuple(options.sbatch or ()),
+    )
+    job.check(problems)
+    problems.raise_if_any(OptionError)
+    return _write(options, write_batch(job))
+
+
+# --- Kubernetes -----------------------------------------------------------------------------------
+
+
+def _add_kubernetes_options(parser: argparse.ArgumentParser) -> None:
+    _add_file_options(parser)
+    parser.add_argument("--image", help="with Python, Lockstep and the script")
+    parser.add_argument("--directory", metavar="PATH", help="in the image (default: its own)")
+    parser.add_argument("--namespace", help="default: kubectl's")
+    parser.add_argument("--memory", metavar="SIZE", help="of a pod (default: 4Gi)")
+    parser.add_argument(
+        "--shared-memory", metavar="SIZE", help="of it, in /dev/shm at most (default: 1Gi)"
+    )
+    parser.add_argument("--secret-name", metavar="NAME", help="of the Secret (default: lockstep)")
+    parser.add_argument("--port", type=int, metavar="P", help="of host 0 (default: 29400)")
+    parser.add_argument(
+        "--restarts", type=int, metavar="R", help="of all hosts, after a failure (default: 0)"
+    )
+
+
+def _launch_on_kubernetes(options: argparse.Namespace, script: Script, problems: Problems) -> int:
+    given = {
+        "directory": options.directory,
+        "namespace": options.namespace,
+        "memory": options.memory,
+        "shared_memory": options.shared_memory,
+        "secret": options.secret_name,
+        "port": options.port,
+        "restarts": options.restarts,
+    }
+    job = ClusterJob(
+        script=script,
+        hosts=options.hosts,
+        devices=options.devices,
+        name=options.name or default_name(script),
+        image=options.image or "",
+        python=options.python or "python",
+        **{name: value for name, value in given.items() if value is not None},
+    )
+    job.check(problems)
+    problems.raise_if_any(OptionError)
+    return _write(options, write_manifest(job))
+
+
+# --- Ray ------------------------------------------------------------------------------------------
+
+
+def _add_ray_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--address",
+        metavar="HOST:PORT",
+        help="of the cluster (default: RAY_ADDRESS, or auto, which is this host's)",
+    )
+    parser.add_argument(
+        "--spread", choices=SPREADS, help=f"hosts over nodes (default: {SPREADS[0]})"
+    )
+    parser.add_argument(
+        "--directory", metavar="PATH", help="where to run it, on every node (default: as here)"
+    )
+    parser.add_argument(
+        "--timeout", type=float, metavar="SECONDS", help="longest wait for cores (default: 300)"
+    )
+
+
+def _launch_on_ray(options: argparse.Namespace, script: Script, problems: Problems) -> int:
+    given = {
+        "address": options.address or os.environ.get("RAY_ADDRESS"),
+        "spread": options.spread,
+        "timeout_seconds": options.timeout,
+    }
+    job = RayJob(
+        script=script,
+        hosts=options.hosts,
+        devices=options.devices,
+        directory=options.directory or os.getcwd(),
+        **{name: value for name, value in given.items() if value is not None},
+    )
+    job.check(problems)
+    problems.raise_if_any(OptionError)
+    return run_on_ray(job)
+
+
+_Launch = Callable[[argparse.Namespace, Script, Problems], int]
+_AddOptions = Callable[[argparse.ArgumentParser], None]
+
+# Name -> (what happens, its options, what does it).
+_CLUSTERS: dict[str, tuple[str, _AddOptions, _Launch]] = {
+    "slurm": ("write a batch file for sbatch", _add_slurm_options, _launch_on_slurm),
+    "k8s": ("write a manifest for kubectl", _add_kubernetes_options, _launch_on_kubernetes),
+    "ray": ("run on a Ray cluster", _add_ray_options, _launch_on_ray),
+}

@@ -1,0 +1,204 @@
+"""A Kubernetes manifest for a job on several hosts: an indexed Job, and a Service for its names.
+
+No operator is needed. A Job in the mode "Indexed" gives each pod a number, which becomes its host's
+index, and a host name; the headless Service makes that name known to the others, so that they find
+host 0. The secret comes from a Secret of the cluster, which the manifest only names.
+"""
+
+import re
+from pathlib import PurePath
+
+import msgspec
+
+from lockstep.cluster.place import MAX_PORT
+from lockstep.errors import Problems
+from lockstep.launch.script import Script
+from lockstep.launch.yaml_text import YamlValue, format_yaml
+
+# A Service's name (RFC 1035), short enough for a pod's: name, index, and six characters.
+_NAME = re.compile(r"[a-z]([a-z0-9-]{0,50}[a-z0-9])?")
+_SUBDOMAIN = re.compile(r"(?=.{1,253}$)[a-z0-9]([a-z0-9.-]*[a-z0-9])?")
+_QUANTITY = re.compile(r"[1-9][0-9]*([KMGTPE]i?|[kmun])?")
+_IMAGE = re.compile(r"[A-Za-z0-9][\w.:/@+-]*")
+_SECRET_KEY = "secret"
+
+_HEADER = """\
+# Once, make the secret with which the hosts prove to each other that they belong together:
+#
+#   python -c 'import secrets; print(secrets.token_hex(32), end="")' |
+#       kubectl create secret generic {secret} --from-file={key}=/dev/stdin{namespace}
+#
+# Then start the job, see what host 0 says, and remove it:
+#
+#   kubectl apply -f FILE
+#   kubectl logs -f -l batch.kubernetes.io/job-completion-index=0,app.kubernetes.io/name={name}
+#   kubectl delete -f FILE
+"""
+
+
+class ClusterJob(msgspec.Struct, frozen=True, kw_only=True):
+    """A job for Kubernetes.
+
+    Attributes:
+        script: what to run, with paths inside of the image.
+        hosts: number of pods.
+        devices: of each of them: cores.
+        name: of the Job and the Service.
+        image: with Python, Lockstep and the script.
+        python: the interpreter in the image.
+        directory: where the script runs; None is the image's own.
+        namespace: None is kubectl's.
+        memory: of a pod.
+        shared_memory: of it, what may lie in /dev/shm, where DataLoaders' workers put batches.
+        secret: name of the Secret, whose key is "secret".
+        port: where host 0 listens.
+        restarts: how often all hosts may be started again.
+    """
+
+    script: Script
+    hosts: int
+    devices: int
+    name: str
+    image: str
+    python: str
+    directory: str | None = None
+    namespace: str | None = None
+    memory: str = "4Gi"
+    shared_memory: str = "1Gi"
+    secret: str = "lockstep"
+    port: int = 29400
+    restarts: int = 0
+
+    def check(self, problems: Problems) -> None:
+        """Note what Kubernetes would refuse."""
+        name = "at most 52 lower-case letters, digits and dashes, and begin with a letter"
+        for option, value, pattern, rule in (
+            ("--name", self.name, _NAME, name),
+            ("--namespace", self.namespace, _NAME, name),
+            ("--secret-name", self.secret, _SUBDOMAIN, "lower-case letters, digits, dots, dashes"),
+            ("--image", self.image, _IMAGE, "an image's name"),
+            ("--memory", self.memory, _QUANTITY, "a quantity such as 16Gi"),
+            ("--shared-memory", self.shared_memory, _QUANTITY, "a quantity such as 2Gi"),
+        ):
+            if value is not None and pattern.fullmatch(value) is None:
+                problems.add(
+                    f"{option} must be {rule}.",
+                    received=repr(value),
+                    fix="Kubernetes takes nothing else.",
+                )
+        for option, number, least, most in (
+            ("--port", self.port, 1, MAX_PORT),
+            ("--restarts", self.restarts, 0, 1000),
+        ):
+            if not least <= number <= most:
+                problems.add(
+                    f"{option} must be from {least} to {most}.",
+                    received=f"{option} {number}",
+                    fix="Correct it, or leave it out.",
+                )
+
+
+def default_name(script: Script) -> str:
+    """A name for the job, after its script."""
+    stem = script.target if script.is_module else PurePath(script.target).stem
+    words = re.sub(r"[^a-z0-9]+", "-", stem.lower()).strip("-")
+    return words[:52].rstrip("-") if words[:1].isalpha() else f"job-{words}"[:52].rstrip("-")
+
+
+def write_manifest(job: ClusterJob) -> str:
+    """The text of the manifest: YAML, with what to type as a comment."""
+    namespace = "" if job.namespace is None else f" --namespace={job.namespace}"
+    header = _HEADER.format(secret=job.secret, key=_SECRET_KEY, namespace=namespace, name=job.name)
+    return f"{header}---\n{format_yaml(_service(job))}---\n{format_yaml(_job(job))}"
+
+
+def _labels(job: ClusterJob) -> dict[str, YamlValue]:
+    return {"app.kubernetes.io/name": job.name}
+
+
+def _metadata(job: ClusterJob) -> dict[str, YamlValue]:
+    namespace: dict[str, YamlValue] = {}
+    if job.namespace is not None:
+        namespace["namespace"] = job.namespace
+    return {"name": job.name, **namespace, "labels": _labels(job)}
+
+
+def _service(job: ClusterJob) -> dict[str, YamlValue]:
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": _metadata(job),
+        "spec": {
+            "clusterIP": "None",
+            "selector": _labels(job),
+            # Hosts look for each other before any of them can be called ready.
+            "publishNotReadyAddresses": True,
+        },
+    }
+
+
+def _job(job: ClusterJob) -> dict[str, YamlValue]:
+    return {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": _metadata(job),
+        "spec": {
+            "completionMode": "Indexed",
+            "completions": job.hosts,
+            "parallelism": job.hosts,
+            # Where one host fails all do, and each counts.
+            "backoffLimit": job.restarts * job.hosts,
+            "template": {"metadata": {"labels": _labels(job)}, "spec": _pod(job)},
+        },
+    }
+
+
+def _pod(job: ClusterJob) -> dict[str, YamlValue]:
+    return {
+        "subdomain": job.name,
+        "restartPolicy": "Never",
+        "automountServiceAccountToken": False,
+        "containers": [_container(job)],
+        "volumes": [
+            {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": job.shared_memory}}
+        ],
+    }
+
+
+def _container(job: ClusterJob) -> dict[str, YamlValue]:
+    resources: dict[str, YamlValue] = {"cpu": str(job.devices), "memory": job.memory}
+    directory: dict[str, YamlValue] = {}
+    if job.directory is not None:
+        directory["workingDir"] = job.directory
+    return {
+        "name": "lockstep",
+        "image": job.image,
+        "command": _command(job),
+        **directory,
+        "env": [
+            {
+                "name": "LOCKSTEP_SECRET",
+                "valueFrom": {"secretKeyRef": {"name": job.secret, "key": _SECRET_KEY}},
+            }
+        ],
+        "resources": {"requests": resources, "limits": resources},
+        "volumeMounts": [{"name": "shm", "mountPath": "/dev/shm"}],
+    }
+
+
+def _command(job: ClusterJob) -> list[str]:
+    """Kubernetes puts the pod's number in, and takes two ``$`` for one."""
+    module = ["-m"] if job.script.is_module else []
+    arguments = ["--", *job.script.arguments] if job.script.arguments else []
+    return [
+        job.python,
+        "-m",
+        "lockstep",
+        "run",
+        f"--hosts={job.hosts}",
+        "--host-index=$(JOB_COMPLETION_INDEX)",
+        f"--rendezvous={job.name}-0.{job.name}:{job.port}",
+        f"--devices={job.devices}",
+        *module,
+        *(word.replace("$", "$$") for word in (job.script.target, *arguments)),
+    ]
