@@ -108,10 +108,10 @@ class _Followers(Origin):
         self._bells: dict[int, int] = {}
 
     def start_helper(self, rank: int, scrap: Scrap) -> tuple[int, Link]:
+        bell = make_bell()
         number = min(self._coming)
         attendee = self._coming.pop(number)
-        self._peers[number] = attendee.peer
-        self._bells[number] = bell = make_bell()
+        self._peers[number], self._bells[number] = attendee.peer, bell
         link = Link(attendee.sock)
         with suppress(OSError):  # it is gone: that shows in the first call
             link.send(Message(WELCOME, str(rank).encode(), (scrap.descriptor, bell)))

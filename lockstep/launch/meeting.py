@@ -260,7 +260,7 @@ class _Reception:
             self._refused[f"as another process {number}"] += 1
             return number, _TAKEN
         if former is not None:
-            former.close()  # it gave up, and has come again
+            self._followers.pop(number).close()  # it gave up, and has come again
         return number, _ADMITTED
 
 
