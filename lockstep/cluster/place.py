@@ -4,7 +4,16 @@ A *host* is what the launcher says it is: processes of different hosts never sha
 where they could.
 """
 
+import re
+
 import msgspec
+
+MAX_PORT = 65535
+
+_WRITTEN_ADDRESS = re.compile(
+    r"(?:\[(?P<ipv6>[0-9A-Fa-f.:]*:[0-9A-Fa-f.:]*(?:%[\w.-]+)?)\]|(?P<name>[A-Za-z0-9_.-]+))"
+    r":(?P<port>[0-9]{1,5})"
+)
 
 
 class Address(msgspec.Struct, frozen=True):
@@ -16,6 +25,18 @@ class Address(msgspec.Struct, frozen=True):
     def __str__(self) -> str:
         # An IPv6 address has colons of its own.
         return f"[{self.name}]:{self.port}" if ":" in self.name else f"{self.name}:{self.port}"
+
+    @staticmethod
+    def parse(text: str) -> "Address":
+        """The address that is written ``name:port``, an IPv6 address in brackets.
+
+        Raises:
+            ValueError: it is written otherwise; the message is what was received.
+        """
+        match = _WRITTEN_ADDRESS.fullmatch(text)
+        if match is None or not 0 < int(match["port"]) <= MAX_PORT:
+            raise ValueError(repr(text))
+        return Address(name=match["ipv6"] or match["name"], port=int(match["port"]))
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True):
