@@ -1,0 +1,282 @@
+"""The circle of hosts: what their leading processes tell each other besides tensors.
+
+A star of wires: host 0 has one to each of the others, so two hosts hear of each other through host
+0. All hosts call the same things in the same order, with bytes that mean something to the caller.
+
+Whoever waits here, or only looks, learns that another host has failed, with its name: host 0 passes
+on what it hears to all the others.
+
+Meant for what is small or rare: tensors take wires of their own (``open_wires``).
+"""
+
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import msgspec
+
+from lockstep.errors import HostError, problem
+from lockstep.launch.link import LookAround, Stopwatch, is_readable, wait_on
+from lockstep.launch.secret import Secret
+from lockstep.launch.wire import Frame, Wire
+from lockstep.launch.wiring import Counts, open_wires
+from lockstep.units import first_few
+
+_EXCHANGE = b"E"
+_BROADCAST = b"B"
+_GATHER = b"G"
+_CALLS = {_EXCHANGE: "exchange", _BROADCAST: "broadcast", _GATHER: "gather"}
+
+_SHOWN_CHARACTERS = 200
+
+
+@dataclass(frozen=True, kw_only=True)
+class Card:
+    """What a host says of itself when hosts meet.
+
+    Attributes:
+        facts: must be the same on all hosts: versions, what is to be trained.
+        about: may differ: the host's name ("name"), its number of devices.
+    """
+
+    facts: Mapping[str, str]
+    about: Mapping[str, str | int]
+
+
+class Circle:
+    """The hosts of a job, seen from one of them.
+
+    Args:
+        host: the number of this one.
+        cards: of all hosts.
+        star: on host 0 the wires to all others, on the others that to host 0.
+        secret: what they know each other by.
+
+    Attributes:
+        host: the number of this host.
+        num_hosts: how many there are.
+        cards: what each host says of itself, by host.
+    """
+
+    def __init__(
+        self, *, host: int, cards: Sequence[Card], star: Mapping[int, Wire], secret: Secret | None
+    ) -> None:
+        self.host = host
+        self.cards = list(cards)
+        self.num_hosts = len(self.cards)
+        self._star = dict(star)
+        self._secret = secret
+        self._has_told = False
+
+    def exchange(self, payload: bytes, look_around: LookAround = wait_on) -> list[bytes]:
+        """Everybody's bytes by host, on every host.
+
+        Raises:
+            HostError: another host failed, left, is gone, or calls something else; so everywhere.
+        """
+        with self._telling_others():
+            if self.host != 0:
+                self._send(0, _EXCHANGE, payload, look_around)
+                others = [host for host in range(self.num_hosts) if host != self.host]
+                parts = {host: self._receive(_EXCHANGE, look_around) for host in others}
+            else:
+                parts = self._collect(_EXCHANGE, look_around)
+            parts[self.host] = payload
+            for to in self._star if self.host == 0 else ():
+                for host in range(self.num_hosts):
+                    if host != to:
+                        self._send(to, _EXCHANGE, parts[host], look_around)
+            return [parts[host] for host in range(self.num_hosts)]
+
+    def broadcast(self, payload: bytes | None = None, look_around: LookAround = wait_on) -> bytes:
+        """Host 0's bytes, on every host; the others give None.
+
+        Raises:
+            HostError: as of ``exchange``.
+        """
+        with self._telling_others():
+            if self.host != 0:
+                return self._receive(_BROADCAST, look_around)
+            assert payload is not None
+            for to in self._star:
+                self._send(to, _BROADCAST, payload, look_around)
+            return payload
+
+    def gather(self, payload: bytes, look_around: LookAround = wait_on) -> list[bytes]:
+        """Everybody's bytes by host on host 0; nothing on the others, which do not wait.
+
+        Raises:
+            HostError: as of ``exchange``.
+        """
+        with self._telling_others():
+            if self.host != 0:
+                self._send(0, _GATHER, payload, look_around)
+                return []
+            parts = self._collect(_GATHER, look_around)
+            return [payload, *(parts[host] for host in range(1, self.num_hosts))]
+
+    def check(self, name: str, value: str, look_around: LookAround = wait_on) -> None:
+        """See that all hosts have the same value of something.
+
+        Args:
+            name: what it is, for the message: "the Plan".
+            value: this host's.
+            look_around: called while waiting.
+
+        Raises:
+            HostError: they have not; on all hosts.
+        """
+        said = msgspec.json.encode((name, value))
+        answers = [_decode_check(part) for part in self.exchange(said, look_around)]
+        groups: dict[tuple[str, str], list[str]] = {}
+        for host, answer in enumerate(answers):
+            groups.setdefault(answer, []).append(self.name_of(host))
+        if len(groups) > 1:
+            listed = [f"{_shown(each, answers)} on {first_few(groups[each])}" for each in groups]
+            raise HostError(
+                problem(
+                    f"{name} must be the same on all hosts.",
+                    received="; ".join(listed),
+                    fix="Run the same script with the same options, data and seed on every host.",
+                )
+            )
+
+    def look_around(self, waited_seconds: float = 0.0) -> None:
+        """See whether the other hosts are still there. Does not wait, and takes no message.
+
+        Raises:
+            HostError: one has failed, or is gone.
+        """
+        with self._telling_others():
+            for wire in self._star.values():
+                wire.look()
+
+    def open_wires(
+        self, counts: Counts, timeout_seconds: float, look_around: LookAround = wait_on
+    ) -> dict[int, list[socket.socket]]:
+        """Open more connections, pair by pair. All hosts ask for the same ones.
+
+        Args:
+            counts: how many for hosts (g, h), g < h; pairs that are not named get none.
+            timeout_seconds: until all of them must be there.
+            look_around: called while waiting.
+
+        Returns:
+            Sockets by other host; number k of a pair is the same connection on both sides. They
+            are authenticated, do not block, and belong to the caller.
+
+        Raises:
+            HostError: another host did not connect, failed, or is gone.
+        """
+        if self._secret is None:
+            return {}
+        with self._telling_others():
+            return open_wires(
+                self,
+                self._secret,
+                counts,
+                timeout_seconds=timeout_seconds,
+                look_around=look_around,
+            )
+
+    @property
+    def interface(self) -> tuple[socket.AddressFamily, str]:
+        """The family and address of this host where the circle meets it."""
+        return next(iter(self._star.values())).own_address
+
+    def name_of(self, host: int) -> str:
+        """A host for messages: "Host 1 (node-b)"."""
+        return name_of(host, self.cards[host])
+
+    def fail(self, text: str) -> None:
+        """Tell the others that this host has failed, and why; then close."""
+        self._tell(f"{self.name_of(self.host)} failed: {text}")
+        self.close()
+
+    def close(self) -> None:
+        """Leave: the others see that this host is done, not that it is gone."""
+        for wire in self._star.values():
+            wire.close()
+
+    def _send(self, to: int, kind: bytes, payload: bytes, look_around: LookAround) -> None:
+        self._star[to].send(kind, payload, self._watching(look_around))
+
+    def _receive(self, kind: bytes, look_around: LookAround) -> bytes:
+        wire = self._star[0]
+        return self._expected(kind, wire.receive(self._watching(look_around)), wire)
+
+    def _collect(self, kind: bytes, look_around: LookAround) -> dict[int, bytes]:
+        """One frame from each of the others, in whatever order they come."""
+        watch, look = Stopwatch(), self._watching(look_around)
+        found: dict[int, bytes] = {}
+        while len(found) < len(self._star):
+            missing = {host: wire for host, wire in self._star.items() if host not in found}
+            for host, wire in missing.items():
+                if (frame := wire.take_one()) is not None:
+                    found[host] = self._expected(kind, frame, wire)
+            waiting = [wire for host, wire in missing.items() if host not in found]
+            if waiting and not is_readable(waiting):
+                look(watch.tick())
+        return found
+
+    def _watching(self, look_around: LookAround) -> LookAround:
+        def look(waited_seconds: float) -> None:
+            self.look_around()
+            look_around(waited_seconds)
+
+        return look
+
+    def _expected(self, kind: bytes, frame: Frame, wire: Wire) -> bytes:
+        if frame.kind == kind:
+            return frame.payload
+        theirs = _CALLS.get(frame.kind, repr(frame.kind))
+        raise HostError(
+            problem(
+                "All hosts must come to the same calls in the same order.",
+                received=f"{theirs} from {wire.peer}, {_CALLS[kind]} on host {self.host}",
+                fix="Run the same script with the same options on every host.",
+            )
+        )
+
+    @contextmanager
+    def _telling_others(self) -> Iterator[None]:
+        """Host 0 passes on what it learns of one host to all the others."""
+        try:
+            yield
+        except HostError as error:
+            if self.host == 0:
+                self._tell(str(error))
+            raise
+
+    def _tell(self, text: str) -> None:
+        """Tell all others of a failure. Nothing comes after it."""
+        if not self._has_told:
+            self._has_told = True
+            for wire in self._star.values():
+                wire.fail(text)
+
+
+def name_of(host: int, card: Card) -> str:
+    """A host for messages: its number, and its name if its card has one."""
+    name = card.about.get("name")
+    return f"Host {host}" if name is None else f"Host {host} ({name})"
+
+
+def _decode_check(payload: bytes) -> tuple[str, str]:
+    try:
+        return msgspec.json.decode(payload, type=tuple[str, str])
+    except msgspec.DecodeError as error:
+        raise HostError(f"Another host sent what is no check: {error}.") from error
+
+
+def _shown(answer: tuple[str, str], all_answers: Sequence[tuple[str, str]]) -> str:
+    """A value, or of a long one the part where they begin to differ; its name if that differs."""
+    names, values = zip(*all_answers, strict=True)
+    name, value = answer
+    if len(value) > _SHOWN_CHARACTERS:
+        columns = enumerate(zip(*values, strict=False))
+        alike = next((place for place, signs in columns if len(set(signs)) > 1), len(value))
+        start = max(alike - _SHOWN_CHARACTERS // 4, 0)
+        value = f"...{value[start : start + _SHOWN_CHARACTERS]}..."
+    return repr(value) if len(set(names)) == 1 else f"{name} = {value!r}"

@@ -1,0 +1,314 @@
+"""The handshake: two processes prove to each other that they know the job's secret.
+
+Four messages of fixed sizes, before anything else is read::
+
+    caller    greeting: what this is, and 32 random bytes
+    answerer  greeting: the same
+    caller    proof     HMAC-SHA256 over the purpose and both greetings
+    answerer  proof     the same, with another key
+
+The caller proves first: whoever comes without the secret gets random bytes, and then a closed
+connection. The random bytes are new each time, so what was recorded once proves nothing later; each
+direction has its own key, so what was sent to somebody proves nothing when sent back to him. The
+purpose (this job's rendezvous; the third wire from host 0 to host 1) is agreed before and never
+sent, so a proof counts for one thing only.
+
+Both sides are written as talks that know no socket: each step says what to send and how many bytes
+to wait for. ``Gate`` holds many of them at a time, so that one who is slow keeps nobody waiting.
+
+What follows on the connection is neither encrypted nor signed: whoever can change what travels
+between the hosts can take over a connection after its handshake.
+"""
+
+import hmac
+import os
+import select
+import socket
+import struct
+import time
+from collections.abc import Collection, Generator
+from dataclasses import dataclass
+
+from lockstep.launch.link import LOOK_AROUND_SECONDS, LookAround, Stopwatch
+from lockstep.launch.secret import Secret
+from lockstep.launch.sockets import SocketAddress, connect, tune
+
+_MAGIC = b"LOCKSTP1"
+_NONCE_BYTES = 32
+_GREETING_BYTES = len(_MAGIC) + _NONCE_BYTES
+_PROOF_BYTES = 32
+_CALLER, _ANSWERER = b"lockstep caller 1", b"lockstep answerer 1"
+
+# A whole handshake takes three times the way there and back.
+HANDSHAKE_SECONDS = 10.0
+_MOST_PENDING = 128
+_MOST_ACCEPTED_AT_ONCE = 64
+
+# Yields (what to send, how many bytes to wait for), is sent those; returns the purpose.
+_Talk = Generator[tuple[bytes, int], bytes, bytes]
+
+
+class HandshakeError(Exception):
+    """The other side is none of ours. Caught by whoever knows what this means for the job."""
+
+
+def purpose_of(*parts: bytes | str | int) -> bytes:
+    """What a connection is for, as bytes that no other parts give."""
+    encoded = [part if isinstance(part, bytes) else str(part).encode() for part in parts]
+    return b"".join(struct.pack("!Q", len(part)) + part for part in encoded)
+
+
+def _proof(secret: Secret, role: bytes, purpose: bytes, caller: bytes, answerer: bytes) -> bytes:
+    message = purpose_of(purpose, caller, answerer)
+    return hmac.digest(secret.key(role), message, "sha256")
+
+
+def _greeting() -> bytes:
+    return _MAGIC + os.urandom(_NONCE_BYTES)
+
+
+def _check_greeting(greeting: bytes) -> None:
+    if not greeting.startswith(_MAGIC):
+        raise HandshakeError("it does not speak Lockstep's protocol")
+
+
+def _call(secret: Secret, purpose: bytes) -> _Talk:
+    caller = _greeting()
+    answerer = yield caller, _GREETING_BYTES
+    _check_greeting(answerer)
+    theirs = yield _proof(secret, _CALLER, purpose, caller, answerer), _PROOF_BYTES
+    if not hmac.compare_digest(theirs, _proof(secret, _ANSWERER, purpose, caller, answerer)):
+        raise HandshakeError("it has another secret, or is of another job")
+    return purpose
+
+
+def _answer(secret: Secret, purposes: Collection[bytes]) -> _Talk:
+    caller = yield b"", _GREETING_BYTES
+    _check_greeting(caller)
+    answerer = _greeting()
+    theirs = yield answerer, _PROOF_BYTES
+    for purpose in purposes:
+        if hmac.compare_digest(theirs, _proof(secret, _CALLER, purpose, caller, answerer)):
+            yield _proof(secret, _ANSWERER, purpose, caller, answerer), 0
+            return purpose
+    raise HandshakeError("it has another secret, or is of another job")
+
+
+class _Conversation:
+    """A talk over a socket, without waiting."""
+
+    def __init__(self, sock: socket.socket, talk: _Talk) -> None:
+        self.socket = sock
+        self._talk = talk
+        self._received = bytearray()
+        self._unsent, self._num_wanted = next(talk)
+        self.purpose = b""
+
+    @property
+    def events(self) -> int:
+        """What to poll for."""
+        return select.POLLOUT if self._unsent else select.POLLIN
+
+    def advance(self) -> bool:
+        """Go on as far as it goes now; whether the handshake is done.
+
+        Raises:
+            HandshakeError: the other side failed it.
+            OSError: the connection broke.
+        """
+        try:
+            while not self.purpose:
+                self._step()
+        except BlockingIOError:
+            return False
+        return True
+
+    def _step(self) -> None:
+        while self._unsent:
+            self._unsent = self._unsent[self.socket.send(self._unsent) :]
+        while len(self._received) < self._num_wanted:
+            # No byte more: what comes after the handshake is not ours to read.
+            data = self.socket.recv(self._num_wanted - len(self._received))
+            if not data:
+                raise HandshakeError("it closed the connection in the handshake")
+            self._received += data
+        try:
+            self._unsent, self._num_wanted = self._talk.send(bytes(self._received))
+        except StopIteration as end:
+            self.purpose = end.value
+        self._received.clear()
+
+
+def call(
+    family: int,
+    where: SocketAddress,
+    secret: Secret,
+    purpose: bytes,
+    *,
+    seconds: float,
+    look_around: LookAround,
+) -> socket.socket:
+    """Connect to one who is to know the secret, too.
+
+    Args:
+        family: of the address.
+        where: the address.
+        secret: what both know.
+        purpose: what the connection is for; the other side must expect just that.
+        seconds: for connecting, and again for the handshake.
+        look_around: called every 20 ms.
+
+    Raises:
+        HandshakeError: there is somebody else.
+        OSError: there is nobody.
+    """
+    sock = connect(family, where, seconds, look_around)
+    try:
+        _converse(_Conversation(sock, _call(secret, purpose)), seconds, look_around)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def _converse(conversation: _Conversation, seconds: float, look_around: LookAround) -> None:
+    watch = Stopwatch()
+    poller = select.poll()
+    while not conversation.advance():
+        poller.register(conversation.socket, conversation.events)
+        if not poller.poll(LOOK_AROUND_SECONDS * 1000):
+            look_around(watch.tick())
+        if watch.tick() > seconds:
+            raise HandshakeError("it did not finish the handshake in time")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Guest:
+    """One who has proved that he knows the secret, and what his connection is for."""
+
+    socket: socket.socket
+    purpose: bytes
+
+
+class Gate:
+    """Holds handshakes with all who connect, and lets in those who prove that they are ours.
+
+    A bounded number at a time, each for a bounded time. When more come, the one that has been at it
+    longest has to go: one of ours is through in milliseconds, and would come again.
+
+    Args:
+        listener: a listening socket; the gate closes it.
+        secret: what guests must know.
+        purposes: what connections may be for.
+        once: each purpose is good for one connection only.
+        seconds: for one handshake.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        secret: Secret,
+        purposes: Collection[bytes],
+        *,
+        once: bool = False,
+        seconds: float = HANDSHAKE_SECONDS,
+    ) -> None:
+        self._listener = listener
+        self._secret = secret
+        self.purposes = set(purposes)
+        self._once = once
+        self._seconds = seconds
+        self.num_refused = 0
+        self.last_refusal = ""
+        self._pending: dict[int, tuple[_Conversation, float]] = {}  # the oldest first
+        self._poller = select.poll()
+        self._poller.register(listener, select.POLLIN)
+
+    @property
+    def address(self) -> SocketAddress:
+        """Where it listens."""
+        address: SocketAddress = self._listener.getsockname()
+        return address
+
+    def admit(self, seconds: float) -> list[Guest]:
+        """Go on with all handshakes, waiting at most so long for something to do."""
+        guests: list[Guest] = []
+        for descriptor, _ in self._poller.poll(seconds * 1000):
+            if descriptor == self._listener.fileno():
+                self._accept()
+            elif descriptor in self._pending:  # unless one who came now took its place
+                guests += self._advance(descriptor)
+        now = time.monotonic()
+        while self._pending and next(iter(self._pending.values()))[1] < now:
+            self._refuse_oldest("it did not finish the handshake in time")
+        return guests
+
+    def close(self) -> None:
+        """Stop listening, and break off all handshakes."""
+        self._listener.close()
+        for conversation, _ in self._pending.values():
+            conversation.socket.close()
+        self._pending.clear()
+
+    def _accept(self) -> None:
+        for _ in range(_MOST_ACCEPTED_AT_ONCE):
+            if len(self._pending) >= _MOST_PENDING:
+                self._refuse_oldest("too many others came")
+            try:
+                sock, _ = self._listener.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:  # it broke before it was accepted; or out of descriptors
+                self._count_refusal(error.strerror or str(error), "a connection")
+                return
+            deadline = time.monotonic() + self._seconds
+            conversation = _Conversation(tune(sock), _answer(self._secret, self.purposes))
+            self._pending[sock.fileno()] = (conversation, deadline)
+            self._poller.register(sock, conversation.events)
+
+    def _advance(self, descriptor: int) -> list[Guest]:
+        conversation, _ = self._pending[descriptor]
+        try:
+            if not conversation.advance():
+                self._poller.modify(descriptor, conversation.events)
+                return []
+        except HandshakeError as error:
+            self._refuse(descriptor, str(error))
+            return []
+        except OSError as error:
+            self._refuse(descriptor, error.strerror or str(error))
+            return []
+        return self._welcome(descriptor)
+
+    def _welcome(self, descriptor: int) -> list[Guest]:
+        conversation, _ = self._pending[descriptor]
+        if conversation.purpose not in self.purposes:
+            self._refuse(descriptor, "its place was taken")
+            return []
+        if self._once:
+            self.purposes.discard(conversation.purpose)
+        self._forget(descriptor)
+        return [Guest(socket=conversation.socket, purpose=conversation.purpose)]
+
+    def _refuse_oldest(self, why: str) -> None:
+        self._refuse(next(iter(self._pending)), why)
+
+    def _refuse(self, descriptor: int, why: str) -> None:
+        conversation = self._forget(descriptor)
+        self._count_refusal(why, _peer_address(conversation.socket))
+        conversation.socket.close()
+
+    def _forget(self, descriptor: int) -> _Conversation:
+        self._poller.unregister(descriptor)
+        return self._pending.pop(descriptor)[0]
+
+    def _count_refusal(self, why: str, who: str) -> None:
+        self.num_refused += 1
+        self.last_refusal = f"{who}: {why}"
+
+
+def _peer_address(sock: socket.socket) -> str:
+    try:
+        return str(sock.getpeername()[0])
+    except OSError:  # gone already
+        return "a connection"

@@ -1,0 +1,255 @@
+"""A wire: framed messages over an authenticated TCP connection to another host.
+
+Frames are a kind, a length, and bytes: nothing is unpickled. No call blocks in the kernel for long:
+whoever waits looks around 50 times a second, and gives up by raising (as on a ``Link``).
+
+A host that fails says so (ERROR); one that is done says goodbye (GOODBYE). A connection that ends
+without either means that its host is gone, and whoever waits for it, or only looks, gets an error
+with its name.
+"""
+
+import contextlib
+import select
+import socket
+import struct
+from collections import deque
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from lockstep.errors import HostError, problem
+from lockstep.launch.link import LOOK_AROUND_SECONDS, LookAround, Stopwatch, is_readable, wait_on
+from lockstep.launch.sockets import VANISHED_SECONDS, is_unanswered
+from lockstep.units import format_bytes
+
+ERROR = b"!"
+GOODBYE = b"."
+
+MOST_BYTES = 1 << 36
+_HEADER = struct.Struct("!cQ")  # kind, payload bytes
+_JOINED_BYTES = 1 << 16  # payloads up to this size go out in one piece with their header
+_CHUNK_BYTES = 1 << 20
+# So much is read before anyone asks for it, to see an ERROR behind it.
+_READ_AHEAD_BYTES = 1 << 26
+_MOST_ERROR_BYTES = 1 << 16
+_MOST_DRAINS = 1000
+_FAREWELL_SECONDS = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peer:
+    """The host at the other end, for messages.
+
+    Attributes:
+        host: its number.
+        name: what it is called, and where it is: "node-b, 10.0.0.2".
+    """
+
+    host: int
+    name: str
+
+    def __str__(self) -> str:
+        return f"Host {self.host} ({self.name})"
+
+
+class Frame(NamedTuple):
+    """One message."""
+
+    kind: bytes
+    payload: bytes
+
+
+class Wire:
+    """One end of a connection.
+
+    Args:
+        sock: connected, authenticated, and not blocking; now the wire's.
+        peer: who is at the other end.
+        most_bytes: of a frame.
+
+    Attributes:
+        peer: may be set once more is known.
+        most_bytes: likewise.
+        was_told: the other host has said that it failed.
+    """
+
+    def __init__(self, sock: socket.socket, peer: Peer, most_bytes: int = MOST_BYTES) -> None:
+        self.peer = peer
+        self.most_bytes = most_bytes
+        self._socket = sock
+        self._unsent: deque[memoryview] = deque()
+        self._kind: bytes | None = None  # of the frame that is coming in, once its header is there
+        self._chunks: list[bytes] = []
+        self._num_missing = _HEADER.size
+        self._frames: deque[Frame] = deque()
+        self._num_waiting_bytes = 0
+        self._failure = ""  # why this wire is of no use any more
+        self.was_told = False
+        self._has_left = False
+
+    def fileno(self) -> int:
+        """The socket's descriptor."""
+        return self._socket.fileno()
+
+    @property
+    def own_address(self) -> tuple[socket.AddressFamily, str]:
+        """The family and address of this host on the interface that the wire uses."""
+        return self._socket.family, self._socket.getsockname()[0]
+
+    def send(self, kind: bytes, payload: bytes = b"", look_around: LookAround = wait_on) -> None:
+        """Send a frame; what a call that was given up has left is sent before it.
+
+        Raises:
+            HostError: the other host failed, left, or is gone.
+        """
+        if len(payload) > MOST_BYTES:
+            raise self._oversized(f"{self.peer} cannot be sent so much at once.", len(payload))
+        header = _HEADER.pack(kind, len(payload))
+        parts = [header + payload] if len(payload) <= _JOINED_BYTES else [header, payload]
+        self._unsent += [memoryview(part) for part in parts if part]
+        watch = Stopwatch()
+        poller = select.poll()
+        poller.register(self, select.POLLOUT)
+        while not self._flush():
+            if not poller.poll(LOOK_AROUND_SECONDS * 1000):
+                self.look()
+                look_around(watch.tick())
+
+    def receive(self, look_around: LookAround = wait_on) -> Frame:
+        """Wait for a frame.
+
+        Raises:
+            HostError: the other host failed, left, or is gone.
+        """
+        watch = Stopwatch()
+        while (frame := self.take_one()) is None:
+            if not is_readable([self]):
+                look_around(watch.tick())
+        return frame
+
+    def take_one(self) -> Frame | None:
+        """The next frame, if it has come in whole. Does not wait.
+
+        Raises:
+            HostError: the other host failed, left, or is gone.
+        """
+        self.look()
+        if self._frames:
+            frame = self._frames.popleft()
+            self._num_waiting_bytes -= len(frame.payload)
+            return frame
+        if self._has_left:
+            raise HostError(f"{self.peer} has left: its script takes no part any more.")
+        return None
+
+    def look(self) -> None:
+        """See whether the other host is still there. Takes no frame, and does not wait.
+
+        Raises:
+            HostError: the other host failed or is gone.
+        """
+        try:
+            while not self._is_over and self._num_waiting_bytes < _READ_AHEAD_BYTES:
+                self._read()
+        except BlockingIOError:
+            if is_unanswered(self._socket):
+                self._fail(f"nothing has come back for {VANISHED_SECONDS} s")
+        if self._failure:
+            raise HostError(self._failure)
+
+    def fail(self, text: str) -> None:
+        """Tell the other host that this one has failed, and why, if it listens; and close."""
+        # It may not be reading, and this host wants to end.
+        with contextlib.suppress(HostError, TimeoutError):
+            self.send(ERROR, text.encode(errors="replace")[:_MOST_ERROR_BYTES], _give_up)
+        self.close()
+
+    def close(self) -> None:
+        """Say goodbye, if that is possible without waiting, and close."""
+        self._failure = self._failure or f"The connection to {self.peer} is closed on this side."
+        # Nothing more to read, or nobody to say goodbye to: as good.
+        with contextlib.suppress(OSError):
+            if not self._unsent:
+                self._socket.send(_HEADER.pack(GOODBYE, 0))
+            # Where something is left unread, closing throws away what was sent, too.
+            for _ in range(_MOST_DRAINS):
+                if not self._socket.recv(_CHUNK_BYTES):
+                    break
+        self._socket.close()
+
+    def _flush(self) -> bool:
+        """Send what there is room for; whether all is sent."""
+        try:
+            while self._unsent:
+                view = self._unsent[0]
+                rest = view[self._socket.send(view) :]
+                if rest:
+                    self._unsent[0] = rest
+                else:
+                    self._unsent.popleft()
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            self.look()  # it may have said why before it closed the connection
+            raise self._gone(error.strerror or str(error)) from error
+        return True
+
+    @property
+    def _is_over(self) -> bool:
+        return self._has_left or bool(self._failure)
+
+    def _read(self) -> None:
+        try:
+            data = self._socket.recv(min(self._num_missing, _CHUNK_BYTES))
+        except BlockingIOError:
+            raise
+        except OSError as error:
+            self._fail(error.strerror or str(error))
+            return
+        if not data:
+            self._fail("it has closed the connection")
+            return
+        self._chunks.append(data)
+        self._num_missing -= len(data)
+        if self._num_missing == 0:
+            self._complete(b"".join(self._chunks))
+
+    def _complete(self, data: bytes) -> None:
+        self._chunks = []
+        if self._kind is not None:
+            self._take_in(Frame(self._kind, data))
+            return
+        kind, num_bytes = _HEADER.unpack(data)
+        if num_bytes > (_MOST_ERROR_BYTES if kind == ERROR else self.most_bytes):
+            error = self._oversized(f"{self.peer} sent more than can be.", num_bytes)
+            self._failure = str(error)
+        elif num_bytes == 0:
+            self._take_in(Frame(kind, b""))
+        else:
+            self._kind, self._num_missing = kind, num_bytes
+
+    def _take_in(self, frame: Frame) -> None:
+        self._kind, self._num_missing = None, _HEADER.size
+        if frame.kind == ERROR:
+            self._failure, self.was_told = frame.payload.decode(errors="replace"), True
+        elif frame.kind == GOODBYE:
+            self._has_left = True
+        else:
+            self._frames.append(frame)
+            self._num_waiting_bytes += len(frame.payload)
+
+    def _fail(self, why: str) -> None:
+        self._failure = str(self._gone(why))
+
+    def _gone(self, why: str) -> HostError:
+        return HostError(f"{self.peer} no longer answers: {why}.")
+
+    def _oversized(self, what: str, num_bytes: int) -> HostError:
+        most = format_bytes(self.most_bytes)
+        return HostError(
+            problem(what, received=format_bytes(num_bytes), fix=f"A frame holds up to {most}.")
+        )
+
+
+def _give_up(waited_seconds: float) -> None:
+    if waited_seconds > _FAREWELL_SECONDS:
+        raise TimeoutError

@@ -1,0 +1,195 @@
+"""Opens wires pair by pair: connections for tensors, beside the star of the circle.
+
+Of two hosts the one with the lower number listens: at the address of the interface that the circle
+uses, at a free port, until its wires are there and no longer. Where, it says over the circle. Each
+handshake is for one wire: with a token that is made for this one time, the pair, and the number.
+"""
+
+import os
+import socket
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from lockstep.errors import HostError, problem
+from lockstep.launch.handshake import Gate, HandshakeError, call, purpose_of
+from lockstep.launch.link import LOOK_AROUND_SECONDS, LookAround, Stopwatch
+from lockstep.launch.secret import Secret
+from lockstep.launch.sockets import listen
+from lockstep.units import format_seconds
+
+if TYPE_CHECKING:
+    from lockstep.launch.circle import Circle
+
+_TOKEN_BYTES = 16
+
+Counts = Mapping[tuple[int, int], int]
+_Sockets = dict[int, list[socket.socket]]
+
+
+class _Notice(msgspec.Struct, frozen=True, kw_only=True):
+    """What a host says before wires are opened.
+
+    Attributes:
+        counts: how many wires there are to be, as (host, other host, number).
+        where: its listener, if it has one: family, address, port.
+        token: what its wires are known by.
+    """
+
+    counts: list[tuple[int, int, int]]
+    where: tuple[int, str, int] | None
+    token: bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Wiring:
+    """One opening of wires, as a host goes through it."""
+
+    circle: "Circle"
+    secret: Secret
+    watch: Stopwatch
+    timeout_seconds: float
+    look_around: LookAround
+
+    def look(self, waited_seconds: float = 0.0) -> None:
+        self.circle.look_around()
+        self.look_around(self.watch.tick())
+
+    def call(self, host: int, notice: _Notice, number: int) -> socket.socket:
+        """Wire ``number`` to a host with a lower number."""
+        assert notice.where is not None
+        family, *where = notice.where
+        purpose = _purpose(notice.token, host, self.circle.host, number)
+        while True:
+            left = self.timeout_seconds - self.watch.tick()
+            try:
+                return call(
+                    family,
+                    tuple(where),
+                    self.secret,
+                    purpose,
+                    seconds=max(left, 0.0),
+                    look_around=self.look,
+                )
+            except (HandshakeError, OSError) as error:
+                if self.watch.tick() > self.timeout_seconds:
+                    raise self.too_late([host], str(error)) from error
+                # Others who call that host may have been in the way.
+                self.look()
+
+    def accept(self, gate: Gate, expected: Mapping[bytes, tuple[int, int]], into: _Sockets) -> None:
+        """Let in the wires of hosts with higher numbers; purposes are known by host and number."""
+        numbered: dict[tuple[int, int], socket.socket] = {}
+        try:
+            while gate.purposes:
+                for guest in gate.admit(LOOK_AROUND_SECONDS):
+                    numbered[expected[guest.purpose]] = guest.socket
+                self.look()
+                if gate.purposes and self.watch.seconds > self.timeout_seconds:
+                    missing = sorted({expected[purpose][0] for purpose in gate.purposes})
+                    raise self.too_late(missing, gate.last_refusal or "nobody called")
+        finally:
+            for host, number in sorted(numbered):
+                into.setdefault(host, []).append(numbered[host, number])
+
+    def too_late(self, hosts: Iterable[int], received: str) -> HostError:
+        names = " and ".join(self.circle.name_of(host) for host in hosts)
+        return HostError(
+            problem(
+                f"{names} must be connected with {self.circle.name_of(self.circle.host)} within "
+                f"{format_seconds(self.timeout_seconds)}.",
+                received=received,
+                fix="See whether a firewall stands between these hosts: every pair talks over "
+                "ports that the kernel chooses.",
+            )
+        )
+
+
+def open_wires(
+    circle: "Circle",
+    secret: Secret,
+    counts: Counts,
+    *,
+    timeout_seconds: float,
+    look_around: LookAround,
+) -> _Sockets:
+    """Open wires; see ``Circle.open_wires``."""
+    host = circle.host
+    assert all(0 <= low < high < circle.num_hosts for low, high in counts)
+    wiring = _Wiring(
+        circle=circle,
+        secret=secret,
+        watch=Stopwatch(),
+        timeout_seconds=timeout_seconds,
+        look_around=look_around,
+    )
+    token = os.urandom(_TOKEN_BYTES)
+    expected = {
+        _purpose(token, host, high, number): (high, number)
+        for (low, high), count in counts.items()
+        if low == host
+        for number in range(count)
+    }
+    gate = _open_gate(circle, secret, expected) if expected else None
+    opened: _Sockets = {}
+    try:
+        notices = _exchange_notices(circle, gate, token, counts, look_around)
+        for low in range(host):
+            for number in range(counts.get((low, host), 0)):
+                opened.setdefault(low, []).append(wiring.call(low, notices[low], number))
+        if gate:
+            wiring.accept(gate, expected, opened)
+    except BaseException:
+        for sockets in opened.values():
+            for sock in sockets:
+                sock.close()
+        raise
+    finally:
+        if gate:
+            gate.close()
+    return opened
+
+
+def _purpose(token: bytes, low: int, high: int, number: int) -> bytes:
+    return purpose_of("wire", token, low, high, number)
+
+
+def _open_gate(circle: "Circle", secret: Secret, purposes: Iterable[bytes]) -> Gate:
+    family, address = circle.interface
+    try:
+        return Gate(listen(family, (address, 0)), secret, set(purposes), once=True)
+    except OSError as error:
+        raise HostError(
+            problem(
+                f"{circle.name_of(circle.host)} must be able to listen at {address}.",
+                received=error.strerror or str(error),
+                fix="See whether the interface is still up.",
+            )
+        ) from error
+
+
+def _exchange_notices(
+    circle: "Circle", gate: Gate | None, token: bytes, counts: Counts, look_around: LookAround
+) -> list[_Notice]:
+    wanted = sorted((*pair, count) for pair, count in counts.items() if count)
+    family, _ = circle.interface
+    where = (int(family), *gate.address[:2]) if gate else None
+    own = _Notice(counts=wanted, where=where, token=token)
+    said = circle.exchange(msgspec.json.encode(own), look_around)
+    try:
+        notices = [msgspec.json.decode(part, type=_Notice) for part in said]
+    except msgspec.DecodeError as error:
+        raise HostError(f"Another host sent what is no notice: {error}.") from error
+    for host, notice in enumerate(notices):
+        if notice.counts != wanted:
+            raise HostError(
+                problem(
+                    "All hosts must ask for the same wires.",
+                    received=f"{notice.counts} on {circle.name_of(host)}, {wanted} on "
+                    f"{circle.name_of(circle.host)}",
+                    fix="Run the same script with the same options on every host.",
+                )
+            )
+    return notices
