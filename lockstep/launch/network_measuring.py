@@ -94,21 +94,23 @@ def survey_network(
     """
     pairs = list(combinations(range(circle.num_hosts), 2))
     sockets = circle.open_wires(dict.fromkeys(pairs, 1), timeout_seconds=SILENCE_SECONDS)
-    reports = []
     with ExitStack() as stack:
-        for other in sockets.values():
-            stack.enter_context(other[0])
-        address = next(iter(sockets.values()))[0].getsockname()[0]
+        talks = {
+            host: Conversation(
+                stack.enter_context(mine[0]), circle.name_of(host), circle.look_around
+            )
+            for host, mine in sockets.items()
+        }
+        reports = []
         for first, second in pairs:
             circle.exchange(b"", _until_all_come)
             if circle.host == first:
-                talk = Conversation(sockets[second][0], second, circle.look_around)
-                reports.append(measure_pair(talk, (first, second), seconds, clock))
+                reports.append(measure_pair(talks[second], (first, second), seconds, clock))
             elif circle.host == second:
-                answer_pair(Conversation(sockets[first][0], first, circle.look_around), seconds, clock)
-        own = HostSurvey(address=address, pairs=tuple(reports))
+                answer_pair(talks[first], seconds, clock)
+        own = HostSurvey(address=circle.interface[1], pairs=tuple(reports))
         said = circle.gather(msgspec.json.encode(own), _until_all_come)
-    return [_decoded(payload, host) for host, payload in enumerate(said)]
+    return [_decoded(payload, circle.name_of(host)) for host, payload in enumerate(said)]
 
 
 def measure_pair(
@@ -144,13 +146,13 @@ class Conversation:
 
     Args:
         sock: connected, authenticated and not blocking.
-        host: the number of the host at the other end.
+        peer: the host at the other end, for messages.
         look_around: called while waiting; raises to give up.
     """
 
-    def __init__(self, sock: socket.socket, host: int, look_around: LookAround) -> None:
+    def __init__(self, sock: socket.socket, peer: str, look_around: LookAround) -> None:
         self._socket = sock
-        self._host = host
+        self._peer = peer
         self._look_around = look_around
 
     def send(self, data: bytes | memoryview) -> None:
@@ -194,7 +196,7 @@ class Conversation:
                 raise self._gone(f"nothing got through for {SILENCE_SECONDS:.0f} s")
 
     def _gone(self, why: str) -> HostError:
-        return HostError(f"Host {self._host} no longer answers: {why}.")
+        return HostError(f"{self._peer} no longer answers: {why}.")
 
 
 def _ping(talk: Conversation, clock: Clock) -> tuple[float, float]:
@@ -214,7 +216,7 @@ def _pour(talk: Conversation, seconds: float) -> float:
         talk.send(_VOLUME.pack(num_bytes))
         for start in range(0, num_bytes, _CHUNK_BYTES):
             talk.send(chunk[: num_bytes - start])
-        (took,) = _TIME.unpack(talk.receive(_TIME.size))
+        took: float = _TIME.unpack(talk.receive(_TIME.size))[0]
         speed = num_bytes / max(took, 1e-9)
         if took >= seconds:
             talk.send(_VOLUME.pack(0))
@@ -227,7 +229,7 @@ def _drain(talk: Conversation) -> float:
     buffer = memoryview(bytearray(_CHUNK_BYTES))
     speed = 0.0
     while True:
-        (num_bytes,) = _VOLUME.unpack(talk.receive(_VOLUME.size))
+        num_bytes: int = _VOLUME.unpack(talk.receive(_VOLUME.size))[0]
         if num_bytes == 0:
             return speed
         began, missing = time.perf_counter(), num_bytes
@@ -249,8 +251,8 @@ def _until_all_come(waited_seconds: float) -> None:
         )
 
 
-def _decoded(payload: bytes, host: int) -> HostSurvey:
+def _decoded(payload: bytes, host: str) -> HostSurvey:
     try:
         return msgspec.json.decode(payload, type=HostSurvey)
     except msgspec.DecodeError as error:
-        raise HostError(f"Host {host} sent what is no survey: {error}.") from error
+        raise HostError(f"{host} sent what is no survey: {error}.") from error
