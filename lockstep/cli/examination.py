@@ -38,6 +38,8 @@ THREAD_VARIABLES = (
     "KMP_AFFINITY",
 )
 
+_PROC = Path("/proc")
+
 _SHARED_BYTES = 64 << 20
 _LOOK_SECONDS = 0.5
 _PRODUCT_SECONDS = 0.3
@@ -150,7 +152,7 @@ def _versions() -> dict[str, str]:
 def _processor_line(name: str) -> str:
     """What ``/proc/cpuinfo`` says of the first core."""
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = (_PROC / "cpuinfo").read_text().splitlines()
     except OSError:  # another system
         return ""
     found = (line.partition(":")[2] for line in lines if line.partition(":")[0].strip() == name)
@@ -194,7 +196,7 @@ def _busy_cores() -> float | None:
 
 def _core_ticks() -> tuple[int, int]:
     """Ticks that the host's cores were busy, and all ticks (man 5 proc_stat)."""
-    ticks = [int(word) for word in Path("/proc/stat").read_text().split("\n")[0].split()[1:9]]
+    ticks = [int(word) for word in (_PROC / "stat").read_text().split("\n")[0].split()[1:9]]
     idle = ticks[3] + ticks[4]  # idle, and waiting for a disk
     return sum(ticks) - idle, sum(ticks)
 
@@ -202,8 +204,7 @@ def _core_ticks() -> tuple[int, int]:
 def _load_torch() -> bool:
     import torch
 
-    torch.set_num_threads(1)
-    return True
+    return bool(torch.__version__)
 
 
 def _share_memory() -> None:
@@ -241,6 +242,8 @@ def _flops_per_second() -> float:
     """The best of some products: one core, float32."""
     import torch
 
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     left = torch.ones(_PRODUCT_SIZE, _PRODUCT_SIZE)
     product = torch.empty_like(left)
     best = float("inf")
@@ -248,4 +251,5 @@ def _flops_per_second() -> float:
     while (began := time.perf_counter()) < until:
         torch.mm(left, left, out=product)
         best = min(best, time.perf_counter() - began)
+    torch.set_num_threads(num_threads)
     return 2 * _PRODUCT_SIZE**3 / best
