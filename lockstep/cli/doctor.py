@@ -122,7 +122,7 @@ def _conclude(
     console.print()
     if surveys:
         console.print(pair_table(surveys))
-        console.print(network_advice(surveys), "\n", soft_wrap=True)
+        console.print(f"\n{network_advice(surveys)}\n", soft_wrap=True)
     console.print(verdict_text(findings), soft_wrap=True)
     return 1 if any(finding.is_wrong for finding in findings) else 0
 
