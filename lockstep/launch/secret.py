@@ -87,9 +87,11 @@ def _read(path: str) -> bytes:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         raise _unusable(path, error.strerror or str(error), _HOW_TO_MAKE) from error
-    with os.fdopen(descriptor, "rb") as file:
+    try:
         _check_file(path, os.fstat(descriptor))
-        return file.read()
+        return os.read(descriptor, _MOST_BYTES)
+    finally:
+        os.close(descriptor)
 
 
 def _check_file(path: str, status: os.stat_result) -> None:

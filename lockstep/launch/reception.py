@@ -1,0 +1,290 @@
+"""Host 0's side of the rendezvous, and what both sides say there."""
+
+import contextlib
+import errno
+import ipaddress
+import socket
+import time
+from collections.abc import Mapping
+
+import msgspec
+
+from lockstep.cluster.place import Address, Place
+from lockstep.errors import HostError, Problems, problem
+from lockstep.launch.circle import Card, Circle, name_of
+from lockstep.launch.handshake import HANDSHAKE_SECONDS, Gate, purpose_of
+from lockstep.launch.link import LOOK_AROUND_SECONDS
+from lockstep.launch.patience import OverError, Patience
+from lockstep.launch.secret import Secret
+from lockstep.launch.sockets import listen, resolve
+from lockstep.launch.wire import MOST_BYTES, Frame, Peer, Wire
+from lockstep.units import first_few
+
+CARD = b"C"  # a host to host 0
+WAITING = b"W"  # host 0 to those who have come: the numbers of those who have not
+CARDS = b"A"  # host 0 to all: the circle is closed
+
+_MOST_CARD_BYTES = 1 << 20
+_NOBODY = -1  # a host that has not said which one it is
+
+
+class Entry(msgspec.Struct, frozen=True, kw_only=True):
+    """What a host hands in: which one it is, and its card."""
+
+    host: int
+    num_hosts: int
+    card: Card
+
+
+def purpose_of_meeting(place: Place) -> bytes:
+    """What the handshakes of a job's rendezvous are for."""
+    return purpose_of("rendezvous", place.job)
+
+
+class Reception:
+    """Host 0's side.
+
+    Attributes:
+        entering: those who have proved that they are ours, and since when; no card yet.
+        wires: of those who have handed in their card.
+        cards: theirs, and host 0's.
+        left: who went away again, for messages.
+    """
+
+    def __init__(self, place: Place, secret: Secret, card: Card, patience: Patience) -> None:
+        self.place = place
+        self.secret = secret
+        self.patience = patience
+        self.entering: dict[Wire, float] = {}
+        self.wires: dict[int, Wire] = {}
+        self.cards = {0: card}
+        self.left = ""
+
+    def hold(self) -> Circle:
+        """Let everybody in, and close the circle."""
+        listener = _listen(self.place, self.patience)
+        gate = Gate(listener, self.secret, {purpose_of_meeting(self.place)})
+        try:
+            while self.missing:
+                self._go_on(gate)
+            return self._close_circle()
+        except BaseException as error:
+            refusal = self._incomplete(gate) if isinstance(error, OverError) else error
+            self._dismiss(refusal)
+            raise refusal from None
+        finally:
+            gate.close()
+
+    @property
+    def missing(self) -> list[int]:
+        """The hosts that have not come."""
+        return [host for host in range(self.place.num_hosts) if host not in self.cards]
+
+    def _go_on(self, gate: Gate) -> None:
+        for guest in gate.admit(LOOK_AROUND_SECONDS):
+            peer = Peer(host=_NOBODY, name=address_of(guest.socket))
+            self.entering[Wire(guest.socket, peer, _MOST_CARD_BYTES)] = time.monotonic()
+        before = self.missing
+        self._forget_who_left()
+        for wire, since in list(self.entering.items()):
+            self._take_card(wire, since)
+        if self.missing != before:
+            self._tell_missing()
+        if self.missing:
+            self.patience.look()
+
+    def _tell_missing(self) -> None:
+        for wire in self.wires.values():
+            # One that has gone is forgotten in the next round.
+            with contextlib.suppress(HostError):
+                wire.send(WAITING, msgspec.json.encode(self.missing), self.patience.look)
+
+    def _forget_who_left(self) -> None:
+        for host, wire in list(self.wires.items()):
+            if _has_gone(wire):
+                self._forget(host)
+
+    def _forget(self, host: int) -> None:
+        self.left = f"; {self.wires[host].peer} came and left again"
+        self.wires.pop(host).close()
+        del self.cards[host]
+
+    def _take_card(self, wire: Wire, since: float) -> None:
+        try:
+            frame = wire.take_one()
+        except HostError:  # gone before it said which one it is; it may come again
+            self._turn_away(wire)
+            return
+        if frame is not None:
+            self._enter(wire, frame)
+        elif time.monotonic() - since > HANDSHAKE_SECONDS:
+            self._turn_away(wire)
+
+    def _turn_away(self, wire: Wire) -> None:
+        del self.entering[wire]
+        wire.close()
+
+    def _enter(self, wire: Wire, frame: Frame) -> None:
+        """Note who has come.
+
+        Raises:
+            HostError: it does not belong here; it is told, like all others.
+        """
+        try:
+            entry = msgspec.json.decode(frame.payload, type=Entry)
+        except msgspec.DecodeError as error:
+            raise HostError(f"A host at {wire.peer.name} sent what is no card: {error}.") from error
+        if entry.host in self.wires and _has_gone(self.wires[entry.host]):
+            self._forget(entry.host)
+        self._check(entry, wire)
+        del self.entering[wire]
+        wire.peer = peer_of(entry.host, entry.card, wire.peer.name)
+        wire.most_bytes = MOST_BYTES
+        self.wires[entry.host], self.cards[entry.host] = wire, entry.card
+
+    def _check(self, entry: Entry, wire: Wire) -> None:
+        problems = Problems()
+        name = f"{name_of(entry.host, entry.card)} at {wire.peer.name}"
+        num_hosts = self.place.num_hosts
+        if entry.num_hosts != num_hosts:
+            problems.add(
+                "All hosts must be told the same number of hosts.",
+                received=f"{num_hosts} on host 0, {entry.num_hosts} on {name}",
+                fix="Start all hosts with the same number.",
+            )
+        elif not 0 < entry.host < num_hosts:
+            problems.add(
+                f"Hosts other than host 0 must have numbers from 1 to {num_hosts - 1}.",
+                received=name,
+                fix="Start each host with a number of its own; host 0 is at the rendezvous.",
+            )
+        elif entry.host in self.wires:
+            problems.add(
+                f"Each process must lead a host of its own: two say that they are host "
+                f"{entry.host}.",
+                received=f"{self.wires[entry.host].peer} and {name}",
+                fix="Start each host with a number of its own.",
+            )
+        difference = _difference(self.cards[0].facts, entry.card.facts, entry.host)
+        if difference:
+            problems.add(
+                f"{name} must be what host 0 is.",
+                received=difference,
+                fix="Install the same versions, and start the same script, on every host.",
+            )
+        problems.raise_if_any(HostError)
+
+    def _close_circle(self) -> Circle:
+        cards = [self.cards[host] for host in range(self.place.num_hosts)]
+        for wire in self.wires.values():
+            wire.send(CARDS, msgspec.json.encode(cards), self.patience.look)
+        for wire in list(self.entering):
+            self._turn_away(wire)
+        return Circle(host=0, cards=cards, star=self.wires, secret=self.secret)
+
+    def _dismiss(self, error: BaseException) -> None:
+        """Tell all who are here why there will be no circle."""
+        own = name_of(0, self.cards[0])
+        text = str(error) if isinstance(error, HostError) else f"{own} gave up: {error!r}."
+        for wire in [*self.wires.values(), *self.entering]:
+            wire.fail(text)
+
+    def _incomplete(self, gate: Gate) -> HostError:
+        where = gate.address
+        refused = f"; {gate.num_refused} connections were refused, the last: {gate.last_refusal}"
+        only_here = "; only this machine can reach that address"
+        return HostError(
+            problem(
+                f"All {self.place.num_hosts} hosts must come to host 0 at "
+                f"{Address(name=where[0], port=where[1])} within {self.patience}.",
+                received=f"nothing from {numbers_of(self.missing)}{self.left}"
+                f"{refused if gate.num_refused else ''}",
+                fix="See that each was started, with the same rendezvous, job and secret"
+                f"{only_here if ipaddress.ip_address(where[0]).is_loopback else ''}.",
+            )
+        )
+
+
+def _listen(place: Place, patience: Patience) -> socket.socket:
+    """Host 0's listener, at the first address that is free.
+
+    Raises:
+        HostError: none will ever be, or none was in time.
+    """
+    while True:
+        answers: dict[str, str] = {}
+        may_pass = False
+        for address in place.rendezvous:
+            try:
+                return _listen_at(address)
+            except OSError as error:
+                answers[str(address)] = reason_of(error)
+                may_pass |= isinstance(error, socket.gaierror) or error.errno == errno.EADDRINUSE
+        try:
+            if not may_pass:
+                raise OverError
+            patience.pause()
+        except OverError:
+            listed = "; ".join(f"{address}: {answer}" for address, answer in answers.items())
+            raise HostError(
+                problem(
+                    "Host 0 must be able to listen at the rendezvous.",
+                    received=listed,
+                    fix="Give an address of host 0 that the other hosts can reach, and a port that "
+                    "is free.",
+                )
+            ) from None
+
+
+def _listen_at(address: Address) -> socket.socket:
+    error: OSError | None = None
+    for family, where in resolve(address):
+        try:
+            if ipaddress.ip_address(where[0]).is_unspecified:
+                raise OSError(errno.EADDRNOTAVAIL, "it means every interface; name one")
+            return listen(family, where)
+        except OSError as reason:
+            error = reason
+    assert error is not None
+    raise error
+
+
+def _difference(own: Mapping[str, str], theirs: Mapping[str, str], host: int) -> str:
+    """All facts that differ: "torch is 2.13.0 on host 0 and 2.11.0 on host 1"."""
+    return "; ".join(
+        f"{name} is {own.get(name, 'unknown')} on host 0 and {theirs.get(name, 'unknown')} on "
+        f"host {host}"
+        for name in {**own, **theirs}
+        if own.get(name) != theirs.get(name)
+    )
+
+
+def _has_gone(wire: Wire) -> bool:
+    try:
+        return wire.take_one() is not None  # who talks out of turn is none of ours
+    except HostError:
+        return True
+
+
+def peer_of(host: int, card: Card, address: str) -> Peer:
+    """A host for messages, with its name and where it is."""
+    name = card.about.get("name")
+    return Peer(host=host, name=address if name is None else f"{name}, {address}")
+
+
+def numbers_of(hosts: list[int]) -> str:
+    """Hosts for messages: "hosts 1, 2"."""
+    return f"host{'s' if len(hosts) > 1 else ''} {first_few(hosts)}"
+
+
+def reason_of(error: Exception) -> str:
+    """Why a call or a listener failed, without numbers of errors."""
+    return (isinstance(error, OSError) and error.strerror) or str(error)
+
+
+def address_of(sock: socket.socket) -> str:
+    """Of the other end."""
+    try:
+        return str(sock.getpeername()[0])
+    except OSError:  # it has gone again
+        return "an unknown address"

@@ -1,0 +1,128 @@
+"""The side of all hosts but host 0 at the rendezvous."""
+
+from typing import TypeVar
+
+import msgspec
+
+from lockstep.cluster.place import Address, Place
+from lockstep.errors import HostError, problem
+from lockstep.launch.circle import Card, Circle
+from lockstep.launch.handshake import HANDSHAKE_SECONDS, HandshakeError, call
+from lockstep.launch.patience import OverError, Patience
+from lockstep.launch.reception import (
+    CARD,
+    WAITING,
+    Entry,
+    address_of,
+    numbers_of,
+    peer_of,
+    purpose_of_meeting,
+    reason_of,
+)
+from lockstep.launch.secret import Secret
+from lockstep.launch.sockets import resolve
+from lockstep.launch.wire import Frame, Peer, Wire
+
+# A host that does not answer must not keep the next candidate waiting for long.
+_CALL_SECONDS = HANDSHAKE_SECONDS / 2
+
+_T = TypeVar("_T")
+
+
+class Visit:
+    """The side of any other host."""
+
+    def __init__(self, place: Place, secret: Secret, card: Card, patience: Patience) -> None:
+        self.place = place
+        self.secret = secret
+        self.card = card
+        self.patience = patience
+        self.answers: dict[str, str] = {}  # what came of the last call, by address
+        self.missing: list[int] = []  # once this host was let in
+
+    def pay(self) -> Circle:
+        """Call until host 0 answers, and wait for the circle to close."""
+        try:
+            while True:
+                for address in self.place.rendezvous:
+                    circle = self._call_at(address)
+                    if circle:
+                        return circle
+                self.patience.pause()
+        except OverError:
+            raise self._in_vain() from None
+
+    def _call_at(self, address: Address) -> Circle | None:
+        try:
+            found = resolve(address)
+        except OSError as error:
+            self.answers[str(address)] = reason_of(error)
+            return None
+        for family, where in found:
+            try:
+                sock = call(
+                    family,
+                    where,
+                    self.secret,
+                    purpose_of_meeting(self.place),
+                    seconds=_CALL_SECONDS,
+                    look_around=self.patience.look,
+                )
+            except (HandshakeError, OSError) as error:
+                self.answers[str(address)] = reason_of(error)
+                continue
+            circle = self._stay(Wire(sock, Peer(host=0, name=address_of(sock))), str(address))
+            if circle:
+                return circle
+        return None
+
+    def _stay(self, wire: Wire, address: str) -> Circle | None:
+        """Hand in the card, and wait for the others; None if host 0 goes away without a word.
+
+        Raises:
+            HostError: host 0 has said why there will be no circle.
+        """
+        entry = Entry(host=self.place.host, num_hosts=self.place.num_hosts, card=self.card)
+        try:
+            wire.send(CARD, msgspec.json.encode(entry), self.patience.look)
+            while (frame := wire.receive(self.patience.look)).kind == WAITING:
+                self.missing = _decode(frame, list[int])
+            cards = _decode(frame, list[Card])
+        except HostError as error:
+            wire.close()
+            if wire.was_told:
+                raise
+            self.answers[address], self.missing = str(error), []
+            return None
+        except BaseException:
+            wire.close()
+            raise
+        wire.peer = peer_of(0, cards[0], wire.peer.name)
+        return Circle(host=self.place.host, cards=cards, star={0: wire}, secret=self.secret)
+
+    def _in_vain(self) -> HostError:
+        if self.missing:
+            return HostError(
+                problem(
+                    f"All {self.place.num_hosts} hosts must come to host 0 within {self.patience}.",
+                    received=f"nothing from {numbers_of(self.missing)}, on host {self.place.host}",
+                    fix="See that each was started, with the same rendezvous, job and secret.",
+                )
+            )
+        listed = "; ".join(f"{address}: {answer}" for address, answer in self.answers.items())
+        return HostError(
+            problem(
+                f"Host {self.place.host} must reach host 0 at the rendezvous within "
+                f"{self.patience}.",
+                received=listed or "no answer",
+                fix="See that host 0 was started, with the same rendezvous, job and secret, and "
+                "that no firewall is in the way.",
+            )
+        )
+
+
+def _decode(frame: Frame, kind: type[_T]) -> _T:
+    try:
+        return msgspec.json.decode(frame.payload, type=kind)
+    except msgspec.DecodeError as error:
+        raise HostError(f"Host 0 sent what has no place in a rendezvous: {error}.") from error

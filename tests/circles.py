@@ -1,0 +1,105 @@
+"""Hosts that are threads of one process, for what they say to each other over real sockets."""
+
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from lockstep.cluster.place import Address, Place
+from lockstep.launch.circle import Card, Circle
+from lockstep.launch.rendezvous import meet
+from lockstep.launch.secret import Secret
+
+SECONDS = 30.0  # for what should take none
+SECRET = Secret(b"known to all hosts of the tests, and to nobody else")
+_ESTABLISHED, _LISTENING = "01", "0A"
+
+_T = TypeVar("_T")
+
+
+def free_port(name: str = "127.0.0.1") -> int:
+    with socket.socket() as sock:
+        sock.bind((name, 0))
+        port: int = sock.getsockname()[1]
+        return port
+
+
+def address(name: str = "127.0.0.1") -> Address:
+    return Address(name=name, port=free_port(name))
+
+
+def place(host: int, num_hosts: int, *where: Address, job: str = "job") -> Place:
+    return Place(launcher="test", job=job, host=host, num_hosts=num_hosts, rendezvous=where)
+
+
+def card(host: int, **facts: str) -> Card:
+    return Card(facts={"Lockstep": "1", **facts}, about={"name": f"node{host}", "devices": host})
+
+
+def enter(
+    host: int, num_hosts: int, *where: Address, secret: Secret = SECRET, timeout: float = SECONDS
+) -> Circle:
+    """Meet as one of the hosts."""
+    own = place(host, num_hosts, *where)
+    return meet(own, secret, card(host), timeout_seconds=timeout)
+
+
+def together(*calls: Callable[[], Any]) -> list[Any]:
+    """What calls return that run at the same time, or the exceptions they raise."""
+    results: list[Any] = [None] * len(calls)
+
+    def run(number: int) -> None:
+        try:
+            results[number] = calls[number]()
+        except BaseException as error:
+            results[number] = error
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(2 * SECONDS)
+    assert not any(thread.is_alive() for thread in threads)
+    return results
+
+
+def on_all(circles: Sequence[Circle], call: Callable[[Circle], _T]) -> list[_T]:
+    """What all hosts return from the same call. Fails if one of them raises."""
+    results = together(*(lambda circle=circle: call(circle) for circle in circles))
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return results
+
+
+def form(num_hosts: int) -> list[Circle]:
+    """A circle, seen from each of its hosts."""
+    where = address()
+    calls = [lambda host=host: enter(host, num_hosts, where) for host in range(num_hosts)]
+    results = together(*calls)
+    assert all(isinstance(result, Circle) for result in results), results
+    return results
+
+
+def listening_ports() -> set[int]:
+    """TCP ports at which this machine listens."""
+    return _ports(_LISTENING)
+
+
+def is_connected(port: int) -> bool:
+    """Whether anybody is connected to a port of this machine."""
+    return port in _ports(_ESTABLISHED)
+
+
+def _ports(state: str) -> set[int]:
+    lines = [
+        line.split()
+        for name in ("tcp", "tcp6")
+        for line in Path(f"/proc/self/net/{name}").read_text().splitlines()[1:]
+    ]
+    return {int(words[1].rpartition(":")[2], 16) for words in lines if words[3] == state}
+
+
+def num_descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))

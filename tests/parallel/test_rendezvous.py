@@ -1,0 +1,313 @@
+"""Hosts find each other; whoever does not come, or does not fit, is named on all of them."""
+
+import contextlib
+import errno
+import itertools
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+import pytest
+
+from lockstep.cluster.place import Address
+from lockstep.errors import HostError
+from lockstep.launch import reception, visit
+from lockstep.launch.circle import Card, Circle
+from lockstep.launch.rendezvous import meet
+from lockstep.launch.secret import Secret
+from lockstep.launch.sockets import resolve
+from tests.circles import (
+    SECONDS,
+    SECRET,
+    address,
+    card,
+    enter,
+    form,
+    free_port,
+    is_connected,
+    listening_ports,
+    num_descriptors,
+    place,
+    together,
+)
+
+
+def close(results: Iterable[Any]) -> None:
+    for result in results:
+        assert isinstance(result, Circle), result
+        result.close()
+
+
+def messages(results: Iterable[Any]) -> list[str]:
+    listed = list(results)
+    assert all(type(result) is HostError for result in listed), listed
+    return [str(result) for result in listed]
+
+
+@pytest.mark.parametrize("num_hosts", [1, 2, 5])
+def test_everybody_gets_all_cards(num_hosts: int) -> None:
+    circles = form(num_hosts)
+    for host, circle in enumerate(circles):
+        assert (circle.host, circle.num_hosts) == (host, num_hosts)
+        assert circle.cards == [card(other) for other in range(num_hosts)]
+        assert circle.name_of(num_hosts - 1) == f"Host {num_hosts - 1} (node{num_hosts - 1})"
+    close(circles)
+
+
+def test_one_host_needs_neither_secret_nor_socket() -> None:
+    num_open = num_descriptors()
+    circle = meet(place(0, 1), None, card(0), timeout_seconds=0.0)
+    assert num_descriptors() == num_open
+    assert circle.exchange(b"x") == circle.gather(b"x") == [b"x"]
+    assert circle.broadcast(b"x") == b"x"
+    circle.check("The Plan", "x")
+    circle.look_around()
+    assert circle.open_wires({}, 1.0) == {}
+    circle.close()
+
+
+def test_nothing_listens_afterwards_and_no_descriptor_is_left() -> None:
+    num_open, listening = num_descriptors(), listening_ports()
+    where = address()
+    circles = together(*(partial(enter, host, 3, where) for host in range(3)))
+    assert listening_ports() <= listening
+    assert num_descriptors() == num_open + 4  # two wires, both ends here
+    close(circles)
+    assert num_descriptors() == num_open
+
+
+def test_host_0_listens_at_its_address_only() -> None:
+    where = address("127.0.0.2")
+    answers: list[int] = []
+
+    def look_around(waited_seconds: float) -> None:
+        for name in ("127.0.0.1", where.name):
+            with socket.socket() as sock:
+                answers.append(sock.connect_ex((name, where.port)))
+        if len(answers) > 10:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        meet(place(0, 2, where), SECRET, card(0), timeout_seconds=SECONDS, look_around=look_around)
+    assert set(answers[::2]) == {errno.ECONNREFUSED}
+    assert set(answers[1::2]) == {0}
+
+
+def test_the_others_may_come_first() -> None:
+    where = address()
+
+    def late() -> Circle:
+        time.sleep(0.7)
+        return enter(0, 3, where)
+
+    close(together(late, *(partial(enter, host, 3, where) for host in (1, 2))))
+
+
+def test_a_name_may_become_known_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    where = Address(name="host-0.example", port=free_port())
+    known_from = time.monotonic() + 0.5
+
+    def resolve_late(name: Address) -> Any:
+        if time.monotonic() < known_from:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return resolve(Address(name="127.0.0.1", port=name.port))
+
+    monkeypatch.setattr(reception, "resolve", resolve_late)
+    monkeypatch.setattr(visit, "resolve", resolve_late)
+    close(together(*(partial(enter, host, 2, where) for host in range(2))))
+
+
+def test_the_first_candidate_that_is_free_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also when others listen at the candidates before it, and say nothing or nonsense."""
+    monkeypatch.setattr(visit, "_CALL_SECONDS", 0.5)
+    with contextlib.ExitStack() as stack:
+        silent, rude = (stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in "12")
+        rude.settimeout(SECONDS)
+
+        def be_rude() -> None:
+            sock, _ = rude.accept()
+            with sock:
+                sock.sendall(b"HTTP/1.1 400 Bad Request\r\nServer: longer than a greeting\r\n\r\n")
+
+        thread = threading.Thread(target=be_rude)
+        thread.start()
+        ports = [server.getsockname()[1] for server in (rude, silent)]
+        where = [*(Address(name="127.0.0.1", port=port) for port in ports), address()]
+        close(together(*(partial(enter, host, 2, *where) for host in range(2))))
+        thread.join(SECONDS)
+        assert not thread.is_alive()
+
+
+@pytest.mark.parametrize(
+    ("where", "message"),
+    [
+        (Address(name="192.0.2.1", port=4000), "192.0.2.1:4000: Cannot assign requested address"),
+        (Address(name="0.0.0.0", port=4000), "0.0.0.0:4000: it means every interface"),
+        (Address(name="::", port=4000), r"\[::\]:4000: it means every interface"),
+    ],
+)
+def test_addresses_at_which_host_0_can_never_listen(where: Address, message: str) -> None:
+    with pytest.raises(HostError, match=message):
+        enter(0, 2, where)
+
+
+def test_an_address_that_stays_taken() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        where = Address(name="127.0.0.1", port=server.getsockname()[1])
+        with pytest.raises(HostError, match=f"able to listen.*{where}: Address already in use"):
+            enter(0, 2, where, timeout=0.3)
+
+
+def test_missing_hosts_are_named_on_all_that_came() -> None:
+    where = address()
+    first, second = together(
+        partial(enter, 0, 5, where, timeout=1.0), partial(enter, 2, 5, where, timeout=SECONDS)
+    )
+    for message in messages([first, second]):
+        assert f"All 5 hosts must come to host 0 at {where} within 1.0 s." in message
+        assert "nothing from hosts 1, 3, 4" in message
+        assert "only this machine can reach" in message
+
+
+def test_a_host_that_was_let_in_names_the_missing_ones_itself() -> None:
+    where = address()
+    first, second = together(
+        partial(enter, 0, 3, where, timeout=1.6), partial(enter, 2, 3, where, timeout=0.8)
+    )
+    assert "nothing from host 1, on host 2" in str(second)
+    assert "nothing from hosts 1, 2; Host 2 (node2, 127.0.0.1) came and left again" in str(first)
+
+
+def test_no_host_0() -> None:
+    where = address()
+    with pytest.raises(HostError, match=f"Host 1 must reach host 0.*{where}: Connection refused"):
+        enter(1, 2, where, timeout=0.5)
+
+
+def test_another_secret_or_job_is_no_way_in() -> None:
+    where = address()
+    other = Secret(b"what somebody made up, at length")
+    mine, theirs = together(
+        partial(enter, 0, 2, where, timeout=1.0),
+        partial(enter, 1, 2, where, secret=other, timeout=1.0),
+    )
+    assert "it has another secret, or is of another job" in str(mine)
+    assert "connections were refused" in str(mine)
+    assert "closed the connection in the handshake" in str(theirs)
+    for text in (str(mine), str(theirs)):
+        assert "made up" not in text
+        assert "nobody else" not in text
+    wrong_job = place(1, 2, where, job="another")
+    results = together(
+        partial(enter, 0, 2, where, timeout=0.7),
+        partial(meet, wrong_job, SECRET, card(1), timeout_seconds=0.7),
+    )
+    assert "another job" in messages(results)[0]
+
+
+def test_facts_that_differ_are_named_on_all_hosts() -> None:
+    where = address()
+    unlike = Card(facts={"Lockstep": "2", "torch": "2.11.0"}, about={"name": "old"})
+    own = Card(facts={"Lockstep": "2", "torch": "2.13.0", "Python": "3.11"}, about={})
+    like = Card(facts=own.facts, about={})
+    results = together(
+        partial(meet, place(0, 3, where), SECRET, own, timeout_seconds=SECONDS),
+        partial(meet, place(1, 3, where), SECRET, like, timeout_seconds=SECONDS),
+        partial(meet_later, place(2, 3, where), unlike),
+    )
+    for message in messages(results):
+        assert "torch is 2.13.0 on host 0 and 2.11.0 on host 2" in message
+        assert "Python is 3.11 on host 0 and unknown on host 2" in message
+        assert "Lockstep is" not in message
+        assert "Host 2 (old) at 127.0.0.1" in message
+
+
+def meet_later(own: Any, own_card: Card) -> Circle:
+    time.sleep(0.3)
+    return meet(own, SECRET, own_card, timeout_seconds=SECONDS)
+
+
+@pytest.mark.parametrize(
+    ("own", "num_hosts", "message"),
+    [
+        (1, 3, "two say that they are host 1. Received: Host 1 (node1, 127.0.0.1) and Host 1"),
+        (2, 4, "the same number of hosts. Received: 3 on host 0, 4 on Host 2 (node2)"),
+        (3, 3, "must have numbers from 1 to 2. Received: Host 3 (node3) at 127.0.0.1"),
+    ],
+)
+def test_numbers_that_cannot_be(own: int, num_hosts: int, message: str) -> None:
+    where = address()
+    results = together(
+        partial(enter, 0, 3, where),
+        partial(enter, 1, 3, where),
+        partial(meet_later, place(own, num_hosts, where), card(own)),
+    )
+    assert all(message in text for text in messages(results)), results
+
+
+def test_a_host_that_dies_before_all_are_there_may_come_again() -> None:
+    where = address()
+    script = (
+        "from tests.circles import Address, enter\n"
+        f"enter(1, 3, Address(name='127.0.0.1', port={where.port}))"
+    )
+    came_again = threading.Event()
+
+    def come_twice() -> Circle:
+        path = {"PYTHONPATH": os.pathsep.join(sys.path)}
+        with subprocess.Popen([sys.executable, "-c", script], env=os.environ | path) as process:
+            while not is_connected(where.port):
+                assert process.poll() is None
+                time.sleep(0.02)
+            time.sleep(0.3)  # for it to hand in its card
+            process.kill()
+        came_again.set()
+        return enter(1, 3, where)
+
+    def come_last() -> Circle:
+        assert came_again.wait(SECONDS)
+        return enter(2, 3, where)
+
+    close(together(partial(enter, 0, 3, where), come_twice, come_last))
+
+
+@pytest.mark.parametrize("host", [0, 1])
+def test_whoever_waits_can_give_up(host: int) -> None:
+    num_open, listening = num_descriptors(), listening_ports()
+    waited: list[float] = []
+
+    def look_around(waited_seconds: float) -> None:
+        waited.append(waited_seconds)
+        if len(waited) > 10:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        meet(
+            place(host, 2, address()),
+            SECRET,
+            card(host),
+            timeout_seconds=SECONDS,
+            look_around=look_around,
+        )
+    assert all(after >= before for before, after in itertools.pairwise(waited))
+    assert listening_ports() <= listening
+    assert num_descriptors() == num_open
+
+
+def test_when_host_0_gives_up_the_others_learn_it() -> None:
+    where = address()
+
+    def look_around(waited_seconds: float) -> None:
+        if waited_seconds > 0.5:
+            raise KeyboardInterrupt
+
+    own = partial(meet, place(0, 3, where), SECRET, card(0), timeout_seconds=SECONDS)
+    results = together(partial(own, look_around=look_around), partial(enter, 1, 3, where))
+    assert isinstance(results[0], KeyboardInterrupt)
+    assert str(results[1]) == "Host 0 (node0) gave up: KeyboardInterrupt()."
