@@ -13,6 +13,7 @@ COMMANDS = {
         "lockstep.cli.demo",
         "train a small convolutional net on many devices, with the proof that the result is exact",
     ),
+    "run": ("lockstep.cli.run", "run a script, on one host or on several"),
     "verify": (
         "lockstep.cli.verify",
         "compare a strategy with a plain loop on one device, tensor by tensor",

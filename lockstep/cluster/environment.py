@@ -44,6 +44,18 @@ def find_place(environ: Mapping[str, str]) -> Place | None:
     return None
 
 
+def find_devices(environ: Mapping[str, str]) -> int | None:
+    """Devices that this host is to use, where LOCKSTEP_DEVICES says so.
+
+    Raises:
+        OptionError: it is no number of devices.
+    """
+    variables = _Variables("lockstep run", environ)
+    devices = variables.number_or_none("LOCKSTEP_DEVICES", least=1)
+    variables.raise_if_any()
+    return devices
+
+
 class _Variables:
     """A launcher's variables; what is wrong with them is noted, and raised at once.
 

@@ -1,6 +1,9 @@
 """Synchronous data parallelism on one host."""
 
+import os
+
 from lockstep.cluster.devices import discover
+from lockstep.cluster.environment import find_devices
 from lockstep.errors import DeviceError, OptionError, Problems, problem
 from lockstep.plan.makers import Maker, Mirrored, num_mirrored_replicas
 from lockstep.strategies.base import Strategy, check_timeout, is_count
@@ -13,7 +16,8 @@ class MirroredStrategy(Strategy):
     replica; ``fit`` starts a helper process for each other one.
 
     Args:
-        devices: number of CPU replicas; None is one per usable core, at most 8.
+        devices: number of CPU replicas; None is what ``lockstep run --devices`` says, or else one
+            per usable core, at most 8.
         num_shares: parts into which each global batch is divided; None is one per replica. Runs
             with the same ``num_shares`` give the same bits on any number of devices.
         channels_last: whether images run through the model with their channels together in memory,
@@ -62,11 +66,11 @@ class MirroredStrategy(Strategy):
         problems = Problems()
         check_timeout(problems, timeout_seconds)
         problems.raise_if_any(OptionError)
-        self.devices = devices
+        self.devices = find_devices(os.environ) if devices is None else devices
         self.num_shares = num_shares
         self.channels_last = channels_last
         self.timeout_seconds = timeout_seconds
-        num_mirrored_replicas(devices, discover())
+        num_mirrored_replicas(self.devices, discover())
 
     def maker(self, precision: str = "fp32") -> Maker:
         return Mirrored(

@@ -1,0 +1,193 @@
+"""``lockstep run``: a script, as one of several hosts or on all hosts of a file.
+
+By itself it is ``python SCRIPT``, in this process, with what ``find_place`` reads in the
+environment. So a script needs no change, and may as well be started by other launchers.
+"""
+
+import argparse
+import os
+import shlex
+import sys
+from pathlib import Path
+
+from lockstep.cli.script_words import add_script, take_script
+from lockstep.cluster.place import MAX_PORT, Address
+from lockstep.errors import OptionError, Problems, problem
+from lockstep.launch.script import Script
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of the command."""
+    add_script(parser, _add_options)
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--devices", type=int, metavar="N", help="devices of this host, or of each host"
+    )
+    parser.add_argument(
+        "--rendezvous", metavar="HOST:PORT", help="where host 0 listens and the others meet it"
+    )
+    one = parser.add_argument_group("as one of several hosts: the same on each, but for the index")
+    one.add_argument("--hosts", type=int, metavar="H", help="number of hosts (default: 1)")
+    one.add_argument("--host-index", type=int, metavar="I", help="of this host, from 0")
+    one.add_argument(
+        "--secret-file",
+        metavar="PATH",
+        help="the hosts' shared secret (default: LOCKSTEP_SECRET or LOCKSTEP_SECRET_FILE)",
+    )
+    all_hosts = parser.add_argument_group("on all hosts, from here")
+    all_hosts.add_argument(
+        "--ssh", metavar="HOSTFILE", help="a file with lines [user@]host [devices=N]"
+    )
+    all_hosts.add_argument("--port", type=int, metavar="P", help="of host 0 (default: a free one)")
+    all_hosts.add_argument(
+        "--ssh-command", metavar="COMMAND", help="ssh with options of its own (default: ssh)"
+    )
+    all_hosts.add_argument(
+        "--python", metavar="PATH", help="the interpreter there (default: as here)"
+    )
+    all_hosts.add_argument(
+        "--directory", metavar="PATH", help="where to run it there (default: as here)"
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the script; returns its exit status.
+
+    Raises:
+        OptionError: options that cannot be, or contradict each other.
+        HostError: a host cannot be reached.
+    """
+    script = take_script(options, _add_options)
+    rendezvous = _check(options)
+    if options.ssh is not None:
+        return _run_over_ssh(options, script, rendezvous)
+    _check_target(script)
+    os.environ.update(_variables(options))
+    return script.run()
+
+
+def _variables(options: argparse.Namespace) -> dict[str, str]:
+    given = {
+        "LOCKSTEP_DEVICES": options.devices,
+        "LOCKSTEP_HOSTS": options.hosts,
+        "LOCKSTEP_HOST_INDEX": options.host_index,
+        "LOCKSTEP_RENDEZVOUS": options.rendezvous,
+        "LOCKSTEP_SECRET_FILE": options.secret_file and os.path.abspath(options.secret_file),
+    }
+    return {name: str(value) for name, value in given.items() if value is not None}
+
+
+def _run_over_ssh(options: argparse.Namespace, script: Script, rendezvous: Address | None) -> int:
+    from lockstep.launch.host_file import read_host_file
+    from lockstep.launch.secure_shell import Shells, run_on_hosts
+
+    shells = Shells(
+        command=tuple(shlex.split(options.ssh_command or "ssh")),
+        python=options.python or sys.executable,
+        directory=options.directory or os.getcwd(),
+    )
+    return run_on_hosts(
+        script,
+        read_host_file(Path(options.ssh)),
+        shells,
+        rendezvous=rendezvous,
+        port=options.port,
+        devices=options.devices,
+    )
+
+
+# --- checks ---------------------------------------------------------------------------------------
+
+
+def _check(options: argparse.Namespace) -> Address | None:
+    """Refuse what cannot be; returns the rendezvous."""
+    problems = Problems()
+    for name, least, most in (
+        ("devices", 1, None),
+        ("hosts", 1, None),
+        ("host_index", 0, None if options.hosts is None else options.hosts - 1),
+        ("port", 1, MAX_PORT),
+    ):
+        _check_number(problems, options, name, least, most)
+    if options.ssh is None:
+        _check_one_of_several(problems, options)
+    else:
+        _refuse(problems, options, ("hosts", "host_index", "secret_file"), "with --ssh")
+        if options.rendezvous is not None:
+            _refuse(problems, options, ("port",), "with --rendezvous")
+    address = None
+    if options.rendezvous is not None:
+        try:
+            address = Address.parse(options.rendezvous)
+        except ValueError as error:
+            problems.add(
+                "--rendezvous must be host:port, with an IPv6 address in brackets.",
+                received=error,
+                fix="For example: --rendezvous 10.0.0.1:29400",
+            )
+    problems.raise_if_any(OptionError)
+    return address
+
+
+def _check_one_of_several(problems: Problems, options: argparse.Namespace) -> None:
+    ssh_only = ("port", "ssh_command", "python", "directory")
+    _refuse(problems, options, ssh_only, "without --ssh")
+    if options.hosts is not None and options.hosts > 1:
+        for name in ("host_index", "rendezvous"):
+            if getattr(options, name) is None:
+                problems.add(
+                    f"{_written(name)} must say which of several hosts this is, and where they "
+                    "meet.",
+                    received=f"--hosts {options.hosts} without {_written(name)}",
+                    fix="For example: --hosts 2 --host-index 0 --rendezvous 10.0.0.1:29400",
+                )
+    elif options.hosts is None:
+        _refuse(problems, options, ("host_index",), "without --hosts")
+    if options.secret_file is not None and not Path(options.secret_file).is_file():
+        problems.add(
+            "--secret-file must be a file.",
+            received=options.secret_file,
+            fix="Make one that only you can read, with the same content on all hosts.",
+        )
+
+
+def _check_number(
+    problems: Problems, options: argparse.Namespace, name: str, least: int, most: int | None
+) -> None:
+    number = getattr(options, name)
+    if number is not None and not (least <= number and (most is None or number <= most)):
+        bounds = f"at least {least}" if most is None else f"from {least} to {most}"
+        problems.add(
+            f"{_written(name)} must be {bounds}.",
+            received=f"{_written(name)} {number}",
+            fix="Correct it, or leave it out.",
+        )
+
+
+def _refuse(
+    problems: Problems, options: argparse.Namespace, names: tuple[str, ...], where: str
+) -> None:
+    for name in names:
+        if getattr(options, name) is not None:
+            problems.add(
+                f"{_written(name)} means nothing {where}.",
+                received=f"{_written(name)} {getattr(options, name)}",
+                fix="Leave it out.",
+            )
+
+
+def _written(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _check_target(script: Script) -> None:
+    if not script.is_module and not os.path.exists(script.target):
+        raise OptionError(
+            problem(
+                "SCRIPT must be a file.",
+                received=script.target,
+                fix="Check its path; a module's name goes with -m.",
+            )
+        )

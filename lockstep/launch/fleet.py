@@ -1,0 +1,151 @@
+"""A fleet: the script on several hosts, watched from here.
+
+What runs on a host is a ``held_script.py``, reached over ssh or through a Ray actor: its output
+comes here, signals go there, and it ends when it is no longer held. That happens to all when one
+fails.
+
+The first host's output is shown as it comes, so that a progress display works; lines of the others
+come with the host's name.
+"""
+
+import codecs
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import TextIO
+
+from lockstep.launch.held_script import GRACE_SECONDS
+
+_TICK_SECONDS = 0.05
+
+# For far ends to end their script, and the connection to them.
+_END_SECONDS = GRACE_SECONDS + 5.0
+
+
+class Member(ABC):
+    """The script on one host.
+
+    Attributes:
+        host: the host's name, for messages.
+        status: the script's exit status; None while it runs.
+        is_done: whether it has ended, and all that it wrote is shown.
+    """
+
+    host: str
+    status: int | None = None
+    is_done = False
+
+    @abstractmethod
+    def attend(self) -> None:
+        """Show what has come, and see whether it has ended; does not wait."""
+
+    @abstractmethod
+    def interrupt(self) -> None:
+        """Pass Ctrl-C on to the script."""
+
+    @abstractmethod
+    def end(self) -> None:
+        """Have the far end end the script; does not wait."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give up all that is here, whether the far end has obeyed or not."""
+
+
+class Relay:
+    """Shows what a host writes.
+
+    Args:
+        prefix: of each line; where it is empty, nothing waits for a line to be whole.
+        target: where.
+    """
+
+    def __init__(self, prefix: str, target: TextIO) -> None:
+        self._prefix = prefix
+        self._target = target
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._rest = ""
+
+    def write(self, new: bytes, *, is_last: bool = False) -> None:
+        """Show more; the last may be nothing."""
+        text = self._rest + self._decoder.decode(new, is_last)
+        if self._prefix and text:
+            *lines, self._rest = text.split("\n")
+            if is_last and self._rest:
+                lines.append(self._rest)
+            text = "".join(f"{self._prefix}{line}\n" for line in lines)
+        self._target.write(text)
+        self._target.flush()
+
+
+def watch(members: Sequence[Member]) -> int:
+    """Watch until all have ended; returns the exit status of the first that failed, or 0.
+
+    Ctrl-C is passed on to the script on every host; the second one ends them all.
+    """
+    fleet = _Fleet(members)
+    while fleet.is_running:
+        try:
+            fleet.attend()
+            time.sleep(_TICK_SECONDS)
+        except KeyboardInterrupt:
+            fleet.interrupt()
+    return fleet.status
+
+
+class _Fleet:
+    """All members.
+
+    Attributes:
+        status: exit status of the first that failed.
+    """
+
+    def __init__(self, members: Sequence[Member]) -> None:
+        self.status = 0
+        self._members = members
+        self._is_interrupted = False
+        self._deadline = float("inf")  # for what is being ended
+
+    @property
+    def is_running(self) -> bool:
+        """Whether one runs, or has left something to show."""
+        if time.monotonic() > self._deadline:
+            return False
+        return not all(member.is_done for member in self._members)
+
+    def attend(self) -> None:
+        """Attend to each, and see who has failed."""
+        for member in self._members:
+            member.attend()
+            if member.status and not self._is_ending:
+                self._fail(member)
+
+    def interrupt(self) -> None:
+        """Pass Ctrl-C on; the second time, end all."""
+        self.status = self.status or 130
+        if self._is_interrupted:
+            self._end()
+        self._is_interrupted = True
+        for member in self._members:
+            member.interrupt()
+
+    @property
+    def _is_ending(self) -> bool:
+        return self._is_interrupted or self._deadline < float("inf")
+
+    def _fail(self, member: Member) -> None:
+        assert member.status
+        self.status = member.status
+        others = any(other.status is None for other in self._members)
+        print(  # noqa: T201
+            f"lockstep: {member.host} failed with exit status {self.status}"
+            f"{', the others are ended' if others else ''}.",
+            file=sys.stderr,
+        )
+        self._end()
+
+    def _end(self) -> None:
+        for member in self._members:
+            member.end()
+        self._deadline = time.monotonic() + _END_SECONDS

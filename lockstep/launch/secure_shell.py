@@ -1,0 +1,189 @@
+"""``lockstep run --ssh``: the script on every host of a file, with ssh and nothing else.
+
+The hosts need the same directory, interpreter and Lockstep as this machine, and ssh must let in
+without asking. They meet with a secret that is made for this one run. It goes to each of them on
+the standard input of ssh, never in a command; so do all orders, see ``held_script.py``.
+
+The port where the hosts meet is one that is free on the first of them when it is asked.
+"""
+
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import IO
+
+import msgspec
+
+from lockstep.cluster.place import Address
+from lockstep.errors import HostError, problem
+from lockstep.launch.fleet import Member, Relay, watch
+from lockstep.launch.host_file import ListedHost
+from lockstep.launch.orders import INTERRUPT, Orders, make_orders
+from lockstep.launch.script import Script
+
+_PROBE_SECONDS = 60.0
+
+_OPTIONS = (
+    "-T",
+    *("-o", "BatchMode=yes"),  # a password could not be asked for: our input takes orders
+    *("-o", "ServerAliveInterval=15"),  # a host that vanishes is noticed
+    *("-o", "ServerAliveCountMax=3"),
+)
+
+
+class Shells(msgspec.Struct, frozen=True, kw_only=True):
+    """How to start something on the hosts.
+
+    Attributes:
+        command: ssh, and options for it.
+        python: the interpreter on every host.
+        directory: where the script runs, on every host.
+    """
+
+    command: tuple[str, ...]
+    python: str
+    directory: str
+
+    def on(self, host: ListedHost, *words: str) -> tuple[str, ...]:
+        """The command that runs the interpreter on a host."""
+        # Whatever shell is there splits it again.
+        return (*self.command, *_OPTIONS, host.login, shlex.join([self.python, *words]))
+
+
+def run_on_hosts(
+    script: Script,
+    hosts: Sequence[ListedHost],
+    shells: Shells,
+    *,
+    rendezvous: Address | None,
+    port: int | None,
+    devices: int | None,
+) -> int:
+    """Run a script on all hosts; returns the exit status of the first that failed, or 0.
+
+    Args:
+        script: what to run.
+        hosts: where; number 0 is the first.
+        shells: how to get there.
+        rendezvous: where host 0 listens; None is its name, and a port that is free there.
+        port: to be used with its name.
+        devices: of hosts that do not say.
+
+    Raises:
+        HostError: host 0 cannot be reached, or its name is not one of its addresses there.
+    """
+    if rendezvous is None:
+        port = _ask_for_port(hosts[0], shells) if port is None else port
+        rendezvous = Address(name=hosts[0].name, port=port)
+    all_orders = make_orders(
+        script, shells.directory, rendezvous, [host.devices or devices for host in hosts]
+    )
+    members: list[_Client] = []
+    try:
+        for host, orders in zip(hosts, all_orders, strict=True):
+            command = shells.on(host, "-m", "lockstep.launch.held_script")
+            members.append(_Client(host.name, command, orders, shows_itself=not members))
+        return watch(members)
+    finally:
+        for member in members:
+            member.close()
+
+
+class _Client(Member):
+    """ssh, with the orders on its standard input.
+
+    Args:
+        host: the host's name.
+        command: of ssh.
+        orders: for the far end.
+        shows_itself: whether the client writes to our own output.
+    """
+
+    def __init__(
+        self, host: str, command: tuple[str, ...], orders: Orders, *, shows_itself: bool
+    ) -> None:
+        self.host = host
+        output = None if shows_itself else subprocess.PIPE
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=output,
+            bufsize=0,
+            process_group=0,  # Ctrl-C in the terminal is for us, who pass it on
+        )
+        self._relays: dict[IO[bytes], Relay] = {}
+        for source, target in (
+            (self._process.stdout, sys.stdout),
+            (self._process.stderr, sys.stderr),
+        ):
+            if source is not None:
+                os.set_blocking(source.fileno(), False)
+                self._relays[source] = Relay(f"[{host}] ", target)
+        self._tell(orders.line())
+
+    def attend(self) -> None:
+        for source in list(self._relays):
+            self._pass_on(source)
+        status = self._process.poll()
+        if status is not None:
+            self.status = status if status >= 0 else 128 - status
+            self.is_done = not self._relays
+
+    def interrupt(self) -> None:
+        self._tell(INTERRUPT)
+
+    def end(self) -> None:
+        assert self._process.stdin is not None
+        with suppress(OSError):
+            self._process.stdin.close()
+
+    def close(self) -> None:
+        self.end()
+        self._process.kill()
+        self._process.wait()
+        for source in (self._process.stdout, self._process.stderr):
+            if source is not None:
+                source.close()
+
+    def _tell(self, told: bytes) -> None:
+        assert self._process.stdin is not None
+        with suppress(OSError, ValueError):  # nobody reads: the exit status says why
+            self._process.stdin.write(told)
+
+    def _pass_on(self, source: IO[bytes]) -> None:
+        while (new := source.read(1 << 16)) is not None:  # None where nothing has come
+            self._relays[source].write(new, is_last=not new)
+            if not new:
+                del self._relays[source]
+                return
+
+
+def _ask_for_port(host: ListedHost, shells: Shells) -> int:
+    command = shells.on(host, "-m", "lockstep.launch.free_port", host.name)
+    try:
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_PROBE_SECONDS,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise HostError(_unreachable(host, error)) from error
+    said = done.stdout.split()[-1:]
+    if done.returncode or not said or not said[0].isdigit():
+        text = " ".join(done.stderr.split()) or done.stdout.strip() or "nothing"
+        raise HostError(_unreachable(host, f"{text} (exit status {done.returncode})"))
+    return int(said[0])
+
+
+def _unreachable(host: ListedHost, received: object) -> str:
+    return problem(
+        f"{host.name} must be reached without a password, and know itself by that name.",
+        received=received,
+        fix=f"Try: ssh {host.login} true. Or use --rendezvous host:port, with another name.",
+    )
