@@ -19,6 +19,7 @@ import msgspec
 
 import lockstep
 from lockstep.cluster.devices import usable_cores
+from lockstep.cluster.environment import find_devices
 from lockstep.cluster.memory_limits import free_memory, memory_ceiling
 
 _Value = TypeVar("_Value")
@@ -176,7 +177,7 @@ def _default_devices() -> int:
     from lockstep.cluster.devices import discover
     from lockstep.plan.makers import num_mirrored_replicas
 
-    return num_mirrored_replicas(None, discover())
+    return num_mirrored_replicas(find_devices(os.environ), discover())
 
 
 # --- what works, and how fast ---------------------------------------------------------------------

@@ -29,6 +29,7 @@ _MUST_AGREE = ("Lockstep", "torch")
 _FIXES = {
     "torch can be imported": "Install torch: https://pytorch.org/get-started/locally.",
     "memory can be shared": "Free memory, or raise the container's limit.",
+    "devices are found": "See the error: it is the number that was asked for, or a GPU's driver.",
     "helper processes start": "Raise the limits on processes and memory, and see the error.",
 }
 

@@ -74,6 +74,11 @@ def test_nothing_is_said_of_what_is_sound() -> None:
             True,
             r"helper processes start\. Received: WorkerError: none\. Raise the limits",
         ),
+        (
+            {"failures": {"devices are found": "DeviceError: 99"}},
+            True,
+            "devices are found.*99.*See",
+        ),
         ({"failures": {"GPUs are found": "RuntimeError: old"}}, False, "GPUs are found.*old"),
         (
             {"free_bytes": 3 << 30},
