@@ -5,6 +5,7 @@ import socket
 import sys
 from pathlib import Path
 
+from lockstep.cluster.environment import find_devices
 from lockstep.cluster.topology import Cluster, Device, Host
 
 _CONTROL_GROUP = Path("/sys/fs/cgroup")
@@ -48,7 +49,12 @@ def discover() -> Cluster:
         Device(kind="cpu", index=index, memory_bytes=memory_bytes() // cores)
         for index in range(cores)
     ]
-    host = Host(name=socket.gethostname(), num_cores=cores, devices=(*cpu, *_gpus()))
+    host = Host(
+        name=socket.gethostname(),
+        num_cores=cores,
+        devices=(*cpu, *_gpus()),
+        num_given=find_devices(os.environ),
+    )
     return Cluster(hosts=(host,))
 
 
