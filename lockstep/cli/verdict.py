@@ -203,7 +203,8 @@ def network_advice(surveys: Sequence[HostSurvey]) -> str:
     return (
         f"The slowest link is that {_between(slowest).lower()}: {format_rate(speed)}. A model with "
         f"{_EXAMPLE_BYTES / 1e6:.0f} MB of parameters needs {format_time(seconds)} there for the "
-        "sums of a step."
+        f"sums of a step. Tell Lockstep: MultiWorkerMirroredStrategy(network_gbit_per_second="
+        f"{float(f'{8 * speed / 1e9:.2g}'):g})."
     )
 
 
