@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test check lint format api-docs bench bench-input bench-overhead bench-pipelines clean
+.PHONY: demo test check lint format api-docs bench bench-hosts bench-input bench-overhead bench-pipelines clean
 demo: .venv/.installed
 	$(BIN)/lockstep demo
 
@@ -33,6 +33,10 @@ bench: .venv-bench/.installed
 # Pipelines against torch.distributed.pipelining; prints tables.
 bench-pipelines: .venv-bench/.installed
 	.venv-bench/bin/python bench/pipelines.py
+
+# Two hosts, made of network namespaces, at 1 Gbit/s; needs root, prints a table.
+bench-hosts: .venv/.installed
+	$(BIN)/python bench/hosts.py
 
 # Reading ahead and caching, with samples that take 5 ms to read; prints a table.
 bench-input: .venv/.installed

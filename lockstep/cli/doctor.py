@@ -1,0 +1,181 @@
+"""``lockstep doctor``: what this host has, and the others of its job, and what is wrong there.
+
+Alone it examines its host. Started on several, by any launcher or with ``--hosts``, it lets them
+meet as training would, examines each, measures the network between each pair, and shows all of it
+on host 0. The exit status is 1 where something is wrong, on all hosts, and 0 where nothing is.
+"""
+
+import argparse
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import msgspec
+from rich.console import Console
+
+from lockstep.cli.doctor_tables import fact_tables, pair_table, verdict_text
+from lockstep.cli.examination import HostReport, examine
+from lockstep.cli.verdict import Finding, judge, network_advice
+from lockstep.cluster.environment import find_place
+from lockstep.cluster.place import Place
+from lockstep.errors import HostError, OptionError, problem
+from lockstep.launch.circle import Card, Circle
+from lockstep.launch.network_measuring import MEASURING_SECONDS, HostSurvey, survey_network
+from lockstep.launch.rendezvous import meet
+from lockstep.launch.secret import SECRET_FILE_VARIABLE, SECRET_VARIABLE, Secret, find_secret
+
+_TIMEOUT_SECONDS = 60.0
+
+# Who does something else, or is of another kind, is no doctor: it is turned away by name.
+_FACTS = {"The command": "lockstep doctor", "What hosts tell each other": "version 1"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of the command."""
+    parser.add_argument("--hosts", type=int, metavar="H", help="number of hosts")
+    parser.add_argument("--host-index", type=int, metavar="I", help="which one this is, from 0")
+    parser.add_argument("--rendezvous", metavar="HOST:PORT", help="where host 0 listens")
+    parser.add_argument(
+        "--secret-file", metavar="PATH", help="file with the secret that all hosts share"
+    )
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=_TIMEOUT_SECONDS,
+        metavar="S",
+        help=f"seconds until all hosts must have come (default: {_TIMEOUT_SECONDS:.0f})",
+    )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=MEASURING_SECONDS,
+        metavar="S",
+        help="of measuring, for each pair of hosts and each direction "
+        f"(default: {MEASURING_SECONDS})",
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Examine, and show what was found.
+
+    Raises:
+        OptionError: the options, or the launcher's variables, are not what they must be.
+    """
+    _check_times(options)
+    place = _find_place(options, os.environ)
+    if place is not None and not place.leads:
+        return 0  # the process that leads this host speaks for it
+    with _saying("Examining this host"):
+        report = examine(place.devices if place else None)
+    if place is None or place.num_hosts == 1:
+        return _conclude([report])
+    try:
+        secret = find_secret(_with_secret_file(options, os.environ))
+        return _examine_all(place, secret, report, options)
+    except HostError as error:
+        return _conclude([report], complaint=str(error))
+
+
+def _examine_all(
+    place: Place, secret: Secret, report: HostReport, options: argparse.Namespace
+) -> int:
+    card = Card(facts=_FACTS, about={"name": report.name, "devices": report.num_devices})
+    with _saying(f"Waiting for {place.num_hosts - 1} more at {place.rendezvous[0]}"):
+        circle = meet(place, secret, card, timeout_seconds=options.timeout)
+    try:
+        with _saying("Measuring the network"):
+            reports = _gather_reports(circle, report)
+            surveys = survey_network(circle, options.seconds)
+        if circle.host == 0:
+            status = _conclude(reports, surveys)
+            circle.broadcast(str(status).encode())
+            return status
+        Console().print(f"Host {circle.host} is examined: host 0 shows what was found.")
+        return 0 if circle.broadcast() == b"0" else 1
+    except BaseException as error:
+        circle.fail(str(error) or type(error).__name__)
+        raise
+    finally:
+        circle.close()
+
+
+def _gather_reports(circle: Circle, report: HostReport) -> list[HostReport]:
+    """Those of all hosts, on host 0."""
+    reports = []
+    for host, payload in enumerate(circle.gather(msgspec.json.encode(report))):
+        try:
+            reports.append(msgspec.json.decode(payload, type=HostReport))
+        except msgspec.DecodeError as error:
+            raise HostError(f"{circle.name_of(host)} sent what is no report: {error}.") from error
+    return reports
+
+
+def _conclude(
+    reports: Sequence[HostReport], surveys: Sequence[HostSurvey] = (), complaint: str = ""
+) -> int:
+    """Show everything; returns the exit status."""
+    findings = judge(reports, surveys)
+    if complaint:
+        findings.insert(0, Finding(is_wrong=True, text=complaint))
+    console = Console(highlight=False)
+    console.print(fact_tables(reports, surveys))
+    console.print()
+    if surveys:
+        console.print(pair_table(surveys))
+        console.print(f"\n{network_advice(surveys)}\n", soft_wrap=True)
+    console.print(verdict_text(findings), soft_wrap=True)
+    return 1 if any(finding.is_wrong for finding in findings) else 0
+
+
+@contextmanager
+def _saying(what: str) -> Iterator[None]:
+    """Show on a terminal what takes its time."""
+    with Console(stderr=True).status(f"{what} ..."):
+        yield
+
+
+# --- options --------------------------------------------------------------------------------------
+
+
+def _check_times(options: argparse.Namespace) -> None:
+    for name in ("timeout", "seconds"):
+        if not 0 < getattr(options, name) < float("inf"):
+            raise OptionError(
+                problem(
+                    f"--{name} must be a number of seconds above 0.",
+                    received=getattr(options, name),
+                    fix="Leave it out for the default.",
+                )
+            )
+
+
+def _find_place(options: argparse.Namespace, environ: Mapping[str, str]) -> Place | None:
+    """What the options say, or else the launcher."""
+    given = {
+        "--hosts": options.hosts,
+        "--host-index": options.host_index,
+        "--rendezvous": options.rendezvous,
+    }
+    if all(value is None for value in given.values()):
+        return find_place(environ)
+    if any(value is None for value in given.values()):
+        raise OptionError(
+            problem(
+                "--hosts, --host-index and --rendezvous go together.",
+                received=" and ".join(name for name, value in given.items() if value is not None),
+                fix="Give all three on every host, or none where a launcher says it.",
+            )
+        )
+    own = {
+        "LOCKSTEP_HOSTS": str(options.hosts),
+        "LOCKSTEP_HOST_INDEX": str(options.host_index),
+        "LOCKSTEP_RENDEZVOUS": options.rendezvous,
+    }
+    return find_place({**environ, **own})
+
+
+def _with_secret_file(options: argparse.Namespace, environ: Mapping[str, str]) -> dict[str, str]:
+    if options.secret_file is None:
+        return dict(environ)
+    others = {name: value for name, value in environ.items() if name != SECRET_VARIABLE}
+    return {**others, SECRET_FILE_VARIABLE: options.secret_file}

@@ -1,0 +1,255 @@
+"""One host examined: what it has, what is set, and whether what training needs works here.
+
+Everything that can fail is tried by itself and its error kept as text: a doctor that falls ill
+with the patient is of no use. torch is only imported within such a trial.
+"""
+
+import mmap
+import os
+import platform
+import resource
+import socket
+import time
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+import lockstep
+from lockstep.cluster.devices import usable_cores
+from lockstep.cluster.memory_limits import free_memory, memory_ceiling
+
+_Value = TypeVar("_Value")
+
+PACKAGES = ("torch", "numpy")
+
+# Of the processor: what makes matrix products fast, fastest last.
+FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "sve", "bf16")
+
+# What moves threads to cores, or says how many there are.
+THREAD_VARIABLES = (
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "OMP_PROC_BIND",
+    "OMP_PLACES",
+    "GOMP_CPU_AFFINITY",
+    "KMP_AFFINITY",
+)
+
+_PROC = Path("/proc")
+
+_SHARED_BYTES = 64 << 20
+_LOOK_SECONDS = 0.5
+_PRODUCT_SECONDS = 0.3
+_PRODUCT_SIZE = 1024
+
+
+class HostReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What was found on a host; None is what could not be found out.
+
+    Attributes:
+        name: the host's own.
+        system: operating system and kernel.
+        processor: as it calls itself.
+        features: instruction sets that it has, of ``FEATURES``.
+        versions: of Python, Lockstep and what it stands on.
+        num_cores: cores' worth of time that this process may use.
+        host_cores: cores of the host.
+        torch_cores: cores that this process may use once torch is loaded, which can bind it.
+        busy_cores: cores' worth of time that the host spends while this process sleeps.
+        flops_per_second: of one core multiplying float32 matrices.
+        num_devices: CPU replicas that a strategy would make here.
+        gpus: their names.
+        memory_bytes: that this process could have.
+        free_bytes: of it, now.
+        threads: variables that are set, of ``THREAD_VARIABLES``.
+        open_files: that a process may have.
+        first_start_seconds: until a helper process is there which imports all.
+        next_start_seconds: until one is there which finds all imported.
+        failures: what did not work, and its error.
+    """
+
+    name: str
+    system: str
+    processor: str
+    features: tuple[str, ...]
+    versions: dict[str, str]
+    num_cores: int
+    host_cores: int
+    torch_cores: int | None
+    busy_cores: float | None
+    flops_per_second: float | None
+    num_devices: int
+    gpus: tuple[str, ...] | None
+    memory_bytes: int | None
+    free_bytes: int | None
+    threads: dict[str, str]
+    open_files: int
+    first_start_seconds: float | None
+    next_start_seconds: float | None
+    failures: dict[str, str]
+
+
+def examine(devices: int | None = None) -> HostReport:
+    """Examine this host. Takes some seconds.
+
+    Args:
+        devices: how many the launcher says this host is to use.
+    """
+    num_cores = usable_cores()  # before torch is loaded
+    busy_cores = _busy_cores()
+    free = free_memory()
+    failures: dict[str, str] = {}
+
+    def attempt(what: str, function: Callable[[], _Value]) -> _Value | None:
+        try:
+            return function()
+        except Exception as error:  # whatever it is, it is a finding
+            failures[what] = f"{type(error).__name__}: {error}"
+            return None
+
+    loaded = attempt("torch can be imported", _load_torch)
+    attempt("memory can be shared", _share_memory)
+    starts = attempt("helper processes start", _start_helpers) if loaded else None
+    return HostReport(
+        name=socket.gethostname(),
+        system=f"{platform.system()} {platform.release()}, {platform.machine()}",
+        processor=_processor_line("model name") or platform.processor() or "unknown",
+        features=_features(),
+        versions=_versions(),
+        num_cores=num_cores,
+        host_cores=os.cpu_count() or 1,
+        torch_cores=usable_cores() if loaded else None,
+        busy_cores=busy_cores,
+        flops_per_second=attempt("a core multiplies", _flops_per_second) if loaded else None,
+        num_devices=devices or attempt("devices are found", _default_devices) or num_cores,
+        gpus=attempt("GPUs are found", _gpus) if loaded else None,
+        memory_bytes=memory_ceiling(),
+        free_bytes=free.num_bytes if free else None,
+        threads={name: os.environ[name] for name in THREAD_VARIABLES if os.environ.get(name)},
+        open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        first_start_seconds=starts[0] if starts else None,
+        next_start_seconds=starts[1] if starts else None,
+        failures=failures,
+    )
+
+
+# --- what is there --------------------------------------------------------------------------------
+
+
+def _versions() -> dict[str, str]:
+    found = {"Lockstep": lockstep.__version__, "Python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _processor_line(name: str) -> str:
+    """What ``/proc/cpuinfo`` says of the first core."""
+    try:
+        lines = (_PROC / "cpuinfo").read_text().splitlines()
+    except OSError:  # another system
+        return ""
+    found = (line.partition(":")[2] for line in lines if line.partition(":")[0].strip() == name)
+    return next(found, "").strip()
+
+
+def _features() -> tuple[str, ...]:
+    present = {*_processor_line("flags").split(), *_processor_line("Features").split()}
+    return tuple(feature for feature in FEATURES if feature in present)
+
+
+def _gpus() -> tuple[str, ...]:
+    import torch
+
+    if not torch.cuda.is_available():
+        return ()
+    return tuple(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
+
+
+def _default_devices() -> int:
+    from lockstep.cluster.devices import discover
+    from lockstep.plan.makers import num_mirrored_replicas
+
+    return num_mirrored_replicas(None, discover())
+
+
+# --- what works, and how fast ---------------------------------------------------------------------
+
+
+def _busy_cores() -> float | None:
+    """What others do while this process sleeps."""
+    try:
+        busy, total = _core_ticks()
+        time.sleep(_LOOK_SECONDS)
+        later_busy, later_total = _core_ticks()
+    except OSError:  # another system
+        return None
+    passed = max(later_total - total, 1)
+    return (later_busy - busy) / passed * (os.cpu_count() or 1)
+
+
+def _core_ticks() -> tuple[int, int]:
+    """Ticks that the host's cores were busy, and all ticks (man 5 proc_stat)."""
+    ticks = [int(word) for word in (_PROC / "stat").read_text().split("\n")[0].split()[1:9]]
+    idle = ticks[3] + ticks[4]  # idle, and waiting for a disk
+    return sum(ticks) - idle, sum(ticks)
+
+
+def _load_torch() -> bool:
+    import torch
+
+    return bool(torch.__version__)
+
+
+def _share_memory() -> None:
+    """As much as a small model needs, taken and touched."""
+    from lockstep.comm.shared_memory import SharedRegion
+
+    region = SharedRegion.create(_SHARED_BYTES)
+    region.memory[:: mmap.PAGESIZE] = bytes(len(range(0, _SHARED_BYTES, mmap.PAGESIZE)))
+    region.close()
+
+
+def _start_helpers() -> tuple[float, float]:
+    """Seconds until the first helper is there, and until another one is."""
+    from lockstep.launch.team import Team
+    from lockstep.launch.template import Template
+    from lockstep.train.session import PRELOAD
+
+    template = Template(1, PRELOAD)
+    try:
+        times = []
+        for _ in range(2):
+            began = time.perf_counter()
+            team = Team(1, lambda: template)
+            try:
+                team.wait_until_ready()
+                times.append(time.perf_counter() - began)
+            finally:
+                team.close()
+        return times[0], times[1]
+    finally:
+        template.close()
+
+
+def _flops_per_second() -> float:
+    """The best of some products: one core, float32."""
+    import torch
+
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    left = torch.ones(_PRODUCT_SIZE, _PRODUCT_SIZE)
+    product = torch.empty_like(left)
+    best = float("inf")
+    until = time.perf_counter() + _PRODUCT_SECONDS
+    while (began := time.perf_counter()) < until:
+        torch.mm(left, left, out=product)
+        best = min(best, time.perf_counter() - began)
+    torch.set_num_threads(num_threads)
+    return 2 * _PRODUCT_SIZE**3 / best

@@ -1,0 +1,97 @@
+"""A host examined in this process: what does not work is a finding, and no exception."""
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from lockstep.cli import examination
+from lockstep.cli.examination import HostReport, examine
+from lockstep.cluster.devices import usable_cores
+from lockstep.cluster.memory_limits import FreeMemory
+from lockstep.comm import shared_memory
+
+
+def test_what_a_host_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"GPU {'ab'[index]}")
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    monkeypatch.delenv("OMP_PROC_BIND", raising=False)
+    threads = torch.get_num_threads()
+    report = examine(devices=5)
+    assert report.failures == {}
+    assert report.gpus == ("GPU a", "GPU b")
+    assert report.num_devices == 5
+    assert report.num_cores == report.torch_cores == usable_cores()
+    assert report.threads["OMP_NUM_THREADS"] == "3"
+    assert "OMP_PROC_BIND" not in report.threads
+    assert report.versions["torch"] == torch.__version__
+    assert report.flops_per_second is not None
+    assert report.flops_per_second > 1e8
+    assert report.first_start_seconds is not None
+    assert report.next_start_seconds is not None
+    assert 0 < report.next_start_seconds < report.first_start_seconds, "the second finds it warm"
+    assert torch.get_num_threads() == threads
+    assert msgspec.json.decode(msgspec.json.encode(report), type=HostReport) == report
+
+
+def test_what_does_not_work_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken_driver() -> bool:
+        raise RuntimeError("the driver is too old")
+
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    monkeypatch.setattr(shared_memory, "free_memory", lambda: FreeMemory(1000, "in a test"))
+    monkeypatch.setattr(torch.cuda, "is_available", broken_driver)
+    report = examine()
+    assert list(report.failures) == [
+        "memory can be shared",
+        "helper processes start",
+        "devices are found",
+        "GPUs are found",
+    ]
+    assert "1000 B free in a test" in report.failures["memory can be shared"]
+    assert "'/nowhere/python'" in report.failures["helper processes start"]
+    assert report.failures["GPUs are found"] == "RuntimeError: the driver is too old"
+    assert report.gpus is None
+    assert report.first_start_seconds is None
+    assert report.num_devices == usable_cores(), "the best guess"
+
+
+def test_a_system_without_proc_is_examined_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(examination, "_PROC", tmp_path)
+    assert examination._busy_cores() is None
+    assert examination._features() == ()
+    assert examination._processor_line("model name") == ""
+
+
+def test_work_of_others_is_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The words are user, nice, system, idle, iowait, irq, softirq, steal, and guests' time."""
+    monkeypatch.setattr(examination, "_PROC", tmp_path)
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    looks = iter(["cpu  100 0 0 700 100 0 0 0 9 9\n", "cpu  200 10 20 1000 250 5 5 10 99 99\n"])
+
+    def look_again(seconds: float) -> None:
+        (tmp_path / "stat").write_text(next(looks))
+
+    look_again(0)
+    monkeypatch.setattr(time, "sleep", look_again)
+    assert examination._busy_cores() == pytest.approx(4 * 150 / 600)
+
+
+def test_instructions_are_those_that_matter(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "cpuinfo").write_text(
+        "processor\t: 0\nmodel name\t: A: B\nflags\t\t: fpu avx2 sse amx_bf16\n\n"
+        "processor\t: 1\nmodel name\t: C\nflags\t\t: avx512f\n"
+    )
+    monkeypatch.setattr(examination, "_PROC", tmp_path)
+    assert examination._features() == ("avx2", "amx_bf16")
+    assert examination._processor_line("model name") == "A: B"

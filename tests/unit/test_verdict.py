@@ -1,0 +1,204 @@
+"""The doctor's verdict: what is said of which report, and what is wrong rather than notable."""
+
+import re
+from typing import Any
+
+import msgspec
+import pytest
+
+from lockstep.cli.examination import HostReport
+from lockstep.cli.verdict import format_offset, format_rate, judge, network_advice
+from lockstep.launch.network_measuring import HostSurvey, PairReport
+
+SOUND = HostReport(
+    name="node-a",
+    system="Linux 6.1",
+    processor="A processor",
+    features=("avx2", "avx512f"),
+    versions={"Lockstep": "0.1.0", "Python": "3.11.7", "torch": "2.13.0", "numpy": "2.4.6"},
+    num_cores=8,
+    host_cores=8,
+    torch_cores=8,
+    busy_cores=0.1,
+    flops_per_second=70e9,
+    num_devices=8,
+    gpus=(),
+    memory_bytes=64 << 30,
+    free_bytes=60 << 30,
+    threads={},
+    open_files=65536,
+    first_start_seconds=2.0,
+    next_start_seconds=0.05,
+    failures={},
+)
+
+
+def changed(**changes: Any) -> HostReport:
+    return msgspec.structs.replace(SOUND, **changes)
+
+
+def pair(first: int = 0, second: int = 1, **changes: float) -> PairReport:
+    usual = {"round_trip_seconds": 1e-4, "offset_seconds": 0.001, "there": 1e9, "back": 1e9}
+    return PairReport(first=first, second=second, **{**usual, **changes})
+
+
+def survey(*pairs: PairReport) -> list[HostSurvey]:
+    """Of as many hosts as the pairs name."""
+    num_hosts = max(each.second for each in pairs) + 1
+    return [
+        HostSurvey(address=f"10.0.0.{host}", pairs=tuple(p for p in pairs if p.first == host))
+        for host in range(num_hosts)
+    ]
+
+
+def test_nothing_is_said_of_what_is_sound() -> None:
+    assert judge([SOUND]) == []
+    assert judge([SOUND, SOUND], survey(pair())) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_wrong", "said"),
+    [
+        (
+            {"failures": {"torch can be imported": "ImportError: no such file"}},
+            True,
+            r"such that torch can be imported\. Received: ImportError: no such file\. Install",
+        ),
+        (
+            {"failures": {"memory can be shared": "DeviceError: none"}},
+            True,
+            r"memory can be shared\. Received: DeviceError: none\. Free memory",
+        ),
+        (
+            {"failures": {"helper processes start": "WorkerError: none"}},
+            True,
+            r"helper processes start\. Received: WorkerError: none\. Raise the limits",
+        ),
+        ({"failures": {"GPUs are found": "RuntimeError: old"}}, False, "GPUs are found.*old"),
+        (
+            {"free_bytes": 3 << 30},
+            True,
+            r"4\.0 GiB of free memory for 8 devices.*Received: 3\.0 GiB free",
+        ),
+        (
+            {"torch_cores": 1, "threads": {"OMP_PROC_BIND": "true"}},
+            False,
+            r"same 1 core of 8: .* Received: OMP_PROC_BIND=true\. Unset",
+        ),
+        ({"torch_cores": 2}, False, "same 2 cores of 8: .*no variable"),
+        ({"num_devices": 16}, False, "more devices than cores.*16 devices, 8 cores"),
+        ({"busy_cores": 2.5}, False, r"does other work.*2\.5 of 8 cores busy"),
+        ({"features": ()}, False, "not known to be fast.*A processor"),
+        ({"open_files": 256}, False, "few open files.*a limit of 256.*ulimit -n"),
+    ],
+)
+def test_what_is_said_of_a_host(changes: dict[str, Any], is_wrong: bool, said: str) -> None:
+    (finding,) = judge([changed(**changes)])
+    assert re.search(said, finding.text), finding.text
+    assert finding.text.startswith("This host ")
+    assert finding.is_wrong == is_wrong
+    by_host = judge([SOUND, changed(**changes)])
+    assert [each.text for each in by_host if each.text.startswith("Host 1 ")] == [
+        finding.text.replace("This host", "Host 1", 1)
+    ]
+
+
+def test_devices_may_outnumber_cores_where_there_are_gpus() -> None:
+    assert judge([changed(num_devices=9, gpus=("A GPU",))]) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_wrong", "said"),
+    [
+        (
+            {"versions": {**SOUND.versions, "torch": "2.11.0"}},
+            True,
+            r"version of torch\. Received: 2\.13\.0 on host 0, 2\.11\.0 on host 1\.",
+        ),
+        (
+            {"versions": {**SOUND.versions, "Lockstep": "0.2.0"}},
+            True,
+            r"version of Lockstep\. Received: 0\.1\.0 on host 0, 0\.2\.0 on host 1\.",
+        ),
+        (
+            {"versions": {**SOUND.versions, "Python": "3.12.1"}},
+            False,
+            r"version of Python\. Received: 3\.11\.7 on host 0, 3\.12\.1 on host 1\.",
+        ),
+        (
+            {"versions": {name: SOUND.versions[name] for name in ("Lockstep", "Python", "torch")}},
+            False,
+            r"numpy\. Received: 2\.4\.6 on host 0, missing on host 1\.",
+        ),
+        ({"features": ("avx2",)}, False, r"round differently.*\['avx2'\] on host 1"),
+        (
+            {"flops_per_second": 50e9},
+            False,
+            "cores are slower: .*70 GFLOP/s on host 0, 50 GFLOP/s on host 1",
+        ),
+    ],
+)
+def test_what_is_said_of_hosts_that_differ(
+    changes: dict[str, Any], is_wrong: bool, said: str
+) -> None:
+    (finding,) = judge([SOUND, changed(**changes)], survey(pair()))
+    assert re.search(said, finding.text), finding.text
+    assert finding.is_wrong == is_wrong
+
+
+def test_speeds_that_are_not_known_are_not_compared() -> None:
+    assert judge([SOUND, changed(flops_per_second=None)]) == []
+    hosts = [SOUND, changed(flops_per_second=None), changed(flops_per_second=35e9)]
+    (finding,) = judge(hosts)
+    assert "70 GFLOP/s on host 0, unknown on host 1, 35 GFLOP/s on host 2" in finding.text
+
+
+@pytest.mark.parametrize(
+    ("odd", "said"),
+    [
+        (
+            pair(1, 2, back=125e6),
+            r"Between host 1 and host 2 there is a slow link.*1 Gbit/s, most links 8 Gbit/s",
+        ),
+        (pair(1, 2, round_trip_seconds=0.02), "host 1 and host 2 messages take long.*20 ms there"),
+        (pair(0, 2, offset_seconds=-75.0), r"Host 2's clock is not host 0's.*Received: -1:15\."),
+    ],
+)
+def test_what_is_said_of_the_network(odd: PairReport, said: str) -> None:
+    pairs = {(0, 1): pair(0, 1), (0, 2): pair(0, 2), (1, 2): pair(1, 2)}
+    pairs[odd.first, odd.second] = odd
+    (finding,) = judge([SOUND] * 3, survey(*pairs.values()))
+    assert re.search(said, finding.text), finding.text
+    assert not finding.is_wrong
+
+
+def test_what_is_wrong_comes_first() -> None:
+    findings = judge([changed(busy_cores=8.0, failures={"memory can be shared": "no"})])
+    assert [finding.is_wrong for finding in findings] == [True, False]
+
+
+def test_the_advice_counts_with_the_slower_way_of_the_slowest_link() -> None:
+    pairs = pair(0, 1, back=119.4e6), pair(0, 2), pair(1, 2, there=0.5e9)
+    advice = network_advice(survey(*pairs))
+    assert "The slowest link is that between host 0 and host 1: 955 Mbit/s." in advice
+    # 2 (n - 1) / n of 100 MB at 119.4 MB/s
+    assert "100 MB of parameters needs 1,117 ms there" in advice
+
+
+@pytest.mark.parametrize(
+    ("bytes_per_second", "shown"),
+    [
+        (119.4e6, "955 Mbit/s"),
+        (124.98e6, "1 Gbit/s"),
+        (1.25e9, "10 Gbit/s"),
+        (12.345e9, "98.8 Gbit/s"),
+        (1250.0, "0.01 Mbit/s"),
+    ],
+)
+def test_rates(bytes_per_second: float, shown: str) -> None:
+    assert format_rate(bytes_per_second) == shown
+
+
+def test_offsets() -> None:
+    assert format_offset(-0.0015) == "-1.5 ms"
+    assert format_offset(75.0) == "+1:15"
