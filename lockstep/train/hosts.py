@@ -5,6 +5,7 @@ Before the hosts work together they make sure that these are alike: what the scr
 be equal, or the difference is named; values (weights, slots, options) are those of host 0.
 """
 
+import atexit
 import hashlib
 import os
 import socket
@@ -338,6 +339,13 @@ def find_cluster(timeout_seconds: float) -> Cluster:
 
 # Whom this process has met: connections are state of the process, as processes are.
 _met: dict[Place, Hosts] = {}
+
+
+@atexit.register
+def _part_from_all() -> None:
+    """At the script's end: the others see that this host is done, not that it is gone."""
+    for hosts in list(_met.values()):
+        hosts.close()
 
 
 def _card(place: Place) -> Card:

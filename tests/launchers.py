@@ -1,0 +1,121 @@
+"""Scripts on several hosts, started as users start them: by TF_CONFIG, torchrun or lockstep run.
+
+Hosts are network namespaces (``netns``), where any port is free, or addresses of the loopback
+interface, which need no root. What a script prints is one JSON value per line, written at once, so
+that lines of several processes do not mix.
+"""
+
+import json
+import os
+import socket
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from tests.netns import HostProcess, Hosts
+
+SECRET = {"LOCKSTEP_SECRET": "known to the hosts of the tests, and to nobody else"}
+ROOT = Path(__file__).parents[1]
+
+# A namespace is new, so nobody else has these ports.
+PORT = 29400
+_MASTER_PORT = 29500
+
+# Begins every script: warnings are errors, as everywhere in the tests.
+BEGINNING = """
+import warnings
+warnings.simplefilter("error")
+import json, os, sys, time
+import torch
+from torch import nn
+import lockstep
+
+def tell(value):
+    sys.stdout.write(json.dumps(value) + "\\n")
+    sys.stdout.flush()
+"""
+
+# Starts a script with arguments on one of several hosts.
+Launcher = Callable[[Hosts, int, list[str], Sequence[int]], HostProcess]
+
+
+def by_tf_config(
+    hosts: Hosts, index: int, script: list[str], devices: Sequence[int]
+) -> HostProcess:
+    addresses = [f"{hosts.address(each)}:{PORT}" for each in range(len(hosts))]
+    environment = {**tf_config(addresses, index), "LOCKSTEP_DEVICES": str(devices[index])}
+    return hosts.run(index, [sys.executable, *script], environ(environment))
+
+
+def by_lockstep_run(
+    hosts: Hosts, index: int, script: list[str], devices: Sequence[int]
+) -> HostProcess:
+    command = [
+        *(sys.executable, "-m", "lockstep", "run", "--hosts", str(len(hosts))),
+        *("--host-index", str(index), "--devices", str(devices[index])),
+        *("--rendezvous", f"{hosts.address(0)}:{PORT}", *script),
+    ]
+    return hosts.run(index, command, environ({}))
+
+
+def by_torchrun(hosts: Hosts, index: int, script: list[str], devices: Sequence[int]) -> HostProcess:
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--nnodes", str(len(hosts))),
+        *("--node-rank", str(index), "--nproc-per-node", str(devices[index])),
+        *("--master-addr", hosts.address(0), "--master-port", str(_MASTER_PORT), *script),
+    ]
+    # Its own store complains that it does not know the names of the hosts.
+    return hosts.run(index, command, environ({"TORCH_CPP_LOG_LEVEL": "ERROR"}))
+
+
+def tf_config(addresses: Sequence[str], index: int) -> dict[str, str]:
+    task = {"type": "worker", "index": index}
+    return {"TF_CONFIG": json.dumps({"cluster": {"worker": list(addresses)}, "task": task})}
+
+
+def environ(more: Mapping[str, str]) -> dict[str, str]:
+    """Variables for a script that knows the secret and finds this copy of the package."""
+    return {**SECRET, "PYTHONPATH": str(ROOT), **more}
+
+
+@contextmanager
+def on_loopback(
+    script: list[str], *, num_hosts: int = 2, devices: int = 1, options: Sequence[str] = ()
+) -> Iterator[list[HostProcess]]:
+    """The same script on addresses of the loopback interface; all have ended after the block.
+
+    Args:
+        script: its path and arguments; ``{host}`` in them is the host's number.
+        num_hosts: how many.
+        devices: of each host.
+        options: of the interpreter.
+    """
+    addresses = _free_addresses(num_hosts)
+    own = {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1", "LOCKSTEP_DEVICES": str(devices)}
+    with ExitStack() as stack:
+        processes = []
+        for host in range(num_hosts):
+            words = [word.replace("{host}", str(host)) for word in script]
+            environment = {**os.environ, **own, **environ(tf_config(addresses, host))}
+            process = HostProcess([sys.executable, *options, *words], environment, ROOT)
+            stack.callback(process.close)
+            stack.callback(process.end)
+            processes.append(process)
+        yield processes
+
+
+def lines(process: HostProcess, timeout_seconds: float = 60.0) -> list[Any]:
+    """All that a script has told; it must come to a good end, and have nothing to complain of."""
+    return [json.loads(line) for line in process.check(timeout_seconds).splitlines()]
+
+
+def _free_addresses(num_hosts: int) -> list[str]:
+    with ExitStack() as stack:
+        found = []
+        for host in range(num_hosts):
+            sock = stack.enter_context(socket.socket())
+            sock.bind((f"127.0.0.{host + 1}", 0))
+            found.append(f"127.0.0.{host + 1}:{sock.getsockname()[1]}")
+        return found
