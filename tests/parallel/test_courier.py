@@ -1,0 +1,140 @@
+"""Couriers: messages between ranks of different hosts, here threads with socket pairs."""
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import combinations
+
+import pytest
+
+from lockstep.comm.courier import Courier
+from lockstep.errors import HostError
+
+SECONDS = 20.0
+NAMES = {rank: f"Host {rank} (node{rank})" for rank in range(3)}
+
+
+def be_patient(waited_seconds: float) -> None:
+    assert waited_seconds < SECONDS
+
+
+@contextmanager
+def connected(num_ranks: int) -> Iterator[list[dict[int, socket.socket]]]:
+    """For each rank its sockets, by the rank at the other end."""
+    ends: list[dict[int, socket.socket]] = [{} for _ in range(num_ranks)]
+    for one, other in combinations(range(num_ranks), 2):
+        ends[one][other], ends[other][one] = socket.socketpair()
+    for own in ends:
+        for end in own.values():
+            end.setblocking(False)
+    try:
+        yield ends
+    finally:
+        for own in ends:
+            for end in own.values():
+                end.close()
+
+
+def couriers_of(ends: list[dict[int, socket.socket]]) -> list[Courier]:
+    return [Courier(own, NAMES, be_patient) for own in ends]
+
+
+def close_all(couriers: list[Courier]) -> None:
+    threads = [threading.Thread(target=courier.close) for courier in couriers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(SECONDS)
+        assert not thread.is_alive()
+
+
+def test_messages_come_whole_and_are_found_by_their_numbers() -> None:
+    large = bytes(range(256)) * 40_000  # more than a socket holds
+    with connected(2) as ends:
+        left, right = couriers_of(ends)
+        left.put(0, 1, large, [1], num_slots=2)
+        left.put(3, 1, b"other box", [1], num_slots=2)
+        left.put(0, 2, b"", [1], num_slots=2)
+        right.put(0, 1, b"back", [0], num_slots=2)
+        assert right.take(0, 2, 0) == b""
+        assert right.take(3, 1, 0) == b"other box"
+        assert right.take(0, 1, 0) == large
+        assert left.take(0, 1, 1) == b"back"
+        close_all([left, right])
+
+
+def test_a_sender_waits_until_its_slot_is_free() -> None:
+    with connected(2) as ends:
+        left, right = couriers_of(ends)
+        for number in (1, 2):
+            left.put(0, number, b"%d" % number, [1], num_slots=2)
+        sent = threading.Event()
+
+        def send_third() -> None:
+            left.put(0, 3, b"3", [1], num_slots=2)
+            sent.set()
+
+        thread = threading.Thread(target=send_third)
+        thread.start()
+        assert right.take(0, 1, 0) == b"1"
+        assert not sent.wait(0.2)  # taken, and still in use
+        right.acknowledge(0, 1, 0)
+        assert sent.wait(SECONDS)
+        thread.join()
+        assert right.take(0, 3, 0) == b"3"
+        close_all([left, right])
+
+
+def test_tasks_follow_one_another_on_the_same_wires() -> None:
+    """Whoever says goodbye first: nothing of one task is found in the next."""
+    with connected(3) as ends:
+        for task in range(40):
+            couriers = couriers_of(ends)
+            for rank, courier in enumerate(couriers):
+                others = [other for other in range(3) if other != rank]
+                courier.put(0, 1, b"%d %d" % (task, rank), others, num_slots=1)
+            for rank, courier in enumerate(couriers):
+                for other in range(3):
+                    if other != rank and (task + rank) % 2:  # some are never taken
+                        assert courier.take(0, 1, other) == b"%d %d" % (task, other)
+                        courier.acknowledge(0, 1, other)
+            close_all(couriers)
+
+
+def test_a_host_that_is_gone_is_named() -> None:
+    with connected(2) as ends:
+        (left,) = couriers_of(ends[:1])
+        ends[1][0].close()
+        with pytest.raises(HostError, match=r"Host 1 \(node1\) no longer takes part"):
+            left.take(0, 1, 1)
+        left.abandon()
+
+
+def test_what_is_abandoned_leaves_no_thread() -> None:
+    before = threading.active_count()
+    with connected(2) as ends:
+        couriers = couriers_of(ends)
+        couriers[0].put(0, 1, bytes(1 << 24), [1], num_slots=1)
+        for courier in couriers:
+            courier.abandon()
+            courier.abandon()
+        assert threading.active_count() == before
+
+
+def test_whoever_waits_looks_around() -> None:
+    class GivenUpError(Exception):
+        pass
+
+    def give_up(waited_seconds: float) -> None:
+        if waited_seconds > 0.1:
+            raise GivenUpError
+
+    with connected(2) as ends:
+        courier = Courier(ends[0], NAMES, give_up)
+        began = time.monotonic()
+        with pytest.raises(GivenUpError):
+            courier.take(0, 1, 1)
+        assert time.monotonic() - began < SECONDS
+        courier.abandon()

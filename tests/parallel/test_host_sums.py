@@ -1,0 +1,255 @@
+"""Sums over hosts: ranks as threads, hosts as regions of their own, wires as socket pairs."""
+
+import random
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+import torch
+
+from lockstep.comm.exchange import TensorSpec
+from lockstep.comm.gradient_rows import GradientRows, GradientSpec
+from lockstep.comm.host_sums import HostSums, pairs, partner
+from lockstep.comm.shared_memory import SharedRegion
+from lockstep.comm.wires import Wires
+from lockstep.errors import HostError
+from lockstep.plan.layout import elementwise_slices
+
+SECONDS = 20.0
+SHAPES = ((700, 3), (5,), (64, 64), (1,))
+LAYOUTS = [(1, 1), (2, 2), (2, 1), (1, 2), (1, 1, 1), (3, 1, 2)]
+
+
+def hosts_of(counts: Sequence[int]) -> list[range]:
+    return [range(sum(counts[:host]), sum(counts[: host + 1])) for host in range(len(counts))]
+
+
+def make_spec(num_ranks: int) -> GradientSpec:
+    tensors = tuple(
+        TensorSpec(str(number), shape, tuple(torch.empty(shape).stride()), torch.float32)
+        for number, shape in enumerate(SHAPES)
+    )
+    return GradientSpec(num_shares=num_ranks, tensors=tensors, row_limits=(0,) * len(SHAPES))
+
+
+def gradients_of(rank: int, step: int) -> list[torch.Tensor | None]:
+    """Of very different sizes, so that the order of a sum shows; some are not used."""
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return [
+        None
+        if (number + rank + step) % 4 == 0 or (number == 3 and step == 1)
+        else torch.randn(shape, generator=generator) * 10.0 ** ((rank * 5) % 7)
+        for number, shape in enumerate(SHAPES)
+    ]
+
+
+def expected_sums(hosts: Sequence[Sequence[int]], step: int) -> list[torch.Tensor | None]:
+    """In a host rank by rank, then host by host."""
+    totals: list[torch.Tensor | None] = []
+    for number in range(len(SHAPES)):
+        total = None
+        for ranks in hosts:
+            own = None
+            for rank in ranks:
+                gradient = gradients_of(rank, step)[number]
+                if gradient is not None:
+                    own = gradient if own is None else own + gradient
+            if own is not None:
+                total = own if total is None else total + own
+        totals.append(total)
+    return totals
+
+
+class World:
+    """Ranks on hosts, each in a thread."""
+
+    def __init__(self, counts: Sequence[int]) -> None:
+        self.hosts = hosts_of(counts)
+        self.num_ranks = sum(counts)
+        self.spec = make_spec(self.num_ranks)
+        regions = [
+            SharedRegion.create(self.spec.num_bytes, self.spec.holes(ranks)) for ranks in self.hosts
+        ]
+        self.rows = [
+            GradientRows(self.spec, region, 0, ranks)
+            for region, ranks in zip(regions, self.hosts, strict=True)
+        ]
+        self.barriers = [threading.Barrier(count, timeout=SECONDS) for count in counts]
+        self.sockets: list[dict[int, socket.socket]] = [{} for _ in range(self.num_ranks)]
+        for low, high in pairs(self.hosts):
+            one, other = socket.socketpair()
+            one.setblocking(False)
+            other.setblocking(False)
+            self.sockets[low][high], self.sockets[high][low] = one, other
+        self.pieces = elementwise_slices(self.spec.extents, self.num_ranks, self.num_ranks)
+
+    def close(self) -> None:
+        for own in self.sockets:
+            for end in own.values():
+                end.close()
+
+    def host_of(self, rank: int) -> int:
+        return next(host for host, ranks in enumerate(self.hosts) if rank in ranks)
+
+    def sums_of(self, rank: int) -> HostSums:
+        names = {other: f"host {self.host_of(other)}" for other in range(self.num_ranks)}
+        sums = HostSums(
+            self.rows[self.host_of(rank)],
+            rank=rank,
+            hosts=self.hosts,
+            rows_of=lambda ranks: range(ranks[0], ranks[-1] + 1),
+            wires=Wires(self.sockets[rank], names, be_patient),
+            is_everywhere=[False] * len(SHAPES),
+        )
+        sums.divide(dict(enumerate(self.pieces)))
+        return sums
+
+    def put_up(self, step: int) -> None:
+        """Every rank's gradients, and on every host the table of all."""
+        for rows in self.rows:
+            rows.begin_pass()
+        for rank in range(self.num_ranks):
+            self.rows[self.host_of(rank)].put(rank, gradients_of(rank, step))
+        for rows in self.rows:
+            for host, ranks in enumerate(self.hosts):
+                rows.table[ranks.start : ranks.stop] = self.rows[host].table[
+                    ranks.start : ranks.stop
+                ]
+            rows.collect(self.num_ranks)
+
+    def run(self, body: Callable[[int], None]) -> None:
+        errors: list[BaseException] = []
+
+        def guarded(rank: int) -> None:
+            try:
+                body(rank)
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=guarded, args=(rank,)) for rank in range(self.num_ranks)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(SECONDS)
+        assert not any(thread.is_alive() for thread in threads)
+        if errors:
+            raise errors[0]
+
+
+def be_patient(waited_seconds: float) -> None:
+    assert waited_seconds < SECONDS
+
+
+@pytest.mark.parametrize("counts", LAYOUTS)
+def test_partners_are_on_both_sides(counts: tuple[int, ...]) -> None:
+    """Who has a partner on a host is a client of that partner; every pair has one wire."""
+    hosts = hosts_of(counts)
+    found = set()
+    for ranks in hosts:
+        for rank in ranks:
+            for host, others in enumerate(hosts):
+                if rank not in others:
+                    other = partner(rank, hosts, host)
+                    assert other in others
+                    found.add((min(rank, other), max(rank, other)))
+    assert pairs(hosts) == found
+
+
+@pytest.fixture(params=LAYOUTS, ids=str)
+def world(request: pytest.FixtureRequest) -> Iterator[World]:
+    made = World(request.param)
+    yield made
+    made.close()
+
+
+def test_sums_have_the_bits_of_a_fixed_order(world: World) -> None:
+    sums = [world.sums_of(rank) for rank in range(world.num_ranks)]
+    for step in range(3):
+        world.put_up(step)
+        expected = expected_sums(world.hosts, step)
+        found: dict[int, list[torch.Tensor | None]] = {}
+
+        def reduce(rank: int, found: dict[int, list[torch.Tensor | None]] = found) -> None:
+            barrier = world.barriers[world.host_of(rank)]
+            found[rank] = sums[rank].reduce(world.pieces[rank], lambda: void(barrier.wait()))
+            barrier.wait()
+
+        world.run(reduce)
+        for rank, pieces in enumerate(world.pieces):
+            for piece, total in zip(pieces, found[rank], strict=True):
+                whole = expected[piece.parameter]
+                if whole is None:
+                    assert total is None
+                else:
+                    assert total is not None
+                    same = whole.reshape(-1)[piece.start : piece.stop]
+                    assert torch.equal(total.reshape(-1), same)
+        world.run(
+            lambda rank, found=found: sums[rank].gather(world.pieces[rank], found[rank])  # type: ignore[misc]
+        )
+        for rows in world.rows:
+            for number, whole in enumerate(expected):
+                assert whole is None or torch.equal(rows.base(number), whole)
+
+
+def void(value: object) -> None:
+    return
+
+
+def test_what_a_rank_has_updated_comes_to_all_hosts(world: World) -> None:
+    world.put_up(0)
+    # On each host tensors of its own, in which its ranks have set their pieces.
+    tensors = [
+        {number: torch.zeros(shape) for number, shape in enumerate(SHAPES)} for _ in world.hosts
+    ]
+    for rank, pieces in enumerate(world.pieces):
+        for piece in pieces:
+            flat = tensors[world.host_of(rank)][piece.parameter].view(-1)
+            flat[piece.start : piece.stop] = rank + 1.0
+    sums = [world.sums_of(rank) for rank in range(world.num_ranks)]
+    world.run(lambda rank: sums[rank].spread(tensors[world.host_of(rank)], all_pieces=True))
+    for own in tensors:
+        for number, tensor in own.items():
+            assert torch.equal(tensor, tensors[0][number])
+            assert tensor.all()
+
+
+def test_large_tensors_pass_each_other() -> None:
+    """Both ends send more than sockets hold, at once."""
+    left, right = socket.socketpair()
+    for end in (left, right):
+        end.setblocking(False)
+    numbers = [torch.arange(3_000_000) + start for start in (0, 7)]
+    found = [torch.empty_like(each) for each in numbers]
+    wires = [
+        Wires({1: left}, {1: "host 1"}, be_patient),
+        Wires({0: right}, {0: "host 0"}, be_patient),
+    ]
+    threads = [
+        threading.Thread(
+            target=wires[own].transfer,
+            args=({1 - own: list(numbers[own].split(999_999))}, {1 - own: [found[own]]}),
+        )
+        for own in (0, 1)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(SECONDS)
+        assert not thread.is_alive()
+    assert torch.equal(found[0], numbers[1])
+    assert torch.equal(found[1], numbers[0])
+    for wire in wires:
+        wire.close()
+
+
+def test_a_host_that_hangs_up_is_named() -> None:
+    left, right = socket.socketpair()
+    left.setblocking(False)
+    wires = Wires({5: left}, {5: "Host 1 (node1)"}, be_patient)
+    right.send(bytes(random.Random(0).randbytes(100)))
+    right.close()
+    with pytest.raises(HostError, match=r"Host 1 \(node1\) no longer takes part.*has closed"):
+        wires.transfer({}, {5: [torch.empty(1000)]})
+    wires.close()
