@@ -11,6 +11,7 @@ from lockstep.parallel.update import PieceSlots
 from lockstep.parallel.worker import StepResult
 from lockstep.train.callbacks import Callback, acting
 from lockstep.train.changes import Lookout, changed_buffers, fingerprint
+from lockstep.train.copies import WeightCopy
 from lockstep.train.feeding import GlobalBatch
 from lockstep.train.history import History
 from lockstep.train.interrupt import Interrupt
@@ -166,6 +167,8 @@ class FitConductor(FollowingConductor):
         model = self._trainer.model
         lookout = self._lookout or Lookout(model)
         before = lookout.look()
+        # On this host all ranks see the weights. Other hosts must be told what has become of them.
+        known = WeightCopy(model) if self._is_watched_abroad else None
         act()
         # Between epochs there may be other modules from now on.
         self._lookout = lookout if in_epoch else None
@@ -181,7 +184,14 @@ class FitConductor(FollowingConductor):
         if after.places != before.places:
             self._readopt()
         self._publish_options()
+        if known is not None:
+            return known.changed(model)
         return changed_buffers(model, before, after)
+
+    @property
+    def _is_watched_abroad(self) -> bool:
+        """Whether callbacks may change weights that ranks of other hosts have, too."""
+        return bool(self._callbacks) and self._trainer.plan.num_hosts > 1
 
     def _publish_options(self) -> None:
         assert self.updater is not None

@@ -35,6 +35,14 @@ class WeightCopy:
         for name, value in _named_values(model):
             value.copy_(self._values[name])
 
+    def changed(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        """The tensors of which the model has other values now, or that were not there, by name."""
+        return {
+            name: value.detach()
+            for name, value in _named_values(model)
+            if name not in self._values or not _bits(self._values[name]).equal(_bits(value))
+        }
+
 
 class OptimizerCopy:
     """An optimizer's slots and options.
@@ -62,6 +70,11 @@ class OptimizerCopy:
 def _named_values(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from model.named_parameters()
     yield from model.named_buffers()
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """What tells NaN from other NaN, and 0 from -0."""
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import atexit
 import hashlib
 import os
 import socket
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from time import monotonic, sleep
@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 import torch
-from torch import nn
+from torch import nn, optim
 
 from lockstep.cluster.devices import discover
 from lockstep.cluster.environment import find_place
@@ -38,6 +38,7 @@ from lockstep.parallel.build import WireKey
 from lockstep.parallel.update import Updater
 from lockstep.plan.spec import Plan
 from lockstep.train.followers import Follower, host_key
+from lockstep.train.renewal import Form, take_changes
 from lockstep.train.tasks import FitTask
 from lockstep.version import __version__
 
@@ -249,6 +250,19 @@ class Hosts:
                 told = self.told(state)
                 if self.host != 0:
                     updater.load_state(told)
+
+    def share_changes(
+        self, model: nn.Module, optimizers: Sequence[optim.Optimizer], before: Form
+    ) -> None:
+        """Have all be as callbacks have made those of host 0, but for values.
+
+        Raises:
+            OptionError: on host 0, something that cannot be told.
+        """
+        leads = self.host == 0
+        changes = self.told(before.changes(Form(model, optimizers)) if leads else None)
+        if not leads:
+            take_changes(model, optimizers, changes)
 
     def _differs(self, digest: bytes) -> bool:
         return len(set(self.circle.exchange(digest))) > 1

@@ -92,7 +92,7 @@ class Conductor:
             in_epoch: in the midst of an epoch, where only values may change.
 
         Returns:
-            The buffers that have changed, by name.
+            What the others cannot see that has changed of buffers and parameters, by name.
         """
         act()
         return {}
@@ -170,7 +170,7 @@ class _Renew(Exception):  # noqa: N818  # no error: all ranks leave the loop her
 
 @dataclass(frozen=True)
 class _Directive:
-    """What rank 0's callbacks decided: options, unless they are unchanged, and changed buffers.
+    """What rank 0's callbacks decided: options, unless they are unchanged, and changed values.
 
     False where they have decided nothing: then the others need not be told.
     """
@@ -179,14 +179,14 @@ class _Directive:
     halt: bool
     renew: bool
     options: list[dict[str, Any]] | None
-    buffers: dict[str, torch.Tensor]
+    values: dict[str, torch.Tensor]
 
     def __bool__(self) -> bool:
-        changes = self.stop or self.halt or self.renew or self.buffers
+        changes = self.stop or self.halt or self.renew or self.values
         return bool(changes) or self.options is not None
 
 
-_NOTHING = _Directive(stop=False, halt=False, renew=False, options=None, buffers={})
+_NOTHING = _Directive(stop=False, halt=False, renew=False, options=None, values={})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,7 +214,7 @@ class _Ensemble:
         if self.control.rank == 0:
             options = updater.options()
             fingerprint = None if renew_at is None else self.conductor.fingerprint()
-            buffers = self.conductor.watch(act, in_epoch=renew_at is None)
+            values = self.conductor.watch(act, in_epoch=renew_at is None)
             renew = renew_at is not None and fingerprint != self.conductor.fingerprint()
             changed = updater.options()
             directive = _Directive(
@@ -222,9 +222,10 @@ class _Ensemble:
                 halt=self.conductor.is_interrupted,
                 renew=renew,
                 options=changed if changed != options else None,
-                buffers=buffers,
+                values=values,
             )
         directive = self._tell(directive)
+        _set_values(model, directive.values)
         updater.look_again()
         if not directive:
             return False
@@ -232,7 +233,6 @@ class _Ensemble:
             raise _Renew(renew_at)
         if directive.options is not None:
             updater.set_options(directive.options)
-        _set_buffers(model, directive.buffers)
         if directive.halt:
             raise Halt
         return bool(directive.stop)
@@ -282,14 +282,14 @@ class _Ensemble:
         if self.control.num_ranks > 1 and next(self.worker.model.buffers(), None) is not None:
             own = self.worker.ruled_buffers()
             for buffers in self.control.gather({} if self.control.rank == 0 else own):
-                _set_buffers(self.worker.model, buffers)
+                _set_values(self.worker.model, buffers)
 
     def share_buffers(self) -> None:
         """Give every rank the values of all buffers that count."""
         self.collect_buffers()
         model = self.worker.model
         if self.control.num_ranks > 1 and next(model.buffers(), None) is not None:
-            _set_buffers(model, self.control.broadcast(dict(model.named_buffers())))
+            _set_values(model, self.control.broadcast(dict(model.named_buffers())))
 
 
 class Task(ABC):
@@ -680,8 +680,9 @@ def _state(worker: Worker) -> dict[str, torch.Tensor]:
 
 
 @torch.no_grad()
-def _set_buffers(model: nn.Module, buffers: dict[str, torch.Tensor]) -> None:
-    for name, buffer in model.named_buffers():
-        value = buffers.get(name, buffer)
-        if value is not buffer:
-            buffer.copy_(value)
+def _set_values(model: nn.Module, values: dict[str, torch.Tensor]) -> None:
+    """Set parameters and buffers; ranks that share a parameter all write the same."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        value = values.get(name, tensor)
+        if value is not tensor:
+            tensor.copy_(value)

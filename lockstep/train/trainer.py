@@ -76,6 +76,7 @@ from lockstep.train.planning import Partitions, Planning
 from lockstep.train.progress import ProgressDisplay
 from lockstep.train.rate_rules import RateRule, rule_of
 from lockstep.train.recipe import AnyUpdater, Recipe
+from lockstep.train.renewal import Form
 from lockstep.train.scope import current_strategy
 from lockstep.train.session import Session
 from lockstep.train.tasks import (
@@ -717,6 +718,9 @@ class Trainer:
         if self._hosts is not None and not self._is_running:
             self._hosts.share_values(self.model, None)  # of layers that other hosts alone have
         conductor.end_train()
+        if self._hosts is not None:
+            # Callbacks have acted on host 0 alone, and what steps as a whole has stepped there.
+            self._hosts.share_values(self.model, conductor.updater)
         return history
 
     def _train(
@@ -732,9 +736,13 @@ class Trainer:
         while resume is not None and resume.epoch < task.epochs:
             task = replace(task, start=resume, first_step=first_step)
             conductor.updater = self._make_updater()
+            is_told = self._hosts is not None and task.watched
+            before = Form(self.model, each_optimizer(self.optimizer)) if is_told else None
             result: FitResult = self._run(task, loss, conductor.updater, conductor, batch_size)
             if result.resume is None:  # else the optimizer has them, with the callback's changes
                 conductor.take_slots(self._told(result.slots))
+            elif self._hosts is not None and before is not None:
+                self._hosts.share_changes(self.model, each_optimizer(self.optimizer), before)
             first_step += result.num_steps
             self._steps_trained = first_step
             self._epochs_trained = first_epoch + max(result.num_epochs, resume.epoch)

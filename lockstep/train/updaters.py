@@ -279,7 +279,8 @@ class TorchUpdater(Updater):
         return {"options": self.options(), "slots": slots}
 
     def load_state(self, state: Any) -> None:
-        self.set_options(state["options"])
+        for group, values in zip(self.optimizer.param_groups, state["options"], strict=True):
+            group.update(values)
         self.optimizer.state.clear()
         for name, slots in state["slots"].items():
             self.optimizer.state[self.parameters[name]] = slots

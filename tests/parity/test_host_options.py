@@ -1,0 +1,44 @@
+"""The Trainer's options on two hosts: the weights of one device, and the same on both.
+
+Hosts are addresses of the loopback interface. One start trains all jobs of ``host_jobs`` with
+gradients that cross the network, another with activations where they may.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.launchers import lines, on_loopback
+from tests.loss_zoo import JOBS as LOSS_JOBS
+from tests.parity.host_jobs import JOBS
+
+NETWORKS = {"gradients": 10_000.0, "activations": 0.001}  # Gbit/s
+SECONDS = 300.0
+
+Told = dict[str, Any]
+
+
+@pytest.fixture(scope="module", params=NETWORKS)
+def told(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[list[dict[str, Told]]]:
+    """By host, what it tells of each job."""
+    folder: Path = tmp_path_factory.mktemp("jobs")
+    script = ["-m", "tests.parity.host_jobs", str(NETWORKS[request.param]), str(folder)]
+    with on_loopback(script) as processes:
+        yield [{line["job"]: line for line in lines(each, SECONDS)} for each in processes]
+
+
+@pytest.mark.parametrize("name", [*JOBS, *LOSS_JOBS])
+def test_two_hosts_train_as_one_device(name: str, told: list[dict[str, Told]]) -> None:
+    ours = [host[name] for host in told]
+    for each in ours:
+        assert "error" not in each, each["error"]
+        assert each["differences"]
+        far = {
+            part: gap for part, gap in each["differences"].items() if not gap <= each["tolerance"]
+        }
+        assert not far
+    assert ours[0]["digests"] == ours[1]["digests"]
