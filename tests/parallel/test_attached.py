@@ -475,7 +475,7 @@ def fit(devices):
 def lead():
     before = torch.get_num_threads()
     alone = fit(1)
-    session.take_team = lambda num_helpers, threads, preload: make_team()
+    session.take_team = lambda *arguments, first_rank: make_team()
     together = fit(3)
     say("same bits", all(map(torch.equal, alone, together)), torch.get_num_threads() == before)
 
