@@ -25,6 +25,7 @@ PUBLIC = {
     "Job",
     "LockstepError",
     "MirroredStrategy",
+    "MultiWorkerMirroredStrategy",
     "OwnLoss",
     "PipelineStrategy",
     "Plan",
