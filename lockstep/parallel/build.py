@@ -162,6 +162,7 @@ class Neighbours:
         sockets: this rank's, by the rank at the other end.
         crossing: to the other hosts' leaders; None unless this rank leads its host.
         mirrored: see ``HostExchange``.
+        timeout_seconds: longest wait for another host.
     """
 
     host: int
@@ -169,6 +170,7 @@ class Neighbours:
     sockets: Mapping[int, socket.socket]
     crossing: Crossing | None
     mirrored: Sequence[torch.Tensor]
+    timeout_seconds: float
 
 
 def build_exchange(
@@ -202,7 +204,7 @@ def build_exchange(
         board=wide_board,
         hosts=[plan.ranks_of_host(host) for host in range(plan.num_hosts)],
         host=neighbours.host,
-        wires=Wires(neighbours.sockets, neighbours.names, look_around),
+        wires=Wires(neighbours.sockets, neighbours.names, look_around, neighbours.timeout_seconds),
         mirrored=neighbours.mirrored,
     )
 

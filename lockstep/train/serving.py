@@ -29,11 +29,13 @@ class Abroad:
         names: of the hosts of all ranks.
         wires: of each of this host's, the ranks at this end and at the other, in the order in
             which their descriptors are sent.
+        timeout_seconds: longest wait for another host.
     """
 
     host: int
     names: Mapping[int, str]
     wires: tuple[tuple[int, int], ...]
+    timeout_seconds: float
 
     def neighbours(
         self,
@@ -57,6 +59,7 @@ class Abroad:
             sockets=dict(zip(peers, sockets, strict=True)),
             crossing=crossing,
             mirrored=mirrored,
+            timeout_seconds=self.timeout_seconds,
         )
 
 
