@@ -91,9 +91,8 @@ class WideBoard(Board):
         """
         self.barrier_here()
         if self.crossing is not None:
-            halts = self.rank == 0 and self.wants_halt()
-            told = self.crossing.exchange(_HALT.pack(halts) + give())
-            if _HALT.unpack_from(told[0])[0] and not self._own.halt:
+            told = self.crossing.exchange(_HALT.pack(self.wants_halt()) + give())
+            if any(_HALT.unpack_from(one)[0] for one in told) and not self._own.halt:
                 # Before this rank shows that it is at the next barrier: see ``Board.is_halted``.
                 self._own.halt = self._own.barriers + 1
             take([payload[_HALT.size :] for payload in told])

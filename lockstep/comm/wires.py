@@ -7,13 +7,14 @@ which order. Both directions move at once, or two ranks that send to each other 
 import select
 import socket
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import monotonic
 
 import torch
 
 from lockstep.errors import HostError, problem
+from lockstep.units import format_seconds
 
 # Tensors by the rank at the other end.
 Buffers = Mapping[int, Sequence[torch.Tensor]]
@@ -47,6 +48,7 @@ class Wires:
         names: of the hosts of these ranks, for messages.
         look_around: called every 20 ms of waiting with the seconds waited so far; it raises if
             waiting on is in vain.
+        timeout_seconds: longest wait in which nothing moves.
     """
 
     def __init__(
@@ -54,10 +56,12 @@ class Wires:
         sockets: Mapping[int, socket.socket],
         names: Mapping[int, str],
         look_around: Callable[[float], None],
+        timeout_seconds: float,
     ) -> None:
         self._sockets = dict(sockets)
         self._names = names
         self._look_around = look_around
+        self._timeout = timeout_seconds
 
     def transfer(self, sends: Buffers, receives: Buffers) -> None:
         """Send tensors and fill others, all at once, until everything has come and gone.
@@ -67,7 +71,7 @@ class Wires:
             receives: dense tensors by rank, which are written to.
 
         Raises:
-            HostError: another host is gone.
+            HostError: another host is gone, or time is up.
         """
         going, coming = _queues(sends), _queues(receives)
         poller = select.poll()
@@ -91,6 +95,8 @@ class Wires:
                 0.0 if ready else waited + min(now - last, _LONGEST_NAP_SECONDS),
                 now,
             )
+            if waited > self._timeout:
+                raise self._too_late({*going, *coming}, waited)
             if not ready:
                 self._look_around(waited)
 
@@ -130,6 +136,18 @@ class Wires:
             except BlockingIOError:
                 return
         del going[peer]
+
+    def _too_late(self, peers: Iterable[int], waited: float) -> HostError:
+        names = dict.fromkeys(self._names[peer] for peer in sorted(peers))
+        return HostError(
+            problem(
+                f"{' and '.join(names)} must come to the same step within "
+                f"{format_seconds(self._timeout)}.",
+                received=f"nothing for {format_seconds(waited)}",
+                fix="See whether that host hangs or is cut off; raise `timeout_seconds` if steps "
+                "may take so long.",
+            )
+        )
 
     def _gone(self, peer: int, reason: str) -> HostError:
         return HostError(

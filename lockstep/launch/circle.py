@@ -11,7 +11,7 @@ Meant for what is small or rare: tensors take wires of their own (``open_wires``
 """
 
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -58,6 +58,8 @@ class Circle:
         host: the number of this host.
         num_hosts: how many there are.
         cards: what each host says of itself, by host.
+        awaited: the hosts that this one waits to hear from now.
+        has_told: this host has told the others of a failure, and they of none any more.
     """
 
     def __init__(
@@ -68,7 +70,8 @@ class Circle:
         self.num_hosts = len(self.cards)
         self._star = dict(star)
         self._secret = secret
-        self._has_told = False
+        self.has_told = False
+        self.awaited: tuple[int, ...] = ()
 
     def exchange(
         self, payload: bytes, look_around: LookAround = wait_on, *, among: int | None = None
@@ -207,7 +210,8 @@ class Circle:
 
     def _receive(self, kind: bytes, look_around: LookAround) -> bytes:
         wire = self._star[0]
-        return self._expected(kind, wire.receive(self._watching(look_around)), wire)
+        with self._awaiting([0]):
+            return self._expected(kind, wire.receive(self._watching(look_around)), wire)
 
     def _exchange_for_all(
         self, payload: bytes, look_around: LookAround, members: range
@@ -232,8 +236,17 @@ class Circle:
                     found[host] = self._expected(kind, frame, wire)
             waiting = [wire for host, wire in missing.items() if host not in found]
             if waiting and not is_readable(waiting):
-                look(watch.tick())
+                with self._awaiting(host for host in missing if host not in found):
+                    look(watch.tick())
         return [found[host] for host in members]
+
+    @contextmanager
+    def _awaiting(self, hosts: Iterable[int]) -> Iterator[None]:
+        self.awaited = tuple(hosts)
+        try:
+            yield
+        finally:
+            self.awaited = ()
 
     def _watching(self, look_around: LookAround) -> LookAround:
         def look(waited_seconds: float) -> None:
@@ -266,8 +279,8 @@ class Circle:
 
     def _tell(self, text: str) -> None:
         """Tell all others of a failure. Nothing comes after it."""
-        if not self._has_told:
-            self._has_told = True
+        if not self.has_told:
+            self.has_told = True
             for wire in self._star.values():
                 wire.fail(text)
 

@@ -186,6 +186,7 @@ class Neighbours:
         mail_sockets: likewise for what stages send.
         crossing: to the other hosts' leaders; None unless this rank leads its host.
         mirrored: see ``HostExchange``.
+        timeout_seconds: longest wait for another host.
     """
 
     host: int
@@ -194,6 +195,7 @@ class Neighbours:
     mail_sockets: Mapping[int, socket.socket]
     crossing: Crossing | None
     mirrored: Sequence[torch.Tensor]
+    timeout_seconds: float
 
     @property
     def all_sockets(self) -> list[socket.socket]:
@@ -220,7 +222,7 @@ def build_exchange(
             return StageExchange(spec, region, board=board)
         return SharedMemoryExchange(spec, region, board=board)
     hosts = [plan.ranks_of_host(host) for host in range(plan.num_hosts)]
-    wires = Wires(neighbours.sockets, neighbours.names, look_around)
+    wires = Wires(neighbours.sockets, neighbours.names, look_around, neighbours.timeout_seconds)
     wide_board = WideBoard(
         region,
         rank=rank,

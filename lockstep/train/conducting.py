@@ -25,11 +25,24 @@ if TYPE_CHECKING:
 
 
 class FollowingConductor(Conductor):
-    """Of a host that host 0 leads: callbacks and progress are there."""
+    """Of a host that host 0 leads: callbacks and progress are there.
 
-    def __init__(self) -> None:
+    Args:
+        interrupt: what has become of Ctrl-C here, which ends the training on all hosts.
+    """
+
+    def __init__(self, interrupt: Interrupt) -> None:
         self.history = History()
         self.updater: AnyUpdater | None = None
+        self._interrupt = interrupt
+
+    @property
+    def is_interrupted(self) -> bool:  # type: ignore[override]  # an attribute in the base
+        """Whether the user wants training to end."""
+        return self._interrupt.is_requested
+
+    def hold_interrupts(self) -> None:
+        self._interrupt.hold()
 
     def begin_train(self) -> None:
         """Before the first epoch."""
@@ -66,14 +79,13 @@ class FitConductor(FollowingConductor):
         on_snapshot: Callable[[Snapshot], None] | None,
         interrupt: Interrupt,
     ) -> None:
-        super().__init__()
+        super().__init__(interrupt)
         self._trainer = trainer
         self._schedule = trainer.schedule
         self._callbacks = callbacks
         self._display = display
         self._readopt = readopt
         self._on_snapshot = on_snapshot
-        self._interrupt = interrupt
         self._clock = InputClock()
         self._step_beginners = acting(callbacks, "on_train_batch_begin")
         self._step_enders = acting(callbacks, "on_train_batch_end")
@@ -83,14 +95,6 @@ class FitConductor(FollowingConductor):
     def stop_training(self) -> bool:  # type: ignore[override]  # an attribute in the base
         """Whether a callback wants training to end."""
         return self._trainer.stop_training
-
-    @property
-    def is_interrupted(self) -> bool:  # type: ignore[override]  # an attribute in the base
-        """Whether the user wants training to end."""
-        return self._interrupt.is_requested
-
-    def hold_interrupts(self) -> None:
-        self._interrupt.hold()
 
     def begin_train(self) -> None:
         """Before the first epoch."""

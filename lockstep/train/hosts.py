@@ -40,6 +40,7 @@ from lockstep.plan.spec import Plan
 from lockstep.train.followers import Follower, host_key
 from lockstep.train.renewal import Form, take_changes
 from lockstep.train.tasks import FitTask
+from lockstep.units import format_seconds
 from lockstep.version import __version__
 
 LookAround = Callable[[float], None]
@@ -47,6 +48,7 @@ LookAround = Callable[[float], None]
 _PART_BYTES = 1 << 24
 _FINGERPRINT_SAMPLES = 4
 _EXPLANATION_SECONDS = 1.0
+_HEAD_START_SECONDS = 1.0
 _PAUSE_SECONDS = 0.02
 
 
@@ -56,9 +58,13 @@ class Hosts:
     Args:
         place: this process's.
         circle: the hosts' leaders.
+
+    Attributes:
+        timeout_seconds: longest wait for another host.
     """
 
-    def __init__(self, place: Place, circle: Circle) -> None:
+    def __init__(self, place: Place, circle: Circle, timeout_seconds: float) -> None:
+        self.timeout_seconds = timeout_seconds
         self.place = place
         self.circle = circle
         self._wires: dict[WireKey, socket.socket] = {}
@@ -76,10 +82,31 @@ class Hosts:
         """Of all hosts, for messages."""
         return [self.circle.name_of(host) for host in range(self.circle.num_hosts)]
 
-    def told(self, obj: Any, look_around: LookAround = lambda waited: None) -> Any:
+    def look_around(self, waited_seconds: float) -> None:
+        """See whether waiting on is in vain.
+
+        Raises:
+            HostError: another host has failed, is gone, or does not come to where this one waits.
+        """
+        self.circle.look_around()
+        # Host 0 knows whom all wait for, so it has the first word.
+        patience = self.timeout_seconds + (_HEAD_START_SECONDS if self.host else 0.0)
+        if waited_seconds > patience and self.circle.awaited:
+            names = " and ".join(self.names[host] for host in self.circle.awaited)
+            raise HostError(
+                problem(
+                    f"{names} must come to the same call, and the same step, within "
+                    f"{format_seconds(self.timeout_seconds)}.",
+                    received=f"nothing for {format_seconds(waited_seconds)}",
+                    fix="See whether its script calls fit, evaluate and predict as often as the "
+                    "others do, hangs, or is cut off.",
+                )
+            )
+
+    def told(self, obj: Any) -> Any:
         """Host 0's object, on every host."""
         leads = self.host == 0
-        payload = self.circle.broadcast(encode(obj) if leads else None, look_around)
+        payload = self.circle.broadcast(encode(obj) if leads else None, self.look_around)
         return obj if leads else decode(payload)
 
     @property
@@ -148,10 +175,11 @@ class Hosts:
         try:
             yield
         except BaseException as error:
-            if isinstance(error, HostError) or isinstance(error.__cause__, HostError):
+            is_of_host = isinstance(error, HostError) or isinstance(error.__cause__, HostError)
+            if is_of_host and not self.circle.has_told:
                 self._hear_why(error)
             with suppress(OSError, HostError):  # the others may be gone
-                self.circle.fail(f"{type(error).__name__}: {error}")
+                self.circle.fail(": ".join(filter(None, (type(error).__name__, str(error)))))
             self.close()
             raise
 
@@ -164,6 +192,8 @@ class Hosts:
                 sleep(_PAUSE_SECONDS)
         except HostError as reason:
             self.close()
+            for note in getattr(error, "__notes__", ()):
+                reason.add_note(note)
             raise reason from error
 
     def close(self) -> None:
@@ -185,7 +215,7 @@ class Hosts:
         Raises:
             HostError: with the fact's name and what both hosts have.
         """
-        told = [decode(each) for each in self.circle.exchange(encode(_as_text(facts)))]
+        told = [decode(each) for each in self._exchanged(encode(_as_text(facts)))]
         for name in dict.fromkeys(name for one in told for name in one):
             values = [one.get(name, "missing") for one in told]
             other = next((host for host, value in enumerate(values) if value != values[0]), None)
@@ -201,7 +231,7 @@ class Hosts:
 
     def wait(self) -> None:
         """Wait for all hosts."""
-        self.circle.exchange(b"")
+        self._exchanged(b"")
 
     def agree_on_task(self, task: FitTask) -> FitTask:
         """The task, with what callbacks ask for, which are those of host 0.
@@ -265,7 +295,10 @@ class Hosts:
             take_changes(model, optimizers, changes)
 
     def _differs(self, digest: bytes) -> bool:
-        return len(set(self.circle.exchange(digest))) > 1
+        return len(set(self._exchanged(digest))) > 1
+
+    def _exchanged(self, payload: bytes) -> list[bytes]:
+        return self.circle.exchange(payload, self.look_around)
 
     @torch.no_grad()
     def _share_tensor(self, tensor: torch.Tensor) -> None:
@@ -307,7 +340,8 @@ def find_hosts(timeout_seconds: float, reach: Reach = "all hosts") -> Hosts | No
     if reach == "one host":
         raise _strangers(place)
     if place not in _met:
-        _met[place] = Hosts(place, _meet(place, timeout_seconds))
+        _met[place] = Hosts(place, _meet(place, timeout_seconds), timeout_seconds)
+    _met[place].timeout_seconds = timeout_seconds
     return _met[place]
 
 

@@ -29,11 +29,13 @@ class Abroad:
         names: of the hosts of all ranks.
         wires: of each of this host's, the ranks at this end and at the other and its use, in the
             order in which their descriptors are sent.
+        timeout_seconds: longest wait for another host.
     """
 
     host: int
     names: Mapping[int, str]
     wires: tuple[WireKey, ...]
+    timeout_seconds: float
 
     def neighbours(
         self,
@@ -61,6 +63,7 @@ class Abroad:
             mail_sockets=by_use["mail"],
             crossing=crossing,
             mirrored=mirrored,
+            timeout_seconds=self.timeout_seconds,
         )
 
 

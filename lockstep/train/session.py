@@ -128,7 +128,8 @@ class Session:
                 worker.abandon()
             if worker is not None and worker.updater is not None:
                 lost = worker.updater.recover()
-                error.add_note(_state_of_training(worker.board, lost))
+                has_older = assignment.plan.num_hosts > 1 and bool(worker.updater.slot_keys())
+                error.add_note(_state_of_training(worker.board, lost, has_older=has_older))
             raise
         finally:
             parcel.close()
@@ -312,7 +313,9 @@ class _Wired:
             return None
         sockets = hosts.open_wires(plan, wire_keys(plan, groups), timeout_seconds)
         names = {rank: hosts.names[plan.host_of(rank)] for rank in range(plan.num_ranks)}
-        abroad = Abroad(host=hosts.host, names=names, wires=tuple(sockets))
+        abroad = Abroad(
+            host=hosts.host, names=names, wires=tuple(sockets), timeout_seconds=timeout_seconds
+        )
         return cls(hosts=hosts, abroad=abroad, sockets=sockets)
 
 
@@ -372,8 +375,14 @@ def _heed(conductor: Conductor, worker: Worker) -> None:
         worker.board.wants_halt = lambda: conductor.is_interrupted
 
 
-def _state_of_training(board: Board | None, lost: list[str]) -> str:
-    """For whoever goes on after an error: what the helpers have left, now that they have ended."""
+def _state_of_training(board: Board | None, lost: list[str], *, has_older: bool) -> str:
+    """For whoever goes on after an error: what the helpers have left, now that they have ended.
+
+    Args:
+        board: this host's.
+        lost: parameters whose slots are lost.
+        has_older: other hosts have slots, of which there are older ones here.
+    """
     assert board is not None
     last = board.last_update
     if last is None:
@@ -383,7 +392,13 @@ def _state_of_training(board: Board | None, lost: list[str]) -> str:
         )
     if last < 0:
         return "The weights are whole, as fit has found them."
-    whole = f"The weights are whole, as step {last} has left them, and so is the optimizer"
+    whole = f"The weights are whole, as step {last} has left them"
+    if has_older:
+        return (
+            f"{whole}. Of the optimizer's slots those that other hosts update are older: load a "
+            "state that was saved, or make a new optimizer."
+        )
+    whole += ", and so is the optimizer"
     return f"{whole}, but for the slots of {', '.join(lost)}: lost." if lost else f"{whole}."
 
 
@@ -409,7 +424,9 @@ class _Watch:
         """Raise if waiting on is in vain."""
         self._team.look_around(self._is_awaited)
         if self._hosts is not None:
-            self._hosts.circle.look_around()
+            self._hosts.look_around(waited_seconds)
+            if self._hosts.circle.awaited:
+                return  # time is up when they say so
         if waited_seconds > self._timeout:
             self._team.raise_timeout(waited_seconds)
 

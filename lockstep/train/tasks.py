@@ -219,7 +219,7 @@ class _Ensemble:
             changed = updater.options()
             directive = _Directive(
                 stop=self.conductor.stop_training,
-                halt=self.conductor.is_interrupted,
+                halt=self.conductor.is_interrupted or self._is_halted,
                 renew=renew,
                 options=changed if changed != options else None,
                 values=values,
@@ -266,10 +266,14 @@ class _Ensemble:
         Raises:
             Halt: the user wants out.
         """
-        board = self.worker.board
         alone = self.control.num_ranks == 1 and self.conductor.is_interrupted
-        if alone or (board is not None and board.is_halted):
+        if alone or self._is_halted:
             raise Halt
+
+    @property
+    def _is_halted(self) -> bool:
+        board = self.worker.board
+        return board is not None and board.is_halted
 
     def pause_validation(self, index: int) -> None:
         """After a batch of the validation: nothing waits there otherwise, so not at each."""

@@ -699,7 +699,7 @@ class Trainer:
         """Train, with callbacks and progress around."""
         self.stop_training = False
         with told_of_errors(self._own_callbacks), held_interrupts() as interrupt:
-            conductor = FollowingConductor()
+            conductor = FollowingConductor(interrupt)
             if self._leads:
                 conductor = FitConductor(
                     self,
@@ -714,13 +714,18 @@ class Trainer:
                 self._train(task, loss, conductor, task.batch_size)
             finally:
                 conductor.close()
+            if self._hosts is not None:
+                # Schedules have moved on host 0 alone, and some optimizers have stepped there. Also
+                # where Ctrl-C now ends the call on one host, all have got all.
+                self._hosts.share_values(self.model, conductor.updater)
         history: History = self._told(conductor.history)
         if self._hosts is not None and not self._is_running:
             self._hosts.share_values(self.model, None)  # of layers that other hosts alone have
         conductor.end_train()
         if self._hosts is not None:
-            # Callbacks have acted on host 0 alone, and what steps as a whole has stepped there.
-            self._hosts.share_values(self.model, conductor.updater)
+            self._hosts.wait()  # a call ends well only where it does so on all hosts
+            if task.watched:
+                self._hosts.share_values(self.model, None)  # ``on_train_end`` may have set them
         return history
 
     def _train(

@@ -99,7 +99,7 @@ class World:
             rank=rank,
             hosts=self.hosts,
             rows_of=lambda ranks: range(ranks[0], ranks[-1] + 1),
-            wires=Wires(self.sockets[rank], names, be_patient),
+            wires=Wires(self.sockets[rank], names, be_patient, SECONDS),
             is_everywhere=[False] * len(SHAPES),
         )
         sums.divide(dict(enumerate(self.pieces)))
@@ -223,8 +223,8 @@ def test_large_tensors_pass_each_other() -> None:
     numbers = [torch.arange(3_000_000) + start for start in (0, 7)]
     found = [torch.empty_like(each) for each in numbers]
     wires = [
-        Wires({1: left}, {1: "host 1"}, be_patient),
-        Wires({0: right}, {0: "host 0"}, be_patient),
+        Wires({1: left}, {1: "host 1"}, be_patient, SECONDS),
+        Wires({0: right}, {0: "host 0"}, be_patient, SECONDS),
     ]
     threads = [
         threading.Thread(
@@ -247,7 +247,7 @@ def test_large_tensors_pass_each_other() -> None:
 def test_a_host_that_hangs_up_is_named() -> None:
     left, right = socket.socketpair()
     left.setblocking(False)
-    wires = Wires({5: left}, {5: "Host 1 (node1)"}, be_patient)
+    wires = Wires({5: left}, {5: "Host 1 (node1)"}, be_patient, SECONDS)
     right.send(bytes(random.Random(0).randbytes(100)))
     right.close()
     with pytest.raises(HostError, match=r"Host 1 \(node1\) no longer takes part.*has closed"):
