@@ -1,7 +1,8 @@
 """The base of all strategies."""
 
 from abc import ABC, abstractmethod
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from lockstep.cluster.devices import discover
@@ -70,11 +71,20 @@ class Strategy(ABC):
     def num_replicas_in_sync(self) -> int:
         """Replicas that train on different shares of a batch and stay equal."""
 
-    def scope(self) -> AbstractContextManager["Strategy"]:
-        """Within ``with strategy.scope():`` a Trainer without a strategy uses this one."""
+    @contextmanager
+    def scope(self) -> Iterator["Strategy"]:
+        """Within ``with strategy.scope():`` a Trainer without a strategy uses this one.
+
+        And Keras models made or compiled within train under it.
+
+        Raises:
+            OptionError: Keras was imported with another backend than PyTorch.
+        """
+        from lockstep.frontends.keras.scope import hooked
         from lockstep.train.scope import strategy_scope
 
-        return strategy_scope(self)
+        with hooked(), strategy_scope(self):
+            yield self
 
 
 def is_count(value: object) -> bool:

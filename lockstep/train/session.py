@@ -90,7 +90,12 @@ class Session:
 
     Args:
         timeout_seconds: longest wait of rank 0 for its helpers.
+
+    Attributes:
+        preload: modules that helpers should have imported, beside what all need.
     """
+
+    preload: tuple[str, ...] = ()
 
     def __init__(self, timeout_seconds: float) -> None:
         self._timeout = timeout_seconds
@@ -231,7 +236,7 @@ class Session:
             self.close()
         if self._team is None:
             self._threads = plan.threads_per_device
-            self._team = take_team(plan.num_ranks - 1, self._threads, PRELOAD)
+            self._team = take_team(plan.num_ranks - 1, self._threads, PRELOAD + self.preload)
         return self._team
 
     def _call(

@@ -1,0 +1,97 @@
+"""Keras metrics on many ranks: the driver's own objects hold the values of all.
+
+Every rank updates a copy with the outputs it has computed, and rank 0 adds up the states: the
+states of Keras's own metrics are sums over samples. Of any other metric nothing is known, be it one
+of the user's or a mean over what a function of the user's returns for a batch. Such a metric is
+updated on rank 0 alone, with the outputs of the whole batch.
+"""
+
+from typing import Any
+
+import torch
+from keras import tree
+from keras.src.metrics.reduction_metrics import MeanMetricWrapper
+
+from lockstep.data.trees import Tree, map_tensors
+from lockstep.frontends.keras.losses import masked
+from lockstep.parallel.control import Control
+from lockstep.train.metrics import Metrics
+
+# A share's outputs, masks, targets and sample weights.
+_Seen = tuple[Tree, Tree, Tree, Tree]
+
+
+class KerasMetrics(Metrics):
+    """The metrics of a compiled model.
+
+    Args:
+        compiled: the model's ``CompileMetrics``, built; None where it has no metrics.
+
+    Attributes:
+        are_known: the states of all of them are sums over samples.
+    """
+
+    def __init__(self, compiled: Any) -> None:
+        super().__init__(None)
+        self._compiled = compiled
+        self.are_known = compiled is None or all(map(_is_sum, compiled.metrics))
+        self._seen: list[_Seen] = []
+
+    def __bool__(self) -> bool:
+        return self._compiled is not None
+
+    def reset(self) -> None:
+        self._seen.clear()
+        if self._compiled is not None:
+            self._compiled.reset_state()
+
+    def update(self, output: Tree, target: Tree) -> None:
+        seen = (output["outputs"], output["masks"], *target)
+        if self.are_known:
+            self._update(seen)
+        else:
+            self._seen.append(map_tensors(torch.Tensor.clone, seen))
+
+    def settle(self, control: Control) -> None:
+        """After a step, in which all ranks have seen their shares."""
+        if self.are_known or not self:
+            return
+        gathered = control.gather(self._seen)
+        self._seen.clear()
+        shares = [share for own in gathered for share in own]
+        if shares:
+            self._update(tree.map_structure(_joined, *shares))
+
+    @torch.no_grad()
+    def _update(self, seen: _Seen) -> None:
+        outputs, masks, targets, weights = seen
+        outputs = tree.map_structure(masked, outputs, masks)
+        self._compiled.update_state(targets, outputs, sample_weight=weights)
+
+    def join(self, control: Control) -> None:
+        """Have rank 0 hold what all ranks have counted, and the others nothing."""
+        if not self or not self.are_known or control.num_ranks == 1:
+            return
+        variables = self._compiled.variables
+        ranks = control.gather([variable.value.detach().clone() for variable in variables])
+        if control.rank != 0:
+            self._compiled.reset_state()
+            return
+        for variable, *values in zip(variables, *ranks, strict=True):
+            variable.assign(torch.stack(values).sum(0))
+
+
+def _is_sum(metric: Any) -> bool:
+    """Whether a metric's state is a sum over samples: Keras's own are."""
+    kind = type(metric)
+    if not kind.__module__.startswith("keras.src.metrics."):
+        return False
+    if metric._metrics:
+        return False
+    function = getattr(metric, "_fn", None)
+    is_wrapped = issubclass(kind, MeanMetricWrapper)
+    return not is_wrapped or str(getattr(function, "__module__", "")).startswith("keras.src.")
+
+
+def _joined(*parts: Any) -> Any:
+    return None if parts[0] is None else torch.cat(parts)

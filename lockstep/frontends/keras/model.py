@@ -1,0 +1,176 @@
+"""A Keras model as the Trainer sees it: a torch module whose layers hold the model's variables.
+
+The layers of a ``KerasModel`` are those of Keras that have variables, under the paths that Keras
+gives these. They hold the very Parameters of the variables: what can be trained is a parameter,
+what else a layer keeps (moving averages) is a buffer. What is called is the Keras model itself.
+
+Random numbers that layers draw come from torch's stream, which every share has for itself, instead
+of Keras's seed generators, from which all shares would get the same.
+
+Not covered: variables that a layer makes after the model was built.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import chain, count
+from typing import Any
+
+import keras
+import torch
+from keras.src.backend.common.masking import get_keras_mask
+from keras.src.backend.torch import random as keras_random
+from keras.src.utils.torch_utils import TorchModuleWrapper
+from torch import nn
+
+from lockstep.data.trees import Tree
+from lockstep.frontends.keras.settings import KerasSettings
+from lockstep.parallel.redirection import Redirection
+
+_generators = Redirection("torch_seed_generator", keras_random)
+_seeds = Redirection("draw_seed", keras_random)
+
+_MARK = "_lockstep_device"
+
+
+class KerasLayer(nn.Module):
+    """Holds the variables of a layer, or other layers."""
+
+
+class KerasModel(KerasLayer):
+    """A Keras model with all its variables.
+
+    Args:
+        model: a built model.
+
+    Attributes:
+        variables: those that can be trained, by the names of their Parameters.
+        with_losses: outputs come with the losses that layers have added, see ``forward``.
+    """
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self._held = (model,)  # in a tuple, or it would be a layer of this one
+        self.with_losses = False
+        self.variables: dict[str, Any] = {}
+        for layer in model._flatten_layers():
+            _hold(self, layer)
+        names = {id(parameter): name for name, parameter in self.named_parameters()}
+        for variable in _trainable_in(model):
+            self.variables[names[id(variable._value)]] = variable
+
+    @property
+    def model(self) -> Any:
+        """The Keras model."""
+        return self._held[0]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_settings": KerasSettings.current()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        state.pop("_settings").apply()
+        super().__setstate__(state)
+
+    def forward(self, inputs: Tree) -> Tree:
+        """What the model makes of inputs.
+
+        Returns:
+            The model's outputs; ``with_losses`` a dict of these as ``"outputs"``, of their masks,
+            of the losses that layers have added, and of the penalties on weights.
+        """
+        model = self.model
+        if model.training != self.training:
+            model.train(self.training)
+        mode = {"training": self.training} if model._call_has_training_arg else {}
+        with _own_stream():
+            outputs = model(inputs, **mode)
+        if not self.with_losses:
+            return outputs
+        return {
+            "outputs": outputs,
+            "masks": keras.tree.map_structure(get_keras_mask, outputs),
+            "losses": [loss for layer in model._flatten_layers() for loss in layer._losses],
+            "penalties": model._get_regularization_losses(),
+        }
+
+
+def is_model_of(module: KerasModel, model: Any) -> bool:
+    """Whether a model has still the variables that its module was made with."""
+    found = [*_trainable_in(model)]
+    own = module.variables.values()
+    return (
+        module.model is model
+        and len(found) == len(own)
+        and all(one is other for one, other in zip(found, own, strict=True))
+    )
+
+
+def _trainable_in(model: Any) -> list[Any]:
+    """The variables that can be trained, be they frozen now or not, each once."""
+    found = [own for layer in model._flatten_layers() for own in layer._trainable_variables]
+    return list({id(variable): variable for variable in found}.values())
+
+
+def _hold(root: KerasLayer, layer: Any) -> None:
+    """Have a layer's variables held by a module of their own."""
+    parameters, buffers = layer._trainable_variables, layer._non_trainable_variables
+    if not (parameters or buffers):
+        return
+    first = next(iter([*parameters, *buffers]))
+    *path, name = first.path.split("/")[:-1] or [layer.name]
+    holder = _new_child(_descend(root, path), name)
+    if _MARK in vars(layer):
+        vars(holder)[_MARK] = vars(layer)[_MARK]
+    if isinstance(layer, TorchModuleWrapper):  # which has buffers, and layers to be known by kind
+        holder._modules["module"] = layer.module
+        return
+    for kind, variables in ((holder._parameters, parameters), (holder._buffers, buffers)):
+        for variable in variables:
+            kind[_free_name(holder, variable.path.split("/")[-1])] = variable._value
+
+
+def _descend(holder: nn.Module, path: list[str]) -> nn.Module:
+    for part in path:
+        child = holder._modules.get(_attribute(part))
+        holder = _new_child(holder, part) if child is None else child
+    return holder
+
+
+def _new_child(holder: nn.Module, name: str) -> nn.Module:
+    """A new module in a module; an empty one of that name will do."""
+    child = holder._modules.get(_attribute(name))
+    if child is not None and not (child._parameters or child._buffers):
+        return child
+    child = holder._modules[_free_name(holder, name)] = KerasLayer()
+    return child
+
+
+def _free_name(holder: nn.Module, name: str) -> str:
+    """A name that no other variable or layer has there."""
+    attribute = _attribute(name)
+    taken = {*holder._parameters, *holder._buffers, *holder._modules}
+    numbered = (f"{attribute}_{number}" for number in count(1))
+    return next(one for one in chain([attribute], numbered) if one not in taken)
+
+
+def _attribute(name: str) -> str:
+    """A name that torch can have for a module or parameter."""
+    name = name.replace(".", "_")
+    return f"{name}_" if hasattr(nn.Module, name) or name in vars(_PLAIN) else name
+
+
+_PLAIN = nn.Module()
+
+
+@contextmanager
+def _own_stream() -> Iterator[None]:
+    """Within the block Keras draws from torch's stream, in this thread."""
+    with _generators.to(_no_generator), _seeds.to(_drawn_seed):
+        yield
+
+
+def _no_generator(seed: Any) -> None:
+    """What draws with no generator draws from torch's stream."""
+
+
+def _drawn_seed(seed: Any) -> torch.Tensor:
+    return torch.randint(1 << 31, (2,))
