@@ -22,6 +22,7 @@ from lockstep.capture.instructions import (
     redirect,
     references,
 )
+from lockstep.capture.layers import BatchLayer
 from lockstep.capture.notes import Record
 
 
@@ -194,6 +195,9 @@ def _begin(
     if not missing:
         return None
     owner = names.owner(missing[0])
+    if groups and owner and owner == groups[-1].path:  # its weight first, and then its bias
+        groups[-1].owned = present.union(*map(names.at, paths))
+        return None
     group = _Group(owner, calls=False, owned=set().union(*map(names.at, paths)))
     if groups:
         group.members = _take_back(records, groups[-1], owner)
@@ -277,7 +281,9 @@ def _describe(
 
 def _sees_batch(model: nn.Module, records: Sequence[Record], group: _Group) -> bool:
     targets = [records[member].instruction.target for member in group.members]
-    return any(getattr(target, "__name__", "") == "batch_norm" for target in targets) or (
-        group.calls
-        and any(isinstance(part, _BatchNorm) for part in model.get_submodule(group.path).modules())
+    module = model.get_submodule(group.path)
+    return (
+        any(getattr(target, "__name__", "") == "batch_norm" for target in targets)
+        or isinstance(module, BatchLayer)
+        or (group.calls and any(isinstance(part, _BatchNorm) for part in module.modules()))
     )

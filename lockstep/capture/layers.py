@@ -10,6 +10,18 @@ from lockstep.errors import ModelError, problem
 from lockstep.graph.layer_graph import Layer, LayerGraph, ParameterInfo
 
 
+class BatchLayer(nn.Module):
+    """Stands for a layer of a front end that normalises by the mean and variance of the batch.
+
+    Args:
+        num_features: means that it takes.
+    """
+
+    def __init__(self, num_features: int) -> None:
+        super().__init__()
+        self.num_features = num_features
+
+
 def capture_layers(model: nn.Module) -> LayerGraph:
     """The model's layers in the order of ``named_modules``.
 
@@ -23,7 +35,7 @@ def capture_layers(model: nn.Module) -> LayerGraph:
     for name, module in model.named_modules():
         parameters = _own_parameters(name, module)
         buffers = tuple(key for key, value in module._buffers.items() if value is not None)
-        sees_batch = isinstance(module, _BatchNorm)
+        sees_batch = isinstance(module, _BatchNorm | BatchLayer)
         if not (parameters or buffers or sees_batch):
             continue
         layers.append(

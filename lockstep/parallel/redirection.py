@@ -19,10 +19,10 @@ class Redirection:
 
     Args:
         name: of the function.
-        owner: the module that it is looked up in.
+        owner: the module, or the class, that it is looked up in.
     """
 
-    def __init__(self, name: str, owner: ModuleType = F) -> None:
+    def __init__(self, name: str, owner: ModuleType | type[Any] = F) -> None:
         self._name = name
         self._owner = owner
         self._own = threading.local()
@@ -42,7 +42,9 @@ class Redirection:
         with self._lock:
             if self._blocks == 0:
                 self.plain = getattr(self._owner, self._name)
-                call = self._uncompiled() if is_compiled else self._call
+                call = self._function()
+                if is_compiled:
+                    call = torch.compiler.disable(call)
                 setattr(self._owner, self._name, call)
             self._blocks += 1
         before = getattr(self._own, "target", None)
@@ -56,9 +58,11 @@ class Redirection:
                 if self._blocks == 0:
                     setattr(self._owner, self._name, self.plain)
 
-    def _uncompiled(self) -> Callable[..., Any]:
-        return torch.compiler.disable(self._call)  # type: ignore[no-any-return]
+    def _function(self) -> Callable[..., Any]:
+        """What stands in for the function: a plain one, so that it can be a method, too."""
 
-    def _call(self, *args: Any, **kwargs: Any) -> Any:
-        target = getattr(self._own, "target", None)
-        return (target or self.plain)(*args, **kwargs)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            target = getattr(self._own, "target", None)
+            return (target or self.plain)(*args, **kwargs)
+
+        return call

@@ -23,7 +23,7 @@ from lockstep.data.trees import Tree, map_tensors
 from lockstep.parallel.control import Control
 from lockstep.parallel.losses import ONE_LOSS, LossParts, Sums
 from lockstep.parallel.readers import reading_ahead
-from lockstep.parallel.update import PieceSlots
+from lockstep.parallel.update import PieceSlots, Updater
 from lockstep.parallel.worker import Observe, StepResult, Worker, modes_of
 from lockstep.train.feeding import GlobalBatch, Halt, SharedStream, all_batches
 from lockstep.train.metrics import Metrics
@@ -39,6 +39,8 @@ class Conductor:
 
     stop_training = False
     is_interrupted = False
+    updater: Updater | None = None
+    """Of the training that is conducted."""
 
     def hold_interrupts(self) -> None:
         """Steps begin: Ctrl-C must not cut one in half, but set ``is_interrupted``."""

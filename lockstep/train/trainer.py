@@ -555,7 +555,7 @@ class Trainer:
         return conductor.history
 
     def _train(
-        self, task: FitTask, loss: LossAdapter | None, conductor: FitConductor, batch_size: int
+        self, task: FitTask, loss: LossAdapter | None, conductor: Conductor, batch_size: int
     ) -> None:
         """Run the task, and go on with another where a callback has changed what was sent."""
         resume: Resume | None = task.start

@@ -198,7 +198,10 @@ def _asked(compiled: Any, found: list[Reduced]) -> Any:
     """A copy whose losses say what they have made of the values, and count nothing."""
     copied = object.__new__(type(compiled))
     entries = [one._replace(loss=_Asked(one.loss, found)) for one in compiled._flat_losses]
-    vars(copied).update(vars(compiled), _flat_losses=entries, _metrics=[None] * len(entries))
+    # A list of the model's knows the model, and would have it sent along.
+    names = compiled.output_names and list(compiled.output_names)
+    vars(copied).update(vars(compiled), _flat_losses=entries, output_names=names)
+    vars(copied)["_metrics"] = [None] * len(entries)
     return copied
 
 

@@ -22,7 +22,6 @@ from lockstep.frontends.keras.tasks import Evaluation
 from lockstep.frontends.keras.trainer import FitOptions, KerasTrainer
 from lockstep.train.feeding import sample_of
 from lockstep.train.intake import Feed, close_all
-from lockstep.train.tasks import Logs
 from lockstep.train.trainer import StrategyLike
 
 

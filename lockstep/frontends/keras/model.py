@@ -19,13 +19,18 @@ import keras
 import torch
 from keras.src.backend.common.masking import get_keras_mask
 from keras.src.backend.torch import random as keras_random
+from keras.src.layers.normalization.batch_normalization import BatchNormalization
 from keras.src.utils.torch_utils import TorchModuleWrapper
 from torch import nn
 
+from lockstep.capture.layers import BatchLayer
 from lockstep.data.trees import Tree
 from lockstep.frontends.keras.settings import KerasSettings
+from lockstep.parallel.batch_moments import global_moments
+from lockstep.parallel.batch_norm import global_statistics
 from lockstep.parallel.redirection import Redirection
 
+_moments = Redirection("_moments", BatchNormalization)
 _generators = Redirection("torch_seed_generator", keras_random)
 _seeds = Redirection("draw_seed", keras_random)
 
@@ -52,11 +57,30 @@ class KerasModel(KerasLayer):
         self._held = (model,)  # in a tuple, or it would be a layer of this one
         self.with_losses = False
         self.variables: dict[str, Any] = {}
+        self._batch_layers: list[tuple[Any, BatchLayer]] = []
         for layer in model._flatten_layers():
-            _hold(self, layer)
+            holder = _hold(self, layer)
+            if isinstance(holder, BatchLayer):
+                self._batch_layers.append((layer, holder))
         names = {id(parameter): name for name, parameter in self.named_parameters()}
         for variable in _trainable_in(model):
             self.variables[names[id(variable._value)]] = variable
+
+    def _moments_of(
+        self, layer: Any, inputs: torch.Tensor, mask: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Mean and variance of a batch as a BatchNormalization layer takes them: of all shares."""
+        statistics = global_statistics()
+        holder = next((one for known, one in self._batch_layers if known is layer), None)
+        if statistics is None or holder is None:
+            plain: tuple[torch.Tensor, torch.Tensor] = _moments.plain(layer, inputs, mask)
+            return plain
+        weights, epsilon = None, 0.0
+        if mask is not None:
+            weights = mask.unsqueeze(-1).expand_as(inputs)
+            epsilon = keras.config.epsilon()
+        dims = list(layer._reduction_axes)
+        return global_moments(inputs, dims, statistics.of(holder), weights, epsilon)
 
     @property
     def model(self) -> Any:
@@ -68,7 +92,7 @@ class KerasModel(KerasLayer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         state.pop("_settings").apply()
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
 
     def forward(self, inputs: Tree) -> Tree:
         """What the model makes of inputs.
@@ -81,7 +105,7 @@ class KerasModel(KerasLayer):
         if model.training != self.training:
             model.train(self.training)
         mode = {"training": self.training} if model._call_has_training_arg else {}
-        with _own_stream():
+        with _own_stream(), _moments.to(self._moments_of):
             outputs = model(inputs, **mode)
         if not self.with_losses:
             return outputs
@@ -110,38 +134,40 @@ def _trainable_in(model: Any) -> list[Any]:
     return list({id(variable): variable for variable in found}.values())
 
 
-def _hold(root: KerasLayer, layer: Any) -> None:
-    """Have a layer's variables held by a module of their own."""
+def _hold(root: KerasLayer, layer: Any) -> nn.Module | None:
+    """Have a layer's variables held by a module of their own; None where it has no variables."""
     parameters, buffers = layer._trainable_variables, layer._non_trainable_variables
     if not (parameters or buffers):
-        return
+        return None
     first = next(iter([*parameters, *buffers]))
     *path, name = first.path.split("/")[:-1] or [layer.name]
-    holder = _new_child(_descend(root, path), name)
+    own = BatchLayer(first.shape[0]) if isinstance(layer, BatchNormalization) else KerasLayer()
+    holder = _put(_descend(root, path), name, own)
     if _MARK in vars(layer):
         vars(holder)[_MARK] = vars(layer)[_MARK]
     if isinstance(layer, TorchModuleWrapper):  # which has buffers, and layers to be known by kind
         holder._modules["module"] = layer.module
-        return
+        return holder
     for kind, variables in ((holder._parameters, parameters), (holder._buffers, buffers)):
         for variable in variables:
             kind[_free_name(holder, variable.path.split("/")[-1])] = variable._value
+    return holder
 
 
 def _descend(holder: nn.Module, path: list[str]) -> nn.Module:
     for part in path:
         child = holder._modules.get(_attribute(part))
-        holder = _new_child(holder, part) if child is None else child
+        holder = _put(holder, part, KerasLayer()) if child is None else child
     return holder
 
 
-def _new_child(holder: nn.Module, name: str) -> nn.Module:
-    """A new module in a module; an empty one of that name will do."""
+def _put(holder: nn.Module, name: str, module: nn.Module) -> nn.Module:
+    """Put a module into another; if there is an empty one of that name, that will do."""
     child = holder._modules.get(_attribute(name))
-    if child is not None and not (child._parameters or child._buffers):
+    if type(child) is type(module) and not (child._parameters or child._buffers):
         return child
-    child = holder._modules[_free_name(holder, name)] = KerasLayer()
-    return child
+    holder._modules[_free_name(holder, name)] = module
+    return module
 
 
 def _free_name(holder: nn.Module, name: str) -> str:

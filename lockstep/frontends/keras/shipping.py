@@ -14,11 +14,11 @@ from keras.src.layers.layer import Layer
 from keras.src.models.model import Model
 from keras.src.saving.keras_saveable import KerasSaveable
 from keras.src.utils.tracking import (
-    Tracker,
     TrackedDict,
     TrackedList,
     TrackedOrderedDict,
     TrackedSet,
+    Tracker,
 )
 
 from lockstep.frontends.keras.names import METHODS
@@ -48,6 +48,7 @@ _Fill = Callable[[Any, Any], None]
 def reduce(obj: Any) -> Any:
     """How an object is pickled, if it is one of Keras's; see ``parallel.parcel.reducing``."""
     fill: _Fill
+    state: Any
     if isinstance(obj, KerasSaveable):
         fill, state = _fill, _attributes(obj)
     elif isinstance(obj, TrackedList):
@@ -66,13 +67,13 @@ def reduce(obj: Any) -> Any:
 
 def _attributes(obj: KerasSaveable) -> dict[str, Any]:
     if not isinstance(obj, Layer):
-        return vars(obj)
+        return dict(vars(obj))
     left = (*_WRAPPERS, *_COMPILED, "_lockstep", *METHODS) if isinstance(obj, Model) else _WRAPPERS
     kept = {name: value for name, value in vars(obj).items() if name not in left}
     return {**kept, "_losses": [], "_loss_ids": set()}  # those of the last call
 
 
-def _blank(kind: type[Any]) -> Any:
+def _blank(kind: Any) -> Any:
     """An object without attributes; ``__new__`` of Keras's layers would give it some."""
     return kind.__new__(kind) if issubclass(kind, list | dict | set) else object.__new__(kind)
 

@@ -8,11 +8,10 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
 
 import torch
 
-from lockstep.data.order import batch_bounds, epoch_order
+from lockstep.data.order import epoch_order
 from lockstep.data.sources import Source
 from lockstep.frontends.keras.losses import KerasLoss
 from lockstep.frontends.keras.metrics import KerasMetrics
@@ -103,8 +102,7 @@ class KerasFitTask(FitTask):
         self.metrics.settle(ensemble.control)
         if self.tells:
             self.metrics.join(ensemble.control)
-            (losses,) = self._batch_losses(ensemble.control, [result]) or [None]
-            if losses is not None:
+            for losses in self._batch_losses(ensemble.control, [result]):
                 _show(ensemble.conductor).tell_losses(losses)
         return result
 

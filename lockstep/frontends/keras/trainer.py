@@ -1,10 +1,8 @@
 """The Trainer of a Keras model: plans, processes and steps are those of any model."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import keras
 from keras.src.utils import rng_utils
 
 from lockstep.data.sources import ArraySource
@@ -21,7 +19,6 @@ from lockstep.parallel.parcel import reducing
 from lockstep.train.feeding import sample_of
 from lockstep.train.intake import Feed
 from lockstep.train.interrupt import held_interrupts
-from lockstep.train.session import Session
 from lockstep.train.tasks import Conductor, Logs, PredictTask, Resume, Task
 from lockstep.train.trainer import StrategyLike, Trainer
 

@@ -33,7 +33,9 @@ from lockstep.parallel.update import BoundPiece, PieceSlots, SlotKey, Updater, a
 from lockstep.plan.layout import Extent, Piece, elementwise_slices, whole_parameters
 
 # Exact types: a subclass may do anything. Keras makes some as subclasses of its own for torch.
-_ELEMENTWISE = frozenset("Adadelta Adagrad Adam AdamW Adamax Ftrl Lion Nadam RMSprop SGD".split())
+_ELEMENTWISE = frozenset(
+    ["Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "Ftrl", "Lion", "Nadam", "RMSprop", "SGD"]
+)
 _PARAMETERWISE = frozenset(("Adafactor", "Lamb", "Muon"))
 
 _Key = tuple[str, str]  # the name of a variable, and of its slot
