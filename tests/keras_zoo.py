@@ -63,7 +63,7 @@ def with_skips() -> Any:
     return keras.Model(inputs, layers.Dense(NUM_CLASSES)(both))
 
 
-class Subclassed(keras.Model):
+class Subclassed(keras.Model):  # type: ignore[misc]  # Keras is untyped
     """Layers in a list and a dict, and operations between them."""
 
     def __init__(self) -> None:
@@ -133,7 +133,7 @@ def compiled(make: Callable[[], Any], samples: int = 8, **options: Any) -> Any:
     return model
 
 
-def distance(one: Any, other: Any) -> float:
+def distance(one: Any, other: Any) -> Any:
     """How far apart two models' weights are, by the design's measure."""
     pairs = list(zip(one.get_weights(), other.get_weights(), strict=True))
     whole = np.sqrt(sum(float((ours**2).sum()) for ours, _ in pairs))

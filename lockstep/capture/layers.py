@@ -10,16 +10,34 @@ from lockstep.errors import ModelError, problem
 from lockstep.graph.layer_graph import Layer, LayerGraph, ParameterInfo
 
 
-class BatchLayer(nn.Module):
-    """Stands for a layer of a front end that normalises by the mean and variance of the batch.
+class FrontEndLayer(nn.Module):
+    """Stands for a layer of a front end, and holds its parameters. It is not what is called.
 
     Args:
+        kind: the layer's.
+    """
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+
+class BatchLayer(FrontEndLayer):
+    """Stands for a layer that normalises by the mean and variance of the batch.
+
+    Args:
+        kind: the layer's.
         num_features: means that it takes.
     """
 
-    def __init__(self, num_features: int) -> None:
-        super().__init__()
+    def __init__(self, kind: str, num_features: int) -> None:
+        super().__init__(kind)
         self.num_features = num_features
+
+
+def kind_of(module: nn.Module) -> str:
+    """What a layer is called by its kind."""
+    return module.kind if isinstance(module, FrontEndLayer) else type(module).__name__
 
 
 def capture_layers(model: nn.Module) -> LayerGraph:
@@ -41,7 +59,7 @@ def capture_layers(model: nn.Module) -> LayerGraph:
         layers.append(
             Layer(
                 name=name,
-                kind=type(module).__name__,
+                kind=kind_of(module),
                 parameters=parameters,
                 buffers=buffers,
                 uses_batch_statistics=sees_batch,

@@ -275,6 +275,7 @@ def merge(rows: torch.Tensor) -> tuple[int, torch.Tensor, torch.Tensor]:
 
 
 def sum_in_order(rows: torch.Tensor) -> torch.Tensor:
+    """The sum of the shares' rows, in their order."""
     total = rows[0].clone()
     for row in rows[1:]:
         total += row

@@ -9,7 +9,7 @@ import pytest
 import lockstep
 from tests import keras_zoo as zoo
 
-STRATEGIES = {
+STRATEGIES: dict[str, Callable[[], lockstep.Strategy]] = {
     "one device": lambda: lockstep.SingleDeviceStrategy(),
     "mirrored 2": lambda: lockstep.MirroredStrategy(devices=2),
     "mirrored 3": lambda: lockstep.MirroredStrategy(devices=3),

@@ -23,7 +23,7 @@ from keras.src.layers.normalization.batch_normalization import BatchNormalizatio
 from keras.src.utils.torch_utils import TorchModuleWrapper
 from torch import nn
 
-from lockstep.capture.layers import BatchLayer
+from lockstep.capture.layers import BatchLayer, FrontEndLayer
 from lockstep.data.trees import Tree
 from lockstep.frontends.keras.settings import KerasSettings
 from lockstep.parallel.batch_moments import global_moments
@@ -37,11 +37,7 @@ _seeds = Redirection("draw_seed", keras_random)
 _MARK = "_lockstep_device"
 
 
-class KerasLayer(nn.Module):
-    """Holds the variables of a layer, or other layers."""
-
-
-class KerasModel(KerasLayer):
+class KerasModel(nn.Module):
     """A Keras model with all its variables.
 
     Args:
@@ -134,38 +130,39 @@ def _trainable_in(model: Any) -> list[Any]:
     return list({id(variable): variable for variable in found}.values())
 
 
-def _hold(root: KerasLayer, layer: Any) -> nn.Module | None:
+def _hold(root: nn.Module, layer: Any) -> nn.Module | None:
     """Have a layer's variables held by a module of their own; None where it has no variables."""
     parameters, buffers = layer._trainable_variables, layer._non_trainable_variables
     if not (parameters or buffers):
         return None
     first = next(iter([*parameters, *buffers]))
     *path, name = first.path.split("/")[:-1] or [layer.name]
-    own = BatchLayer(first.shape[0]) if isinstance(layer, BatchNormalization) else KerasLayer()
+    kind = type(layer).__name__
+    own = FrontEndLayer(kind)
+    if isinstance(layer, BatchNormalization):
+        own = BatchLayer(kind, first.shape[0])
     holder = _put(_descend(root, path), name, own)
     if _MARK in vars(layer):
         vars(holder)[_MARK] = vars(layer)[_MARK]
     if isinstance(layer, TorchModuleWrapper):  # which has buffers, and layers to be known by kind
         holder._modules["module"] = layer.module
         return holder
-    for kind, variables in ((holder._parameters, parameters), (holder._buffers, buffers)):
-        for variable in variables:
-            kind[_free_name(holder, variable.path.split("/")[-1])] = variable._value
+    for variable in parameters:
+        holder._parameters[_free_name(holder, variable.path.split("/")[-1])] = variable._value
+    for variable in buffers:
+        holder._buffers[_free_name(holder, variable.path.split("/")[-1])] = variable._value
     return holder
 
 
 def _descend(holder: nn.Module, path: list[str]) -> nn.Module:
     for part in path:
         child = holder._modules.get(_attribute(part))
-        holder = _put(holder, part, KerasLayer()) if child is None else child
+        holder = _put(holder, part, nn.Module()) if child is None else child
     return holder
 
 
 def _put(holder: nn.Module, name: str, module: nn.Module) -> nn.Module:
-    """Put a module into another; if there is an empty one of that name, that will do."""
-    child = holder._modules.get(_attribute(name))
-    if type(child) is type(module) and not (child._parameters or child._buffers):
-        return child
+    """Put a module into another, under a name that is free there."""
     holder._modules[_free_name(holder, name)] = module
     return module
 
@@ -184,7 +181,7 @@ def _attribute(name: str) -> str:
     return f"{name}_" if hasattr(nn.Module, name) or name in vars(_PLAIN) else name
 
 
-_PLAIN = nn.Module()
+_PLAIN = BatchLayer("", 0)
 
 
 @contextmanager

@@ -34,7 +34,18 @@ from lockstep.plan.layout import Extent, Piece, elementwise_slices, whole_parame
 
 # Exact types: a subclass may do anything. Keras makes some as subclasses of its own for torch.
 _ELEMENTWISE = frozenset(
-    ["Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "Ftrl", "Lion", "Nadam", "RMSprop", "SGD"]
+    (
+        "Adadelta",
+        "Adagrad",
+        "Adam",
+        "AdamW",
+        "Adamax",
+        "Ftrl",
+        "Lion",
+        "Nadam",
+        "RMSprop",
+        "SGD",
+    )
 )
 _PARAMETERWISE = frozenset(("Adafactor", "Lamb", "Muon"))
 
