@@ -121,11 +121,11 @@ MODELS: dict[str, Callable[[], Any]] = {
 }
 
 
-def compiled(make: Callable[[], Any], samples: int = 8, **options: Any) -> Any:
-    """A model with weights of its own, compiled."""
+def compiled(make: Callable[[], Any], example: Any = None, **options: Any) -> Any:
+    """A model with weights of its own, compiled; built for an example where need be."""
     model = make()
     if not model.built:
-        model(vectors(2))
+        model(vectors(2) if example is None else example[:2])
     set_weights(model)
     options.setdefault("optimizer", keras.optimizers.Adam(1e-2))
     options.setdefault("loss", keras.losses.SparseCategoricalCrossentropy(from_logits=True))

@@ -67,7 +67,11 @@ def _find(module: KerasModel, compiled: Any, source: ArraySource, state: ModelSt
     kinds[True] = kinds[False] if same else _kinds(module, trained)
     loss = KerasLoss(compiled, Additions(are_sums=kinds))
     reduced = loss.reduced(trained[2], batches[2].targets)
-    return Additions(are_sums=kinds, weighs_alike=all(one.is_by_sample for one in reduced))
+    return Additions(
+        are_sums=kinds,
+        has_penalties=bool(trained[2]["penalties"]),
+        weighs_alike=all(one.is_by_sample for one in reduced),
+    )
 
 
 def _kinds(module: KerasModel, outputs: list[Tree]) -> tuple[bool, ...]:

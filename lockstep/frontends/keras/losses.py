@@ -52,11 +52,16 @@ class Additions:
     Attributes:
         are_sums: for each loss that layers add, whether it is a sum over the samples and not a
             mean; in training, and in evaluation.
-        weighs_alike: every loss divides by the number of samples, be it in some masks' absence.
+        has_penalties: there are penalties on weights.
+        weighs_alike: every loss divides by the number of samples, so that all have one denominator.
     """
 
     are_sums: dict[bool, tuple[bool, ...]]
+    has_penalties: bool = False
     weighs_alike: bool = True
+
+    def __bool__(self) -> bool:
+        return self.has_penalties or any(self.are_sums.values())
 
 
 class KerasLoss(LossAdapter):
@@ -82,8 +87,7 @@ class KerasLoss(LossAdapter):
             1.0 if one.loss_weights is None else one.loss_weights for one in entries
         )
         self.names = tuple(f"{one.name}_loss" for one in entries) if len(entries) > 1 else ()
-        has_more = len(entries) > 1 or any(additions.are_sums.values())
-        if has_more and not additions.weighs_alike:
+        if (len(entries) > 1 or additions) and not additions.weighs_alike:
             self.parts = LossParts(
                 names=(*(one.name for one in entries), "additions"), factors=(*self._factors, 1.0)
             )

@@ -56,8 +56,8 @@ class KerasMetrics(Metrics):
         """After a step, in which all ranks have seen their shares."""
         if self.are_known or not self:
             return
-        gathered = control.gather(self._seen)
-        self._seen.clear()
+        seen, self._seen = self._seen, []
+        gathered = control.gather(seen)
         shares = [share for own in gathered for share in own]
         if shares:
             self._update(tree.map_structure(_joined, *shares))

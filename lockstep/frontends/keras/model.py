@@ -10,8 +10,10 @@ of Keras's seed generators, from which all shares would get the same.
 Not covered: variables that a layer makes after the model was built.
 """
 
+import operator
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from itertools import chain, count
 from typing import Any
 
@@ -22,9 +24,10 @@ from keras.src.backend.torch import random as keras_random
 from keras.src.layers.normalization.batch_normalization import BatchNormalization
 from keras.src.utils.torch_utils import TorchModuleWrapper
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from lockstep.capture.layers import BatchLayer, FrontEndLayer
-from lockstep.data.trees import Tree
+from lockstep.data.trees import Tree, map_leaves
 from lockstep.frontends.keras.settings import KerasSettings
 from lockstep.parallel.batch_moments import global_moments
 from lockstep.parallel.batch_norm import global_statistics
@@ -58,6 +61,7 @@ class KerasModel(nn.Module):
             holder = _hold(self, layer)
             if isinstance(holder, BatchLayer):
                 self._batch_layers.append((layer, holder))
+        _put(self, "constants", _constants(model))
         names = {id(parameter): name for name, parameter in self.named_parameters()}
         for variable in _trainable_in(model):
             self.variables[names[id(variable._value)]] = variable
@@ -101,7 +105,57 @@ class KerasModel(nn.Module):
         if model.training != self.training:
             model.train(self.training)
         mode = {"training": self.training} if model._call_has_training_arg else {}
-        with _own_stream(), _moments.to(self._moments_of):
+        with _own_stream(), _moments.to(self._moments_of), _unwrapping():
+            outputs = model(inputs, **mode)
+            if not self.with_losses:
+                return outputs
+            return {
+                "outputs": outputs,
+                "masks": keras.tree.map_structure(get_keras_mask, outputs),
+                "losses": [loss for layer in model._flatten_layers() for loss in layer._losses],
+                "penalties": model._get_regularization_losses(),
+            }
+
+    def _moments_of(
+        self, layer: Any, inputs: torch.Tensor, mask: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Mean and variance of a batch as a BatchNormalization layer takes them: of all shares."""
+        statistics = global_statistics()
+        holder = next((one for known, one in self._batch_layers if known is layer), None)
+        if statistics is None or holder is None:
+            plain: tuple[torch.Tensor, torch.Tensor] = _moments.plain(layer, inputs, mask)
+            return plain
+        weights, epsilon = None, 0.0
+        if mask is not None:
+            weights = mask.unsqueeze(-1).expand_as(inputs)
+            epsilon = keras.config.epsilon()
+        dims = list(layer._reduction_axes)
+        return global_moments(inputs, dims, statistics.of(holder), weights, epsilon)
+
+    @property
+    def model(self) -> Any:
+        """The Keras model."""
+        return self._held[0]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_settings": KerasSettings.current()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        state.pop("_settings").apply()
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+
+    def forward(self, inputs: Tree) -> Tree:
+        """What the model makes of inputs.
+
+        Returns:
+            The model's outputs; ``with_losses`` a dict of these as ``"outputs"``, of their masks,
+            of the losses that layers have added, and of the penalties on weights.
+        """
+        model = self.model
+        if model.training != self.training:
+            model.train(self.training)
+        mode = {"training": self.training} if model._call_has_training_arg else {}
+        with _own_stream(), _moments.to(self._moments_of), _unwrapping():
             outputs = model(inputs, **mode)
         if not self.with_losses:
             return outputs
@@ -154,6 +208,19 @@ def _hold(root: nn.Module, layer: Any) -> nn.Module | None:
     return holder
 
 
+def _constants(model: Any) -> nn.Module:
+    """Holds tensors that layers, and what penalizes their weights, have as attributes."""
+    holder = nn.Module()
+    for layer in model._flatten_layers():
+        owners = [layer, layer.activity_regularizer]
+        owners += [variable.regularizer for variable in layer._trainable_variables]
+        for owner in owners:
+            for value in vars(owner).values() if hasattr(owner, "__dict__") else ():
+                if isinstance(value, torch.Tensor):
+                    vars(holder)[f"number_{len(vars(holder))}"] = value
+    return holder
+
+
 def _descend(holder: nn.Module, path: list[str]) -> nn.Module:
     for part in path:
         child = holder._modules.get(_attribute(part))
@@ -189,6 +256,19 @@ def _own_stream() -> Iterator[None]:
     """Within the block Keras draws from torch's stream, in this thread."""
     with _generators.to(_no_generator), _seeds.to(_drawn_seed):
         yield
+
+
+def _unwrapping() -> AbstractContextManager[Any]:
+    """Where something watches torch's functions, it sees tensors and no variables of Keras."""
+    return _Unwrapping() if torch._C._len_torch_function_stack() else nullcontext()
+
+
+class _Unwrapping(TorchFunctionMode):
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        unwrap = partial(map_leaves, keras.Variable, operator.attrgetter("value"))
+        return func(*unwrap(args), **unwrap(kwargs or {}))
 
 
 def _no_generator(seed: Any) -> None:
