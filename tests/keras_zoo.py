@@ -36,9 +36,11 @@ def classes(samples: int, seed: int = 1) -> Any:
 
 
 def set_weights(model: Any, seed: int = 0) -> None:
-    """Give a model weights that depend on the seed and their shapes alone."""
+    """Give a model weights that depend on the seed and their shapes alone, frozen or not."""
     rng = np.random.default_rng(seed)
-    for variable in model.trainable_variables:
+    for variable in model.weights:
+        if "moving" in variable.name:
+            continue
         fan_in = int(np.prod(variable.shape[:-1])) or 1
         variable.assign(rng.normal(size=variable.shape) / np.sqrt(fan_in))
 

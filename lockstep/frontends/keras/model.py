@@ -116,56 +116,6 @@ class KerasModel(nn.Module):
                 "penalties": model._get_regularization_losses(),
             }
 
-    def _moments_of(
-        self, layer: Any, inputs: torch.Tensor, mask: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Mean and variance of a batch as a BatchNormalization layer takes them: of all shares."""
-        statistics = global_statistics()
-        holder = next((one for known, one in self._batch_layers if known is layer), None)
-        if statistics is None or holder is None:
-            plain: tuple[torch.Tensor, torch.Tensor] = _moments.plain(layer, inputs, mask)
-            return plain
-        weights, epsilon = None, 0.0
-        if mask is not None:
-            weights = mask.unsqueeze(-1).expand_as(inputs)
-            epsilon = keras.config.epsilon()
-        dims = list(layer._reduction_axes)
-        return global_moments(inputs, dims, statistics.of(holder), weights, epsilon)
-
-    @property
-    def model(self) -> Any:
-        """The Keras model."""
-        return self._held[0]
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_settings": KerasSettings.current()}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        state.pop("_settings").apply()
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-
-    def forward(self, inputs: Tree) -> Tree:
-        """What the model makes of inputs.
-
-        Returns:
-            The model's outputs; ``with_losses`` a dict of these as ``"outputs"``, of their masks,
-            of the losses that layers have added, and of the penalties on weights.
-        """
-        model = self.model
-        if model.training != self.training:
-            model.train(self.training)
-        mode = {"training": self.training} if model._call_has_training_arg else {}
-        with _own_stream(), _moments.to(self._moments_of), _unwrapping():
-            outputs = model(inputs, **mode)
-        if not self.with_losses:
-            return outputs
-        return {
-            "outputs": outputs,
-            "masks": keras.tree.map_structure(get_keras_mask, outputs),
-            "losses": [loss for layer in model._flatten_layers() for loss in layer._losses],
-            "penalties": model._get_regularization_losses(),
-        }
-
 
 def is_model_of(module: KerasModel, model: Any) -> bool:
     """Whether a model has still the variables that its module was made with."""

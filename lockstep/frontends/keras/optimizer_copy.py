@@ -83,7 +83,18 @@ def built(template: Any, variables: Sequence[Any]) -> tuple[Any, list[Slot | Non
     vars(copied)["add_variable_from_reference"] = noting
     copied.build(list(variables))
     del vars(copied)["add_variable_from_reference"]
+    found = {**_listed(copied, len(variables)), **found}
     return copied, [found.get(id(one)) for one in made_variables(copied)]
+
+
+def _listed(optimizer: Any, num_variables: int) -> dict[int, Slot]:
+    """Slots by their addresses, where they are in lists with one for each variable."""
+    return {
+        id(one): Slot(number, name)
+        for name, value in vars(optimizer).items()
+        if isinstance(value, list) and len(value) == num_variables
+        for number, one in enumerate(value)
+    }
 
 
 def stand_in(variable: Any, value: torch.Tensor) -> Any:

@@ -129,7 +129,7 @@ class KerasUpdater(Updater):
             if kind is None:
                 made._value = whole
             else:
-                made._value = _cut(whole, pieces[kind.index], is_shared=key in self._store)
+                made._value = self._cut(whole, pieces[kind.index], is_shared=key in self._store)
                 self._active_slots[kind.index][kind.name] = made
 
     def _whole(self, key: _Key) -> torch.Tensor:
@@ -137,6 +137,13 @@ class KerasUpdater(Updater):
         if key in self._store:
             return self._store[key]
         return self._slots[key]._value if key in self._slots else self._values[key]
+
+    def _cut(self, whole: torch.Tensor, bound: BoundPiece, *, is_shared: bool) -> torch.Tensor:
+        """A slot's piece; a slot that lies in memory as its parameter is cut where that is."""
+        if bound.piece.stop - bound.piece.start == self._variables[bound.name]._value.numel():
+            return whole
+        assert is_shared or whole.dim() == 0  # who cuts parameters has their slots in the store
+        return cut_piece(whole, bound.piece) if is_shared else whole
 
     def _exclude_from_decay(self) -> None:
         """What is excluded from weight decay is known by its address."""
@@ -253,14 +260,6 @@ def _keys(kinds: Sequence[Slot | None], names: Sequence[str]) -> list[_Key]:
 def _on_meta(variable: Any) -> Any:
     """A variable of the same shape, without memory."""
     return stand_in(variable, torch.empty_like(variable._value, device="meta"))
-
-
-def _cut(whole: torch.Tensor, bound: BoundPiece, *, is_shared: bool) -> torch.Tensor:
-    """A slot's piece; a slot that lies in memory as its parameter is cut where that is."""
-    if bound.piece.stop - bound.piece.start == whole.numel() or whole.dim() == 0:
-        return whole
-    assert is_shared  # whoever cuts parameters has their slots in the store
-    return cut_piece(whole, bound.piece)
 
 
 def _is_known(optimizer: Any) -> bool:
