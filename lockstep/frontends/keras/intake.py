@@ -5,6 +5,7 @@ Keras's own adapters say what is given: arrays are read by index on every rank; 
 while all ranks work on the batch before. How long an epoch is, Keras's own iterator says.
 """
 
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -63,6 +64,19 @@ def take_in(
         shared.close()
         raise
     return Feed(source=shared, batch_size=size, num_steps=iterator.num_batches)
+
+
+def warn_if_short(feed: Feed, num_epochs: int) -> None:
+    """Tell, as Keras does, that an epoch will have fewer steps than it was to have."""
+    if isinstance(feed.source, SharedStream) or feed.steps_per_epoch is None:
+        return
+    in_pass = -(-len(feed.source) // feed.batch_size)
+    if in_pass % feed.steps_per_epoch and num_epochs * feed.steps_per_epoch > in_pass:
+        warnings.warn(
+            "Your input ran out of data: steps_per_epoch does not divide its "
+            f"{in_pass} batches, so some epochs are shorter than {feed.steps_per_epoch} steps.",
+            stacklevel=3,
+        )
 
 
 class _Stream(Stream):

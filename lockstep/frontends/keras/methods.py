@@ -15,7 +15,7 @@ from keras.src.trainers.data_adapters import array_slicing, data_adapter_utils
 from lockstep.data.trees import map_tensors
 from lockstep.frontends.keras.checks import check_model
 from lockstep.frontends.keras.conducting import acts_in
-from lockstep.frontends.keras.intake import take_in
+from lockstep.frontends.keras.intake import take_in, warn_if_short
 from lockstep.frontends.keras.model import KerasModel, is_model_of
 from lockstep.frontends.keras.names import METHODS
 from lockstep.frontends.keras.tasks import Evaluation
@@ -82,7 +82,7 @@ class Methods:
                     steps=validation_steps,
                     purpose="validation",
                 )
-            trainer = self._ready(feed, trains=True)
+            trainer = self._ready(feed)
             listed = self._listed(
                 callbacks, verbose, epochs=epochs, steps=feed.num_steps, add_history=True
             )
@@ -94,6 +94,7 @@ class Methods:
                 shuffle=bool(shuffle),
                 evaluates=tuple(model._should_eval(one, validation_freq) for one in range(epochs)),
             )
+            warn_if_short(feed, epochs - options.initial_epoch)
             evaluation = None if validation is None else _evaluation(validation, listed)
             logs = trainer.train(feed, evaluation, options, listed)
             if epochs > 0:
@@ -141,7 +142,7 @@ class Methods:
         """Outputs, as ``keras.Model.predict``."""
         feed = take_in(x, batch_size=batch_size, steps=steps)
         try:
-            trainer = self._ready(feed)
+            trainer = self._ready(feed, has_targets=False)
             listed = self._listed(callbacks, verbose, epochs=1, steps=feed.num_steps)
             listed.on_predict_begin()
             outputs = trainer.infer(feed)
@@ -166,7 +167,7 @@ class Methods:
         options = FitOptions(epochs=1, initial_epoch=0, shuffle=False, evaluates=(False,))
         listed = self._listed(None, 0, epochs=1, steps=1)
         model.stop_training = False
-        logs = self._ready(feed, trains=True).train(feed, None, options, listed)
+        logs = self._ready(feed).train(feed, None, options, listed)
         return logs if return_dict else model._flatten_metrics_in_order(logs)
 
     def test_on_batch(
@@ -186,13 +187,13 @@ class Methods:
         """Outputs for a batch, as ``keras.Model.predict_on_batch``."""
         return self.predict(x, batch_size=_num_samples(x), verbose=0)
 
-    def _ready(self, feed: Feed, *, trains: bool = False) -> KerasTrainer:
+    def _ready(self, feed: Feed, *, has_targets: bool = True) -> KerasTrainer:
         """The Trainer of the model, which is built for the data."""
         model = self._model
         check_model(model)
         source = sample_of(feed.source)
         batch = source.read(torch.arange(min(2, len(source))), torch.float32)
-        if model.compiled:
+        if model.compiled and has_targets:
             model._symbolic_build(data_batch=(batch.inputs[0], *batch.targets))
         elif not model.built:
             with torch.no_grad():
