@@ -5,7 +5,6 @@ from typing import Any
 
 import keras
 import numpy as np
-import pandas as pd
 import pytest
 import torch
 from keras import layers
@@ -59,7 +58,6 @@ def loader() -> Any:
 
 DATA: dict[str, Callable[[], tuple[Any, dict[str, Any]]]] = {
     "tensors": lambda: ((torch.from_numpy(X), torch.from_numpy(Y)), {"batch_size": BATCH}),
-    "tables": lambda: ((pd.DataFrame(X), pd.Series(Y)), {"batch_size": BATCH}),
     "loader": lambda: ((loader(),), {}),
     "dataset": lambda: ((Batches(),), {}),
     "dataset with workers": lambda: ((Batches(workers=2),), {}),

@@ -32,9 +32,16 @@ def take_in(
     shuffle: bool = False,
     class_weight: Any = None,
     seed: int = 0,
-    purpose: str = "reading",
+    goes_on: bool = False,
+    name: str = "x",
 ) -> Feed:
     """Data as Keras's methods take it.
+
+    Args:
+        x, y, sample_weight, batch_size, steps, shuffle, class_weight: see ``keras.Model.fit``.
+        seed: of the random numbers that reading draws.
+        goes_on: every pass goes on in the data where the one before has ended, if it has steps.
+        name: of the data, for messages.
 
     Raises:
         ValueError: Keras's own, for what is no data or does not fit together.
@@ -56,8 +63,14 @@ def take_in(
             num_steps=iterator.num_batches,
             steps_per_epoch=iterator.steps_per_epoch,
         )
-    stream = _Stream(name="x", kind=type(x).__name__, begin=lambda: _batches(iterator))
-    shared = SharedStream(Reading(stream, seed=seed, purpose=purpose))
+
+    def begin() -> Iterator[Any]:
+        if not goes_on:
+            iterator.reset()
+        return _batches(iterator)
+
+    stream = _Stream(name=name, kind=type(x).__name__, begin=begin)
+    shared = SharedStream(Reading(stream, seed=seed, purpose=name))
     try:
         size = len(shared.peek())
     except BaseException:

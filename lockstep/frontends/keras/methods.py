@@ -19,7 +19,7 @@ from lockstep.frontends.keras.intake import take_in, warn_if_short
 from lockstep.frontends.keras.model import KerasModel, is_model_of
 from lockstep.frontends.keras.names import METHODS
 from lockstep.frontends.keras.tasks import Evaluation
-from lockstep.frontends.keras.trainer import FitOptions, KerasTrainer
+from lockstep.frontends.keras.trainer import FitOptions, KerasTrainer, random_seed
 from lockstep.train.feeding import sample_of
 from lockstep.train.intake import Feed, close_all
 from lockstep.train.trainer import StrategyLike
@@ -72,6 +72,8 @@ class Methods:
             steps=steps_per_epoch,
             shuffle=shuffle,
             class_weight=class_weight,
+            seed=random_seed(),
+            goes_on=True,
         )
         validation = None
         try:
@@ -80,7 +82,8 @@ class Methods:
                     *data_adapter_utils.unpack_x_y_sample_weight(validation_data),
                     batch_size=validation_batch_size or batch_size,
                     steps=validation_steps,
-                    purpose="validation",
+                    seed=random_seed(),
+                    name="validation_data",
                 )
             trainer = self._ready(feed)
             listed = self._listed(

@@ -26,6 +26,11 @@ from lockstep.train.trainer import StrategyLike, Trainer
 _PRELOAD = ("lockstep.frontends.keras.trainer",)
 
 
+def random_seed() -> int:
+    """What ``keras.utils.set_random_seed`` was called with; 0 where it was not."""
+    return rng_utils.get_random_seed() or 0
+
+
 @dataclass(frozen=True, kw_only=True)
 class FitOptions:
     """What ``fit`` was told.
@@ -59,7 +64,7 @@ class KerasTrainer(Trainer):
             module,
             strategy=strategy,
             precision="fp64" if is_double else "fp32",
-            seed=rng_utils.get_random_seed() or 0,
+            seed=random_seed(),
             on_nonfinite="ignore",  # as Keras; it has a callback that looks at losses
         )
         self._additions: tuple[object, Additions] | None = None
