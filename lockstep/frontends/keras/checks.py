@@ -45,6 +45,12 @@ def check_model(model: Any) -> None:
             received="compile(jit_compile=True)",
             fix="Leave jit_compile out.",
         )
+    if model.compiled and model.steps_per_execution > 1:
+        problems.add(
+            "Keras's PyTorch backend makes one step at a time.",
+            received=f"compile(steps_per_execution={model.steps_per_execution})",
+            fix="Leave steps_per_execution out.",
+        )
     policies = {layer.dtype_policy.name for layer in model._flatten_layers()}
     if "mixed_float16" in policies:
         problems.add(

@@ -6,7 +6,7 @@ while all ranks work on the batch before. How long an epoch is, Keras's own iter
 """
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -34,14 +34,22 @@ def take_in(
     seed: int = 0,
     goes_on: bool = False,
     name: str = "x",
+    prepare: Callable[[Any], None] | None = None,
 ) -> Feed:
     """Data as Keras's methods take it.
 
     Args:
-        x, y, sample_weight, batch_size, steps, shuffle, class_weight: see ``keras.Model.fit``.
+        x: see ``keras.Model.fit``, here and for the next ones.
+        y: targets.
+        sample_weight: weights of samples.
+        batch_size: of the global batch.
+        steps: batches of a pass.
+        shuffle: of the batches of a ``PyDataset``; arrays are shuffled by the task.
+        class_weight: weights by class.
         seed: of the random numbers that reading draws.
         goes_on: every pass goes on in the data where the one before has ended, if it has steps.
         name: of the data, for messages.
+        prepare: called with Keras's iterator before anything is read.
 
     Raises:
         ValueError: Keras's own, for what is no data or does not fit together.
@@ -52,9 +60,12 @@ def take_in(
         sample_weight,
         batch_size=batch_size,
         steps_per_epoch=steps,
-        shuffle=shuffle and isinstance(x, keras.utils.PyDataset),  # arrays are shuffled by us
+        shuffle=shuffle and isinstance(x, keras.utils.PyDataset),
         class_weight=class_weight,
     )
+    if prepare is not None:
+        prepare(iterator)
+        iterator.reset()
     adapter = iterator.data_adapter
     if type(adapter) is ArrayDataAdapter:
         return Feed(

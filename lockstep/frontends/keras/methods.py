@@ -13,6 +13,7 @@ from keras.src.callbacks import CallbackList
 from keras.src.trainers.data_adapters import array_slicing, data_adapter_utils
 
 from lockstep.data.trees import map_tensors
+from lockstep.errors import ModelError, problem
 from lockstep.frontends.keras.checks import check_model
 from lockstep.frontends.keras.conducting import acts_in
 from lockstep.frontends.keras.intake import take_in, warn_if_short
@@ -20,6 +21,7 @@ from lockstep.frontends.keras.model import KerasModel, is_model_of
 from lockstep.frontends.keras.names import METHODS
 from lockstep.frontends.keras.tasks import Evaluation
 from lockstep.frontends.keras.trainer import FitOptions, KerasTrainer, random_seed
+from lockstep.plan.spec import Plan
 from lockstep.train.feeding import sample_of
 from lockstep.train.intake import Feed, close_all
 from lockstep.train.trainer import StrategyLike
@@ -37,6 +39,23 @@ class Methods:
         self._model = model
         self.strategy = strategy
         self._trainer: KerasTrainer | None = None
+
+    @property
+    def plan(self) -> Plan:
+        """The Plan of the last call.
+
+        Raises:
+            ModelError: nothing was called yet.
+        """
+        if self._trainer is None:
+            raise ModelError(
+                problem(
+                    "A model has a Plan from its first call on.",
+                    received=f"a model {self._model.name!r} that was not called",
+                    fix="Call fit, evaluate or predict first.",
+                )
+            )
+        return self._trainer.plan
 
     def fit(
         self,
@@ -74,6 +93,7 @@ class Methods:
             class_weight=class_weight,
             seed=random_seed(),
             goes_on=True,
+            prepare=self._build,
         )
         validation = None
         try:
@@ -121,7 +141,7 @@ class Methods:
     ) -> Any:
         """Losses and metrics, as ``keras.Model.evaluate``."""
         self._model._assert_compile_called("evaluate")
-        feed = take_in(x, y, sample_weight, batch_size=batch_size, steps=steps)
+        feed = take_in(x, y, sample_weight, batch_size=batch_size, steps=steps, prepare=self._build)
         try:
             trainer = self._ready(feed)
             listed = self._listed(callbacks, verbose, epochs=1, steps=feed.num_steps)
@@ -145,7 +165,7 @@ class Methods:
         """Outputs, as ``keras.Model.predict``."""
         feed = take_in(x, batch_size=batch_size, steps=steps)
         try:
-            trainer = self._ready(feed, has_targets=False)
+            trainer = self._ready(feed)
             listed = self._listed(callbacks, verbose, epochs=1, steps=feed.num_steps)
             listed.on_predict_begin()
             outputs = trainer.infer(feed)
@@ -190,15 +210,18 @@ class Methods:
         """Outputs for a batch, as ``keras.Model.predict_on_batch``."""
         return self.predict(x, batch_size=_num_samples(x), verbose=0)
 
-    def _ready(self, feed: Feed, *, has_targets: bool = True) -> KerasTrainer:
-        """The Trainer of the model, which is built for the data."""
+    def _build(self, iterator: Any) -> None:
+        """Build the model, its losses and metrics for the data, as Keras does, where need be."""
+        check_model(self._model)
+        self._model._symbolic_build(iterator=iterator)
+
+    def _ready(self, feed: Feed) -> KerasTrainer:
+        """The Trainer of the model."""
         model = self._model
         check_model(model)
-        source = sample_of(feed.source)
-        batch = source.read(torch.arange(min(2, len(source))), torch.float32)
-        if model.compiled and has_targets:
-            model._symbolic_build(data_batch=(batch.inputs[0], *batch.targets))
-        elif not model.built:
+        if not model.built:  # as nobody has compiled it, it is built by calling it
+            source = sample_of(feed.source)
+            batch = source.read(torch.arange(min(2, len(source))), torch.get_default_dtype())
             with torch.no_grad():
                 model(batch.inputs[0])
         if self._trainer is None or not is_model_of(self._trainer.model, model):

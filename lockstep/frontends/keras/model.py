@@ -10,10 +10,8 @@ of Keras's seed generators, from which all shares would get the same.
 Not covered: variables that a layer makes after the model was built.
 """
 
-import operator
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from itertools import chain, count
 from typing import Any
 
@@ -27,7 +25,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from lockstep.capture.layers import BatchLayer, FrontEndLayer
-from lockstep.data.trees import Tree, map_leaves
+from lockstep.data.trees import Tree
 from lockstep.frontends.keras.settings import KerasSettings
 from lockstep.parallel.batch_moments import global_moments
 from lockstep.parallel.batch_norm import global_statistics
@@ -217,8 +215,15 @@ class _Unwrapping(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        unwrap = partial(map_leaves, keras.Variable, operator.attrgetter("value"))
-        return func(*unwrap(args), **unwrap(kwargs or {}))
+        named = {name: _unwrapped(value) for name, value in (kwargs or {}).items()}
+        return func(*map(_unwrapped, args), **named)
+
+
+def _unwrapped(value: Any) -> Any:
+    """A variable's tensor; a list that Keras keeps track of as a plain one."""
+    if isinstance(value, keras.Variable):
+        return value.value
+    return list(map(_unwrapped, value)) if isinstance(value, list) else value
 
 
 def _no_generator(seed: Any) -> None:
