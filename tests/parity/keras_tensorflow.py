@@ -5,6 +5,7 @@ Writes to a folder, for ``keras_loading.py``: models, inputs and predictions.
 
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from tests import keras_zoo as zoo
 
 X = zoo.vectors(50).astype("float32")
 Y = zoo.classes(50)
-STRATEGIES = {
+STRATEGIES: dict[str, Callable[[], lockstep.Strategy]] = {
     "mirrored": lambda: lockstep.MirroredStrategy(devices=2),
     "pipeline": lambda: lockstep.PipelineStrategy(stages=2, microbatches=3),
     "hybrid": lambda: lockstep.HybridStrategy(data=2, pipe=2, microbatches=4),
@@ -53,7 +54,7 @@ def main(folder: Path) -> None:
     """One line for each strategy and kind of data."""
     torch.set_num_threads(1)
     np.savez(folder / "inputs.npz", x=X)
-    data = {
+    data: dict[str, Callable[[], tuple[Any, dict[str, Any]]]] = {
         "once": lambda: (make_data(), {}),
         "repeated": lambda: (make_data().repeat(), {"steps_per_epoch": 3}),
         "weighted": lambda: (make_data(), {"class_weight": {0: 2.0, 1: 1.0, 2: 1.0, 3: 0.5}}),

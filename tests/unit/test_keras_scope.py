@@ -248,7 +248,6 @@ class Spread(layers.Layer):  # type: ignore[misc]  # Keras is untyped
 
 
 def test_what_cannot_be_divided() -> None:
-    spread = (layers.Dense(4), Spread())
     with mirrored().scope():
         model = zoo.compiled(
             lambda: keras.Sequential([layers.Input((8,)), layers.Dense(4), Spread()])
