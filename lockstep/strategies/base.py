@@ -1,8 +1,7 @@
 """The base of all strategies."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from lockstep.cluster.devices import discover
@@ -71,8 +70,7 @@ class Strategy(ABC):
     def num_replicas_in_sync(self) -> int:
         """Replicas that train on different shares of a batch and stay equal."""
 
-    @contextmanager
-    def scope(self) -> Iterator["Strategy"]:
+    def scope(self) -> AbstractContextManager["Strategy"]:
         """Within ``with strategy.scope():`` a Trainer without a strategy uses this one.
 
         And Keras models made or compiled within train under it.
@@ -80,11 +78,9 @@ class Strategy(ABC):
         Raises:
             OptionError: Keras was imported with another backend than PyTorch.
         """
-        from lockstep.frontends.keras.scope import hooked
-        from lockstep.train.scope import strategy_scope
+        from lockstep.frontends.keras.scope import scope_of
 
-        with hooked(), strategy_scope(self):
-            yield self
+        return scope_of(self)
 
 
 def is_count(value: object) -> bool:

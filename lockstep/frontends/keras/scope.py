@@ -18,7 +18,7 @@ from typing import Any
 
 from lockstep.errors import ModelError, OptionError, problem
 from lockstep.frontends.keras.names import METHODS
-from lockstep.train.scope import current_strategy
+from lockstep.train.scope import current_strategy, strategy_scope
 
 _lock = threading.Lock()
 _open_scopes = 0
@@ -26,7 +26,18 @@ _restore: list[Callable[[], None]] = []
 
 
 @contextmanager
-def hooked() -> Iterator[None]:
+def scope_of(strategy: Any) -> Iterator[Any]:
+    """Within the block, a strategy is that of Trainers and Keras models.
+
+    Raises:
+        OptionError: Keras runs on another backend than PyTorch.
+    """
+    with _hooked(), strategy_scope(strategy):
+        yield strategy
+
+
+@contextmanager
+def _hooked() -> Iterator[None]:
     """Within the block, Keras models belong to the strategy of the scope.
 
     Raises:
