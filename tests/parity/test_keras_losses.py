@@ -230,3 +230,61 @@ def test_metrics(strategy: lockstep.Strategy, metrics: str) -> None:
         "foreign": lambda: ["accuracy", mean_error, Largest()],
     }
     compare(strategy, zoo.sequential, lambda: {"metrics": chosen[metrics]()})
+
+
+class Counting(layers.Layer):  # type: ignore[misc]  # Keras is untyped
+    """Counts what passes, in a metric of its own."""
+
+    def __init__(self, metric: Any) -> None:
+        super().__init__()
+        self.counted = metric
+
+    def call(self, inputs: Any) -> Any:
+        self.counted.update_state(inputs[:, 0])
+        return inputs
+
+
+def counting(metric: Callable[[], Any]) -> Any:
+    return keras.Sequential(
+        [layers.Input((8,)), Counting(metric()), layers.Dense(6), layers.Dense(zoo.NUM_CLASSES)]
+    )
+
+
+def test_metrics_of_layers() -> None:
+    def make() -> Any:
+        return counting(lambda: keras.metrics.Mean(name="passed"))
+
+    for name in ("mirrored", "shares"):
+        compare(STRATEGIES[name](), make, lambda: {"metrics": ["accuracy"]})
+
+
+class Peak(keras.metrics.Mean):  # type: ignore[misc]  # Keras is untyped
+    """The largest value so far: no sum."""
+
+    def update_state(self, values: Any, sample_weight: Any = None) -> None:
+        self.total.assign(ops.maximum(self.total, ops.max(values)))
+        self.count.assign(1)
+
+
+def test_metrics_of_layers_that_are_no_sums() -> None:
+    with STRATEGIES["mirrored"]().scope():
+        model = zoo.compiled(lambda: counting(lambda: Peak(name="largest")))
+    with pytest.raises(lockstep.LockstepError, match="largest"):
+        model.fit(X, Y, verbose=0)
+
+
+def test_added_losses_beside_batch_normalization() -> None:
+    def make() -> Any:
+        return keras.Sequential(
+            [
+                layers.Input((8,)),
+                Adding(),
+                layers.BatchNormalization(),
+                Adding(),
+                layers.Dense(zoo.NUM_CLASSES),
+            ]
+        )
+
+    compare(STRATEGIES["mirrored"](), make, lambda: {"optimizer": "sgd"})
+    with pytest.raises(lockstep.LockstepError, match="a device for each share"):
+        compare(STRATEGIES["shares"](), make, lambda: {"optimizer": "sgd"})

@@ -186,7 +186,14 @@ class Methods:
         """One step, as ``keras.Model.train_on_batch``."""
         model = self._model
         model._assert_compile_called("train_on_batch")
-        feed = take_in(x, y, sample_weight, batch_size=_num_samples(x), class_weight=class_weight)
+        feed = take_in(
+            x,
+            y,
+            sample_weight,
+            batch_size=_num_samples(x),
+            class_weight=class_weight,
+            prepare=self._build,
+        )
         options = FitOptions(epochs=1, initial_epoch=0, shuffle=False, evaluates=(False,))
         listed = self._listed(None, 0, epochs=1, steps=1)
         model.stop_training = False

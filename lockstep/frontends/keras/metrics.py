@@ -6,6 +6,7 @@ of the user's or a mean over what a function of the user's returns for a batch. 
 updated on rank 0 alone, with the outputs of the whole batch.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,9 +14,11 @@ from keras import tree
 from keras.src.metrics.reduction_metrics import MeanMetricWrapper
 
 from lockstep.data.trees import Tree, map_tensors
+from lockstep.errors import ModelError, problem
 from lockstep.frontends.keras.losses import masked
 from lockstep.parallel.control import Control
 from lockstep.train.metrics import Metrics
+from lockstep.units import first_few
 
 # A share's outputs, masks, targets and sample weights.
 _Seen = tuple[Tree, Tree, Tree, Tree]
@@ -26,14 +29,17 @@ class KerasMetrics(Metrics):
 
     Args:
         compiled: the model's ``CompileMetrics``, built; None where it has no metrics.
+        of_layers: metrics that layers have, and update when they are called.
 
     Attributes:
         are_known: the states of all of them are sums over samples.
     """
 
-    def __init__(self, compiled: Any) -> None:
+    def __init__(self, compiled: Any, of_layers: Sequence[Any] = ()) -> None:
         super().__init__(None)
+        _check_layers(of_layers)
         self._compiled = compiled
+        self._of_layers = list(of_layers)
         self.are_known = compiled is None or all(map(_is_sum, compiled.metrics))
         self._seen: list[_Seen] = []
 
@@ -42,8 +48,11 @@ class KerasMetrics(Metrics):
 
     def reset(self) -> None:
         self._seen.clear()
-        if self._compiled is not None:
-            self._compiled.reset_state()
+        for metric in self._each():
+            metric.reset_state()
+
+    def _each(self) -> list[Any]:
+        return [*self._of_layers, *([] if self._compiled is None else [self._compiled])]
 
     def update(self, output: Tree, target: Tree) -> None:
         seen = (output["outputs"], output["masks"], *target)
@@ -70,15 +79,35 @@ class KerasMetrics(Metrics):
 
     def join(self, control: Control) -> None:
         """Have rank 0 hold what all ranks have counted, and the others nothing."""
-        if not self or not self.are_known or control.num_ranks == 1:
+        counted = [metric for metric in self._each() if self.are_known or metric in self._of_layers]
+        if not counted or control.num_ranks == 1:
             return
-        variables = self._compiled.variables
+        variables = [variable for metric in counted for variable in metric.variables]
         ranks = control.gather([variable.value.detach().clone() for variable in variables])
         if control.rank != 0:
-            self._compiled.reset_state()
+            for metric in counted:
+                metric.reset_state()
             return
         for variable, *values in zip(variables, *ranks, strict=True):
             variable.assign(torch.stack(values).sum(0))
+
+
+def _check_layers(metrics: Sequence[Any]) -> None:
+    """Metrics of layers see one part of a batch each: they must be sums.
+
+    Raises:
+        ModelError: with those that are not known to be.
+    """
+    foreign = [metric.name for metric in metrics if not _is_sum(metric)]
+    if foreign:
+        raise ModelError(
+            problem(
+                "A metric that a layer updates must be one of Keras's own: every device counts its "
+                "part of a batch, and the counts are added up.",
+                received=first_few(foreign),
+                fix="Use keras.metrics.Mean or Sum in the layer, or pass the metric to compile.",
+            )
+        )
 
 
 def _is_sum(metric: Any) -> bool:

@@ -12,6 +12,7 @@ Not covered: variables that a layer makes after the model was built.
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from itertools import chain, count
 from typing import Any
 
@@ -26,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 
 from lockstep.capture.layers import BatchLayer, FrontEndLayer
 from lockstep.data.trees import Tree
+from lockstep.errors import ModelError, problem
 from lockstep.frontends.keras.settings import KerasSettings
 from lockstep.parallel.batch_moments import global_moments
 from lockstep.parallel.batch_norm import global_statistics
@@ -36,6 +38,28 @@ _generators = Redirection("torch_seed_generator", keras_random)
 _seeds = Redirection("draw_seed", keras_random)
 
 _MARK = "_lockstep_device"
+
+
+@dataclass
+class _Calls:
+    """The calls that run: several where shares take turns at batch normalisation.
+
+    Attributes:
+        overlap: another call ran at the same time as one that still does.
+    """
+
+    num_running: int = 0
+    overlap: bool = False
+
+    def begin(self) -> None:
+        """A call begins."""
+        self.num_running += 1
+        self.overlap |= self.num_running > 1
+
+    def end(self) -> None:
+        """A call has ended."""
+        self.num_running -= 1
+        self.overlap &= self.num_running > 0
 
 
 class KerasModel(nn.Module):
@@ -53,6 +77,7 @@ class KerasModel(nn.Module):
         super().__init__()
         self._held = (model,)  # in a tuple, or it would be a layer of this one
         self.with_losses = False
+        self._calls = _Calls()
         self.variables: dict[str, Any] = {}
         self._batch_layers: list[tuple[Any, BatchLayer]] = []
         for layer in model._flatten_layers():
@@ -63,22 +88,6 @@ class KerasModel(nn.Module):
         names = {id(parameter): name for name, parameter in self.named_parameters()}
         for variable in _trainable_in(model):
             self.variables[names[id(variable._value)]] = variable
-
-    def _moments_of(
-        self, layer: Any, inputs: torch.Tensor, mask: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Mean and variance of a batch as a BatchNormalization layer takes them: of all shares."""
-        statistics = global_statistics()
-        holder = next((one for known, one in self._batch_layers if known is layer), None)
-        if statistics is None or holder is None:
-            plain: tuple[torch.Tensor, torch.Tensor] = _moments.plain(layer, inputs, mask)
-            return plain
-        weights, epsilon = None, 0.0
-        if mask is not None:
-            weights = mask.unsqueeze(-1).expand_as(inputs)
-            epsilon = keras.config.epsilon()
-        dims = list(layer._reduction_axes)
-        return global_moments(inputs, dims, statistics.of(holder), weights, epsilon)
 
     @property
     def model(self) -> Any:
@@ -103,16 +112,48 @@ class KerasModel(nn.Module):
         if model.training != self.training:
             model.train(self.training)
         mode = {"training": self.training} if model._call_has_training_arg else {}
-        with _own_stream(), _moments.to(self._moments_of), _unwrapping():
-            outputs = model(inputs, **mode)
-            if not self.with_losses:
-                return outputs
-            return {
-                "outputs": outputs,
-                "masks": keras.tree.map_structure(get_keras_mask, outputs),
-                "losses": [loss for layer in model._flatten_layers() for loss in layer._losses],
-                "penalties": model._get_regularization_losses(),
-            }
+        try:
+            self._calls.begin()
+            with _own_stream(), _moments.to(self._moments_of), _unwrapping():
+                outputs = model(inputs, **mode)
+                return self._with_losses(outputs) if self.with_losses else outputs
+        finally:
+            self._calls.end()
+
+    def _with_losses(self, outputs: Tree) -> dict[str, Any]:
+        model = self.model
+        added = [loss for layer in model._flatten_layers() for loss in layer._losses]
+        if added and self._calls.overlap:  # a layer keeps the losses of the last call only
+            raise ModelError(
+                problem(
+                    "Layers that add losses, beside BatchNormalization, need a device for each "
+                    "share of a batch.",
+                    received=f"several shares on one device, and {len(added)} losses",
+                    fix="Leave num_shares out.",
+                )
+            )
+        return {
+            "outputs": outputs,
+            "masks": keras.tree.map_structure(get_keras_mask, outputs),
+            "losses": added,
+            "penalties": model._get_regularization_losses(),
+        }
+
+    def _moments_of(
+        self, layer: Any, inputs: torch.Tensor, mask: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Mean and variance of a batch as a BatchNormalization layer takes them: of all shares."""
+        statistics = global_statistics()
+        holder = next((one for known, one in self._batch_layers if known is layer), None)
+        if statistics is None or holder is None:
+            plain: tuple[torch.Tensor, torch.Tensor] = _moments.plain(layer, inputs, mask)
+            return plain
+        weights, epsilon = None, 0.0
+        if mask is not None:
+            weights = mask.unsqueeze(-1).expand_as(inputs)
+            epsilon = keras.config.epsilon()
+        dims = list(layer._reduction_axes)
+        return global_moments(inputs, dims, statistics.of(holder), weights, epsilon)
 
 
 def is_model_of(module: KerasModel, model: Any) -> bool:

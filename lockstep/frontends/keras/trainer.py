@@ -143,7 +143,9 @@ class KerasTrainer(Trainer):
             assert isinstance(sample, ArraySource)
             self._additions = key, find_additions(self.model, model._compile_loss, sample)
         loss = KerasLoss(model._compile_loss, self._additions[1])
-        return loss, KerasMetrics(model._compile_metrics)
+        layers = model._flatten_layers(include_self=False)
+        of_layers = [*model._metrics, *(one for layer in layers for one in layer._metrics)]
+        return loss, KerasMetrics(model._compile_metrics, of_layers)
 
     def _make_updater(self) -> Any:
         return KerasUpdater(self.optimizer, self.model.variables)
