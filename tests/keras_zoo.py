@@ -15,13 +15,15 @@ NUM_CLASSES = 4
 @contextmanager
 def true_float64() -> Iterator[None]:
     """Within the block, Keras computes in float64 where it says so."""
-    before = dtypes.BIT64_TO_BIT32_DTYPE["float64"]
+    before, policy = dtypes.BIT64_TO_BIT32_DTYPE["float64"], keras.config.dtype_policy()
     keras.config.set_floatx("float64")
+    keras.config.set_dtype_policy("float64")
     dtypes.BIT64_TO_BIT32_DTYPE["float64"] = "float64"
     try:
         yield
     finally:
         keras.config.set_floatx("float32")
+        keras.config.set_dtype_policy(policy)
         dtypes.BIT64_TO_BIT32_DTYPE["float64"] = before
 
 
