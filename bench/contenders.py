@@ -61,7 +61,7 @@ def bare_ddp(net_name: str, seconds: float) -> Figures:
     return last_line([*launcher, HERE / "bare_ddp.py", net_name, "--seconds", seconds])
 
 
-def keras(net_name: str, seconds: float, backend: str, devices: int) -> Figures:
+def keras(net_name: str, seconds: float, backend: str, devices: int, threads: int = 1) -> Figures:
     net = NETS[net_name]
     inputs, targets = net.make_data(net.num_samples)
     if net_name == "cnn":
@@ -71,7 +71,8 @@ def keras(net_name: str, seconds: float, backend: str, devices: int) -> Figures:
         data = Path(folder) / "data.npz"
         np.savez(data, inputs=inputs.numpy(), targets=targets.numpy(), num_weights=num_weights)
         where = [HERE / "keras_contenders.py", backend, net_name, data, "--devices", devices]
-        return last_line([*where, "--batch-size", net.batch_size, "--seconds", seconds])
+        size = ["--threads", threads, "--batch-size", net.batch_size]
+        return last_line([*where, *size, "--seconds", seconds])
 
 
 def last_line(arguments: list[object]) -> Figures:
@@ -149,6 +150,21 @@ CONTENDERS = {
         partial(keras, backend="jax", devices=1),
         "the same on one CPU device with both cores",
         packages=("jax", "keras"),
+    ),
+    "keras on lockstep": Contender(
+        partial(keras, backend="torch", devices=2),
+        "Keras `fit` of a model of `MirroredStrategy(2).scope()`",
+        packages=("keras",),
+    ),
+    "keras on torch, 1 thread": Contender(
+        partial(keras, backend="torch", devices=1, threads=1),
+        "Keras `fit` on its PyTorch backend, one core",
+        packages=("keras",),
+    ),
+    "keras on torch, 2 threads": Contender(
+        partial(keras, backend="torch", devices=1, threads=2),
+        "the same with torch's own threads on both cores",
+        packages=("keras",),
     ),
     "one process, 1 thread": Contender(
         partial(plain.one_process, threads=1), "hand-written loop, one core"

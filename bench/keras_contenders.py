@@ -1,7 +1,8 @@
-"""Contenders that train with Keras: on TensorFlow or on JAX, on two logical devices or on one.
+"""Contenders that train with Keras: on TensorFlow, JAX or PyTorch, on two devices or on one.
 
-A script of its own, so that no torch is in the process whose memory is counted. The contender's
-process hands it the data and the number of weights that the same net has in torch:
+A script of its own, so that no torch is in the process whose memory is counted, where it is not the
+backend. On PyTorch two devices are Lockstep's, and one has as many threads as it is given. The
+contender's process hands it the data and the number of weights that the same net has in torch:
 ``python bench/keras_contenders.py tensorflow mlp data.npz --devices 2``.
 """
 
@@ -22,18 +23,25 @@ WARM_UP_STEPS = 5
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("backend", choices=["tensorflow", "jax"])
+    parser.add_argument("backend", choices=["tensorflow", "jax", "torch"])
     parser.add_argument("net", choices=["mlp", "wide", "cnn", "gpt"])
     parser.add_argument("data")
     parser.add_argument("--devices", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--batch-size", type=int, default=512)
     parser.add_argument("--seconds", type=float, default=3.0)
     options = parser.parse_args()
     os.environ.update(KERAS_BACKEND=options.backend, TF_CPP_MIN_LOG_LEVEL="2")
     with np.load(options.data) as data:
         inputs, targets, num_weights = data["inputs"], data["targets"], int(data["num_weights"])
-    setup = on_tensorflow if options.backend == "tensorflow" else on_jax
-    model, batches = setup(options.net, inputs, targets, options.batch_size, options.devices)
+    setups: dict[str, Callable[..., tuple[Any, Any]]] = {
+        "tensorflow": on_tensorflow,
+        "jax": on_jax,
+        "torch": partial(on_torch, num_threads=options.threads),
+    }
+    model, batches = setups[options.backend](
+        options.net, inputs, targets, options.batch_size, options.devices
+    )
     if model.count_params() != num_weights:
         sys.exit(f"{model.count_params()} weights in Keras, {num_weights} in torch")
     print(json.dumps(train(model, batches, options.batch_size, options.seconds)))
@@ -81,6 +89,34 @@ def on_jax(
             yield from parts
 
     return compiled(net, jit=True), batches()
+
+
+def on_torch(
+    net: str, inputs: Array, targets: Array, batch_size: int, num_devices: int, num_threads: int
+) -> tuple[Any, Any]:
+    """The compiled model, under Lockstep where devices are several, and endless batches."""
+    import torch
+
+    torch.set_num_threads(num_threads)
+    if num_devices == 1:
+        model = compiled(net, jit=False)
+    else:
+        import lockstep
+
+        with lockstep.MirroredStrategy(devices=num_devices).scope():
+            import keras  # noqa: F401  # hooked in the scope
+
+            model = compiled(net, jit=False)
+    parts = [
+        (inputs[start : start + batch_size], targets[start : start + batch_size])
+        for start in range(0, len(inputs), batch_size)
+    ]
+
+    def batches() -> Any:
+        while True:
+            yield from parts
+
+    return model, batches()
 
 
 def compiled(net: str, jit: bool) -> Any:

@@ -33,7 +33,7 @@ from lockstep.parallel.replica import Replica
 from lockstep.train import metrics
 from lockstep.train.conducting import FitConductor
 from lockstep.train.metrics import Metrics
-from lockstep.train.tasks import _Ensemble
+from lockstep.train.tasks import Ensemble
 
 NET = NETS["mlp"]
 
@@ -115,10 +115,10 @@ def measure(names: list[str], rounds: int, epochs: int, devices: int) -> dict[st
 PARTS: list[tuple[str, Any, str]] = [
     ("metrics, at each step", Metrics, "update"),
     ("metrics, counted now and then", metrics, "_update"),
-    ("callbacks and progress, at each step", _Ensemble, "consult"),
+    ("callbacks and progress, at each step", Ensemble, "consult"),
     ("callbacks and progress, at each epoch", FitConductor, "end_epoch"),
     ("the bar, redrawn", Progress, "refresh"),
-    ("optimizer shown to callbacks, at each epoch", _Ensemble, "show_slots"),
+    ("optimizer shown to callbacks, at each epoch", Ensemble, "show_slots"),
 ]
 
 

@@ -1,9 +1,12 @@
 """Lockstep: many devices, one result.
 
 The public names are loaded when they are first used, so that ``import lockstep`` costs next to
-nothing: torch comes with the first name that needs it.
+nothing: torch comes with the first name that needs it. It has Keras choose its PyTorch backend, if
+nothing else was chosen before.
 """
 
+import os
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +39,10 @@ if TYPE_CHECKING:
 
     verify = verify_job
 
+
+# Keras settles on a backend when it is imported; models of ``strategy.scope()`` need this one.
+if "keras" not in sys.modules:
+    os.environ.setdefault("KERAS_BACKEND", "torch")
 
 # Public name -> (module that defines it, its name there; "" is the module itself).
 _HOMES = {

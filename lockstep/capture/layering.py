@@ -22,6 +22,7 @@ from lockstep.capture.instructions import (
     redirect,
     references,
 )
+from lockstep.capture.layers import BatchLayer, FrontEndLayer, kind_of
 from lockstep.capture.notes import Record
 
 
@@ -127,6 +128,10 @@ class _Names:
         is_module = isinstance(get_attribute(self._model, path), nn.Module)
         return path if is_module else path.rpartition(".")[0]
 
+    def is_whole(self, path: str) -> bool:
+        """Whether what uses parameters of a module one after the other is one layer."""
+        return isinstance(self._model.get_submodule(path), FrontEndLayer)
+
     def at(self, path: str) -> set[str]:
         """What an attribute is, or holds."""
         value = get_attribute(self._model, path)
@@ -194,6 +199,9 @@ def _begin(
     if not missing:
         return None
     owner = names.owner(missing[0])
+    if groups and owner == groups[-1].path and names.is_whole(owner):
+        groups[-1].owned = present.union(*map(names.at, paths))
+        return None
     group = _Group(owner, calls=False, owned=set().union(*map(names.at, paths)))
     if groups:
         group.members = _take_back(records, groups[-1], owner)
@@ -267,7 +275,7 @@ def _describe(
     used = group.owned.union(*map(names.at, fetched))
     return TracedLayer(
         name=group.path,
-        kind=type(module).__name__ if group.calls else "function",
+        kind=kind_of(module) if group.calls or names.is_whole(group.path) else "function",
         parameters=tuple(name for name in names.parameters.values() if name in used),
         buffers=tuple(name for name in names.buffers.values() if name in used),
         is_atomic=group.calls and group.path in atomic,
@@ -277,7 +285,9 @@ def _describe(
 
 def _sees_batch(model: nn.Module, records: Sequence[Record], group: _Group) -> bool:
     targets = [records[member].instruction.target for member in group.members]
-    return any(getattr(target, "__name__", "") == "batch_norm" for target in targets) or (
-        group.calls
-        and any(isinstance(part, _BatchNorm) for part in model.get_submodule(group.path).modules())
+    module = model.get_submodule(group.path)
+    return (
+        any(getattr(target, "__name__", "") == "batch_norm" for target in targets)
+        or isinstance(module, BatchLayer)
+        or (group.calls and any(isinstance(part, _BatchNorm) for part in module.modules()))
     )

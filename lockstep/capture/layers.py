@@ -10,6 +10,36 @@ from lockstep.errors import ModelError, problem
 from lockstep.graph.layer_graph import Layer, LayerGraph, ParameterInfo
 
 
+class FrontEndLayer(nn.Module):
+    """Stands for a layer of a front end, and holds its parameters. It is not what is called.
+
+    Args:
+        kind: the layer's.
+    """
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+
+class BatchLayer(FrontEndLayer):
+    """Stands for a layer that normalises by the mean and variance of the batch.
+
+    Args:
+        kind: the layer's.
+        num_features: means that it takes.
+    """
+
+    def __init__(self, kind: str, num_features: int) -> None:
+        super().__init__(kind)
+        self.num_features = num_features
+
+
+def kind_of(module: nn.Module) -> str:
+    """What a layer is called by its kind."""
+    return module.kind if isinstance(module, FrontEndLayer) else type(module).__name__
+
+
 def capture_layers(model: nn.Module) -> LayerGraph:
     """The model's layers in the order of ``named_modules``.
 
@@ -23,13 +53,13 @@ def capture_layers(model: nn.Module) -> LayerGraph:
     for name, module in model.named_modules():
         parameters = _own_parameters(name, module)
         buffers = tuple(key for key, value in module._buffers.items() if value is not None)
-        sees_batch = isinstance(module, _BatchNorm)
+        sees_batch = isinstance(module, _BatchNorm | BatchLayer)
         if not (parameters or buffers or sees_batch):
             continue
         layers.append(
             Layer(
                 name=name,
-                kind=type(module).__name__,
+                kind=kind_of(module),
                 parameters=parameters,
                 buffers=buffers,
                 uses_batch_statistics=sees_batch,

@@ -10,8 +10,9 @@ Not the layers are changed but the function that all of them call, ``F.batch_nor
 while a pass runs (``parallel.redirection``).
 """
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from lockstep.capture.layers import BatchLayer
 from lockstep.errors import LockstepError, ModelError, problem
 from lockstep.parallel.redirection import Redirection
 
@@ -33,13 +35,13 @@ class BatchNorms:
         self._layers = [
             (name, module)
             for name, module in model.named_modules()
-            if isinstance(module, _BatchNorm)
+            if isinstance(module, _BatchNorm | BatchLayer)
         ]
         self._numbers = {
-            id(tensor): number
+            id(one): number
             for number, (_, layer) in enumerate(self._layers)
-            for tensor in (layer.running_mean, layer.weight)
-            if tensor is not None
+            for one in _marks(layer)
+            if one is not None
         }
 
     def __bool__(self) -> bool:
@@ -53,16 +55,24 @@ class BatchNorms:
     @property
     def use_batch_statistics(self) -> bool:
         """Whether any layer, in its present mode, normalises by the batch at hand."""
-        return any(layer.training or layer.running_mean is None for _, layer in self._layers)
+        return any(
+            layer.training or getattr(layer, "running_mean", layer) is None
+            for _, layer in self._layers
+        )
 
-    def number_of(self, *tensors: torch.Tensor | None) -> int:
-        """The number of the layer that owns one of these tensors; one more for any other."""
-        numbers = (self._numbers.get(id(tensor)) for tensor in tensors)
+    def number_of(self, *marks: object) -> int:
+        """The number of the layer that is, or owns, one of these; one more for any other."""
+        numbers = (self._numbers.get(id(mark)) for mark in marks)
         return next((number for number in numbers if number is not None), len(self._layers))
 
     def name_of(self, number: int) -> str:
         """A layer's name, for messages."""
         return self._layers[number][0] if number < len(self._layers) else "a functional batch_norm"
+
+
+def _marks(layer: nn.Module) -> tuple[object, ...]:
+    """What tells a layer from others where it computes."""
+    return (layer.running_mean, layer.weight) if isinstance(layer, _BatchNorm) else (layer,)
 
 
 class GlobalStatistics:
@@ -77,9 +87,19 @@ class GlobalStatistics:
         self._norms = norms
         self._gather = gather
 
-    def applied(self, *, is_compiled: bool = False) -> AbstractContextManager[None]:
+    @contextmanager
+    def applied(self, *, is_compiled: bool = False) -> Iterator[None]:
         """In force within the block, in which a model runs that may be compiled."""
-        return _redirection.to(self.batch_norm, is_compiled=is_compiled)
+        token = _current.set(self)
+        try:
+            with _redirection.to(self.batch_norm, is_compiled=is_compiled):
+                yield
+        finally:
+            _current.reset(token)
+
+    def of(self, layer: object) -> "LayerStatistics":
+        """What gathers the rows of a layer of a front end."""
+        return LayerStatistics(self._norms, self._norms.number_of(layer), self._gather)
 
     def batch_norm(
         self,
@@ -98,7 +118,7 @@ class GlobalStatistics:
                 input, weight, bias, running_mean, running_var, False, 0.0, eps, False
             )
         number = self._norms.number_of(running_mean, weight)
-        statistics = _Statistics(self._norms, number, self._gather)
+        statistics = LayerStatistics(self._norms, number, self._gather)
 
         def settle(mean: torch.Tensor, variance: torch.Tensor, count: int) -> None:
             if running_mean is not None and running_var is not None:
@@ -111,9 +131,15 @@ class GlobalStatistics:
 
 
 _redirection = Redirection("batch_norm")
+_current: ContextVar[GlobalStatistics | None] = ContextVar("global_statistics", default=None)
 
 
-class _Statistics:
+def global_statistics() -> GlobalStatistics | None:
+    """Those that are in force in this thread."""
+    return _current.get()
+
+
+class LayerStatistics:
     """Gathers one layer's rows, and sees that all shares are at the same layer."""
 
     def __init__(self, norms: BatchNorms, number: int, gather: Gather) -> None:
@@ -167,16 +193,16 @@ class _GlobalBatchNorm(torch.autograd.Function):
         weight: torch.Tensor | None,
         bias: torch.Tensor | None,
         eps: float,
-        statistics: _Statistics,
+        statistics: LayerStatistics,
         settle: Callable[[torch.Tensor, torch.Tensor, int], None],
     ) -> torch.Tensor:
         count = inputs.numel() // inputs.shape[1]
         dims = [dim for dim in range(inputs.dim()) if dim != 1]
-        exact = _exact_type(inputs)
+        exact = exact_type(inputs)
         variance, mean = torch.var_mean(inputs.to(exact), dims, correction=0)
         mean, variance = mean.double(), variance.double()
         rows = statistics.forward(torch.cat([mean.new_tensor([count]), mean, variance * count]))
-        total, mean, variance = _merge(rows)
+        total, mean, variance = merge(rows)
         if total <= 1:
             raise ModelError(
                 problem(
@@ -206,7 +232,7 @@ class _GlobalBatchNorm(torch.autograd.Function):
         own_sum = gradient.sum(ctx.dims)
         own_dot = (gradient * normal).sum(ctx.dims)
         rows = ctx.statistics.backward(torch.cat([own_sum, own_dot]).double())
-        both = _sum_in_order(rows) / ctx.total
+        both = sum_in_order(rows) / ctx.total
         mean_gradient, mean_dot = both.to(gradient.dtype).chunk(2)
         scale = inverse if weight is None else inverse * weight
         input_gradient = (
@@ -226,13 +252,13 @@ def _in(dtype: torch.dtype, tensor: torch.Tensor | None) -> torch.Tensor | None:
     return None if tensor is None else tensor.to(dtype)
 
 
-def _exact_type(inputs: torch.Tensor) -> torch.dtype:
+def exact_type(inputs: torch.Tensor) -> torch.dtype:
     """Of statistics: float32 also for inputs in less."""
     is_low = inputs.dtype in (torch.bfloat16, torch.float16)
     return torch.float32 if is_low else inputs.dtype
 
 
-def _merge(rows: torch.Tensor) -> tuple[int, torch.Tensor, torch.Tensor]:
+def merge(rows: torch.Tensor) -> tuple[int, torch.Tensor, torch.Tensor]:
     """(count, mean, biased variance) of the union of the shares, merged in their order."""
     features = (rows.shape[1] - 1) // 2
     count, mean, squares = 0.0, rows.new_zeros(features), rows.new_zeros(features)
@@ -240,13 +266,16 @@ def _merge(rows: torch.Tensor) -> tuple[int, torch.Tensor, torch.Tensor]:
         share_count = row[0].item()
         delta = row[1 : 1 + features] - mean
         total = count + share_count
+        if total == 0:
+            continue
         mean = mean + delta * (share_count / total)
         squares = squares + row[1 + features :] + delta * delta * (count * share_count / total)
         count = total
-    return int(count), mean, squares / count
+    return int(count), mean, squares / max(count, 1.0)
 
 
-def _sum_in_order(rows: torch.Tensor) -> torch.Tensor:
+def sum_in_order(rows: torch.Tensor) -> torch.Tensor:
+    """The sum of the shares' rows, in their order."""
     total = rows[0].clone()
     for row in rows[1:]:
         total += row

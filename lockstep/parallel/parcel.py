@@ -8,7 +8,9 @@ files by their place in the file, which the receiver maps for itself.
 
 import io
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +26,20 @@ from lockstep.data.mapped_files import file_part
 from lockstep.plan.layout import align
 
 _SMALL_ARRAY_BYTES = 4096
+
+# How an object is reduced for pickling, as ``__reduce_ex__`` gives it; NotImplemented for others.
+Reduce = Callable[[Any], Any]
+_reduce: ContextVar[Reduce | None] = ContextVar("lockstep_reduce", default=None)
+
+
+@contextmanager
+def reducing(reduce: Reduce) -> Iterator[None]:
+    """Within the block, objects of a front end are packed as it says."""
+    token = _reduce.set(reduce)
+    try:
+        yield
+    finally:
+        _reduce.reset(token)
 
 
 @dataclass(frozen=True)
@@ -118,6 +134,10 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is unt
         return None
 
     def reducer_override(self, obj: Any) -> Any:
+        reduce = _reduce.get()
+        reduced = NotImplemented if reduce is None else reduce(obj)
+        if reduced is not NotImplemented:
+            return reduced
         if isinstance(obj, Optimizer):
             # Its own pickling drops what subclasses add and what schedulers wrap.
             contents = optimizer_contents(obj)

@@ -7,6 +7,7 @@ their base, and layers that run again in backward (activation checkpointing), ar
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -17,15 +18,17 @@ class Redirection:
     """Redirects one function, in the threads that ask for it and while any does.
 
     Args:
-        name: of the function in ``torch.nn.functional``.
+        name: of the function.
+        owner: the module, or the class, that it is looked up in.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, owner: ModuleType | type[Any] = F) -> None:
         self._name = name
+        self._owner = owner
         self._own = threading.local()
         self._lock = threading.Lock()
         self._blocks = 0
-        self.plain: Callable[..., Any] = getattr(F, name)
+        self.plain: Callable[..., Any] = getattr(owner, name)
 
     @contextmanager
     def to(self, target: Callable[..., Any], *, is_compiled: bool = False) -> Iterator[None]:
@@ -38,8 +41,11 @@ class Redirection:
         """
         with self._lock:
             if self._blocks == 0:
-                self.plain = getattr(F, self._name)
-                setattr(F, self._name, self._uncompiled() if is_compiled else self._call)
+                self.plain = getattr(self._owner, self._name)
+                call = self._function()
+                if is_compiled:
+                    call = torch.compiler.disable(call)
+                setattr(self._owner, self._name, call)
             self._blocks += 1
         before = getattr(self._own, "target", None)
         self._own.target = target
@@ -50,11 +56,13 @@ class Redirection:
             with self._lock:
                 self._blocks -= 1
                 if self._blocks == 0:
-                    setattr(F, self._name, self.plain)
+                    setattr(self._owner, self._name, self.plain)
 
-    def _uncompiled(self) -> Callable[..., Any]:
-        return torch.compiler.disable(self._call)  # type: ignore[no-any-return]
+    def _function(self) -> Callable[..., Any]:
+        """What stands in for the function: a plain one, so that it can be a method, too."""
 
-    def _call(self, *args: Any, **kwargs: Any) -> Any:
-        target = getattr(self._own, "target", None)
-        return (target or self.plain)(*args, **kwargs)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            target = getattr(self._own, "target", None)
+            return (target or self.plain)(*args, **kwargs)
+
+        return call

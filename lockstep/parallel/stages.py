@@ -530,11 +530,12 @@ def _block_sizes(group: OwnedGroup) -> list[list[int]]:
 
 def _settled(run: "_Run", loss: ShareLoss | JointLoss) -> ShareLoss:
     """A microbatch's loss, ready to go backward; of several losses, if that can be."""
-    if isinstance(loss, ShareLoss):
-        return loss
-    alone = run.num_filled == 1
-    settled = loss.settled(loss.weights, run.num_samples) if alone else loss.joined()
-    run.parts.append(settled.parts)
+    settled = loss
+    if isinstance(settled, JointLoss):
+        alone = run.num_filled == 1
+        settled = settled.settled(settled.weights, run.num_samples) if alone else settled.joined()
+    if settled.parts:
+        run.parts.append(settled.parts)
     return settled
 
 

@@ -74,10 +74,16 @@ class Strategy(ABC):
         """Replicas that train on different shares of a batch and stay equal."""
 
     def scope(self) -> AbstractContextManager["Strategy"]:
-        """Within ``with strategy.scope():`` a Trainer without a strategy uses this one."""
-        from lockstep.train.scope import strategy_scope
+        """Within ``with strategy.scope():`` a Trainer without a strategy uses this one.
 
-        return strategy_scope(self)
+        And Keras models made or compiled within train under it.
+
+        Raises:
+            OptionError: Keras was imported with another backend than PyTorch.
+        """
+        from lockstep.frontends.keras.scope import scope_of
+
+        return scope_of(self)
 
 
 def is_count(value: object) -> bool:

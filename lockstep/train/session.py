@@ -49,7 +49,12 @@ class Session:
 
     Args:
         timeout_seconds: longest wait of rank 0 for its helpers.
+
+    Attributes:
+        preload: modules that helpers should have imported, beside what all need.
     """
+
+    preload: tuple[str, ...] = ()
 
     def __init__(self, timeout_seconds: float) -> None:
         self._timeout = timeout_seconds
@@ -233,7 +238,8 @@ class Session:
             if hosts is not None and hosts.has_followers:
                 self._team = hosts.attach_team(num_helpers, first_rank, self._timeout)
             else:
-                self._team = take_team(num_helpers, self._threads, PRELOAD, first_rank=first_rank)
+                preload = PRELOAD + self.preload
+                self._team = take_team(num_helpers, self._threads, preload, first_rank=first_rank)
         return self._team
 
     def _call(

@@ -7,7 +7,7 @@ before the next step.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +23,7 @@ from lockstep.data.trees import Tree, map_tensors
 from lockstep.parallel.control import Control
 from lockstep.parallel.losses import ONE_LOSS, LossParts, Sums
 from lockstep.parallel.readers import reading_ahead
-from lockstep.parallel.update import PieceSlots
+from lockstep.parallel.update import PieceSlots, Updater
 from lockstep.parallel.worker import Observe, StepResult, Worker, modes_of
 from lockstep.train.feeding import GlobalBatch, Halt, SharedStream, all_batches
 from lockstep.train.metrics import Metrics
@@ -39,6 +39,8 @@ class Conductor:
 
     stop_training = False
     is_interrupted = False
+    updater: Updater | None = None
+    """Of the training that is conducted."""
 
     def hold_interrupts(self) -> None:
         """Steps begin: Ctrl-C must not cut one in half, but set ``is_interrupted``."""
@@ -190,7 +192,7 @@ _NOTHING = _Directive(stop=False, halt=False, renew=False, options=None, values=
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Ensemble:
+class Ensemble:
     """A rank among all: its worker, its line to the others, its conductor."""
 
     worker: Worker
@@ -360,7 +362,7 @@ class FitTask(Task):
 
     def run(self, worker: Worker, control: Control, conductor: Conductor) -> FitResult:
         """Train until the last epoch, or until a callback or Ctrl-C ends it."""
-        ensemble = _Ensemble(worker=worker, control=control, conductor=conductor)
+        ensemble = Ensemble(worker=worker, control=control, conductor=conductor)
         progress = _Progress()
         tracer = StepTracer(self.traced)
         resume = None
@@ -395,7 +397,7 @@ class FitTask(Task):
 
     def _train_epoch(
         self,
-        ensemble: _Ensemble,
+        ensemble: Ensemble,
         source: Source | SharedStream,
         epoch: int,
         progress: _Progress,
@@ -409,23 +411,17 @@ class FitTask(Task):
                 return True
         self.metrics.reset()
         observe = self.metrics.update if self.metrics else None
-        num_skipped = 0
-        totals: list[float] = []
-        weights: list[float] = []
-        parts: list[Sums] = []
+        results: list[StepResult] = []
         for index, (batch, indices) in enumerate(self._batches(ensemble, source, epoch)):
             if self.before_steps and ensemble.consult(partial(conductor.begin_step, index)):
                 break
             step = self.first_step + progress.num_steps
             with tracer.step(step):
-                result = self._train_step(worker, batch, indices, step, observe)
+                result = self._train_step(ensemble, batch, indices, step, observe)
             progress.num_epochs, progress.num_steps = epoch + 1, progress.num_steps + 1
             if tracer.is_due(step + 1):
                 ensemble.show_traces(tracer)
-            totals.append(result.total)
-            weights.append(result.weight)
-            num_skipped += result.is_skipped
-            parts += result.parts
+            results.append(result)
             if worker.leaves_a_rank_idle(len(indices)):
                 ensemble.share_buffers()
             if self.record:
@@ -440,10 +436,10 @@ class FitTask(Task):
                 end_step()
                 ensemble.check_halt()
         progress.num_epochs = epoch + 1
-        losses = self._losses(ensemble, totals, weights, parts)
+        losses = self._losses(ensemble, results)
         logs = self._logs(ensemble, epoch, losses)
         if self.counts_skipped:
-            logs["skipped_steps"] = num_skipped
+            logs["skipped_steps"] = sum(result.is_skipped for result in results)
         if self.watched:
             ensemble.collect_buffers()
             ensemble.show_slots()
@@ -451,7 +447,7 @@ class FitTask(Task):
         return ensemble.consult(end, Resume(epoch + 1) if self.watched else None)
 
     def _batches(
-        self, ensemble: _Ensemble, source: Source | SharedStream, epoch: int
+        self, ensemble: Ensemble, source: Source | SharedStream, epoch: int
     ) -> Iterator[GlobalBatch]:
         conductor = ensemble.conductor
         if isinstance(source, SharedStream):
@@ -489,13 +485,14 @@ class FitTask(Task):
 
     def _train_step(
         self,
-        worker: Worker,
+        ensemble: Ensemble,
         source: Source,
         indices: torch.Tensor,
         step: int,
         observe: Observe | None,
     ) -> StepResult:
         """One step, or one of each function that takes its turn."""
+        worker = ensemble.worker
         if not self.turns:
             return worker.train_step(source, indices, step, observe)
         results = [
@@ -504,17 +501,17 @@ class FitTask(Task):
         ]
         return _joined(results, is_told=worker.rank == 0)
 
-    def _losses(
-        self, ensemble: _Ensemble, totals: list[float], weights: list[float], parts: list[Sums]
-    ) -> Logs:
+    def _losses(self, ensemble: Ensemble, results: Sequence[StepResult]) -> Logs:
         """The epoch's loss; of several, whose sums are where their shares were, each one, too."""
         own_parts = self.turns or self.loss_parts
         if not own_parts:
-            return {"loss": _mean(totals, weights)}
+            totals = [result.total for result in results]
+            return {"loss": _mean(totals, [result.weight for result in results])}
+        parts = [sums for result in results for sums in result.parts]
         gathered = ensemble.control.gather(parts)
         return own_parts.logs([sums for own in gathered for sums in own])
 
-    def _logs(self, ensemble: _Ensemble, epoch: int, losses: Logs) -> Logs:
+    def _logs(self, ensemble: Ensemble, epoch: int, losses: Logs) -> Logs:
         logs = {**losses, **_joined_metrics(self.metrics, ensemble.control)}
         if self.validation is None:
             return logs
@@ -614,7 +611,7 @@ def _joined_metrics(metrics: Metrics, control: Control) -> Logs:
     return metrics.values()
 
 
-def _mean(totals: list[float], weights: list[float]) -> float:
+def _mean(totals: Sequence[float], weights: Sequence[float]) -> float:
     """Exactly rounded sums: the order of ranks cannot matter."""
     weight = math.fsum(weights)
     return math.fsum(totals) / weight if weight else math.nan
@@ -636,7 +633,7 @@ def _joined(results: list[StepResult], *, is_told: bool) -> StepResult:
     )
 
 
-def _record(ensemble: _Ensemble, step: int, result: StepResult) -> None:
+def _record(ensemble: Ensemble, step: int, result: StepResult) -> None:
     worker, control = ensemble.worker, ensemble.control
     assert worker.updater is not None
     gradients = worker.gradients(result.num_samples) if result.weight else {}

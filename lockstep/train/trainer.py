@@ -732,7 +732,7 @@ class Trainer:
         self,
         task: FitTask,
         loss: LossAdapter | None,
-        conductor: FollowingConductor,
+        conductor: Conductor,
         batch_size: int,
     ) -> None:
         """Run the task, and go on with another where a callback has changed what was sent."""

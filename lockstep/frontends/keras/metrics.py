@@ -1,0 +1,126 @@
+"""Keras metrics on many ranks: the driver's own objects hold the values of all.
+
+Every rank updates a copy with the outputs it has computed, and rank 0 adds up the states: the
+states of Keras's own metrics are sums over samples. Of any other metric nothing is known, be it one
+of the user's or a mean over what a function of the user's returns for a batch. Such a metric is
+updated on rank 0 alone, with the outputs of the whole batch.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from keras import tree
+from keras.src.metrics.reduction_metrics import MeanMetricWrapper
+
+from lockstep.data.trees import Tree, map_tensors
+from lockstep.errors import ModelError, problem
+from lockstep.frontends.keras.losses import masked
+from lockstep.parallel.control import Control
+from lockstep.train.metrics import Metrics
+from lockstep.units import first_few
+
+# A share's outputs, masks, targets and sample weights.
+_Seen = tuple[Tree, Tree, Tree, Tree]
+
+
+class KerasMetrics(Metrics):
+    """The metrics of a compiled model.
+
+    Args:
+        compiled: the model's ``CompileMetrics``, built; None where it has no metrics.
+        of_layers: metrics that layers have, and update when they are called.
+
+    Attributes:
+        are_known: the states of all of them are sums over samples.
+    """
+
+    def __init__(self, compiled: Any, of_layers: Sequence[Any] = ()) -> None:
+        super().__init__(None)
+        _check_layers(of_layers)
+        self._compiled = compiled
+        self._of_layers = list(of_layers)
+        self.are_known = compiled is None or all(map(_is_sum, compiled.metrics))
+        self._seen: list[_Seen] = []
+
+    def __bool__(self) -> bool:
+        return self._compiled is not None
+
+    def reset(self) -> None:
+        self._seen.clear()
+        for metric in self._each():
+            metric.reset_state()
+
+    def _each(self) -> list[Any]:
+        return [*self._of_layers, *([] if self._compiled is None else [self._compiled])]
+
+    def update(self, output: Tree, target: Tree) -> None:
+        seen = (output["outputs"], output["masks"], *target)
+        if self.are_known:
+            self._update(seen)
+        else:
+            self._seen.append(map_tensors(torch.Tensor.clone, seen))
+
+    def settle(self, control: Control) -> None:
+        """After a step, in which all ranks have seen their shares."""
+        if self.are_known or not self:
+            return
+        seen, self._seen = self._seen, []
+        gathered = control.gather(seen)
+        shares = [share for own in gathered for share in own]
+        if shares:
+            self._update(tree.map_structure(_joined, *shares))
+
+    @torch.no_grad()
+    def _update(self, seen: _Seen) -> None:
+        outputs, masks, targets, weights = seen
+        outputs = tree.map_structure(masked, outputs, masks)
+        self._compiled.update_state(targets, outputs, sample_weight=weights)
+
+    def join(self, control: Control) -> None:
+        """Have rank 0 hold what all ranks have counted, and the others nothing."""
+        counted = [metric for metric in self._each() if self.are_known or metric in self._of_layers]
+        if not counted or control.num_ranks == 1:
+            return
+        variables = [variable for metric in counted for variable in metric.variables]
+        ranks = control.gather([variable.value.detach().clone() for variable in variables])
+        if control.rank != 0:
+            for metric in counted:
+                metric.reset_state()
+            return
+        for variable, *values in zip(variables, *ranks, strict=True):
+            variable.assign(torch.stack(values).sum(0))
+
+
+def _check_layers(metrics: Sequence[Any]) -> None:
+    """Metrics of layers see one part of a batch each: they must be sums.
+
+    Raises:
+        ModelError: with those that are not known to be.
+    """
+    foreign = [metric.name for metric in metrics if not _is_sum(metric)]
+    if foreign:
+        raise ModelError(
+            problem(
+                "A metric that a layer updates must be one of Keras's own: every device counts its "
+                "part of a batch, and the counts are added up.",
+                received=first_few(foreign),
+                fix="Use keras.metrics.Mean or Sum in the layer, or pass the metric to compile.",
+            )
+        )
+
+
+def _is_sum(metric: Any) -> bool:
+    """Whether a metric's state is a sum over samples: Keras's own are."""
+    kind = type(metric)
+    if not kind.__module__.startswith("keras.src.metrics."):
+        return False
+    if metric._metrics:
+        return False
+    function = getattr(metric, "_fn", None)
+    is_wrapped = issubclass(kind, MeanMetricWrapper)
+    return not is_wrapped or str(getattr(function, "__module__", "")).startswith("keras.src.")
+
+
+def _joined(*parts: Any) -> Any:
+    return None if parts[0] is None else torch.cat(parts)

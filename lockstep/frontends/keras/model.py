@@ -1,0 +1,275 @@
+"""A Keras model as the Trainer sees it: a torch module whose layers hold the model's variables.
+
+The layers of a ``KerasModel`` are those of Keras that have variables, under the paths that Keras
+gives these. They hold the very Parameters of the variables: what can be trained is a parameter,
+what else a layer keeps (moving averages) is a buffer. What is called is the Keras model itself.
+
+Random numbers that layers draw come from torch's stream, which every share has for itself, instead
+of Keras's seed generators, from which all shares would get the same.
+
+Not covered: variables that a layer makes after the model was built.
+"""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from itertools import chain, count
+from typing import Any
+
+import keras
+import torch
+from keras.src.backend.common.masking import get_keras_mask
+from keras.src.backend.torch import random as keras_random
+from keras.src.layers.normalization.batch_normalization import BatchNormalization
+from keras.src.utils.torch_utils import TorchModuleWrapper
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from lockstep.capture.layers import BatchLayer, FrontEndLayer
+from lockstep.data.trees import Tree
+from lockstep.errors import ModelError, problem
+from lockstep.frontends.keras.settings import KerasSettings
+from lockstep.parallel.batch_moments import global_moments
+from lockstep.parallel.batch_norm import global_statistics
+from lockstep.parallel.redirection import Redirection
+
+_moments = Redirection("_moments", BatchNormalization)
+_generators = Redirection("torch_seed_generator", keras_random)
+_seeds = Redirection("draw_seed", keras_random)
+
+_MARK = "_lockstep_device"
+
+
+@dataclass
+class _Calls:
+    """The calls that run: several where shares take turns at batch normalisation.
+
+    Attributes:
+        overlap: another call ran at the same time as one that still does.
+    """
+
+    num_running: int = 0
+    overlap: bool = False
+
+    def begin(self) -> None:
+        """A call begins."""
+        self.num_running += 1
+        self.overlap |= self.num_running > 1
+
+    def end(self) -> None:
+        """A call has ended."""
+        self.num_running -= 1
+        self.overlap &= self.num_running > 0
+
+
+class KerasModel(nn.Module):
+    """A Keras model with all its variables.
+
+    Args:
+        model: a built model.
+
+    Attributes:
+        variables: those that can be trained, by the names of their Parameters.
+        with_losses: outputs come with the losses that layers have added, see ``forward``.
+    """
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self._held = (model,)  # in a tuple, or it would be a layer of this one
+        self.with_losses = False
+        self._calls = _Calls()
+        self.variables: dict[str, Any] = {}
+        self._batch_layers: list[tuple[Any, BatchLayer]] = []
+        for layer in model._flatten_layers():
+            holder = _hold(self, layer)
+            if isinstance(holder, BatchLayer):
+                self._batch_layers.append((layer, holder))
+        _put(self, "constants", _constants(model))
+        names = {id(parameter): name for name, parameter in self.named_parameters()}
+        for variable in _trainable_in(model):
+            self.variables[names[id(variable._value)]] = variable
+
+    @property
+    def model(self) -> Any:
+        """The Keras model."""
+        return self._held[0]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_settings": KerasSettings.current()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        state.pop("_settings").apply()
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+
+    def forward(self, inputs: Tree) -> Tree:
+        """What the model makes of inputs.
+
+        Returns:
+            The model's outputs; ``with_losses`` a dict of these as ``"outputs"``, of their masks,
+            of the losses that layers have added, and of the penalties on weights.
+        """
+        model = self.model
+        if model.training != self.training:
+            model.train(self.training)
+        mode = {"training": self.training} if model._call_has_training_arg else {}
+        try:
+            self._calls.begin()
+            with _own_stream(), _moments.to(self._moments_of), _unwrapping():
+                outputs = model(inputs, **mode)
+                return self._with_losses(outputs) if self.with_losses else outputs
+        finally:
+            self._calls.end()
+
+    def _with_losses(self, outputs: Tree) -> dict[str, Any]:
+        model = self.model
+        added = [loss for layer in model._flatten_layers() for loss in layer._losses]
+        if added and self._calls.overlap:  # a layer keeps the losses of the last call only
+            raise ModelError(
+                problem(
+                    "Layers that add losses, beside BatchNormalization, need a device for each "
+                    "share of a batch.",
+                    received=f"several shares on one device, and {len(added)} losses",
+                    fix="Leave num_shares out.",
+                )
+            )
+        return {
+            "outputs": outputs,
+            "masks": keras.tree.map_structure(get_keras_mask, outputs),
+            "losses": added,
+            "penalties": model._get_regularization_losses(),
+        }
+
+    def _moments_of(
+        self, layer: Any, inputs: torch.Tensor, mask: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Mean and variance of a batch as a BatchNormalization layer takes them: of all shares."""
+        statistics = global_statistics()
+        holder = next((one for known, one in self._batch_layers if known is layer), None)
+        if statistics is None or holder is None:
+            plain: tuple[torch.Tensor, torch.Tensor] = _moments.plain(layer, inputs, mask)
+            return plain
+        weights, epsilon = None, 0.0
+        if mask is not None:
+            weights = mask.unsqueeze(-1).expand_as(inputs)
+            epsilon = keras.config.epsilon()
+        dims = list(layer._reduction_axes)
+        return global_moments(inputs, dims, statistics.of(holder), weights, epsilon)
+
+
+def is_model_of(module: KerasModel, model: Any) -> bool:
+    """Whether a model has still the variables that its module was made with."""
+    found = [*_trainable_in(model)]
+    own = module.variables.values()
+    return (
+        module.model is model
+        and len(found) == len(own)
+        and all(one is other for one, other in zip(found, own, strict=True))
+    )
+
+
+def _trainable_in(model: Any) -> list[Any]:
+    """The variables that can be trained, be they frozen now or not, each once."""
+    found = [own for layer in model._flatten_layers() for own in layer._trainable_variables]
+    return list({id(variable): variable for variable in found}.values())
+
+
+def _hold(root: nn.Module, layer: Any) -> nn.Module | None:
+    """Have a layer's variables held by a module of their own; None where it has no variables."""
+    parameters, buffers = layer._trainable_variables, layer._non_trainable_variables
+    if not (parameters or buffers):
+        return None
+    first = next(iter([*parameters, *buffers]))
+    *path, name = first.path.split("/")[:-1] or [layer.name]
+    kind = type(layer).__name__
+    own = FrontEndLayer(kind)
+    if isinstance(layer, BatchNormalization):
+        own = BatchLayer(kind, first.shape[0])
+    holder = _put(_descend(root, path), name, own)
+    if _MARK in vars(layer):
+        vars(holder)[_MARK] = vars(layer)[_MARK]
+    if isinstance(layer, TorchModuleWrapper):  # which has buffers, and layers to be known by kind
+        holder._modules["module"] = layer.module
+        return holder
+    for variable in parameters:
+        holder._parameters[_free_name(holder, variable.path.split("/")[-1])] = variable._value
+    for variable in buffers:
+        holder._buffers[_free_name(holder, variable.path.split("/")[-1])] = variable._value
+    return holder
+
+
+def _constants(model: Any) -> nn.Module:
+    """Holds tensors that layers, and what penalizes their weights, have as attributes."""
+    holder = nn.Module()
+    for layer in model._flatten_layers():
+        owners = [layer, layer.activity_regularizer]
+        owners += [variable.regularizer for variable in layer._trainable_variables]
+        for owner in owners:
+            for value in vars(owner).values() if hasattr(owner, "__dict__") else ():
+                if isinstance(value, torch.Tensor):
+                    vars(holder)[f"number_{len(vars(holder))}"] = value
+    return holder
+
+
+def _descend(holder: nn.Module, path: list[str]) -> nn.Module:
+    for part in path:
+        child = holder._modules.get(_attribute(part))
+        holder = _put(holder, part, nn.Module()) if child is None else child
+    return holder
+
+
+def _put(holder: nn.Module, name: str, module: nn.Module) -> nn.Module:
+    """Put a module into another, under a name that is free there."""
+    holder._modules[_free_name(holder, name)] = module
+    return module
+
+
+def _free_name(holder: nn.Module, name: str) -> str:
+    """A name that no other variable or layer has there."""
+    attribute = _attribute(name)
+    taken = {*holder._parameters, *holder._buffers, *holder._modules}
+    numbered = (f"{attribute}_{number}" for number in count(1))
+    return next(one for one in chain([attribute], numbered) if one not in taken)
+
+
+def _attribute(name: str) -> str:
+    """A name that torch can have for a module or parameter."""
+    name = name.replace(".", "_")
+    return f"{name}_" if hasattr(nn.Module, name) or name in vars(_PLAIN) else name
+
+
+_PLAIN = BatchLayer("", 0)
+
+
+@contextmanager
+def _own_stream() -> Iterator[None]:
+    """Within the block Keras draws from torch's stream, in this thread."""
+    with _generators.to(_no_generator), _seeds.to(_drawn_seed):
+        yield
+
+
+def _unwrapping() -> AbstractContextManager[Any]:
+    """Where something watches torch's functions, it sees tensors and no variables of Keras."""
+    return _Unwrapping() if torch._C._len_torch_function_stack() else nullcontext()
+
+
+class _Unwrapping(TorchFunctionMode):
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        named = {name: _unwrapped(value) for name, value in (kwargs or {}).items()}
+        return func(*map(_unwrapped, args), **named)
+
+
+def _unwrapped(value: Any) -> Any:
+    """A variable's tensor; a list that Keras keeps track of as a plain one."""
+    if isinstance(value, keras.Variable):
+        return value.value
+    return list(map(_unwrapped, value)) if isinstance(value, list) else value
+
+
+def _no_generator(seed: Any) -> None:
+    """What draws with no generator draws from torch's stream."""
+
+
+def _drawn_seed(seed: Any) -> torch.Tensor:
+    return torch.randint(1 << 31, (2,))

@@ -1,0 +1,124 @@
+"""Copies of a Keras optimizer, to be built for other variables than it was built for."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import torch
+from keras.src.utils.tracking import Tracker
+
+_PLAIN = (bool, int, float, str, type(None))
+
+
+@dataclass(frozen=True)
+class Slot:
+    """What a variable of an optimizer is.
+
+    Attributes:
+        index: of the variable that it belongs to, among those that the optimizer was built for.
+        name: among the slots of that variable.
+    """
+
+    index: int
+    name: str
+
+
+def own_variables(optimizer: Any) -> list[Any]:
+    """The count of steps, and the learning rate where it is a variable."""
+    own = (optimizer._iterations, optimizer._learning_rate)
+    return [one for one in own if isinstance(one, keras.Variable)]
+
+
+def made_variables(optimizer: Any) -> list[Any]:
+    """What building it has made, in that order: slots, and what is there once."""
+    own = {id(one) for one in own_variables(optimizer)}
+    return [one for one in optimizer._variables if id(one) not in own]
+
+
+def unbuilt(optimizer: Any) -> Any:
+    """A copy that is to be built, with the same count of steps and learning rate."""
+    copied = object.__new__(type(optimizer))
+    made = {id(one) for one in made_variables(optimizer)}
+    contents = {
+        name: value for name, value in vars(optimizer).items() if not _holds_any(value, made)
+    }
+    own = own_variables(optimizer)
+    vars(copied).update(
+        contents,
+        _variables=own,
+        _tracker=Tracker({"variables": (_is_variable, own)}),
+        _trainable_variables=[],
+        _trainable_variables_indices={},
+        built=False,
+    )
+    return copied
+
+
+def _is_variable(value: object) -> bool:
+    return isinstance(value, keras.Variable)
+
+
+def _holds_any(value: Any, ids: set[int]) -> bool:
+    if isinstance(value, list | tuple):
+        return any(id(one) in ids for one in value)
+    return id(value) in ids
+
+
+def built(template: Any, variables: Sequence[Any]) -> tuple[Any, list[Slot | None]]:
+    """A copy of an unbuilt optimizer, built; and for all that this has made, what it is.
+
+    None stands for what is no slot of a variable.
+    """
+    copied = unbuilt(template)
+    numbers = {id(variable): number for number, variable in enumerate(variables)}
+    found: dict[int, Slot] = {}
+    make: Callable[..., Any] = copied.add_variable_from_reference
+
+    def noting(reference_variable: Any, name: str = "var", initializer: Any = "zeros") -> Any:
+        made = make(reference_variable, name=name, initializer=initializer)
+        found[id(made)] = Slot(numbers[id(reference_variable)], name)
+        return made
+
+    vars(copied)["add_variable_from_reference"] = noting
+    copied.build(list(variables))
+    del vars(copied)["add_variable_from_reference"]
+    found = {**_listed(copied, len(variables)), **found}
+    return copied, [found.get(id(one)) for one in made_variables(copied)]
+
+
+def _listed(optimizer: Any, num_variables: int) -> dict[int, Slot]:
+    """Slots by their addresses, where they are in lists with one for each variable."""
+    return {
+        id(one): Slot(number, name)
+        for name, value in vars(optimizer).items()
+        if isinstance(value, list) and len(value) == num_variables
+        for number, one in enumerate(value)
+    }
+
+
+def stand_in(variable: Any, value: torch.Tensor) -> Any:
+    """A variable like another, with another value: a piece of the other's, say."""
+    made = object.__new__(type(variable))
+    vars(made).update(vars(variable), _value=value, _shape=tuple(value.shape))
+    if tuple(value.shape) != tuple(variable.shape):
+        vars(made).update(_constraint=None, _regularizer=None)
+    return made
+
+
+def options_of(optimizer: Any) -> dict[str, Any]:
+    """What can be set of an optimizer: numbers, flags, and the learning rate."""
+    options = {name: value for name, value in vars(optimizer).items() if isinstance(value, _PLAIN)}
+    rate = optimizer._learning_rate
+    if isinstance(rate, keras.Variable):
+        options["learning_rate"] = float(rate.value)
+    return options
+
+
+def set_options(optimizer: Any, options: dict[str, Any]) -> None:
+    """Take over what ``options_of`` another copy gave."""
+    plain = dict(options)
+    rate = plain.pop("learning_rate", None)
+    vars(optimizer).update(plain)
+    if rate is not None:
+        optimizer._learning_rate.assign(rate)

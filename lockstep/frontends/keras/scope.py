@@ -1,0 +1,155 @@
+"""The hook of ``strategy.scope()``: models made or compiled within get methods of their own.
+
+The hook is in place only while a scope is open somewhere, and acts only in the scope's own context.
+Models get attributes that stand before the methods of their class; no class is changed for good.
+
+Nothing here imports Keras: a scope is for models of PyTorch, too. If Keras is imported in a scope,
+it is hooked then.
+"""
+
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial, wraps
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
+from typing import Any
+
+from lockstep.errors import ModelError, OptionError, problem
+from lockstep.frontends.keras.names import METHODS
+from lockstep.train.scope import current_strategy, strategy_scope
+
+_lock = threading.Lock()
+_open_scopes = 0
+_restore: list[Callable[[], None]] = []
+
+
+@contextmanager
+def scope_of(strategy: Any) -> Iterator[Any]:
+    """Within the block, a strategy is that of Trainers and Keras models.
+
+    Raises:
+        OptionError: Keras runs on another backend than PyTorch.
+    """
+    with _hooked(), strategy_scope(strategy):
+        yield strategy
+
+
+@contextmanager
+def _hooked() -> Iterator[None]:
+    """Within the block, Keras models belong to the strategy of the scope.
+
+    Raises:
+        OptionError: Keras runs on another backend than PyTorch.
+    """
+    global _open_scopes
+    if "keras" in sys.modules:
+        check_backend()
+    with _lock:
+        _open_scopes += 1
+        if _open_scopes == 1:
+            _hook()
+    try:
+        yield
+    finally:
+        with _lock:
+            _open_scopes -= 1
+            while _open_scopes == 0 and _restore:
+                _restore.pop()()
+
+
+def check_backend() -> None:
+    """Refuse other backends.
+
+    Raises:
+        OptionError: with the line that is missing.
+    """
+    backend = sys.modules["keras"].backend.backend()
+    if backend != "torch":
+        raise OptionError(
+            problem(
+                "Keras models are trained on Keras's PyTorch backend, which is chosen when Keras "
+                "is first imported (import tensorflow imports it, too).",
+                received=f"the backend {backend!r}",
+                fix="Put this line at the top of the script, before any other import: "
+                'import os; os.environ["KERAS_BACKEND"] = "torch"',
+            )
+        )
+
+
+def _hook() -> None:
+    """Put the hooks in place, or have them put there when Keras is imported."""
+    if "keras" not in sys.modules:
+        sys.meta_path.insert(0, _KerasFinder)
+        _restore.append(partial(sys.meta_path.remove, _KerasFinder))
+        return
+    from keras.src.backend.torch.trainer import TorchTrainer
+    from keras.src.trainers.trainer import Trainer
+
+    for name in ("__init__", "compile"):
+        _wrap(Trainer, name, _binding)
+    for name in METHODS:
+        _wrap(TorchTrainer, name, _refusing)
+
+
+def _wrap(owner: type[Any], name: str, make: Callable[[Any], Any]) -> None:
+    original = vars(owner)[name]
+    setattr(owner, name, make(original))
+    _restore.append(partial(setattr, owner, name, original))
+
+
+def _binding(original: Any) -> Any:
+    """A method after which the model belongs to the scope's strategy."""
+
+    @wraps(original)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        if current_strategy() is not None:
+            from lockstep.frontends.keras.methods import bind
+
+            bind(self, current_strategy())
+        return result
+
+    return method
+
+
+def _refusing(original: Any) -> Any:
+    """A method that does not train on one device what the user believes to be on many."""
+
+    @wraps(original)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if current_strategy() is not None and "_lockstep" not in vars(self):
+            raise ModelError(
+                problem(
+                    "A model must be made or compiled in the scope of the strategy that trains it.",
+                    received=f"{original.__name__} of {self.name!r}, which was neither",
+                    fix="Call compile within `with strategy.scope():`.",
+                )
+            )
+        return original(self, *args, **kwargs)
+
+    return method
+
+
+class _KerasFinder:
+    """Hooks Keras as soon as it is imported."""
+
+    @staticmethod
+    def find_spec(
+        name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Python's own spec of Keras, with more to do after loading; None for other modules."""
+        spec = PathFinder.find_spec(name, path) if name == "keras" else None
+        if spec is not None and spec.loader is not None:
+            load = spec.loader.exec_module
+
+            def load_and_hook(module: ModuleType) -> None:
+                load(module)
+                check_backend()
+                with _lock:
+                    if _open_scopes:
+                        _hook()
+
+            vars(spec.loader)["exec_module"] = load_and_hook
+        return spec

@@ -1,0 +1,44 @@
+"""Keras's process-wide settings that decide what is computed: the same on every rank."""
+
+from dataclasses import dataclass
+
+import keras
+from keras.src.backend.common import dtypes
+
+
+@dataclass(frozen=True, kw_only=True)
+class KerasSettings:
+    """What a script may have set before ``fit``.
+
+    Attributes:
+        floatx: the default float type, by name.
+        epsilon: the fuzz factor.
+        image_data_format: which dim of images is the channels.
+        policy: the default of layers, by name.
+        double: what Keras computes in where values are float64; float32, unless a proof says else.
+    """
+
+    floatx: str
+    epsilon: float
+    image_data_format: str
+    policy: str
+    double: str
+
+    @classmethod
+    def current(cls) -> "KerasSettings":
+        """Those of this process."""
+        return cls(
+            floatx=keras.config.floatx(),
+            epsilon=keras.config.epsilon(),
+            image_data_format=keras.config.image_data_format(),
+            policy=keras.config.dtype_policy().name,
+            double=dtypes.BIT64_TO_BIT32_DTYPE["float64"],
+        )
+
+    def apply(self) -> None:
+        """Make them those of this process, for good."""
+        keras.config.set_floatx(self.floatx)
+        keras.config.set_epsilon(self.epsilon)
+        keras.config.set_image_data_format(self.image_data_format)
+        keras.config.set_dtype_policy(self.policy)
+        dtypes.BIT64_TO_BIT32_DTYPE["float64"] = self.double
