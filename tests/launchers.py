@@ -37,14 +37,14 @@ def tell(value):
     sys.stdout.flush()
 """
 
-# Starts a script with arguments on one of several hosts.
+# Starts a script with arguments on one of several hosts, with so many devices each.
 Launcher = Callable[[Hosts, int, list[str], Sequence[int]], HostProcess]
 
 
 def by_tf_config(
     hosts: Hosts, index: int, script: list[str], devices: Sequence[int]
 ) -> HostProcess:
-    addresses = [f"{hosts.address(each)}:{PORT}" for each in range(len(hosts))]
+    addresses = [f"{hosts.address(each)}:{PORT}" for each in range(len(devices))]
     environment = {**tf_config(addresses, index), "LOCKSTEP_DEVICES": str(devices[index])}
     return hosts.run(index, [sys.executable, *script], environ(environment))
 
@@ -53,7 +53,7 @@ def by_lockstep_run(
     hosts: Hosts, index: int, script: list[str], devices: Sequence[int]
 ) -> HostProcess:
     command = [
-        *(sys.executable, "-m", "lockstep", "run", "--hosts", str(len(hosts))),
+        *(sys.executable, "-m", "lockstep", "run", "--hosts", str(len(devices))),
         *("--host-index", str(index), "--devices", str(devices[index])),
         *("--rendezvous", f"{hosts.address(0)}:{PORT}", *script),
     ]
@@ -62,7 +62,7 @@ def by_lockstep_run(
 
 def by_torchrun(hosts: Hosts, index: int, script: list[str], devices: Sequence[int]) -> HostProcess:
     command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--nnodes", str(len(hosts))),
+        *(sys.executable, "-m", "torch.distributed.run", "--nnodes", str(len(devices))),
         *("--node-rank", str(index), "--nproc-per-node", str(devices[index])),
         *("--master-addr", hosts.address(0), "--master-port", str(_MASTER_PORT), *script),
     ]

@@ -25,9 +25,6 @@ from lockstep.cluster.place import Place, Reach
 from lockstep.cluster.topology import Cluster, Host
 from lockstep.comm.codec import decode, encode
 from lockstep.comm.shared_memory import SharedRegion
-from lockstep.data.order import kept_streams, seed_streams
-from lockstep.data.sources import Source
-from lockstep.data.trees import tensors_of
 from lockstep.errors import HostError, OptionError, problem
 from lockstep.launch.attached import attach_team
 from lockstep.launch.circle import Card, Circle
@@ -38,6 +35,7 @@ from lockstep.parallel.build import WireKey
 from lockstep.parallel.update import Updater
 from lockstep.plan.spec import Plan
 from lockstep.train.followers import Follower, host_key
+from lockstep.train.likeness import digest
 from lockstep.train.renewal import Form, take_changes
 from lockstep.train.tasks import FitTask
 from lockstep.units import format_seconds
@@ -46,7 +44,6 @@ from lockstep.version import __version__
 LookAround = Callable[[float], None]
 
 _PART_BYTES = 1 << 24
-_FINGERPRINT_SAMPLES = 4
 _EXPLANATION_SECONDS = 1.0
 _HEAD_START_SECONDS = 1.0
 _PAUSE_SECONDS = 0.02
@@ -222,7 +219,7 @@ class Hosts:
             if other is not None:
                 raise HostError(
                     problem(
-                        f"All hosts must run the same script on the same data: {name} differs.",
+                        f"Hosts must run the same script on the same data; these differ in {name}.",
                         received=f"{values[0]} on {self.names[0]}, {values[other]} on "
                         f"{self.names[other]}",
                         fix="Start the same script with the same arguments everywhere.",
@@ -233,16 +230,20 @@ class Hosts:
         """Wait for all hosts."""
         self._exchanged(b"")
 
-    def agree_on_task(self, task: FitTask) -> FitTask:
+    def agree_on_task(self, task: FitTask, facts: Mapping[str, object]) -> FitTask:
         """The task, with what callbacks ask for, which are those of host 0.
+
+        Args:
+            task: this host's.
+            facts: what else must be equal.
 
         Raises:
             HostError: something else differs.
         """
         fixed = ("epochs", "batch_size", "shuffle", "seed", "first_epoch", "first_step")
         others = ("steps_per_epoch", "counts_skipped", "loss_parts", "turns")
-        self.check_equal({f"`{name}`": getattr(task, name) for name in (*fixed, *others)})
-        self.check_equal({"validation": task.validation is not None})
+        own = {f"`{name}`": getattr(task, name) for name in (*fixed, *others)}
+        self.check_equal({**own, **facts})
         wishes = ("watched", "watches_beginnings", "before_steps", "after_steps")
         told = self.told([getattr(task, name) for name in wishes])
         traced = self.told(None if task.traced is None else (task.traced.start, task.traced.stop))
@@ -270,7 +271,7 @@ class Hosts:
     def share_values(self, model: nn.Module, updater: Updater | None) -> None:
         """Have every host's model and optimizer be as those of host 0."""
         tensors = dict([*model.named_parameters(), *model.named_buffers()])
-        mine = _digest(tensors.values())
+        mine = digest(tensors.values())
         if self._differs(mine):
             for tensor in tensors.values():
                 self._share_tensor(tensor)
@@ -420,40 +421,8 @@ def _processor() -> str:
     return ""
 
 
-def model_facts(model: nn.Module) -> dict[str, object]:
-    """What there is of a model, but for its values."""
-    return {
-        f"the tensor {name!r}": f"{tuple(tensor.shape)} {tensor.dtype} {tensor.requires_grad}"
-        for name, tensor in (*model.named_parameters(), *model.named_buffers())
-    }
-
-
-def data_facts(source: Source, name: str) -> dict[str, object]:
-    """How much data there is, and a fingerprint of its beginning."""
-    with kept_streams():
-        seed_streams(0)
-        few = source.read(torch.arange(min(len(source), _FINGERPRINT_SAMPLES)), torch.float32)
-    found = tensors_of((few.inputs, few.targets, few.sample_weight))
-    return {
-        f"the number of samples of {name}": len(source),
-        f"the beginning of {name}": _digest(found).hex(),
-    }
-
-
 def _as_text(facts: Mapping[str, object]) -> dict[str, str]:
     return {name: str(value) for name, value in facts.items()}
-
-
-def _digest(tensors: Any) -> bytes:
-    digest = hashlib.blake2b(digest_size=16)
-    for tensor in tensors:
-        digest.update(_content(tensor))
-    return digest.digest()
-
-
-def _content(tensor: torch.Tensor) -> Any:
-    plain = tensor.detach().cpu().contiguous()
-    return plain.view(-1).view(torch.uint8).numpy() if plain.numel() else b""
 
 
 def _digest_of_tree(tree: Any) -> bytes:

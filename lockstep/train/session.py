@@ -34,7 +34,8 @@ from lockstep.parallel.worker import Worker
 from lockstep.plan.spec import LocalUpdate, Plan
 from lockstep.train.assignment import Assignment, compute_settings, initialize_own, make_worker
 from lockstep.train.followers import call_conclude
-from lockstep.train.hosts import Hosts, model_facts
+from lockstep.train.hosts import Hosts
+from lockstep.train.likeness import assignment_facts
 from lockstep.train.serving import Abroad, Call, serve
 from lockstep.train.tasks import Conductor, Task
 from lockstep.units import first_few
@@ -82,7 +83,7 @@ class Session:
             if assignment.plan.num_ranks == 1:
                 return self._run_alone(assignment, conductor)
             if hosts is not None:
-                hosts.check_equal(model_facts(assignment.model))
+                hosts.check_equal(assignment_facts(assignment))
                 hosts.share_values(assignment.model, assignment.updater)
             return self._lead(assignment, conductor, hosts)
 

@@ -59,7 +59,7 @@ from lockstep.train.copies import OptimizerCopy, WeightCopy
 from lockstep.train.feeding import SharedStream, sample_of
 from lockstep.train.followers import Follower
 from lockstep.train.history import History
-from lockstep.train.hosts import Hosts, data_facts, find_follower, find_hosts
+from lockstep.train.hosts import Hosts, find_follower, find_hosts
 from lockstep.train.intake import (
     DEFAULT_BATCH_SIZE,
     Feed,
@@ -70,6 +70,7 @@ from lockstep.train.intake import (
 )
 from lockstep.train.interrupt import held_interrupts
 from lockstep.train.learning_rates import make_schedule
+from lockstep.train.likeness import data_facts
 from lockstep.train.metrics import Metrics
 from lockstep.train.optimizers import Optimizers, each_optimizer, make_optimizers
 from lockstep.train.planning import Partitions, Planning
@@ -318,7 +319,7 @@ class Trainer:
             KeyboardInterrupt: after Ctrl-C and the step that was under way, with weights and
                 optimizer as that step left them; at once after a second Ctrl-C.
         """
-        with self._together():
+        with self._together("fit"):
             if self._follower is not None:
                 return self._follow()  # type: ignore[no-any-return]  # what the leader's fit returns
             history = self._fit(
@@ -393,7 +394,7 @@ class Trainer:
         Returns:
             ``{"loss": ..., <metric>: ...}``.
         """
-        with self._together():
+        with self._together("evaluate"):
             if self._follower is not None:
                 return self._follow()  # type: ignore[no-any-return]
             return self._concluded(self._evaluate(data, batch_size))
@@ -433,7 +434,7 @@ class Trainer:
         Returns:
             What the model returns, with all samples along the first dim of every tensor.
         """
-        with self._together():
+        with self._together("predict"):
             if self._follower is not None:
                 return self._follow()
             return self._concluded(self._predict_all(inputs, batch_size))
@@ -463,7 +464,7 @@ class Trainer:
         On several hosts all call it, and host 0 writes.
         """
         self._initialize()
-        with self._together() as hosts:
+        with self._together("save") as hosts:
             if self._leads:
                 save_weights(self.model, path)
             if hosts is not None:
@@ -480,7 +481,7 @@ class Trainer:
         """
         self._check_not_averaged("load")
         self._initialize()
-        with self._together() as hosts:
+        with self._together("load") as hosts:
             if self._leads or self._follower is not None:
                 load_weights(self.model, path)
             if hosts is not None:
@@ -534,7 +535,7 @@ class Trainer:
 
         All call it. It may be made of numbers, texts, tensors, tuples, lists, dicts, dataclasses.
         """
-        with self._together():
+        with self._together("same_everywhere"):
             if self._follower is not None:
                 return self._follow()  # type: ignore[no-any-return]
             told: _T = self._told(result)
@@ -547,7 +548,7 @@ class Trainer:
     # --- several hosts ---------------------------------------------------------------------------
 
     @contextmanager
-    def _together(self) -> Iterator[Hosts | None]:
+    def _together(self, call: str) -> Iterator[Hosts | None]:
         """Within the block all hosts do the same; a call within a callback is host 0's alone."""
         if self._is_running or self._hosts is not None:
             yield None
@@ -560,6 +561,8 @@ class Trainer:
         self._hosts = find_hosts(self.timeout_seconds, reach)
         try:
             with nullcontext() if self._hosts is None else self._hosts.failing_together():
+                if self._hosts is not None:
+                    self._hosts.check_equal({"the call": call})
                 yield self._hosts
         finally:
             self._hosts = None
@@ -602,10 +605,10 @@ class Trainer:
         """Data that all hosts have alike, or that host 0 alone reads."""
         if self._hosts is None or self._is_running:
             return feed
+        self._hosts.check_equal(data_facts(feed.source, "data"))
         if isinstance(feed.source, SharedStream):
             batch_size, num_steps = self._hosts.told((feed.batch_size, feed.num_steps))
             return replace(feed, batch_size=batch_size, num_steps=num_steps)
-        self._hosts.check_equal(data_facts(feed.source, "data"))
         return feed
 
     def _check_alone(self, search: BatchSizeSearch | None) -> None:
@@ -687,7 +690,13 @@ class Trainer:
             loss_parts=ONE_LOSS if loss is None else loss.parts,
             turns=self._recipe.turns,
         )
-        return task if self._hosts is None else self._hosts.agree_on_task(task)
+        if self._hosts is None:
+            return task
+        schedule = None if self.schedule is None else self.schedule.every
+        facts = {"the schedule": schedule, "the Trainer's options": self._recipe}
+        return self._hosts.agree_on_task(
+            task, facts | data_facts(task.validation, "validation_data")
+        )
 
     def _conduct(
         self,

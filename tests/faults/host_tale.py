@@ -1,0 +1,109 @@
+"""A script on several hosts, to which something happens; it tells what comes of it.
+
+Arguments: how, timeout in seconds, number of epochs. Each step takes some milliseconds.
+"""
+
+import json
+import os
+import sys
+import time
+import warnings
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import lockstep
+
+STEPS = 4  # of an epoch
+FAILING_PASS = 12
+
+
+class Net(nn.Module):
+    def __init__(self, *, fails: bool) -> None:
+        super().__init__()
+        self.first = nn.Linear(16, 16)
+        self.last = nn.Linear(16, 4)
+        self.passes_left = FAILING_PASS if fails else -1
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.passes_left -= 1
+        if self.passes_left == 0:
+            raise ArithmeticError("a bad day on host 1")
+        time.sleep(0.005)
+        out: Tensor = self.last(torch.tanh(self.first(x)))
+        return out
+
+
+class Tell(lockstep.Callback):
+    """Says when training is under way."""
+
+    is_observer = True
+    num_steps = 0
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.num_steps += 1
+        if self.num_steps == 2 * STEPS:
+            tell("TRAINING")
+
+
+def tell(word: str, value: object = "") -> None:
+    sys.stdout.write(f"{word} {value}\n")
+    sys.stdout.flush()
+
+
+def make(timeout: float, *, fails: bool = False) -> lockstep.Trainer:
+    torch.manual_seed(1)
+    return lockstep.Trainer(
+        Net(fails=fails),
+        loss=nn.CrossEntropyLoss(),
+        optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+        callbacks=[Tell()],
+        strategy=lockstep.MultiWorkerMirroredStrategy(timeout_seconds=timeout),
+    )
+
+
+def train(trainer: lockstep.Trainer, epochs: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    data = torch.randn(8 * STEPS, 16, generator=generator)
+    targets = torch.randint(4, (8 * STEPS,), generator=generator)
+    trainer.fit((data, targets), batch_size=8, epochs=epochs, verbose=0)
+
+
+def state(trainer: lockstep.Trainer) -> list[list[float]]:
+    """Weights and momenta, in digits enough for every bit."""
+    slots = trainer.optimizer.state_dict()["state"].values()
+    tensors = [*trainer.model.state_dict().values(), *(one["momentum_buffer"] for one in slots)]
+    return [each.double().flatten().tolist() for each in tensors]
+
+
+def main() -> None:
+    warnings.simplefilter("error")
+    how, timeout, epochs = sys.argv[1], float(sys.argv[2]), int(sys.argv[3])
+    host = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
+    trainer = make(timeout, fails=how == "error" and host == 1)
+    if how == "absent" and host == 1:
+        tell("HERE")
+        time.sleep(10 * timeout)
+    if how == "leaves" and host == 1:
+        train(trainer, 1)
+        return
+    if how == "leaves":
+        train(trainer, 1)
+    try:
+        train(trainer, epochs)
+        tell("STATE", json.dumps(state(trainer)))
+    except (Exception, KeyboardInterrupt) as error:
+        notes = " ".join(getattr(error, "__notes__", ()))
+        tell("FAILED", json.dumps([type(error).__name__, str(error), notes]))
+        if how in ("SIGINT", "error"):
+            tell("STATE", json.dumps(state(trainer)))
+    if how == "error":
+        again = make(timeout)
+        train(again, 3)
+        tell("AGAIN", json.dumps(state(again)))
+
+
+if __name__ == "__main__":
+    main()
