@@ -198,6 +198,7 @@ def _from_torchrun(variables: Variables) -> Place:
         num_processes=num_processes,
         rendezvous=variables.rendezvous(lambda: _beside_master(variables)),
         devices=variables.devices(num_processes) or num_processes,
+        num_ranks=num_ranks,
     )
 
 
@@ -253,6 +254,8 @@ def _from_srun(variables: Variables) -> Place | None:
         num_processes=tasks[host],
         rendezvous=variables.rendezvous(lambda: _ports_of_step(nodes[0], job, step)),
         devices=variables.devices(tasks[host]) or cores,
+        # A task that is alone on its node has all devices there.
+        num_ranks=num_tasks if min(tasks) > 1 else None,
     )
 
 

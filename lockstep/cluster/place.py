@@ -57,6 +57,7 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
         num_processes: of this host; where there is one, it starts helpers for its other devices.
         rendezvous: where host 0 listens, in order of preference: it takes the first that is free.
         devices: how many this host is to use; None where the launcher does not say.
+        num_ranks: processes on all hosts, where each of them is one device; else None.
     """
 
     launcher: str
@@ -67,6 +68,7 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     num_processes: int = 1
     rendezvous: tuple[Address, ...]
     devices: int | None = None
+    num_ranks: int | None = None
 
     @property
     def leads(self) -> bool:

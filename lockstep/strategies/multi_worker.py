@@ -69,9 +69,16 @@ class MultiWorkerMirroredStrategy(Strategy):
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """Replicas of all hosts. Meets the other hosts, so all must ask."""
-        from lockstep.train.hosts import find_cluster
+        """Replicas of all hosts. Meets the other hosts, so all must ask.
 
+        Raises:
+            OptionError: only the first process of the host can tell.
+        """
+        from lockstep.train.hosts import find_cluster, find_num_ranks
+
+        num_ranks = find_num_ranks()
+        if num_ranks is not None:
+            return num_ranks
         return sum(self._maker.replicas(find_cluster(self.timeout_seconds)))
 
 

@@ -386,6 +386,27 @@ def find_cluster(timeout_seconds: float) -> Cluster:
     return discover() if hosts is None else hosts.cluster
 
 
+def find_num_ranks() -> int | None:
+    """Ranks of all hosts, where another process leads this one's host; else None.
+
+    Raises:
+        OptionError: the launcher does not say how many there are.
+    """
+    place = find_place(os.environ)
+    if place is None or place.leads:
+        return None
+    if place.num_ranks is None:
+        raise OptionError(
+            problem(
+                "How many replicas there are, only the first process of a host knows here: the "
+                "hosts have different numbers of processes, and some have one.",
+                received=f"process {place.process} of host {place.host}",
+                fix=f"Have {place.launcher} start as many processes on each host.",
+            )
+        )
+    return place.num_ranks
+
+
 # Whom this process has met: connections are state of the process, as processes are.
 _met: dict[Place, Hosts] = {}
 

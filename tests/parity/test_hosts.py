@@ -85,7 +85,8 @@ def prove(name, gbit_per_second):
     report = lockstep.verify(job, strategy, steps=5)
     tell({{
         "model": name, "network": gbit_per_second, "report": str(report),
-        "passed": report.passed, "undetermined": report.undetermined}})
+        "passed": report.passed, "undetermined": report.undetermined,
+        "replicas": strategy.num_replicas_in_sync}})
 
 for word in sys.argv[1:]:
     name, _, network = word.partition("@")
@@ -113,6 +114,7 @@ def test_training_on_several_hosts_equals_one_device(
         for line in told:
             assert line["passed"], line["report"]
             assert f"data {sum(layout.devices)}" in line["report"]
+            assert line["replicas"] == sum(layout.devices)
             assert not line["undetermined"]
         trained = [(line["model"], line["network"]) for line in told]
         assert sorted(trained) == sorted(jobs * num_scripts)

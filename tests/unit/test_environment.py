@@ -133,7 +133,15 @@ def test_a_torchrun_process_is_one_device() -> None:
         num_processes=4,
         rendezvous=tuple(Address(name="node1", port=port) for port in range(29501, 29509)),
         devices=4,
+        num_ranks=8,
     )
+
+
+def test_ranks_of_srun_are_counted_where_each_task_is_one() -> None:
+    tasks = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NODELIST": "node[1-2]", "SLURM_NODEID": "0"}
+    several = SRUN | tasks | {"SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_LOCALID": "1"}
+    assert place_in(several).num_ranks == 4
+    assert place_in(several | {"SLURM_STEP_TASKS_PER_NODE": "3,1"}).num_ranks is None
 
 
 def test_torchrun_without_groups_has_equally_many_processes_per_host() -> None:
