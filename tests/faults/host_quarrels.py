@@ -102,7 +102,7 @@ QUARRELS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: fit(trainer=make(optimizer=here(SGD, torch.optim.Adam))),
         "the optimizer. Received: SGD of 4 tensors on Host 0",
     ),
-    "width": (lambda: fit(trainer=make(model=net(width=8 + HOST))), "the Plan's layers"),
+    "width": (lambda: fit(trainer=make(model=net(width=8 + HOST))), "the tensor '0.weight'"),
     "activation": (
         lambda: fit(trainer=make(model=net(middle=here(nn.Tanh(), nn.ReLU())))),
         "the layer '1'. Received: Tanh",
@@ -133,10 +133,10 @@ QUARRELS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: fit(trainer=make(metrics=here({}, {"one": MulticlassAccuracy(3)}))),
         "the metrics",
     ),
-    "shares": (lambda: fit(trainer=make(num_shares=2 + HOST)), "the Plan's num_shares"),
+    "shares": (lambda: fit(trainer=make(num_shares=2 + HOST)), "the strategy"),
     "precision": (
         lambda: fit(trainer=make(precision=here("fp32", "fp64"))),
-        "the Plan's precision. Received: fp32 on Host 0",
+        "differ in the strategy",
     ),
     "call": (
         lambda: here(make().evaluate, make().predict)(here((X, Y), X)),
