@@ -7,7 +7,7 @@ demo: .venv/.installed
 	$(BIN)/lockstep demo
 
 test: .venv/.installed
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses 2
 
 # All that must be green: style, types, floors, tests.
 check: lint test

@@ -1,8 +1,9 @@
 """Contenders that train with Keras: on TensorFlow, JAX or PyTorch, on two devices or on one.
 
 A script of its own, so that no torch is in the process whose memory is counted, where it is not the
-backend. On PyTorch two devices are Lockstep's, and one has as many threads as it is given. The
-contender's process hands it the data and the number of weights that the same net has in torch:
+backend. On PyTorch two devices are Lockstep's, and one has as many threads as it is given. Data is
+given in the form that is fastest for each backend: to PyTorch, with Lockstep or without, arrays.
+The contender's process hands it the data and the number of weights that the same net has in torch:
 ``python bench/keras_contenders.py tensorflow mlp data.npz --devices 2``.
 """
 
@@ -19,6 +20,10 @@ import numpy as np
 
 Array = np.ndarray[Any, Any]
 WARM_UP_STEPS = 5
+MOST_STEPS = 120  # of an epoch over arrays
+
+# What ``fit`` is given for an epoch of so many steps.
+Feed = Callable[[int], dict[str, Any]]
 
 
 def main() -> None:
@@ -34,22 +39,22 @@ def main() -> None:
     os.environ.update(KERAS_BACKEND=options.backend, TF_CPP_MIN_LOG_LEVEL="2")
     with np.load(options.data) as data:
         inputs, targets, num_weights = data["inputs"], data["targets"], int(data["num_weights"])
-    setups: dict[str, Callable[..., tuple[Any, Any]]] = {
+    setups: dict[str, Callable[..., tuple[Any, Feed]]] = {
         "tensorflow": on_tensorflow,
         "jax": on_jax,
         "torch": partial(on_torch, num_threads=options.threads),
     }
-    model, batches = setups[options.backend](
+    model, feed = setups[options.backend](
         options.net, inputs, targets, options.batch_size, options.devices
     )
     if model.count_params() != num_weights:
         sys.exit(f"{model.count_params()} weights in Keras, {num_weights} in torch")
-    print(json.dumps(train(model, batches, options.batch_size, options.seconds)))
+    print(json.dumps(train(model, feed, options.batch_size, options.seconds)))
 
 
 def on_tensorflow(
     net: str, inputs: Array, targets: Array, batch_size: int, num_devices: int
-) -> tuple[Any, Any]:
+) -> tuple[Any, Feed]:
     """The compiled model and an endless data set, under MirroredStrategy."""
     import tensorflow as tf
 
@@ -60,12 +65,13 @@ def on_tensorflow(
         model = compiled(net, jit=False)  # XLA is slower here, and fails on two devices
     data = tf.data.Dataset.from_tensor_slices((inputs, targets))
     batches = data.batch(batch_size, drop_remainder=True).cache().repeat()
-    return model, batches.prefetch(tf.data.AUTOTUNE)
+    ahead = batches.prefetch(tf.data.AUTOTUNE)
+    return model, lambda steps: {"x": ahead, "steps_per_epoch": steps}
 
 
 def on_jax(
     net: str, inputs: Array, targets: Array, batch_size: int, num_devices: int
-) -> tuple[Any, Any]:
+) -> tuple[Any, Feed]:
     """The compiled model and endless batches, under DataParallel where devices are several."""
     if num_devices > 1:
         # With a thread per device the devices wait for each other for ever; with more, each
@@ -88,13 +94,13 @@ def on_jax(
         while True:
             yield from parts
 
-    return compiled(net, jit=True), batches()
+    return compiled(net, jit=True), lambda steps: {"x": batches(), "steps_per_epoch": steps}
 
 
 def on_torch(
     net: str, inputs: Array, targets: Array, batch_size: int, num_devices: int, num_threads: int
-) -> tuple[Any, Any]:
-    """The compiled model, under Lockstep where devices are several, and endless batches."""
+) -> tuple[Any, Feed]:
+    """The compiled model, under Lockstep where devices are several, and arrays."""
     import torch
 
     torch.set_num_threads(num_threads)
@@ -107,16 +113,18 @@ def on_torch(
             import keras  # noqa: F401  # hooked in the scope
 
             model = compiled(net, jit=False)
-    parts = [
-        (inputs[start : start + batch_size], targets[start : start + batch_size])
-        for start in range(0, len(inputs), batch_size)
-    ]
 
-    def batches() -> Any:
-        while True:
-            yield from parts
+    def arrays(steps: int) -> dict[str, Any]:
+        in_pass = min(steps, MOST_STEPS)
+        indices = np.arange(in_pass * batch_size) % len(inputs)
+        return {
+            "x": inputs[indices],
+            "y": targets[indices],
+            "batch_size": batch_size,
+            "epochs": -(-steps // in_pass),
+        }
 
-    return model, batches()
+    return model, arrays
 
 
 def compiled(net: str, jit: bool) -> Any:
@@ -131,21 +139,21 @@ def compiled(net: str, jit: bool) -> Any:
     return model
 
 
-def train(model: Any, batches: Any, batch_size: int, seconds: float) -> dict[str, float]:
-    """Compile and warm up, guess the time of a step, then one epoch that fills the time."""
-    run_epoch(model, batches, WARM_UP_STEPS)
-    guess, _ = run_epoch(model, batches, WARM_UP_STEPS)
-    steps = max(3, round(seconds / guess * WARM_UP_STEPS))
-    elapsed, loss = run_epoch(model, batches, steps)
+def train(model: Any, feed: Feed, batch_size: int, seconds: float) -> dict[str, float]:
+    """Compile and warm up, guess the time of a step, then as many steps as fill the time."""
+    run_steps(model, feed(WARM_UP_STEPS), batch_size)
+    per_second, _ = run_steps(model, feed(WARM_UP_STEPS), batch_size)
+    steps = max(3, round(seconds * per_second / batch_size))
+    samples_per_second, loss = run_steps(model, feed(steps), batch_size)
     return {
-        "samples_per_second": steps * batch_size / elapsed,
+        "samples_per_second": samples_per_second,
         "loss": loss,
         "bytes": own_pss_bytes(),
     }
 
 
-def run_epoch(model: Any, batches: Any, steps: int) -> tuple[float, float]:
-    """Seconds from the epoch's begin to its end, and its mean loss."""
+def run_steps(model: Any, data: dict[str, Any], batch_size: int) -> tuple[float, float]:
+    """Samples per second from the first epoch's begin to the last one's end, and its mean loss."""
     import keras
 
     times: list[float] = []
@@ -158,8 +166,9 @@ def run_epoch(model: Any, batches: Any, steps: int) -> tuple[float, float]:
     clock = keras.callbacks.LambdaCallback(
         on_epoch_begin=lambda *_: times.append(time.perf_counter()), on_epoch_end=end
     )
-    model.fit(batches, steps_per_epoch=steps, epochs=1, verbose=0, shuffle=False, callbacks=[clock])
-    return times[1] - times[0], losses[0]
+    model.fit(**data, verbose=0, shuffle=False, callbacks=[clock])
+    steps = data.get("steps_per_epoch") or data["epochs"] * len(data["x"]) // batch_size
+    return steps * batch_size / (times[-1] - times[0]), losses[-1]
 
 
 def own_pss_bytes() -> float:

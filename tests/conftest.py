@@ -4,10 +4,13 @@ import faulthandler
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import settings
+from xdist.scheduler import LoadFileScheduling
 
 from lockstep.launch.pool import keep_teams
 from tests.netns import Hosts, NoHostsError, connected_hosts
@@ -19,6 +22,35 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 settings.register_profile("lockstep", deadline=None)  # other tests may have the cores
 settings.load_profile("lockstep")
+
+
+# Files, beside those of ``faults``, whose tests are many processes each, or wait a lot.
+_CROWDED = {
+    "test_attached.py",
+    "test_doctor.py",
+    "test_host_options.py",
+    "test_hosts.py",
+    "test_keras_hosts.py",
+    "test_stages_on_hosts.py",
+    "test_torchrun_places.py",
+}
+
+
+class _ByFile(LoadFileScheduling):  # type: ignore[misc]  # pytest-xdist is untyped
+    """Side by side, the tests of a file stay together.
+
+    Crowded ones stay with each other, too, or they would take the cores from one another.
+    """
+
+    def _split_scope(self, nodeid: str) -> str:
+        path = Path(nodeid.partition("::")[0])
+        is_crowded = path.parent.name == "faults" or path.name in _CROWDED
+        return "crowded" if is_crowded else str(path)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> _ByFile:
+    """How ``--numprocesses`` shares out tests."""
+    return _ByFile(config, log)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -90,6 +90,18 @@ def shared_layers() -> Any:
     return keras.Model(inputs, layers.Dense(NUM_CLASSES)(inner(hidden)))
 
 
+def wide() -> Any:
+    """Large enough in the middle for gradients to be multiplied in shared memory."""
+    return keras.Sequential(
+        [
+            layers.Input((8,)),
+            layers.Dense(300, activation="tanh"),
+            layers.Dense(300, activation="tanh"),
+            layers.Dense(NUM_CLASSES),
+        ]
+    )
+
+
 def normalized() -> Any:
     return keras.Sequential(
         [
@@ -122,7 +134,22 @@ MODELS: dict[str, Callable[[], Any]] = {
     "subclassed": Subclassed,
     "shared layers": shared_layers,
     "images": images,
+    "wide": wide,
 }
+
+
+class Meddler(keras.callbacks.Callback):  # type: ignore[misc]  # Keras is untyped
+    """Changes weights, learning rate and what is trained."""
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if batch == 2:
+            self.model.set_weights([0.9 * weight for weight in self.model.get_weights()])
+            self.model.optimizer.learning_rate = 0.005
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.model.layers[1].trainable = epoch > 0
+        if epoch == 2:
+            self.model.stop_training = True
 
 
 def compiled(make: Callable[[], Any], example: Any = None, **options: Any) -> Any:

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 LOCKSTEP = [sys.executable, "-m", "lockstep"]
-TIMEOUT_SECONDS = 60.0
+TIMEOUT_SECONDS = 180.0
 
 # Hosts meet where they are told, over a socket of their own. NAMES has addresses for names that a
 # cluster would know. Each prints its host, number of hosts, devices, what it was told, and its

@@ -21,7 +21,7 @@ from functools import cache
 from pathlib import Path
 
 COMMAND_TIMEOUT_SECONDS = 20.0
-TIMEOUT_SECONDS = 60.0
+TIMEOUT_SECONDS = 180.0
 STACKS_SECONDS = 5.0
 
 # What is queued before it is dropped, as a time at the link's rate; and what passes at once.

@@ -140,7 +140,7 @@ class Reference:
             links = (f"[{base.name}](#{self._anchors[base.path]})" for base in bases)
             yield f"A {', a '.join(links)}.\n"
         yield from documentation(kind)
-        for member in _members(kind):
+        for member in self._documented(kind):
             yield f"#### {kind.name}.{member.name}\n"
             if member.is_function:
                 yield from self._function(member, _called(kind, member))
@@ -148,6 +148,12 @@ class Reference:
                 yield f"Property: `{member.annotation}`\n"
                 yield from documentation(member)
         yield from self._inherited(kind, bases)
+
+    def _documented(self, kind: griffe.Class) -> list[Any]:
+        """A class's members, and those of bases that are not public and so have no place else."""
+        hidden = [base for base in kind.mro() if base.path not in self._anchors]
+        owners = [*reversed(hidden), kind]
+        return list({member.name: member for own in owners for member in _members(own)}.values())
 
     def _inherited(self, kind: griffe.Class, bases: Sequence[griffe.Class]) -> Iterator[str]:
         own = {member.name for member in _members(kind)}

@@ -20,8 +20,7 @@ EPOCHS = 4
 
 
 def make_model():
-    """The model, with the weights that the seed gives."""
-    keras.utils.set_random_seed(7)
+    """The model, with weights that the seed gives."""
     with lockstep.MirroredStrategy(devices=2).scope():
         model = keras.Sequential(
             [
@@ -38,6 +37,7 @@ def make_model():
 
 def run(folder, last_epoch):
     """Train up to an epoch, from the newest checkpoint if there is one."""
+    keras.utils.set_random_seed(7)  # of orders and random numbers, too: also a run that goes on
     found = sorted(folder.glob("epoch-*.keras"))
     first_epoch = len(found)
     if found:
@@ -63,6 +63,7 @@ with tempfile.TemporaryDirectory() as folder:
     run(Path(folder), EPOCHS // 2)
     continued = run(Path(folder), EPOCHS)
 
+keras.utils.set_random_seed(7)
 whole = make_model()
 whole.fit(x, y, batch_size=100, epochs=EPOCHS, verbose=0)
 same = zip(continued.get_weights(), whole.get_weights(), strict=True)

@@ -56,6 +56,7 @@ class Record:
     Attributes:
         instruction: with references to other records.
         scope: path of the module whose forward ran it.
+        inside: see ``Notes``.
         value: what came of it on the example.
         removable: nothing is lost where its value is not used.
         draws: it draws random numbers.
@@ -63,6 +64,7 @@ class Record:
 
     instruction: Instruction
     scope: str
+    inside: str
     value: Any
     removable: bool = False
     draws: bool = False
@@ -78,11 +80,14 @@ class Notes:
     Attributes:
         records: so far.
         scope: path of the module whose forward is running.
+        inside: the module that runs in there and has no path, as people know it: a layer of a
+            front end's; empty where there is none.
     """
 
     def __init__(self, model: nn.Module, calculator: Calculator) -> None:
         self.records: list[Record] = []
         self.scope = ""
+        self.inside = ""
         self._calculator = calculator
         self._modules = {id(module): name for name, module in model.named_modules()}
         self._attributes = _tensor_attributes(model)
@@ -102,6 +107,7 @@ class Notes:
             Record(
                 instruction=instruction,
                 scope=self.scope,
+                inside=self.inside,
                 value=value,
                 removable=removable,
                 draws=draws,

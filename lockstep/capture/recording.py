@@ -83,6 +83,13 @@ def inputs_of(inputs: Tree) -> list[tuple[int | str | None, Any]]:
     return [(None, inputs)]
 
 
+def _label(module: nn.Module) -> str:
+    """A module as people know it: Keras's layers have names."""
+    name = getattr(module, "name", None)
+    kind = type(module).__name__
+    return f"{kind} {name!r}" if isinstance(name, str) else kind
+
+
 class Recorder(TorchFunctionMode):
     """Records one run of a model.
 
@@ -93,12 +100,14 @@ class Recorder(TorchFunctionMode):
 
     Attributes:
         culprit: path of the module that made it fail.
+        inside: the module without a path that did so in there, see ``Notes``.
         failure: the first thing that could not be noted; the model may have caught it.
     """
 
     def __init__(self, model: nn.Module, leaves: Mapping[str, str], *, grad_enabled: bool) -> None:
         super().__init__()
         self.culprit = ""
+        self.inside = ""
         self.failure: UntraceableError | None = None
         self._model = model
         self._notes = Notes(model, self)
@@ -281,7 +290,7 @@ class Recorder(TorchFunctionMode):
         """The model may catch what is raised: the first failure counts."""
         if self.failure is None:
             self.failure = failure
-            self.culprit = self._notes.scope
+            self.culprit, self.inside = self._notes.scope, self._notes.inside
 
     # --- what is replaced while recording ---------------------------------------------------------
 
@@ -306,8 +315,10 @@ class Recorder(TorchFunctionMode):
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             path = self._notes.path_of(module)
             is_model = module is self._model and not self._stack and not self._is_busy
-            if path is None or not (is_model or self._is_listening()):
+            if not (is_model or self._is_listening()):
                 return original(module, *args, **kwargs)
+            if path is None:
+                return self._pass_through(module, lambda: original(module, *args, **kwargs))
             if path in self._leaves or is_leaf(module):
                 leaf = LeafCall(path, lambda *a, **k: original(module, *a, **k))
                 return handle_torch_function(leaf, (), *args, **kwargs)
@@ -319,20 +330,37 @@ class Recorder(TorchFunctionMode):
         """Trace through a module."""
         self._stack.append(path)
         self._notes.scope = path
+        outside, self._notes.inside = self._notes.inside, ""
         try:
             result = forward()
             self._check_host_streams()
             return result
-        except UntraceableError as error:
-            self._keep(error)
-            raise
         except Exception as error:
-            if self.failure is None and self._raised is not error:
-                self._raised, self.culprit = error, path
+            self._blame(error)
             raise
         finally:
             self._stack.pop()
             self._notes.scope = self._stack[-1] if self._stack else ""
+            self._notes.inside = outside
+
+    def _pass_through(self, module: nn.Module, forward: Callable[[], Any]) -> Any:
+        """Trace through a module that is no layer of its own, and know what it is called."""
+        outside, self._notes.inside = self._notes.inside, _label(module)
+        try:
+            return forward()
+        except Exception as error:
+            self._blame(error)
+            raise
+        finally:
+            self._notes.inside = outside
+
+    def _blame(self, error: Exception) -> None:
+        """Whatever goes wrong, the innermost module is to blame."""
+        if isinstance(error, UntraceableError):
+            self._keep(error)
+        elif self.failure is None and self._raised is not error:
+            self._raised = error
+            self.culprit, self.inside = self._notes.scope, self._notes.inside
 
     def _wrap_setattr(self, original: Any) -> Any:
         def change(module: nn.Module, name: str, *value: Any) -> None:

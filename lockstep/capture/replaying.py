@@ -1,5 +1,6 @@
 """Holds traces to their models: replays them, watches their values, and compares what comes out."""
 
+import re
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,6 +26,12 @@ from lockstep.data.trees import Tree, map_tensors, tensors_of
 # How far gradients may be apart: what is looked for are missing ones.
 _GRADIENT_TOLERANCE = 1e-3
 
+# Terminals show what is between these in bold or in colour.
+_COLOURS = re.compile("\x1b\\[[0-9;]*m")
+
+# What Keras puts before an error that a layer has raised.
+_KERAS_BEGINS = "Exception encountered when calling"
+
 
 class MismatchError(Exception):
     """A trace does not do what the model does.
@@ -32,12 +39,13 @@ class MismatchError(Exception):
     Args:
         path: of the module to blame.
         reason: in one line.
+        inside: what is to blame in there, see ``Notes``.
     """
 
-    def __init__(self, path: str, reason: str) -> None:
+    def __init__(self, path: str, reason: str, *, inside: str = "") -> None:
         super().__init__(path, reason)
         self.path = path
-        self.reason = reason
+        self.reason = f"{inside}: {reason}" if inside else reason
 
 
 class Replay:
@@ -77,7 +85,8 @@ class Replay:
             try:
                 value = run_instruction(instruction, self._model, values.__getitem__, inputs)
             except Exception as error:
-                raise MismatchError(self._records[number].scope, one_line(error)) from error
+                record = self._records[number]
+                raise MismatchError(record.scope, one_line(error), inside=record.inside) from error
             values.append(value)
             for tensor, version in zip(used, versions, strict=True):
                 storage = storage_of(tensor)
@@ -100,13 +109,13 @@ class Replay:
         if self._instructions[maker].layer != self._instructions[changer].layer:
             self.changes.add((maker, changer))
 
-    def first_difference(self) -> str:
-        """Path of the module that ran the first instruction whose value is not as recorded."""
+    def first_difference(self) -> tuple[str, str]:
+        """Who ran the first instruction whose value is not as recorded: scope and inside."""
         for record, value in zip(self._records, self._values, strict=True):
             is_made = not isinstance(record.instruction, Input | GetAttribute)
             if is_made and not is_same(record.value, value):
-                return record.scope
-        return ""
+                return record.scope, record.inside
+        return "", ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,10 +223,14 @@ def compare_recordings(one: Sequence[Record], other: Sequence[Record]) -> None:
     """
     for first, second in zip_longest(one, other):
         if first is None or second is None or not _is_like(first.instruction, second.instruction):
-            scopes = [record.scope for record in (first, second) if record is not None]
+            different = [record for record in (first, second) if record is not None]
             # Where a module goes on longer with one of them, the other is back in what called it.
-            deepest = max(scopes, key=len)
-            raise MismatchError(deepest, "what it does depends on the number of samples")
+            deepest = max(different, key=lambda record: len(record.scope))
+            raise MismatchError(
+                deepest.scope,
+                "what it does depends on the number of samples",
+                inside=deepest.inside,
+            )
 
 
 def _is_like(one: Any, other: Any) -> bool:
@@ -236,7 +249,8 @@ def _is_like(one: Any, other: Any) -> bool:
 
 def one_line(error: Exception) -> str:
     """What went wrong, in short."""
-    lines = str(error).splitlines() or [""]
-    return (
-        lines[0] if isinstance(error, UntraceableError) else f"{type(error).__name__}: {lines[0]}"
-    )
+    lines = [line for line in _COLOURS.sub("", str(error)).splitlines() if line.strip()]
+    if len(lines) > 1 and lines[0].startswith(_KERAS_BEGINS):
+        del lines[0]
+    first = lines[0].strip() if lines else ""
+    return first if isinstance(error, UntraceableError) else f"{type(error).__name__}: {first}"

@@ -182,7 +182,9 @@ class _Tracer:
         try:
             records, changed = self._run(record, inputs)
         except Exception as error:
-            raise MismatchError(recorder.culprit, one_line(recorder.failure or error)) from error
+            raise MismatchError(
+                recorder.culprit, one_line(recorder.failure or error), inside=recorder.inside
+            ) from error
         for path in changed:
             is_whole = is_leaf(self._model.get_submodule(path))
             if not is_whole and not any(_is_within(path, one) for one in atomic):
@@ -195,7 +197,8 @@ class _Tracer:
             return
         if self._result(self._call, number).unlike(wanted):  # the model never does the same
             return
-        raise MismatchError(replay.first_difference(), f"traced, its {difference} differ")
+        path, inside = replay.first_difference()
+        raise MismatchError(path, f"traced, its {difference} differ", inside=inside)
 
     def _results(self) -> list[Result]:
         """What the model itself makes of the examples."""

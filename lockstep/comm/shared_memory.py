@@ -109,6 +109,13 @@ class SharedRegion:
         flat = torch.frombuffer(self.memory, dtype=dtype, count=count, offset=offset_bytes)
         return flat.as_strided(tuple(shape), tuple(stride))
 
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor lies in the region, be it a view or by way of another library."""
+        if tensor.layout != torch.strided:
+            return False
+        start = torch.frombuffer(self.memory, dtype=torch.uint8, count=1).data_ptr()
+        return start <= tensor.data_ptr() < start + self.num_bytes
+
     def release_pages(self) -> None:
         """Have this process keep none of the region's pages until it touches them again."""
         if hasattr(mmap, "MADV_DONTNEED"):

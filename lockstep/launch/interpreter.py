@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from queue import SimpleQueue
 from types import ModuleType
 from typing import Any
@@ -70,12 +71,18 @@ def search_path() -> list[str]:
     A relative entry ('' under ``python -c``) means another directory after ``os.chdir``; what was
     imported through it must be found again. Such places come in its stead, before it.
     """
-    known = {os.path.abspath(entry) for entry in sys.path}
+    # Looking at a thousand modules takes longer than many a call: only if there are others by now.
+    known = frozenset(map(os.path.abspath, sys.path))
+    return list(_search_path(tuple(sys.path), known, len(sys.modules)))
+
+
+@lru_cache(maxsize=1)
+def _search_path(entries: tuple[str, ...], known: frozenset[str], num_modules: int) -> list[str]:
     unknown = dict.fromkeys(root for root in _roots() if root not in known)
     lost = [root for root in unknown if not os.path.exists(os.path.join(root, "__init__.py"))]
-    relative = [index for index, entry in enumerate(sys.path) if not os.path.isabs(entry)]
-    at = relative[0] if relative else len(sys.path)
-    return [*sys.path[:at], *lost, *sys.path[at:]]
+    relative = [index for index, entry in enumerate(entries) if not os.path.isabs(entry)]
+    at = relative[0] if relative else len(entries)
+    return [*entries[:at], *lost, *entries[at:]]
 
 
 def _roots() -> Iterator[str]:

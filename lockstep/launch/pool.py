@@ -17,7 +17,7 @@ from functools import partial
 from lockstep.launch.team import Team
 from lockstep.launch.template import Template
 
-_Key = tuple[int, int | None, int]
+_Key = tuple[int, int | None, tuple[str, ...], int]
 _kept: ContextVar[dict[_Key, list[Team]] | None] = ContextVar("kept_teams", default=None)
 
 # What a template was made for, and the template; processes are state of the process, not of a task.
@@ -53,7 +53,7 @@ def take_team(
         preload: modules that a fresh team's helpers should have imported.
         first_rank: of the helpers; the others have the next.
     """
-    idle = (_kept.get() or {}).get((num_helpers, threads, first_rank), [])
+    idle = (_kept.get() or {}).get((num_helpers, threads, preload, first_rank), [])
     while idle:
         team = idle.pop()
         if team.answers():
@@ -62,11 +62,12 @@ def take_team(
     return Team(num_helpers, partial(warm_template, threads, preload), first_rank=first_rank)
 
 
-def give_back(team: Team, threads: int | None) -> None:
-    """Done with a team: keep it for others, or end it."""
+def give_back(team: Team, threads: int | None, preload: tuple[str, ...] = ()) -> None:
+    """Done with a team: keep it for others who ask for the same, or end it."""
     pool = _kept.get()
     if pool is not None and team.is_alive:
-        pool.setdefault((team.num_helpers, threads, team.first_rank), []).append(team)
+        key = (team.num_helpers, threads, preload, team.first_rank)
+        pool.setdefault(key, []).append(team)
     else:
         team.close()
 

@@ -5,7 +5,8 @@ that all ranks see. For large weights that copy, and the sum over the shares, co
 optimizer's step. So while a pass runs, ``F.linear`` on the model's own weights goes to an autograd
 function that hands the two factors of the weight's gradient, inputs and output gradients, to the
 exchange: it multiplies them right into shared memory, or puts them up as they are
-(``comm.gradient_rows``).
+(``comm.gradient_rows``). So does ``torch.matmul(input, weight)``, whose weight lies the other way
+round, (ins, outs): that is what Keras's Dense layers call.
 
 Forward and input gradient go to the library that multiplies faster on this processor
 (``parallel.processor``).
@@ -22,10 +23,12 @@ from torch.autograd.graph import get_gradient_edge
 from lockstep.parallel.processor import has_faster_onednn
 from lockstep.parallel.redirection import Redirection
 
-# (number of the weight, inputs (n, ins), output gradients (n, outs))
+# Gets the number of a weight of shape (a, b), and the factors of its gradient, of shapes (n, b) and
+# (n, a): inputs and output gradients, or the other way round.
 Take = Callable[[int, torch.Tensor, torch.Tensor], None]
 
-_redirection = Redirection("linear")
+_linear = Redirection("linear")
+_matmul = Redirection("matmul", torch)
 
 
 class LinearLayers:
@@ -43,8 +46,13 @@ class LinearLayers:
         self._take: Take | None = None
 
     def applied(self) -> AbstractContextManager[None]:
-        """``F.linear`` goes here within the block, in this thread."""
-        return _redirection.to(self.linear) if self._weights else nullcontext()
+        """``F.linear`` and ``torch.matmul`` go here within the block, in this thread."""
+        return self._redirected() if self._weights else nullcontext()
+
+    @contextmanager
+    def _redirected(self) -> Iterator[None]:
+        with _linear.to(self.linear), _matmul.to(self.matmul):
+            yield
 
     @contextmanager
     def taken(self, take: Take) -> Iterator[None]:
@@ -55,7 +63,7 @@ class LinearLayers:
         finally:
             self._take = None
 
-    def take(self, number: int, inputs: torch.Tensor, gradients: torch.Tensor) -> bool:
+    def take(self, number: int, factors: tuple[torch.Tensor, torch.Tensor]) -> bool:
         """Hand on the factors of a weight's gradient, if that is what this backward is for.
 
         Backward may run within the forward pass or within another backward (``autograd.grad`` for a
@@ -63,7 +71,7 @@ class LinearLayers:
         """
         if self._take is None or not _is_reached(self._ends[number]):
             return False
-        self._take(number, inputs, gradients)
+        self._take(number, *factors)
         return True
 
     def cast(self, number: int, dtype: torch.dtype) -> torch.Tensor:
@@ -85,19 +93,33 @@ class LinearLayers:
     ) -> torch.Tensor:
         """What ``F.linear`` is while a pass runs."""
         number = self._numbers.get(id(weight))
-        if number is None or not _is_ordinary(input, weight, bias):
-            plain: torch.Tensor = _redirection.plain(input, weight, bias)
+        if number is None or not _is_ordinary(input, weight, weight.shape[1], bias):
+            plain: torch.Tensor = _linear.plain(input, weight, bias)
             return plain
         if torch.is_autocast_enabled("cpu") and weight.dtype == torch.float32:
             dtype = torch.get_autocast_dtype("cpu")
             input, bias = input.to(dtype), None if bias is None else bias.to(dtype)
         output: torch.Tensor = _Linear.apply(  # type: ignore[no-untyped-call]
-            input, weight, bias, self, number
+            input, weight, bias, self, number, False
+        )
+        return output
+
+    def matmul(self, input: torch.Tensor, other: torch.Tensor, **out: Any) -> torch.Tensor:
+        """What ``torch.matmul`` is while a pass runs."""
+        number = self._numbers.get(id(other))
+        is_autocast = torch.is_autocast_enabled("cpu")
+        if number is None or out or is_autocast or not _is_ordinary(input, other, other.shape[0]):
+            plain: torch.Tensor = _matmul.plain(input, other, **out)
+            return plain
+        output: torch.Tensor = _Linear.apply(  # type: ignore[no-untyped-call]
+            input, other, None, self, number, True
         )
         return output
 
 
-def _is_ordinary(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
+def _is_ordinary(
+    input: torch.Tensor, weight: torch.Tensor, ins: int, bias: torch.Tensor | None = None
+) -> bool:
     """Whether this is a call on plain tensors, in a pass that may go backward."""
     return (
         torch.is_grad_enabled()
@@ -106,7 +128,7 @@ def _is_ordinary(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor |
         and input.is_floating_point()
         and input.dtype in _dtypes(weight)
         and input.numel() > 0
-        and input.shape[-1:] == weight.shape[1:]
+        and input.shape[-1:] == (ins,)
         and (bias is None or bias.shape == weight.shape[:1])
         and not torch._C._are_functorch_transforms_active()
         and forward_ad._current_level < 0
@@ -130,7 +152,7 @@ def _dtypes(weight: torch.Tensor) -> tuple[torch.dtype, ...]:
 
 
 class _Linear(torch.autograd.Function):
-    """``input @ weight.T + bias``; see the module."""
+    """``input @ weight.T + bias``, or ``input @ weight``; see the module."""
 
     @staticmethod
     def forward(
@@ -140,15 +162,17 @@ class _Linear(torch.autograd.Function):
         bias: torch.Tensor | None,
         layers: LinearLayers,
         number: int,
+        is_turned: bool,
     ) -> torch.Tensor:
         ctx.save_for_backward(input, weight)
         ctx.cast, ctx.layers, ctx.number = layers.cast(number, input.dtype), layers, number
-        return _product(input, ctx.cast, bias)
+        ctx.is_turned = is_turned
+        return _product(input, ctx.cast.t() if is_turned else ctx.cast, bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         input, weight = ctx.saved_tensors
-        needs_input, needs_weight, needs_bias, _, _ = ctx.needs_input_grad
+        needs_input, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         gradients = gradient.reshape(-1, gradient.shape[-1])
         inputs = input.reshape(-1, input.shape[-1])
         # Where backward is itself differentiated, all that it does must be seen by autograd.
@@ -156,17 +180,19 @@ class _Linear(torch.autograd.Function):
         cast = ctx.cast if is_last else weight.to(input.dtype)
         input_gradient = weight_gradient = None
         if needs_input:
-            input_gradient = _product(gradients, cast.t(), None).view(input.shape)
-        if needs_weight and not (is_last and ctx.layers.take(ctx.number, inputs, gradients)):
-            weight_gradient = (gradients.t() @ inputs).to(weight.dtype)
+            turned = cast if ctx.is_turned else cast.t()
+            input_gradient = _product(gradients, turned, None).view(input.shape)
+        factors = (gradients, inputs) if ctx.is_turned else (inputs, gradients)
+        if needs_weight and not (is_last and ctx.layers.take(ctx.number, factors)):
+            weight_gradient = (factors[1].t() @ factors[0]).to(weight.dtype)
         bias_gradient = gradients.sum(0) if needs_bias else None
-        return input_gradient, weight_gradient, bias_gradient, None, None
+        return input_gradient, weight_gradient, bias_gradient, None, None, None
 
 
 def _product(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """``input @ weight.T + bias`` by the faster library."""
     if input.dtype != torch.float32 or torch.is_grad_enabled() or not has_faster_onednn():
-        plain: torch.Tensor = _redirection.plain(input, weight, bias)
+        plain: torch.Tensor = _linear.plain(input, weight, bias)
         return plain
     product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(input, weight, bias, "none", [], "")
     return product

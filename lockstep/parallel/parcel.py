@@ -6,6 +6,7 @@ are replaced by their number there, so that both sides hold the same memory, and
 files by their place in the file, which the receiver maps for itself.
 """
 
+import copyreg
 import io
 import pickle
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +24,7 @@ from torch.optim import Optimizer
 
 from lockstep.comm.shared_memory import SharedRegion, dense_stride
 from lockstep.data.mapped_files import file_part
+from lockstep.parallel.deep_stack import with_deep_stack
 from lockstep.plan.layout import align
 
 _SMALL_ARRAY_BYTES = 4096
@@ -84,12 +86,27 @@ def describe(obj: Any, parameters: Sequence[torch.Tensor] = ()) -> bytes:
     return _pickled(obj, parameters)[0]
 
 
+def describe_values(obj: Any, parameters: Sequence[torch.Tensor] = ()) -> object:
+    """What ``describe`` tells, and where each tensor lies and how often it was written to."""
+    text, pickler = _pickled(obj, parameters)
+    return text, [(tensor.data_ptr(), tensor._version) for _, tensor in pickler.tensors]
+
+
 def parameters_in(obj: Any, parameters: Sequence[torch.Tensor]) -> list[int]:
     """The numbers of those parameters that an object holds or refers to, be it in a closure."""
     return sorted(_pickled(obj, parameters)[1].found)
 
 
 def _pickled(obj: Any, parameters: Sequence[torch.Tensor]) -> tuple[bytes, "_Pickler"]:
+    try:
+        return _dumped(obj, parameters)
+    except pickle.PicklingError as error:
+        if not isinstance(error.__cause__, RecursionError):
+            raise
+        return with_deep_stack(lambda: _dumped(obj, parameters))
+
+
+def _dumped(obj: Any, parameters: Sequence[torch.Tensor]) -> tuple[bytes, "_Pickler"]:
     buffer = io.BytesIO()
     pickler = _Pickler(buffer, parameters)
     pickler.dump(obj)
@@ -101,6 +118,16 @@ def unpack(
 ) -> Any:
     """The object that ``pack`` packed; its tensors lie in the region."""
     return _Unpickler(io.BytesIO(payload), region, parameters).load()
+
+
+def _reduce_constant(constant: torch.memory_format | torch.layout) -> Any:
+    return getattr, (torch, str(constant).removeprefix("torch."))
+
+
+# Of these pickle knows the name only: it would look for that in all modules, find it in the script,
+# which has imported torch, and look there for it on the other side.
+for _kind in (torch.memory_format, torch.layout):
+    copyreg.pickle(_kind, _reduce_constant)  # type: ignore[arg-type]  # neither is generic
 
 
 # Where a tensor lies in the region: offset in bytes, dtype, shape, strides.

@@ -19,7 +19,7 @@ import threading
 import warnings
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
@@ -68,16 +68,14 @@ def reading_ahead(source: _S, steps: Iterator[Sequence[Read]]) -> Iterator[_S | 
     if not isinstance(source, Source) or source.ahead is None:
         yield source
         return
-    ahead = _SourceAhead(source, steps)
     try:
-        yield ahead
+        with closing(_SourceAhead(source, steps)) as ahead:
+            yield ahead
     except RuntimeError as error:
         # Torch raises it from a handler of SIGCHLD, wherever the rank is at that moment.
         if str(error).startswith("DataLoader worker"):
             raise _ended(error) from error
         raise
-    finally:
-        ahead.close()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -173,6 +173,7 @@ class StageExchange:
     ) -> None:
         self.board = board
         self._spec = spec
+        self._region = region
         self._abroad = abroad
         self._ranks_here = range(spec.num_ranks) if abroad is None else abroad.hosts[abroad.host]
         losses, used, *rest = spec.offsets()
@@ -210,6 +211,10 @@ class StageExchange:
             )
             first_box += len(mail.boxes)
         return opened
+
+    def lends(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor lies in a mailbox: later messages overwrite it."""
+        return self._region.holds(tensor)
 
     def divide(self, pieces: Sequence[Mapping[int, Sequence[Piece]]]) -> None:
         """From now on each rank updates these pieces, by group and rank."""

@@ -234,7 +234,7 @@ class StageWorker(Worker):
             passage.loss = _settled(run, self._loss_of(output, batch))
             self.exchange.put_loss(share, passage.loss.total, passage.loss.weight)
             if run.observe is not None:
-                run.observe(map_tensors(plain, output), batch.targets)
+                run.observe(self._shown(output), batch.targets)
         mail.send_stream(stage, share)
 
     def _backward(self, run: "_Run", action: Backward) -> None:
@@ -387,7 +387,7 @@ class StageWorker(Worker):
         def take(run: "_Run", share: int, batch: Batch, output: Tree) -> None:
             losses.append(self._loss_of(output, batch).sums)
             if observe is not None:
-                observe(map_tensors(plain, output), batch.targets)
+                observe(self._shown(output), batch.targets)
 
         self._run_forward(source, indices, take)
         return losses
@@ -397,7 +397,7 @@ class StageWorker(Worker):
         outputs: list[tuple[int, Tree]] = []
 
         def take(run: "_Run", share: int, batch: Batch, output: Tree) -> None:
-            outputs.append((run.bounds[share][0], map_tensors(plain, output)))
+            outputs.append((run.bounds[share][0], self._shown(output)))
 
         self._run_forward(source, indices, take)
         return outputs
@@ -474,6 +474,15 @@ class StageWorker(Worker):
             else:
                 output, *_ = passage.forward(inputs)
         return self._call.widened(output)
+
+    def _shown(self, output: Tree) -> Tree:
+        """What users see of an output, and may keep: copies of what an earlier stage has sent."""
+
+        def show(tensor: torch.Tensor) -> torch.Tensor:
+            shown = plain(tensor)
+            return shown.clone() if self.exchange.lends(shown) else shown
+
+        return map_tensors(show, output)
 
     def _loss_of(self, output: Tree, batch: Batch) -> ShareLoss | JointLoss:
         assert self._loss is not None

@@ -11,7 +11,7 @@ import msgspec
 
 from lockstep.cluster.topology import MAX_CPU_REPLICAS_PER_CORE, Cluster
 from lockstep.errors import DeviceError, OptionError, problem
-from lockstep.graph.layer_graph import Layer, LayerGraph
+from lockstep.graph.layer_graph import Layer, LayerGraph, ParameterInfo
 from lockstep.plan.spec import Axis, LayerPlacement, LocalUpdate, Plan, SlicedUpdate
 
 
@@ -83,6 +83,9 @@ def _notes_on_parts(plan: Plan, parts: int, uses_statistics: bool) -> list[str]:
 
 
 MAX_DEFAULT_REPLICAS = 8
+
+# Layers that multiply by a matrix, of PyTorch and of Keras, and what it is called.
+_MATRICES = {"Linear": "weight", "Dense": "kernel"}
 
 # Elements of a weight: of smaller ones the gradient is moved in no time.
 _SMALLEST_BY_ROWS = 1 << 14
@@ -215,6 +218,13 @@ def _one_stage(graph: LayerGraph) -> tuple[LayerPlacement, ...]:
     )
 
 
+def matrix_of(layer: Layer) -> ParameterInfo | None:
+    """The matrix that a layer multiplies by, if that is what it does."""
+    name = _MATRICES.get(layer.kind)
+    found = (each for each in layer.parameters if each.name.rpartition(".")[2] == name)
+    return next((each for each in found if len(each.shape) == 2), None)
+
+
 def _with_row_limits(graph: LayerGraph, batch_size: int) -> tuple[LayerPlacement, ...]:
     tied = {name for names in graph.tied for name in names}
     return tuple(
@@ -230,13 +240,10 @@ def _row_limit(layer: Layer, tied: set[str], batch_size: int) -> int:
     gradient outs * ins. Half of where these are equal is a careful limit: at that many rows both
     ways were measured to take the same time. A sample gives the layer one row or more.
     """
-    weight = next((each for each in layer.parameters if each.name.endswith("weight")), None)
-    if layer.kind != "Linear" or weight is None or len(weight.shape) != 2:
+    weight = matrix_of(layer)
+    if weight is None or weight.name in tied or not weight.trainable:
         return 0
-    if weight.name in tied or not weight.trainable:
-        return 0
-    outs, ins = weight.shape
-    limit = weight.size // (outs + ins) // 2
+    limit = weight.size // sum(weight.shape) // 2
     return limit if weight.size >= _SMALLEST_BY_ROWS and limit >= batch_size else 0
 
 

@@ -10,7 +10,7 @@ import msgspec
 
 from lockstep.cluster.topology import Cluster, Host
 from lockstep.graph.layer_graph import Layer, LayerGraph
-from lockstep.plan.makers import Maker, Mirrored, num_mirrored_replicas
+from lockstep.plan.makers import Maker, Mirrored, matrix_of, num_mirrored_replicas
 from lockstep.plan.spec import LayerPlacement, Plan, SlicedUpdate
 
 # Of networks that nobody has told of.
@@ -106,9 +106,10 @@ class MirroredHosts(Maker):
         Per host of n, (n - 1) / n of all this: gradients are received and parameters sent, or the
         batch's activations received; then its cores do the work of the other hosts' cores, too.
         """
-        outs, ins = next(each.shape for each in layer.parameters if each.name.endswith("weight"))
-        size = outs * ins
-        bytes_saved = (2 * size - batch_size * (outs + ins)) * _BYTES_PER_ELEMENT
+        matrix = matrix_of(layer)
+        assert matrix is not None  # it has a row limit
+        size = matrix.size
+        bytes_saved = (2 * size - batch_size * sum(matrix.shape)) * _BYTES_PER_ELEMENT
         work = 2 * batch_size * size / _PRODUCTS_PER_SECOND + size / _UPDATES_PER_SECOND
         cores = min(host.num_cores for host in cluster.hosts)
         return bytes_saved / (self.gbit_per_second / 8 * 1e9) > work / cores

@@ -401,11 +401,16 @@ def _raise_too_few(graph: LayerGraph, units: Sequence[tuple[int, int]], wanted: 
         f"; {layer.name or 'the model'} runs as one piece ({layer.atomic_reason})"
         for layer in atomic[:3]
     )
+    if len(units) > 1:
+        found, fix = f"{len(units)} layers", f"Use stages={len(units)} or fewer."
+    else:
+        instead = ", or change what makes it one piece" if atomic else ""
+        found, fix = "1 layer", f"Use a data parallel strategy, such as MirroredStrategy{instead}."
     raise OptionError(
         problem(
             "A pipeline cannot have more stages than the model has layers.",
-            received=f"{wanted} stages for {len(units)} layers{because}",
-            fix=f"Use stages={len(units)} or fewer.",
+            received=f"{wanted} stages for {found}{because}",
+            fix=fix,
         )
     )
 

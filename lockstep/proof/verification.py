@@ -43,8 +43,9 @@ from lockstep.proof.reference import Record, Reference
 from lockstep.proof.report import Report, make_report
 from lockstep.train.callbacks import Callback, Logs
 from lockstep.train.checks import check_strategy
+from lockstep.train.company import StrategyLike
 from lockstep.train.tasks import Snapshot
-from lockstep.train.trainer import StrategyLike, Trainer
+from lockstep.train.trainer import Trainer
 
 
 def verify_job(job: Job, strategy: StrategyLike, *, steps: int = 5, seed: int = 0) -> Report:

@@ -1,17 +1,16 @@
 """The base of all strategies."""
 
+import os
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lockstep.cluster.devices import discover
+from lockstep.cluster.environment import find_place
 from lockstep.cluster.place import Reach
 from lockstep.errors import OptionError, Problems, problem
 from lockstep.plan.makers import Maker
 from lockstep.plan.spec import Plan
-
-if TYPE_CHECKING:
-    from torch import nn
 
 
 class Strategy(ABC):
@@ -32,7 +31,7 @@ class Strategy(ABC):
 
     def plan(
         self,
-        model: "nn.Module",
+        model: Any,
         *,
         batch_size: int,
         precision: str = "fp32",
@@ -41,22 +40,27 @@ class Strategy(ABC):
         """The Plan for a model on this host, without training anything.
 
         Args:
-            model: the model.
+            model: the model, of PyTorch or of Keras.
             batch_size: of the global batch.
-            precision: see ``Trainer``.
-            sample: data as ``Trainer.fit`` or ``Trainer.predict`` take it, a microbatch of it at
-                least. Needed by strategies that cut the model, which run and time its layers.
+            precision: see ``Trainer``; a model of Keras has its own.
+            sample: data as ``fit`` or ``predict`` of the Trainer, or of the Keras model, take it, a
+                microbatch of it at least. Needed by strategies that cut the model, which run and
+                time its layers.
 
         Raises:
             OptionError: no sample where one is needed, or options that cannot be.
+            ModelError: a model of Keras is not built, or has a step of its own.
         """
+        from lockstep.frontends.plan_inputs import plan_inputs
+
+        module, precision, samples = plan_inputs(model, precision, sample)
         maker = self.maker(precision)
         maker.check_batch_size(batch_size)
         if maker.sample_size(discover(), batch_size) is None:
             from lockstep.capture.layers import capture_layers
 
-            return maker(capture_layers(model), discover(), batch_size)
-        if sample is None:
+            return maker(capture_layers(module), discover(), batch_size)
+        if samples is None:
             raise OptionError(
                 problem(
                     "Where to cut the model depends on what its layers cost, on your data.",
@@ -64,14 +68,24 @@ class Strategy(ABC):
                     fix="Pass sample=(inputs, targets), or inputs alone.",
                 )
             )
-        from lockstep.train.planning import plan_for
+        from lockstep.train.planning import Planning
 
-        return plan_for(model, maker, precision, sample, batch_size)
+        return Planning(module).plan(maker, precision, samples, batch_size)[0]
 
     @property
     @abstractmethod
     def num_replicas_in_sync(self) -> int:
         """Replicas that train on different shares of a batch and stay equal."""
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this is the one process of all hosts that is to print and to write files.
+
+        It is the first process of host 0, and the only one where nothing was launched. Asking
+        meets nobody, so one host may ask alone.
+        """
+        place = None if self.reach == "one process" else find_place(os.environ)
+        return place is None or (place.host == 0 and place.leads)
 
     def scope(self) -> AbstractContextManager["Strategy"]:
         """Within ``with strategy.scope():`` a Trainer without a strategy uses this one.

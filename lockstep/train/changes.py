@@ -5,14 +5,18 @@ else a callback may do between two epochs (freeze a layer, change a dropout's ra
 group, load an optimizer's state) makes the ranks be sent everything anew, and this is how it shows.
 """
 
+from collections.abc import Callable, Container, Mapping
 from typing import NamedTuple
 
 import torch
 from torch import nn, optim
 
+from lockstep.errors import OptionError, problem
 from lockstep.parallel.parcel import describe
 from lockstep.plan.spec import Plan
+from lockstep.train.copies import WeightCopy
 from lockstep.train.optimizers import Optimizers, each_optimizer
+from lockstep.units import first_few
 
 
 class Look(NamedTuple):
@@ -55,6 +59,140 @@ class Lookout:
                 if buffer is not None:
                     versions[prefix + name] = buffer.data_ptr(), buffer._version
         return found
+
+
+class ChangeWatch:
+    """Sees what callbacks change of a model's values while all ranks wait for them.
+
+    Args:
+        model: the model.
+        readopt: brings parameters that a callback moved back to where all ranks see them.
+    """
+
+    def __init__(self, model: nn.Module, readopt: Callable[[], None]) -> None:
+        self._model = model
+        self._readopt = readopt
+        self._lookout: Lookout | None = None
+
+    def over(
+        self, act: Callable[[], None], *, in_epoch: bool, is_abroad: bool
+    ) -> dict[str, torch.Tensor]:
+        """The tensors that other ranks are to be told of, by name, after ``act``.
+
+        Args:
+            act: calls the callbacks.
+            in_epoch: the epoch goes on with the same modules.
+            is_abroad: some ranks are on other hosts, and do not see the weights.
+
+        Raises:
+            OptionError: in the midst of an epoch more was changed than values.
+        """
+        model = self._model
+        lookout = self._lookout or Lookout(model)
+        before = lookout.look()
+        known = WeightCopy(model) if is_abroad else None
+        act()
+        # Between epochs there may be other modules from now on.
+        self._lookout = lookout if in_epoch else None
+        after = lookout.look() if in_epoch else Lookout(model).look()
+        if in_epoch and after.structure != before.structure:
+            raise OptionError(
+                problem(
+                    "In the midst of an epoch a callback may change values only.",
+                    received="a change of requires_grad or of a module's training mode",
+                    fix="Do it in on_epoch_begin or on_epoch_end.",
+                )
+            )
+        if after.places != before.places:
+            self._readopt()
+        return changed_buffers(model, before, after) if known is None else known.changed(model)
+
+
+# What a setting is, or a dict of these.
+_PLAIN = (bool, int, float, str, type(None))
+
+# The attributes of objects, by the object's name and the attribute's.
+Settings = dict[tuple[str, str], object]
+
+
+def settings_of(objects: Mapping[str, object], left_out: Container[str]) -> Settings:
+    """The attributes that are numbers, flags and text, or hold such.
+
+    Args:
+        objects: by name.
+        left_out: names of attributes that are no settings.
+    """
+    found: Settings = {}
+    for name, obj in objects.items():
+        for attribute, value in vars(obj).items():
+            if attribute in left_out:
+                continue
+            if isinstance(value, _PLAIN):
+                found[name, attribute] = value
+            elif isinstance(value, dict):
+                for key, one in value.items():
+                    if isinstance(one, _PLAIN):
+                        found[name, f"{attribute}[{key!r}]"] = one
+    return found
+
+
+class SettingsWatch:
+    """Sees whether callbacks change settings in the midst of an epoch, which ranks have copies of.
+
+    What a step changes by itself (a layer may count its calls) is no setting, and neither is what
+    was not there when training began.
+
+    Args:
+        find: finds the objects that have settings, by name.
+        left_out: names of attributes that are none.
+    """
+
+    def __init__(self, find: Callable[[], Mapping[str, object]], left_out: Container[str]) -> None:
+        self._find = find
+        self._left_out = left_out
+        self._objects = find()
+        self._last = self._look()
+        self._watched = set(self._last)
+
+    def begin_epoch(self) -> None:
+        """All ranks have what there is now."""
+        self._objects = self._find()
+        self._last = self._look()
+
+    def _look(self) -> Settings:
+        return settings_of(self._objects, self._left_out)
+
+    def over(self, act: Callable[[], None]) -> None:
+        """Act, and compare.
+
+        Raises:
+            OptionError: settings have changed.
+        """
+        before = self._look()
+        self._watched -= _changed(self._last, before)
+        act()
+        self._last = self._look()
+        changed = sorted(_changed(before, self._last) & self._watched)
+        if changed:
+            names = [f"`{attribute}` of {name}" for name, attribute in changed]
+            raise OptionError(
+                problem(
+                    "In the midst of an epoch a callback may change values only: the other ranks "
+                    "have attributes as they were when the epoch began.",
+                    received=f"a change of {first_few(names)}",
+                    fix="Do it in on_epoch_begin or on_epoch_end, or have a buffer or variable "
+                    "hold it; notes are better kept in the callback.",
+                )
+            )
+
+
+def _changed(before: Settings, after: Settings) -> set[tuple[str, str]]:
+    """Those that are there before and after, and are not the same."""
+    return {
+        key
+        for key, value in before.items()
+        if key in after and after[key] is not value and after[key] != value
+    }
 
 
 def changed_buffers(model: nn.Module, before: Look, after: Look) -> dict[str, torch.Tensor]:

@@ -1,17 +1,17 @@
 """Rank 0's part between steps: callbacks, progress, history."""
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from lockstep.data.sources import Source
-from lockstep.errors import OptionError, problem
 from lockstep.parallel.update import PieceSlots
 from lockstep.parallel.worker import StepResult
 from lockstep.train.callbacks import Callback, acting
-from lockstep.train.changes import Lookout, changed_buffers, fingerprint
-from lockstep.train.copies import WeightCopy
+from lockstep.train.changes import ChangeWatch, SettingsWatch, fingerprint
 from lockstep.train.feeding import GlobalBatch
 from lockstep.train.history import History
 from lockstep.train.interrupt import Interrupt
@@ -22,6 +22,13 @@ from lockstep.train.waiting import ClockedSource, InputClock
 
 if TYPE_CHECKING:
     from lockstep.train.trainer import Trainer
+
+
+_OF_MODULES = frozenset(vars(nn.Module()))
+
+
+def _modules_of(model: nn.Module) -> dict[str, nn.Module]:
+    return {name or "the model": one for name, one in model.named_modules()}
 
 
 class FollowingConductor(Conductor):
@@ -84,12 +91,12 @@ class FitConductor(FollowingConductor):
         self._schedule = trainer.schedule
         self._callbacks = callbacks
         self._display = display
-        self._readopt = readopt
         self._on_snapshot = on_snapshot
         self._clock = InputClock()
         self._step_beginners = acting(callbacks, "on_train_batch_begin")
         self._step_enders = acting(callbacks, "on_train_batch_end")
-        self._lookout: Lookout | None = None
+        self._watch = ChangeWatch(trainer.model, readopt)
+        self._settings = SettingsWatch(partial(_modules_of, trainer.model), _OF_MODULES)
 
     @property
     def stop_training(self) -> bool:  # type: ignore[override]  # an attribute in the base
@@ -117,6 +124,7 @@ class FitConductor(FollowingConductor):
     def begin_epoch(self, epoch: int) -> None:
         for callback in self._callbacks:
             callback.on_epoch_begin(epoch)
+        self._settings.begin_epoch()
         if self._display is not None:
             self._display.begin_epoch(epoch)
         self._clock.begin()
@@ -168,29 +176,12 @@ class FitConductor(FollowingConductor):
         return fingerprint(self._trainer.model, self._trainer.optimizer, self._trainer.plan)
 
     def watch(self, act: Callable[[], None], *, in_epoch: bool) -> dict[str, torch.Tensor]:
-        model = self._trainer.model
-        lookout = self._lookout or Lookout(model)
-        before = lookout.look()
-        # On this host all ranks see the weights. Other hosts must be told what has become of them.
-        known = WeightCopy(model) if self._is_watched_abroad else None
-        act()
-        # Between epochs there may be other modules from now on.
-        self._lookout = lookout if in_epoch else None
-        after = lookout.look() if in_epoch else Lookout(model).look()
-        if in_epoch and after.structure != before.structure:
-            raise OptionError(
-                problem(
-                    "In the midst of an epoch a callback may change values only.",
-                    received="a change of requires_grad or of a module's training mode",
-                    fix="Do it in on_epoch_begin or on_epoch_end.",
-                )
-            )
-        if after.places != before.places:
-            self._readopt()
+        is_shared = self._trainer.plan.num_ranks > 1
+        if in_epoch and is_shared and (self._step_beginners or self._step_enders):
+            act = partial(self._settings.over, act)
+        changed = self._watch.over(act, in_epoch=in_epoch, is_abroad=self._is_watched_abroad)
         self._publish_options()
-        if known is not None:
-            return known.changed(model)
-        return changed_buffers(model, before, after)
+        return changed
 
     @property
     def _is_watched_abroad(self) -> bool:

@@ -122,7 +122,8 @@ class SharedStream:
     ) -> Iterator[ArraySource]:
         reading = self._reading
         assert reading is not None
-        reading.begin_epoch(epoch)
+        # In the thread: the epoch before may have been left while a batch was read ahead.
+        self._background.submit(lambda: reading.begin_epoch(epoch))
         slots: Sequence[_Slot | _Copies] = self._slots if control.num_ranks > 1 else [_Copies()]
         for slot in slots:
             slot.begin_epoch()

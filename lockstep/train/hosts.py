@@ -100,7 +100,7 @@ class Hosts:
                 )
             )
 
-    def told(self, obj: Any) -> Any:
+    def from_chief(self, obj: Any) -> Any:
         """Host 0's object, on every host."""
         leads = self.host == 0
         payload = self.circle.broadcast(encode(obj) if leads else None, self.look_around)
@@ -167,31 +167,35 @@ class Hosts:
         """Where the block fails on one host, it fails on all, and each says why.
 
         Raises:
-            HostError: another host has failed.
+            HostError: another host has failed or is cut off, whichever rank here learned it first.
         """
         try:
             yield
         except BaseException as error:
-            is_of_host = isinstance(error, HostError) or isinstance(error.__cause__, HostError)
-            if is_of_host and not self.circle.has_told:
-                self._hear_why(error)
+            found = error
+            if (news := _news_of_another_host(error)) is not None:
+                found = self._explained(news)
+                _copy_notes(error, found)
             with suppress(OSError, HostError):  # the others may be gone
-                self.circle.fail(": ".join(filter(None, (type(error).__name__, str(error)))))
+                self.circle.fail(_said(found))
             self.close()
-            raise
+            if found is error:
+                raise
+            error.__cause__ = None  # which may be what is raised now
+            raise found from error
 
-    def _hear_why(self, error: BaseException) -> None:
+    def _explained(self, news: HostError) -> HostError:
         """A connection that ends says little: another host may be about to say more."""
+        if self.circle.has_told:
+            return news
         deadline = monotonic() + _EXPLANATION_SECONDS
         try:
             while monotonic() < deadline:
                 self.circle.look_around()
                 sleep(_PAUSE_SECONDS)
         except HostError as reason:
-            self.close()
-            for note in getattr(error, "__notes__", ()):
-                reason.add_note(note)
-            raise reason from error
+            return reason
+        return news
 
     def close(self) -> None:
         """Part from the other hosts; the next call meets them anew."""
@@ -245,8 +249,10 @@ class Hosts:
         own = {f"`{name}`": getattr(task, name) for name in (*fixed, *others)}
         self.check_equal({**own, **facts})
         wishes = ("watched", "watches_beginnings", "before_steps", "after_steps")
-        told = self.told([getattr(task, name) for name in wishes])
-        traced = self.told(None if task.traced is None else (task.traced.start, task.traced.stop))
+        told = self.from_chief([getattr(task, name) for name in wishes])
+        traced = self.from_chief(
+            None if task.traced is None else (task.traced.start, task.traced.stop)
+        )
         return replace(
             task,
             **dict(zip(wishes, told, strict=True)),
@@ -278,7 +284,7 @@ class Hosts:
         if updater is not None:
             state = updater.state()
             if self._differs(_digest_of_tree(state)):
-                told = self.told(state)
+                told = self.from_chief(state)
                 if self.host != 0:
                     updater.load_state(told)
 
@@ -291,7 +297,7 @@ class Hosts:
             OptionError: on host 0, something that cannot be told.
         """
         leads = self.host == 0
-        changes = self.told(before.changes(Form(model, optimizers)) if leads else None)
+        changes = self.from_chief(before.changes(Form(model, optimizers)) if leads else None)
         if not leads:
             take_changes(model, optimizers, changes)
 
@@ -303,7 +309,7 @@ class Hosts:
 
     @torch.no_grad()
     def _share_tensor(self, tensor: torch.Tensor) -> None:
-        told = self.told(tensor.detach().contiguous())
+        told = self.from_chief(tensor.detach().contiguous())
         if self.host != 0:
             tensor.copy_(told)
 
@@ -347,7 +353,7 @@ def find_hosts(timeout_seconds: float, reach: Reach = "all hosts") -> Hosts | No
 
 
 def _meet(place: Place, timeout_seconds: float) -> Circle:
-    card = _card(place)
+    card = own_card(place)
     if place.num_hosts == 1:
         return Circle(host=0, cards=[card], star={}, secret=None)
     secret = find_secret(os.environ)
@@ -368,13 +374,13 @@ def find_follower(timeout_seconds: float, reach: Reach) -> Follower | None:
 
 
 def _strangers(place: Place) -> OptionError:
-    num_others = place.num_hosts - 1 or place.num_processes - 1
     kind = "hosts" if place.num_hosts > 1 else "processes"
+    number = place.num_hosts if place.num_hosts > 1 else place.num_processes
     return OptionError(
         problem(
             f"This strategy trains on one host with one script, and {place.launcher} says that "
             "there are others, which would all train for themselves.",
-            received=f"{num_others} other {kind}",
+            received=f"{number} {kind}",
             fix="Use MultiWorkerMirroredStrategy, or start the script once.",
         )
     )
@@ -411,6 +417,23 @@ def find_num_ranks() -> int | None:
 _met: dict[Place, Hosts] = {}
 
 
+def _news_of_another_host(error: BaseException) -> HostError | None:
+    """What an error says of another host: itself, or what a helper learned and failed of."""
+    return next((one for one in (error, error.__cause__) if isinstance(one, HostError)), None)
+
+
+def _said(error: BaseException) -> str:
+    """An error for the other hosts; what was learned of one of them says what it is by itself."""
+    kind = "" if isinstance(error, HostError) else type(error).__name__
+    return ": ".join(filter(None, (kind, str(error))))
+
+
+def _copy_notes(source: BaseException, target: BaseException) -> None:
+    if target is not source:
+        for note in getattr(source, "__notes__", ()):
+            target.add_note(note)
+
+
 @atexit.register
 def _part_from_all() -> None:
     """At the script's end: the others see that this host is done, not that it is gone."""
@@ -418,7 +441,8 @@ def _part_from_all() -> None:
         hosts.close()
 
 
-def _card(place: Place) -> Card:
+def own_card(place: Place) -> Card:
+    """What this host says of itself when hosts meet."""
     host = discover().hosts[0]
     given = place.devices if place.num_processes == 1 else place.num_processes
     host = msgspec.structs.replace(host, num_given=given, arithmetic=_arithmetic())

@@ -22,7 +22,7 @@ from lockstep.capture.tracing import Trace, trace_modes
 from lockstep.cluster.devices import discover
 from lockstep.cluster.topology import Cluster
 from lockstep.data.order import restore_streams, stream_states
-from lockstep.data.sources import Source, as_input_source, as_source
+from lockstep.data.sources import Source
 from lockstep.data.trees import Tree, map_tensors
 from lockstep.errors import OptionError, problem
 from lockstep.graph.layer_graph import LayerGraph
@@ -189,10 +189,3 @@ def _sample(source: Source, size: int, precision: str) -> Tree:
     finally:
         restore_streams(states)
     return narrowed(batch.inputs, precision)
-
-
-def plan_for(model: nn.Module, maker: Maker, precision: str, sample: Any, batch_size: int) -> Plan:
-    """The Plan for a model and data as ``Trainer.fit`` or ``Trainer.predict`` take it."""
-    is_pair = isinstance(sample, tuple) and len(sample) in (2, 3)
-    source = as_source(sample) if is_pair else as_input_source(sample, name="sample")
-    return Planning(model).plan(maker, precision, source, batch_size)[0]

@@ -56,14 +56,14 @@ class Recipe:
         self,
         *,
         precision: str,
-        clip_norm: float | None,
-        clip_value: float | None,
-        accumulate: int,
-        on_nonfinite: OnNonFinite,
-        average: EMA | None,
-        compile: bool,
-        schedule: object,
-        train_step: Any,
+        clip_norm: float | None = None,
+        clip_value: float | None = None,
+        accumulate: int = 1,
+        on_nonfinite: OnNonFinite = "raise",
+        average: EMA | None = None,
+        compile: bool = False,
+        schedule: object = None,
+        train_step: Any = None,
     ) -> None:
         check_gradient_options(clip_norm, clip_value, accumulate, on_nonfinite)
         check_additions(average, compile)

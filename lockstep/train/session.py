@@ -239,8 +239,9 @@ class Session:
             if hosts is not None and hosts.has_followers:
                 self._team = hosts.attach_team(num_helpers, first_rank, self._timeout)
             else:
-                preload = PRELOAD + self.preload
-                self._team = take_team(num_helpers, self._threads, preload, first_rank=first_rank)
+                self._team = take_team(
+                    num_helpers, self._threads, self._preload, first_rank=first_rank
+                )
         return self._team
 
     def _call(
@@ -289,7 +290,11 @@ class Session:
         if team is not None and self._is_attached:
             team.close()
         elif team is not None:
-            give_back(team, self._threads)
+            give_back(team, self._threads, self._preload)
+
+    @property
+    def _preload(self) -> tuple[str, ...]:
+        return PRELOAD + self.preload
 
 
 # A store, and the ranks that map it.
@@ -446,7 +451,7 @@ class _Position:
     """Where ranks are, for messages."""
 
     def __init__(self, task: Task, board: Board | None) -> None:
-        self._name = type(task).__name__.removesuffix("Task").lower()
+        self._name = task.name
         self._board = board
 
     def __call__(self, rank: int) -> str:

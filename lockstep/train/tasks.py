@@ -9,9 +9,10 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from itertools import islice
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -148,10 +149,12 @@ class Resume:
     Attributes:
         epoch: the epoch's number.
         is_begun: its ``on_epoch_begin`` has been called.
+        stops: a callback wanted training to stop there, and a step is still to be made.
     """
 
     epoch: int = 0
     is_begun: bool = False
+    stops: bool = False
 
 
 @dataclass
@@ -199,12 +202,19 @@ class Ensemble:
     control: Control
     conductor: Conductor
 
-    def consult(self, act: Callable[[], None], renew_at: Resume | None = None) -> bool:
+    def consult(
+        self,
+        act: Callable[[], None],
+        renew_at: Resume | None = None,
+        *,
+        stops_at_once: bool = True,
+    ) -> bool:
         """Let rank 0 act, bring what it changed to all ranks; returns whether to stop.
 
         Args:
             act: what rank 0 does.
             renew_at: between epochs, where to go on if the ranks must be sent everything anew.
+            stops_at_once: no step is made any more if training is to stop.
 
         Raises:
             Halt: on all ranks, if the user wants out.
@@ -231,8 +241,9 @@ class Ensemble:
         updater.look_again()
         if not directive:
             return False
-        if directive.renew and renew_at is not None and not (directive.stop or directive.halt):
-            raise _Renew(renew_at)
+        is_over = directive.halt or (directive.stop and stops_at_once)
+        if directive.renew and renew_at is not None and not is_over:
+            raise _Renew(replace(renew_at, stops=directive.stop))
         if directive.options is not None:
             updater.set_options(directive.options)
         if directive.halt:
@@ -250,7 +261,7 @@ class Ensemble:
         return _NOTHING
 
     def show_slots(self) -> None:
-        """Between epochs: callbacks find the optimizer's slots where they look for them."""
+        """Callbacks find the optimizer's slots where they look for them."""
         assert self.worker.updater is not None
         self.worker.gather_slots()
         gathered = self.control.gather(self.worker.updater.slots())
@@ -302,9 +313,11 @@ class Task(ABC):
     """Something that all ranks do together.
 
     Attributes:
+        name: of the call that it is, for messages.
         source: the data that it runs the model on.
     """
 
+    name: ClassVar[str]
     source: Source | SharedStream
 
     @abstractmethod
@@ -336,9 +349,14 @@ class FitTask(Task):
         record: show the conductor a Snapshot after every step.
         counts_skipped: tell how many steps of an epoch were left out.
         loss_parts: of the loss, where it has some.
+        shows_slots: callbacks that act after steps look at the optimizer's slots, too.
         turns: the losses of several functions that take turns with every batch.
+        stops_before_steps: a callback that wants training to stop before a step stops that step,
+            too; else training stops after it.
     """
 
+    name: ClassVar[str] = "fit"
+    stops_before_steps: ClassVar[bool] = True
     source: Source | SharedStream
     validation: Source | SharedStream | None
     epochs: int
@@ -357,6 +375,7 @@ class FitTask(Task):
     start: Resume = Resume()
     record: bool = False
     counts_skipped: bool = False
+    shows_slots: bool = False
     loss_parts: LossParts = ONE_LOSS
     turns: LossParts = ONE_LOSS
 
@@ -405,16 +424,17 @@ class FitTask(Task):
     ) -> bool:
         """Train an epoch; returns whether to stop after it."""
         worker, conductor = ensemble.worker, ensemble.conductor
-        if self.start != Resume(epoch, True):
-            begin = partial(conductor.begin_epoch, epoch)
-            if ensemble.consult(begin, Resume(epoch, True) if self.watches_beginnings else None):
-                return True
+        stops = self._begin_epoch(ensemble, epoch)
+        if stops and self.stops_before_steps:
+            return True
         self.metrics.reset()
         observe = self.metrics.update if self.metrics else None
         results: list[StepResult] = []
         for index, (batch, indices) in enumerate(self._batches(ensemble, source, epoch)):
-            if self.before_steps and ensemble.consult(partial(conductor.begin_step, index)):
-                break
+            if self.before_steps:
+                stops = ensemble.consult(partial(conductor.begin_step, index))
+                if stops and self.stops_before_steps:
+                    break
             step = self.first_step + progress.num_steps
             with tracer.step(step):
                 result = self._train_step(ensemble, batch, indices, step, observe)
@@ -430,11 +450,15 @@ class FitTask(Task):
             if self.after_steps:
                 if worker.held_names() is not None:  # callbacks may look at the whole model
                     ensemble.collect_buffers()
+                if self.shows_slots:
+                    ensemble.show_slots()
                 if ensemble.consult(end_step):
                     break
             else:
                 end_step()
                 ensemble.check_halt()
+                if stops:
+                    break
         progress.num_epochs = epoch + 1
         losses = self._losses(ensemble, results)
         logs = self._logs(ensemble, epoch, losses)
@@ -445,6 +469,16 @@ class FitTask(Task):
             ensemble.show_slots()
         end = partial(conductor.end_epoch, epoch, logs)
         return ensemble.consult(end, Resume(epoch + 1) if self.watched else None)
+
+    def _begin_epoch(self, ensemble: Ensemble, epoch: int) -> bool:
+        """Let callbacks begin an epoch, unless they have; returns whether to stop."""
+        if self.start.is_begun and self.start.epoch == epoch:
+            return self.start.stops
+        return ensemble.consult(
+            partial(ensemble.conductor.begin_epoch, epoch),
+            Resume(epoch, True) if self.watches_beginnings else None,
+            stops_at_once=self.stops_before_steps,
+        )
 
     def _batches(
         self, ensemble: Ensemble, source: Source | SharedStream, epoch: int
@@ -536,6 +570,7 @@ class FitTask(Task):
 class EvaluateTask(Task):
     """Loss and metrics over a source, every sample once."""
 
+    name: ClassVar[str] = "evaluate"
     source: Source | SharedStream
     batch_size: int
     metrics: Metrics
@@ -548,24 +583,58 @@ class EvaluateTask(Task):
         )
 
 
+# Outputs, with the number of their first sample.
+Part = tuple[int, Tree]
+
+
 @dataclass(kw_only=True)
 class PredictTask(Task):
-    """Outputs for a source, every sample once."""
+    """Outputs for a source, every sample once.
 
+    Attributes:
+        source: the data.
+        batch_size: of the global batch, where the data does not come in batches.
+        steps: the most batches; None for all.
+    """
+
+    name: ClassVar[str] = "predict"
     source: Source | SharedStream
     batch_size: int
+    steps: int | None = None
 
     def run(self, worker: Worker, control: Control, conductor: Conductor) -> list[Tree]:
         """Predict; rank 0 returns the outputs of all shares in the order of their samples."""
-        parts, start = [], 0
-        reads = _reads_in_order(worker, self.source, self.batch_size)
+        parts: list[Part] = []
+        start = 0
+        reads = islice(_reads_in_order(worker, self.source, self.batch_size), self.steps)
         with modes_of(worker.model, training=False), reading_ahead(self.source, reads) as ahead:
-            for source, indices in all_batches(ahead, worker, control, self.batch_size):
-                for position, output in worker.predict_step(source, indices):
-                    parts.append((start + position, map_tensors(torch.Tensor.cpu, output)))
+            batches = all_batches(ahead, worker, control, self.batch_size)
+            for index, (source, indices) in enumerate(islice(batches, self.steps)):
+                self._begin_batch(index, conductor)
+                own = [
+                    (start + position, map_tensors(torch.Tensor.cpu, output))
+                    for position, output in worker.predict_step(source, indices)
+                ]
+                parts += own
                 start += len(indices)
-        gathered = [part for parts in control.gather(parts) for part in parts]
-        return [output for _, output in sorted(gathered, key=lambda part: part[0])]
+                if self._end_batch(index, own, control, conductor):
+                    break
+        return in_order(control.gather(parts))
+
+    def _begin_batch(self, index: int, conductor: Conductor) -> None:
+        """Before a batch."""
+
+    def _end_batch(
+        self, index: int, own: list[Part], control: Control, conductor: Conductor
+    ) -> bool:
+        """After a batch, with this rank's outputs; returns, on all ranks, whether to stop."""
+        return False
+
+
+def in_order(ranks: Sequence[Sequence[Part]]) -> list[Tree]:
+    """The outputs of all ranks, in the order of their samples."""
+    gathered = [part for parts in ranks for part in parts]
+    return [output for _, output in sorted(gathered, key=lambda part: part[0])]
 
 
 def _evaluate(

@@ -6,19 +6,15 @@ runs tasks on the Plan's ranks through a ``Session``.
 
 import copy
 import os
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import replace
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, TypeVar
 
 from rich.console import Console
 from torch import nn, optim
 
-from lockstep.capture.layers import capture_layers
 from lockstep.checkpoint.weights import load_weights, save_weights
-from lockstep.cluster.devices import discover
-from lockstep.cluster.place import Reach
 from lockstep.data.sources import Source, as_input_source
 from lockstep.data.trees import Tree, concatenate, map_tensors, tensors_of
 from lockstep.errors import (
@@ -29,37 +25,27 @@ from lockstep.errors import (
 )
 from lockstep.parallel.blank import (
     allocate,
-    blank_names,
     build_on_meta,
-    forget_blanks,
-    initialize,
 )
 from lockstep.parallel.gradient_rules import OnNonFinite
-from lockstep.parallel.groups import parameter_groups
 from lockstep.parallel.loss_options import adapt_loss
 from lockstep.parallel.losses import ONE_LOSS, LossAdapter
-from lockstep.parallel.settings import TorchSettings
-from lockstep.plan.makers import Maker, SingleDevice
-from lockstep.plan.spec import Plan
-from lockstep.train.assignment import Assignment
 from lockstep.train.averages import EMA
 from lockstep.train.batch_size import BatchSizeSearch, Training, choose_batch_size, search_of
 from lockstep.train.callbacks import Callback, Logs, acting, stopping, told_of_errors, traced_steps
 from lockstep.train.checks import (
     check_arguments,
     check_counts,
-    check_device,
     check_names,
     check_targets,
     log_names,
     prepare_model,
 )
+from lockstep.train.company import Company, StrategyLike
 from lockstep.train.conducting import FitConductor, FollowingConductor
 from lockstep.train.copies import OptimizerCopy, WeightCopy
 from lockstep.train.feeding import SharedStream, sample_of
-from lockstep.train.followers import Follower
 from lockstep.train.history import History
-from lockstep.train.hosts import Hosts, find_follower, find_hosts
 from lockstep.train.intake import (
     DEFAULT_BATCH_SIZE,
     Feed,
@@ -73,40 +59,22 @@ from lockstep.train.learning_rates import make_schedule
 from lockstep.train.likeness import data_facts
 from lockstep.train.metrics import Metrics
 from lockstep.train.optimizers import Optimizers, each_optimizer, make_optimizers
-from lockstep.train.planning import Partitions, Planning
 from lockstep.train.progress import ProgressDisplay
 from lockstep.train.rate_rules import RateRule, rule_of
 from lockstep.train.recipe import AnyUpdater, Recipe
-from lockstep.train.renewal import Form
+from lockstep.train.runner import Runner
 from lockstep.train.scope import current_strategy
-from lockstep.train.session import Session
 from lockstep.train.tasks import (
     Conductor,
     EvaluateTask,
-    FitResult,
     FitTask,
     PredictTask,
-    Resume,
-    Task,
 )
-from lockstep.train.updaters import check_divisible
-
-DEFAULT_TIMEOUT_SECONDS = 600.0
 
 _T = TypeVar("_T")
 
 
-class StrategyLike(Protocol):
-    """What the Trainer asks of a strategy."""
-
-    timeout_seconds: float
-    reach: Reach
-
-    def maker(self, precision: str) -> Maker:
-        """A maker of Plans of this precision."""
-
-
-class Trainer:
+class Trainer(Runner):
     """Trains a PyTorch model under a strategy, with the weights one device would have given.
 
     Args:
@@ -183,7 +151,7 @@ class Trainer:
         train_step: Any = None,
     ) -> None:
         check_arguments(model, loss, loss_weights, strategy, precision, seed, callbacks)
-        self._recipe = Recipe(
+        recipe = Recipe(
             precision=precision,
             clip_norm=clip_norm,
             clip_value=clip_value,
@@ -194,66 +162,28 @@ class Trainer:
             schedule=schedule,
             train_step=train_step,
         )
-        self.model, shape_of_it = _made(model, precision)
-        self.strategy = strategy if strategy is not None else current_strategy()
-        self.precision = precision
-        self.seed = seed
+        made, meta_model = _made(model, precision)
+        strategy = strategy if strategy is not None else current_strategy()
+        super().__init__(
+            made,
+            meta_model=meta_model,
+            company=Company(strategy),
+            strategy=strategy,
+            recipe=recipe,
+            precision=precision,
+            seed=seed,
+        )
         self.callbacks = list(callbacks)
         self.stop_training = False
         self.metrics = Metrics(metrics)
-        self.optimizer: Any = make_optimizers(optimizer, self.model, train_step)
+        self.optimizer = make_optimizers(optimizer, self.model, train_step)
         self.schedule = None if schedule is None else make_schedule(schedule, self._one_optimizer)
         self._loss = None if loss is None else adapt_loss(loss, loss_weights)
         check_names(self._loss, self.schedule, self.metrics)
-        self.batch_size: int | None = None
-        self._epochs_trained = 0
-        self._steps_trained = 0
-        self._plan: Plan | None = None
-        self._planning = Planning(shape_of_it)
-        self._is_running = False
-        self._hosts: Hosts | None = None  # of the call that is under way
-        self._follower: Follower | None = None  # this process, if another leads its host
-        self._begin_session()
-
-    def _begin_session(self) -> None:
-        self._session = Session(self.timeout_seconds)
-        self._finalizer = weakref.finalize(self, self._session.release)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a Trainer of another process needs: callbacks stay here, with the helpers."""
-        own = ("_session", "_finalizer")
-        state = {name: value for name, value in vars(self).items() if name not in own}
-        return {**state, "callbacks": [], "schedule": None, "_is_running": False, "_hosts": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._begin_session()
-
-    @property
-    def timeout_seconds(self) -> float:
-        """Longest wait for a helper: the strategy's."""
-        return DEFAULT_TIMEOUT_SECONDS if self.strategy is None else self.strategy.timeout_seconds
-
-    @property
-    def plan(self) -> Plan:
-        """The Plan of the last call, or the one a ``fit`` with the default batch would have.
-
-        Raises:
-            OptionError: before the first call, where the Plan depends on what layers cost.
-        """
-        if self._plan is not None:
-            return self._plan
-        maker, cluster = self._maker(), discover()
-        if maker.sample_size(cluster, DEFAULT_BATCH_SIZE) is not None:
-            raise OptionError(
-                problem(
-                    "Where to cut the model depends on what its layers cost, on your data.",
-                    received="`plan` before fit, evaluate or predict",
-                    fix="Call one of them first, or strategy.plan(model, batch_size=..., "
-                    "sample=inputs).",
-                )
-            )
-        return maker(capture_layers(self.model), cluster, DEFAULT_BATCH_SIZE)
+        """Callbacks stay here, with the helpers."""
+        return {**super().__getstate__(), "callbacks": [], "schedule": None}
 
     def log_names(self) -> list[str]:
         """Names of the values that an epoch may have in the history, with validation or without."""
@@ -319,10 +249,10 @@ class Trainer:
             KeyboardInterrupt: after Ctrl-C and the step that was under way, with weights and
                 optimizer as that step left them; at once after a second Ctrl-C.
         """
-        with self._together("fit"):
-            if self._follower is not None:
-                return self._follow()  # type: ignore[no-any-return]  # what the leader's fit returns
-            history = self._fit(
+        rule = rule_of(learning_rate_rule, reference_batch_size)
+        return self._call(
+            "fit",
+            lambda: self._fit(
                 data,
                 epochs,
                 batch_size,
@@ -330,10 +260,10 @@ class Trainer:
                 validation_data,
                 shuffle,
                 verbose,
-                rule_of(learning_rate_rule, reference_batch_size),
+                rule,
                 on_snapshot,
-            )
-            return self._concluded(history)
+            ),
+        )
 
     def _fit(
         self,
@@ -364,10 +294,10 @@ class Trainer:
             steps_per_epoch=steps_per_epoch,
             seed=self.seed,
             first_epoch=self._epochs_trained,
-            is_read_here=self._leads,
+            is_read_here=self._is_chief,
         )
-        feed = self._agreed_on(take_in(data, wish))
-        verbose = verbose if self._leads else 0
+        feed = self._company.agreed_feed(take_in(data, wish))
+        verbose = verbose if self._is_chief else 0
         with closing_on_error(feed):
             validation = _take_in_validation(validation_data, wish, feed)
         with closing_on_error(feed, validation):
@@ -394,19 +324,16 @@ class Trainer:
         Returns:
             ``{"loss": ..., <metric>: ...}``.
         """
-        with self._together("evaluate"):
-            if self._follower is not None:
-                return self._follow()  # type: ignore[no-any-return]
-            return self._concluded(self._evaluate(data, batch_size))
+        return self._call("evaluate", lambda: self._evaluate(data, batch_size))
 
     def _evaluate(self, data: Any, batch_size: int | None) -> Logs:
         (batch_size,) = check_counts({"batch_size": batch_size})
         loss = self._need_loss("evaluate")
-        wish = Wish(name="data", batch_size=batch_size, seed=self.seed, is_read_here=self._leads)
-        feed = self._agreed_on(take_in(data, wish))
+        wish = Wish(name="data", batch_size=batch_size, seed=self.seed, is_read_here=self._is_chief)
+        feed = self._company.agreed_feed(take_in(data, wish))
         check_targets(sample_of(feed.source), loss, self.metrics)
         # Within a fit, the user's metrics are busy with the training data.
-        metrics = copy.deepcopy(self.metrics) if self._is_running else self.metrics
+        metrics = copy.deepcopy(self.metrics) if self._company.is_aside else self.metrics
         task = EvaluateTask(
             source=feed.source,
             batch_size=feed.batch_size,
@@ -417,7 +344,8 @@ class Trainer:
             callback.set_trainer(self)
             callback.on_test_begin()
         with closing(feed):
-            logs: Logs = self._told(self._run(task, loss, None, Conductor(), feed.batch_size))
+            logs: Logs = self._run(task, loss, None, Conductor(), feed.batch_size)
+        logs = self._company.from_chief(logs)
         for callback in self._own_callbacks:
             callback.on_test_end(logs)
         return logs
@@ -434,10 +362,7 @@ class Trainer:
         Returns:
             What the model returns, with all samples along the first dim of every tensor.
         """
-        with self._together("predict"):
-            if self._follower is not None:
-                return self._follow()
-            return self._concluded(self._predict_all(inputs, batch_size))
+        return self._call("predict", lambda: self._predict_all(inputs, batch_size))
 
     def _predict_all(self, inputs: Any, batch_size: int | None) -> Tree:
         (batch_size,) = check_counts({"batch_size": batch_size})
@@ -446,9 +371,9 @@ class Trainer:
             batch_size=batch_size,
             seed=self.seed,
             with_targets=False,
-            is_read_here=self._leads,
+            is_read_here=self._is_chief,
         )
-        feed = self._agreed_on(take_in(inputs, wish))
+        feed = self._company.agreed_feed(take_in(inputs, wish))
         for callback in self._own_callbacks:
             callback.set_trainer(self)
             callback.on_predict_begin()
@@ -464,8 +389,8 @@ class Trainer:
         On several hosts all call it, and host 0 writes.
         """
         self._initialize()
-        with self._together("save") as hosts:
-            if self._leads:
+        with self._company.together("save") as hosts:
+            if self._is_chief:
                 save_weights(self.model, path)
             if hosts is not None:
                 hosts.wait()  # so that what comes after finds the file, where all hosts see it
@@ -481,8 +406,8 @@ class Trainer:
         """
         self._check_not_averaged("load")
         self._initialize()
-        with self._together("load") as hosts:
-            if self._leads or self._follower is not None:
+        with self._company.together("load") as hosts:
+            if self._is_chief or self._company.follower is not None:
                 load_weights(self.model, path)
             if hosts is not None:
                 hosts.share_values(self.model, None)
@@ -535,89 +460,23 @@ class Trainer:
 
         All call it. It may be made of numbers, texts, tensors, tuples, lists, dicts, dataclasses.
         """
-        with self._together("same_everywhere"):
-            if self._follower is not None:
-                return self._follow()  # type: ignore[no-any-return]
-            told: _T = self._told(result)
-            return self._concluded(told)
+        return self._call("same_everywhere", lambda: self._company.from_chief(result))
 
-    def close(self) -> None:
-        """End the helper processes now instead of with the trainer."""
-        self._session.close()
-
-    # --- several hosts ---------------------------------------------------------------------------
-
-    @contextmanager
-    def _together(self, call: str) -> Iterator[Hosts | None]:
-        """Within the block all hosts do the same; a call within a callback is host 0's alone."""
-        if self._is_running or self._hosts is not None:
-            yield None
-            return
-        reach = "one process" if self.strategy is None else self.strategy.reach
-        self._follower = self._follower or find_follower(self.timeout_seconds, reach)
-        if self._follower is not None:
-            yield None
-            return
-        self._hosts = find_hosts(self.timeout_seconds, reach)
-        try:
-            with nullcontext() if self._hosts is None else self._hosts.failing_together():
-                if self._hosts is not None:
-                    self._hosts.check_equal({"the call": call})
-                yield self._hosts
-        finally:
-            self._hosts = None
-
-    @property
-    def _leads(self) -> bool:
-        """Whether rank 0 is here: callbacks, progress, files, streams."""
-        return self._follower is None and (self._hosts is None or self._hosts.host == 0)
-
-    def _follow(self) -> Any:
-        """Serve the process that leads this host; returns what its call returns."""
-        assert self._follower is not None
-        return self._follower.serve(self.model)
-
-    def _concluded(self, result: _T) -> _T:
-        """A call's result; who has followed this process may go on with it."""
-        if self._hosts is not None and self._hosts.has_followers:
-            self._session.dismiss(result, self.model)
-        return result
+    # --- parts -----------------------------------------------------------------------------------
 
     @property
     def _own_callbacks(self) -> list[Callback]:
         """Callbacks run where rank 0 is."""
-        return self.callbacks if self._leads else []
-
-    def _told(self, result: Any) -> Any:
-        """Host 0's result, on every host."""
-        if self._hosts is None or self._is_running:
-            return result
-        return self._hosts.told(result)
-
-    def _settled_plan(self, plan: Plan) -> Plan:
-        """The Plan that all hosts follow: host 0's."""
-        if self._hosts is None:
-            return plan
-        self._hosts.check_equal({"the strategy": self._maker()})
-        return Plan.from_json(self._hosts.told(plan.to_json()))
-
-    def _agreed_on(self, feed: Feed) -> Feed:
-        """Data that all hosts have alike, or that host 0 alone reads."""
-        if self._hosts is None or self._is_running:
-            return feed
-        self._hosts.check_equal(data_facts(feed.source, "data"))
-        if isinstance(feed.source, SharedStream):
-            batch_size, num_steps = self._hosts.told((feed.batch_size, feed.num_steps))
-            return replace(feed, batch_size=batch_size, num_steps=num_steps)
-        return feed
+        return self.callbacks if self._is_chief else []
 
     def _check_alone(self, search: BatchSizeSearch | None) -> None:
         """Refuse what one host alone can do."""
-        if self._hosts is not None and search is not None:
+        hosts = self._company.hosts
+        if hosts is not None and search is not None:
             raise OptionError(
                 problem(
                     "A batch size is searched on one host.",
-                    received=f"batch_size={search!r} with {self._hosts.circle.num_hosts} hosts",
+                    received=f"batch_size={search!r} with {hosts.circle.num_hosts} hosts",
                     fix="Start the script once for that; then pass the number on all hosts.",
                 )
             )
@@ -634,8 +493,6 @@ class Trainer:
                     fix="Call it after the block.",
                 )
             )
-
-    # --- parts -----------------------------------------------------------------------------------
 
     def _settle_batch_size(self, batch_size: int, rule: RateRule | None, console: Console) -> None:
         self._maker().check_batch_size(batch_size)
@@ -690,11 +547,11 @@ class Trainer:
             loss_parts=ONE_LOSS if loss is None else loss.parts,
             turns=self._recipe.turns,
         )
-        if self._hosts is None:
+        if self._company.hosts is None:
             return task
         schedule = None if self.schedule is None else self.schedule.every
         facts = {"the schedule": schedule, "the Trainer's options": self._recipe}
-        return self._hosts.agree_on_task(
+        return self._company.hosts.agree_on_task(
             task, facts | data_facts(task.validation, "validation_data")
         )
 
@@ -709,7 +566,7 @@ class Trainer:
         self.stop_training = False
         with told_of_errors(self._own_callbacks), held_interrupts() as interrupt:
             conductor = FollowingConductor(interrupt)
-            if self._leads:
+            if self._is_chief:
                 conductor = FitConductor(
                     self,
                     self.callbacks,
@@ -723,112 +580,21 @@ class Trainer:
                 self._train(task, loss, conductor, task.batch_size)
             finally:
                 conductor.close()
-            if self._hosts is not None:
-                # Schedules have moved on host 0 alone, and some optimizers have stepped there. Also
-                # where Ctrl-C now ends the call on one host, all have got all.
-                self._hosts.share_values(self.model, conductor.updater)
-        history: History = self._told(conductor.history)
-        if self._hosts is not None and not self._is_running:
-            self._hosts.share_values(self.model, None)  # of layers that other hosts alone have
+            # Schedules have moved on host 0 alone, and some optimizers have stepped there. Also
+            # where Ctrl-C now ends the call on one host, all have got all.
+            self._company.share_values(self.model, conductor.updater)
+        history: History = self._company.from_chief(conductor.history)
+        self._company.share_values(self.model)  # of layers that other hosts alone have
         conductor.end_train()
-        if self._hosts is not None:
-            self._hosts.wait()  # a call ends well only where it does so on all hosts
-            if task.watched:
-                self._hosts.share_values(self.model, None)  # ``on_train_end`` may have set them
+        self._end_together(task)
         return history
 
-    def _train(
-        self,
-        task: FitTask,
-        loss: LossAdapter | None,
-        conductor: Conductor,
-        batch_size: int,
-    ) -> None:
-        """Run the task, and go on with another where a callback has changed what was sent."""
-        resume: Resume | None = task.start
-        first_epoch, first_step = self._epochs_trained, self._steps_trained
-        while resume is not None and resume.epoch < task.epochs:
-            task = replace(task, start=resume, first_step=first_step)
-            conductor.updater = self._make_updater()
-            is_told = self._hosts is not None and task.watched
-            before = Form(self.model, each_optimizer(self.optimizer)) if is_told else None
-            result: FitResult = self._run(task, loss, conductor.updater, conductor, batch_size)
-            if result.resume is None:  # else the optimizer has them, with the callback's changes
-                conductor.take_slots(self._told(result.slots))
-            elif self._hosts is not None and before is not None:
-                self._hosts.share_changes(self.model, each_optimizer(self.optimizer), before)
-            first_step += result.num_steps
-            self._steps_trained = first_step
-            self._epochs_trained = first_epoch + max(result.num_epochs, resume.epoch)
-            resume = result.resume
-
-    def _run(
-        self,
-        task: Task,
-        loss: LossAdapter | None,
-        updater: AnyUpdater | None,
-        conductor: Conductor,
-        batch_size: int,
-    ) -> Any:
-        session = self._session
-        if self._is_running:
-            session, (plan, partitions) = _nested(task), self._make_plan_for_one(batch_size)
-        else:
-            plan, partitions = self._planning.plan(
-                self._maker(),
-                self.precision,
-                sample_of(task.source),
-                batch_size,
-                None if self._hosts is None else self._hosts.cluster,
-                self._settled_plan,
-            )
-            plan = self._plan = self._recipe.plan(plan)
-        if updater is not None:
-            check_divisible(self.model, self.optimizer, plan, is_known=updater.is_known)
-        if plan.pipeline is None or plan.num_hosts > 1:
-            self._initialize()
-        assignment = Assignment(
-            plan=plan,
-            model=self.model,
-            loss=loss,
-            updater=updater,
-            task=task,
-            seed=self.seed,
-            device=check_device(self.model, plan),
-            settings=TorchSettings.current(),
-            partitions=partitions,
-            groups=parameter_groups(plan, self.model, list(partitions.values())),
-            blank=blank_names(self.model),
-            rules=self._recipe.rules,
-            functions=()
-            if updater is None
-            else self._recipe.functions(self.optimizer, self.model, plan),
-        )
-        outermost, self._is_running = not self._is_running, True
-        try:
-            return session.run(assignment, conductor, self._hosts if outermost else None)
-        finally:
-            self._is_running = not outermost
-
-    def _initialize(self) -> None:
-        """Give the parameters of a model made by a function their first values, if they have none.
-
-        Where a Plan with stages comes first, its ranks do this, each for its own.
-        """
-        blank = blank_names(self.model)
-        if blank:
-            initialize(self.model, blank, self.seed)
-            forget_blanks(self.model)
-
-    def _maker(self) -> Maker:
-        maker: Maker = SingleDevice(precision=self.precision)
-        if self.strategy is not None:
-            maker = self.strategy.maker(self.precision)
-        return self._recipe.maker(maker)
-
-    def _make_plan_for_one(self, batch_size: int) -> tuple[Plan, Partitions]:
-        maker = SingleDevice(precision=self.precision)
-        return maker(capture_layers(self.model), discover(), batch_size), {}
+    def _end_together(self, task: FitTask) -> None:
+        """A call ends well only where it does so on all hosts."""
+        if self._company.hosts is not None:
+            self._company.hosts.wait()
+            if task.watched:  # ``on_train_end`` may have set weights
+                self._company.share_values(self.model)
 
     @property
     def _one_optimizer(self) -> optim.Optimizer | None:
@@ -902,7 +668,7 @@ class Trainer:
     def _predict(self, feed: Feed) -> Tree:
         task = PredictTask(source=feed.source, batch_size=feed.batch_size)
         parts = self._run(task, None, None, Conductor(), feed.batch_size)
-        return self._told(concatenate(parts) if self._leads else None)
+        return self._company.from_chief(concatenate(parts) if self._is_chief else None)
 
     def _predict_none(self, feed: Feed) -> Tree:
         """No samples: outputs of the right kind and shape, found with one made-up sample."""
@@ -921,28 +687,11 @@ def _made(
     if isinstance(model, nn.Module):
         prepare_model(model, precision)
         return model, model
-    made, shape_of_it = build_on_meta(model), build_on_meta(model)
-    for one in (made, shape_of_it):
+    made, meta_model = build_on_meta(model), build_on_meta(model)
+    for one in (made, meta_model):
         prepare_model(one, precision)
     allocate(made)
-    return made, shape_of_it.to("meta")
-
-
-def _nested(task: Task) -> Session:
-    """How a callback's own ``evaluate`` or ``predict`` runs: on rank 0, while the others wait.
-
-    Raises:
-        OptionError: a ``fit`` within a ``fit``.
-    """
-    if isinstance(task, FitTask):
-        raise OptionError(
-            problem(
-                "A callback cannot train the model that is being trained.",
-                received="fit within fit",
-                fix="Call evaluate or predict, or train another model with another Trainer.",
-            )
-        )
-    return Session(DEFAULT_TIMEOUT_SECONDS)
+    return made, meta_model.to("meta")
 
 
 def _take_in_validation(data: Any, wish: Wish, feed: Feed) -> Feed | None:

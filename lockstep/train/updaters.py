@@ -454,9 +454,11 @@ def check_divisible(model: nn.Module, optimizer: object, plan: Plan, *, is_known
         raise OptionError(
             problem(
                 "The stages of a pipeline each step their own parameters, which is known to be "
-                "right for torch's own optimizers only.",
+                "right only for optimizers of PyTorch or Keras that look at one parameter at a "
+                "time.",
                 received=type(optimizer).__name__,
-                fix="Use one of torch.optim, or a data parallel strategy.",
+                fix="Use one of torch.optim, or of keras.optimizers without global_clipnorm, or a "
+                "data parallel strategy.",
             )
         )
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 MARK = "LOCKSTEP_TEST_MARK"
-TIMEOUT_SECONDS = 60.0
+TIMEOUT_SECONDS = 180.0
 
 # A job of some steps, as short as may be. It has no ``if __name__`` guard.
 JOB = """

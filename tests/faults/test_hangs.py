@@ -13,8 +13,8 @@ from lockstep.errors import WorkerError
 from tests.faults.jobs import fit, helpers_of, make_data, make_trainer, sleep_forever
 from tests.faults.processes import is_alive
 
-SECONDS = 1.0
-LIMIT = SECONDS + 4.0
+SECONDS = 3.0  # more than a step takes on a busy machine
+LIMIT = 60.0  # the helpers' start included
 
 
 def test_a_rank_that_sleeps_in_forward() -> None:
@@ -22,7 +22,7 @@ def test_a_rank_that_sleeps_in_forward() -> None:
     began = time.monotonic()
     with pytest.raises(WorkerError) as caught:
         fit(trainer)
-    assert time.monotonic() - began < LIMIT + 3  # the helpers' start included
+    assert time.monotonic() - began < LIMIT
     message = str(caught.value)
     assert f"Rank 0 has waited {SECONDS:.0f} s" in message
     for rank in range(3):

@@ -45,7 +45,7 @@ class _Killer(lockstep.Callback):
 @pytest.mark.parametrize("devices", [2, 4])
 def test_a_helper_is_killed_at_any_moment(devices: int) -> None:
     seconds = [kill_a_helper(devices, seed) for seed in range(NUM_KILLS)]
-    assert max(seconds) < 5
+    assert max(seconds) < 15  # on a busy machine; else a moment
 
 
 def kill_a_helper(devices: int, seed: int) -> float:
@@ -142,7 +142,7 @@ def test_an_idle_helper_is_killed_or_stopped(number: signal.Signals) -> None:
     fit(trainer)
     after = helpers_of(trainer)
     assert not set(before) & set(after)
-    wait_until(lambda: not any(is_alive(pid) for pid in before), 5)
+    wait_until(lambda: not any(is_alive(pid) for pid in before), 15)
     expected = make_trainer(3)
     fit(expected)
     fit(expected)

@@ -178,7 +178,7 @@ def test_a_job_that_is_cancelled_leaves_no_secret(tmp_path: Path) -> None:
         process.send_signal(signal.SIGTERM)  # after Slurm has ended the tasks, it ends the script
         process.communicate(timeout=TIMEOUT_SECONDS)
         assert process.returncode != 0
-        wait_until(lambda: not secrets_left(tmp_path), 5)
+        wait_until(lambda: not secrets_left(tmp_path), 15)
     finally:
         process.kill()
 

@@ -142,7 +142,7 @@ time.sleep(120)
     assert done.stderr == (
         f"{prefix}failing\nlockstep: {name} failed with exit status 5, the others are ended.\n"
     )
-    wait_until(lambda: not marked("first-failure"), 5)
+    wait_until(lambda: not marked("first-failure"), 15)
 
 
 def test_a_script_that_dies_of_a_signal_fails(tmp_path: Path, ssh: list[str]) -> None:

@@ -111,11 +111,12 @@ def test_a_helper_that_dies_while_data_is_waited_for_is_noticed() -> None:
 
 
 def test_data_may_take_longer_than_a_helper_is_waited_for() -> None:
-    trainer = make_trainer(2, timeout_seconds=0.5)
+    timeout_seconds = 3.0  # more than a busy machine takes for a step
+    trainer = make_trainer(2, timeout_seconds=timeout_seconds)
 
     def slowly() -> Iterator[Any]:
         yield BATCHES[0]
-        time.sleep(1.5)
+        time.sleep(timeout_seconds + 1.0)
         yield BATCHES[1]
 
     trainer.fit(lambda: iter(BATCHES), verbose=0)  # helpers have started

@@ -21,7 +21,7 @@ from lockstep.launch.team import Team
 from lockstep.parallel.control import FollowerControl, LeaderControl, open_region
 from lockstep.plan.layout import elementwise_slices
 
-TIMEOUT_SECONDS = 60.0
+TIMEOUT_SECONDS = 180.0
 PRELOAD = ("lockstep.train.session",)
 
 Part = Callable[..., Any]

@@ -18,7 +18,7 @@ from tests.netns import Hosts
 MakeHosts = Callable[[int], Hosts]
 
 COMMAND = [sys.executable, "-m", "lockstep", "doctor"]
-TIMEOUT_SECONDS = 60.0
+TIMEOUT_SECONDS = 180.0
 PORT = 29400  # of hosts that are ours alone
 WIDE = {"COLUMNS": "250"}  # no line is broken
 
@@ -119,7 +119,7 @@ def test_two_hosts_with_a_slow_link(make_hosts: MakeHosts, tmp_path: Path) -> No
     speeds = re.search(r"^0 and 1 +([\d.]+) Mbit/s +([\d.]+) Mbit/s +[\d.]+ ms", out, re.MULTILINE)
     assert speeds is not None, out
     for speed in speeds.groups():
-        assert float(speed) == pytest.approx(200, rel=0.3)
+        assert 60 < float(speed) < 260, "a busy machine may be slower than the link"
     assert "version of numpy" in out
     assert "1.26.3 on host 1" in out
     assert "The slowest link is that between host 0 and host 1" in out

@@ -95,7 +95,7 @@ def test_idle_helpers_are_asked_before_they_are_used(team: Team) -> None:
     os.kill(team.pids()[0], signal.SIGSTOP)
     began = time.monotonic()
     assert (team.is_alive, team.answers()) == (True, False)
-    assert time.monotonic() - began < 4
+    assert time.monotonic() - began < 10
     team.close()
     assert (team.is_alive, team.answers()) == (False, False)
 
@@ -109,7 +109,7 @@ def test_kept_teams_serve_the_next() -> None:
         assert second.pids() == pids
         give_back(second, 1)
         os.kill(pids[0], signal.SIGKILL)
-        wait_until(lambda: not is_alive(pids[0]), 5)
+        wait_until(lambda: not is_alive(pids[0]), 15)
         third = take_team(1, 1)
         assert third.pids() != pids
         give_back(third, 1)
@@ -169,7 +169,7 @@ def test_a_template_that_is_stopped_is_replaced(monkeypatch: pytest.MonkeyPatch)
     template._process.send_signal(signal.SIGSTOP)
     team.close()
     assert not template.is_alive
-    wait_until(lambda: not is_alive(pids[0]), 5)
+    wait_until(lambda: not is_alive(pids[0]), 15)
 
 
 def test_a_template_is_made_anew_when_what_libraries_read_has_changed(
@@ -245,6 +245,6 @@ def test_without_forks(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(WorkerError, match=r"Rank 2 .*killed by SIGKILL"):
         team.finish(60)
     team.close()
-    wait_until(lambda: not any(is_alive(pid) for pid in pids), 5)
+    wait_until(lambda: not any(is_alive(pid) for pid in pids), 15)
     del team
     assert num_descriptors() <= before

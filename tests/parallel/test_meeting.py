@@ -194,10 +194,10 @@ def test_a_follower_that_was_there_may_come_again(place: Place) -> None:
 
 def test_who_is_late_is_named(place: Place) -> None:
     with threads() as call:
-        leading = call(lead, place, 4, 1.0)
+        leading = call(lead, place, 4, 3.0)
         present = call(follow, place, 3).result(5)
         expected = (
-            r"started by srun, 3 did not come .* within 1 s: process 1, 2, 4\. Received: 1 of"
+            r"started by srun, 3 did not come .* within 3 s: process 1, 2, 4\. Received: 1 of"
         )
         with pytest.raises(WorkerError, match=expected):
             leading.result()

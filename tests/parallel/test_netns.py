@@ -113,7 +113,7 @@ def test_nothing_is_left_after_a_failure() -> None:
     pids: list[int] = []
     with pytest.raises(ZeroDivisionError):
         _fail_on_a_host(pids)
-    wait_until(lambda: not any(map(is_alive, pids)), 5)
+    wait_until(lambda: not any(map(is_alive, pids)), 15)
     assert f"lockstep-test-{os.getpid()}-" not in _namespaces()
 
 
@@ -133,7 +133,7 @@ with connected_hosts(1) as hosts:
     assert is_alive(int(sleeper))
     make_hosts(1)
     assert f"lockstep-test-{maker}-" not in _namespaces()
-    wait_until(lambda: not is_alive(int(sleeper)), 5)
+    wait_until(lambda: not is_alive(int(sleeper)), 15)
 
 
 def test_a_process_that_takes_too_long_shows_its_stacks(make_hosts: MakeHosts) -> None:

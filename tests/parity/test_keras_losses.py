@@ -9,6 +9,7 @@ import pytest
 from keras import layers, ops
 
 import lockstep
+from lockstep.errors import ModelError
 from tests import keras_zoo as zoo
 
 SAMPLES, BATCH = 50, 12  # the last batch is short
@@ -162,6 +163,99 @@ def penalized() -> Any:
 
 def test_additions_count_once(strategy: lockstep.Strategy) -> None:
     compare(strategy, penalized, lambda: {"metrics": ["accuracy"]})
+
+
+def root(target: Any, output: Any) -> Any:
+    return ops.sqrt(ops.mean(ops.square(target - output)))
+
+
+class Root(keras.losses.Loss):  # type: ignore[misc]  # Keras is untyped
+    def call(self, target: Any, output: Any) -> Any:
+        return root(target, output)
+
+
+def test_a_loss_that_returns_a_sum(strategy: lockstep.Strategy) -> None:
+    compare(
+        strategy,
+        zoo.sequential,
+        lambda: {"loss": lambda y, p: 1e-2 * ops.sum(ops.square(y - p))},
+        y=zoo.vectors(SAMPLES, zoo.NUM_CLASSES),
+    )
+
+
+@pytest.mark.parametrize(
+    "loss", [root, Root(), keras.losses.Dice(), keras.losses.CosineSimilarity(axis=0)]
+)
+def test_a_loss_across_samples_is_for_one_device(loss: Any) -> None:
+    y = np.abs(zoo.vectors(SAMPLES, zoo.NUM_CLASSES))
+    compare(lockstep.SingleDeviceStrategy(), zoo.sequential, lambda: {"loss": loss}, y=y)
+    with STRATEGIES["mirrored"]().scope():
+        model = zoo.compiled(zoo.sequential, loss=loss)
+    with pytest.raises(ModelError, match=r"loss 0 of compile returns.*value for each sample"):
+        model.fit(X, y, batch_size=BATCH, verbose=0)
+
+
+def test_weights_of_a_loss_that_returns_one_number() -> None:
+    options: dict[str, Any] = {"loss": lambda y, p: ops.mean(ops.square(y - p))}
+    y = zoo.vectors(SAMPLES, zoo.NUM_CLASSES)
+    one = lockstep.SingleDeviceStrategy()
+    compare(one, zoo.sequential, lambda: options, y=y, sample_weight=WEIGHTS)
+    with STRATEGIES["mirrored"]().scope():
+        model = zoo.compiled(zoo.sequential, **options)
+    with pytest.raises(ModelError, match="value for each sample"):
+        model.fit(X, y, sample_weight=WEIGHTS, batch_size=BATCH, verbose=0)
+
+
+def test_a_mean_whose_terms_cancel() -> None:
+    """Where little is left of large terms, rounding is a large part of it."""
+    signs = np.where(np.arange(SAMPLES) % 2, -1.0, 1.0)[:, None] * np.ones(zoo.NUM_CLASSES)
+    compare(
+        STRATEGIES["mirrored"](),
+        zoo.sequential,
+        lambda: {"loss": lambda y, p: ops.mean(y * (1e6 + p))},
+        y=signs,
+    )
+
+
+@pytest.mark.parametrize(
+    "metric",
+    [
+        keras.losses.MeanSquaredError(),
+        keras.losses.Huber(reduction="sum"),
+        keras.losses.Dice(),
+        keras.metrics.CosineSimilarity(axis=0),
+        keras.metrics.PearsonCorrelation(axis=0),
+    ],
+    ids=["loss", "sum", "dice", "axis 0", "correlation"],
+)
+def test_metrics_across_samples(strategy: lockstep.Strategy, metric: Any) -> None:
+    y = np.abs(zoo.vectors(SAMPLES, zoo.NUM_CLASSES))
+    compare(strategy, zoo.sequential, lambda: {"loss": "mse", "metrics": [metric]}, y=y)
+
+
+def shrunk() -> Any:
+    """A sum that is 0 where the inputs are."""
+    return keras.Sequential(
+        [
+            layers.Input((8,)),
+            layers.Activation("linear", activity_regularizer=keras.regularizers.L2(1e-2)),
+            layers.Dense(6, use_bias=False, activity_regularizer=keras.regularizers.L1(1e-3)),
+            layers.Dense(zoo.NUM_CLASSES),
+        ]
+    )
+
+
+def test_a_sum_that_is_0_for_the_first_samples(strategy: lockstep.Strategy) -> None:
+    late = X.copy()
+    late[:10] = 0
+    compare(strategy, shrunk, dict, late)
+
+
+def test_what_is_0_for_all_samples_is_told() -> None:
+    with STRATEGIES["mirrored"]().scope():
+        model = zoo.compiled(shrunk)
+    with pytest.warns(UserWarning, match=r"is 0 .* taken for a mean"):
+        model.fit(0 * X, Y, batch_size=BATCH, verbose=0)
 
 
 def masked() -> Any:

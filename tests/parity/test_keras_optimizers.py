@@ -1,6 +1,7 @@
 """Keras's optimizers, divided among devices: the weights and slots that plain Keras comes to."""
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import keras
@@ -40,6 +41,7 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
     ),
     "averages at the end": lambda: keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.8),
     "accumulation": lambda: keras.optimizers.SGD(0.1, momentum=0.9, gradient_accumulation_steps=3),
+    "accumulation of Adam": lambda: keras.optimizers.Adam(0.01, gradient_accumulation_steps=3),
     "loss scale": lambda: keras.optimizers.SGD(0.1, loss_scale_factor=8.0),
     "own class": lambda: HalfSteps(0.1),
 }
@@ -118,6 +120,19 @@ def test_frozen_layers() -> None:
         compare(strategy, frozen, "nesterov")
 
 
+def with_a_frozen_stage() -> Any:
+    """Of which a rank has nothing to update."""
+    model = zoo.sequential()
+    for layer in model.layers[:-1]:
+        layer.trainable = False
+    return model
+
+
+def test_what_an_optimizer_has_once_goes_on_without_weights() -> None:
+    strategy = lockstep.PipelineStrategy(stages=2, microbatches=3)
+    compare(strategy, with_a_frozen_stage, "nadam")
+
+
 def test_excluded_from_decay() -> None:
     def make() -> Any:
         optimizer = keras.optimizers.AdamW(0.01, weight_decay=0.2)
@@ -126,3 +141,19 @@ def test_excluded_from_decay() -> None:
 
     OPTIMIZERS["excluded"] = make
     compare(lockstep.MirroredStrategy(devices=2), zoo.sequential, "excluded")
+
+
+def test_an_optimizer_of_two_models() -> None:
+    """It was built for all layers of the one, of which the other has a part."""
+
+    def make(strategy: lockstep.Strategy | None) -> Any:
+        with nullcontext() if strategy is None else strategy.scope():
+            whole = zoo.compiled(zoo.sequential, optimizer=keras.optimizers.Adam(0.01))
+            part = keras.Sequential([layers.Input((8,)), *whole.layers[:1]])
+            part.compile(whole.optimizer, "mse")
+        targets = zoo.vectors(SAMPLES, part.output_shape[-1])
+        for model, y in ((whole, Y), (part, targets), (whole, Y)):
+            model.fit(X, y, batch_size=BATCH, shuffle=False, verbose=0)
+        return whole
+
+    assert zoo.distance(make(None), make(lockstep.MirroredStrategy(devices=2))) < 1e-12

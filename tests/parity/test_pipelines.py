@@ -4,7 +4,12 @@ Microbatches do not divide the batches, the last batch is short, and in some cas
 samples than there are microbatches. Stages have replicas, in equal numbers or not.
 """
 
+from collections.abc import Iterator
+
 import pytest
+import torch
+import torchmetrics
+from torch import Tensor, nn
 
 import lockstep
 from lockstep.errors import LockstepError
@@ -54,3 +59,115 @@ def test_batch_norm_agrees_in_one_microbatch() -> None:
     strategy = lockstep.PipelineStrategy(stages=3, microbatches=1)
     report = lockstep.verify(make_job(case("cnn_batch_norm")), strategy, steps=5)
     assert report.passed, str(report)
+
+
+class EarlyOutput(nn.Module):
+    """Returns what its first layer makes, too; cut in two, that is an output of an early stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = nn.Linear(3, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        code = self.encoder(x)
+        return code, self.decoder(code)
+
+
+class Code(torchmetrics.Metric):
+    """Keeps the outputs and targets as they are, as metrics do that look at all samples."""
+
+    codes: list[Tensor]
+    seen: list[Tensor]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("codes", default=[], dist_reduce_fx=None)
+        self.add_state("seen", default=[], dist_reduce_fx=None)
+
+    def update(self, output: tuple[Tensor, Tensor], target: Tensor) -> None:
+        self.codes.append(output[0])
+        self.seen.append(target)
+
+    def compute(self) -> Tensor:
+        return torch.cat(self.codes).square().sum() + 1000 * torch.cat(self.seen).square().sum()
+
+
+def decoded_loss(output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
+    return (output[1] - target).square().mean()
+
+
+SAMPLES = torch.linspace(-1, 1, 40 * 3, dtype=torch.float64).reshape(40, 3)
+WANTED = SAMPLES[:, :2].sin()
+
+
+def batches() -> Iterator[tuple[Tensor, Tensor]]:
+    yield from zip(SAMPLES.split(4), WANTED.split(4), strict=True)
+
+
+def inputs() -> Iterator[tuple[Tensor]]:
+    yield from ((part,) for part in SAMPLES.split(4))
+
+
+def early_output(strategy: lockstep.Strategy) -> lockstep.Trainer:
+    torch.manual_seed(0)
+    model = EarlyOutput()
+    return lockstep.Trainer(
+        model,
+        loss=decoded_loss,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        metrics={"code": Code()},
+        strategy=strategy,
+        precision="fp64",
+    )
+
+
+KEEPING = {
+    "pipeline": lockstep.PipelineStrategy(2, microbatches=2),
+    "hybrid": lockstep.HybridStrategy(data=2, pipe=2, microbatches=1),
+    "data parallel": lockstep.MirroredStrategy(2),
+}
+
+
+@pytest.mark.parametrize("strategy", KEEPING)
+def test_outputs_of_all_stages_are_predicted(strategy: str) -> None:
+    """There are more batches than slots of mail, or of a stream."""
+    trainer = early_output(KEEPING[strategy])
+    for data, batch_size in ((SAMPLES, 4), (inputs, None)):
+        outputs = trainer.predict(data, batch_size=batch_size)
+        with torch.no_grad():
+            expected = trainer.model(SAMPLES)
+        torch.testing.assert_close(outputs, expected, rtol=1e-14, atol=1e-14)
+
+
+@pytest.mark.parametrize("strategy", KEEPING)
+def test_metrics_may_keep_outputs_of_all_stages(strategy: str) -> None:
+    found = []
+    for each in (lockstep.SingleDeviceStrategy(), KEEPING[strategy]):
+        trainer = early_output(each)
+        data = (SAMPLES, WANTED)
+        evaluated = trainer.evaluate(data, batch_size=4)["code"]
+        streamed = trainer.evaluate(batches)["code"]
+        trained = trainer.fit(data, batch_size=4, shuffle=False, verbose=0).history["code"]
+        trained_on_stream = trainer.fit(batches, verbose=0).history["code"]
+        found.append([evaluated, streamed, *trained, *trained_on_stream])
+    assert found[1] == pytest.approx(found[0], rel=1e-12)
+
+
+class Unchanged(nn.Module):
+    """Returns a view of its input beside what it computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x[:, 1:], self.layer(x)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_inputs_of_a_stream_may_be_outputs(devices: int) -> None:
+    trainer = lockstep.Trainer(
+        Unchanged(), strategy=lockstep.MirroredStrategy(devices), precision="fp64"
+    )
+    outputs = trainer.predict(inputs)
+    assert torch.equal(outputs[0], SAMPLES[:, 1:])

@@ -14,13 +14,13 @@ from tests.netns import Hosts
 
 MakeHosts = Callable[[int], Hosts]
 
-SECONDS = 120.0
+SECONDS = 300.0
 
 # Name -> (ranks on each host, the strategy, models).
 ROWS = {
     "a stage on each host": (
         (1, 1),
-        "lockstep.PipelineStrategy(2, microbatches=3, timeout_seconds=60)",
+        "lockstep.PipelineStrategy(2, microbatches=3, timeout_seconds=180)",
         (
             "mlp",
             "cnn_dropout",
@@ -34,32 +34,32 @@ ROWS = {
     ),
     "two stages on each host": (
         (2, 2),
-        "lockstep.PipelineStrategy(4, microbatches=3, schedule='gpipe', timeout_seconds=60)",
+        "lockstep.PipelineStrategy(4, microbatches=3, schedule='gpipe', timeout_seconds=180)",
         ("unet", "gpt_tied"),
     ),
     "three hosts, zero bubble": (
         (1, 1, 1),
-        "lockstep.PipelineStrategy(3, microbatches=3, schedule='zb-h1', timeout_seconds=60)",
+        "lockstep.PipelineStrategy(3, microbatches=3, schedule='zb-h1', timeout_seconds=180)",
         ("gpt_tied", "resnet"),
     ),
     "stages in turn": (
         (1, 1),
-        "lockstep.PipelineStrategy(2, microbatches=4, schedule='interleaved', timeout_seconds=60)",
+        "lockstep.PipelineStrategy(2, microbatches=4, schedule='interleaved', timeout_seconds=180)",
         ("encoder_decoder", "gpt_tied"),
     ),
     "recomputation": (
         (1, 1),
-        "lockstep.PipelineStrategy(2, microbatches=3, recompute=True, timeout_seconds=60)",
+        "lockstep.PipelineStrategy(2, microbatches=3, recompute=True, timeout_seconds=180)",
         ("cnn_dropout", "gpt_tied"),
     ),
     "a pipeline on each host": (
         (2, 2),
-        "lockstep.HybridStrategy(2, 2, microbatches=2, timeout_seconds=60)",
+        "lockstep.HybridStrategy(2, 2, microbatches=2, timeout_seconds=180)",
         ("mlp", "gpt_tied", "unet", "cnn_dropout"),
     ),
     "replicas of a stage on both hosts": (
         (2, 2),
-        "lockstep.HybridStrategy((3, 1), microbatches=2, timeout_seconds=60)",
+        "lockstep.HybridStrategy((3, 1), microbatches=2, timeout_seconds=180)",
         ("mlp", "gpt_tied"),
     ),
 }
@@ -115,7 +115,7 @@ def train(trainer):
     histories = [fit(epochs=2).history, fit(epochs=1).history]
     return histories, trainer.evaluate((one.inputs, one.targets), batch_size=one.batch_size)
 
-ours = make(lockstep.PipelineStrategy(2, microbatches=3, timeout_seconds=60))
+ours = make(lockstep.PipelineStrategy(2, microbatches=3, timeout_seconds=180))
 theirs = make(lockstep.SingleDeviceStrategy())
 found, expected = train(ours), train(theirs)
 torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)

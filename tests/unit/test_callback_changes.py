@@ -150,6 +150,18 @@ def test_a_change_in_the_midst_of_an_epoch_is_refused(devices: int) -> None:
         train(FreezeInBatch(), devices)
 
 
+class ScaleInBatch(lockstep.Callback):
+    def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
+        assert isinstance(self.model, Model)
+        self.model.scale = 1.0 + batch
+
+
+def test_an_attribute_that_other_ranks_have_cannot_change_in_the_midst_of_an_epoch() -> None:
+    train(ScaleInBatch(), 1)
+    with pytest.raises(errors.OptionError, match=r"a change of `scale` of the model"):
+        train(ScaleInBatch(), 2)
+
+
 def test_frozen_parameters_are_not_stepped_on_old_gradients() -> None:
     torch.manual_seed(5)
     model = Model()

@@ -114,10 +114,22 @@ def test_a_folder_that_is_not_there_is_made(tmp_path: Path) -> None:
 
 
 @pytest.fixture(autouse=True)
-def no_tensorflow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """TensorBoard's own switch: its readers do not import TensorFlow where there is one."""
+def no_tensorflow() -> Iterator[None]:
+    """TensorBoard's own switch: its readers do not import TensorFlow where there is one.
+
+    What they remember of that is not for other tests.
+    """
+    others = _forget_tensorboard()
     name = "tensorboard.compat.notf"
-    monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    sys.modules[name] = types.ModuleType(name)
+    yield
+    _forget_tensorboard()
+    sys.modules.update(others)
+
+
+def _forget_tensorboard() -> dict[str, types.ModuleType]:
+    names = [name for name in sys.modules if name.partition(".")[0] == "tensorboard"]
+    return {name: sys.modules.pop(name) for name in names}
 
 
 def events_of(folder: Path) -> Any:

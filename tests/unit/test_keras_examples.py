@@ -27,4 +27,4 @@ def test_example(name: str) -> None:
 
 
 def test_there_are_examples() -> None:
-    assert len(PROGRAMS) >= 6
+    assert len(PROGRAMS) >= 7

@@ -167,6 +167,18 @@ def test_the_progress_bar(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(name in said for name in ("accuracy", "loss", "val_loss", "2/2"))
 
 
+def test_a_plan_without_training() -> None:
+    with mirrored().scope():
+        model = zoo.compiled(zoo.sequential)
+    plan = mirrored().plan(model, batch_size=10)
+    model.fit(X, Y, batch_size=10, verbose=0)
+    assert plan == model._lockstep.plan
+    cut = lockstep.PipelineStrategy(stages=2, microbatches=2).plan(model, batch_size=10, sample=X)
+    assert cut.num_ranks == 2
+    with pytest.raises(ModelError, match="is not built"):
+        mirrored().plan(keras.Sequential([layers.Dense(3)]), batch_size=10)
+
+
 # --- what is refused ------------------------------------------------------------------------------
 
 
@@ -225,6 +237,25 @@ def test_half_precision() -> None:
         model.fit(X, Y, **TWO)
 
 
+def test_thawed_without_being_compiled_again() -> None:
+    with mirrored().scope():
+        model = zoo.sequential()
+        model.layers[0].trainable = False
+        model.compile("sgd", "sparse_categorical_crossentropy")
+        model.fit(X, Y, **TWO)
+        model.layers[0].trainable = True
+    with pytest.raises(ModelError, match=r"trainable since then.*kernel.*compile again"):
+        model.fit(X, Y, **TWO)
+
+
+def test_scaled_losses() -> None:
+    optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1))
+    with mirrored().scope():
+        model = zoo.compiled(zoo.sequential, optimizer=optimizer)
+    with pytest.raises(ModelError, match="LossScaleOptimizer"):
+        model.fit(X, Y, **TWO)
+
+
 def test_several_steps_at_once() -> None:
     with mirrored().scope():
         model = zoo.compiled(zoo.sequential, steps_per_execution=4)
@@ -253,7 +284,7 @@ def test_what_cannot_be_divided() -> None:
         model = zoo.compiled(
             lambda: keras.Sequential([layers.Input((8,)), layers.Dense(4), Spread()])
         )
-    with pytest.raises(ModelError, match="a mean or a sum over the samples"):
+    with pytest.raises(ModelError, match="a mean or a sum over its samples"):
         model.fit(X, Y, **TWO)
 
 
@@ -262,6 +293,54 @@ def test_batch_normalization_in_microbatches_is_told_of() -> None:
         model = zoo.compiled(zoo.normalized)
     model.fit(X, Y, **TWO)
     assert "batch_normalization" in " ".join(model._lockstep.plan.notes)
+
+
+class ByValue(layers.Layer):  # type: ignore[misc]  # Keras is untyped
+    def call(self, x: Any) -> Any:
+        return x if x.sum() > 0 else -x
+
+
+class ForRealSizes(layers.Layer):  # type: ignore[misc]  # Keras is untyped
+    def call(self, x: Any) -> Any:
+        if type(x.shape[0]) is not int:
+            raise ValueError("no such size")
+        return x
+
+
+@pytest.mark.filterwarnings("ignore:__index__ returned non-int:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("first", "inputs", "reason"),
+    [
+        (
+            [layers.Embedding(9, 4, mask_zero=True), layers.LSTM(4, name="memory")],
+            zoo.classes(20)[:, None].repeat(6, 1),
+            "LSTM 'memory': what it does depends on the number of samples",
+        ),
+        (
+            [layers.SpectralNormalization(layers.Dense(4), name="norm")],
+            X,
+            "SpectralNormalization 'norm': uses a tensor's values outside torch (__bool__)",
+        ),
+        (
+            [layers.Dense(4), ByValue(name="chooser")],
+            X,
+            "ByValue 'chooser': uses a tensor's values outside torch (__bool__)",
+        ),
+        (
+            [layers.Dense(4), ForRealSizes(name="sized")],
+            X,
+            "ForRealSizes 'sized': ValueError: no such size",
+        ),
+    ],
+    ids=["recurrent with masks", "spectral normalization", "by value", "raises"],
+)
+def test_the_layer_that_keeps_a_model_in_one_piece_is_named(
+    first: list[Any], inputs: Any, reason: str
+) -> None:
+    model = keras.Sequential([layers.Input(inputs.shape[1:]), *first, layers.Dense(3)])
+    with pytest.raises(OptionError) as caught:
+        lockstep.PipelineStrategy(stages=2).plan(model, batch_size=10, sample=inputs)
+    assert f"the model runs as one piece ({reason})" in str(caught.value)
 
 
 def test_not_compiled() -> None:
@@ -285,7 +364,7 @@ def test_data_that_does_not_fit_together() -> None:
         model.fit(X, Y[:5], **TWO)
 
 
-def test_several_hosts_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_hosts_need_a_strategy_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
     workers = ["10.0.0.1:1", "10.0.0.2:1"]
     task = {"type": "worker", "index": 1}
     config = json.dumps({"cluster": {"worker": workers}, "task": task})
@@ -293,5 +372,5 @@ def test_several_hosts_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with lockstep.MirroredStrategy(2).scope():
         model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
         model.compile(loss="mse")
-    with pytest.raises(OptionError, match=r"one host, by one script.*2 hosts.*TF_CONFIG"):
+    with pytest.raises(OptionError, match=r"on one host.*TF_CONFIG.*2 hosts"):
         model.fit(np.zeros((4, 3)), np.zeros((4, 1)), verbose=0)

@@ -24,9 +24,25 @@ class Taken:
         self.calls += 1
 
 
-def make_layer(dtype: torch.dtype = torch.float64) -> tuple[nn.Linear, LinearLayers]:
+class Dense(nn.Linear):
+    """As Keras's: the weight lies the other way round."""
+
+    def __init__(self, ins: int, outs: int) -> None:
+        super().__init__(outs, ins)
+        self.bias = nn.Parameter(torch.randn(outs))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return torch.matmul(inputs, self.weight) + self.bias
+
+
+KINDS = [nn.Linear, Dense]
+
+
+def make_layer(
+    dtype: torch.dtype = torch.float64, kind: type[nn.Linear] = nn.Linear
+) -> tuple[nn.Linear, LinearLayers]:
     torch.manual_seed(0)
-    layer = nn.Linear(6, 5).to(dtype)
+    layer = kind(6, 5).to(dtype)
     return layer, LinearLayers({7: layer.weight})
 
 
@@ -36,10 +52,11 @@ def assert_close(found: Tensor | None, expected: Tensor | None, tolerance: float
 
 @pytest.mark.parametrize("shape", [(6,), (4, 6), (2, 3, 6)])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("kind", KINDS)
 def test_values_and_gradients_are_those_of_torch(
-    shape: tuple[int, ...], dtype: torch.dtype
+    shape: tuple[int, ...], dtype: torch.dtype, kind: type[nn.Linear]
 ) -> None:
-    layer, layers = make_layer(dtype)
+    layer, layers = make_layer(dtype, kind)
     inputs = torch.randn(shape, dtype=dtype, requires_grad=True)
     tolerance = 1e-13 if dtype == torch.float64 else 1e-5
     expected = layer(inputs)
@@ -56,8 +73,9 @@ def test_values_and_gradients_are_those_of_torch(
     assert_close(layer.bias.grad, wanted[2], tolerance)
 
 
-def test_without_a_taker_the_weight_has_its_gradient() -> None:
-    layer, layers = make_layer()
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_a_taker_the_weight_has_its_gradient(kind: type[nn.Linear]) -> None:
+    layer, layers = make_layer(kind=kind)
     inputs = torch.randn(4, 6, dtype=torch.float64)
     with layers.applied():
         (found,) = torch.autograd.grad(layer(inputs).square().sum(), [layer.weight])
@@ -73,8 +91,9 @@ def penalty(layer: nn.Linear, inputs: Tensor) -> Tensor:
     return output.square().sum() + slope.square().sum()
 
 
-def test_a_gradient_penalty_is_exact() -> None:
-    layer, layers = make_layer()
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_gradient_penalty_is_exact(kind: type[nn.Linear]) -> None:
+    layer, layers = make_layer(kind=kind)
     inputs = torch.randn(4, 6, dtype=torch.float64)
     expected = torch.autograd.grad(penalty(layer, inputs), list(layer.parameters()))
     taken = Taken(layer.weight)
@@ -88,8 +107,9 @@ def test_a_gradient_penalty_is_exact() -> None:
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_a_checkpoint_takes_each_gradient_once(use_reentrant: bool) -> None:
-    layer, layers = make_layer()
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_checkpoint_takes_each_gradient_once(kind: type[nn.Linear], use_reentrant: bool) -> None:
+    layer, layers = make_layer(kind=kind)
     inputs = torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
     (expected,) = torch.autograd.grad(torch.tanh(layer(inputs)).sum(), [layer.weight])
     taken = Taken(layer.weight)
@@ -119,6 +139,22 @@ def test_autocast_computes_in_bfloat16_and_keeps_the_weight() -> None:
     assert inputs.grad is not None
     assert torch.equal(inputs.grad, wanted[0])
     assert_close(taken.gradient, wanted[1], 2e-2)
+
+
+def test_what_else_matmul_does_goes_to_torch() -> None:
+    layer, layers = make_layer(kind=Dense)
+    inputs = torch.randn(4, 6, dtype=torch.float64)
+    out = torch.empty(4, 5, dtype=torch.float64)
+    with layers.applied():
+        assert "_Linear" in str(torch.matmul(inputs, layer.weight).grad_fn)
+        assert "_Linear" not in str(torch.matmul(inputs, layer.weight * 2).grad_fn)
+        assert "_Linear" not in str(torch.matmul(layer.weight, inputs[:, :5].T).grad_fn)
+        assert torch.matmul(inputs, other=layer.weight).shape == (4, 5)
+        with torch.no_grad():
+            torch.matmul(inputs, layer.weight, out=out)
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            layer(torch.randn(4, 3, dtype=torch.float64))
+    assert_close(out, inputs @ layer.weight)
 
 
 def test_what_is_no_ordinary_call_goes_to_torch() -> None:

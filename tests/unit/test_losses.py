@@ -228,7 +228,7 @@ def test_a_loss_that_cannot_weigh_samples_is_refused(name: str) -> None:
         functools.partial(F.cross_entropy, reduction="sum"),
         functools.partial(functools.partial(F.mse_loss, reduction="mean"), reduction="sum"),
     ],
-    ids=str,
+    ids=["MSELoss", "CrossEntropyLoss", "cross_entropy", "mse_loss, set twice"],
 )
 def test_a_sum_is_no_mean_and_refused_at_once(loss: Any) -> None:
     with pytest.raises(OptionError, match='reduction="sum"'):

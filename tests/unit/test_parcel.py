@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,32 @@ def sent(obj: Any, parameters: list[nn.Parameter] | None = None) -> Any:
     theirs = [nn.Parameter(one.detach(), requires_grad=False) for one in own]
     parcel = pack(obj, own)
     return unpack(parcel.payload, parcel.region, theirs)
+
+
+def test_constants_of_torch_are_found_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not in the first module that has imported it, as the script may have."""
+    here = types.ModuleType("here")
+    vars(here)["torch"] = torch
+    before = dict(sys.modules)
+    monkeypatch.setattr(sys, "modules", {"here": here, **before})
+    payload = pack([torch.channels_last, torch.strided]).payload
+    assert b"here" not in payload
+    found = unpack(payload, None)
+    assert found[0] is torch.channels_last
+    assert found[1] is torch.strided
+
+
+def test_what_is_deep_arrives() -> None:
+    depth = 20_000
+    deep: list[Any] = []
+    for _ in range(depth):
+        deep = [deep]
+    limit = sys.getrecursionlimit()
+    found, levels = sent(deep), 0
+    while found:
+        (found,), levels = found, levels + 1
+    assert levels == depth
+    assert sys.getrecursionlimit() == limit
 
 
 def assert_equal(left: Tensor, right: Tensor) -> None:

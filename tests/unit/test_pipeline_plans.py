@@ -194,6 +194,20 @@ def test_scopes_that_cannot_be_are_refused(model: nn.Module, message: str) -> No
         plan_of(lockstep.PipelineStrategy(), model)
 
 
+@pytest.mark.parametrize(
+    ("model", "fix"),
+    [
+        (nn.Linear(8, 8), "Use a data parallel strategy, such as MirroredStrategy."),
+        (Choosy(), "such as MirroredStrategy, or change what makes it one piece."),
+    ],
+    ids=["one layer", "in one piece"],
+)
+def test_a_model_of_one_layer_is_for_other_strategies(model: nn.Module, fix: str) -> None:
+    with pytest.raises(OptionError, match=r"2 stages for 1 layer\b") as caught:
+        plan_of(lockstep.PipelineStrategy(2), model)
+    assert str(caught.value).endswith(fix)
+
+
 def test_a_cut_before_an_in_place_change_is_refused() -> None:
     with pytest.raises(OptionError, match="'1' changes what '0' has made") as caught:
         plan_of(lockstep.PipelineStrategy(cuts=["1"]), chain(inplace=True))

@@ -17,6 +17,7 @@ from lockstep.data import prefetch
 from lockstep.data.read_ahead import Prefetch, Read
 from lockstep.data.sources import as_source
 from lockstep.errors import DataError, OptionError, WorkerError
+from lockstep.parallel import readers
 from lockstep.parallel.readers import reading_ahead
 from tests.faults.processes import children_of, wait_until
 from tests.map_datasets import AsRead, Noisy, Rows, readers_in, reads_in
@@ -73,7 +74,7 @@ def fit(trainer: lockstep.Trainer, data: Any, epochs: int = 2) -> lockstep.Histo
 
 def check_nothing_left(before: set[int]) -> None:
     assert [one.name for one in threading.enumerate() if one.name == "lockstep-reader"] == []
-    wait_until(lambda: set(children_of(os.getpid())) <= before, 5)
+    wait_until(lambda: set(children_of(os.getpid())) <= before, 15)
 
 
 # --- arguments ----------------------------------------------------------------------------------
@@ -211,6 +212,18 @@ def test_a_reader_that_dies() -> None:
     with pytest.raises(WorkerError, match="A process that reads ahead"):
         fit(make_trainer(), prefetch(Deadly(INPUTS, TARGETS, bad=20), workers=1))
     check_nothing_left(before)
+
+
+def test_a_reader_whose_death_shows_when_it_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = readers._Processes.close
+
+    def close(reader: readers._Processes) -> None:
+        plain(reader)
+        raise RuntimeError("DataLoader worker (pid 7) exited unexpectedly with exit code 3.")
+
+    monkeypatch.setattr(readers._Processes, "close", close)
+    with pytest.raises(WorkerError, match="A process that reads ahead"):
+        fit(make_trainer(), prefetch(Rows(INPUTS, TARGETS), workers=1))
 
 
 class _Stop(lockstep.Callback):

@@ -70,7 +70,7 @@ def test_what_is_read_ahead_is_not_waited_for(
     workers: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ahead = prefetch(rows(0.002), workers=workers)
-    trainer = make_trainer(1, seconds=0.06)
+    trainer = make_trainer(1, seconds=0.15)  # so that a busy machine reads in time, too
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", lockstep.InputBoundWarning)
         trainer.fit(ahead, batch_size=2, epochs=2)

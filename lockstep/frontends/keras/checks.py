@@ -1,14 +1,13 @@
 """What must hold of a Keras model for its training to be distributed."""
 
-import os
+import operator
+from collections.abc import Mapping
 from typing import Any
 
 import keras
 
-from lockstep.cluster.environment import find_place
-from lockstep.errors import ModelError, OptionError, Problems, problem
-from lockstep.frontends.keras.names import METHODS
-from lockstep.train.trainer import StrategyLike
+from lockstep.errors import ModelError, OptionError, Problems
+from lockstep.frontends.keras.bound_methods import METHODS
 
 # Methods that say what a step is: here it is made of the model's call, its losses and its metrics.
 _STEPS = (
@@ -54,6 +53,12 @@ def check_model(model: Any) -> None:
             received=f"compile(steps_per_execution={model.steps_per_execution})",
             fix="Leave steps_per_execution out.",
         )
+    if model.compiled and type(model.optimizer).__name__ == "LossScaleOptimizer":
+        problems.add(
+            "Losses are not scaled: bfloat16 has no need of it.",
+            received="a LossScaleOptimizer",
+            fix="Pass the optimizer in it.",
+        )
     policies = {layer.dtype_policy.name for layer in model._flatten_layers()}
     if "mixed_float16" in policies:
         problems.add(
@@ -70,19 +75,42 @@ _FIXES = {
 }
 
 
-def check_alone(strategy: StrategyLike) -> None:
-    """Refuse to train on one host what others believe to train on theirs, too.
+def check_integers(maybe: Mapping[str, Any] | None = None, /, **numbers: Any) -> None:
+    """Refuse what cannot count steps or epochs; those that come first may be None.
 
     Raises:
-        OptionError: a launcher has started several processes.
+        OptionError: something is no integer.
     """
-    place = None if strategy.reach == "one process" else find_place(os.environ)
-    if place is not None:
-        raise OptionError(
-            problem(
-                "Keras models train on one host, by one script.",
-                received=f"{place.num_hosts} hosts with {place.num_processes} processes here, as "
-                f"{place.launcher} says",
-                fix="Start the script once; lockstep.Trainer trains PyTorch models on many hosts.",
+    problems = Problems()
+    for name, value in {**numbers, **(maybe or {})}.items():
+        if not (_is_integer(value) or (value is None and name not in numbers)):
+            problems.add(
+                f"`{name}` must be an integer.", received=f"{name}={value!r}", fix="Pass one."
             )
+    problems.raise_if_any(OptionError)
+
+
+def check_batch_sizes(**sizes: Any) -> None:
+    """Refuse what is no batch size; None and 0 are, as in Keras, for what nobody has said.
+
+    Raises:
+        OptionError: something is none.
+    """
+    problems = Problems()
+    for name, value in sizes.items():
+        if value is None or (_is_integer(value) and value >= 0 and value is not True):
+            continue
+        problems.add(
+            f"`{name}` must be an integer of at least 1.",
+            received=f"{name}={value!r}",
+            fix="Pass a positive integer.",
         )
+    problems.raise_if_any(OptionError)
+
+
+def _is_integer(value: object) -> bool:
+    try:
+        operator.index(value)  # type: ignore[arg-type]  # that is the question
+    except TypeError:
+        return False
+    return True

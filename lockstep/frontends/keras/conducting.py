@@ -1,24 +1,36 @@
 """Rank 0's part between steps of a Keras model: Keras's callbacks, with global values."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
+import keras
 import torch
+from keras.src import backend
 from keras.src.callbacks.callback import Callback
+from keras.src.callbacks.progbar_logger import ProgbarLogger
 from keras.src.utils.python_utils import pythonify_logs
 
+from lockstep.data.trees import Tree, map_tensors
+from lockstep.errors import OptionError, problem
+from lockstep.frontends.keras.attributes import NO_SETTINGS, described, with_settings
 from lockstep.frontends.keras.model import KerasModel
-from lockstep.frontends.keras.tasks import BatchLosses, KerasConductor
+from lockstep.frontends.keras.tasks import BatchLosses, KerasConductor, LossMeans
 from lockstep.frontends.keras.updater import KerasUpdater
-from lockstep.parallel.parcel import describe
+from lockstep.parallel.parcel import describe_values
 from lockstep.parallel.update import PieceSlots
 from lockstep.parallel.worker import StepResult
-from lockstep.train.changes import Lookout, changed_buffers, structure
+from lockstep.plan.spec import Plan
+from lockstep.train.changes import ChangeWatch, SettingsWatch, structure
 from lockstep.train.interrupt import Interrupt
 from lockstep.train.tasks import Logs
 
 # Of Keras's own callbacks, those that look on at steps, and wait for nothing.
 _ONLOOKERS = ("History", "ProgbarLogger")
+
+# A progress bar shows the loss of every step, and metrics, which ranks have to add up, now and
+# then: what a sum takes is not to be seen in the time of so many steps.
+_STEPS_BETWEEN_SHOWS = 16
 
 
 def acts_in(callback: Any, *methods: str) -> bool:
@@ -41,6 +53,43 @@ def acts_in(callback: Any, *methods: str) -> bool:
     )
 
 
+def any_acts_in(callbacks: Any, *methods: str) -> bool:
+    """Whether one of Keras's list of callbacks does."""
+    return any(acts_in(one, *methods) for one in callbacks.callbacks)
+
+
+def steps_between_metrics(callbacks: Any, *methods: str, shows_bar: bool = True) -> int:
+    """How many steps there are from one whose metrics callbacks want to the next; 0 for none.
+
+    Args:
+        callbacks: Keras's list of them.
+        methods: in which they get the metrics.
+        shows_bar: a progress bar, if there is one, moves with these steps.
+    """
+    if any_acts_in(callbacks, *methods):
+        return 1
+    bars = [one for one in callbacks.callbacks if isinstance(one, ProgbarLogger)]
+    return _STEPS_BETWEEN_SHOWS if shows_bar and any(bar.verbose == 1 for bar in bars) else 0
+
+
+def _is_foreign(callback: Any) -> bool:
+    """Whether it may change anything: those that come with Keras change values and options."""
+    kind = type(callback)
+    is_own = kind.__module__.startswith("keras.src.callbacks") and kind.__name__ != "LambdaCallback"
+    return not is_own
+
+
+def may_stop(callbacks: Any, loop: str) -> bool:
+    """Whether callbacks may end an evaluation or a prediction: those of Keras do not.
+
+    Args:
+        callbacks: Keras's list of them.
+        loop: what their methods call it: "test" or "predict".
+    """
+    methods = (f"on_{loop}_begin", f"on_{loop}_batch_begin", f"on_{loop}_batch_end")
+    return any(_is_foreign(one) and acts_in(one, *methods) for one in callbacks.callbacks)
+
+
 class EvaluationConductor(KerasConductor):
     """Conducts ``evaluate``, and the validation of a ``fit``.
 
@@ -52,6 +101,10 @@ class EvaluationConductor(KerasConductor):
     def __init__(self, model: Any, callbacks: Any) -> None:
         self._model = model
         self._callbacks = callbacks
+
+    @property
+    def wants_out(self) -> bool:  # type: ignore[override]  # an attribute in the base
+        return bool(self._model.stop_evaluating)
 
     def results(self, losses: Logs) -> Logs:
         names = ("loss", *(metric.name for metric in _loss_metrics(self._model)))
@@ -70,10 +123,38 @@ class EvaluationConductor(KerasConductor):
         self._callbacks.on_test_batch_end(index, None if losses is None else self.results(losses))
 
     def begin_validation(self) -> None:
+        self._model.stop_evaluating = False
         self._callbacks.on_test_begin()
 
     def end_validation(self, logs: Logs) -> None:
         self._callbacks.on_test_end(logs)
+
+
+class PredictionConductor(KerasConductor):
+    """Conducts ``predict``.
+
+    Args:
+        model: the Keras model.
+        callbacks: Keras's list of them.
+    """
+
+    def __init__(self, model: Any, callbacks: Any) -> None:
+        self._model = model
+        self._callbacks = callbacks
+        self._outputs: dict[str, Tree] = {}
+
+    @property
+    def wants_out(self) -> bool:  # type: ignore[override]  # an attribute in the base
+        return bool(self._model.stop_predicting)
+
+    def begin_batch(self, index: int) -> None:
+        self._callbacks.on_predict_batch_begin(index)
+
+    def tell_outputs(self, outputs: Tree) -> None:
+        self._outputs = {"outputs": map_tensors(backend.convert_to_numpy, outputs)}
+
+    def end_batch(self, index: int, losses: Logs | None) -> None:
+        self._callbacks.on_predict_batch_end(index, self._outputs)
 
 
 def _loss_metrics(model: Any) -> list[Any]:
@@ -87,28 +168,30 @@ class KerasFitConductor(EvaluationConductor):
     Args:
         module: the model.
         callbacks: Keras's list of them.
-        readopt: brings parameters that a callback moved back to where all ranks see them.
+        watch: sees what callbacks change.
         interrupt: what has become of Ctrl-C.
-        tells: somebody wants to know metrics after every step.
+        plan: gives the Plan, which is made after this.
     """
 
     def __init__(
         self,
         module: KerasModel,
         callbacks: Any,
-        readopt: Callable[[], None],
+        watch: ChangeWatch,
         interrupt: Interrupt,
         *,
-        tells: bool,
+        plan: Callable[[], Plan],
     ) -> None:
         super().__init__(module.model, callbacks)
         self._module = module
-        self._readopt = readopt
+        self._watch = watch
         self._interrupt = interrupt
-        self._tells = tells
-        self._sums: list[float] = []  # losses times samples, of the whole and of each of several
-        self._num_samples = 0
-        self._lookout: Lookout | None = None
+        self._plan = plan
+        self._has_foreign = any(map(_is_foreign, callbacks.callbacks))
+        self._settings = SettingsWatch(partial(with_settings, module.model), NO_SETTINGS)
+        self._seen = LossMeans()  # the loss so far in the epoch
+        self._told = LossMeans()  # this, and the parts of several losses
+        self._has_news = False
         self.logs: Logs = {}
         self.updater: KerasUpdater | None = None
 
@@ -128,28 +211,21 @@ class KerasFitConductor(EvaluationConductor):
     def begin_epoch(self, epoch: int) -> None:
         self._model.reset_metrics()
         self._callbacks.on_epoch_begin(epoch)
-        self._sums, self._num_samples = [], 0
+        self._settings.begin_epoch()
+        names = [metric.name for metric in _loss_metrics(self._model)]
+        self._seen, self._told = LossMeans(), LossMeans(names)
 
     def begin_step(self, index: int) -> None:
         self._callbacks.on_train_batch_begin(index)
 
-    def tell_losses(self, losses: BatchLosses) -> None:
-        size, values = losses
-        self._add(size, values)
-
-    def _add(self, size: int, values: list[float]) -> None:
-        sums = self._sums or [0.0] * len(values)
-        self._sums = [total + size * value for total, value in zip(sums, values, strict=True)]
-        self._num_samples += size
+    def tell_losses(self, batches: Sequence[BatchLosses]) -> None:
+        self._told.add(batches)
+        self._has_news = True
 
     def end_step(self, index: int, result: StepResult) -> None:
-        if self._tells:
-            names = ("loss", *(metric.name for metric in _loss_metrics(self._model)))
-            means = (total / self._num_samples for total in self._sums)
-            logs = self.results(dict(zip(names, means, strict=True)))
-        else:
-            self._add(result.num_samples, [result.loss if result.weight else 0.0])
-            logs = {"loss": self._sums[0] / self._num_samples}
+        self._seen.add([(result.num_samples, [result.loss if result.weight else 0.0])])
+        logs = self.results(self._told.logs) if self._has_news else self._seen.logs
+        self._has_news = False
         self._callbacks.on_train_batch_end(index, logs)
 
     def end_epoch(self, epoch: int, logs: Logs) -> None:
@@ -161,18 +237,42 @@ class KerasFitConductor(EvaluationConductor):
         self.updater.take_slots(slots)
 
     def fingerprint(self) -> object:
-        """Everything that the other ranks were sent, but for values that are brought to them."""
-        optimizer = self._model.optimizer
-        parameters = [*self._module.parameters(), *self._module.buffers()]
-        described = describe(self._module, parameters)
-        return structure(self._module), described, id(optimizer), id(optimizer._learning_rate)
+        if not self._has_foreign:
+            return None
+        assert self.updater is not None
+        model, optimizer = self._model, self._model.optimizer
+        rate = optimizer._learning_rate
+        here = (structure(self._module), id(optimizer), id(rate))
+        if self._plan().num_ranks == 1:
+            return here
+        return (
+            *here,
+            described(self._module),
+            describe_values(model.loss),
+            None if isinstance(rate, keras.Variable) else describe_values(rate),
+            self._versions_of_slots(),
+        )
+
+    def _versions_of_slots(self) -> list[tuple[int, int]]:
+        """Where slots lie that other ranks have copies of, and how often they were written to."""
+        assert self.updater is not None
+        slots = (one.value for one in self.updater.unshared_slots())
+        return [(slot.data_ptr(), slot._version) for slot in slots]
+
+    def _act_on_no_slots(self, act: Callable[[], None]) -> None:
+        before = self._versions_of_slots()
+        act()
+        if self._versions_of_slots() != before:
+            raise OptionError(
+                problem(
+                    "In the midst of an epoch a callback cannot write to the slots of an optimizer "
+                    "that looks at whole variables: every rank keeps its own.",
+                    received=f"a change of slots of {type(self._model.optimizer).__name__}",
+                    fix="Do it in on_epoch_begin or on_epoch_end.",
+                )
+            )
 
     def watch(self, act: Callable[[], None], *, in_epoch: bool) -> dict[str, torch.Tensor]:
-        lookout = self._lookout or Lookout(self._module)
-        before = lookout.look()
-        act()
-        self._lookout = lookout if in_epoch else None
-        after = lookout.look() if in_epoch else Lookout(self._module).look()
-        if after.places != before.places:
-            self._readopt()
-        return changed_buffers(self._module, before, after)
+        if in_epoch and self._has_foreign and self._plan().num_ranks > 1:
+            act = partial(self._settings.over, partial(self._act_on_no_slots, act))
+        return self._watch.over(act, in_epoch=in_epoch, is_abroad=self._plan().num_hosts > 1)

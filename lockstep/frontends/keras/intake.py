@@ -7,7 +7,7 @@ while all ranks work on the batch before. How long an epoch is, Keras's own iter
 
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 import keras
 from keras.src.trainers.data_adapters import data_adapter_utils
@@ -15,11 +15,15 @@ from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 from keras.src.trainers.epoch_iterator import EpochIterator
 
 from lockstep.data.reading import Reading
-from lockstep.data.sources import ArraySource, array_source
+from lockstep.data.sources import ArraySource, Source, array_source
 from lockstep.data.streams import Stream
 from lockstep.data.trees import Tree
-from lockstep.train.feeding import SharedStream
+from lockstep.errors import OptionError, problem
+from lockstep.train.checks import filled
+from lockstep.train.feeding import SharedStream, sample_of
 from lockstep.train.intake import Feed
+
+Resets = Literal["once", "always", "never"]
 
 
 def take_in(
@@ -32,9 +36,10 @@ def take_in(
     shuffle: bool = False,
     class_weight: Any = None,
     seed: int = 0,
-    goes_on: bool = False,
+    resets: Resets = "always",
     name: str = "x",
     prepare: Callable[[Any], None] | None = None,
+    is_read_here: bool = True,
 ) -> Feed:
     """Data as Keras's methods take it.
 
@@ -43,15 +48,20 @@ def take_in(
         y: targets.
         sample_weight: weights of samples.
         batch_size: of the global batch.
-        steps: batches of a pass.
+        steps: batches of a pass; as in Keras, 0 is as good as None, and a negative number is all.
         shuffle: of the batches of a ``PyDataset``; arrays are shuffled by the task.
         class_weight: weights by class.
         seed: of the random numbers that reading draws.
-        goes_on: every pass goes on in the data where the one before has ended, if it has steps.
+        resets: when Keras's iterator is reset, as Keras's method does: before the first pass
+            ("once"; then every pass goes on in the data where the one before has ended, if it has
+            steps), before every pass, or not at all.
         name: of the data, for messages.
         prepare: called with Keras's iterator before anything is read.
+        is_read_here: what is read batch by batch is read by this process, and not on another host.
 
     Raises:
+        DataError: there are no samples.
+        OptionError: nothing says how large the batches of arrays are.
         ValueError: Keras's own, for what is no data or does not fit together.
     """
     iterator = EpochIterator(
@@ -59,24 +69,34 @@ def take_in(
         y,
         sample_weight,
         batch_size=batch_size,
-        steps_per_epoch=steps,
+        steps_per_epoch=steps or None,
         shuffle=shuffle and isinstance(x, keras.utils.PyDataset),
         class_weight=class_weight,
     )
+    adapter = iterator.data_adapter
+    arrays = _array_source(adapter._inputs) if type(adapter) is ArrayDataAdapter else None
+    if arrays is not None:
+        filled(arrays, name)
+        _check_size(adapter._batch_size, steps)
     if prepare is not None:
         prepare(iterator)
-        iterator.reset()
-    adapter = iterator.data_adapter
-    if type(adapter) is ArrayDataAdapter:
+    if arrays is not None:
         return Feed(
-            source=_array_source(adapter._inputs),
+            source=arrays,
             batch_size=adapter._batch_size,
-            num_steps=iterator.num_batches,
-            steps_per_epoch=iterator.steps_per_epoch,
+            num_steps=_num_steps(iterator),
+            steps_per_epoch=_positive(iterator.steps_per_epoch),
         )
 
+    if not is_read_here:
+        # How large its batches are, and how many there are, the host that reads it will tell.
+        return Feed(source=SharedStream(None), batch_size=0, num_steps=None)
+
+    if resets == "once":
+        iterator.reset()
+
     def begin() -> Iterator[Any]:
-        if not goes_on:
+        if resets == "always":
             iterator.reset()
         return _batches(iterator)
 
@@ -87,7 +107,41 @@ def take_in(
     except BaseException:
         shared.close()
         raise
-    return Feed(source=shared, batch_size=size, num_steps=iterator.num_batches)
+    return Feed(source=shared, batch_size=size, num_steps=_num_steps(iterator))
+
+
+def samples_in(data: Any) -> Source:
+    """Samples of data as Keras's ``fit`` or ``predict`` takes it: x, or (x, y), or with weights."""
+    parts = data if isinstance(data, tuple) else (data,)
+    feed = take_in(*data_adapter_utils.unpack_x_y_sample_weight(parts))
+    try:
+        samples = sample_of(feed.source)
+        assert samples is not None  # they are read here
+        return samples
+    finally:
+        feed.close()
+
+
+def _check_size(batch_size: int, steps: int | None) -> None:
+    """Arrays are cut into as many batches as there are steps, if nobody says how large they are."""
+    if batch_size < 1:
+        raise OptionError(
+            problem(
+                "Arrays are to be cut into as many batches as there are steps.",
+                received=f"{steps} steps, and no batch size",
+                fix="Pass batch_size, or a positive number of steps.",
+            )
+        )
+
+
+def _num_steps(iterator: EpochIterator) -> int | None:
+    """The batches of an epoch, where that is known."""
+    return _positive(iterator.num_batches) or iterator.data_adapter.num_batches
+
+
+def _positive(steps: int | None) -> int | None:
+    """The number of steps, if there is one."""
+    return steps if steps is not None and steps > 0 else None
 
 
 def warn_if_short(feed: Feed, num_epochs: int) -> None:
@@ -97,8 +151,8 @@ def warn_if_short(feed: Feed, num_epochs: int) -> None:
     in_pass = -(-len(feed.source) // feed.batch_size)
     if in_pass % feed.steps_per_epoch and num_epochs * feed.steps_per_epoch > in_pass:
         warnings.warn(
-            "Your input ran out of data: steps_per_epoch does not divide its "
-            f"{in_pass} batches, so some epochs are shorter than {feed.steps_per_epoch} steps.",
+            f"Your input ran out of data: {feed.steps_per_epoch} steps do not divide its {in_pass} "
+            "batches, so a pass, or an epoch, is shorter than that.",
             stacklevel=3,
         )
 

@@ -38,25 +38,30 @@ class Reduced:
         total: their sum.
         weight: what it is divided by; None where it is not.
         is_by_sample: the weight is the number of samples but for a constant factor.
+        is_own: the loss has made one number of the share by itself: a mean, unless the Additions
+            say that it is a sum.
     """
 
     total: torch.Tensor
     weight: float | None
     is_by_sample: bool = True
+    is_own: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class Additions:
-    """What comes on top of the losses that were compiled.
+    """What comes on top of the losses that were compiled, and what was found out about these.
 
     Attributes:
         are_sums: for each loss that layers add, whether it is a sum over the samples and not a
             mean; in training, and in evaluation.
         has_penalties: there are penalties on weights.
         weighs_alike: every loss divides by the number of samples, so that all have one denominator.
+        own_sums: numbers of compiled losses that return the sum over the samples they are given.
     """
 
     are_sums: dict[bool, tuple[bool, ...]]
+    own_sums: frozenset[int] = frozenset()
     has_penalties: bool = False
     weighs_alike: bool = True
 
@@ -83,6 +88,7 @@ class KerasLoss(LossAdapter):
         self.batch_size = 0
         self._additions = additions
         entries = [] if compiled is None else compiled._flat_losses
+        self._only = entries[0].loss if len(entries) == 1 and not entries[0].path else None
         self._factors = tuple(
             1.0 if one.loss_weights is None else one.loss_weights for one in entries
         )
@@ -113,12 +119,26 @@ class KerasLoss(LossAdapter):
         """What each compiled loss makes of a share."""
         if self.loss is None:
             return []
+        values = output["outputs"], *target
+        if self._only is not None and not any(map(tree.is_nested, values)):
+            one = masked(values[0], output["masks"])
+            return self._told([reduce_values(self._only, target[0], one, target[1])])
         outputs = tree.map_structure(masked, output["outputs"], output["masks"])
         self._found.clear()
         self.loss(target[0], outputs, target[1])
-        found = [*self._found]
+        found = self._told(self._found)
         self._found.clear()
         return found
+
+    def _told(self, found: Sequence[Reduced]) -> list[Reduced]:
+        """What losses have made of a share, with what is known of those that return one number."""
+        sums = self._additions.own_sums
+        return [
+            Reduced(total=one.total / one.weight, weight=None)
+            if number in sums and one.weight
+            else one
+            for number, one in enumerate(found)
+        ]
 
     def _added(self, output: Tree, num_samples: int) -> ShareLoss:
         """What comes on top, as a total over the samples."""
@@ -230,7 +250,8 @@ def reduce_values(loss: Any, target: Any, output: Any, sample_weight: Any = None
     """
     size = float(len(tree.flatten(output)[0]))
     if type(loss).__call__ is not Loss.__call__:
-        return Reduced(total=loss(target, output, sample_weight) * size, weight=size)
+        number = loss(target, output, sample_weight)
+        return Reduced(total=number * size, weight=size, is_own=True)
     mask = get_keras_mask(output)
     target, output = (
         tree.map_structure(lambda one: ops.convert_to_tensor(one, dtype=loss.dtype), tensors)
@@ -247,8 +268,13 @@ def reduce_values(loss: Any, target: Any, output: Any, sample_weight: Any = None
                 fix='Use reduction="sum_over_batch_size", Keras\'s default.',
             )
         )
-    if values.dim() == 0:  # it has reduced them by itself, to a mean
-        return Reduced(total=values * size, weight=size)
+    if values.dim() == 0:  # it has reduced them by itself; Keras weighs what came of that
+        if sample_weight is not None:
+            values = values * ops.convert_to_tensor(sample_weight, dtype=values.dtype).mean()
+        return Reduced(total=values * size, weight=size, is_own=True)
+    is_across = getattr(loss, "_fn_kwargs", {}).get("axis") == 0
+    if sample_weight is None and (is_across or len(values) != size):  # it has none for each sample
+        return Reduced(total=values.mean() * size, weight=size, is_own=True)
     return _reduced(loss.reduction, values, sample_weight, masks)
 
 

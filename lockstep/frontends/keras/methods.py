@@ -4,6 +4,10 @@ They take what Keras's take, do what these do around the steps (splitting off va
 building the model, calling callbacks), and leave the steps to a Trainer.
 """
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import keras
@@ -12,19 +16,21 @@ from keras.src import backend
 from keras.src.callbacks import CallbackList
 from keras.src.trainers.data_adapters import array_slicing, data_adapter_utils
 
-from lockstep.data.trees import map_tensors
-from lockstep.errors import ModelError, problem
-from lockstep.frontends.keras.checks import check_alone, check_model
-from lockstep.frontends.keras.conducting import acts_in
+from lockstep.data.trees import Tree, map_tensors
+from lockstep.errors import ModelError, OptionError, problem
+from lockstep.frontends.keras.bound_methods import METHODS
+from lockstep.frontends.keras.checks import check_batch_sizes, check_integers, check_model
+from lockstep.frontends.keras.conducting import steps_between_metrics
 from lockstep.frontends.keras.intake import take_in, warn_if_short
 from lockstep.frontends.keras.model import KerasModel, is_model_of
-from lockstep.frontends.keras.names import METHODS
+from lockstep.frontends.keras.settings import random_seed
 from lockstep.frontends.keras.tasks import Evaluation
-from lockstep.frontends.keras.trainer import FitOptions, KerasTrainer, random_seed
+from lockstep.frontends.keras.trainer import FitOptions, KerasTrainer
 from lockstep.plan.spec import Plan
+from lockstep.train.company import Company, StrategyLike
 from lockstep.train.feeding import sample_of
-from lockstep.train.intake import Feed, close_all
-from lockstep.train.trainer import StrategyLike
+from lockstep.train.intake import Feed
+from lockstep.train.tasks import Logs
 
 
 class Methods:
@@ -38,6 +44,7 @@ class Methods:
     def __init__(self, model: Any, strategy: StrategyLike) -> None:
         self._model = model
         self.strategy = strategy
+        self._company = Company(strategy)
         self._trainer: KerasTrainer | None = None
 
     @property
@@ -79,54 +86,86 @@ class Methods:
         """Train, as ``keras.Model.fit``."""
         model = self._model
         model._assert_compile_called("fit")
+        check_integers(
+            {"steps_per_epoch": steps_per_epoch, "validation_steps": validation_steps},
+            epochs=epochs,
+            initial_epoch=initial_epoch,
+        )
+        check_batch_sizes(batch_size=batch_size, validation_batch_size=validation_batch_size)
         if validation_split and validation_data is None:
             (x, y, sample_weight), validation_data = array_slicing.train_validation_split(
                 (x, y, sample_weight), validation_split=validation_split
             )
-        feed = take_in(
-            x,
-            y,
-            sample_weight,
-            batch_size=batch_size,
-            steps=steps_per_epoch,
-            shuffle=shuffle,
-            class_weight=class_weight,
-            seed=random_seed(),
-            goes_on=True,
-            prepare=self._build,
-        )
-        validation = None
-        try:
+        with self._same_call_everywhere("fit") as feeds:
+            feed = self._take_in(
+                feeds,
+                *(x, y, sample_weight),
+                batch_size=batch_size,
+                steps=steps_per_epoch,
+                shuffle=shuffle,
+                class_weight=class_weight,
+                resets="once",
+                prepare=self._build,
+            )
+            validation = None
             if validation_data is not None:
-                validation = take_in(
+                validation = self._take_in(
+                    feeds,
                     *data_adapter_utils.unpack_x_y_sample_weight(validation_data),
                     batch_size=validation_batch_size or batch_size,
                     steps=validation_steps,
-                    seed=random_seed(),
                     name="validation_data",
                 )
-            trainer = self._ready(feed)
-            listed = self._listed(
+            listed = self._callback_list(
                 callbacks, verbose, epochs=epochs, steps=feed.num_steps, add_history=True
             )
-            model.stop_training = False
-            listed.on_train_begin()
             options = FitOptions(
                 epochs=epochs,
-                initial_epoch=model._initial_epoch or initial_epoch,
+                initial_epoch=initial_epoch,
                 shuffle=bool(shuffle),
-                evaluates=tuple(model._should_eval(one, validation_freq) for one in range(epochs)),
+                evaluates=tuple(
+                    epoch
+                    for epoch in range(min(initial_epoch, 0), epochs)
+                    if validation is not None and self._evaluates_after(epoch, validation_freq)
+                ),
             )
-            warn_if_short(feed, epochs - options.initial_epoch)
-            evaluation = None if validation is None else _evaluation(validation, listed)
-            logs = trainer.train(feed, evaluation, options, listed)
-            if epochs > 0:
-                model.optimizer.finalize_variable_values(model.trainable_weights)
+            trainer = self._trainer_for(feed)
+            train = partial(self._fit_with_callbacks, trainer, feed, validation, options, listed)
+            history = trainer.on_all_processes(train)
+            if not self._company.is_chief:
+                vars(model.history).update(history)
+        return getattr(model, "history", None)
+
+    def _fit_with_callbacks(
+        self,
+        trainer: KerasTrainer,
+        feed: Feed,
+        validation: Feed | None,
+        options: FitOptions,
+        callbacks: CallbackList,
+    ) -> dict[str, Any]:
+        """Train, with callbacks before and after; what there is in the history."""
+        model = self._model
+        model.stop_training = False
+        callbacks.on_train_begin()
+        options = replace(options, initial_epoch=model._initial_epoch or options.initial_epoch)
+        warn_if_short(feed, options.epochs - options.initial_epoch)
+        if validation is not None:
+            warn_if_short(validation, 1)
+        evaluation = (
+            None if validation is None else _evaluation(validation, callbacks, shows_bar=False)
+        )
+        try:
+            logs = trainer.fit(feed, evaluation, options, callbacks)
         finally:
             model.eval()
-            close_all(feed, validation)
-        listed.on_train_end(logs)
-        return model.history
+        if options.epochs > 0:
+            model.optimizer.finalize_variable_values(model.trainable_weights)
+        callbacks.on_train_end(logs)
+        trainer.finish_fit()
+        history = getattr(model, "history", None)  # a list of callbacks may come without one
+        found = {} if history is None else {"epoch": history.epoch, "history": history.history}
+        return self._company.from_chief(found)
 
     def evaluate(
         self,
@@ -141,18 +180,35 @@ class Methods:
     ) -> Any:
         """Losses and metrics, as ``keras.Model.evaluate``."""
         self._model._assert_compile_called("evaluate")
-        feed = take_in(x, y, sample_weight, batch_size=batch_size, steps=steps, prepare=self._build)
-        try:
-            trainer = self._ready(feed)
-            listed = self._listed(callbacks, verbose, epochs=1, steps=feed.num_steps)
-            self._model.stop_evaluating = False
-            listed.on_test_begin()
-            logs = trainer.assess(_evaluation(feed, listed), feed, listed)
-        finally:
-            self._model.eval()
-            feed.close()
-        listed.on_test_end(logs)
+        check_integers({"steps": steps})
+        check_batch_sizes(batch_size=batch_size)
+        with self._same_call_everywhere("evaluate") as feeds:
+            feed = self._take_in(
+                feeds,
+                *(x, y, sample_weight),
+                batch_size=batch_size,
+                steps=steps,
+                prepare=self._build,
+            )
+            trainer = self._trainer_for(feed)
+            listed = self._callback_list(callbacks, verbose, epochs=1, steps=feed.num_steps)
+            logs = trainer.on_all_processes(
+                partial(self._evaluate_with_callbacks, trainer, feed, listed)
+            )
         return logs if return_dict else self._model._flatten_metrics_in_order(logs)
+
+    def _evaluate_with_callbacks(
+        self, trainer: KerasTrainer, feed: Feed, callbacks: CallbackList
+    ) -> Logs:
+        self._model.stop_evaluating = False
+        callbacks.on_test_begin()
+        warn_if_short(feed, 1)
+        try:
+            logs = trainer.evaluate(_evaluation(feed, callbacks), feed, callbacks)
+        finally:
+            self._leave_mode()
+        callbacks.on_test_end(logs)
+        return logs
 
     def predict(
         self,
@@ -163,17 +219,36 @@ class Methods:
         callbacks: Any = None,
     ) -> Any:
         """Outputs, as ``keras.Model.predict``."""
-        feed = take_in(x, batch_size=batch_size, steps=steps)
-        try:
-            trainer = self._ready(feed)
-            listed = self._listed(callbacks, verbose, epochs=1, steps=feed.num_steps)
-            listed.on_predict_begin()
-            outputs = trainer.infer(feed)
-        finally:
-            self._model.eval()
-            feed.close()
-        listed.on_predict_end()
+        check_integers({"steps": steps})
+        check_batch_sizes(batch_size=batch_size)
+        with self._same_call_everywhere("predict") as feeds:
+            feed = self._take_in(
+                feeds,
+                x,
+                batch_size=batch_size,
+                steps=steps,
+                resets="never",
+                prepare=None if self._company.is_chief else self._build_by_calling,
+            )
+            trainer = self._trainer_for(feed)
+            listed = self._callback_list(callbacks, verbose, epochs=1, steps=feed.num_steps)
+            outputs = trainer.on_all_processes(
+                partial(self._predict_with_callbacks, trainer, feed, listed)
+            )
         return map_tensors(backend.convert_to_numpy, outputs)
+
+    def _predict_with_callbacks(
+        self, trainer: KerasTrainer, feed: Feed, callbacks: CallbackList
+    ) -> Tree:
+        self._model.stop_predicting = False
+        callbacks.on_predict_begin()
+        warn_if_short(feed, 1)
+        try:
+            outputs = trainer.predict(feed, callbacks)
+        finally:
+            self._leave_mode()
+        callbacks.on_predict_end()
+        return outputs
 
     def train_on_batch(
         self,
@@ -186,19 +261,30 @@ class Methods:
         """One step, as ``keras.Model.train_on_batch``."""
         model = self._model
         model._assert_compile_called("train_on_batch")
-        feed = take_in(
-            x,
-            y,
-            sample_weight,
-            batch_size=_num_samples(x),
-            class_weight=class_weight,
-            prepare=self._build,
-        )
-        options = FitOptions(epochs=1, initial_epoch=0, shuffle=False, evaluates=(False,))
-        listed = self._listed(None, 0, epochs=1, steps=1)
-        model.stop_training = False
-        logs = self._ready(feed).train(feed, None, options, listed)
+        with self._same_call_everywhere("train_on_batch") as feeds:
+            feed = self._take_in(
+                feeds,
+                *(x, y, sample_weight),
+                batch_size=_num_samples(x),
+                class_weight=class_weight,
+                prepare=self._build,
+            )
+            options = FitOptions(
+                epochs=1, initial_epoch=0, shuffle=False, evaluates=(), is_one_batch=True
+            )
+            listed = self._callback_list(None, 0, epochs=1, steps=1)
+            trainer = self._trainer_for(feed)
+            logs = trainer.on_all_processes(
+                partial(self._train_one_batch, trainer, feed, options, listed)
+            )
         return logs if return_dict else model._flatten_metrics_in_order(logs)
+
+    def _train_one_batch(
+        self, trainer: KerasTrainer, feed: Feed, options: FitOptions, callbacks: CallbackList
+    ) -> Logs:
+        """Train without anything around."""
+        self._model.stop_training = False
+        return self._company.from_chief(trainer.fit(feed, None, options, callbacks))
 
     def test_on_batch(
         self, x: Any, y: Any = None, sample_weight: Any = None, return_dict: bool = False
@@ -217,27 +303,70 @@ class Methods:
         """Outputs for a batch, as ``keras.Model.predict_on_batch``."""
         return self.predict(x, batch_size=_num_samples(x), verbose=0)
 
+    # --- parts -----------------------------------------------------------------------------------
+
+    @contextmanager
+    def _same_call_everywhere(self, call: str) -> Iterator[ExitStack]:
+        """Within the block all processes make the same call; data that is taken in is read."""
+        with self._company.together(call), ExitStack() as feeds:
+            yield feeds
+
+    def _take_in(self, feeds: ExitStack, *data: Any, name: str = "x", **options: Any) -> Feed:
+        """Data, closed with ``feeds``."""
+        feed = take_in(
+            *data, name=name, seed=random_seed(), is_read_here=self._company.is_chief, **options
+        )
+        feeds.callback(feed.close)
+        return self._company.agreed_feed(feed, name)
+
+    def _evaluates_after(self, epoch: int, validation_freq: Any) -> bool:
+        """Whether an epoch ends with an evaluation."""
+        if validation_freq == 0:
+            raise OptionError(
+                problem(
+                    "`validation_freq` is how many epochs there are to an evaluation.",
+                    received="validation_freq=0",
+                    fix="Pass a positive integer, or no validation_data.",
+                )
+            )
+        return bool(self._model._should_eval(epoch, validation_freq))
+
     def _build(self, iterator: Any) -> None:
         """Build the model, its losses and metrics for the data, as Keras does, where need be."""
         check_model(self._model)
         self._model._symbolic_build(iterator=iterator)
 
-    def _ready(self, feed: Feed) -> KerasTrainer:
+    def _build_by_calling(self, iterator: Any) -> None:
+        """Build a model that nobody has compiled, where its data is read elsewhere."""
+        if not self._model.built:
+            batches = next(batches for _, _, batches in iterator)
+            self._call_once(next(iter(batches))[0])
+
+    def _call_once(self, inputs: Any) -> None:
+        with torch.no_grad():
+            self._model(inputs)
+
+    def _leave_mode(self) -> None:
+        """Have the model in evaluation mode, as Keras leaves it, unless a ``fit`` goes on."""
+        self._model.train(self._company.is_aside)
+
+    def _trainer_for(self, feed: Feed) -> KerasTrainer:
         """The Trainer of the model."""
         model = self._model
         check_model(model)
-        check_alone(self.strategy)
         if not model.built:  # as nobody has compiled it, it is built by calling it
             source = sample_of(feed.source)
             assert source is not None  # data is read here
             batch = source.read(torch.arange(min(2, len(source))), torch.get_default_dtype())
-            with torch.no_grad():
-                model(batch.inputs[0])
+            self._call_once(batch.inputs[0])
         if self._trainer is None or not is_model_of(self._trainer.model, model):
-            self._trainer = KerasTrainer(KerasModel(model), self.strategy)
+            self._trainer = KerasTrainer(KerasModel(model), self.strategy, self._company)
+        self._trainer.seed = random_seed()
         return self._trainer
 
-    def _listed(self, callbacks: Any, verbose: Any, **params: Any) -> Any:
+    def _callback_list(self, callbacks: Any, verbose: Any, **params: Any) -> Any:
+        if not self._company.is_chief:  # callbacks and progress are where rank 0 is
+            callbacks, verbose = None, 0
         if isinstance(callbacks, CallbackList):
             return callbacks
         listed = CallbackList(
@@ -252,6 +381,10 @@ class Methods:
         return listed
 
 
+for _name in METHODS:  # who passes a wrong argument has called a method of the model
+    getattr(Methods, _name).__qualname__ = f"Model.{_name}"
+
+
 def bind(model: Any, strategy: StrategyLike) -> None:
     """Have a model train under a strategy, from now on."""
     bound = vars(model).get("_lockstep")
@@ -261,12 +394,12 @@ def bind(model: Any, strategy: StrategyLike) -> None:
         vars(model).update(methods, _lockstep=bound)
 
 
-def _evaluation(feed: Feed, callbacks: Any) -> Evaluation:
+def _evaluation(feed: Feed, callbacks: Any, *, shows_bar: bool = True) -> Evaluation:
     return Evaluation(
         source=feed.source,
         batch_size=feed.batch_size,
         steps=feed.steps_per_epoch,
-        tells=any(acts_in(one, "on_test_batch_end") for one in callbacks.callbacks),
+        tells_each=steps_between_metrics(callbacks, "on_test_batch_end", shows_bar=shows_bar),
     )
 
 

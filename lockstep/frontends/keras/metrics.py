@@ -1,12 +1,14 @@
 """Keras metrics on many ranks: the driver's own objects hold the values of all.
 
 Every rank updates a copy with the outputs it has computed, and rank 0 adds up the states: the
-states of Keras's own metrics are sums over samples. Of any other metric nothing is known, be it one
-of the user's or a mean over what a function of the user's returns for a batch. Such a metric is
-updated on rank 0 alone, with the outputs of the whole batch.
+states of Keras's own metrics are sums over samples, but for those that look across samples. Of
+these, and of any other metric, be it one of the user's or a mean over what a function of the user's
+returns for a batch, nothing is known. So such a metric is updated on rank 0 alone, with the outputs
+of the whole batch.
 """
 
 from collections.abc import Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -19,6 +21,9 @@ from lockstep.frontends.keras.losses import masked
 from lockstep.parallel.control import Control
 from lockstep.train.metrics import Metrics
 from lockstep.units import first_few
+
+# Functions of Keras's that return one number for a batch.
+_ACROSS_SAMPLES = ("circle", "dice", "tversky")
 
 # A share's outputs, masks, targets and sample weights.
 _Seen = tuple[Tree, Tree, Tree, Tree]
@@ -117,9 +122,18 @@ def _is_sum(metric: Any) -> bool:
         return False
     if metric._metrics:
         return False
-    function = getattr(metric, "_fn", None)
-    is_wrapped = issubclass(kind, MeanMetricWrapper)
-    return not is_wrapped or str(getattr(function, "__module__", "")).startswith("keras.src.")
+    return not issubclass(kind, MeanMetricWrapper) or _is_by_sample(metric)
+
+
+def _is_by_sample(metric: MeanMetricWrapper) -> bool:
+    """Whether a mean is one over values of samples, and not over numbers of whole batches."""
+    function = metric._fn
+    return (
+        isinstance(function, FunctionType)  # a loss of Keras's returns one number for a batch
+        and function.__module__.startswith("keras.src.")
+        and function.__name__ not in _ACROSS_SAMPLES
+        and metric._fn_kwargs.get("axis", -1) == -1
+    )
 
 
 def _joined(*parts: Any) -> Any:

@@ -11,7 +11,7 @@ Not covered: variables that a layer makes after the model was built.
 """
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import chain, count
 from typing import Any
@@ -28,6 +28,9 @@ from torch.overrides import TorchFunctionMode
 from lockstep.capture.layers import BatchLayer, FrontEndLayer
 from lockstep.data.trees import Tree
 from lockstep.errors import ModelError, problem
+from lockstep.frontends.keras.checks import check_model
+from lockstep.frontends.keras.direct_calls import DirectCalls
+from lockstep.frontends.keras.images import channels_last_in_memory, only_keras_sees
 from lockstep.frontends.keras.settings import KerasSettings
 from lockstep.parallel.batch_moments import global_moments
 from lockstep.parallel.batch_norm import global_statistics
@@ -46,10 +49,26 @@ class _Calls:
 
     Attributes:
         overlap: another call ran at the same time as one that still does.
+        direct: how layers can be called without ceremony, where they can.
+        turns_images: images need not be copied.
+        has_penalties: there may be penalties on weights.
+        has_looked: all that is known.
     """
 
     num_running: int = 0
     overlap: bool = False
+    direct: DirectCalls | None = None
+    turns_images: bool = False
+    has_penalties: bool = True
+    has_looked: bool = False
+
+    def look(self, model: Any) -> None:
+        """See how a model's layers can be called, if they may have changed since the last look."""
+        if not self.has_looked:
+            self.direct = DirectCalls.of(model)
+            self.turns_images = only_keras_sees(model._flatten_layers())
+            self.has_penalties = any(one.regularizer is not None for one in model.weights)
+            self.has_looked = True
 
     def begin(self) -> None:
         """A call begins."""
@@ -94,12 +113,22 @@ class KerasModel(nn.Module):
         """The Keras model."""
         return self._held[0]
 
+    @property
+    def precision(self) -> str:
+        """As the Trainer's options have it; Keras's policies say what layers compute in."""
+        is_double = all(parameter.dtype.itemsize == 8 for parameter in self.parameters())
+        return "fp64" if is_double else "fp32"
+
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_settings": KerasSettings.current()}
+        return {**vars(self), "_calls": _Calls(), "_settings": KerasSettings.current()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         state.pop("_settings").apply()
         super().__setstate__(state)  # type: ignore[no-untyped-call]
+
+    def look_anew(self) -> None:
+        """Layers may have been changed: see anew how they can be called."""
+        self._calls.has_looked = False
 
     def forward(self, inputs: Tree) -> Tree:
         """What the model makes of inputs.
@@ -111,18 +140,32 @@ class KerasModel(nn.Module):
         model = self.model
         if model.training != self.training:
             model.train(self.training)
-        mode = {"training": self.training} if model._call_has_training_arg else {}
+        is_watched = bool(torch._C._len_torch_function_stack())
+        self._calls.look(model)
         try:
             self._calls.begin()
-            with _own_stream(), _moments.to(self._moments_of), _unwrapping():
-                outputs = model(inputs, **mode)
-                return self._with_losses(outputs) if self.with_losses else outputs
+            with (
+                _own_stream(),
+                channels_last_in_memory() if self._calls.turns_images else nullcontext(),
+                _moments.to(self._moments_of),
+                _Unwrapping() if is_watched else nullcontext(),
+            ):
+                return self._called(inputs, is_watched=is_watched)
         finally:
             self._calls.end()
 
-    def _with_losses(self, outputs: Tree) -> dict[str, Any]:
-        model = self.model
-        added = [loss for layer in model._flatten_layers() for loss in layer._losses]
+    def _called(self, inputs: Tree, *, is_watched: bool) -> Tree:
+        model, direct = self.model, self._calls.direct
+        if direct is not None and not is_watched and direct.takes(inputs):
+            outputs = direct.run(inputs, training=self.training)
+            added = []
+        else:
+            mode = {"training": self.training} if model._call_has_training_arg else {}
+            outputs = model(inputs, **mode)
+            added = [loss for layer in model._flatten_layers() for loss in layer._losses]
+        return self._with_losses(outputs, added) if self.with_losses else outputs
+
+    def _with_losses(self, outputs: Tree, added: list[torch.Tensor]) -> dict[str, Any]:
         if added and self._calls.overlap:  # a layer keeps the losses of the last call only
             raise ModelError(
                 problem(
@@ -136,7 +179,9 @@ class KerasModel(nn.Module):
             "outputs": outputs,
             "masks": keras.tree.map_structure(get_keras_mask, outputs),
             "losses": added,
-            "penalties": model._get_regularization_losses(),
+            "penalties": (
+                self.model._get_regularization_losses() if self._calls.has_penalties else []
+            ),
         }
 
     def _moments_of(
@@ -154,6 +199,34 @@ class KerasModel(nn.Module):
             epsilon = keras.config.epsilon()
         dims = list(layer._reduction_axes)
         return global_moments(inputs, dims, statistics.of(holder), weights, epsilon)
+
+
+def module_of(model: Any) -> KerasModel:
+    """The module of a model that is only to be looked at.
+
+    Raises:
+        ModelError: it is not built, or has a step of its own.
+    """
+    check_model(model)
+    if not model.built:
+        raise ModelError(
+            problem(
+                "A model has variables once the shape of its inputs is known.",
+                received=f"the model {model.name!r}, which is not built",
+                fix="Begin it with a keras.Input, or call it once.",
+            )
+        )
+    return KerasModel(model)
+
+
+@contextmanager
+def giving_losses(module: KerasModel, gives: bool) -> Iterator[None]:
+    """Within the block a model's outputs come with losses, or do not; blocks may be nested."""
+    before, module.with_losses = module.with_losses, gives
+    try:
+        yield
+    finally:
+        module.with_losses = before
 
 
 def is_model_of(module: KerasModel, model: Any) -> bool:
@@ -247,12 +320,9 @@ def _own_stream() -> Iterator[None]:
         yield
 
 
-def _unwrapping() -> AbstractContextManager[Any]:
-    """Where something watches torch's functions, it sees tensors and no variables of Keras."""
-    return _Unwrapping() if torch._C._len_torch_function_stack() else nullcontext()
-
-
 class _Unwrapping(TorchFunctionMode):
+    """Where something watches torch's functions, it sees tensors and no variables of Keras."""
+
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:

@@ -107,8 +107,9 @@ def stand_in(variable: Any, value: torch.Tensor) -> Any:
 
 
 def options_of(optimizer: Any) -> dict[str, Any]:
-    """What can be set of an optimizer: numbers, flags, and the learning rate."""
+    """What can be set of an optimizer: numbers, flags, the count of steps, the learning rate."""
     options = {name: value for name, value in vars(optimizer).items() if isinstance(value, _PLAIN)}
+    options["iterations"] = int(optimizer._iterations.value)
     rate = optimizer._learning_rate
     if isinstance(rate, keras.Variable):
         options["learning_rate"] = float(rate.value)
@@ -119,6 +120,7 @@ def set_options(optimizer: Any, options: dict[str, Any]) -> None:
     """Take over what ``options_of`` another copy gave."""
     plain = dict(options)
     rate = plain.pop("learning_rate", None)
+    optimizer._iterations.assign(plain.pop("iterations"))
     vars(optimizer).update(plain)
     if rate is not None:
         optimizer._learning_rate.assign(rate)

@@ -12,12 +12,12 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial, wraps
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
 from lockstep.errors import ModelError, OptionError, problem
-from lockstep.frontends.keras.names import METHODS
+from lockstep.frontends.keras.bound_methods import METHODS
 from lockstep.train.scope import current_strategy, strategy_scope
 
 _lock = threading.Lock()
@@ -139,8 +139,12 @@ class _KerasFinder:
     def find_spec(
         name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Python's own spec of Keras, with more to do after loading; None for other modules."""
-        spec = PathFinder.find_spec(name, path) if name == "keras" else None
+        """The spec of Keras that others find, with more to do after loading; else None."""
+        if name != "keras":
+            return None
+        others = (one for one in sys.meta_path if one is not _KerasFinder)
+        specs = (one.find_spec(name, path, target) for one in others)
+        spec = next(filter(None, specs), None)
         if spec is not None and spec.loader is not None:
             load = spec.loader.exec_module
 

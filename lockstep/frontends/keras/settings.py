@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import keras
 from keras.src.backend.common import dtypes
+from keras.src.utils import rng_utils
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,3 +43,8 @@ class KerasSettings:
         keras.config.set_image_data_format(self.image_data_format)
         keras.config.set_dtype_policy(self.policy)
         dtypes.BIT64_TO_BIT32_DTYPE["float64"] = self.double
+
+
+def random_seed() -> int:
+    """What ``keras.utils.set_random_seed`` was called with; 0 where it was not."""
+    return rng_utils.get_random_seed() or 0

@@ -11,8 +11,10 @@ from collections.abc import Callable
 from typing import Any
 
 from keras.src.layers.layer import Layer
+from keras.src.layers.preprocessing.index_lookup import IndexLookup
 from keras.src.models.model import Model
 from keras.src.saving.keras_saveable import KerasSaveable
+from keras.src.utils.backend_utils import DynamicBackend
 from keras.src.utils.tracking import (
     TrackedDict,
     TrackedList,
@@ -21,13 +23,13 @@ from keras.src.utils.tracking import (
     Tracker,
 )
 
-from lockstep.frontends.keras.names import METHODS
+from lockstep.frontends.keras.bound_methods import METHODS
 
 # Made by ``Layer.__new__`` around methods of the same name, for layers that are still to be built.
 _WRAPPERS = ("build", "quantize")
 
-# What ``compile`` and ``fit`` give a model.
-_COMPILED = (
+# What ``compile`` and ``fit`` give a model, and callbacks set of it.
+COMPILED = (
     "_compile_config",
     "_compile_loss",
     "_compile_metrics",
@@ -38,9 +40,15 @@ _COMPILED = (
     "loss",
     "optimizer",
     "predict_function",
+    "stop_evaluating",
+    "stop_predicting",
+    "stop_training",
     "test_function",
     "train_function",
 )
+
+# What a layer looks words and numbers up in: TensorFlow's, of this process.
+_TABLES = ("lookup_table", "token_counts", "token_document_counts")
 
 _Fill = Callable[[Any, Any], None]
 
@@ -49,8 +57,10 @@ def reduce(obj: Any) -> Any:
     """How an object is pickled, if it is one of Keras's; see ``parallel.parcel.reducing``."""
     fill: _Fill
     state: Any
-    if isinstance(obj, KerasSaveable):
-        fill, state = _fill, _attributes(obj)
+    if isinstance(obj, IndexLookup):
+        fill, state = _fill_lookup, (kept_attributes(obj), obj.get_vocabulary(False))
+    elif isinstance(obj, KerasSaveable):
+        fill, state = _fill, kept_attributes(obj)
     elif isinstance(obj, TrackedList):
         fill, state = _fill_list, (vars(obj), list(obj))
     elif isinstance(obj, TrackedDict | TrackedOrderedDict):
@@ -58,17 +68,25 @@ def reduce(obj: Any) -> Any:
     elif isinstance(obj, TrackedSet):
         fill, state = _fill_set, (vars(obj), list(obj))
     elif type(obj) is Tracker:
-        # It knows objects by their address, which is another one elsewhere.
-        fill, state = _fill, {**vars(obj), "stored_ids": {name: set() for name in obj.config}}
+        # It sees new variables and layers. A helper gets all that there are, and makes no new ones.
+        return Tracker, ({},)
+    elif type(obj) is DynamicBackend:
+        # An empty one looks for its attributes with the help of an attribute.
+        return DynamicBackend, (obj.name,)
     else:
         return NotImplemented
     return _blank, (type(obj),), state, None, None, fill
 
 
-def _attributes(obj: KerasSaveable) -> dict[str, Any]:
+def kept_attributes(obj: KerasSaveable) -> dict[str, Any]:
+    """What a helper gets of an object."""
     if not isinstance(obj, Layer):
         return dict(vars(obj))
-    left = (*_WRAPPERS, *_COMPILED, "_lockstep", *METHODS) if isinstance(obj, Model) else _WRAPPERS
+    left: tuple[str, ...] = _WRAPPERS
+    if isinstance(obj, Model):
+        left = (*left, *COMPILED, "_lockstep", *METHODS)
+    elif isinstance(obj, IndexLookup):
+        left = (*left, *_TABLES)
     kept = {name: value for name, value in vars(obj).items() if name not in left}
     return {**kept, "_losses": [], "_loss_ids": set()}  # those of the last call
 
@@ -80,6 +98,11 @@ def _blank(kind: Any) -> Any:
 
 def _fill(obj: Any, attributes: dict[str, Any]) -> None:
     vars(obj).update(attributes)
+
+
+def _fill_lookup(obj: Any, state: tuple[dict[str, Any], list[Any]]) -> None:
+    _fill(obj, state[0])
+    obj.lookup_table = obj._lookup_table_from_tokens(state[1])
 
 
 def _fill_list(obj: Any, state: tuple[dict[str, Any], list[Any]]) -> None:

@@ -1,25 +1,35 @@
 """What all ranks do in Keras's ``fit`` and ``evaluate``.
 
-Training is the Trainer's (``train.tasks``). What Keras does in its own way is here: losses of an
-epoch are means over its batches by their numbers of samples, and metrics are the model's own.
+Training is that of any model (``train.tasks``). What Keras does in its own way is here: losses of
+an epoch are means over its batches by their numbers of samples, and metrics are the model's own.
 """
 
-import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 
 import torch
 
 from lockstep.data.order import epoch_order
 from lockstep.data.sources import Source
+from lockstep.data.trees import Tree, concatenate
 from lockstep.frontends.keras.losses import KerasLoss
 from lockstep.frontends.keras.metrics import KerasMetrics
 from lockstep.parallel.control import Control
 from lockstep.parallel.losses import Sums
 from lockstep.parallel.worker import Observe, StepResult, Worker, modes_of
 from lockstep.train.feeding import SharedStream, all_batches
-from lockstep.train.tasks import Conductor, Ensemble, FitTask, Logs, Task
+from lockstep.train.tasks import (
+    Conductor,
+    Ensemble,
+    FitTask,
+    Logs,
+    Part,
+    PredictTask,
+    Task,
+    in_order,
+)
 
 # The number of samples of a batch, and its losses: of the whole, and of each of several.
 BatchLosses = tuple[int, list[float]]
@@ -28,8 +38,11 @@ BatchLosses = tuple[int, list[float]]
 class KerasConductor(Conductor):
     """What rank 0 does between steps, with what Keras shows of them; this base shows nothing."""
 
-    def tell_losses(self, losses: BatchLosses) -> None:
-        """The losses of the step that has just been made."""
+    wants_out = False
+    """A callback wants the evaluation, or the prediction, to end."""
+
+    def tell_losses(self, batches: Sequence[BatchLosses]) -> None:
+        """The losses of the steps that have been made since the last telling."""
 
     def results(self, losses: Logs) -> Logs:
         """Losses, and what the model's metrics have come to."""
@@ -41,6 +54,9 @@ class KerasConductor(Conductor):
     def end_batch(self, index: int, losses: Logs | None) -> None:
         """A batch of an evaluation is done; losses so far, where somebody wants to know."""
 
+    def tell_outputs(self, outputs: Tree) -> None:
+        """The outputs of the batch that has just been predicted."""
+
 
 @dataclass(kw_only=True)
 class Evaluation:
@@ -50,13 +66,15 @@ class Evaluation:
         source: the data.
         batch_size: of the global batch, where the data does not come in batches.
         steps: the most batches; None for all.
-        tells: somebody wants to know metrics after every batch.
+        tells_each: metrics are told after the first of every so many batches; 0 is never.
+        may_stop: callbacks may end it after any batch.
     """
 
     source: Source | SharedStream
     batch_size: int
     steps: int | None = None
-    tells: bool = False
+    tells_each: int = 0
+    may_stop: bool = False
 
 
 @dataclass(kw_only=True)
@@ -66,26 +84,29 @@ class KerasFitTask(FitTask):
     Attributes:
         loss: the loss.
         evaluation: what is evaluated, in place of ``validation``.
-        evaluates: for each epoch, whether it ends with that.
-        tells: somebody wants to know metrics after every step.
+        evaluates: the epochs that end with that.
+        tells_each: metrics are told after the first of every so many steps; 0 is never.
         initial_epoch: where ``fit`` was told to begin.
+        watches_validation: callbacks act where an evaluation begins or ends.
     """
 
+    stops_before_steps = False
     metrics: KerasMetrics
     loss: KerasLoss
     evaluation: Evaluation | None = None
-    evaluates: tuple[bool, ...] = ()
-    tells: bool = False
+    evaluates: tuple[int, ...] = ()
+    tells_each: int = 0
     initial_epoch: int = 0
+    watches_validation: bool = False
+    _results: list[StepResult] = field(default_factory=list, init=False)  # of this epoch
 
     def _indices(self, epoch: int) -> Iterator[torch.Tensor]:
         assert not isinstance(self.source, SharedStream)
         size, samples = self.batch_size, len(self.source)
-        one_pass, start, steps = epoch_place(
-            -(-samples // size), self.steps_per_epoch, epoch - self.initial_epoch
+        number, start, steps = epoch_place(
+            -(-samples // size), self.steps_per_epoch, epoch, self.initial_epoch
         )
-        number = self.first_epoch + self.initial_epoch + one_pass
-        order = epoch_order(self.seed, number, samples, shuffle=self.shuffle)
+        order = epoch_order(self.seed, self.first_epoch + number, samples, shuffle=self.shuffle)
         for number in range(start, start + steps):
             yield order[number * size : (number + 1) * size]
 
@@ -100,15 +121,18 @@ class KerasFitTask(FitTask):
         self.loss.batch_size = len(indices)
         result = super()._train_step(ensemble, source, indices, step, observe)
         self.metrics.settle(ensemble.control)
-        if self.tells:
+        self._results.append(result)
+        if _is_told(len(self._results) - 1, self.tells_each):
             self.metrics.join(ensemble.control)
-            for losses in self._batch_losses(ensemble.control, [result]):
-                _show(ensemble.conductor).tell_losses(losses)
+            news = self._batch_losses(ensemble.control, self._results[-self.tells_each :])
+            _keras_conductor(ensemble.conductor).tell_losses(news)
         return result
 
     def _losses(self, ensemble: Ensemble, results: Sequence[StepResult]) -> Logs:
-        batches = self._batch_losses(ensemble.control, results)
-        return mean_losses(batches, self.loss.names)
+        self._results.clear()
+        means = LossMeans(self.loss.names)
+        means.add(self._batch_losses(ensemble.control, results))
+        return means.logs
 
     def _batch_losses(self, control: Control, results: Sequence[StepResult]) -> list[BatchLosses]:
         """On rank 0, the losses of some steps."""
@@ -119,32 +143,32 @@ class KerasFitTask(FitTask):
         return batch_losses(self.loss, sizes, gathered)
 
     def _logs(self, ensemble: Ensemble, epoch: int, losses: Logs) -> Logs:
-        conductor, control = _show(ensemble.conductor), ensemble.control
+        conductor, control = _keras_conductor(ensemble.conductor), ensemble.control
         self.metrics.join(control)
         logs = conductor.results(losses)
-        if self.evaluation is None or not self.evaluates[epoch]:
+        if self.evaluation is None or epoch not in self.evaluates:
             return logs
-        conductor.begin_validation()
+        if self.watches_validation:  # a callback may swap weights for their averages
+            ensemble.show_slots()
+        self._around_validation(ensemble, conductor.begin_validation)
         ensemble.share_buffers()
-        found = evaluate(
-            ensemble.worker,
-            control,
-            conductor,
-            self.evaluation,
-            self.metrics,
-            self.loss,
-            epoch,
-            ensemble.pause_validation,
-            lambda: conductor.is_interrupted,
-        )
-        conductor.end_validation(found)
+        found = evaluate(ensemble, self.evaluation, self.metrics, self.loss, epoch)
+        self._around_validation(ensemble, partial(conductor.end_validation, found))
         return {**logs, **{f"val_{name}": value for name, value in found.items()}}
+
+    def _around_validation(self, ensemble: Ensemble, act: Callable[[], None]) -> None:
+        """What callbacks change of the model here, all ranks get."""
+        if self.watches_validation:
+            ensemble.consult(act)
+        else:
+            act()
 
 
 @dataclass(kw_only=True)
 class KerasEvaluateTask(Task):
     """Losses and metrics over data, every sample once."""
 
+    name = "evaluate"
     evaluation: Evaluation
     metrics: KerasMetrics
     loss: KerasLoss
@@ -156,28 +180,76 @@ class KerasEvaluateTask(Task):
 
     def run(self, worker: Worker, control: Control, conductor: Conductor) -> Logs:
         """Evaluate; rank 0 returns the values."""
-        return evaluate(worker, control, _show(conductor), self.evaluation, self.metrics, self.loss)
+        ensemble = Ensemble(worker=worker, control=control, conductor=conductor)
+        return evaluate(ensemble, self.evaluation, self.metrics, self.loss)
+
+
+@dataclass(kw_only=True)
+class KerasPredictTask(PredictTask):
+    """Outputs for data.
+
+    Attributes:
+        tells: somebody wants to know the outputs after every batch.
+        may_stop: callbacks may end it after any batch.
+    """
+
+    tells: bool = False
+    may_stop: bool = False
+
+    def _begin_batch(self, index: int, conductor: Conductor) -> None:
+        _keras_conductor(conductor).begin_batch(index)
+
+    def _end_batch(
+        self, index: int, own: list[Part], control: Control, conductor: Conductor
+    ) -> bool:
+        if self.tells:
+            outputs = in_order(control.gather(own))
+            if outputs:
+                _keras_conductor(conductor).tell_outputs(concatenate(outputs))
+        _keras_conductor(conductor).end_batch(index, None)
+        return self.may_stop and control.broadcast(_keras_conductor(conductor).wants_out)
 
 
 def evaluate(
-    worker: Worker,
-    control: Control,
-    conductor: KerasConductor,
+    ensemble: Ensemble,
     evaluation: Evaluation,
     metrics: KerasMetrics,
     loss: KerasLoss,
-    epoch: int = 0,
-    pause: Callable[[int], None] = lambda index: None,
-    gives_up: Callable[[], bool] = lambda: False,
+    epoch: int | None = None,
 ) -> Logs:
-    """Losses and metrics over data; on rank 0."""
+    """Losses and metrics over data; on rank 0.
+
+    Args:
+        ensemble: the ranks.
+        evaluation: the data.
+        metrics: the model's.
+        loss: the model's.
+        epoch: of the ``fit`` that this is a part of, which Ctrl-C may end; None if of none.
+    """
+    worker, control = ensemble.worker, ensemble.control
+    conductor = _keras_conductor(ensemble.conductor)
+    is_validation = epoch is not None
     metrics.reset()
     observe = metrics.update if metrics else None
     sizes: list[int] = []
     shares: list[list[Sums]] = []
+    means = LossMeans(loss.names)  # on rank 0
+
+    def caught_up() -> Logs:
+        metrics.join(control)
+        means.add(batch_losses(loss, sizes, control.gather(shares)))
+        sizes.clear()
+        shares.clear()
+        return means.logs
+
     with modes_of(worker.model, training=False):
         batches = all_batches(
-            evaluation.source, worker, control, evaluation.batch_size, epoch, gives_up
+            evaluation.source,
+            worker,
+            control,
+            evaluation.batch_size,
+            epoch or 0,
+            lambda: is_validation and ensemble.conductor.is_interrupted,
         )
         for index, (part, indices) in enumerate(islice(batches, evaluation.steps)):
             conductor.begin_batch(index)
@@ -185,15 +257,14 @@ def evaluate(
             sizes.append(len(indices))
             shares.append(worker.evaluate_step(part, indices, observe))
             metrics.settle(control)
-            told = None
-            if evaluation.tells:
-                metrics.join(control)
-                told = mean_losses(batch_losses(loss, sizes, control.gather(shares)), loss.names)
-            conductor.end_batch(index, told)
-            pause(index)
-    losses = mean_losses(batch_losses(loss, sizes, control.gather(shares)), loss.names)
-    metrics.join(control)
-    return conductor.results(losses)
+            conductor.end_batch(
+                index, caught_up() if _is_told(index, evaluation.tells_each) else None
+            )
+            if evaluation.may_stop and control.broadcast(conductor.wants_out):
+                break
+            if is_validation:
+                ensemble.pause_validation(index)
+    return conductor.results(caught_up())
 
 
 def batch_losses(
@@ -208,23 +279,41 @@ def batch_losses(
     ]
 
 
-def mean_losses(batches: Sequence[BatchLosses], names: Sequence[str]) -> Logs:
-    """Means over batches by their numbers of samples, as Keras has it."""
-    if not batches:
-        return {}
-    samples = sum(size for size, _ in batches)
-    columns = zip(*(losses for _, losses in batches), strict=True)
-    means = [
-        math.fsum(size * value for (size, _), value in zip(batches, column, strict=True)) / samples
-        for column in columns
-    ]
-    return dict(zip(("loss", *names), means, strict=True))
+class LossMeans:
+    """Means of losses over batches by their numbers of samples, as Keras has it.
+
+    Args:
+        names: of the losses beside that of the whole.
+    """
+
+    def __init__(self, names: Sequence[str] = ()) -> None:
+        self._names = ("loss", *names)
+        self._totals = [0.0] * len(self._names)
+        self._num_samples = 0
+
+    def add(self, batches: Sequence[BatchLosses]) -> None:
+        """Count in more batches."""
+        for size, losses in batches:
+            for number, loss in enumerate(losses):
+                self._totals[number] += size * loss
+            self._num_samples += size
+
+    @property
+    def logs(self) -> Logs:
+        """The means so far, by name; none before the first batch."""
+        if not self._num_samples:
+            return {}
+        means = (total / self._num_samples for total in self._totals)
+        return dict(zip(self._names, means, strict=True))
 
 
-def epoch_place(num_batches: int, steps: int | None, epoch: int) -> tuple[int, int, int]:
+def epoch_place(
+    num_batches: int, steps: int | None, epoch: int, initial_epoch: int = 0
+) -> tuple[int, int, int]:
     """Where an epoch lies in passes over arrays, as Keras takes them.
 
-    An epoch of some steps begins where the one before has ended; it ends with the pass.
+    An epoch of some steps begins where the one before has ended; it ends with the pass. The first
+    epoch of a ``fit`` begins a pass.
 
     Returns:
         The number of the pass, the epoch's first batch in it, and how many it has.
@@ -232,12 +321,17 @@ def epoch_place(num_batches: int, steps: int | None, epoch: int) -> tuple[int, i
     if steps is None:
         return epoch, 0, num_batches
     in_pass = -(-num_batches // steps)
-    one_pass, place = divmod(epoch, in_pass)
+    one_pass, place = divmod(epoch - initial_epoch, in_pass)
     start = place * steps
-    return one_pass, start, min(steps, num_batches - start)
+    return initial_epoch // in_pass + one_pass, start, min(steps, num_batches - start)
 
 
-def _show(conductor: Conductor) -> KerasConductor:
+def _is_told(index: int, each: int) -> bool:
+    """Whether metrics are told after this batch of an epoch."""
+    return each > 0 and index % each == 0
+
+
+def _keras_conductor(conductor: Conductor) -> KerasConductor:
     return conductor if isinstance(conductor, KerasConductor) else _NOBODY
 
 

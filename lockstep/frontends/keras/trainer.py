@@ -1,34 +1,53 @@
 """The Trainer of a Keras model: plans, processes and steps are those of any model."""
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
-from keras.src.utils import rng_utils
+from torch import optim
 
-from lockstep.data.sources import ArraySource
+from lockstep.data.sources import ArraySource, Source
 from lockstep.data.trees import Tree, concatenate
+from lockstep.errors import ModelError, problem
 from lockstep.frontends.keras.additions import find_additions
-from lockstep.frontends.keras.conducting import EvaluationConductor, KerasFitConductor, acts_in
+from lockstep.frontends.keras.attributes import NO_SETTINGS, with_settings
+from lockstep.frontends.keras.conducting import (
+    EvaluationConductor,
+    KerasFitConductor,
+    PredictionConductor,
+    any_acts_in,
+    may_stop,
+    steps_between_metrics,
+)
+from lockstep.frontends.keras.direct_calls import is_plain_kind
 from lockstep.frontends.keras.losses import Additions, KerasLoss
 from lockstep.frontends.keras.metrics import KerasMetrics
-from lockstep.frontends.keras.model import KerasModel
+from lockstep.frontends.keras.model import KerasModel, giving_losses
+from lockstep.frontends.keras.settings import random_seed
 from lockstep.frontends.keras.shipping import reduce
-from lockstep.frontends.keras.tasks import Evaluation, KerasEvaluateTask, KerasFitTask
-from lockstep.frontends.keras.updater import KerasUpdater
+from lockstep.frontends.keras.tasks import (
+    Evaluation,
+    KerasEvaluateTask,
+    KerasFitTask,
+    KerasPredictTask,
+)
+from lockstep.frontends.keras.updater import KerasUpdater, is_elementwise
 from lockstep.parallel.parcel import reducing
-from lockstep.train.feeding import sample_of
+from lockstep.plan.makers import SingleDevice
+from lockstep.train.changes import ChangeWatch, settings_of
+from lockstep.train.company import Company, StrategyLike
+from lockstep.train.conducting import FollowingConductor
+from lockstep.train.feeding import SharedStream, sample_of
 from lockstep.train.intake import Feed
-from lockstep.train.interrupt import held_interrupts
-from lockstep.train.tasks import Conductor, Logs, PredictTask, Resume, Task
-from lockstep.train.trainer import StrategyLike, Trainer
+from lockstep.train.interrupt import Interrupt, held_interrupts
+from lockstep.train.likeness import Facts, said
+from lockstep.train.recipe import Recipe
+from lockstep.train.runner import Runner
+from lockstep.train.tasks import Conductor, Logs, Resume, Task
+from lockstep.units import first_few
 
-# What a helper of a Keras model needs, beside what all need.
-_PRELOAD = ("lockstep.frontends.keras.trainer",)
-
-
-def random_seed() -> int:
-    """What ``keras.utils.set_random_seed`` was called with; 0 where it was not."""
-    return rng_utils.get_random_seed() or 0
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,59 +58,94 @@ class FitOptions:
         epochs: the number of the last, plus one.
         initial_epoch: the number of the first.
         shuffle: take arrays in a new order every epoch.
-        evaluates: for each epoch, whether it ends with an evaluation.
+        evaluates: the epochs that end with an evaluation.
+        is_one_batch: this is ``train_on_batch``.
     """
 
     epochs: int
     initial_epoch: int
     shuffle: bool
-    evaluates: tuple[bool, ...]
+    evaluates: tuple[int, ...]
+    is_one_batch: bool = False
 
 
-class KerasTrainer(Trainer):
+@dataclass(frozen=True, kw_only=True)
+class _Start:
+    """Where a training begins, and what host 0's callbacks want of it; see ``KerasFitTask``."""
+
+    epoch: int
+    step: int
+    tells_each: int
+    evaluation_tells_each: int
+    evaluation_may_stop: bool
+    watches_validation: bool
+
+
+class KerasTrainer(Runner):
     """Trains a Keras model.
 
     Args:
         module: the model.
         strategy: where and how.
+        company: with whom calls are made; whoever makes one is together with them already.
     """
 
     model: KerasModel
+    # What a helper of a Keras model needs, beside what all need.
+    _preload = ("lockstep.frontends.keras.preloading",)
 
-    def __init__(self, module: KerasModel, strategy: StrategyLike) -> None:
-        is_double = all(parameter.dtype.itemsize == 8 for parameter in module.parameters())
+    def __init__(self, module: KerasModel, strategy: StrategyLike, company: Company) -> None:
         super().__init__(
             module,
+            meta_model=module,
+            company=company,
             strategy=strategy,
-            precision="fp64" if is_double else "fp32",
+            # As Keras, which has a callback that looks at losses.
+            recipe=Recipe(precision=module.precision, on_nonfinite="ignore"),
+            precision=module.precision,
             seed=random_seed(),
-            on_nonfinite="ignore",  # as Keras; it has a callback that looks at losses
         )
         self._additions: tuple[object, Additions] | None = None
 
-    def _begin_session(self) -> None:
-        super()._begin_session()
-        self._session.preload = _PRELOAD
+    def on_all_processes(self, make: Callable[[], _T]) -> _T:
+        """What a call comes to, on all processes that make it."""
+        return self._shared(make)
 
-    def train(
+    def fit(
         self, feed: Feed, evaluation: Evaluation | None, options: FitOptions, callbacks: Any
     ) -> Logs:
         """Train on data; the last epoch's values."""
         model = self.model.model
         self.optimizer = model.optimizer
-        loss, metrics = self._measures(feed)
-        acting = callbacks.callbacks
-        tells = any(acts_in(one, "on_train_batch_end", "on_batch_end") for one in acting)
-        self._epochs_trained = 0 if options.initial_epoch else self._epochs_trained
-        self._steps_trained = int(model.optimizer._iterations.value)
+        sources = [feed.source, *([] if evaluation is None else [evaluation.source])]
+        loss, metrics = self._loss_and_metrics(*sources, looks=not options.is_one_batch)
+        begins = any_acts_in(callbacks, "on_train_batch_begin", "on_batch_begin")
+        # Callbacks are on host 0, and one may have found where an earlier run has ended.
+        start: _Start = self._company.from_chief(
+            _Start(
+                epoch=options.initial_epoch,
+                step=int(model.optimizer._iterations.value),
+                tells_each=steps_between_metrics(callbacks, "on_train_batch_end", "on_batch_end"),
+                evaluation_tells_each=0 if evaluation is None else evaluation.tells_each,
+                evaluation_may_stop=may_stop(callbacks, "test"),
+                watches_validation=any_acts_in(callbacks, "on_test_begin", "on_test_end"),
+            )
+        )
+        self._epochs_trained = 0 if start.epoch else self._epochs_trained
+        self._steps_trained = start.step
         task = KerasFitTask(
             source=feed.source,
             validation=None,
-            evaluation=evaluation,
+            evaluation=evaluation
+            and replace(
+                evaluation,
+                tells_each=start.evaluation_tells_each,
+                may_stop=start.evaluation_may_stop,
+            ),
             evaluates=options.evaluates,
             epochs=options.epochs,
-            initial_epoch=options.initial_epoch,
-            start=Resume(options.initial_epoch),
+            initial_epoch=start.epoch,
+            start=Resume(start.epoch),
             batch_size=feed.batch_size,
             steps_per_epoch=feed.steps_per_epoch,
             shuffle=options.shuffle,
@@ -102,61 +156,181 @@ class KerasTrainer(Trainer):
             loss=loss,
             watched=True,
             watches_beginnings=True,
-            before_steps=any(
-                acts_in(one, "on_train_batch_begin", "on_batch_begin") for one in acting
-            ),
-            after_steps=tells,
-            tells=tells,
+            before_steps=begins,
+            after_steps=start.tells_each == 1,
+            shows_slots=not is_elementwise(model.optimizer, self.model.variables.values()),
+            watches_validation=start.watches_validation,
+            tells_each=start.tells_each,
         )
+        if self._company.hosts is not None:
+            facts = {"`evaluates`": options.evaluates}
+            task = self._company.hosts.agree_on_task(task, facts)  # type: ignore[assignment]  # of the same class
         with held_interrupts() as interrupt:
-            conductor = KerasFitConductor(
-                self.model,
-                callbacks,
-                lambda: self._session.readopt(self.model),
-                interrupt,
-                tells=tells,
-            )
+            conductor = self._conductor(callbacks, interrupt)
             self._maker().check_batch_size(feed.batch_size)
             self.batch_size = feed.batch_size
             self._train(task, loss, conductor, feed.batch_size)
-        return conductor.logs
+            self._company.share_values(self.model, conductor.updater)
+        return conductor.logs if isinstance(conductor, KerasFitConductor) else {}
 
-    def assess(self, evaluation: Evaluation, feed: Feed, callbacks: Any) -> Logs:
+    def _conductor(
+        self, callbacks: Any, interrupt: Interrupt
+    ) -> KerasFitConductor | FollowingConductor:
+        if not self._company.is_chief:
+            return FollowingConductor(interrupt)
+        return KerasFitConductor(
+            self.model,
+            callbacks,
+            ChangeWatch(self.model, lambda: self._session.readopt(self.model)),
+            interrupt,
+            plan=lambda: self.plan,
+        )
+
+    def finish_fit(self) -> None:
+        """End a ``fit`` on all hosts, with what callbacks have set at its end."""
+        if self._company.hosts is not None:
+            self._company.hosts.wait()
+            self._company.share_values(self.model)
+
+    def evaluate(self, evaluation: Evaluation, feed: Feed, callbacks: Any) -> Logs:
         """Losses and metrics over data."""
-        loss, metrics = self._measures(feed)
+        loss, metrics = self._loss_and_metrics(feed.source, looks=False)
+        tells_each, stops = self._company.from_chief(
+            (evaluation.tells_each, may_stop(callbacks, "test"))
+        )
+        evaluation = replace(evaluation, tells_each=tells_each, may_stop=stops)
         task = KerasEvaluateTask(evaluation=evaluation, metrics=metrics, loss=loss)
-        conductor = EvaluationConductor(self.model.model, callbacks)
+        is_chief = self._company.is_chief
+        conductor = EvaluationConductor(self.model.model, callbacks) if is_chief else Conductor()
         found: Logs = self._run(task, loss, None, conductor, feed.batch_size)
-        return found
+        return self._company.from_chief(found)
 
-    def infer(self, feed: Feed) -> Tree:
+    def predict(self, feed: Feed, callbacks: Any) -> Tree:
         """The model's outputs for data, in its order."""
-        task = PredictTask(source=feed.source, batch_size=feed.batch_size)
-        return concatenate(self._run(task, None, None, Conductor(), feed.batch_size))
+        tells, stops = self._company.from_chief(
+            (any_acts_in(callbacks, "on_predict_batch_end"), may_stop(callbacks, "predict"))
+        )
+        task = KerasPredictTask(
+            source=feed.source,
+            batch_size=feed.batch_size,
+            steps=feed.steps_per_epoch,
+            tells=tells,
+            may_stop=stops,
+        )
+        is_chief = self._company.is_chief
+        conductor = PredictionConductor(self.model.model, callbacks) if is_chief else Conductor()
+        parts = self._run(task, None, None, conductor, feed.batch_size)
+        return self._company.from_chief(concatenate(parts) if self._company.is_chief else None)
 
-    def _measures(self, feed: Feed) -> tuple[KerasLoss, KerasMetrics]:
-        """The model's losses and metrics, as they are compiled now."""
+    def _loss_and_metrics(
+        self, *sources: Source | SharedStream, looks: bool
+    ) -> tuple[KerasLoss, KerasMetrics]:
+        """The model's losses and metrics, as they are compiled now.
+
+        Args:
+            sources: the data.
+            looks: what layers add is looked at anew, and not only if the model has changed.
+        """
         model = self.model.model
-        key = (model._compile_loss, len(model.losses))
-        if self._additions is None or self._additions[0] != key:
-            sample = sample_of(feed.source)
-            assert isinstance(sample, ArraySource)
-            self._additions = key, find_additions(self.model, model._compile_loss, sample)
-        loss = KerasLoss(model._compile_loss, self._additions[1])
+        samples = [sample for sample in map(sample_of, sources) if isinstance(sample, ArraySource)]
+        is_divided = not isinstance(self._maker(), SingleDevice)
+        key = (
+            model._compile_loss,
+            [_has_weights(one) for one in samples],
+            settings_of(with_settings(model), NO_SETTINGS) if is_divided else None,
+        )
+        # Hosts look together, and always: what one of them remembers, another may not.
+        known = self._additions
+        if looks or known is None or known[0] != key or self._company.hosts is not None:
+            found = self._company.from_chief(self._find_additions(samples, is_divided=is_divided))
+            assert found is not None
+            self._additions = known = key, found
+        loss = KerasLoss(model._compile_loss, known[1])
         layers = model._flatten_layers(include_self=False)
         of_layers = [*model._metrics, *(one for layer in layers for one in layer._metrics)]
         return loss, KerasMetrics(model._compile_metrics, of_layers)
 
+    def _find_additions(
+        self, samples: Sequence[ArraySource], *, is_divided: bool
+    ) -> Additions | None:
+        """What layers add to the loss, where rank 0 is."""
+        if not self._company.is_chief:
+            return None
+        self.model.look_anew()
+        first, *others = (
+            find_additions(self.model, self.model.model._compile_loss, one, is_divided=is_divided)
+            for one in samples
+        )
+        alike = all(one.weighs_alike for one in (first, *others))
+        return replace(first, weighs_alike=alike)
+
     def _make_updater(self) -> Any:
+        known = set(map(id, self.optimizer._trainable_variables))
+        unknown = [one.path for one in self.model.model.trainable_variables if id(one) not in known]
+        if unknown:
+            raise ModelError(
+                problem(
+                    "Every trainable variable must have been trainable when the model was "
+                    "compiled.",
+                    received=f"trainable since then: {first_few(unknown)}",
+                    fix="Call compile again after setting `trainable`.",
+                )
+            )
         return KerasUpdater(self.optimizer, self.model.variables)
+
+    @property
+    def _torch_optimizers(self) -> list[optim.Optimizer]:
+        return []
 
     def _run(
         self, task: Task, loss: Any, updater: Any, conductor: Conductor, batch_size: int
     ) -> Any:
-        self.model.with_losses = loss is not None
+        self._company.check_equal(self._keras_facts())
+        self.model.look_anew()
         try:
-            with reducing(reduce):
+            with (
+                giving_losses(self.model, loss is not None),
+                self._counts_kept() if self._company.is_aside else nullcontext(),
+                reducing(reduce),
+            ):
                 return super()._run(task, loss, updater, conductor, batch_size)
         finally:
-            self.model.with_losses = False
             self.model.model._clear_losses()
+
+    @contextmanager
+    def _counts_kept(self) -> Iterator[None]:
+        """A callback's own ``evaluate`` counts with the metrics that training counts with."""
+        counts = [(one, one.value.clone()) for one in self.model.model.metrics_variables]
+        try:
+            yield
+        finally:
+            for variable, value in counts:
+                variable.assign(value)
+
+    def _keras_facts(self) -> Facts:
+        """What must be alike on all hosts, beside what must of any model."""
+        model = self.model.model
+        layers = model._flatten_layers()
+        facts: Facts = {
+            "the layers": [(_layer_path(layer), type(layer).__name__) for layer in layers]
+        }
+        for layer in filter(is_plain_kind, layers):
+            for option, value in layer.get_config().items():
+                if option != "trainable":  # a callback may change that, and it is told
+                    facts[f"`{option}` of the layer {_layer_path(layer)!r}"] = value
+        if model._compile_loss is not None:
+            facts["the loss of compile"] = said(model._compile_loss._user_loss)
+            facts["the loss weights"] = said(model._compile_loss._user_loss_weights)
+        if model._compile_metrics is not None:
+            facts["the metrics of compile"] = said(model._compile_metrics._user_metrics)
+        return facts
+
+
+def _has_weights(samples: ArraySource) -> bool:
+    _, weights = samples.targets
+    return weights is not None
+
+
+def _layer_path(layer: Any) -> str:
+    """What a layer is called; one without weights has no path of its own."""
+    return str(layer.path or layer.name)

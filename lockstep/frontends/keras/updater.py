@@ -19,6 +19,7 @@ import torch
 from keras import device, optimizers
 
 from lockstep.comm.exchange import cut_piece
+from lockstep.frontends.keras.fused_adam import step_bare_adam, use_fused_adam
 from lockstep.frontends.keras.optimizer_copy import (
     Slot,
     built,
@@ -64,9 +65,12 @@ class KerasUpdater(Updater):
         self.optimizer = self.owner = optimizer
         self._variables = dict(variables)
         names = {id(variable): name for name, variable in variables.items()}
-        self._names = [names[id(one)] for one in optimizer._trainable_variables]
-        self.is_known = _is_known(optimizer)
-        self.is_elementwise = self.is_known and _is_elementwise(optimizer, variables.values())
+        known = [one for one in optimizer._trainable_variables if id(one) in names]
+        self._names = [names[id(one)] for one in known]
+        # One that was built for another model, too, has slots of no use here.
+        is_all = len(known) == len(optimizer._trainable_variables)
+        self.is_known = is_all and _is_known(optimizer)
+        self.is_elementwise = self.is_known and is_elementwise(optimizer, variables.values())
         self._template = unbuilt(optimizer)
         self._undecayed = {
             name
@@ -77,6 +81,7 @@ class KerasUpdater(Updater):
         self._values: dict[_Key, torch.Tensor] = {}  # of slots, where there are no such variables
         self._store: dict[_Key, torch.Tensor] = {}
         self._active: Any = None
+        self._idle: Any = None  # a copy for a variable that is no part of the model
         self._pieces: list[BoundPiece] = []
         self._stepped: list[Any] = []  # the variables that are stepped on, by piece
         self._active_slots: list[dict[str, Any]] = []  # likewise, by name
@@ -122,6 +127,7 @@ class KerasUpdater(Updater):
         self._stepped = [stand_in(variable, bound.tensor) for variable, bound in pairs]
         self._active, kinds = built(self._template, self._stepped)
         self._exclude_from_decay()
+        use_fused_adam(self._active)
         self._active_slots = [{} for _ in pieces]
         keys = _keys(kinds, [bound.name for bound in pieces])
         for key, kind, made in zip(keys, kinds, made_variables(self._active), strict=True):
@@ -193,15 +199,35 @@ class KerasUpdater(Updater):
             if bound.tensor.grad is not None
         ]
         if not used:
-            optimizer._iterations.assign_add(1)
+            self._step_on_nothing()
+            return
+        grads, variables = map(list, zip(*used, strict=True))
+        if optimizer is not self.optimizer and step_bare_adam(optimizer, grads, variables):
             return
         # Losses are not scaled here, so gradients are not to be scaled back.
         scale = vars(optimizer).pop("loss_scale_factor")
         vars(optimizer)["loss_scale_factor"] = None
         try:
-            optimizer.apply(*map(list, zip(*used, strict=True)))
+            optimizer.apply(grads, variables)
         finally:
             vars(optimizer)["loss_scale_factor"] = scale
+
+    def _step_on_nothing(self) -> None:
+        """Have what an optimizer has once, its count of steps and the like, go on."""
+        if not self.is_known:
+            self._active._iterations.assign_add(1)
+            return
+        if self._idle is None:
+            model_variable = next(iter(self._variables.values()))
+            variable = stand_in(model_variable, model_variable._value.detach().new_zeros(1))
+            self._idle, kinds = built(self._template, [variable])
+            for key, kind, made in zip(
+                _keys(kinds, [""]), kinds, made_variables(self._idle), strict=True
+            ):
+                if kind is None:
+                    made._value = self._whole(key)
+        (variable,) = self._idle._trainable_variables
+        self._idle.apply([torch.zeros_like(variable._value)], [variable])
 
     def slots(self, *, with_stored: bool = False) -> list[PieceSlots]:
         if self._active is None or self._active is self.optimizer:
@@ -232,6 +258,22 @@ class KerasUpdater(Updater):
         for name, slots in assemble_slots(pieces, parameters).items():
             for slot, value in slots.items():
                 self._slots[name, slot].assign(value)
+
+    def stored(self) -> list[tuple[str, torch.Tensor]]:
+        return [(name, place) for (name, _), place in self._store.items()]
+
+    def state(self) -> Any:
+        values = [variable.value.detach() for variable in self.optimizer._variables]
+        return {"options": self.options(), "values": values}
+
+    def load_state(self, state: Any) -> None:
+        set_options(self.optimizer, state["options"][0])
+        for variable, value in zip(self.optimizer._variables, state["values"], strict=True):
+            variable.assign(value)
+
+    def unshared_slots(self) -> list[Any]:
+        """The variables of the user's optimizer that other ranks have copies of."""
+        return [variable for key, variable in self._slots.items() if key not in self._store]
 
     def recover(self) -> list[str]:
         if self._active is self.optimizer:
@@ -270,6 +312,7 @@ def _is_known(optimizer: Any) -> bool:
     return is_own and named and not optimizer.global_clipnorm
 
 
-def _is_elementwise(optimizer: Any, variables: Iterable[Any]) -> bool:
+def is_elementwise(optimizer: Any, variables: Iterable[Any]) -> bool:
+    """Whether it treats every element of these variables by itself, so that pieces may be cut."""
     is_free = all(variable.constraint is None for variable in variables)
     return type(optimizer).__name__ in _ELEMENTWISE and is_free and not optimizer.clipnorm

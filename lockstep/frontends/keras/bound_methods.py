@@ -1,4 +1,4 @@
-"""What a model of a scope has of its own, before what its class has."""
+"""Names of the methods that a model made or compiled in a scope overrides."""
 
 METHODS = (
     "evaluate",

@@ -1,0 +1,36 @@
+"""What a Plan is made of: of a model of any library a torch module, its precision, and samples."""
+
+import sys
+from typing import Any
+
+from torch import nn
+
+from lockstep.data.sources import Source, as_input_source, as_source
+
+
+def plan_inputs(model: Any, precision: str, sample: Any) -> tuple[nn.Module, str, Source | None]:
+    """A model as a torch module whose layers have the names that users know.
+
+    Args:
+        model: of PyTorch or of Keras.
+        precision: of a model of PyTorch; one of Keras has its own.
+        sample: data as the library's ``fit`` or ``predict`` takes it, or None.
+
+    Returns:
+        The module, the precision, and the samples, which are None where there are none.
+
+    Raises:
+        ModelError: a model of Keras is not built, or has a step of its own.
+    """
+    keras = sys.modules.get("keras")
+    if keras is not None and isinstance(model, keras.Model):
+        from lockstep.frontends.keras.intake import samples_in
+        from lockstep.frontends.keras.model import module_of
+
+        module = module_of(model)
+        return module, module.precision, None if sample is None else samples_in(sample)
+    if sample is None:
+        return model, precision, None
+    is_pair = isinstance(sample, tuple) and len(sample) in (2, 3)
+    samples = as_source(sample) if is_pair else as_input_source(sample, name="sample")
+    return model, precision, samples

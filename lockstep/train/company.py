@@ -1,0 +1,168 @@
+"""The company in which a Trainer's calls are made: other hosts, or the process that leads this one.
+
+Where a launcher has started the script several times, every process makes the same calls, and each
+call is one of them all. One host's script has the first word, as rank 0 is there: callbacks,
+progress, files and streams are its own, and the others are told what has come of them. A call that
+is made within another one (a callback's ``evaluate``) is that process's alone.
+
+Without a launcher there is no company, and all that is here does nothing.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any, Protocol, TypeVar
+
+from torch import nn
+
+from lockstep.cluster.place import Reach
+from lockstep.cluster.topology import Cluster
+from lockstep.parallel.update import Updater
+from lockstep.plan.makers import Maker
+from lockstep.plan.spec import Plan
+from lockstep.train.feeding import SharedStream
+from lockstep.train.followers import Follower
+from lockstep.train.hosts import Hosts, find_follower, find_hosts
+from lockstep.train.intake import Feed
+from lockstep.train.likeness import data_facts
+
+DEFAULT_TIMEOUT_SECONDS = 600.0
+
+_T = TypeVar("_T")
+
+
+class StrategyLike(Protocol):
+    """What training asks of a strategy."""
+
+    timeout_seconds: float
+    reach: Reach
+
+    def maker(self, precision: str) -> Maker:
+        """A maker of Plans of this precision."""
+
+
+class Company:
+    """With whom calls are made.
+
+    Args:
+        strategy: which says how far they reach; None for one process.
+
+    Attributes:
+        follower: this process, if another one leads its host; found by the first call.
+    """
+
+    def __init__(self, strategy: StrategyLike | None) -> None:
+        self._strategy = strategy
+        self.follower: Follower | None = None
+        self._hosts: Hosts | None = None  # of the call that is under way
+        self._depth = 0  # calls within calls
+        self._is_at_work = False
+
+    @property
+    def timeout_seconds(self) -> float:
+        """Longest wait for another process: the strategy's."""
+        return DEFAULT_TIMEOUT_SECONDS if self._strategy is None else self._strategy.timeout_seconds
+
+    @property
+    def hosts(self) -> Hosts | None:
+        """Those that make the same call; None where this process makes it alone."""
+        return None if self.is_aside else self._hosts
+
+    @property
+    def cluster(self) -> Cluster | None:
+        """What they have; None is this host."""
+        return None if self.hosts is None else self.hosts.cluster
+
+    @property
+    def is_aside(self) -> bool:
+        """Whether this is a call within another one, of which the other ranks know nothing."""
+        return self._is_at_work or (self._depth > 1 and self._hosts is not None)
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether rank 0 is here, and with it callbacks, progress, files and streams."""
+        return self.follower is None and (self.hosts is None or self.hosts.host == 0)
+
+    @contextmanager
+    def together(self, call: str) -> Iterator[Hosts | None]:
+        """Within the block all hosts make the same call.
+
+        Args:
+            call: its name, which must be the same everywhere.
+
+        Raises:
+            OptionError: the strategy has no use for the other processes that there are.
+            HostError: a host does not come, makes another call, or fails.
+        """
+        self._depth += 1
+        try:
+            with nullcontext() if self._depth > 1 else self._meeting(call):
+                yield self.hosts
+        finally:
+            self._depth -= 1
+
+    @contextmanager
+    def _meeting(self, call: str) -> Iterator[None]:
+        reach = "one process" if self._strategy is None else self._strategy.reach
+        self.follower = self.follower or find_follower(self.timeout_seconds, reach)
+        if self.follower is None:
+            self._hosts = find_hosts(self.timeout_seconds, reach)
+        try:
+            with nullcontext() if self._hosts is None else self._hosts.failing_together():
+                self.check_equal({"the call": call})
+                yield
+        finally:
+            self._hosts = None
+
+    @contextmanager
+    def at_work(self) -> Iterator[Hosts | None]:
+        """Within the block a task runs on all ranks, and other calls are made aside."""
+        hosts, was_at_work = self.hosts, self._is_at_work
+        self._is_at_work = True
+        try:
+            yield hosts
+        finally:
+            self._is_at_work = was_at_work
+
+    def follow(self, model: nn.Module) -> Any:
+        """Serve the process that leads this host; returns what its call returns.
+
+        Args:
+            model: gets the weights that the leader's has then.
+        """
+        assert self.follower is not None
+        return self.follower.serve(model)
+
+    def from_chief(self, result: _T) -> _T:
+        """The chief's result, on every host."""
+        if self.hosts is None:
+            return result
+        told: _T = self.hosts.from_chief(result)
+        return told
+
+    def check_equal(self, facts: Mapping[str, object]) -> None:
+        """See ``Hosts.check_equal``."""
+        if self.hosts is not None:
+            self.hosts.check_equal(facts)
+
+    def share_values(self, model: nn.Module, updater: Updater | None = None) -> None:
+        """Have every host's model, and optimizer, be as those of host 0."""
+        if self.hosts is not None:
+            self.hosts.share_values(model, updater)
+
+    def agreed_plan(self, plan: Plan, maker: Maker) -> Plan:
+        """The Plan that all follow: host 0's, of equal makers."""
+        if self.hosts is None:
+            return plan
+        self.hosts.check_equal({"the strategy": maker})
+        return Plan.from_json(self.hosts.from_chief(plan.to_json()))
+
+    def agreed_feed(self, feed: Feed, name: str = "data") -> Feed:
+        """Data that all hosts have alike, or that host 0 alone reads."""
+        if self.hosts is None:
+            return feed
+        self.hosts.check_equal(data_facts(feed.source, name))
+        if isinstance(feed.source, SharedStream):
+            batch_size, num_steps = self.hosts.from_chief((feed.batch_size, feed.num_steps))
+            return replace(feed, batch_size=batch_size, num_steps=num_steps)
+        return feed

@@ -1,0 +1,282 @@
+"""The runner: runs tasks of one model on all ranks, one after the other.
+
+What Trainers of every front end have in common: the model's Plan, the processes and the hosts it
+runs on, and how many steps it has made. What a call is given, and who updates weights, are theirs.
+"""
+
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from torch import nn, optim
+
+from lockstep.capture.layers import capture_layers
+from lockstep.cluster.devices import discover
+from lockstep.errors import OptionError, problem
+from lockstep.parallel.blank import blank_names, forget_blanks, initialize
+from lockstep.parallel.groups import parameter_groups
+from lockstep.parallel.losses import LossAdapter
+from lockstep.parallel.settings import TorchSettings
+from lockstep.plan.makers import Maker, SingleDevice
+from lockstep.plan.spec import Plan
+from lockstep.train.assignment import Assignment
+from lockstep.train.checks import check_device
+from lockstep.train.company import DEFAULT_TIMEOUT_SECONDS, Company, StrategyLike
+from lockstep.train.feeding import sample_of
+from lockstep.train.intake import DEFAULT_BATCH_SIZE
+from lockstep.train.optimizers import each_optimizer
+from lockstep.train.planning import Partitions, Planning
+from lockstep.train.recipe import AnyUpdater, Recipe
+from lockstep.train.renewal import Form
+from lockstep.train.session import Session
+from lockstep.train.tasks import Conductor, FitResult, FitTask, Resume, Task
+from lockstep.train.updaters import check_divisible
+
+_T = TypeVar("_T")
+
+
+class Runner(ABC):
+    """Runs tasks of a model.
+
+    Args:
+        model: the model; it is trained in place.
+        meta_model: the model, or one of its shape on the meta device.
+        company: with whom calls are made.
+        strategy: where and how to train; None is one device.
+        recipe: what training does beside what the optimizer does.
+        precision: see ``Trainer``.
+        seed: of all random numbers in training.
+
+    Attributes:
+        optimizer: what updates the model; None where it is not trained.
+        batch_size: of the last training; None before.
+    """
+
+    # Modules that helpers import before they are needed.
+    _preload: tuple[str, ...] = ()
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        meta_model: nn.Module,
+        company: Company,
+        strategy: StrategyLike | None,
+        recipe: Recipe,
+        precision: str,
+        seed: int,
+    ) -> None:
+        self.model = model
+        self.strategy = strategy
+        self.precision = precision
+        self.seed = seed
+        self.optimizer: Any = None
+        self.batch_size: int | None = None
+        self._recipe = recipe
+        self._epochs_trained = 0
+        self._steps_trained = 0
+        self._plan: Plan | None = None
+        self._planning = Planning(meta_model)
+        self._begin_session(company)
+
+    def _begin_session(self, company: Company) -> None:
+        self._company = company
+        self._session = Session(self.timeout_seconds)
+        self._session.preload = self._preload
+        self._finalizer = weakref.finalize(self, self._session.release)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a runner of another process needs."""
+        own = ("_company", "_session", "_finalizer")
+        return {name: value for name, value in vars(self).items() if name not in own}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._begin_session(Company(self.strategy))
+
+    @property
+    def timeout_seconds(self) -> float:
+        """Longest wait for a helper: the strategy's."""
+        return self._company.timeout_seconds
+
+    @property
+    def plan(self) -> Plan:
+        """The Plan of the last call, or the one a ``fit`` with the default batch would have.
+
+        Raises:
+            OptionError: before the first call, where the Plan depends on what layers cost.
+        """
+        if self._plan is not None:
+            return self._plan
+        maker, cluster = self._maker(), discover()
+        if maker.sample_size(cluster, DEFAULT_BATCH_SIZE) is not None:
+            raise OptionError(
+                problem(
+                    "Where to cut the model depends on what its layers cost, on your data.",
+                    received="`plan` before fit, evaluate or predict",
+                    fix="Call one of them first, or strategy.plan(model, batch_size=..., "
+                    "sample=inputs).",
+                )
+            )
+        return maker(capture_layers(self.model), cluster, DEFAULT_BATCH_SIZE)
+
+    def close(self) -> None:
+        """End the helper processes now instead of with the trainer."""
+        self._session.close()
+
+    # --- with all processes --------------------------------------------------------------------
+
+    def _call(self, name: str, make: Callable[[], _T]) -> _T:
+        """Make a call together with all processes that there are; its result, on all of them."""
+        with self._company.together(name):
+            return self._shared(make)
+
+    def _shared(self, make: Callable[[], _T]) -> _T:
+        """What the processes that lead their hosts come to, on those that follow them, too."""
+        company = self._company
+        if company.follower is not None:
+            followed: _T = company.follow(self.model)
+            return followed
+        result = make()
+        if company.hosts is not None and company.hosts.has_followers:
+            self._session.dismiss(result, self.model)
+        return result
+
+    @property
+    def _is_chief(self) -> bool:
+        return self._company.is_chief
+
+    # --- tasks ---------------------------------------------------------------------------------
+
+    def _train(
+        self,
+        task: FitTask,
+        loss: LossAdapter | None,
+        conductor: Conductor,
+        batch_size: int,
+    ) -> None:
+        """Run the task, and go on with another where a callback has changed what was sent."""
+        resume: Resume | None = task.start
+        first_epoch, first_step = self._epochs_trained, self._steps_trained
+        while resume is not None and resume.epoch < task.epochs:
+            task = replace(task, start=resume, first_step=first_step)
+            conductor.updater = updater = self._make_updater()
+            hosts = self._company.hosts if task.watched else None
+            before = None if hosts is None else Form(self.model, self._torch_optimizers)
+            result: FitResult = self._run(task, loss, updater, conductor, batch_size)
+            if result.resume is None:  # else the optimizer has them, with the callback's changes
+                conductor.take_slots(self._company.from_chief(result.slots))
+            elif hosts is not None and before is not None:
+                hosts.share_changes(self.model, self._torch_optimizers, before)
+            first_step += result.num_steps
+            self._steps_trained = first_step
+            self._epochs_trained = first_epoch + max(result.num_epochs, resume.epoch)
+            resume = result.resume
+
+    def _run(
+        self,
+        task: Task,
+        loss: LossAdapter | None,
+        updater: AnyUpdater | None,
+        conductor: Conductor,
+        batch_size: int,
+    ) -> Any:
+        if self._company.is_aside:
+            session, planned = _nested(task), self._plan_for_one(batch_size)
+        else:
+            session, planned = self._session, self._plan_for_all(task, batch_size)
+        assignment = self._assignment(task, loss, updater, *planned)
+        with self._company.at_work() as hosts:
+            return session.run(assignment, conductor, hosts)
+
+    def _plan_for_all(self, task: Task, batch_size: int) -> tuple[Plan, Partitions]:
+        maker = self._maker()
+        plan, partitions = self._planning.plan(
+            maker,
+            self.precision,
+            sample_of(task.source),
+            batch_size,
+            self._company.cluster,
+            lambda plan: self._company.agreed_plan(plan, maker),
+        )
+        self._plan = self._recipe.plan(plan)
+        return self._plan, partitions
+
+    def _plan_for_one(self, batch_size: int) -> tuple[Plan, Partitions]:
+        maker = SingleDevice(precision=self.precision)
+        return maker(capture_layers(self.model), discover(), batch_size), {}
+
+    def _assignment(
+        self,
+        task: Task,
+        loss: LossAdapter | None,
+        updater: AnyUpdater | None,
+        plan: Plan,
+        partitions: Partitions,
+    ) -> Assignment:
+        """What every rank is told."""
+        if updater is not None:
+            check_divisible(self.model, self.optimizer, plan, is_known=updater.is_known)
+        if plan.pipeline is None or plan.num_hosts > 1:
+            self._initialize()
+        return Assignment(
+            plan=plan,
+            model=self.model,
+            loss=loss,
+            updater=updater,
+            task=task,
+            seed=self.seed,
+            device=check_device(self.model, plan),
+            settings=TorchSettings.current(),
+            partitions=partitions,
+            groups=parameter_groups(plan, self.model, list(partitions.values())),
+            blank=blank_names(self.model),
+            rules=self._recipe.rules,
+            functions=()
+            if updater is None
+            else self._recipe.functions(self.optimizer, self.model, plan),
+        )
+
+    def _initialize(self) -> None:
+        """Give the parameters of a model made by a function their first values, if they have none.
+
+        Where a Plan with stages comes first, its ranks do this, each for its own.
+        """
+        blank = blank_names(self.model)
+        if blank:
+            initialize(self.model, blank, self.seed)
+            forget_blanks(self.model)
+
+    def _maker(self) -> Maker:
+        maker: Maker = SingleDevice(precision=self.precision)
+        if self.strategy is not None:
+            maker = self.strategy.maker(self.precision)
+        return self._recipe.maker(maker)
+
+    @abstractmethod
+    def _make_updater(self) -> Any:
+        """What updates the weights on every rank."""
+
+    @property
+    def _torch_optimizers(self) -> list[optim.Optimizer]:
+        """Those whose options and slots all hosts are to have alike."""
+        return each_optimizer(self.optimizer)
+
+
+def _nested(task: Task) -> Session:
+    """How a callback's own ``evaluate`` or ``predict`` runs: on rank 0, while the others wait.
+
+    Raises:
+        OptionError: a ``fit`` within a ``fit``.
+    """
+    if isinstance(task, FitTask):
+        raise OptionError(
+            problem(
+                "A callback cannot train the model that is being trained.",
+                received="fit within fit",
+                fix="Call evaluate or predict, or train another model with another Trainer.",
+            )
+        )
+    return Session(DEFAULT_TIMEOUT_SECONDS)

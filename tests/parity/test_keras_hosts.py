@@ -1,0 +1,135 @@
+"""Keras models on several hosts: the weights of plain Keras on one device, on all hosts alike."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.launchers import environ, on_loopback
+from tests.netns import HostProcess
+from tests.parity.keras_host_jobs import JOBS
+
+SECONDS = 400.0
+NOISE = ("WARNING: All log messages before absl", "I0000 ")  # TensorFlow's, which Keras imports
+FOLLOWED = ["sequential", "images", "loader", "stopping early", "meddler", "pipeline"]
+
+Told = dict[str, Any]
+
+
+def told_by(process: HostProcess) -> list[Any]:
+    """All that a script has told; it must come to a good end, and have nothing to complain of."""
+    status, out, err = process.finish(SECONDS)
+    complaints = [line for line in err.splitlines() if not line.startswith(NOISE)]
+    assert (status, complaints) == (0, [])
+    return [json.loads(line) for line in out.splitlines()]
+
+
+@pytest.fixture(scope="module")
+def two_hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[dict[str, Told]]]:
+    """By host, what it tells of each job."""
+    script = ["-m", "tests.parity.keras_host_jobs", str(tmp_path_factory.mktemp("jobs"))]
+    with on_loopback(script) as processes:
+        yield [{line["job"]: line for line in told_by(each)} for each in processes]
+
+
+@pytest.fixture(scope="module")
+def two_processes(tmp_path_factory: pytest.TempPathFactory) -> list[Told]:
+    """What the processes of one host tell, that torchrun has started."""
+    folder = str(tmp_path_factory.mktemp("followed"))
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            *("--nproc-per-node", "2", "-m", "tests.parity.keras_host_jobs", folder, *FOLLOWED),
+        ],
+        env={**os.environ, **environ({"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"})},
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def assert_alike(told: Told) -> None:
+    assert "error" not in told, told["error"]
+    assert told["weights"] < 1e-12
+    assert {part: gap for part, gap in told["values"].items() if not gap < 1e-6} == {}
+
+
+@pytest.mark.timeout(500)
+@pytest.mark.parametrize("name", JOBS)
+def test_two_hosts_train_as_plain_keras(name: str, two_hosts: list[dict[str, Told]]) -> None:
+    ours = [host[name] for host in two_hosts]
+    for each in ours:
+        assert_alike(each)
+        assert each["slots"] < 1e-9
+    assert ours[0]["digest"] == ours[1]["digest"]
+
+
+QUARREL = """
+import json, os
+import lockstep
+import keras
+import numpy as np
+
+host = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
+x, y = np.ones((8, 3), "float32"), np.ones((8, 1), "float32")
+
+class Drop(keras.callbacks.Callback):
+    def on_epoch_end(self, epoch, logs=None):
+        self.model.layers[-1].rate = 0.5
+
+def said(activation="relu", loss="mse", seed=0, callbacks=()):
+    with lockstep.MultiWorkerMirroredStrategy(timeout_seconds=30).scope():
+        keras.backend.clear_session()
+        keras.utils.set_random_seed(seed)
+        layers = keras.layers.Dense(1, activation), keras.layers.Dropout(0.1)
+        model = keras.Sequential([keras.Input((3,)), *layers])
+        model.compile("sgd", loss)
+    try:
+        model.fit(x, y, epochs=2, callbacks=list(callbacks), verbose=0)
+    except lockstep.LockstepError as error:
+        return str(error)
+    return "trained"
+
+print(json.dumps([
+    said(activation=["relu", "tanh"][host]),
+    said(loss=["mse", "mae"][host]),
+    said(seed=host),
+    said(callbacks=[Drop()]),
+    said(),
+]))
+"""
+
+
+def test_what_hosts_do_not_have_alike_is_named(tmp_path: Path) -> None:
+    script = tmp_path / "quarrel.py"
+    script.write_text(QUARREL)
+    with on_loopback([str(script)]) as processes:
+        for process in processes:
+            (told,) = told_by(process)
+            activation, loss, seed, changed, alike = told
+            assert "`activation` of the layer" in activation
+            assert "relu on Host 0" in activation
+            assert "tanh on Host 1" in activation
+            assert "the loss of compile" in loss
+            assert "`seed`" in seed
+            assert "`rate` of the layer" in changed  # by the chief's callback
+            assert alike == "trained"
+
+
+@pytest.mark.timeout(500)
+@pytest.mark.parametrize("name", FOLLOWED)
+def test_processes_of_torchrun(name: str, two_processes: list[Told]) -> None:
+    """Each is one device, and all have the result."""
+    ours = [told for told in two_processes if told["job"] == name]
+    assert len(ours) == 2
+    for each in ours:
+        assert_alike(each)
+    assert ours[0]["digest"] == ours[1]["digest"]

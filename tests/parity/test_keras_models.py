@@ -1,0 +1,305 @@
+"""Models that users make of Keras's other layers, and of layers of their own: as plain Keras."""
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from keras import layers, ops
+
+import lockstep
+from lockstep.errors import ModelError, OptionError
+from tests import keras_zoo as zoo
+
+SAMPLES, BATCH = 30, 12  # the last batch is short
+STRATEGIES: dict[str, Callable[[], lockstep.Strategy]] = {
+    "one": lambda: lockstep.SingleDeviceStrategy(),
+    "mirrored": lambda: lockstep.MirroredStrategy(devices=2),
+    "pipeline": lambda: lockstep.PipelineStrategy(stages=2, microbatches=3),
+}
+IMAGES = zoo.vectors(SAMPLES, 8 * 8 * 3).reshape(SAMPLES, 8, 8, 3)
+VECTORS = zoo.vectors(SAMPLES)
+NUMBERS = np.arange(SAMPLES * 5).reshape(SAMPLES, 5) % 7
+TARGETS = zoo.classes(SAMPLES)
+
+
+@pytest.fixture(autouse=True)
+def exact() -> Iterator[None]:
+    with zoo.true_float64():
+        yield
+
+
+def of_images(*stack: Any) -> Any:
+    return keras.Sequential(
+        [keras.Input((8, 8, 3)), *stack, layers.Flatten(), layers.Dense(zoo.NUM_CLASSES)]
+    )
+
+
+def preprocessed() -> Any:
+    normalization = layers.Normalization(mean=[0.1, 0.2, 0.3], variance=[1.0, 2.0, 0.5])
+    return of_images(
+        layers.Rescaling(0.5, offset=0.1), normalization, layers.Resizing(4, 4), layers.Conv2D(4, 2)
+    )
+
+
+class Viewed(layers.Layer):  # type: ignore[misc]  # Keras is untyped
+    """PyTorch code that takes images for contiguous with their channels first."""
+
+    def call(self, inputs: Any) -> Any:
+        return inputs.view(-1, 4, 16)
+
+
+def viewed() -> Any:
+    inputs = keras.Input((8, 8, 3))
+    pooled = layers.MaxPooling2D(2)(layers.Conv2D(4, 3, padding="same")(inputs))
+    flat = Viewed()(layers.Permute((3, 1, 2))(pooled))
+    return keras.Model(inputs, layers.Dense(zoo.NUM_CLASSES)(layers.Flatten()(flat)))
+
+
+def of_a_slice() -> Any:
+    """Of which torch cannot always take the gradient as it lies in memory."""
+    inputs = keras.Input((8, 8, 3))
+    grown = layers.Conv2DTranspose(2, 3, strides=2, padding="same")(inputs[..., :1])
+    return keras.Model(inputs, layers.Dense(zoo.NUM_CLASSES)(layers.Flatten()(grown)))
+
+
+class Adding(layers.Layer):  # type: ignore[misc]  # Keras is untyped
+    def call(self, inputs: Any) -> Any:
+        self.add_loss(0.1 * ops.mean(ops.square(inputs)))
+        return ops.tanh(inputs)
+
+
+def with_layers_as_activations() -> Any:
+    return keras.Sequential(
+        [
+            keras.Input((8,)),
+            layers.Dense(8, activation=Adding()),
+            layers.Dense(8, activation=layers.ReLU(activity_regularizer="l2")),
+            layers.Dense(zoo.NUM_CLASSES),
+        ]
+    )
+
+
+def deep() -> Any:
+    """Deeper than pickle goes by itself."""
+    inputs = hidden = keras.Input((8,))
+    for _ in range(60):
+        hidden = layers.Add()([hidden, layers.Dense(8, activation="tanh")(hidden)])
+        hidden = layers.LayerNormalization()(hidden)
+    return keras.Model(inputs, layers.Dense(zoo.NUM_CLASSES)(hidden))
+
+
+def of_numbers_looked_up() -> Any:
+    """With tables of TensorFlow, one of them of numbers that the layer has seen."""
+    known = layers.IntegerLookup(vocabulary=[3, 1, 4], output_mode="multi_hot")
+    seen = layers.IntegerLookup(max_tokens=4)
+    seen.adapt(NUMBERS)
+    inputs = keras.Input((5,), dtype="int64")
+    embedded = layers.Flatten()(layers.Embedding(4, 3)(seen(inputs)))
+    outputs = layers.Dense(zoo.NUM_CLASSES)(layers.Concatenate()([known(inputs), embedded]))
+    return keras.Model(inputs, outputs)
+
+
+def with_a_list_of_one_output() -> Any:
+    inputs = keras.Input((8,))
+    hidden = layers.Dense(6)(inputs)
+    return keras.Model([inputs], [layers.Dense(zoo.NUM_CLASSES)(hidden)])
+
+
+MODELS: dict[str, tuple[Callable[[], Any], Any]] = {
+    "preprocessed": (preprocessed, IMAGES),
+    "viewed": (viewed, IMAGES),
+    "of a slice": (of_a_slice, IMAGES),
+    "layers as activations": (with_layers_as_activations, VECTORS),
+    "deep": (deep, VECTORS),
+    "a list of one output": (with_a_list_of_one_output, VECTORS),
+}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("name", MODELS)
+def test_weights_and_outputs_are_those_of_plain_keras(name: str, strategy: str) -> None:
+    check_fit_and_predict(*MODELS[name], strategy)
+
+
+def test_numbers_looked_up() -> None:
+    check_fit_and_predict(of_numbers_looked_up, NUMBERS, "mirrored")
+    with STRATEGIES["pipeline"]().scope():
+        model = zoo.compiled(of_numbers_looked_up, example=NUMBERS)
+    with pytest.raises(OptionError, match="uses a tensor's values outside torch"):
+        model.fit(NUMBERS, TARGETS, verbose=0)
+
+
+def check_fit_and_predict(make: Callable[[], Any], x: Any, strategy: str) -> None:
+    plain = zoo.compiled(make, example=x)
+    with STRATEGIES[strategy]().scope():
+        model = zoo.compiled(make, example=x)
+    for one in (plain, model):
+        one.fit(x, TARGETS, batch_size=BATCH, epochs=2, shuffle=False, verbose=0)
+    assert zoo.distance(plain, model) < 1e-12
+    wanted, found = plain.predict(x, verbose=0), model.predict(x, verbose=0)
+    assert type(found) is type(wanted)
+    np.testing.assert_allclose(found, wanted, atol=1e-10)
+
+
+class Counting(layers.Layer):  # type: ignore[misc]  # Keras is untyped
+    """Counts its calls in training, and how large values are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = self.add_weight(shape=(), initializer="zeros", trainable=False)
+        self.size = keras.metrics.Mean(name="size")
+
+    def call(self, inputs: Any, training: bool = False) -> Any:
+        if training:
+            self.calls.assign_add(1.0)
+        self.size.update_state(ops.sum(ops.abs(inputs), axis=-1))
+        return inputs * (1 + self.calls)
+
+
+class Averaging(layers.Layer):  # type: ignore[misc]  # Keras is untyped
+    """Keeps an average of its own over what it has seen."""
+
+    def build(self, shape: Any) -> None:
+        self.center = self.add_weight(shape=shape[-1:], initializer="zeros", trainable=False)
+
+    def call(self, inputs: Any, training: bool = False) -> Any:
+        if training:
+            self.center.assign(0.9 * self.center + 0.1 * ops.mean(inputs, axis=0))
+        return inputs - self.center
+
+
+class Measuring(layers.Layer):  # type: ignore[misc]  # Keras is untyped
+    """Tells a metric one value for a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.size = keras.metrics.Mean(name="size")
+
+    def call(self, inputs: Any) -> Any:
+        self.size.update_state(ops.mean(ops.abs(inputs)))
+        return inputs
+
+
+def with_layer(layer: type[layers.Layer]) -> Callable[[], Any]:
+    return lambda: keras.Sequential(
+        [keras.Input((8,)), layer(), layers.Dense(6), layers.Dense(zoo.NUM_CLASSES)]
+    )
+
+
+def test_layers_that_count_calls_and_samples() -> None:
+    make = with_layer(Counting)
+    plain = zoo.compiled(make, example=VECTORS)
+    with STRATEGIES["mirrored"]().scope():
+        model = zoo.compiled(make, example=VECTORS)
+    one, other = (
+        each.fit(VECTORS, TARGETS, batch_size=BATCH, epochs=2, shuffle=False, verbose=0)
+        for each in (plain, model)
+    )
+    assert zoo.distance(plain, model) < 1e-12
+    np.testing.assert_allclose(other.history["size"], one.history["size"], rtol=1e-9)
+
+
+@pytest.mark.parametrize("strategy", ["mirrored", "pipeline"])
+@pytest.mark.parametrize(
+    ("layer", "message"),
+    [
+        (
+            Averaging,
+            r"must not depend on the samples. Received: calls change .*averaging.*variable",
+        ),
+        (Measuring, r"must get a value for each sample. Received: one value for a batch: size"),
+    ],
+)
+def test_layers_that_must_see_the_whole_batch(
+    layer: type[layers.Layer], message: str, strategy: str
+) -> None:
+    make = with_layer(layer)
+    with STRATEGIES[strategy]().scope():
+        model = zoo.compiled(make, example=VECTORS)
+    weights = model.get_weights()
+    with pytest.raises(ModelError, match=message):
+        model.fit(VECTORS, TARGETS, verbose=0)
+    assert all(map(np.array_equal, model.get_weights(), weights))
+    with STRATEGIES["one"]().scope():
+        model = zoo.compiled(make, example=VECTORS)
+    model.fit(VECTORS, TARGETS, verbose=0)
+
+
+IMPORTS_TORCH = """
+import lockstep
+import keras
+import numpy as np
+import torch  # a module that knows torch, and with it all its names
+
+x, y = np.random.rand(40, 8, 8, 3).astype("float32"), np.random.randint(0, 3, 40)
+with lockstep.PipelineStrategy(stages=2, microbatches=2).scope():
+    convolution = keras.layers.Conv2D(4, 3, padding="same")
+    stack = [convolution, keras.layers.Conv2D(4, 3), keras.layers.Flatten(), keras.layers.Dense(4)]
+    model = keras.Sequential([keras.Input((8, 8, 3)), *stack])
+    model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+model.fit(x, y, batch_size=10, verbose=0)
+"""
+
+
+def test_convolutions_in_a_pipeline_of_a_script_that_imports_torch(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(IMPORTS_TORCH)
+    subprocess.run([sys.executable, str(script)], check=True, timeout=100)
+
+
+def remembering() -> Any:
+    return keras.Sequential(
+        [
+            keras.Input(batch_shape=(10, 4, 2)),
+            layers.SimpleRNN(5, stateful=True),
+            layers.Dense(zoo.NUM_CLASSES),
+        ]
+    )
+
+
+def test_a_model_for_batches_of_one_size() -> None:
+    x = VECTORS.reshape(SAMPLES, 4, 2)
+    options: dict[str, Any] = {"batch_size": 10, "shuffle": False, "verbose": 0}
+    plain = zoo.compiled(remembering)
+    with STRATEGIES["one"]().scope():
+        model = zoo.compiled(remembering)
+    for one in (plain, model):
+        one.fit(x, TARGETS, **options)
+    assert zoo.distance(plain, model) < 1e-12
+    with STRATEGIES["mirrored"]().scope():
+        model = zoo.compiled(remembering)
+    with pytest.raises(ModelError, match=r"for 10 samples.*SingleDeviceStrategy"):
+        model.fit(x, TARGETS, **options)
+
+
+def test_a_batch_size_of_an_input_binds_nobody() -> None:
+    def make() -> Any:
+        first = keras.Input((8,), batch_size=BATCH)
+        return keras.Model(first, layers.Dense(zoo.NUM_CLASSES)(layers.Dense(5)(first)))
+
+    plain = zoo.compiled(make)
+    with STRATEGIES["mirrored"]().scope():
+        model = zoo.compiled(make)
+    for one in (plain, model):
+        one.fit(VECTORS, TARGETS, batch_size=BATCH, shuffle=False, verbose=0)
+    assert zoo.distance(plain, model) < 1e-12
+
+
+def two_inputs() -> Any:
+    ends = [keras.Input((8,), name="a"), keras.Input((3,), name="b")]
+    joined = layers.Dense(6)(layers.Concatenate()(ends))
+    return keras.Model(ends, layers.Dense(zoo.NUM_CLASSES)(joined))
+
+
+def test_plans_for_data_as_keras_takes_it() -> None:
+    model = zoo.compiled(two_inputs, example=[VECTORS, VECTORS[:, :3]])
+    inputs = [VECTORS, VECTORS[:, :3]]
+    for sample in (inputs, (inputs, TARGETS), ({"a": inputs[0], "b": inputs[1]}, TARGETS)):
+        plan = STRATEGIES["pipeline"]().plan(model, batch_size=BATCH, sample=sample)
+        assert plan.precision == "fp64"
+        assert plan.num_ranks == 2
