@@ -3,7 +3,8 @@
 Within a host a message lies in memory that its readers map. To another host it is sent, by a
 thread: a stage of a pipeline must neither wait until what it sends has left, nor let what is sent
 to it wait until it has time. A reader acknowledges a message when it needs it no more, and a sender
-has only so many on their way, as with the slots of a mailbox.
+has only so many on their way, as with the slots of a mailbox. What several readers on one rank are
+to have (stages that use the same value) goes there once.
 
 Messages are encoded (``comm.codec``), not pickled. Both ends say goodbye when a task is done, so
 that nothing of it is left on the wire for the next.
@@ -14,14 +15,16 @@ import select
 import socket
 import struct
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from time import monotonic
 
 from lockstep.errors import HostError, problem
 
 _MESSAGE, _DONE, _GOODBYE = range(3)
-_HEADER = struct.Struct("<BIQQ")  # kind, mailbox, number of the message, payload bytes
+# Kind, mailbox, number of the message, its readers at the other end, payload bytes.
+_HEADER = struct.Struct("<BIQHQ")
 _LOOK_AROUND_SECONDS = 0.02
 _LONGEST_NAP_SECONDS = 5 * _LOOK_AROUND_SECONDS
 
@@ -57,24 +60,30 @@ class Courier:
             box: the mailbox.
             number: messages are numbered from 1.
             payload: the message.
-            readers: ranks.
+            readers: their ranks; a rank as often as it has readers.
             num_slots: messages of the mailbox that may be on their way.
         """
         state, slot = self._state, (box, number % num_slots)
-        before, ranks = state.sent.get(slot, (0, ()))
-        self._wait(lambda: all(state.done.get((box, rank), 0) >= before for rank in ranks))
-        state.sent[slot] = number, readers
-        for rank in readers:
-            state.send(rank, _MESSAGE, box, number, payload)
+        before = state.sent.get(slot, 0)
+        self._wait(lambda: not state.unread[box, before])
+        state.unread.pop((box, before), None)
+        state.sent[slot] = number
+        state.unread[box, number] = len(readers)
+        for rank, count in Counter(readers).items():
+            state.send(rank, _MESSAGE, box, number, payload, count)
 
     def take(self, box: int, number: int, sender: int) -> bytes:
-        """Message ``number`` of a mailbox of rank ``sender``."""
-        inbox = self._state.inbox
-        self._wait(lambda: (box, number, sender) in inbox)
-        return inbox.pop((box, number, sender))
+        """Message ``number`` of a mailbox of rank ``sender``; each reader here takes it once."""
+        inbox, key = self._state.inbox, (box, number, sender)
+        self._wait(lambda: key in inbox)
+        letter = inbox[key]
+        letter.num_readers -= 1
+        if not letter.num_readers:
+            del inbox[key]
+        return letter.payload
 
     def acknowledge(self, box: int, number: int, sender: int) -> None:
-        """This rank needs a message of ``sender`` no more."""
+        """A reader here needs a message of ``sender`` no more."""
         self._state.send(sender, _DONE, box, number)
 
     def close(self) -> None:
@@ -113,6 +122,14 @@ class Courier:
                 self._look_around(waited)
 
 
+@dataclass
+class _Letter:
+    """A message that has come, and how many are still to take it."""
+
+    payload: bytes
+    num_readers: int
+
+
 class _State:
     """What a courier and its thread share.
 
@@ -120,8 +137,8 @@ class _State:
         ends: the wires, by rank.
         news: notified when something has come, or the thread ends.
         inbox: messages that have come, by mailbox, number and sender.
-        done: by mailbox and reader, the last message that it is done with.
-        sent: by mailbox and slot, the last message's number and readers.
+        sent: by mailbox and slot, the number of the last message.
+        unread: by mailbox and number, how many readers of a message have not acknowledged it.
         error: what the thread has ended of.
         is_leaving: this rank says goodbye.
         has_ended: the thread has come to its end.
@@ -130,19 +147,21 @@ class _State:
     def __init__(self, sockets: Mapping[int, socket.socket], names: Mapping[int, str]) -> None:
         self.ends = {rank: _End(end, names[rank]) for rank, end in sockets.items()}
         self.news = threading.Condition()
-        self.inbox: dict[tuple[int, int, int], bytes] = {}
-        self.done: dict[tuple[int, int], int] = {}
-        self.sent: dict[tuple[int, int], tuple[int, Sequence[int]]] = {}
+        self.inbox: dict[tuple[int, int, int], _Letter] = {}
+        self.sent: dict[tuple[int, int], int] = {}
+        self.unread: Counter[tuple[int, int]] = Counter()
         self.error: HostError | None = None
         self.is_leaving = False
         self.has_ended = False
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
-    def send(self, rank: int, kind: int, box: int, number: int, payload: bytes = b"") -> None:
+    def send(
+        self, rank: int, kind: int, box: int, number: int, payload: bytes = b"", readers: int = 0
+    ) -> None:
         """Have the thread send a frame."""
-        end = self.ends[rank]
+        end, header = self.ends[rank], _HEADER.pack(kind, box, number, readers, len(payload))
         with self.news:
-            end.unsent.append(memoryview(_HEADER.pack(kind, box, number, len(payload))))
+            end.unsent.append(memoryview(header))
             if payload:
                 end.unsent.append(memoryview(payload))
         self.ring()
@@ -190,12 +209,12 @@ class _End:
         self.name = name
         self.unsent: deque[memoryview] = deque()
         self.has_left = False
-        self._header: tuple[int, int, int] | None = None
+        self._header: tuple[int, int, int, int] | None = None
         self._part = bytearray(_HEADER.size)
         self._filled = 0
 
-    def receive(self) -> tuple[int, int, int, bytes] | None:
-        """The next frame, if it has come in whole: kind, mailbox, number, payload."""
+    def receive(self) -> tuple[int, int, int, int, bytes] | None:
+        """The next frame, if it has come in whole: kind, mailbox, number, readers, payload."""
         while True:
             if self._filled < len(self._part):
                 try:
@@ -235,12 +254,12 @@ def _serve(state: _State, rank: int) -> None:
     try:
         _send(state, end)
         while not end.has_left and (frame := end.receive()) is not None:
-            kind, box, number, payload = frame
+            kind, box, number, num_readers, payload = frame
             with state.news:
                 if kind == _MESSAGE:
-                    state.inbox[box, number, rank] = payload
+                    state.inbox[box, number, rank] = _Letter(payload, num_readers)
                 elif kind == _DONE:
-                    state.done[box, rank] = number
+                    state.unread[box, number] -= 1
                 else:
                     end.has_left = True
                 state.news.notify_all()

@@ -87,6 +87,34 @@ def test_a_sender_waits_until_its_slot_is_free() -> None:
         close_all([left, right])
 
 
+def test_readers_on_one_rank_take_the_same_message() -> None:
+    """Two stages there use a value, and it has come before either of them asks for it."""
+    with connected(2) as ends:
+        left, right = couriers_of(ends)
+        for number in (1, 2):
+            left.put(0, number, b"%d" % number, [1, 1], num_slots=2)
+        left.put(7, 1, b"later on the same wire", [1], num_slots=1)
+        assert right.take(7, 1, 0) == b"later on the same wire"
+        for number in (1, 2):
+            assert [right.take(0, number, 0) for _ in range(2)] == [b"%d" % number] * 2
+        sent = threading.Event()
+
+        def send_third() -> None:
+            left.put(0, 3, b"3", [1, 1], num_slots=2)
+            sent.set()
+
+        thread = threading.Thread(target=send_third)
+        thread.start()
+        for number in (1, 2):  # the other reader is a message behind
+            right.acknowledge(0, number, 0)
+        assert not sent.wait(0.2)
+        right.acknowledge(0, 1, 0)
+        assert sent.wait(SECONDS)
+        thread.join()
+        assert right.take(0, 3, 0) == b"3"
+        close_all([left, right])
+
+
 def test_tasks_follow_one_another_on_the_same_wires() -> None:
     """Whoever says goodbye first: nothing of one task is found in the next."""
     with connected(3) as ends:

@@ -235,7 +235,7 @@ def test_patience_ends(way: str, wires: tuple[Wire, Wire]) -> None:
 
     def look_around(waited_seconds: float) -> None:
         waited.append(waited_seconds)
-        if waited_seconds > 0.1:
+        if waited_seconds > 0.3:
             raise TimeoutError
 
     with pytest.raises(TimeoutError):
@@ -243,7 +243,7 @@ def test_patience_ends(way: str, wires: tuple[Wire, Wire]) -> None:
             look_around
         )
     assert waited == sorted(waited)
-    assert len(waited) > 2
+    assert len(waited) > 2  # a nap in which the machine stalls counts 0.1 s at most
 
 
 @pytest.mark.parametrize(("kind", "num_bytes"), [(b"A", 1001), (ERROR, 1 << 17), (b"A", 1 << 63)])
