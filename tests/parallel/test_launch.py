@@ -19,6 +19,7 @@ from lockstep.launch.link import Link, Message
 from lockstep.launch.pool import give_back, keep_teams, take_team, warm_template
 from lockstep.launch.team import Team
 from lockstep.launch.template import Template
+from tests.circles import num_descriptors
 from tests.faults.processes import is_alive, wait_until
 from tests.parallel import calls
 
@@ -115,10 +116,6 @@ def test_kept_teams_serve_the_next() -> None:
         give_back(third, 1)
         kept = third.pids()
     assert not is_alive(kept[0])
-
-
-def num_descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
 
 
 @pytest.mark.parametrize(
