@@ -127,6 +127,11 @@ class Board:
         """The lines that ranks of this host write."""
         return self._lines
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether this rank sleeps at the board, and not elsewhere."""
+        return self._is_there is not None
+
     def is_awaited(self, rank: int) -> bool:
         """Whether this rank waits, and ``rank`` is not yet where it is needed."""
         return self._is_there is not None and not self._is_there(self._lines[rank])

@@ -96,17 +96,17 @@ class Courier:
         self._wait(lambda: state.has_ended)
         self._thread.join()
         state.close()
+        if state.error is not None:
+            raise state.error
 
     def abandon(self) -> None:
         """After a failure: end, whatever is left."""
         state = self._state
-        if not self._thread.is_alive():
-            return
-        state.is_leaving = True
-        with state.news:
-            state.ends = {}
-        state.ring()
-        self._thread.join()
+        state.is_abandoned = True
+        if self._thread.is_alive():
+            state.ring()
+            self._thread.join()
+        state.close()
 
     def _wait(self, is_there: Callable[[], bool]) -> None:
         state = self._state
@@ -141,6 +141,7 @@ class _State:
         unread: by mailbox and number, how many readers of a message have not acknowledged it.
         error: what the thread has ended of.
         is_leaving: this rank says goodbye.
+        is_abandoned: nothing is sent or awaited any more.
         has_ended: the thread has come to its end.
     """
 
@@ -150,8 +151,9 @@ class _State:
         self.inbox: dict[tuple[int, int, int], _Letter] = {}
         self.sent: dict[tuple[int, int], int] = {}
         self.unread: Counter[tuple[int, int]] = Counter()
-        self.error: HostError | None = None
+        self.error: BaseException | None = None
         self.is_leaving = False
+        self.is_abandoned = False
         self.has_ended = False
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
@@ -174,8 +176,9 @@ class _State:
     def is_over(self) -> bool:
         """Whether all have said goodbye, and nothing is left to send."""
         with self.news:
-            return self.is_leaving and all(
-                end.has_left and not end.unsent for end in self.ends.values()
+            return self.is_abandoned or (
+                self.is_leaving
+                and all(end.has_left and not end.unsent for end in self.ends.values())
             )
 
     def wait(self) -> list[int]:
@@ -198,7 +201,9 @@ class _State:
 
     def close(self) -> None:
         """After the thread's end."""
-        os.close(self._bell)
+        bell, self._bell = self._bell, -1
+        if bell >= 0:
+            os.close(bell)
 
 
 class _End:
@@ -240,7 +245,7 @@ def _run(state: _State) -> None:
         while not state.is_over:
             for rank in state.wait():
                 _serve(state, rank)
-    except HostError as error:
+    except BaseException as error:  # for whoever waits, whatever it is
         state.error = error
     finally:
         with state.news:

@@ -206,7 +206,8 @@ class Circle:
             wire.close()
 
     def _send(self, to: int, kind: bytes, payload: bytes, look_around: LookAround) -> None:
-        self._star[to].send(kind, payload, self._watching(look_around))
+        with self._awaiting([to]):
+            self._star[to].send(kind, payload, self._watching(look_around))
 
     def _receive(self, kind: bytes, look_around: LookAround) -> bytes:
         wire = self._star[0]

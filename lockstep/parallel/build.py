@@ -237,6 +237,7 @@ def build_exchange(
             board=wide_board,
             wires=wires,
             courier=Courier(neighbours.mail_sockets, neighbours.names, look_around),
+            mirrored=neighbours.mirrored,
         )
         return StageExchange(spec, region, board=wide_board, abroad=abroad)
     return HostExchange(

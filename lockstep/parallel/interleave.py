@@ -107,7 +107,9 @@ class Interleaver:
         torch.set_num_threads(threads)
         try:
             self._wait_for_turn(index)
-            with settings.applied():
+            # On a GPU all backward passes share a thread of autograd's, unless told otherwise: the
+            # one that waits for its turn there would keep the others from coming.
+            with settings.applied(), torch.autograd.set_multithreading_enabled(False):
                 body()
         except _Abandoned:
             pass  # another body has failed: its error is the one to tell

@@ -146,7 +146,9 @@ class _SourceAhead(Source):
         if not self._foreseen:
             return False
         read = self._foreseen[0]
-        return read.dtype == dtype and torch.equal(read.indices, indices)
+        # The same samples may be read again in another step, and a share's may be read twice.
+        is_due = read.seed == torch.initial_seed() and read.dtype == dtype
+        return is_due and torch.equal(read.indices, indices)
 
     def _noted(self, reads: Iterator[Read]) -> Iterator[Read]:
         """The reads, each noted when a reader is told of it."""

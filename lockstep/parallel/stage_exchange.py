@@ -123,6 +123,7 @@ class StagesAbroad:
         board: the ranks' board.
         wires: for sums of gradients.
         courier: for mail.
+        mirrored: tensors in shared memory whose values on host 0 all hosts get in every step.
     """
 
     host: int
@@ -130,6 +131,7 @@ class StagesAbroad:
     board: WideBoard
     wires: Wires
     courier: Courier
+    mirrored: Sequence[torch.Tensor] = ()
 
     def members(self, group: GroupSpec) -> list[list[int]]:
         """A group's ranks, host by host, for those hosts that have any."""
@@ -261,7 +263,10 @@ class StageExchange:
             for number, rows in self.rows.items()
             if self._is_abroad(self._spec.groups[number])
         ]
-        return b"".join(part.tobytes() for part in (self._losses, self._used, *tables))
+        abroad = self._abroad
+        assert abroad is not None
+        options = [tensor.numpy() for tensor in abroad.mirrored if abroad.host == 0]
+        return b"".join(part.tobytes() for part in (*options, self._losses, self._used, *tables))
 
     def _take_figures(self, payloads: list[bytes]) -> None:
         """Of each other host's ranks, what they have put up."""
@@ -271,6 +276,10 @@ class StageExchange:
             if host == abroad.host:
                 continue
             ranks, rest = abroad.hosts[host], memoryview(payload)
+            for options in abroad.mirrored if host == 0 else ():
+                target = options.numpy()
+                target[:] = _read(rest, target)
+                rest = rest[target.nbytes :]
             owners = self._spec.ranks_of_losses
             shares = [share for share, rank in enumerate(owners) if rank in ranks]
             for target, lines in ((self._losses, shares), (self._used, list(ranks))):

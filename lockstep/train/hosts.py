@@ -154,7 +154,9 @@ class Hosts:
             for key in ordered:
                 by_hosts.setdefault((plan.host_of(key[0]), plan.host_of(key[1])), []).append(key)
             counts = {hosts: len(own) for hosts, own in by_hosts.items()}
-            for other, ends in self.circle.open_wires(counts, timeout_seconds).items():
+            for other, ends in self.circle.open_wires(
+                counts, timeout_seconds, self.look_around
+            ).items():
                 own = by_hosts[min(self.host, other), max(self.host, other)]
                 for (low, high, use), end in zip(own, ends, strict=True):
                     ranks = (low, high) if self.host < other else (high, low)
@@ -270,7 +272,7 @@ class Hosts:
         for start in range(0, region.num_bytes, _PART_BYTES):
             stop = min(start + _PART_BYTES, region.num_bytes)
             own = bytes(region.memory[start:stop]) if self.host == owner else b""
-            told = self.circle.exchange(own)[owner]
+            told = self._exchanged(own)[owner]
             if not is_here:
                 region.memory[start:stop] = told
 

@@ -139,9 +139,15 @@ class Runner(ABC):
         if company.follower is not None:
             followed: _T = company.follow(self.model)
             return followed
-        result = make()
-        if company.hosts is not None and company.hosts.has_followers:
-            self._session.dismiss(result, self.model)
+        hosts = company.hosts
+        if hosts is None or not hosts.has_followers:
+            return make()
+        try:
+            result = make()
+        except BaseException:
+            self._session.desert(hosts)
+            raise
+        self._session.dismiss(result, self.model)
         return result
 
     @property

@@ -125,10 +125,10 @@ def serve(context: HelperContext, body: bytes, descriptors: tuple[int, ...]) -> 
             look_around=context.look_around,
             neighbours=neighbours,
         )
-        initialize_own(assignment, worker)
         has_hosts = call.abroad is not None
         control = FollowerControl(context, rank, assignment.plan.num_ranks, has_hosts=has_hosts)
         try:
+            initialize_own(assignment, worker)
             assignment.task.run(worker, control, Conductor())
             worker.close()
         except BaseException:

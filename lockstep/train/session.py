@@ -10,7 +10,9 @@ On several hosts the script's process of each leads that host's ranks, with a se
 import socket
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import cloudpickle
@@ -18,7 +20,7 @@ from torch import nn
 
 from lockstep.comm.board import Board
 from lockstep.comm.shared_memory import SharedRegion
-from lockstep.errors import OptionError, problem
+from lockstep.errors import OptionError, WorkerError, problem
 from lockstep.launch.link import MOST_DESCRIPTORS
 from lockstep.launch.pool import give_back, take_team
 from lockstep.launch.team import Team
@@ -44,6 +46,11 @@ from lockstep.units import first_few
 # torch itself imports at the first backward.
 PRELOAD = ("lockstep.train.serving", "torch.fx.experimental.symbolic_shapes")
 
+# A rank that waits for other hosts hears after this time of a failure on its own.
+_PATIENCE_SECONDS = 1.0
+# Longest wait, after a call that has failed early, for followers that are still to come to it.
+_DISMISSAL_SECONDS = 10.0
+
 
 class Session:
     """Runs assignments, and keeps the team and the parameter store from one to the next.
@@ -65,6 +72,7 @@ class Session:
         self._team: Team | None = None
         self._threads: int | None = None
         self._is_attached = False  # the team is of processes that a launcher has started
+        self._has_met = False  # they have come to the call under way
 
     def run(self, assignment: Assignment, conductor: Conductor, hosts: Hosts | None = None) -> Any:
         """Do the task on all ranks; returns what this process's part returns.
@@ -91,6 +99,18 @@ class Session:
         """Let the processes that follow this one go on, with a call's result and the weights."""
         if self._team is not None:
             call_conclude(self._team, result, model, self._timeout)
+
+    def desert(self, hosts: Hosts) -> None:
+        """After a call that has failed: end it for the processes that follow this one, too.
+
+        In it they would take the next call for this one.
+        """
+        if not self._has_met:
+            patience = min(_DISMISSAL_SECONDS, self._timeout)
+            with suppress(WorkerError):  # they have not come: it has failed there, too
+                self._team = hosts.attach_team(hosts.place.num_processes - 1, 1, patience)
+        self.close()
+        self._has_met = False
 
     def _run_alone(self, assignment: Assignment, conductor: Conductor) -> Any:
         spec = _spec(assignment)
@@ -230,7 +250,7 @@ class Session:
         if self._team is not None and not (
             (self._team.num_helpers, self._team.first_rank) == (num_helpers, first_rank)
             and self._threads == plan.threads_per_device
-            and self._team.answers()
+            and (self._team.is_alive if self._is_attached else self._team.answers())
         ):
             self.close()
         if self._team is None:
@@ -238,6 +258,7 @@ class Session:
             self._is_attached = hosts is not None and hosts.has_followers
             if hosts is not None and hosts.has_followers:
                 self._team = hosts.attach_team(num_helpers, first_rank, self._timeout)
+                self._has_met = True
             else:
                 self._team = take_team(
                     num_helpers, self._threads, self._preload, first_rank=first_rank
@@ -434,7 +455,7 @@ class _Watch:
 
     def look_around(self, waited_seconds: float) -> None:
         """Raise if waiting on is in vain."""
-        self._team.look_around(self._is_awaited)
+        self._team.look_around(partial(self._is_awaited, waited_seconds))
         if self._hosts is not None:
             self._hosts.look_around(waited_seconds)
             if self._hosts.circle.awaited:
@@ -442,9 +463,15 @@ class _Watch:
         if waited_seconds > self._timeout:
             self._team.raise_timeout(waited_seconds)
 
-    def _is_awaited(self, rank: int) -> bool:
+    def _is_awaited(self, waited_seconds: float, rank: int) -> bool:
         board = self._board()
-        return board is not None and board.is_awaited(rank)
+        if board is None:
+            return False
+        if board.is_waiting:
+            return board.is_awaited(rank)
+        # At a wire or a courier it waits for other hosts, and they may wait for any rank of this
+        # one. Not at once: rank 0 may be about to fail of the same, by itself.
+        return waited_seconds > _PATIENCE_SECONDS
 
 
 class _Position:

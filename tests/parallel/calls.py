@@ -326,3 +326,7 @@ def ignore_data(context: HelperContext, body: bytes, descriptors: tuple[int, ...
 def print_variable(context: HelperContext, body: bytes, descriptors: tuple[int, ...]) -> bytes:
     print(os.environ[body.decode()])  # noqa: T201
     return b""
+
+
+def raise_error(context: HelperContext, body: bytes, descriptors: tuple[int, ...]) -> bytes:
+    raise ArithmeticError("as the test wants")

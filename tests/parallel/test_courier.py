@@ -9,8 +9,9 @@ from itertools import combinations
 
 import pytest
 
-from lockstep.comm.courier import Courier
+from lockstep.comm.courier import _HEADER, Courier
 from lockstep.errors import HostError
+from tests.circles import num_descriptors
 
 SECONDS = 20.0
 NAMES = {rank: f"Host {rank} (node{rank})" for rank in range(3)}
@@ -138,6 +139,42 @@ def test_a_host_that_is_gone_is_named() -> None:
         with pytest.raises(HostError, match=r"Host 1 \(node1\) no longer takes part"):
             left.take(0, 1, 1)
         left.abandon()
+
+
+def test_whoever_closes_hears_what_became_of_the_rest() -> None:
+    """Host 1 dies: what was to go to host 2 has not gone, so closing is no good end."""
+    with connected(3) as ends:
+        left = Courier(ends[0], NAMES, be_patient)
+        for end in ends[1].values():
+            end.close()
+        with pytest.raises(HostError, match=r"Host 1 \(node1\) no longer takes part"):
+            left.close()
+        left.abandon()
+
+
+def test_a_thread_that_fails_is_heard_by_whoever_waits() -> None:
+    with connected(2) as ends:
+        courier = Courier(ends[0], NAMES, be_patient)
+        ends[1][0].send(_HEADER.pack(0, 0, 1, 1, 1 << 60))  # more than any memory holds
+        with pytest.raises((MemoryError, OverflowError)):
+            courier.take(0, 1, 1)
+        courier.abandon()
+
+
+def test_what_is_abandoned_while_frames_come_in_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    failed: list[threading.ExceptHookArgs] = []
+    monkeypatch.setattr(threading, "excepthook", failed.append)
+    before = num_descriptors()
+    for _ in range(30):
+        with connected(5) as ends:
+            courier = Courier(ends[0], dict.fromkeys(ends[0], "Host"), be_patient)
+            for each in ends[1:]:
+                each[0].send(bytes(5))
+            courier.abandon()
+    assert not failed
+    assert num_descriptors() == before
 
 
 def test_what_is_abandoned_leaves_no_thread() -> None:

@@ -1,10 +1,13 @@
 """What a host raises when hosts fail together: the news of another host, whoever learned it."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from lockstep.cluster.place import Address
+from lockstep.comm.shared_memory import SharedRegion
 from lockstep.errors import HostError, WorkerError
 from lockstep.launch.rendezvous import meet
 from lockstep.train.hosts import Hosts, own_card
@@ -26,6 +29,23 @@ def enter(host: int, where: Address) -> Hosts:
     own = place(host, 2, where)
     circle = meet(own, SECRET, own_card(own), timeout_seconds=SECONDS)
     return Hosts(own, circle, SECONDS)
+
+
+@pytest.mark.parametrize("what", ["a large message", "values to bring", "wires"])
+def test_a_host_that_is_stuck_is_not_waited_for_longer_than_allowed(
+    what: str, hosts: list[Hosts]
+) -> None:
+    """It is there, and neither reads nor writes."""
+    stuck = hosts[0]
+    stuck.timeout_seconds = 0.5
+    plan: Any = SimpleNamespace(hosts=(1, 1), host_of=lambda rank: rank)
+    waits: dict[str, Callable[[], Any]] = {
+        "a large message": lambda: stuck.from_chief(bytes(1 << 26)),
+        "values to bring": lambda: stuck.bring(SharedRegion.create(1 << 12), 1, is_here=True),
+        "wires": lambda: stuck.open_wires(plan, [(0, 1, "sums")], 0.5),
+    }
+    with pytest.raises(HostError, match="Host 1 "):
+        waits[what]()
 
 
 def failing(hosts: Hosts, error: BaseException, cause: BaseException | None = None) -> None:

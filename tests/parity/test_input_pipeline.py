@@ -11,7 +11,11 @@ from torch import Tensor, nn
 
 import lockstep
 from lockstep.data import cache, prefetch
+from lockstep.data.order import kept_streams, seed_streams
+from lockstep.data.read_ahead import Read
+from lockstep.data.sources import as_source
 from lockstep.parallel import readers
+from lockstep.parallel.readers import reading_ahead
 from tests.map_datasets import Noisy, Rows, readers_in, reads_in
 from tests.zoo import case
 
@@ -70,6 +74,23 @@ def test_augmented_at_random_training_equals_one_device(strategy: str) -> None:
 def test_several_shares_of_a_rank_that_take_turns(wrapper: str) -> None:
     """BatchNorm has a rank's shares run in threads, and each reads in its own."""
     verify(WRAPPERS[wrapper](rows_of("cnn_batch_norm")), "mirrored-2-shares-4", "cnn_batch_norm")
+
+
+def test_what_is_read_twice_takes_no_later_read() -> None:
+    """A share whose pass is made again reads again; the next step reads the same samples."""
+    rows = rows_of("cnn_dropout")
+    source = as_source(prefetch(Noisy(rows.inputs, rows.targets), workers=1))
+    indices = torch.arange(4)
+    reads = [Read(indices=indices, dtype=torch.float64, seed=seed) for seed in (11, 22, 33)]
+
+    def read_from(source: Any, seed: int) -> Tensor:
+        seed_streams(seed)
+        inputs: Tensor = source.read(indices, torch.float64).inputs
+        return inputs
+
+    with kept_streams(), reading_ahead(source, iter([[read] for read in reads])) as ahead:
+        for seed in (11, 11, 22, 33, 33):
+            assert torch.equal(read_from(ahead, seed), read_from(source, seed))
 
 
 # --- bits ---------------------------------------------------------------------------------------

@@ -108,6 +108,7 @@ def make(strategy):
     return lockstep.Trainer(
         one.make_model().double(), loss=one.loss,
         optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9), precision="fp64",
+        schedule=partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=0.5, total_steps=40),
         strategy=strategy)
 
 def train(trainer):
@@ -139,7 +140,8 @@ tell(len(list(ours.model.parameters())))
 
 
 def test_every_host_has_the_whole_model_afterwards(make_hosts: MakeHosts, tmp_path: Path) -> None:
-    """Weights, slots, histories, predictions; a second fit; a checkpoint."""
+    """Weights, slots, histories, predictions; a schedule that moves at every step; a second fit; a
+    checkpoint."""
     hosts = make_hosts(2)
     path = tmp_path / "afterwards.py"
     path.write_text(AFTERWARDS)

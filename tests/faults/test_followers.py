@@ -1,0 +1,109 @@
+"""Processes of one host that torchrun has started: a call of theirs that fails is one of them all.
+
+Each runs the script. Process 0 leads, and what it makes of a call the other one is told; where it
+makes nothing of it, the other must not go on in that call.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.launchers import BEGINNING, environ
+
+SECONDS = 120.0
+
+SCRIPT = f"""{BEGINNING}
+import gc
+from functools import partial
+
+me = "leader" if os.environ["LOCAL_RANK"] == "0" else "follower"
+
+class AtEnd(lockstep.Callback):
+    def on_train_end(self, logs=None):
+        if sys.argv[1] == "late":
+            raise ArithmeticError("a callback's own")
+
+def stall(phase, info):
+    if phase == "start" and info["generation"] == 2:
+        gc.callbacks.remove(stall)
+        time.sleep(5)
+
+torch.manual_seed(0)
+data = torch.randn(16, 4), torch.randn(16, 2)
+trainer = lockstep.Trainer(
+    nn.Linear(4, 2), loss=nn.MSELoss(), optimizer=partial(torch.optim.SGD, lr=0.01),
+    callbacks=[AtEnd()], strategy=lockstep.MultiWorkerMirroredStrategy(timeout_seconds=60))
+
+def fit():
+    return sorted(trainer.fit(
+        data, batch_size=0 if sys.argv[1] == "early" else 8, verbose=0).history)
+
+def evaluate():
+    return sorted(trainer.evaluate(data, batch_size=8))
+
+def predict():
+    return list(trainer.predict(data[0][:3], batch_size=8).shape)
+
+for call in (fit, evaluate, predict):
+    try:
+        said = call()
+    except Exception as error:
+        said = f"{{type(error).__name__}}: {{error}}"
+    tell([me, call.__name__, said])
+    if sys.argv[1] == "slow":
+        if me == "leader":
+            time.sleep(1)  # so long that the other one, which waits, tidies up
+        elif call is fit:
+            gc.callbacks.append(stall)
+"""
+
+
+def told(how: str, folder: Path) -> dict[str, dict[str, Any]]:
+    """By process, what it has told of each call."""
+    script = folder / "script.py"
+    script.write_text(SCRIPT)
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            *("--nproc-per-node", "2", str(script), how),
+        ],
+        env={**os.environ, **environ({"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"})},
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: dict[str, dict[str, Any]] = {"leader": {}, "follower": {}}
+    for line in done.stdout.splitlines():
+        who, call, said = json.loads(line)
+        found[who][call] = said
+    return found
+
+
+@pytest.mark.parametrize(
+    ("how", "error"),
+    [
+        ("early", "OptionError: "),  # before the two have met
+        ("late", "ArithmeticError: a callback's own"),  # after all training
+    ],
+)
+def test_a_call_that_fails_at_the_leader_ends_for_the_other(
+    how: str, error: str, tmp_path: Path
+) -> None:
+    found = told(how, tmp_path)
+    assert found["leader"].pop("fit").startswith(error)
+    assert "has given up this call: its own error says why" in found["follower"].pop("fit")
+    after = {"evaluate": ["loss"], "predict": [3, 2]}
+    assert found == {"leader": after, "follower": after}
+
+
+def test_one_that_stalls_between_two_calls_is_waited_for(tmp_path: Path) -> None:
+    found = told("slow", tmp_path)
+    each = {"fit": ["loss"], "evaluate": ["loss"], "predict": [3, 2]}
+    assert found == {"leader": each, "follower": each}

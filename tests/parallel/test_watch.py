@@ -1,0 +1,62 @@
+"""What rank 0 hears of its helpers while it waits: at once where it needs one, else soon."""
+
+import socket
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from lockstep.comm.board import Board
+from lockstep.comm.courier import Courier
+from lockstep.comm.shared_memory import SharedRegion
+from lockstep.comm.wires import Wires
+from lockstep.errors import WorkerError
+from lockstep.launch.team import Team
+from lockstep.train.session import _Watch
+from tests.faults.processes import wait_until
+from tests.parallel import calls
+
+SECONDS = 60.0
+RANK_ABROAD = 2
+NAMES = {RANK_ABROAD: "Host 1"}
+
+
+@pytest.fixture
+def failed_team() -> Iterator[Team]:
+    """Rank 1 has failed, and has told so."""
+    team = calls.start_team(2)
+    team.call(calls.raise_error, b"", position=lambda rank: "in fit", timeout_seconds=SECONDS)
+    wait_until(team._helpers[0].has_failed, SECONDS)
+    yield team
+    team.close()
+
+
+def waits(board: Board, courier: Courier, wires: Wires) -> dict[str, Callable[[], Any]]:
+    return {
+        "the courier": lambda: courier.take(0, 1, RANK_ABROAD),
+        "a wire": lambda: wires.transfer({}, {RANK_ABROAD: [torch.zeros(4)]}),
+        "the board": lambda: board.wait_for(1, 1),
+    }
+
+
+@pytest.mark.parametrize("where", ["the courier", "a wire", "the board"])
+def test_a_failure_is_heard_wherever_rank_0_waits(where: str, failed_team: Team) -> None:
+    """Another host may wait for the rank that has failed, and rank 0 for that host."""
+    watch = _Watch(failed_team, SECONDS, 0, None)
+    region = SharedRegion.create(4096)
+    board = Board(region, rank=0, num_ranks=2, look_around=watch.look_around)
+    watch.watch(board)
+    here, there = socket.socketpair()
+    here.setblocking(False)
+    with here, there:
+        courier = Courier({RANK_ABROAD: here}, NAMES, watch.look_around)
+        wires = Wires({RANK_ABROAD: here}, NAMES, watch.look_around, SECONDS)
+        if where == "a wire":
+            courier.abandon()  # one of the two reads
+        began = time.monotonic()
+        with pytest.raises(WorkerError, match="Rank 1 failed"):
+            waits(board, courier, wires)[where]()
+        assert time.monotonic() - began < SECONDS / 2
+        courier.abandon()
