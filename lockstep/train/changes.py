@@ -8,6 +8,7 @@ group, load an optimizer's state) makes the ranks be sent everything anew, and t
 from collections.abc import Callable, Container, Mapping
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import nn, optim
 
@@ -108,8 +109,9 @@ class ChangeWatch:
         return changed_buffers(model, before, after) if known is None else known.changed(model)
 
 
-# What a setting is, or a dict of these.
+# What a setting is, or a dict of these, or a short list.
 _PLAIN = (bool, int, float, str, type(None))
+_MOST_HELD = 100
 
 # The attributes of objects, by the object's name and the attribute's.
 Settings = dict[tuple[str, str], object]
@@ -133,6 +135,11 @@ def settings_of(objects: Mapping[str, object], left_out: Container[str]) -> Sett
                 for key, one in value.items():
                     if isinstance(one, _PLAIN):
                         found[name, f"{attribute}[{key!r}]"] = one
+            elif isinstance(value, list | tuple) and len(value) <= _MOST_HELD:
+                if all(isinstance(one, _PLAIN) for one in value):
+                    found[name, attribute] = tuple(value)
+            elif isinstance(value, np.ndarray) and value.size <= _MOST_HELD:
+                found[name, attribute] = value.tobytes()
     return found
 
 

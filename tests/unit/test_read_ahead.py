@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import lockstep
 from lockstep.data import prefetch
+from lockstep.data.order import seed_streams
 from lockstep.data.read_ahead import Prefetch, Read
 from lockstep.data.sources import as_source
 from lockstep.errors import DataError, OptionError, WorkerError
@@ -113,6 +114,13 @@ def reads(*bounds: tuple[int, int]) -> Any:
         yield [Read(indices=torch.arange(start, stop), dtype=torch.float32, seed=start)]
 
 
+def read(ahead: Any, start: int, stop: int) -> torch.Tensor:
+    """As a rank reads: after the seeding that was foreseen."""
+    seed_streams(start)
+    inputs: torch.Tensor = ahead.read(torch.arange(start, stop), torch.float32).inputs
+    return inputs
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 def test_the_next_batches_are_read_while_the_present_one_is_used(
     workers: int, tmp_path: Path
@@ -121,11 +129,11 @@ def test_the_next_batches_are_read_while_the_present_one_is_used(
     source = as_source(prefetch(rows(log=log), workers=workers, depth=2))
     bounds = [(0, 4), (4, 8), (8, 12), (12, 16), (16, 20)]
     with reading_ahead(source, reads(*bounds)) as ahead:
-        assert torch.equal(ahead.read(torch.arange(4), torch.float32).inputs, INPUTS[:4])
+        assert torch.equal(read(ahead, 0, 4), INPUTS[:4])
         wait_until(lambda: len(reads_in(log)) == 12, 10)
         time.sleep(0.05)
         assert sorted(reads_in(log)) == EVERY[:12]  # no further than two ahead
-        assert torch.equal(ahead.read(torch.arange(4, 8), torch.float32).inputs, INPUTS[4:8])
+        assert torch.equal(read(ahead, 4, 8), INPUTS[4:8])
         wait_until(lambda: len(reads_in(log)) == 16, 10)
     assert len(readers_in(log)) == 1
     assert (os.getpid() in readers_in(log)) == (workers == 0)
@@ -139,6 +147,7 @@ def test_what_was_not_foreseen_is_read_at_once(workers: int) -> None:
             *((0, 4, torch.float32), (2, 5, torch.float32), (4, 8, torch.float64)),
             *((4, 8, torch.float32), (4, 8, torch.float32)),
         ):
+            seed_streams(start)
             batch = ahead.read(torch.arange(start, stop), dtype)
             assert torch.equal(batch.inputs, INPUTS[start:stop].to(dtype))
 

@@ -23,8 +23,9 @@ import torch
 
 from lockstep.capture.state import ModelState
 from lockstep.data.sources import ArraySource, Batch
-from lockstep.data.trees import Tree, map_tensors
+from lockstep.data.trees import Tree, map_tensors, tensors_of
 from lockstep.errors import ModelError, problem
+from lockstep.frontends.keras.attributes import plain_attributes_kept
 from lockstep.frontends.keras.layer_state import check_layer_state
 from lockstep.frontends.keras.losses import Additions, KerasLoss
 from lockstep.frontends.keras.model import KerasModel, giving_losses
@@ -68,7 +69,8 @@ def _left_as_found(module: KerasModel) -> Iterator[ModelState]:
     mode, state = module.training, ModelState(module)
     remembered = _remembered(module.model)
     try:
-        yield state
+        with plain_attributes_kept(module.model):
+            yield state
     finally:
         module.train(mode)
         module.model.train(mode)
@@ -146,6 +148,7 @@ def _find(
         are_sums=kinds,
         has_penalties=bool(seen.trained[-1]["penalties"]),
         weighs_alike=all(one.is_by_sample for one in reduced),
+        has_rows=all(output.dim() > 1 for output in tensors_of(seen.trained[-1]["outputs"])),
         own_sums=_own_sums(module, loss, own, source, state) if own else frozenset(),
     )
 
@@ -208,7 +211,7 @@ def _lots(module: KerasModel, source: ArraySource, num_each: int | None) -> list
     else:
         size, parts = 2 * num_each, [slice(num_each), slice(num_each, None), slice(None)]
     indices = torch.arange(size) % len(source)
-    dtype = next(module.parameters()).dtype
+    dtype = next((one.dtype for one in module.parameters()), torch.get_default_dtype())
     return [source.read(indices[part], dtype) for part in parts]
 
 

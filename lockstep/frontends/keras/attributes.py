@@ -4,8 +4,10 @@ Describing a model by pickling it sees everything, and takes milliseconds. Of Ke
 is known where their attributes end, so there they are compared one by one.
 """
 
-from collections.abc import Callable, Mapping
-from types import FunctionType
+import functools
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import FunctionType, MethodType
 from typing import Any
 
 import keras
@@ -83,6 +85,44 @@ def with_settings(model: Any) -> dict[str, object]:
     return objects
 
 
+@contextmanager
+def plain_attributes_kept(model: Any) -> Iterator[None]:
+    """After the block layers have the numbers, flags and text that they had."""
+    before = [(layer, _plain_attributes(layer)) for layer in model._flatten_layers()]
+    try:
+        yield
+    finally:
+        for layer, attributes in before:
+            for name in _plain_attributes(layer).keys() - attributes.keys():
+                del vars(layer)[name]
+            vars(layer).update(attributes)
+
+
+def _plain_attributes(layer: Any) -> dict[str, Any]:
+    return {
+        name: value
+        for name, value in vars(layer).items()
+        if name not in NO_SETTINGS and isinstance(value, _PLAIN)
+    }
+
+
+def foreign_parts(model: Any) -> list[Any]:
+    """Of what a step calls, what may look at anything: losses, rates, functions of the user's."""
+    found = [*keras.tree.flatten(model.loss), model.optimizer._learning_rate]
+    if model._compile_loss is not None:
+        weights = keras.tree.flatten(model._compile_loss._user_loss_weights)
+        found += [one.value for one in weights if isinstance(one, keras.Variable)]
+    for layer in model._flatten_layers():
+        found += [value for value in vars(layer).values() if isinstance(value, FunctionType)]
+    return [one for one in found if _is_foreign(one)]
+
+
+def _is_foreign(value: Any) -> bool:
+    if isinstance(value, FunctionType):
+        return not str(value.__module__).startswith("keras.src.")
+    return not (isinstance(value, str | keras.Variable | None) or _is_own(value))
+
+
 def _seen_of(obj: Any) -> _Seen:
     seen: _Seen = [("", obj)]
     for name, value in _attributes_of(obj).items():
@@ -128,8 +168,13 @@ def _is_known(value: Any) -> bool:
     if isinstance(value, Mapping | list | tuple):
         return all(map(_is_known, value.values() if isinstance(value, Mapping) else value))
     if isinstance(value, FunctionType):  # a user's may look at anything
-        return str(value.__module__).startswith("keras.src.")
-    is_object = isinstance(value, KerasSaveable | torch.Tensor | Callable)
-    if isinstance(value, Layer) or not hasattr(value, "__dict__") or is_object:
+        return not _is_foreign(value)
+    if isinstance(value, functools.partial):
+        return all(map(_is_known, (value.func, value.args, value.keywords)))
+    if isinstance(value, MethodType):
+        return isinstance(value.__self__, KerasSaveable)
+    if isinstance(value, KerasSaveable | torch.Tensor) or not hasattr(value, "__dict__"):
         return True
-    return type(value).__module__.startswith(("keras.src.", "torch.", "inspect", "functools"))
+    if isinstance(value, torch.nn.Module):
+        return isinstance(value, torch.nn.ParameterDict)
+    return type(value).__module__.startswith(("keras.src.", "torch.", "inspect", "builtins"))

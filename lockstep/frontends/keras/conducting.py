@@ -13,7 +13,7 @@ from keras.src.utils.python_utils import pythonify_logs
 
 from lockstep.data.trees import Tree, map_tensors
 from lockstep.errors import OptionError, problem
-from lockstep.frontends.keras.attributes import NO_SETTINGS, described, with_settings
+from lockstep.frontends.keras.attributes import NO_SETTINGS, described, foreign_parts, with_settings
 from lockstep.frontends.keras.model import KerasModel
 from lockstep.frontends.keras.tasks import BatchLosses, KerasConductor, LossMeans
 from lockstep.frontends.keras.updater import KerasUpdater
@@ -189,6 +189,7 @@ class KerasFitConductor(EvaluationConductor):
         self._plan = plan
         self._has_foreign = any(map(_is_foreign, callbacks.callbacks))
         self._settings = SettingsWatch(partial(with_settings, module.model), NO_SETTINGS)
+        self._foreign_parts: list[Any] = []
         self._seen = LossMeans()  # the loss so far in the epoch
         self._told = LossMeans()  # this, and the parts of several losses
         self._has_news = False
@@ -212,6 +213,7 @@ class KerasFitConductor(EvaluationConductor):
         self._model.reset_metrics()
         self._callbacks.on_epoch_begin(epoch)
         self._settings.begin_epoch()
+        self._foreign_parts = foreign_parts(self._model)
         names = [metric.name for metric in _loss_metrics(self._model)]
         self._seen, self._told = LossMeans(), LossMeans(names)
 
@@ -249,6 +251,7 @@ class KerasFitConductor(EvaluationConductor):
             *here,
             described(self._module),
             describe_values(model.loss),
+            describe_values(model._compile_loss and model._compile_loss._user_loss_weights),
             None if isinstance(rate, keras.Variable) else describe_values(rate),
             self._versions_of_slots(),
         )
@@ -258,6 +261,25 @@ class KerasFitConductor(EvaluationConductor):
         assert self.updater is not None
         slots = (one.value for one in self.updater.unshared_slots())
         return [(slot.data_ptr(), slot._version) for slot in slots]
+
+    def _look_at_foreign_parts(self) -> object:
+        optimizer = self._model.optimizer
+        return id(optimizer), id(optimizer._learning_rate), describe_values(self._foreign_parts)
+
+    def _act_on_no_foreign_parts(self, act: Callable[[], None]) -> None:
+        before = self._look_at_foreign_parts()
+        act()
+        if self._look_at_foreign_parts() != before:
+            raise OptionError(
+                problem(
+                    "In the midst of an epoch a callback may change values only: the other ranks "
+                    "have losses, rates and functions as they were when the epoch began.",
+                    received="a change of the optimizer, or of what its learning rate, a loss or a "
+                    "layer's function looks at",
+                    fix="Do it in on_epoch_begin or on_epoch_end; a number for the learning rate "
+                    "can be assigned at any time.",
+                )
+            )
 
     def _act_on_no_slots(self, act: Callable[[], None]) -> None:
         before = self._versions_of_slots()
@@ -275,4 +297,5 @@ class KerasFitConductor(EvaluationConductor):
     def watch(self, act: Callable[[], None], *, in_epoch: bool) -> dict[str, torch.Tensor]:
         if in_epoch and self._has_foreign and self._plan().num_ranks > 1:
             act = partial(self._settings.over, partial(self._act_on_no_slots, act))
+            act = partial(self._act_on_no_foreign_parts, act)
         return self._watch.over(act, in_epoch=in_epoch, is_abroad=self._plan().num_hosts > 1)

@@ -185,4 +185,10 @@ def _tensors(part: Any) -> Tree:
 
 
 def _tensor(value: Any) -> Any:
-    return None if value is None else array_source(value, name="x").inputs
+    if value is None:
+        return None
+    if type(value).__module__.partition(".")[0] == "pandas" and value.ndim == 1:
+        value = value.to_numpy()[:, None]  # Keras takes a Series for a column
+    if type(value).__module__.startswith("scipy.sparse"):
+        value = value.toarray()  # as Keras does, batch by batch
+    return array_source(value, name="x").inputs

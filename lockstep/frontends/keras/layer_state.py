@@ -41,6 +41,7 @@ def check_layer_state(module: KerasModel, state: ModelState, lots: Sequence[Batc
         for variable in layer._non_trainable_variables
     ]
     metrics = [metric for layer in layers for metric in layer._metrics]
+    _refuse_writers(module, state, lots[0])
     if not (kept or metrics):
         return
     counts = [variable for metric in metrics for variable in metric.variables]
@@ -59,6 +60,40 @@ def check_layer_state(module: KerasModel, state: ModelState, lots: Sequence[Batc
         variable.assign(value)
     _refuse_kept(kept, left)
     _refuse_counts(metrics, dict(zip(map(id, counts), zip(*counted, strict=True), strict=True)))
+
+
+def _refuse_writers(module: KerasModel, state: ModelState, batch: Batch) -> None:
+    """Refuse calls that write to what is trained: every share would, one after the other.
+
+    What ``SpectralNormalization`` writes is the same the second time.
+    """
+    normalized = {
+        id(variable)
+        for layer in module.model._flatten_layers()
+        if type(layer) is keras.layers.SpectralNormalization
+        for variable in layer.layer.trainable_variables
+    }
+    variables = [one for one in module.variables.values() if id(one) not in normalized]
+    before = [one.value._version for one in variables]
+    module.train()
+    with torch.no_grad():
+        module(*batch.inputs)
+    written = [
+        one.path
+        for one, version in zip(variables, before, strict=True)
+        if one.value._version != version
+    ]
+    state.restore()
+    if written:
+        raise ModelError(
+            problem(
+                "Each device calls the model on its own part of the batch, so a call must not "
+                "change what is trained.",
+                received=f"calls change {first_few(written)}",
+                fix="Give the variable a constraint, which acts once a step, or use "
+                "SingleDeviceStrategy.",
+            )
+        )
 
 
 def _refuse_kept(variables: Sequence[Any], left: Sequence[Sequence[torch.Tensor]]) -> None:

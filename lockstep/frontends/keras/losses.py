@@ -58,12 +58,15 @@ class Additions:
         has_penalties: there are penalties on weights.
         weighs_alike: every loss divides by the number of samples, so that all have one denominator.
         own_sums: numbers of compiled losses that return the sum over the samples they are given.
+        has_rows: every output has an axis beside that of the samples. Without one, functions of
+            Keras's return one number for a batch.
     """
 
     are_sums: dict[bool, tuple[bool, ...]]
     own_sums: frozenset[int] = frozenset()
     has_penalties: bool = False
     weighs_alike: bool = True
+    has_rows: bool = True
 
     def __bool__(self) -> bool:
         return self.has_penalties or any(self.are_sums.values())

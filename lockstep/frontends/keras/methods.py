@@ -4,6 +4,7 @@ They take what Keras's take, do what these do around the steps (splitting off va
 building the model, calling callbacks), and leave the steps to a Trainer.
 """
 
+import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -74,7 +75,7 @@ class Methods:
         callbacks: Any = None,
         validation_split: float = 0.0,
         validation_data: Any = None,
-        shuffle: bool = True,
+        shuffle: bool | str = True,
         class_weight: Any = None,
         sample_weight: Any = None,
         initial_epoch: int = 0,
@@ -86,6 +87,7 @@ class Methods:
         """Train, as ``keras.Model.fit``."""
         model = self._model
         model._assert_compile_called("fit")
+        epochs = _limited(epochs)
         check_integers(
             {"steps_per_epoch": steps_per_epoch, "validation_steps": validation_steps},
             epochs=epochs,
@@ -122,7 +124,8 @@ class Methods:
             options = FitOptions(
                 epochs=epochs,
                 initial_epoch=initial_epoch,
-                shuffle=bool(shuffle),
+                # "batch" is an order within each batch, on which no sum over it depends.
+                shuffle=bool(shuffle) and shuffle != "batch",
                 evaluates=tuple(
                     epoch
                     for epoch in range(min(initial_epoch, 0), epochs)
@@ -401,6 +404,15 @@ def _evaluation(feed: Feed, callbacks: Any, *, shows_bar: bool = True) -> Evalua
         steps=feed.steps_per_epoch,
         tells_each=steps_between_metrics(callbacks, "on_test_batch_end", shows_bar=shows_bar),
     )
+
+
+def _limited(epochs: int) -> int:
+    """As many epochs as ``keras.config.set_max_epochs`` allows."""
+    most = keras.config.max_epochs()
+    if not most or most >= epochs:
+        return epochs
+    warnings.warn(f"Limiting epochs to {most}", stacklevel=4)
+    return int(most)
 
 
 def _num_samples(x: Any) -> int:

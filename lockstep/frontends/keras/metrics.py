@@ -35,17 +35,23 @@ class KerasMetrics(Metrics):
     Args:
         compiled: the model's ``CompileMetrics``, built; None where it has no metrics.
         of_layers: metrics that layers have, and update when they are called.
+        has_rows: see ``Additions``.
 
     Attributes:
         are_known: the states of all of them are sums over samples.
     """
 
-    def __init__(self, compiled: Any, of_layers: Sequence[Any] = ()) -> None:
+    def __init__(
+        self, compiled: Any, of_layers: Sequence[Any] = (), *, has_rows: bool = True
+    ) -> None:
         super().__init__(None)
         _check_layers(of_layers)
         self._compiled = compiled
         self._of_layers = list(of_layers)
-        self.are_known = compiled is None or all(map(_is_sum, compiled.metrics))
+        self.are_known = compiled is None or all(
+            _is_sum(metric) and (has_rows or not isinstance(metric, MeanMetricWrapper))
+            for metric in compiled.metrics
+        )
         self._seen: list[_Seen] = []
 
     def __bool__(self) -> bool:

@@ -116,8 +116,8 @@ class KerasModel(nn.Module):
     @property
     def precision(self) -> str:
         """As the Trainer's options have it; Keras's policies say what layers compute in."""
-        is_double = all(parameter.dtype.itemsize == 8 for parameter in self.parameters())
-        return "fp64" if is_double else "fp32"
+        sizes = {parameter.dtype.itemsize for parameter in self.parameters()}
+        return "fp64" if sizes == {8} else "fp32"
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_calls": _Calls(), "_settings": KerasSettings.current()}
@@ -178,9 +178,11 @@ class KerasModel(nn.Module):
         return {
             "outputs": outputs,
             "masks": keras.tree.map_structure(get_keras_mask, outputs),
-            "losses": added,
+            "losses": list(map(torch.sum, added)),  # Keras takes the sum of what is no number
             "penalties": (
-                self.model._get_regularization_losses() if self._calls.has_penalties else []
+                list(map(torch.sum, self.model._get_regularization_losses()))
+                if self._calls.has_penalties
+                else []
             ),
         }
 

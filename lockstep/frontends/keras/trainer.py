@@ -238,6 +238,7 @@ class KerasTrainer(Runner):
             model._compile_loss,
             [_has_weights(one) for one in samples],
             settings_of(with_settings(model), NO_SETTINGS) if is_divided else None,
+            [one.requires_grad for one in self.model.parameters()],
         )
         # Hosts look together, and always: what one of them remembers, another may not.
         known = self._additions
@@ -248,7 +249,8 @@ class KerasTrainer(Runner):
         loss = KerasLoss(model._compile_loss, known[1])
         layers = model._flatten_layers(include_self=False)
         of_layers = [*model._metrics, *(one for layer in layers for one in layer._metrics)]
-        return loss, KerasMetrics(model._compile_metrics, of_layers)
+        has_rows = known[1].has_rows
+        return loss, KerasMetrics(model._compile_metrics, of_layers, has_rows=has_rows)
 
     def _find_additions(
         self, samples: Sequence[ArraySource], *, is_divided: bool
@@ -265,6 +267,9 @@ class KerasTrainer(Runner):
         return replace(first, weighs_alike=alike)
 
     def _make_updater(self) -> Any:
+        self.optimizer = self.model.model.optimizer  # a callback may have given it another
+        if not self.optimizer.built:
+            self.optimizer.build(self.model.model.trainable_variables)
         known = set(map(id, self.optimizer._trainable_variables))
         unknown = [one.path for one in self.model.model.trainable_variables if id(one) not in known]
         if unknown:
@@ -285,10 +290,12 @@ class KerasTrainer(Runner):
     def _run(
         self, task: Task, loss: Any, updater: Any, conductor: Conductor, batch_size: int
     ) -> Any:
-        self._company.check_equal(self._keras_facts())
+        if self._company.hosts is not None:
+            self._company.check_equal(self._keras_facts())
         self.model.look_anew()
         try:
             with (
+                self._frozen_as_keras(),
                 giving_losses(self.model, loss is not None),
                 self._counts_kept() if self._company.is_aside else nullcontext(),
                 reducing(reduce),
@@ -296,6 +303,23 @@ class KerasTrainer(Runner):
                 return super()._run(task, loss, updater, conductor, batch_size)
         finally:
             self.model.model._clear_losses()
+
+    @contextmanager
+    def _frozen_as_keras(self) -> Iterator[None]:
+        """A frozen model trains none of its layers, be they frozen themselves or not."""
+        trained = set(map(id, self.model.model.trainable_variables))
+        frozen = [
+            one._value
+            for one in self.model.variables.values()
+            if one._value.requires_grad and id(one) not in trained
+        ]
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+        try:
+            yield
+        finally:
+            for parameter in frozen:
+                parameter.requires_grad_(True)
 
     @contextmanager
     def _counts_kept(self) -> Iterator[None]:

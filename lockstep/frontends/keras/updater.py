@@ -199,6 +199,7 @@ class KerasUpdater(Updater):
             if bound.tensor.grad is not None
         ]
         if not used:
+            self._average_own()
             self._step_on_nothing()
             return
         grads, variables = map(list, zip(*used, strict=True))
@@ -211,6 +212,16 @@ class KerasUpdater(Updater):
             optimizer.apply(grads, variables)
         finally:
             vars(optimizer)["loss_scale_factor"] = scale
+
+    def _average_own(self) -> None:
+        """Averages move in every step, be there gradients or not."""
+        optimizer = self._active
+        if not (self.is_known and optimizer.use_ema):
+            return
+        optimizer._update_model_variables_moving_average(self._stepped)
+        every = optimizer.ema_overwrite_frequency
+        if every and (int(optimizer._iterations.value) + 1) % every == 0:
+            optimizer._overwrite_model_variables_with_average_value(self._stepped)
 
     def _step_on_nothing(self) -> None:
         """Have what an optimizer has once, its count of steps and the like, go on."""

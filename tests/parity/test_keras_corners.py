@@ -1,0 +1,349 @@
+"""Corners of Keras that few models touch, and callbacks that reach far: as plain Keras, or refused.
+
+In float32, as users run it.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import keras
+import numpy as np
+import pandas as pd
+import pytest
+import scipy.sparse
+import torch
+from keras import layers, ops
+
+import lockstep
+from lockstep.errors import ModelError, OptionError
+from tests import keras_zoo as zoo
+
+X = zoo.vectors(41).astype("float32")
+Y = X[:, :1] * 2 + 1
+OPTIONS: dict[str, Any] = {"batch_size": 9, "shuffle": False, "verbose": 0}
+
+Model = Any
+Use = Callable[[Model], Any]
+
+
+def stacked(*stack: Any, **options: Any) -> Model:
+    model = keras.Sequential([keras.Input((8,)), *stack])
+    model.compile(**{"optimizer": "sgd", "loss": "mse", **options})
+    return model
+
+
+def fitted(model: Model, x: Any = X, y: Any = Y, **options: Any) -> Any:
+    return model.fit(x, y, **{**OPTIONS, **options}).history
+
+
+def two_heads(**options: Any) -> Model:
+    """Of which one is trained."""
+    inputs = keras.Input((8,))
+    hidden = layers.Dense(6)(inputs)
+    model = keras.Model(inputs, [layers.Dense(1)(hidden), layers.Dense(40)(hidden)])
+    model.compile(keras.optimizers.SGD(0.01, use_ema=True, **options), loss=["mse", None])
+    return model
+
+
+class Square(keras.losses.Loss):  # type: ignore[misc]  # Keras is untyped
+    """Looks at shapes: a column less a row is a matrix."""
+
+    def call(self, y_true: Any, y_pred: Any) -> Any:
+        return ops.mean(ops.square(y_true - y_pred), axis=-1)
+
+
+class Scale(layers.Layer):  # type: ignore[misc]
+    def __init__(self) -> None:
+        super().__init__()
+        self.factors, self.array, self.num_calls = (1.0,), np.ones(1, "float32"), 0
+
+    def call(self, inputs: Any) -> Any:
+        return inputs * self.factors[0] * float(self.array[0])
+
+
+class Counts(layers.Layer):  # type: ignore[misc]
+    """Begins gently, by a count in Python."""
+
+    num_calls = 0
+
+    def call(self, inputs: Any, training: Any = None) -> Any:
+        if training:
+            self.num_calls = self.num_calls + 1
+        return inputs * (0.5 if self.num_calls < 3 else 1.0)
+
+
+class Adds(layers.Layer):  # type: ignore[misc]
+    """Adds a loss that is no number."""
+
+    def call(self, inputs: Any) -> Any:
+        self.add_loss(0.1 * ops.mean(ops.square(inputs), axis=0))
+        return inputs
+
+
+class Forgets(layers.Layer):  # type: ignore[misc]
+    """Writes to its weight whenever it is called."""
+
+    def build(self, shape: Any) -> None:
+        self.factor = self.add_weight(shape=(), initializer="ones")
+
+    def call(self, inputs: Any, training: Any = None) -> Any:
+        if training:
+            self.factor.assign(self.factor * 0.9)
+        return inputs * self.factor
+
+
+class Activation:
+    """One of the user's own, with an option, and without a config."""
+
+    scale = 1.0
+
+    def __call__(self, inputs: Any) -> Any:
+        return inputs * self.scale
+
+
+class TorchScale(torch.nn.Module):
+    scale = 1.0
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs * self.scale
+
+
+def without_weights() -> Model:
+    return stacked(layers.Rescaling(2.0), layers.Dense(1, trainable=False))
+
+
+def partly_frozen() -> Model:
+    """A frozen part with a layer in it that is not: Keras trains nothing of the part."""
+    part = keras.Sequential([keras.Input((8,)), layers.Dense(4), layers.Dense(4)])
+    part.trainable = False
+    part.layers[-1].trainable = True
+    return stacked(part, layers.Dense(1))
+
+
+def matrix(weights: Any) -> Any:
+    return 0.01 * ops.square(weights)
+
+
+def limited(model: Model) -> Any:
+    keras.config.set_max_epochs(1)
+    try:
+        with pytest.warns(UserWarning, match="Limiting epochs to 1"):
+            return fitted(model, epochs=3)
+    finally:
+        keras.config.set_max_epochs(None)
+
+
+def of_each_batch(model: Model) -> list[float]:
+    seen: list[float] = []
+    note = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: seen.append(logs["loss"])
+    )
+    ordered = np.repeat(np.arange(5.0, dtype="float32"), 9)[:41, None]
+    fitted(model, y=ordered, shuffle="batch", callbacks=[note])
+    return seen
+
+
+def between_epochs(act: Callable[[Model, int], None]) -> Any:
+    class Callback(keras.callbacks.Callback):  # type: ignore[misc]
+        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+            act(self.model, epoch)
+
+    return Callback()
+
+
+def set_optimizer(model: Model, epoch: int) -> None:
+    if epoch == 1:
+        model.optimizer = keras.optimizers.SGD(0.0001)
+
+
+class WeighedByVariable:
+    """Losses whose weight is a variable."""
+
+    def __init__(self) -> None:
+        self.weight = keras.Variable(1.0, trainable=False)
+
+    def make(self) -> Model:
+        inputs = keras.Input((8,))
+        model = keras.Model(inputs, [layers.Dense(1)(inputs), layers.Dense(1)(inputs)])
+        model.compile("sgd", ["mse", "mse"], loss_weights=[1.0, self.weight])
+        self.weight.assign(1.0)
+        return model
+
+    def use(self, model: Model) -> Any:
+        lower = between_epochs(lambda model, epoch: self.weight.assign(1.0 / (1 + 3 * epoch)))
+        return fitted(model, y=[Y, Y], epochs=3, callbacks=[lower])
+
+
+weighed = WeighedByVariable()
+
+
+def activated(model: Model, epoch: int) -> None:
+    model.layers[0].activation.scale = 1.0 + epoch
+
+
+def scaled(model: Model, epoch: int) -> None:
+    model.layers[0].module.scale = 1.0 + epoch
+
+
+CORNERS: dict[str, tuple[Callable[[], Model], Use]] = {
+    "averages of what has no gradient": (two_heads, lambda model: fitted(model, y=[Y, None])),
+    "averages that replace it": (
+        lambda: two_heads(ema_overwrite_frequency=3),
+        lambda model: fitted(model, y=[Y, None], epochs=2),
+    ),
+    "a Series is a column": (
+        lambda: stacked(layers.Dense(1), loss=Square()),
+        lambda model: fitted(model, y=pd.Series(Y[:, 0])),
+    ),
+    "a sparse matrix": (
+        lambda: stacked(layers.Dense(1)),
+        lambda model: fitted(model, scipy.sparse.csr_matrix(X)),
+    ),
+    "outputs without an axis": (
+        lambda: stacked(layers.Dense(1), layers.Reshape(()), metrics=["mae", "mse"]),
+        lambda model: (fitted(model, y=Y[:, 0]), model.evaluate(X, Y[:, 0], 9, verbose=0)),
+    ),
+    "a limit on epochs": (lambda: stacked(layers.Dense(1)), limited),
+    "an order within batches": (lambda: stacked(layers.Dense(1)), of_each_batch),
+    "counts in Python": (lambda: stacked(Counts(), layers.Dense(1)), fitted),
+    "a loss that is a vector": (lambda: stacked(layers.Dense(4), Adds(), layers.Dense(1)), fitted),
+    "a penalty that is a matrix": (
+        lambda: stacked(layers.Dense(1, kernel_regularizer=matrix)),
+        fitted,
+    ),
+    "a frozen part": (partly_frozen, fitted),
+    "no config": (lambda: stacked(layers.Dense(4, Activation()), layers.Dense(1)), fitted),
+    "an activation's option": (
+        lambda: stacked(layers.Dense(4, Activation()), layers.Dense(1)),
+        lambda model: fitted(model, epochs=3, callbacks=[between_epochs(activated)]),
+    ),
+    "a torch module's option": (
+        lambda: stacked(layers.TorchModuleWrapper(TorchScale()), layers.Dense(1)),
+        lambda model: fitted(model, epochs=3, callbacks=[between_epochs(scaled)]),
+    ),
+    "another optimizer": (
+        lambda: stacked(layers.Dense(1)),
+        lambda model: fitted(model, epochs=3, callbacks=[between_epochs(set_optimizer)]),
+    ),
+    "a weight of losses": (weighed.make, weighed.use),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Gradients do not exist for variables")
+@pytest.mark.parametrize("name", CORNERS)
+def test_as_plain_keras(name: str) -> None:
+    make, use = CORNERS[name]
+    models, found = [], []
+    for scope in (nullcontext(), lockstep.MirroredStrategy(devices=2).scope()):
+        keras.utils.set_random_seed(1)
+        with scope:
+            models.append(make())
+        found.append(use(models[-1]))
+    plain, ours = found
+    for one, other in zip(keras.tree.flatten(ours), keras.tree.flatten(plain), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5)
+    for one, other in zip(models[1].get_weights(), models[0].get_weights(), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_a_model_without_weights_predicts() -> None:
+    models = []
+    for scope in (nullcontext(), lockstep.MirroredStrategy(devices=2).scope()):
+        with scope:
+            models.append(stacked(layers.Rescaling(2.0)))
+    plain, ours = ([one.predict(X, verbose=0), one.evaluate(X, X, verbose=0)] for one in models)
+    np.testing.assert_allclose(ours[0], plain[0])
+    np.testing.assert_allclose(ours[1], plain[1], rtol=1e-6)
+
+
+def test_a_layer_that_writes_to_its_weight_is_refused() -> None:
+    with lockstep.MirroredStrategy(devices=2).scope():
+        model = stacked(Forgets(), layers.Dense(1))
+    with pytest.raises(ModelError, match="a call must not change what is trained"):
+        fitted(model)
+
+
+# --- in the midst of an epoch ---------------------------------------------------------------------
+
+_held = SimpleNamespace(value=1.0)
+
+
+def held_loss(y_true: Any, y_pred: Any) -> Any:
+    return _held.value * ops.square(y_true - y_pred)
+
+
+class HeldLoss(Square):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = keras.Variable(1.0, trainable=False)
+
+    def call(self, y_true: Any, y_pred: Any) -> Any:
+        return self.weight * super().call(y_true, y_pred)
+
+
+class Falling(keras.optimizers.schedules.LearningRateSchedule):  # type: ignore[misc]
+    rate = 0.1
+
+    def __call__(self, step: Any) -> float:
+        return self.rate
+
+
+def closure_loss() -> tuple[Callable[..., Any], list[float]]:
+    held = [1.0]
+    return (lambda y_true, y_pred: held[0] * ops.square(y_true - y_pred)), held
+
+
+_loss, _of_loss = closure_loss()
+
+CHANGES: dict[str, tuple[Callable[[], Model], Callable[[Model], None]]] = {
+    "a loss's closure": (
+        lambda: stacked(layers.Dense(1), loss=_loss),
+        lambda model: _of_loss.__setitem__(0, 0.5),
+    ),
+    "a loss's variable": (
+        lambda: stacked(layers.Dense(1), loss=HeldLoss()),
+        lambda model: model.loss.weight.assign(0.5),
+    ),
+    "a schedule": (
+        lambda: stacked(layers.Dense(1), optimizer=keras.optimizers.SGD(Falling())),
+        lambda model: setattr(model.optimizer._learning_rate, "rate", 0.01),
+    ),
+    "the rate's kind": (
+        lambda: stacked(layers.Dense(1)),
+        lambda model: setattr(
+            model.optimizer,
+            "learning_rate",
+            keras.optimizers.schedules.ExponentialDecay(0.1, 1, 0.5),
+        ),
+    ),
+    "a layer's tuple": (
+        lambda: stacked(Scale(), layers.Dense(1)),
+        lambda model: setattr(model.layers[0], "factors", (0.5,)),
+    ),
+    "a layer's array": (
+        lambda: stacked(Scale(), layers.Dense(1)),
+        lambda model: model.layers[0].array.fill(0.5),
+    ),
+}
+
+
+@pytest.fixture(params=CHANGES)
+def change(request: pytest.FixtureRequest) -> Iterator[tuple[Model, Callable[[Model], None]]]:
+    make, act = CHANGES[request.param]
+    with lockstep.MirroredStrategy(devices=2).scope():
+        yield make(), act
+
+
+def test_what_ranks_do_not_hear_of_is_refused(
+    change: tuple[Model, Callable[[Model], None]],
+) -> None:
+    model, act = change
+
+    class Changes(keras.callbacks.Callback):  # type: ignore[misc]
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            act(self.model)
+
+    with pytest.raises(OptionError, match="In the midst of an epoch"):
+        fitted(model, callbacks=[Changes()])
