@@ -554,15 +554,39 @@ def test_the_batch_norm_of_a_share_in_which_nothing_counts_still_meets_the_other
     assert report.passed, str(report)
 
 
-@pytest.mark.parametrize(("devices", "num_shares"), [(1, 3), (2, 2), (2, 5)])
-def test_buffers_change_once_per_step(devices: int, num_shares: int) -> None:
-    def build() -> nn.Module:
-        torch.manual_seed(0)
-        normed = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 3))
-        return nn.Sequential(normed, nn.Tanh(), nn.Linear(3, 3)).double()
+class Assigned(nn.Module):
+    """Its scale depends on how often it was called: it assigns its buffers."""
 
+    calls: Tensor
+    last: Tensor | None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("last", None)
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        before = 0.0 if self.last is None else self.last
+        self.calls = self.calls + 1
+        self.last = self.calls / 2
+        output: Tensor = self.linear(x) * (1 + self.calls + before)
+        return output
+
+
+def spectral() -> nn.Module:
+    return nn.utils.parametrizations.spectral_norm(nn.Linear(4, 3))
+
+
+@pytest.mark.parametrize("make", [spectral, Assigned])
+@pytest.mark.parametrize(("devices", "num_shares"), [(1, 3), (2, 2), (2, 5)])
+def test_buffers_change_once_per_step(
+    make: Callable[[], nn.Module], devices: int, num_shares: int
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(make(), nn.Tanh(), nn.Linear(3, 3)).double()
     job = lockstep.Job(
-        build(), nn.CrossEntropyLoss(), partial(torch.optim.SGD, lr=0.1), (X, Y), batch_size=16
+        model, nn.CrossEntropyLoss(), partial(torch.optim.SGD, lr=0.1), (X, Y), batch_size=16
     )
     strategy = lockstep.MirroredStrategy(devices, num_shares=num_shares)
     report = lockstep.verify(job, strategy)
