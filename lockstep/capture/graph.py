@@ -10,7 +10,7 @@ from lockstep.capture.instructions import Input, references
 from lockstep.capture.layers import ties_of
 from lockstep.capture.measuring import LayerMeasure, measure_layers
 from lockstep.capture.scopes import device_of
-from lockstep.capture.state import ModelState
+from lockstep.capture.state import ModelState, set_mode
 from lockstep.capture.tracing import Trace, TracedLayer, find_inplace, run_trace
 from lockstep.data.trees import Tree, map_tensors, tensors_of
 from lockstep.graph.layer_graph import Flow, Layer, LayerCosts, LayerGraph, ParameterInfo
@@ -47,7 +47,7 @@ def value_bytes(trace: Trace, model: nn.Module, inputs: Tree) -> dict[int, int]:
 
     state = ModelState(model)
     try:
-        model.train(trace.training)
+        set_mode(model, training=trace.training)
         with torch.no_grad():
             run_trace(trace, model, map_tensors(torch.clone, inputs), observe)
     finally:

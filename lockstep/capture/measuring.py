@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lockstep.capture.instructions import references, run_instruction
 from lockstep.capture.recording import storage_of
-from lockstep.capture.state import ModelState
+from lockstep.capture.state import ModelState, set_mode
 from lockstep.capture.tracing import Trace, find_inplace
 from lockstep.data.trees import Tree, map_tensors, tensors_of
 
@@ -65,7 +65,7 @@ def measure_layers(
     count: _Count = _count_operations if is_meta else _time
     state = ModelState(model)
     try:
-        model.train(trace.training)
+        set_mode(model, training=trace.training)
         with torch.set_grad_enabled(trace.training):
             kept = _run(layers, _activation_counter(model))  # and everything is warm
             runs = [_run(layers, count) for _ in range(1 if is_meta else repeats)]

@@ -76,6 +76,16 @@ class ModelState:
         ]
 
 
+def set_mode(model: nn.Module, *, training: bool) -> None:
+    """Put a model in the mode in which it is going to run.
+
+    In training, a model that is in training mode keeps its modules' modes: what the user has put
+    in evaluation mode stays so.
+    """
+    if not (training and model.training):
+        model.train(training)
+
+
 def _own(attributes: dict[str, Any]) -> dict[str, Any]:
     """Without the mode, which is set from outside."""
     return {name: value for name, value in attributes.items() if name != "training"}

@@ -30,7 +30,7 @@ from lockstep.capture.replaying import (
     one_line,
     result_of,
 )
-from lockstep.capture.state import ModelState
+from lockstep.capture.state import ModelState, set_mode
 from lockstep.data.trees import Tree, map_tensors, tensors_of
 
 __all__ = ["Trace", "TracedLayer", "find_inplace", "run_trace", "trace_model", "trace_modes"]
@@ -229,7 +229,7 @@ class _Tracer:
         place = torch.device("meta") if is_meta else nullcontext()
         torch.clear_autocast_cache()  # of casts that belong to the run before
         try:
-            self._model.train(self._training)
+            set_mode(self._model, training=self._training)
             with torch.set_grad_enabled(self._training), place:
                 return body(copied)
         finally:

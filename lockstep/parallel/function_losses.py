@@ -12,6 +12,7 @@ torch's own cross-entropy and NLL losses return a scalar whose true denominator 
 
 import inspect
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -117,11 +118,13 @@ def _per_sample(values: torch.Tensor, sample_weight: torch.Tensor | None) -> Sha
 
 
 def _pair_or_nothing(returned: Any, output: Tree) -> ShareLoss:
-    """A pair of the user's, whose own mean in it may be 0 / 0 where nothing counts."""
+    """A pair of the user's, whose total may be 0 / 0 or a constant where nothing counts."""
     total, weight = returned
     share = _pair(total, weight)
     if share.weight == 0 and not math.isfinite(share.total):
         return nothing(output)
+    if share.weight == 0 and not total.requires_grad:
+        return replace(nothing(output), total=share.total)
     return share
 
 

@@ -52,7 +52,9 @@ class OwnLossAdapter(LossAdapter):
             )
         weight = read_weight(self.loss.weight(inputs), "`weight` of OwnLoss that")
         share = mean_over(found, weight)
-        return share if weight or math.isfinite(share.total) else _mean_of_nothing(output, found)
+        if weight or (math.isfinite(share.total) and found.requires_grad):
+            return share
+        return _mean_of_nothing(output, found)
 
 
 def _find(output: Tree) -> Any:
@@ -89,7 +91,7 @@ def _is_pair(output: Any) -> bool:
 
 
 def _mean_of_nothing(output: Tree, loss: torch.Tensor) -> ShareLoss:
-    """A share whose mean is 0 / 0: its backward goes from the other outputs, or it is NaN, too."""
+    """A share whose mean is 0 / 0 or a constant: its backward goes from the other outputs."""
     others = [tensor for tensor in tensors_of(output) if tensor is not loss]
     if loss.requires_grad and not any(tensor.requires_grad for tensor in others):
         raise LossError(

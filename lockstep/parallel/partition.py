@@ -162,7 +162,7 @@ def _users_elsewhere(
 def _streams(trace: Trace, of_layer: Sequence[int], num_stages: int) -> list[int]:
     """The stages that draw random numbers, in order; the last one's loss may draw, too."""
     drawing = {stage for layer, stage in zip(trace.layers, of_layer, strict=True) if layer.draws}
-    return sorted(drawing | {num_stages - 1}) if drawing and trace.training else []
+    return sorted(drawing | {num_stages - 1}) if drawing else []
 
 
 def _inverted(instructions: Mapping[int, int]) -> dict[int, tuple[int, ...]]:

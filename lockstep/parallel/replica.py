@@ -604,5 +604,5 @@ class _Step:
         self.totals: ShareTotals | None = None
         self.is_skipped = False
         self.isolates_buffers = False
-        self.first_buffers: Kept = []
+        self.first_buffers = Kept([], [])
         self.buffers: dict[int, Kept] = {}

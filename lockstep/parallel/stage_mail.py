@@ -1,8 +1,8 @@
 """Mail between stages: who sends what to whom, and in which mailbox it lies.
 
 For every value that crosses a cut, each rank of its stage has a mailbox, which the stages that use
-it read. In training there is another for each user's gradient of it on the way back, and one for
-the random stream where a stage goes on with that of another.
+it read. There is one for the random stream where a stage goes on with that of another, and in
+training one for each user's gradient of a value on the way back.
 
 Messages are numbered by what their stage has computed on their rank, so sender and readers know the
 number without asking.
@@ -84,7 +84,7 @@ def mail_spec(
     for stage, part in enumerate(partition.parts):
         for value, users in part.sent.items():
             add(_VALUE, value, stage, len(users), partition.value_bytes[value])
-        if part.stream_to is not None and training:
+        if part.stream_to is not None:
             add(_STREAM, stage, stage, 1, stream_bytes)
         for value in part.received if training else ():
             add(_GRADIENT, value, stage, 1, partition.value_bytes[value])

@@ -409,16 +409,19 @@ class StageWorker(Worker):
         take: Callable[["_Run", int, Batch, Tree], None],
     ) -> None:
         run = self._begin(source, indices, 0, None, training=False)
+        mail = self.exchange.mail[False]
         for action in lower_forward(self.plan, self.rank, len(indices)):
             assert isinstance(action, Forward)
             stage, share = action.stage, action.microbatch
             seed_streams(evaluation_seed(self._seed, int(indices[run.bounds[share][0]])))
             batch = self._read(run, stage, share)
+            mail.receive_stream(stage, share)
             passage = self._passage(run, stage, share)
             output = self._output(passage, batch, recompute=False)
             if stage == run.last_stage:
                 assert batch is not None
                 take(run, share, batch, output)
+            mail.send_stream(stage, share)
             passage.end()
 
     # --- shared ----------------------------------------------------------------------------------

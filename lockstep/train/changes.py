@@ -221,11 +221,12 @@ def structure(model: nn.Module) -> object:
 def fingerprint(
     model: nn.Module, optimizer: optim.Optimizer | Optimizers | None, plan: Plan
 ) -> object:
-    """Everything that the other ranks were sent, but for values that are brought to them anyway."""
-    if plan.num_ranks == 1:
-        return structure(model)
+    """Everything that ranks were sent or made, but for values that are brought to them anyway."""
     slots = [_slots_of(each) for each in each_optimizer(optimizer)]
-    return structure(model), describe(model, list(model.parameters())), slots
+    if plan.num_ranks > 1 or plan.pipeline is not None:  # stages run a trace of the model
+        return structure(model), describe(model, list(model.parameters())), slots
+    # The user's own model runs, and the optimizer steps itself; on master weights a clone does.
+    return structure(model), slots if plan.precision == "bf16" else []
 
 
 def _slots_of(optimizer: optim.Optimizer) -> object:

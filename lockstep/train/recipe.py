@@ -173,7 +173,8 @@ class Recipe:
             optimizer, parameters, changes_by_step=changes_by_step
         )
         if self.averages is not None:  # of the masters, where there are any
-            updater = AveragingUpdater(updater, self.averages, DTYPES[self._precision])
+            dtype = DTYPES["bf16"] if self._precision == "bf16" else None
+            updater = AveragingUpdater(updater, self.averages, dtype)
         if self._precision == "bf16":
             updater = with_masters(updater, self._masters)
         return updater

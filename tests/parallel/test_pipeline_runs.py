@@ -431,7 +431,26 @@ def spectral() -> nn.Module:
     return nn.Sequential(layer, nn.Tanh(), nn.Tanh(), nn.Linear(8, 3))
 
 
-@pytest.mark.parametrize("make", [normalised, spectral])
+class Assigned(nn.Module):
+    """A running mean that it divides by, and assigns anew."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.ones((), dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.mean = (self.mean + x.detach().square().mean()) / 2
+        return x / self.mean
+
+
+def assigned() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), Assigned(), nn.Tanh(), nn.Linear(8, 3))
+
+
+@pytest.mark.parametrize("make", [normalised, spectral, assigned])
 def test_buffers_change_once_when_activations_are_computed_again(make: Any) -> None:
     torch.manual_seed(12)
     job = lockstep.Job(

@@ -81,6 +81,47 @@ def test_averages_are_those_of_torch(strategy: str, fits: int, tmp_path: Path) -
     assert_close(state_of(trainer.model), theirs)
 
 
+class Rotating(nn.Module):
+    """Its weight is complex."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.weight = nn.Parameter(torch.randn(8, 8, dtype=torch.complex128))
+        self.last = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.last((x.to(self.weight.dtype) @ self.weight).abs())
+        return output
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_averages_of_complex_weights_are_complex(strategy: str) -> None:
+    x = torch.randn(32, 8, generator=torch.Generator().manual_seed(8), dtype=torch.float64)
+    y = x.argmax(1) % 3
+    model, plain = Rotating(), Rotating().double()
+    trainer = lockstep.Trainer(
+        model,
+        loss=nn.CrossEntropyLoss(),
+        optimizer=partial(torch.optim.SGD, lr=0.1),
+        strategy=STRATEGIES[strategy](),
+        precision="fp64",
+        average=lockstep.EMA(0.8),
+    )
+    trainer.fit((x, y), batch_size=8, shuffle=False, verbose=0)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    theirs: dict[str, Tensor] = {}
+    for batch, target in zip(x.split(8), y.split(8), strict=True):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(plain(batch), target).backward()
+        optimizer.step()
+        theirs = {
+            name: 0.8 * theirs.get(name, one) + 0.2 * one for name, one in state_of(plain).items()
+        }
+    with trainer.averaged():
+        assert_close(state_of(model), theirs)
+
+
 def test_averages_go_from_one_strategy_to_the_next() -> None:
     one = case("mlp")
     model = one.make_model()

@@ -161,16 +161,29 @@ class Noisy(torch.utils.data.Dataset[Any]):
         return torch.randn(4) + index, torch.tensor(index % 3)
 
 
+class Dropped(nn.Linear):
+    """Drops in every mode."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return nn.functional.dropout(super().forward(input), 0.5, training=True)
+
+
+@pytest.mark.parametrize("layer", [nn.Linear, Dropped])
 @pytest.mark.parametrize("wraps", [False, True])
-def test_what_is_drawn_in_evaluation_does_not_depend_on_the_devices(wraps: bool) -> None:
+def test_what_is_drawn_in_evaluation_does_not_depend_on_the_devices(
+    wraps: bool, layer: type[nn.Linear]
+) -> None:
     data = lockstep.data.prefetch(Noisy(), workers=1) if wraps else Noisy()
-    found = []
+    found, outputs = [], []
     strategies = [lockstep.MirroredStrategy(devices, num_shares=3) for devices in (1, 2, 3)]
-    for strategy in (*strategies, lockstep.PipelineStrategy(2, microbatches=3)):
+    for strategy in (*strategies, lockstep.PipelineStrategy(cuts=["1"], microbatches=3)):
         torch.manual_seed(2)
-        model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3))
+        model = nn.Sequential(layer(4, 8), layer(8, 3))
         trainer = lockstep.Trainer(
             model, loss=nn.CrossEntropyLoss(), strategy=strategy, precision="fp64"
         )
         found.append(trainer.evaluate(data, batch_size=12)["loss"])
+        outputs.append(trainer.predict(torch.ones(30, 4), batch_size=12))
     assert found == pytest.approx([found[0]] * 4, rel=1e-14)
+    for output in outputs[1:]:
+        torch.testing.assert_close(output, outputs[0], rtol=1e-12, atol=1e-14)

@@ -5,9 +5,11 @@ samples than there are microbatches. Stages have replicas, in equal numbers or n
 """
 
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 import torchmetrics
 from torch import Tensor, nn
 
@@ -58,6 +60,30 @@ def test_a_model_has_no_more_stages_than_layers(model: str) -> None:
 def test_batch_norm_agrees_in_one_microbatch() -> None:
     strategy = lockstep.PipelineStrategy(stages=3, microbatches=1)
     report = lockstep.verify(make_job(case("cnn_batch_norm")), strategy, steps=5)
+    assert report.passed, str(report)
+
+
+class Moded(nn.Module):
+    """Does something else in each mode, in Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.layer(x * 3 if self.training else x)
+        return F.dropout(output, 0.5, self.training)
+
+
+def test_modules_in_evaluation_mode_stay_what_they_are() -> None:
+    torch.manual_seed(6)
+    model = nn.Sequential(Moded(), nn.Tanh(), nn.BatchNorm1d(6), nn.Linear(6, 3))
+    model[0].eval()
+    model[2].eval()
+    x = torch.randn(32, 6, dtype=torch.float64)
+    optimizer = partial(torch.optim.SGD, lr=0.1)
+    job = lockstep.Job(model, nn.CrossEntropyLoss(), optimizer, (x, x.argmax(1) % 3), 16)
+    report = lockstep.verify(job, lockstep.PipelineStrategy(2, microbatches=2))
     assert report.passed, str(report)
 
 

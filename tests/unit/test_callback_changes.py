@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -28,6 +29,15 @@ class Model(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         output: Tensor = self.last(self.dropout(self.norm(self.first(x))).tanh() * self.scale)
         return output
+
+
+def frozen_norm() -> Model:
+    """Nothing draws, or sees microbatches."""
+    torch.manual_seed(5)
+    model = Model()
+    model.dropout.p = 0.0
+    model.norm.eval()
+    return model
 
 
 class Between(lockstep.Callback):
@@ -125,6 +135,42 @@ def test_what_is_changed_between_epochs_reaches_all_ranks(
     assert calls[:6] == ["begin 0", "end 0", "begin 1", "end 1", "begin 2", "end 2"]
     for name, value in one.state_dict().items():
         assert torch.equal(value, two.state_dict()[name]), name
+
+
+@pytest.mark.parametrize("act", [forget, rescale, double_momentum])
+@pytest.mark.parametrize(
+    ("strategy", "precision"),
+    [
+        (lockstep.SingleDeviceStrategy(), "bf16"),
+        (lockstep.PipelineStrategy(1, microbatches=2), "fp64"),
+    ],
+    ids=["master weights", "one stage"],
+)
+def test_what_is_changed_between_epochs_reaches_a_clone_on_one_rank(
+    act: Callable[[Model, torch.optim.Optimizer], None], strategy: lockstep.Strategy, precision: Any
+) -> None:
+    """As if each epoch were a call of its own."""
+
+    def fit(epochs: int, callback: lockstep.Callback) -> lockstep.Trainer:
+        trainer = lockstep.Trainer(
+            frozen_norm(),
+            loss=nn.CrossEntropyLoss(),
+            optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+            strategy=strategy,
+            precision=precision,
+            callbacks=[callback],
+        )
+        trainer.fit(DATA, epochs=epochs, batch_size=25, shuffle=False, verbose=0)
+        return trainer
+
+    changed = fit(2, Between(act, after=True))
+    by_call = fit(1, lockstep.Callback())
+    assert isinstance(by_call.model, Model)
+    assert by_call.optimizer is not None
+    act(by_call.model, by_call.optimizer)
+    by_call.fit(DATA, batch_size=25, shuffle=False, verbose=0)
+    for name, value in by_call.model.state_dict().items():
+        assert torch.equal(changed.model.state_dict()[name], value), name
 
 
 @pytest.mark.parametrize("act", ACTS)

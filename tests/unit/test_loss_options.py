@@ -85,15 +85,19 @@ def test_labels_may_be_a_position_or_have_another_name() -> None:
     assert int(named.weight({"targets": LABELS})) == 4
 
 
-def test_a_mean_of_nothing_is_nothing() -> None:
-    nan = VALUE * torch.nan
-    share = read((nan, LOGITS), lambda inputs: 0)
+@pytest.mark.parametrize("mean", [VALUE * torch.nan, torch.zeros(())], ids=["NaN", "constant"])
+def test_a_mean_of_nothing_is_nothing(mean: Tensor) -> None:
+    logits = LOGITS.detach().clone().requires_grad_()
+    share = read((mean, logits), lambda inputs: 0)
     assert (share.total, share.weight) == (0.0, 0.0)
     share.backward(4.0)
-    assert LOGITS.grad is not None
-    assert not LOGITS.grad.any()
+    assert logits.grad is not None
+    assert not logits.grad.any()
+
+
+def test_a_mean_of_nothing_is_not_all_that_a_model_returns() -> None:
     with pytest.raises(errors.LossError, match="must return more than its loss"):
-        read(nan, lambda inputs: 0)
+        read(VALUE * torch.nan, lambda inputs: 0)
 
 
 class Sequences(Dataset[Any]):

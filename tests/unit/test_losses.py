@@ -150,6 +150,16 @@ def test_a_pair_of_no_weight_and_no_number_is_nothing(bad: float) -> None:
     assert output.grad.tolist() == torch.zeros_like(OUTPUT).tolist()
 
 
+def test_a_constant_of_no_weight_goes_backward_with_zeros() -> None:
+    output = OUTPUT.clone().requires_grad_()
+    adapter = FunctionAdapter(lambda output, target: (torch.tensor(0.5), 0))
+    share = adapter(output, TARGET, None, NUM_SAMPLES)
+    assert (share.total, share.weight) == (0.5, 0.0)
+    share.backward(4.0)
+    assert output.grad is not None
+    assert output.grad.tolist() == torch.zeros_like(OUTPUT).tolist()
+
+
 def test_torchs_own_losses_hide_no_nan_behind_a_weight_of_zero() -> None:
     """On one device, beside samples that count, it would be NaN as well."""
     share = FunctionAdapter(nn.CrossEntropyLoss())(

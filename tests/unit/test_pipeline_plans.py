@@ -7,7 +7,10 @@ import torch
 from torch import Tensor, nn
 
 import lockstep
+from lockstep.capture.graph import value_bytes
+from lockstep.capture.tracing import trace_modes
 from lockstep.errors import LockstepError, OptionError
+from lockstep.parallel.partition import partition
 from lockstep.plan.pipelines import Pipelined
 from lockstep.plan.spec import Plan
 from tests.zoo import case
@@ -29,6 +32,16 @@ def plan_of(
 
 def stages_of(plan: Plan) -> dict[str, int]:
     return {layer.name: layer.stage for layer in plan.layers}
+
+
+def test_only_stages_that_draw_hand_on_the_random_stream() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(), nn.Linear(8, 8), nn.Linear(8, 3))
+    plan = plan_of(lockstep.PipelineStrategy(cuts=["2", "3"], microbatches=2), model)
+    found = []
+    for trace in trace_modes(model, SAMPLE):
+        parts = partition(plan, trace, value_bytes(trace, model, SAMPLE)).parts
+        found.append([part.stream_to for part in parts])
+    assert found == [[2, None, None], [None, None, None]]
 
 
 # --- where to cut -------------------------------------------------------------------------------

@@ -540,29 +540,62 @@ def test_a_share_in_which_nothing_counts_is_no_nan(devices: int) -> None:
     assert losses[3] == pytest.approx(losses[1], rel=1e-12)
 
 
+def zero_if_none_counts(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """As people write it: a constant where no target counts."""
+    counted = target < 7
+    if not counted.any():
+        return output.new_zeros(()), counted.sum()
+    return mean_of_counted(output, target)
+
+
+@pytest.mark.parametrize("loss", [mean_of_counted, zero_if_none_counts])
 @pytest.mark.parametrize("devices", [1, 2])
 def test_the_batch_norm_of_a_share_in_which_nothing_counts_still_meets_the_others(
-    devices: int,
+    devices: int, loss: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 ) -> None:
     target = Y.clone()
     target[8:16] = 7  # the second share of the first batch
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
     optimizer = partial(torch.optim.SGD, lr=0.1)
-    job = lockstep.Job(model, mean_of_counted, optimizer, (X, target), batch_size=16)
+    job = lockstep.Job(model, loss, optimizer, (X, target), batch_size=16)
     strategy = lockstep.MirroredStrategy(devices, num_shares=2, timeout_seconds=20)
     report = lockstep.verify(job, strategy)
     assert report.passed, str(report)
 
 
-@pytest.mark.parametrize(("devices", "num_shares"), [(1, 3), (2, 2), (2, 5)])
-def test_buffers_change_once_per_step(devices: int, num_shares: int) -> None:
-    def build() -> nn.Module:
-        torch.manual_seed(0)
-        normed = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 3))
-        return nn.Sequential(normed, nn.Tanh(), nn.Linear(3, 3)).double()
+class Assigned(nn.Module):
+    """Its scale depends on how often it was called: it assigns its buffers."""
 
+    calls: Tensor
+    last: Tensor | None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("last", None)
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        before = 0.0 if self.last is None else self.last
+        self.calls = self.calls + 1
+        self.last = self.calls / 2
+        output: Tensor = self.linear(x) * (1 + self.calls + before)
+        return output
+
+
+def spectral() -> nn.Module:
+    return nn.utils.parametrizations.spectral_norm(nn.Linear(4, 3))
+
+
+@pytest.mark.parametrize("make", [spectral, Assigned])
+@pytest.mark.parametrize(("devices", "num_shares"), [(1, 3), (2, 2), (2, 5)])
+def test_buffers_change_once_per_step(
+    make: Callable[[], nn.Module], devices: int, num_shares: int
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(make(), nn.Tanh(), nn.Linear(3, 3)).double()
     job = lockstep.Job(
-        build(), nn.CrossEntropyLoss(), partial(torch.optim.SGD, lr=0.1), (X, Y), batch_size=16
+        model, nn.CrossEntropyLoss(), partial(torch.optim.SGD, lr=0.1), (X, Y), batch_size=16
     )
     strategy = lockstep.MirroredStrategy(devices, num_shares=num_shares)
     report = lockstep.verify(job, strategy)
