@@ -76,14 +76,14 @@ class ChangeWatch:
         self._lookout: Lookout | None = None
 
     def over(
-        self, act: Callable[[], None], *, in_epoch: bool, is_abroad: bool
+        self, act: Callable[[], None], *, in_epoch: bool, plan: Plan | None
     ) -> dict[str, torch.Tensor]:
         """The tensors that other ranks are to be told of, by name, after ``act``.
 
         Args:
             act: calls the callbacks.
             in_epoch: the epoch goes on with the same modules.
-            is_abroad: some ranks are on other hosts, and do not see the weights.
+            plan: whose ranks are told; None where there is nothing to tell.
 
         Raises:
             OptionError: in the midst of an epoch more was changed than values.
@@ -91,7 +91,7 @@ class ChangeWatch:
         model = self._model
         lookout = self._lookout or Lookout(model)
         before = lookout.look()
-        known = WeightCopy(model) if is_abroad else None
+        known = _unseen(model, plan)
         act()
         # Between epochs there may be other modules from now on.
         self._lookout = lookout if in_epoch else None
@@ -106,7 +106,19 @@ class ChangeWatch:
             )
         if after.places != before.places:
             self._readopt()
-        return changed_buffers(model, before, after) if known is None else known.changed(model)
+        if known is None:
+            return {}
+        return changed_buffers(model, before, after) | known.changed(model)
+
+
+def _unseen(model: nn.Module, plan: Plan | None) -> WeightCopy | None:
+    """A copy of what other ranks do not see change: buffers, and on other hosts parameters.
+
+    What is written to ``buffer.data`` leaves no trace but the values.
+    """
+    if plan is None or plan.num_ranks == 1:
+        return None
+    return WeightCopy(model, with_parameters=plan.num_hosts > 1)
 
 
 # What a setting is, or a dict of these, or a short list.
@@ -203,7 +215,10 @@ def _changed(before: Settings, after: Settings) -> set[tuple[str, str]]:
 
 
 def changed_buffers(model: nn.Module, before: Look, after: Look) -> dict[str, torch.Tensor]:
-    """The buffers that were written to, or made, between two looks."""
+    """The buffers that were written to, or made, between two looks.
+
+    Also with the value that they had: another rank may have had another.
+    """
     if before.versions == after.versions:
         return {}
     return {

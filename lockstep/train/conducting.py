@@ -176,17 +176,13 @@ class FitConductor(FollowingConductor):
         return fingerprint(self._trainer.model, self._trainer.optimizer, self._trainer.plan)
 
     def watch(self, act: Callable[[], None], *, in_epoch: bool) -> dict[str, torch.Tensor]:
-        is_shared = self._trainer.plan.num_ranks > 1
-        if in_epoch and is_shared and (self._step_beginners or self._step_enders):
+        plan = self._trainer.plan
+        if in_epoch and plan.num_ranks > 1 and (self._step_beginners or self._step_enders):
             act = partial(self._settings.over, act)
-        changed = self._watch.over(act, in_epoch=in_epoch, is_abroad=self._is_watched_abroad)
+        watched = plan if self._callbacks else None
+        changed = self._watch.over(act, in_epoch=in_epoch, plan=watched)
         self._publish_options()
         return changed
-
-    @property
-    def _is_watched_abroad(self) -> bool:
-        """Whether callbacks may change weights that ranks of other hosts have, too."""
-        return bool(self._callbacks) and self._trainer.plan.num_hosts > 1
 
     def _publish_options(self) -> None:
         assert self.updater is not None

@@ -18,29 +18,36 @@ class WeightCopy:
 
     Args:
         model: whose values to copy.
+        with_parameters: not only its buffers.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._values = {name: value.detach().clone() for name, value in _named_values(model)}
+    def __init__(self, model: nn.Module, *, with_parameters: bool = True) -> None:
+        self._with_parameters = with_parameters
+        self._values = {name: value.detach().clone() for name, value in self._named(model)}
+
+    def _named(self, model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+        if self._with_parameters:
+            yield from model.named_parameters()
+        yield from model.named_buffers()
 
     @torch.no_grad()
     def refresh(self, model: nn.Module) -> None:
         """Copy the values that the model has now."""
-        for name, value in _named_values(model):
+        for name, value in self._named(model):
             self._values[name].copy_(value)
 
     @torch.no_grad()
     def give_back(self, model: nn.Module) -> None:
         """Give the model the values that were copied."""
-        for name, value in _named_values(model):
+        for name, value in self._named(model):
             value.copy_(self._values[name])
 
     def changed(self, model: nn.Module) -> dict[str, torch.Tensor]:
         """The tensors of which the model has other values now, or that were not there, by name."""
         return {
             name: value.detach()
-            for name, value in _named_values(model)
-            if name not in self._values or not _bits(self._values[name]).equal(_bits(value))
+            for name, value in self._named(model)
+            if name not in self._values or not _is_same(self._values[name], value)
         }
 
 
@@ -67,9 +74,9 @@ class OptimizerCopy:
             group.update(params=parameters, **options)
 
 
-def _named_values(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from model.named_parameters()
-    yield from model.named_buffers()
+def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    is_alike = one.dtype == other.dtype and one.shape == other.shape
+    return is_alike and _bits(one).equal(_bits(other))
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

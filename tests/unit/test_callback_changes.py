@@ -10,7 +10,9 @@ from torch import Tensor, nn
 
 import lockstep
 from lockstep import errors
+from lockstep.callbacks import LambdaCallback
 from lockstep.train.callbacks import Logs
+from lockstep.train.copies import WeightCopy
 
 X = torch.randn(50, 4, generator=torch.Generator().manual_seed(0))
 Y = torch.randint(0, 3, (50,), generator=torch.Generator().manual_seed(1))
@@ -206,6 +208,52 @@ def test_an_attribute_that_other_ranks_have_cannot_change_in_the_midst_of_an_epo
     train(ScaleInBatch(), 1)
     with pytest.raises(errors.OptionError, match=r"a change of `scale` of the model"):
         train(ScaleInBatch(), 2)
+
+
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        self.register_buffer("mask", torch.ones(3))
+        self.mask: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.layer(x) * self.mask
+        return output
+
+
+@pytest.mark.parametrize("method", ["on_epoch_end", "on_train_batch_begin", "on_train_batch_end"])
+@pytest.mark.parametrize(
+    "write", [lambda mask: mask.data[1:].fill_(0.5), lambda mask: mask.numpy()[1:].fill(0.5)]
+)
+def test_buffers_written_past_torch_reach_all_ranks(
+    write: Callable[[Tensor], object], method: str
+) -> None:
+    losses = []
+    for devices in (1, 2):
+        torch.manual_seed(5)
+        model = Masked()
+        callback = LambdaCallback(**{method: lambda *_, mask=model.mask: write(mask)})
+        trainer = lockstep.Trainer(
+            model,
+            loss=nn.CrossEntropyLoss(),
+            optimizer=partial(torch.optim.SGD, lr=0.1),
+            strategy=lockstep.MirroredStrategy(devices, num_shares=2),
+            callbacks=[callback],
+        )
+        losses.append(trainer.fit(DATA, epochs=2, batch_size=16, verbose=0).history["loss"])
+    assert losses[0] == losses[1]
+
+
+def test_values_are_compared_by_their_bits() -> None:
+    model = nn.Module()
+    for name in ("rest", "nan", "sign"):
+        model.register_buffer(name, torch.tensor([0.0, torch.nan]))
+    known = WeightCopy(model, with_parameters=False)
+    assert known.changed(model) == {}
+    for name, value in (("nan", 1.0), ("sign", -0.0)):
+        model.get_buffer(name).data[int(name == "nan")] = value
+    assert set(known.changed(model)) == {"nan", "sign"}
 
 
 def test_frozen_parameters_are_not_stepped_on_old_gradients() -> None:

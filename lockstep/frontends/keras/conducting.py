@@ -298,4 +298,4 @@ class KerasFitConductor(EvaluationConductor):
         if in_epoch and self._has_foreign and self._plan().num_ranks > 1:
             act = partial(self._settings.over, partial(self._act_on_no_slots, act))
             act = partial(self._act_on_no_foreign_parts, act)
-        return self._watch.over(act, in_epoch=in_epoch, is_abroad=self._plan().num_hosts > 1)
+        return self._watch.over(act, in_epoch=in_epoch, plan=self._plan())
