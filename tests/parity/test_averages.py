@@ -177,6 +177,17 @@ def test_what_thaws_is_averaged_from_its_first_update_on(strategy: str) -> None:
         assert frozen.equal(trained)
 
 
+@pytest.mark.parametrize("strategy", ["single", "mirrored-2"])
+def test_the_average_of_what_is_frozen_rests(strategy: str) -> None:
+    trainer, averaged = train_averaged(STRATEGIES[strategy](), 1)
+    one = case("mlp")
+    name, frozen = next(trainer.model.named_parameters())
+    frozen.requires_grad_(False)
+    trainer.fit((one.inputs, one.targets), batch_size=one.batch_size, shuffle=False, verbose=0)
+    with trainer.averaged():
+        assert frozen.equal(averaged[name])
+
+
 def test_what_would_be_lost_is_refused(tmp_path: Path) -> None:
     trainer, _ = train_averaged(lockstep.SingleDeviceStrategy(), 1)
     trainer.save(tmp_path / "weights.safetensors")
