@@ -218,10 +218,11 @@ class KerasUpdater(Updater):
         optimizer = self._active
         if not (self.is_known and optimizer.use_ema):
             return
-        optimizer._update_model_variables_moving_average(self._stepped)
+        own = optimizer._trainable_variables
+        optimizer._update_model_variables_moving_average(own)
         every = optimizer.ema_overwrite_frequency
         if every and (int(optimizer._iterations.value) + 1) % every == 0:
-            optimizer._overwrite_model_variables_with_average_value(self._stepped)
+            optimizer._overwrite_model_variables_with_average_value(own)
 
     def _step_on_nothing(self) -> None:
         """Have what an optimizer has once, its count of steps and the like, go on."""
