@@ -8,6 +8,7 @@ that lines of several processes do not mix.
 import json
 import os
 import socket
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -104,6 +105,23 @@ def on_loopback(
             stack.callback(process.end)
             processes.append(process)
         yield processes
+
+
+def by_standalone_torchrun(script: list[str], timeout_seconds: float) -> list[Any]:
+    """All that two processes of this host have told; they must come to a good end."""
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            *("--nproc-per-node", "2", *script),
+        ],
+        env={**os.environ, **environ({"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"})},
+        capture_output=True,
+        text=True,
+        timeout=timeout_seconds,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 def lines(process: HostProcess, timeout_seconds: float = 60.0) -> list[Any]:

@@ -4,16 +4,12 @@ Each runs the script. Process 0 leads, and what it makes of a call the other one
 makes nothing of it, the other must not go on in that call.
 """
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.launchers import BEGINNING, environ
+from tests.launchers import BEGINNING, by_standalone_torchrun
 
 SECONDS = 120.0
 
@@ -67,21 +63,8 @@ def told(how: str, folder: Path) -> dict[str, dict[str, Any]]:
     """By process, what it has told of each call."""
     script = folder / "script.py"
     script.write_text(SCRIPT)
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *("--nproc-per-node", "2", str(script), how),
-        ],
-        env={**os.environ, **environ({"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"})},
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
     found: dict[str, dict[str, Any]] = {"leader": {}, "follower": {}}
-    for line in done.stdout.splitlines():
-        who, call, said = json.loads(line)
+    for who, call, said in by_standalone_torchrun([str(script), how], SECONDS):
         found[who][call] = said
     return found
 

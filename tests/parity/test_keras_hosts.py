@@ -1,16 +1,13 @@
 """Keras models on several hosts: the weights of plain Keras on one device, on all hosts alike."""
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.launchers import environ, on_loopback
+from tests.launchers import by_standalone_torchrun, on_loopback
 from tests.netns import HostProcess
 from tests.parity.keras_host_jobs import JOBS
 
@@ -41,19 +38,8 @@ def two_hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[dict[st
 def two_processes(tmp_path_factory: pytest.TempPathFactory) -> list[Told]:
     """What the processes of one host tell, that torchrun has started."""
     folder = str(tmp_path_factory.mktemp("followed"))
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *("--nproc-per-node", "2", "-m", "tests.parity.keras_host_jobs", folder, *FOLLOWED),
-        ],
-        env={**os.environ, **environ({"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"})},
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    script = ["-m", "tests.parity.keras_host_jobs", folder, *FOLLOWED]
+    return by_standalone_torchrun(script, SECONDS)
 
 
 def assert_alike(told: Told) -> None:

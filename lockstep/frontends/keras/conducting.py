@@ -266,10 +266,11 @@ class KerasFitConductor(EvaluationConductor):
         optimizer = self._model.optimizer
         return id(optimizer), id(optimizer._learning_rate), describe_values(self._foreign_parts)
 
-    def _act_on_no_foreign_parts(self, act: Callable[[], None]) -> None:
-        before = self._look_at_foreign_parts()
-        act()
-        if self._look_at_foreign_parts() != before:
+    def _act_on_values(self, act: Callable[[], None]) -> None:
+        """Act, and refuse changes that other ranks hear of where an epoch begins or ends only."""
+        parts, slots = self._look_at_foreign_parts(), self._versions_of_slots()
+        self._settings.over(act)  # which knows their names
+        if self._look_at_foreign_parts() != parts:
             raise OptionError(
                 problem(
                     "In the midst of an epoch a callback may change values only: the other ranks "
@@ -280,11 +281,7 @@ class KerasFitConductor(EvaluationConductor):
                     "can be assigned at any time.",
                 )
             )
-
-    def _act_on_no_slots(self, act: Callable[[], None]) -> None:
-        before = self._versions_of_slots()
-        act()
-        if self._versions_of_slots() != before:
+        if self._versions_of_slots() != slots:
             raise OptionError(
                 problem(
                     "In the midst of an epoch a callback cannot write to the slots of an optimizer "
@@ -296,6 +293,5 @@ class KerasFitConductor(EvaluationConductor):
 
     def watch(self, act: Callable[[], None], *, in_epoch: bool) -> dict[str, torch.Tensor]:
         if in_epoch and self._has_foreign and self._plan().num_ranks > 1:
-            act = partial(self._settings.over, partial(self._act_on_no_slots, act))
-            act = partial(self._act_on_no_foreign_parts, act)
+            act = partial(self._act_on_values, act)
         return self._watch.over(act, in_epoch=in_epoch, plan=self._plan())
