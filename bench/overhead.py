@@ -32,8 +32,8 @@ from lockstep import callbacks
 from lockstep.parallel.replica import Replica
 from lockstep.train import metrics
 from lockstep.train.conducting import FitConductor
+from lockstep.train.ensemble import Ensemble
 from lockstep.train.metrics import Metrics
-from lockstep.train.tasks import Ensemble
 
 NET = NETS["mlp"]
 

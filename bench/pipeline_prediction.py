@@ -24,7 +24,7 @@ from lockstep.plan.pipelines import stage_graph
 from lockstep.plan.program import Pass
 from lockstep.plan.schedules import make_schedule
 from lockstep.plan.simulation import StageCosts, run_programs
-from lockstep.train.tasks import FitTask
+from lockstep.train.fit_task import FitTask
 
 NUM_STEPS = 60
 WARM_UP_STEPS = 10

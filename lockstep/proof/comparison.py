@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from lockstep.proof.reference import Record
-from lockstep.train.tasks import Snapshot
+from lockstep.train.conductor import Snapshot
 
 TOLERANCE = 1e-12
 

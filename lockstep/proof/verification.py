@@ -44,7 +44,7 @@ from lockstep.proof.report import Report, make_report
 from lockstep.train.callbacks import Callback, Logs
 from lockstep.train.checks import check_strategy
 from lockstep.train.company import StrategyLike
-from lockstep.train.tasks import Snapshot
+from lockstep.train.conductor import Snapshot
 from lockstep.train.trainer import Trainer
 
 

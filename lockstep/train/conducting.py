@@ -12,12 +12,12 @@ from lockstep.parallel.update import PieceSlots
 from lockstep.parallel.worker import StepResult
 from lockstep.train.callbacks import Callback, acting
 from lockstep.train.changes import ChangeWatch, SettingsWatch, fingerprint
+from lockstep.train.conductor import Conductor, Snapshot
 from lockstep.train.feeding import GlobalBatch
 from lockstep.train.history import History
 from lockstep.train.interrupt import Interrupt
 from lockstep.train.progress import ProgressDisplay
 from lockstep.train.recipe import AnyUpdater
-from lockstep.train.tasks import Conductor, Snapshot
 from lockstep.train.waiting import ClockedSource, InputClock
 
 if TYPE_CHECKING:

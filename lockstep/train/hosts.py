@@ -34,10 +34,10 @@ from lockstep.launch.team import Team
 from lockstep.parallel.build import WireKey
 from lockstep.parallel.update import Updater
 from lockstep.plan.spec import Plan
+from lockstep.train.fit_task import FitTask
 from lockstep.train.followers import Follower, host_key
 from lockstep.train.likeness import digest
 from lockstep.train.renewal import Form, take_changes
-from lockstep.train.tasks import FitTask
 from lockstep.units import format_seconds
 from lockstep.version import __version__
 

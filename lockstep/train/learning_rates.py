@@ -2,7 +2,7 @@
 
 A scheduler is rank 0's affair: it holds the user's own optimizer and changes its options. How these
 reach the other ranks is not its business: per epoch they go with what callbacks have changed
-(``train.tasks``), per step through memory (``train.shared_options``).
+(``train.ensemble``), per step through memory (``train.shared_options``).
 
 ``every="step"`` counts updates: a batch of total weight 0 makes none, and moves no schedule.
 """

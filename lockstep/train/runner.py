@@ -24,14 +24,17 @@ from lockstep.plan.spec import Plan
 from lockstep.train.assignment import Assignment
 from lockstep.train.checks import check_device
 from lockstep.train.company import DEFAULT_TIMEOUT_SECONDS, Company, StrategyLike
+from lockstep.train.conductor import Conductor
+from lockstep.train.ensemble import Resume
 from lockstep.train.feeding import sample_of
+from lockstep.train.fit_task import FitResult, FitTask
 from lockstep.train.intake import DEFAULT_BATCH_SIZE
 from lockstep.train.optimizers import each_optimizer
 from lockstep.train.planning import Partitions, Planning
 from lockstep.train.recipe import AnyUpdater, Recipe
 from lockstep.train.renewal import Form
 from lockstep.train.session import Session
-from lockstep.train.tasks import Conductor, FitResult, FitTask, Resume, Task
+from lockstep.train.tasks import Task
 from lockstep.train.updaters import check_divisible
 
 _T = TypeVar("_T")

@@ -17,7 +17,7 @@ from lockstep.parallel.control import FollowerControl, open_region
 from lockstep.parallel.parcel import unpack
 from lockstep.parallel.store import TensorStore
 from lockstep.train.assignment import Assignment, compute_settings, initialize_own, make_worker
-from lockstep.train.tasks import Conductor
+from lockstep.train.conductor import Conductor
 
 
 @dataclass(frozen=True, kw_only=True)

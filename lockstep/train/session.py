@@ -35,11 +35,12 @@ from lockstep.parallel.store import ParameterStore, TensorStore, check_separate,
 from lockstep.parallel.worker import Worker
 from lockstep.plan.spec import LocalUpdate, Plan
 from lockstep.train.assignment import Assignment, compute_settings, initialize_own, make_worker
+from lockstep.train.conductor import Conductor
 from lockstep.train.followers import call_conclude
 from lockstep.train.hosts import Hosts
 from lockstep.train.likeness import assignment_facts
 from lockstep.train.serving import Abroad, Call, serve
-from lockstep.train.tasks import Conductor, Task
+from lockstep.train.tasks import Task
 from lockstep.units import first_few
 
 # What every helper needs; the template imports it before any helper is born. The second is what

@@ -43,8 +43,10 @@ from lockstep.train.checks import (
 )
 from lockstep.train.company import Company, StrategyLike
 from lockstep.train.conducting import FitConductor, FollowingConductor
+from lockstep.train.conductor import Conductor
 from lockstep.train.copies import OptimizerCopy, WeightCopy
 from lockstep.train.feeding import SharedStream, sample_of
+from lockstep.train.fit_task import FitTask
 from lockstep.train.history import History
 from lockstep.train.intake import (
     DEFAULT_BATCH_SIZE,
@@ -64,12 +66,7 @@ from lockstep.train.rate_rules import RateRule, rule_of
 from lockstep.train.recipe import AnyUpdater, Recipe
 from lockstep.train.runner import Runner
 from lockstep.train.scope import current_strategy
-from lockstep.train.tasks import (
-    Conductor,
-    EvaluateTask,
-    FitTask,
-    PredictTask,
-)
+from lockstep.train.tasks import EvaluateTask, PredictTask
 
 _T = TypeVar("_T")
 
@@ -237,8 +234,8 @@ class Trainer(Runner):
                 once, and by the ratio when a later ``fit`` has the rule and another size. None
                 leaves them as they are.
             reference_batch_size: the batch size that the learning rates were chosen for.
-            on_snapshot: called with a ``train.tasks.Snapshot`` after every step: gradients, every
-                rank's state and the optimizer's slots. For proofs; slow.
+            on_snapshot: called with a ``train.conductor.Snapshot`` after every step: gradients,
+                every rank's state and the optimizer's slots. For proofs; slow.
 
         Returns:
             Loss, metrics and validation values of every epoch.

@@ -25,7 +25,7 @@ from lockstep.parallel.replica import Replica
 from lockstep.proof.comparison import Comparison
 from lockstep.proof.report import Report
 from lockstep.train import recipe, trainer
-from lockstep.train.tasks import FitTask
+from lockstep.train.fit_task import FitTask
 from lockstep.train.updaters import TorchUpdater
 from tests.zoo import IGNORED, Case, TiedGPT, build_seeded, case
 

@@ -21,7 +21,7 @@ from lockstep.errors import LossError, ModelError, NonFiniteLossError, OptionErr
 from lockstep.proof.job import copy_in_double
 from lockstep.proof.report import Report
 from lockstep.train import trainer
-from lockstep.train.tasks import FitTask
+from lockstep.train.fit_task import FitTask
 from tests.zoo import Case, build_seeded, case
 
 # One process, but the batch is divided all the same.

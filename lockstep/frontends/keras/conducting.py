@@ -22,8 +22,8 @@ from lockstep.parallel.update import PieceSlots
 from lockstep.parallel.worker import StepResult
 from lockstep.plan.spec import Plan
 from lockstep.train.changes import ChangeWatch, SettingsWatch, structure
+from lockstep.train.conductor import Logs
 from lockstep.train.interrupt import Interrupt
-from lockstep.train.tasks import Logs
 
 # Of Keras's own callbacks, those that look on at steps, and wait for nothing.
 _ONLOOKERS = ("History", "ProgbarLogger")

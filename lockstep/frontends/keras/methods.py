@@ -29,9 +29,9 @@ from lockstep.frontends.keras.tasks import Evaluation
 from lockstep.frontends.keras.trainer import FitOptions, KerasTrainer
 from lockstep.plan.spec import Plan
 from lockstep.train.company import Company, StrategyLike
+from lockstep.train.conductor import Logs
 from lockstep.train.feeding import sample_of
 from lockstep.train.intake import Feed
-from lockstep.train.tasks import Logs
 
 
 class Methods:

@@ -1,7 +1,7 @@
 """What all ranks do in Keras's ``fit`` and ``evaluate``.
 
-Training is that of any model (``train.tasks``). What Keras does in its own way is here: losses of
-an epoch are means over its batches by their numbers of samples, and metrics are the model's own.
+Training is that of any model (``train.fit_task``). What Keras does in its own way is here: losses
+of an epoch are means over its batches by their numbers of samples, and metrics are the model's own.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,17 +19,11 @@ from lockstep.frontends.keras.metrics import KerasMetrics
 from lockstep.parallel.control import Control
 from lockstep.parallel.losses import Sums
 from lockstep.parallel.worker import Observe, StepResult, Worker, modes_of
+from lockstep.train.conductor import Conductor, Logs
+from lockstep.train.ensemble import Ensemble
 from lockstep.train.feeding import SharedStream, all_batches
-from lockstep.train.tasks import (
-    Conductor,
-    Ensemble,
-    FitTask,
-    Logs,
-    Part,
-    PredictTask,
-    Task,
-    in_order,
-)
+from lockstep.train.fit_task import FitTask
+from lockstep.train.tasks import Part, PredictTask, Task, in_order
 
 # The number of samples of a batch, and its losses: of the whole, and of each of several.
 BatchLosses = tuple[int, list[float]]

@@ -38,13 +38,15 @@ from lockstep.plan.makers import SingleDevice
 from lockstep.train.changes import ChangeWatch, settings_of
 from lockstep.train.company import Company, StrategyLike
 from lockstep.train.conducting import FollowingConductor
+from lockstep.train.conductor import Conductor, Logs
+from lockstep.train.ensemble import Resume
 from lockstep.train.feeding import SharedStream, sample_of
 from lockstep.train.intake import Feed
 from lockstep.train.interrupt import Interrupt, held_interrupts
 from lockstep.train.likeness import Facts, said
 from lockstep.train.recipe import Recipe
 from lockstep.train.runner import Runner
-from lockstep.train.tasks import Conductor, Logs, Resume, Task
+from lockstep.train.tasks import Task
 from lockstep.units import first_few
 
 _T = TypeVar("_T")

@@ -1,0 +1,103 @@
+"""The conductor: what rank 0 does between the steps of a task, and what it is shown."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lockstep.data.sources import Source
+from lockstep.parallel.update import PieceSlots, Updater
+from lockstep.parallel.worker import StepResult
+from lockstep.train.feeding import GlobalBatch
+
+Logs = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """Everything a step left behind: for proofs, not for training.
+
+    Attributes:
+        step: the step's number, from 0.
+        loss: of the global batch.
+        weight: its weight; 0 means that nothing was updated.
+        gradients: by parameter name; None where the parameter was not used.
+        states: what each rank has of the model's ``state_dict``.
+        slots: pieces of the optimizer's slots, of all ranks.
+        is_divided: ranks have parts of the model only.
+    """
+
+    step: int
+    loss: float
+    weight: float
+    gradients: dict[str, torch.Tensor | None]
+    states: list[dict[str, torch.Tensor]]
+    slots: list[PieceSlots]
+    is_divided: bool = False
+
+
+class Conductor:
+    """What rank 0 does between steps. This base does nothing, as on every other rank."""
+
+    stop_training = False
+    is_interrupted = False
+    updater: Updater | None = None
+    """Of the training that is conducted."""
+
+    def hold_interrupts(self) -> None:
+        """Steps begin: Ctrl-C must not cut one in half, but set ``is_interrupted``."""
+
+    def begin_epoch(self, epoch: int) -> None:
+        """An epoch begins."""
+
+    def begin_step(self, index: int) -> None:
+        """Step number ``index`` of the epoch begins."""
+
+    def end_step(self, index: int, result: StepResult) -> None:
+        """A step is done."""
+
+    def watched(self, source: Source) -> Source:
+        """The training data, as rank 0 sees how long it takes to come."""
+        return source
+
+    def awaited(self, batches: Iterator[GlobalBatch]) -> Iterator[GlobalBatch]:
+        """Batches that are read one after the other, as rank 0 sees how long they take to come."""
+        return batches
+
+    def begin_validation(self) -> None:
+        """Validation begins."""
+
+    def end_validation(self, logs: Logs) -> None:
+        """Validation is done."""
+
+    def end_epoch(self, epoch: int, logs: Logs) -> None:
+        """An epoch is done."""
+
+    def take_traces(self, traces: list[bytes]) -> None:
+        """The traced steps are over: all ranks' traces."""
+
+    def observe_state(self, snapshot: Snapshot) -> None:
+        """The state after a step, where the task records it."""
+
+    def take_slots(self, slots: list[PieceSlots]) -> None:
+        """Let callbacks see the optimizer's slots, put together from those of all ranks."""
+
+    def fingerprint(self) -> object:
+        """What the other ranks were sent: where it has changed, they must be sent it anew."""
+        return None
+
+    def watch(self, act: Callable[[], None], *, in_epoch: bool) -> dict[str, torch.Tensor]:
+        """Act, and see what has changed of the model.
+
+        Parameters whose memory was exchanged are brought back to where all ranks see them.
+
+        Args:
+            act: what rank 0 does.
+            in_epoch: in the midst of an epoch, where only values may change.
+
+        Returns:
+            What the others cannot see that has changed of buffers and parameters, by name.
+        """
+        act()
+        return {}

@@ -1,0 +1,188 @@
+"""The ensemble: a rank among all, and what rank 0's callbacks change told to the others.
+
+Only rank 0 has a conductor that does anything. Whatever that changes (options, weights, buffers, an
+end) is brought to all ranks before the next step, so that all go on alike.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep.parallel.control import Control
+from lockstep.parallel.worker import Worker
+from lockstep.train.conductor import Conductor
+from lockstep.train.feeding import Halt
+from lockstep.train.tracing import StepTracer
+
+_BATCHES_BETWEEN_PAUSES = 4
+
+
+@dataclass(frozen=True)
+class Resume:
+    """Where a training goes on.
+
+    Attributes:
+        epoch: the epoch's number.
+        is_begun: its ``on_epoch_begin`` has been called.
+        stops: a callback wanted training to stop there, and a step is still to be made.
+    """
+
+    epoch: int = 0
+    is_begun: bool = False
+    stops: bool = False
+
+
+class Renew(Exception):  # noqa: N818  # no error: all ranks leave the loop here, together
+    """A callback has changed what the ranks were sent."""
+
+    def __init__(self, resume: Resume) -> None:
+        super().__init__()
+        self.resume = resume
+
+
+@dataclass(frozen=True)
+class _Directive:
+    """What rank 0's callbacks decided: options, unless they are unchanged, and changed values.
+
+    False where they have decided nothing: then the others need not be told.
+    """
+
+    stop: bool
+    halt: bool
+    renew: bool
+    options: list[dict[str, Any]] | None
+    values: dict[str, torch.Tensor]
+
+    def __bool__(self) -> bool:
+        changes = self.stop or self.halt or self.renew or self.values
+        return bool(changes) or self.options is not None
+
+
+_NOTHING = _Directive(stop=False, halt=False, renew=False, options=None, values={})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ensemble:
+    """A rank among all: its worker, its line to the others, its conductor."""
+
+    worker: Worker
+    control: Control
+    conductor: Conductor
+
+    def consult(
+        self,
+        act: Callable[[], None],
+        renew_at: Resume | None = None,
+        *,
+        stops_at_once: bool = True,
+    ) -> bool:
+        """Let rank 0 act, bring what it changed to all ranks; returns whether to stop.
+
+        Args:
+            act: what rank 0 does.
+            renew_at: between epochs, where to go on if the ranks must be sent everything anew.
+            stops_at_once: no step is made any more if training is to stop.
+
+        Raises:
+            Halt: on all ranks, if the user wants out.
+            Renew: on all ranks, if more has changed than values.
+        """
+        updater, model = self.worker.updater, self.worker.model
+        assert updater is not None
+        directive = None
+        if self.control.rank == 0:
+            options = updater.options()
+            fingerprint = None if renew_at is None else self.conductor.fingerprint()
+            values = self.conductor.watch(act, in_epoch=renew_at is None)
+            renew = renew_at is not None and fingerprint != self.conductor.fingerprint()
+            changed = updater.options()
+            directive = _Directive(
+                stop=self.conductor.stop_training,
+                halt=self.conductor.is_interrupted or self._is_halted,
+                renew=renew,
+                options=changed if changed != options else None,
+                values=values,
+            )
+        directive = self._tell(directive)
+        _set_values(model, directive.values)
+        updater.look_again()
+        if not directive:
+            return False
+        is_over = directive.halt or (directive.stop and stops_at_once)
+        if directive.renew and renew_at is not None and not is_over:
+            raise Renew(replace(renew_at, stops=directive.stop))
+        if directive.options is not None:
+            updater.set_options(directive.options)
+        if directive.halt:
+            raise Halt
+        return bool(directive.stop)
+
+    def _tell(self, directive: _Directive | None) -> Any:
+        """Rank 0's directive, on every rank; a message is sent only if it says anything."""
+        board = self.worker.board
+        if board is None:
+            return self.control.broadcast(directive)
+        leads = self.control.rank == 0
+        if board.announce(bool(directive)) if leads else board.announced():
+            return self.control.broadcast(directive)
+        return _NOTHING
+
+    def show_slots(self) -> None:
+        """Callbacks find the optimizer's slots where they look for them."""
+        assert self.worker.updater is not None
+        self.worker.gather_slots()
+        gathered = self.control.gather(self.worker.updater.slots())
+        self.conductor.take_slots([part for parts in gathered for part in parts])
+
+    def show_traces(self, tracer: StepTracer) -> None:
+        """Whoever has asked for traces gets those of all ranks."""
+        traces = self.control.gather(tracer.take())
+        if self.control.rank == 0:
+            self.conductor.take_traces(traces)
+
+    def check_halt(self) -> None:
+        """Between two barriers: leave the loop, on all ranks or on none.
+
+        Raises:
+            Halt: the user wants out.
+        """
+        alone = self.control.num_ranks == 1 and self.conductor.is_interrupted
+        if alone or self._is_halted:
+            raise Halt
+
+    @property
+    def _is_halted(self) -> bool:
+        board = self.worker.board
+        return board is not None and board.is_halted
+
+    def pause_validation(self, index: int) -> None:
+        """After a batch of the validation: nothing waits there otherwise, so not at each."""
+        if index % _BATCHES_BETWEEN_PAUSES == 0:
+            self.worker.barrier()
+            self.check_halt()
+
+    def collect_buffers(self) -> None:
+        """Give rank 0 the buffers of which other ranks have the values that count."""
+        if self.control.num_ranks > 1 and next(self.worker.model.buffers(), None) is not None:
+            own = self.worker.ruled_buffers()
+            for buffers in self.control.gather({} if self.control.rank == 0 else own):
+                _set_values(self.worker.model, buffers)
+
+    def share_buffers(self) -> None:
+        """Give every rank the values of all buffers that count."""
+        self.collect_buffers()
+        model = self.worker.model
+        if self.control.num_ranks > 1 and next(model.buffers(), None) is not None:
+            _set_values(model, self.control.broadcast(dict(model.named_buffers())))
+
+
+@torch.no_grad()
+def _set_values(model: nn.Module, values: dict[str, torch.Tensor]) -> None:
+    """Set parameters and buffers; ranks that share a parameter all write the same."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        value = values.get(name, tensor)
+        if value is not tensor:
+            tensor.copy_(value)

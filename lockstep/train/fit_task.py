@@ -1,0 +1,363 @@
+"""Training: the task that all ranks do together in ``fit``."""
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
+
+import torch
+
+from lockstep.data.order import epoch_batches
+from lockstep.data.read_ahead import Read
+from lockstep.data.sources import Source
+from lockstep.parallel.control import Control
+from lockstep.parallel.losses import ONE_LOSS, LossParts
+from lockstep.parallel.readers import reading_ahead
+from lockstep.parallel.update import PieceSlots
+from lockstep.parallel.worker import Observe, StepResult, Worker, modes_of
+from lockstep.train.conductor import Conductor, Logs, Snapshot
+from lockstep.train.ensemble import Ensemble, Renew, Resume
+from lockstep.train.feeding import GlobalBatch, Halt, SharedStream
+from lockstep.train.metrics import Metrics
+from lockstep.train.tasks import Task, evaluate, joined_metrics
+from lockstep.train.tracing import StepTracer
+
+_FROM_THE_START = Resume()
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitResult:
+    """What a training came to.
+
+    Attributes:
+        num_epochs: epochs begun: the last one may have been interrupted.
+        num_steps: steps made.
+        slots: the pieces of the optimizer's slots, of all ranks; on rank 0 only.
+        resume: where to go on, because a callback has changed what the ranks were sent; None at
+            the end.
+    """
+
+    num_epochs: int
+    num_steps: int
+    slots: list[PieceSlots]
+    resume: Resume | None
+
+
+@dataclass
+class _Progress:
+    """How far a training has come."""
+
+    num_epochs: int = 0
+    num_steps: int = 0
+
+
+@dataclass(kw_only=True)
+class FitTask(Task):
+    """Training.
+
+    Attributes:
+        source: the training data.
+        validation: evaluated after every epoch, or None.
+        epochs: how many there are.
+        batch_size: of the global batch, where the data does not come in batches.
+        shuffle: a new order every epoch.
+        seed: of the order.
+        first_epoch: epochs trained before: they have had their orders.
+        first_step: steps trained before: they have had their random streams.
+        metrics: this rank's metrics.
+        watched: there are callbacks.
+        watches_beginnings: callbacks may act where an epoch begins.
+        before_steps: callbacks may act before every step.
+        after_steps: callbacks may act after every step.
+        steps_per_epoch: batches of an epoch; None is a pass over the data.
+        traced: numbers of the steps to trace, counted as from ``first_step``; None for none.
+        start: where to begin; later than the first epoch where a task goes on for another.
+        record: show the conductor a Snapshot after every step.
+        counts_skipped: tell how many steps of an epoch were left out.
+        loss_parts: of the loss, where it has some.
+        shows_slots: callbacks that act after steps look at the optimizer's slots, too.
+        turns: the losses of several functions that take turns with every batch.
+        stops_before_steps: a callback that wants training to stop before a step stops that step,
+            too; else training stops after it.
+    """
+
+    name: ClassVar[str] = "fit"
+    stops_before_steps: ClassVar[bool] = True
+    source: Source | SharedStream
+    validation: Source | SharedStream | None
+    epochs: int
+    batch_size: int
+    shuffle: bool
+    seed: int
+    first_epoch: int
+    first_step: int
+    metrics: Metrics
+    watched: bool
+    watches_beginnings: bool
+    before_steps: bool
+    after_steps: bool
+    steps_per_epoch: int | None = None
+    traced: range | None = None
+    start: Resume = _FROM_THE_START
+    record: bool = False
+    counts_skipped: bool = False
+    shows_slots: bool = False
+    loss_parts: LossParts = ONE_LOSS
+    turns: LossParts = ONE_LOSS
+
+    def run(self, worker: Worker, control: Control, conductor: Conductor) -> FitResult:
+        """Train until the last epoch, or until a callback or Ctrl-C ends it."""
+        ensemble = Ensemble(worker=worker, control=control, conductor=conductor)
+        progress = _Progress()
+        tracer = StepTracer(self.traced)
+        resume = None
+        conductor.hold_interrupts()
+        with (
+            closing(tracer),
+            modes_of(worker.model, training=True),
+            torch.enable_grad(),
+            suppress(Halt),
+            reading_ahead(self.source, self._reads(worker)) as source,
+        ):
+            try:
+                for epoch in range(self.start.epoch, self.epochs):
+                    if self._train_epoch(ensemble, source, epoch, progress, tracer):
+                        break
+            except Renew as renew:
+                resume = renew.resume
+            if (
+                tracer.is_running
+            ):  # training has ended, or goes on anew, before the last of the steps
+                ensemble.show_traces(tracer)
+        ensemble.collect_buffers()
+        assert worker.updater is not None
+        worker.gather_slots()
+        gathered = control.gather(worker.updater.slots())
+        return FitResult(
+            num_epochs=progress.num_epochs,
+            num_steps=progress.num_steps,
+            slots=[part for parts in gathered for part in parts],
+            resume=resume,
+        )
+
+    def _train_epoch(
+        self,
+        ensemble: Ensemble,
+        source: Source | SharedStream,
+        epoch: int,
+        progress: _Progress,
+        tracer: StepTracer,
+    ) -> bool:
+        """Train an epoch; returns whether to stop after it."""
+        worker, conductor = ensemble.worker, ensemble.conductor
+        stops = self._begin_epoch(ensemble, epoch)
+        if stops and self.stops_before_steps:
+            return True
+        self.metrics.reset()
+        observe = self.metrics.update if self.metrics else None
+        results: list[StepResult] = []
+        for index, (batch, indices) in enumerate(self._batches(ensemble, source, epoch)):
+            if self.before_steps:
+                stops = ensemble.consult(partial(conductor.begin_step, index))
+                if stops and self.stops_before_steps:
+                    break
+            step = self.first_step + progress.num_steps
+            with tracer.step(step):
+                result = self._train_step(ensemble, batch, indices, step, observe)
+            progress.num_epochs, progress.num_steps = epoch + 1, progress.num_steps + 1
+            if tracer.is_due(step + 1):
+                ensemble.show_traces(tracer)
+            results.append(result)
+            if worker.leaves_a_rank_idle(len(indices)):
+                ensemble.share_buffers()
+            if self.record:
+                _record(ensemble, step, result)
+            end_step = partial(conductor.end_step, index, result)
+            if self.after_steps:
+                if worker.held_names() is not None:  # callbacks may look at the whole model
+                    ensemble.collect_buffers()
+                if self.shows_slots:
+                    ensemble.show_slots()
+                if ensemble.consult(end_step):
+                    break
+            else:
+                end_step()
+                ensemble.check_halt()
+                if stops:
+                    break
+        progress.num_epochs = epoch + 1
+        losses = self._losses(ensemble, results)
+        logs = self._logs(ensemble, epoch, losses)
+        if self.counts_skipped:
+            logs["skipped_steps"] = sum(result.is_skipped for result in results)
+        if self.watched:
+            ensemble.collect_buffers()
+            ensemble.show_slots()
+        end = partial(conductor.end_epoch, epoch, logs)
+        return ensemble.consult(end, Resume(epoch + 1) if self.watched else None)
+
+    def _begin_epoch(self, ensemble: Ensemble, epoch: int) -> bool:
+        """Let callbacks begin an epoch, unless they have; returns whether to stop."""
+        if self.start.is_begun and self.start.epoch == epoch:
+            return self.start.stops
+        return ensemble.consult(
+            partial(ensemble.conductor.begin_epoch, epoch),
+            Resume(epoch, True) if self.watches_beginnings else None,
+            stops_at_once=self.stops_before_steps,
+        )
+
+    def _batches(
+        self, ensemble: Ensemble, source: Source | SharedStream, epoch: int
+    ) -> Iterator[GlobalBatch]:
+        conductor = ensemble.conductor
+        if isinstance(source, SharedStream):
+            batches = source.batches(
+                ensemble.worker,
+                ensemble.control,
+                epoch,
+                gives_up=lambda: conductor.is_interrupted,
+                training=True,
+            )
+            return conductor.awaited(batches)
+        watched = conductor.watched(source)
+        return ((watched, indices) for indices in self._indices(epoch))
+
+    def _indices(self, epoch: int) -> Iterator[torch.Tensor]:
+        """Of the batches of an epoch, where the data is read by index."""
+        assert not isinstance(self.source, SharedStream)
+        return epoch_batches(
+            self.seed,
+            self.first_epoch + epoch,
+            len(self.source),
+            self.batch_size,
+            shuffle=self.shuffle,
+            steps=self.steps_per_epoch,
+        )
+
+    def _reads(self, worker: Worker) -> Iterator[list[Read]]:
+        """What a rank is going to read in each step, to the last epoch's end."""
+        step = self.first_step
+        turns = range(max(len(self.turns.names), 1))
+        for epoch in range(self.start.epoch, self.epochs):
+            for indices in self._indices(epoch):
+                yield [read for turn in turns for read in worker.reads(indices, step, turn)]
+                step += 1
+
+    def _train_step(
+        self,
+        ensemble: Ensemble,
+        source: Source,
+        indices: torch.Tensor,
+        step: int,
+        observe: Observe | None,
+    ) -> StepResult:
+        """One step, or one of each function that takes its turn."""
+        worker = ensemble.worker
+        if not self.turns:
+            return worker.train_step(source, indices, step, observe)
+        results = [
+            worker.train_step(source, indices, step, observe, turn)
+            for turn in range(len(self.turns.names))
+        ]
+        return _joined(results, is_told=worker.rank == 0)
+
+    def _losses(self, ensemble: Ensemble, results: Sequence[StepResult]) -> Logs:
+        """The epoch's loss; of several, whose sums are where their shares were, each one, too."""
+        own_parts = self.turns or self.loss_parts
+        if not own_parts:
+            totals = [result.total for result in results]
+            return {"loss": _mean(totals, [result.weight for result in results])}
+        parts = [sums for result in results for sums in result.parts]
+        gathered = ensemble.control.gather(parts)
+        return own_parts.logs([sums for own in gathered for sums in own])
+
+    def _logs(self, ensemble: Ensemble, epoch: int, losses: Logs) -> Logs:
+        logs = {**losses, **joined_metrics(self.metrics, ensemble.control)}
+        if self.validation is None:
+            return logs
+        ensemble.conductor.begin_validation()
+        ensemble.share_buffers()
+        validated = evaluate(
+            ensemble.worker,
+            ensemble.control,
+            self.validation,
+            self.batch_size,
+            self.metrics,
+            self.loss_parts,
+            epoch,
+            ensemble.pause_validation,
+            lambda: ensemble.conductor.is_interrupted,
+        )
+        ensemble.conductor.end_validation(validated)
+        return {**logs, **{f"val_{name}": value for name, value in validated.items()}}
+
+
+def _mean(totals: Sequence[float], weights: Sequence[float]) -> float:
+    """Exactly rounded sums: the order of ranks cannot matter."""
+    weight = math.fsum(weights)
+    return math.fsum(totals) / weight if weight else math.nan
+
+
+def _joined(results: list[StepResult], *, is_told: bool) -> StepResult:
+    """Of steps that took turns with a batch: their losses add up, and each is a part.
+
+    All ranks know these losses, so one of them tells.
+    """
+    sums = tuple((result.total, result.weight) for result in results)
+    size = results[0].num_samples
+    return StepResult(
+        total=math.fsum(size * result.loss for result in results if result.weight),
+        weight=float(size),
+        num_samples=size,
+        is_skipped=any(result.is_skipped for result in results),
+        parts=[sums] if is_told else [],
+    )
+
+
+def _record(ensemble: Ensemble, step: int, result: StepResult) -> None:
+    worker, control = ensemble.worker, ensemble.control
+    assert worker.updater is not None
+    gradients = worker.gradients(result.num_samples) if result.weight else {}
+    ranks = control.gather(
+        (_state(worker), worker.updater.slots(with_stored=True), dict(gradients))
+    )
+    if control.rank == 0:
+        ensemble.conductor.observe_state(
+            Snapshot(
+                step=step,
+                loss=result.loss,
+                weight=result.weight,
+                gradients={
+                    name: None if gradient is None else gradient.clone()
+                    for _, _, own in ranks
+                    for name, gradient in own.items()
+                },
+                states=[state for state, _, _ in ranks],
+                slots=[part for _, parts, _ in ranks for part in parts],
+                is_divided=worker.held_names() is not None,
+            )
+        )
+    worker.barrier()  # the next step overwrites the gradients
+
+
+def _state(worker: Worker) -> dict[str, torch.Tensor]:
+    """What this rank has of the model's ``state_dict``, a tied tensor under each of its names."""
+    held, model = worker.held_names(), worker.model
+    firsts = {
+        id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())
+    }
+    all_names = (
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    )
+    elsewhere = {
+        name for name, tensor in all_names if held is not None and firsts[id(tensor)] not in held
+    }
+    return {
+        name: value.clone()
+        for name, value in model.state_dict().items()
+        if isinstance(value, torch.Tensor)  # a module's extra state may be anything
+        and name not in elsewhere
+    }
