@@ -201,42 +201,53 @@ class Conversation:
 
 def _ping(talk: Conversation, clock: Clock) -> tuple[float, float]:
     """Seconds of a round trip, and how far the other's clock is ahead."""
-    sent, began = clock(), time.perf_counter()
+    # The round trip is around all that the clock says, so one that was held up counts as long.
+    began, sent = time.perf_counter(), clock()
     talk.send(_PING.pack(sent))
     theirs_arrived, theirs_sent = _PONG.unpack(talk.receive(_PONG.size))
-    round_trip, arrived = time.perf_counter() - began, clock()
+    arrived, round_trip = clock(), time.perf_counter() - began
     return round_trip, ((theirs_arrived - sent) + (theirs_sent - arrived)) / 2
 
 
 def _pour(talk: Conversation, seconds: float) -> float:
-    """Send more and more until it takes long enough; returns bytes per second at last."""
+    """Send more and more until it takes long enough; returns bytes per second at last.
+
+    A volume that takes long is sent twice, and the quicker one counts: the other may have met a
+    process that was not running.
+    """
     chunk = memoryview(bytes(_CHUNK_BYTES))
     num_bytes = _FIRST_BYTES
+    speeds: list[float] = []  # with so many bytes
     while True:
         talk.send(_VOLUME.pack(num_bytes))
         for start in range(0, num_bytes, _CHUNK_BYTES):
             talk.send(chunk[: num_bytes - start])
         took: float = _TIME.unpack(talk.receive(_TIME.size))[0]
-        speed = num_bytes / max(took, 1e-9)
-        if took >= seconds:
+        speeds.append(num_bytes / max(took, 1e-9))
+        if took < seconds:
+            enough = _MARGIN * speeds[-1] * seconds
+            num_bytes = round(min(max(enough, 2 * num_bytes), _GROWTH * num_bytes))
+            speeds.clear()
+        elif len(speeds) == 2:
             talk.send(_VOLUME.pack(0))
-            return speed
-        num_bytes = round(min(max(_MARGIN * speed * seconds, 2 * num_bytes), _GROWTH * num_bytes))
+            return max(speeds)
 
 
 def _drain(talk: Conversation) -> float:
     """The other side of it: take what comes, and say how long each volume took to come."""
     buffer = memoryview(bytearray(_CHUNK_BYTES))
-    speed = 0.0
+    last, speed = 0, 0.0
     while True:
         num_bytes: int = _VOLUME.unpack(talk.receive(_VOLUME.size))[0]
         if num_bytes == 0:
             return speed
+        if num_bytes != last:
+            last, speed = num_bytes, 0.0
         began, missing = time.perf_counter(), num_bytes
         while missing > 0:
             missing -= talk.receive_into(buffer[:missing])
         took = time.perf_counter() - began
-        speed = num_bytes / max(took, 1e-9)
+        speed = max(speed, num_bytes / max(took, 1e-9))
         talk.send(_TIME.pack(took))
 
 

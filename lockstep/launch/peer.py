@@ -10,13 +10,23 @@ Linux only.
 import os
 import socket
 import struct
+from contextlib import suppress
+from pathlib import Path
 
 from lockstep.launch.link import is_readable
 
 _CREDENTIALS = struct.Struct("3i")  # process id, user id, group id
 
 # A process that ends closes its sockets before it counts as ended.
-_ENDING_SECONDS = 0.5
+_ENDING_SECONDS = 1.0
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process is stopped, as by Ctrl-Z or a debugger."""
+    with suppress(OSError):
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return state in ("T", "t")
+    return False
 
 
 class Peer:

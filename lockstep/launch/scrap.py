@@ -19,9 +19,14 @@ class Scrap:
         return new.decode(errors="replace")
 
     @property
+    def num_bytes(self) -> int:
+        """How much has been written, read or not."""
+        return os.fstat(self.descriptor).st_size
+
+    @property
     def has_new(self) -> bool:
         """Whether there is something to read."""
-        return os.fstat(self.descriptor).st_size > self._read
+        return self.num_bytes > self._read
 
     def close(self) -> None:
         """Give up this process's descriptor."""

@@ -126,9 +126,9 @@ class _Client(Member):
         self._tell(orders.line())
 
     def attend(self) -> None:
+        status = self._process.poll()  # before reading, or its last words might come after its end
         for source in list(self._relays):
             self._pass_on(source)
-        status = self._process.poll()
         if status is not None:
             self.status = status if status >= 0 else 128 - status
             self.is_done = not self._relays

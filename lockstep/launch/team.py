@@ -22,11 +22,14 @@ from lockstep.launch.helper import CALL, DATA, FAIL, PING, READY, RETURN, refere
 from lockstep.launch.interpreter import search_path
 from lockstep.launch.link import LookAround, Message, Stopwatch, is_readable
 from lockstep.launch.origin import Origin
+from lockstep.launch.peer import is_stopped
 from lockstep.launch.scrap import Scrap
 
 START_TIMEOUT_SECONDS = 120.0
-_PING_TIMEOUT_SECONDS = 2.0
-_STACKS_TIMEOUT_SECONDS = 1.0
+# Longest waits for processes that may just not be running: who is stopped is not waited for.
+_PING_TIMEOUT_SECONDS = 10.0
+_STACKS_TIMEOUT_SECONDS = 5.0
+_STACKS_PAUSE_SECONDS = 0.05
 
 
 class _Helper:
@@ -159,7 +162,7 @@ class Team:
         watch = Stopwatch()
         while not all(helper.inbox for helper in self._helpers):
             if watch.tick() > _PING_TIMEOUT_SECONDS or any(
-                helper.is_dead() for helper in self._helpers
+                helper.is_dead() or is_stopped(helper.pid) for helper in self._helpers
             ):
                 return False
             self._wait()
@@ -343,12 +346,16 @@ class Team:
         for helper in self._helpers:
             helper.scrap.read_new()
             helper.origin.ask_for_stacks(helper.number)
-        deadline = time.monotonic() + _STACKS_TIMEOUT_SECONDS
-        while time.monotonic() < deadline:
-            time.sleep(0.02)
-            if all(helper.scrap.has_new for helper in self._helpers):
+        watch = Stopwatch()
+        seen, has_answered = 0, False
+        while watch.tick() < _STACKS_TIMEOUT_SECONDS:
+            time.sleep(_STACKS_PAUSE_SECONDS)
+            before, seen = seen, sum(helper.scrap.num_bytes for helper in self._helpers)
+            if has_answered and seen == before:  # nothing more is coming
                 break
-        time.sleep(0.05)  # what has begun to come may not be there in whole
+            has_answered = all(
+                helper.scrap.has_new or is_stopped(helper.pid) for helper in self._helpers
+            )
         return [
             helper.scrap.read_new()
             or "(no answer: the process is stopped, or deep in a system call)\n"

@@ -17,7 +17,7 @@ from torch import nn
 from lockstep.data.order import restore_streams, stream_states
 from lockstep.data.trees import Tree, map_tensors
 from lockstep.parallel.buffers import Buffers
-from lockstep.parallel.processor import has_slow_bfloat16_attention
+from lockstep.parallel.processor import breaks_channels_last, has_slow_bfloat16_attention
 from lockstep.parallel.redirection import Redirection
 from lockstep.plan.spec import Plan
 
@@ -45,6 +45,9 @@ class ModelCall:
         model: the model.
         plan: precision and memory format.
         device: where the model is.
+
+    Attributes:
+        channels_last: images come to the model in that format, where the Plan wants it.
     """
 
     def __init__(self, model: nn.Module, plan: Plan, device: torch.device) -> None:
@@ -53,7 +56,8 @@ class ModelCall:
         self._plan = plan
         self._device = device
         self._is_low = plan.precision in _LOW_PRECISION or plan.precision == "bf16"
-        self._channels_last = plan.channels_last
+        is_broken = device.type == "cpu" and breaks_channels_last(model)
+        self.channels_last = plan.channels_last and not is_broken
         self._converts = False
         self._given_up: set[bool] = set()  # the model's modes, training or not
         self._buffers = Buffers(model)
@@ -79,7 +83,7 @@ class ModelCall:
         Returns:
             Whether it did.
         """
-        if not self._channels_last or self._model.training in self._given_up:
+        if not self.channels_last or self._model.training in self._given_up:
             body()
             return False
         kept = stream_states(), self._buffers.keep()

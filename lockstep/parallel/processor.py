@@ -1,9 +1,11 @@
-"""What the processor is good at: where torch's own choice of a kernel was measured to be slow."""
+"""What the processor is good at: where torch's own choice of a kernel is slow, or wrong."""
 
 import functools
+import platform
 from pathlib import Path
 
 import torch
+from torch import nn
 
 
 @functools.cache
@@ -22,6 +24,25 @@ def has_slow_bfloat16_attention() -> bool:
     On an AMD processor (Zen 4) bfloat16 was measured to take 3.5 times as long.
     """
     return _is_amd()
+
+
+def breaks_channels_last(model: nn.Module) -> bool:
+    """Whether training a model on images with their channels last would corrupt memory here.
+
+    Without AVX-512, the backward pass of oneDNN (in torch 2.13) writes where it must not for
+    kernels of one pixel that skip pixels, if channels are last: ``Conv2d(4, 6, 1, stride=2)`` ends
+    the process within a few batches.
+    """
+    return _lacks_avx512() and any(
+        isinstance(one, nn.Conv2d) and max(one.kernel_size) == 1 < max(one.stride)
+        for one in model.modules()
+    )
+
+
+@functools.cache
+def _lacks_avx512() -> bool:
+    is_x86 = platform.machine() in ("x86_64", "AMD64")
+    return is_x86 and "AVX512" not in torch.backends.cpu.get_cpu_capability()
 
 
 def _is_amd() -> bool:

@@ -463,7 +463,7 @@ class StageWorker(Worker):
     def _output(self, passage: Passage, batch: Batch | None, *, recompute: bool) -> Tree:
         """Run a passage forward; returns the model's output if it has it."""
         inputs = None if batch is None else narrowed(batch.inputs, self.plan.precision)
-        if self.plan.channels_last:
+        if self._call.channels_last:
             inputs = map_tensors(channels_last, inputs)
         with self._linears.applied(), self._call.applied(), self._call.computing():
             if recompute:

@@ -12,7 +12,7 @@ import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from time import monotonic, sleep
+from time import sleep
 from typing import Any
 
 import msgspec
@@ -28,6 +28,7 @@ from lockstep.comm.shared_memory import SharedRegion
 from lockstep.errors import HostError, OptionError, problem
 from lockstep.launch.attached import attach_team
 from lockstep.launch.circle import Card, Circle
+from lockstep.launch.link import Stopwatch
 from lockstep.launch.rendezvous import meet
 from lockstep.launch.secret import find_secret
 from lockstep.launch.team import Team
@@ -190,9 +191,9 @@ class Hosts:
         """A connection that ends says little: another host may be about to say more."""
         if self.circle.has_told:
             return news
-        deadline = monotonic() + _EXPLANATION_SECONDS
+        watch = Stopwatch()
         try:
-            while monotonic() < deadline:
+            while watch.tick() < _EXPLANATION_SECONDS:
                 self.circle.look_around()
                 sleep(_PAUSE_SECONDS)
         except HostError as reason:

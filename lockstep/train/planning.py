@@ -29,6 +29,7 @@ from lockstep.graph.layer_graph import LayerGraph
 from lockstep.parallel.forward import DTYPES, channels_last, computing_in, narrowed
 from lockstep.parallel.parcel import describe
 from lockstep.parallel.partition import Partition, partition
+from lockstep.parallel.processor import breaks_channels_last
 from lockstep.parallel.settings import num_threads
 from lockstep.plan.makers import Maker
 from lockstep.plan.spec import Plan
@@ -110,7 +111,7 @@ class Planning:
         """Traces and graph, for images with their channels last if the model takes them."""
         is_convolutional = any(isinstance(one, nn.Conv2d) for one in self._model.modules())
         # float64 is for proofs, and keeps to what the reference does.
-        if is_convolutional and precision != "fp64":
+        if is_convolutional and precision != "fp64" and not breaks_channels_last(self._model):
             images = map_tensors(channels_last, inputs)
             try:
                 traced = self._trace(images, precision)

@@ -49,6 +49,8 @@ PRELOAD = ("lockstep.train.serving", "torch.fx.experimental.symbolic_shapes")
 
 # A rank that waits for other hosts hears after this time of a failure on its own.
 _PATIENCE_SECONDS = 1.0
+# So much longer than its helpers rank 0 waits where there are other hosts.
+_HEAD_START_SECONDS = 5.0
 # Longest wait, after a call that has failed early, for followers that are still to come to it.
 _DISMISSAL_SECONDS = 10.0
 
@@ -461,7 +463,9 @@ class _Watch:
             self._hosts.look_around(waited_seconds)
             if self._hosts.circle.awaited:
                 return  # time is up when they say so
-        if waited_seconds > self._timeout:
+        # A helper that waits for another host says which one, so its time has to be up first.
+        margin = 0.0 if self._hosts is None else _HEAD_START_SECONDS
+        if waited_seconds > self._timeout + margin:
             self._team.raise_timeout(waited_seconds)
 
     def _is_awaited(self, waited_seconds: float, rank: int) -> bool:

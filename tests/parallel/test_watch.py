@@ -60,3 +60,25 @@ def test_a_failure_is_heard_wherever_rank_0_waits(where: str, failed_team: Team)
             waits(board, courier, wires)[where]()
         assert time.monotonic() - began < SECONDS / 2
         courier.abandon()
+
+
+class _OtherHosts:
+    """Nothing is awaited of them."""
+
+    class circle:  # noqa: N801  # stands in for an attribute
+        awaited = False
+
+    def look_around(self, waited_seconds: float) -> None:
+        pass
+
+
+def test_a_helper_that_waits_for_another_host_is_the_first_to_say_so() -> None:
+    """It knows which host is gone; rank 0, which waits for the helper, does not."""
+    team = calls.start_team(2)
+    team.wait_until_ready()
+    alone, among = _Watch(team, 2.0, 0, None), _Watch(team, 2.0, 0, _OtherHosts())  # type: ignore[arg-type]
+    among.look_around(3.0)
+    for watch, waited_seconds in ((alone, 3.0), (among, 8.0)):
+        with pytest.raises(WorkerError, match="has waited"):
+            watch.look_around(waited_seconds)
+    team.close()

@@ -1,0 +1,58 @@
+"""Processors without AVX-512, whose oneDNN breaks strided 1x1 convolutions with channels last."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from lockstep.parallel import processor
+from lockstep.parallel.processor import breaks_channels_last
+from tests.faults.processes import run
+
+# Without the remedy it ends in "corrupted double-linked list" or a segmentation fault.
+SCRIPT = """
+import lockstep, torch
+from torch import nn
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 6, 1, 2), nn.ReLU(), nn.Flatten(),
+        nn.Linear(96, 2),
+    )
+    images, labels = torch.randn(88, 3, 10, 10), torch.randint(0, 2, (88,))
+    for strategy in (lockstep.MirroredStrategy(2), lockstep.PipelineStrategy(2)):
+        trainer = lockstep.Trainer(
+            model,
+            loss=nn.CrossEntropyLoss(),
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.01),
+            strategy=strategy,
+        )
+        trainer.fit((images, labels), epochs=4, batch_size=22, verbose=0)
+        print(torch.backends.cpu.get_cpu_capability(), trainer.plan.channels_last)
+"""
+
+
+def test_strided_convolutions_train_without_avx512(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "avx2")
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+    monkeypatch.setenv("PYTHONPATH", os.getcwd())
+    # A mirrored Plan says what is wanted; each host sees whether its processor can do it.
+    assert run(SCRIPT, directory=tmp_path).splitlines() == ["AVX2 True", "AVX2 False"]
+
+
+@pytest.mark.parametrize("lacks", [True, False])
+def test_other_convolutions_keep_the_format(lacks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processor, "_lacks_avx512", lambda: lacks)
+    assert not breaks_channels_last(nn.Sequential(nn.Conv2d(3, 4, 3, 2), nn.Conv2d(4, 4, 1)))
+    assert breaks_channels_last(nn.Sequential(nn.ReLU(), nn.Conv2d(4, 6, 1, 2))) == lacks
+    assert breaks_channels_last(nn.Conv2d(4, 6, 1, (1, 2))) == lacks
+
+
+def test_this_processor_is_looked_at() -> None:
+    capability = torch.backends.cpu.get_cpu_capability()
+    assert processor._lacks_avx512() == (capability in ("DEFAULT", "AVX2"))
