@@ -7,6 +7,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
+_VECTOR_SIZE = 8  # float32 numbers, with AVX2
+
 
 @functools.cache
 def has_faster_onednn() -> bool:
@@ -30,11 +32,14 @@ def breaks_channels_last(model: nn.Module) -> bool:
     """Whether training a model on images with their channels last would corrupt memory here.
 
     Without AVX-512, the backward pass of oneDNN (in torch 2.13) writes where it must not for
-    kernels of one pixel that skip pixels, if channels are last: ``Conv2d(4, 6, 1, stride=2)`` ends
-    the process within a few batches.
+    kernels of one pixel that skip pixels and take fewer channels than a vector holds numbers, if
+    these are last: ``Conv2d(4, 6, 1, stride=2)`` ends the process within a few batches.
+    See github.com/uxlfoundation/oneDNN/issues/6035.
     """
     return _lacks_avx512() and any(
-        isinstance(one, nn.Conv2d) and max(one.kernel_size) == 1 < max(one.stride)
+        isinstance(one, nn.Conv2d)
+        and max(one.kernel_size) == 1 < max(one.stride)
+        and one.in_channels // one.groups < _VECTOR_SIZE
         for one in model.modules()
     )
 

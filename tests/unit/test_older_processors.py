@@ -1,4 +1,4 @@
-"""Processors without AVX-512, whose oneDNN breaks strided 1x1 convolutions with channels last."""
+"""Processors without AVX-512, where oneDNN breaks strided 1x1 convolutions of few channels."""
 
 import os
 from pathlib import Path
@@ -49,6 +49,8 @@ def test_strided_convolutions_train_without_avx512(
 def test_other_convolutions_keep_the_format(lacks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processor, "_lacks_avx512", lambda: lacks)
     assert not breaks_channels_last(nn.Sequential(nn.Conv2d(3, 4, 3, 2), nn.Conv2d(4, 4, 1)))
+    assert not breaks_channels_last(nn.Conv2d(8, 6, 1, 2))
+    assert breaks_channels_last(nn.Conv2d(8, 6, 1, 2, groups=2)) == lacks
     assert breaks_channels_last(nn.Sequential(nn.ReLU(), nn.Conv2d(4, 6, 1, 2))) == lacks
     assert breaks_channels_last(nn.Conv2d(4, 6, 1, (1, 2))) == lacks
 
