@@ -1,7 +1,10 @@
 """The clock of the input: what it counts, when it warns, and what the progress line shows."""
 
+import threading
 import time
 import warnings
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +15,19 @@ import lockstep
 from lockstep.data import prefetch
 from lockstep.train import waiting
 from lockstep.train.waiting import InputClock
-from tests.map_datasets import Rows
+from tests.faults.processes import wait_until
+from tests.map_datasets import Rows, lines_of
+
+SECONDS = 30.0  # for what should take none
+
+# What the clock of the input shows. Only the thread that trains moves it on, by what reading and
+# computing are said to take: how busy the machine is does not show.
+_now = [0.0]
+
+
+def spend(seconds: float) -> None:
+    if threading.current_thread() is threading.main_thread():
+        _now[0] += seconds
 
 
 class Slow(nn.Module):
@@ -22,36 +37,47 @@ class Slow(nn.Module):
         self.seconds = seconds
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        time.sleep(self.seconds)
+        spend(self.seconds)
         output: torch.Tensor = self.layer(rows)
         return output
 
 
-def make_trainer(devices: int, seconds: float = 0.0) -> lockstep.Trainer:
+class SlowRows(Rows):
+    """Rows that take a second each."""
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        spend(1.0)
+        return super().__getitem__(index)
+
+
+def make_trainer(
+    devices: int, *callbacks: lockstep.Callback, seconds: float = 0.0
+) -> lockstep.Trainer:
     return lockstep.Trainer(
         Slow(seconds),
         loss=nn.MSELoss(),
         optimizer=torch.optim.SGD,
         strategy=lockstep.MirroredStrategy(devices),
+        callbacks=callbacks,
     )
 
 
-def rows(seconds: float) -> Rows:
-    return Rows(torch.rand(16, 3), torch.rand(16, 1), seconds=seconds)
+def rows(log: Path | None = None) -> Rows:
+    return SlowRows(torch.rand(16, 3), torch.rand(16, 1), log=log)
 
 
 @pytest.fixture
-def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waiting, "_SHORTEST_SECONDS", 0.05)
+def clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting, "time", SimpleNamespace(perf_counter=lambda: _now[0]))
 
 
-@pytest.mark.usefixtures("short")
+@pytest.mark.usefixtures("clock")
 @pytest.mark.parametrize("devices", [1, 2])
 def test_an_epoch_that_waits_is_told_once_and_at_the_users_line(
     devices: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.warns(lockstep.InputBoundWarning) as caught:
-        make_trainer(devices).fit(rows(0.01), batch_size=4, epochs=3)
+        make_trainer(devices, seconds=0.5).fit(rows(), batch_size=4, epochs=3)
     (warning,) = caught
     message = str(warning.message)
     assert warning.filename == __file__
@@ -64,26 +90,50 @@ def test_an_epoch_that_waits_is_told_once_and_at_the_users_line(
     assert 50 <= shown <= 100
 
 
-@pytest.mark.usefixtures("short")
+class NextIsRead(lockstep.Callback):
+    """Waits at the end of each step until the next batch has been read."""
+
+    def __init__(self, log: Path, batch_size: int) -> None:
+        self.log, self.batch_size = log, batch_size
+        self.epoch = 0
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.epoch = epoch
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        next_end = min((batch + 2) * self.batch_size, 16)
+        wait_until(lambda: len(lines_of(self.log)) >= 16 * self.epoch + next_end, SECONDS)
+
+
+@pytest.mark.usefixtures("clock")
 @pytest.mark.parametrize("workers", [0, 1])
 def test_what_is_read_ahead_is_not_waited_for(
-    workers: int, capsys: pytest.CaptureFixture[str]
+    workers: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    ahead = prefetch(rows(0.002), workers=workers)
-    trainer = make_trainer(1, seconds=0.15)  # so that a busy machine reads in time, too
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", lockstep.InputBoundWarning)
+    log = tmp_path / "log"
+    ahead = prefetch(rows(log), workers=workers)
+    trainer = make_trainer(1, NextIsRead(log, 2), seconds=4.0)
+    with warnings.catch_warnings(action="error"):
         trainer.fit(ahead, batch_size=2, epochs=2)
     last = capsys.readouterr().out.splitlines()[-1]
     assert "Epoch 2/2" in last
     assert "input wait" not in last
 
 
-def test_a_short_epoch_and_one_that_waits_little_say_nothing() -> None:
-    make_trainer(1).fit(rows(0.005), batch_size=8, verbose=0)
+@pytest.mark.usefixtures("clock")
+def test_a_short_epoch_and_one_that_waits_little_say_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with warnings.catch_warnings(action="error"):
+        make_trainer(1, seconds=60.0).fit(rows(), batch_size=8, verbose=0)
+        monkeypatch.setattr(waiting, "_SHORTEST_SECONDS", 100.0)
+        make_trainer(1).fit(rows(), batch_size=8, verbose=0)
+
+
+def test_a_wait_counts_for_as_long_as_it_takes() -> None:
     clock = InputClock()
     clock.begin()
-    clock._began -= 100
+    clock._began -= 10_000
     with clock.waiting():
         time.sleep(0.01)
     clock.end_step()
@@ -91,26 +141,26 @@ def test_a_short_epoch_and_one_that_waits_little_say_nothing() -> None:
     assert 0 < clock.share < 0.01
 
 
-def test_what_comes_after_the_last_step_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [0.0]
-    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+@pytest.mark.usefixtures("clock")
+def test_what_comes_after_the_last_step_does_not_count() -> None:
     clock = InputClock()
-    for waited, worked in ((1.0, 2.0), (2.0, 1.0)):
+    for waited, worked in ((1.0, 2.0), (2.0, 1.0)) * 4:
         with clock.waiting():
-            now[0] += waited
-        now[0] += worked
+            spend(waited)
+        spend(worked)
         clock.end_step()
-    now[0] += 50  # validation
+    spend(500)  # validation
     assert clock.share == 0.5
-    with pytest.warns(lockstep.InputBoundWarning, match=r"50% of the time: 3.0 s of 6.0 s"):
+    with pytest.warns(lockstep.InputBoundWarning, match=r"50% of the time: 12.0 s of 24.0 s"):
         clock.end_epoch()
     clock.begin()
     assert clock.share == 0.0
 
 
-def test_a_warning_that_is_an_error_ends_training(short: Any) -> None:
+@pytest.mark.usefixtures("clock")
+def test_a_warning_that_is_an_error_ends_training() -> None:
     with (
         warnings.catch_warnings(action="error"),
         pytest.raises(lockstep.InputBoundWarning, match="waited for its data"),
     ):
-        make_trainer(2).fit(rows(0.01), batch_size=4, verbose=0)
+        make_trainer(2, seconds=0.5).fit(rows(), batch_size=4, verbose=0)
