@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.launch.link import Link, Message, Stopwatch, is_readable
+from tests.circles import num_descriptors
 
 SECONDS = 20.0
 
@@ -99,7 +100,7 @@ def test_the_end_within_a_message(cut: int, tmp_path: Path) -> None:
     whole, carrier = Link.pair()
     descriptor = os.open(tmp_path / "file", os.O_CREAT | os.O_RDWR)
     whole.send(Message(b"D", b"payload", (descriptor,)))
-    num_open = len(os.listdir("/proc/self/fd"))
+    num_open = num_descriptors()
     data = carrier._socket.recv(100)  # the bytes of a message; its descriptor is dropped
     socket.send_fds(left, [data[:cut]], [descriptor])
     left.close()
@@ -108,7 +109,7 @@ def test_the_end_within_a_message(cut: int, tmp_path: Path) -> None:
     with pytest.raises(EOFError):
         link.receive(give_up)
     link.close()
-    assert len(os.listdir("/proc/self/fd")) == num_open - 2  # left and right
+    assert num_descriptors() == num_open - 2  # left and right
     for end in (whole, carrier):
         end.close()
     os.close(descriptor)
@@ -128,7 +129,7 @@ def test_patience_ends(way: str, links: tuple[Link, Link]) -> None:
 
     def look_around(waited_seconds: float) -> None:
         waited.append(waited_seconds)
-        if waited_seconds > 0.1:
+        if waited_seconds > 0.3:
             raise TimeoutError
 
     waited: list[float] = []
@@ -136,7 +137,7 @@ def test_patience_ends(way: str, links: tuple[Link, Link]) -> None:
     with pytest.raises(TimeoutError):
         left.send(huge, look_around) if way == "send" else left.receive(look_around)
     assert waited == sorted(waited)
-    assert len(waited) > 2
+    assert len(waited) > 2  # a nap in which the machine stalls counts 0.1 s at most
 
 
 def test_a_stopwatch_does_not_count_what_passed_while_nobody_looked() -> None:
