@@ -2,6 +2,7 @@
 
 import select
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 from lockstep.errors import HostError
-from lockstep.launch import wiring
+from lockstep.launch import wire, wiring
 from lockstep.launch.circle import Circle
 from tests.circles import (
     SECONDS,
@@ -42,8 +43,8 @@ def give_up(waited_seconds: float) -> None:
 
 def die(circle: Circle) -> None:
     """Close the connections as the kernel does when a process is killed."""
-    for wire in circle._star.values():
-        wire._socket.close()
+    for each in circle._star.values():
+        each._socket.close()
 
 
 def wait_for_error(circle: Circle) -> str:
@@ -157,7 +158,12 @@ def test_a_host_that_leaves_is_no_failure_until_it_is_needed(circles: list[Circl
     assert all(error.startswith(expected) for error in errors), errors
 
 
-def test_who_gives_up_in_the_midst_of_a_message_can_still_say_why(circles: list[Circle]) -> None:
+def test_who_gives_up_in_the_midst_of_a_message_can_still_say_why(
+    circles: list[Circle], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wire, "_FAREWELL_SECONDS", SECONDS)
+    has_given_up = threading.Event()
+
     def impatient(waited_seconds: float) -> None:
         if waited_seconds > 0.1:
             raise KeyboardInterrupt
@@ -165,10 +171,11 @@ def test_who_gives_up_in_the_midst_of_a_message_can_still_say_why(circles: list[
     def interrupted() -> None:
         with pytest.raises(KeyboardInterrupt):
             circles[1].gather(bytes(50_000_000), impatient)
+        has_given_up.set()
         circles[1].fail("interrupted")
 
     def late(circle: Circle) -> str:
-        time.sleep(0.3)
+        assert has_given_up.wait(SECONDS)
         return wait_for_error(circle)
 
     _, first, third = together(interrupted, partial(late, circles[0]), partial(late, circles[2]))
@@ -289,16 +296,24 @@ def test_who_cannot_connect_is_named(
 
     def blocked(self: Any, host: int, *args: Any) -> socket.socket:
         if (host, self.circle.host) == (1, 2):
-            time.sleep(0.8)
+            assert has_given_up.wait(SECONDS)
             raise self.too_late([host], "Connection timed out")
         return genuine(self, host, *args)
 
     monkeypatch.setattr(wiring._Wiring, "call", blocked)
+
+    def wait_in_vain() -> str:
+        try:
+            return error_of(partial(circles[1].open_wires, counts, 0.5, give_up))
+        finally:
+            has_given_up.set()
+
+    counts, has_given_up = {(0, 2): 1, (1, 2): 2}, threading.Event()
     num_open, listening = num_descriptors(), listening_ports()
     results = together(
-        lambda: circles[0].open_wires({(0, 2): 1, (1, 2): 2}, 0.5, give_up),
-        partial(error_of, partial(circles[1].open_wires, {(0, 2): 1, (1, 2): 2}, 0.5, give_up)),
-        partial(error_of, partial(circles[2].open_wires, {(0, 2): 1, (1, 2): 2}, 0.5, give_up)),
+        partial(circles[0].open_wires, counts, SECONDS, give_up),
+        wait_in_vain,
+        partial(error_of, partial(circles[2].open_wires, counts, SECONDS, give_up)),
     )
     close(results[:1])
     assert "Host 2 (node2) must be connected with Host 1 (node1) within 0.5 s." in results[1]
@@ -316,12 +331,17 @@ def test_a_failure_while_wires_are_opened(
         raise HostError("on host 2")
 
     monkeypatch.setattr(wiring._Wiring, "call", fail)
+
+    def hear() -> str:
+        """Within the call or after it: a failure is heard before what was sent earlier."""
+        try:
+            calls[1]()
+        except HostError as error:
+            return str(error)
+        return wait_for_error(circles[1])
+
     calls = [partial(circle.open_wires, {(0, 2): 1}, SECONDS, give_up) for circle in circles]
-    results = together(
-        partial(error_of, calls[0]),
-        lambda: (calls[1](), wait_for_error(circles[1]))[1],
-        partial(error_of, calls[2]),
-    )
+    results = together(partial(error_of, calls[0]), hear, partial(error_of, calls[2]))
     failure = "Host 2 (node2) failed: no space left"
     assert results == [failure, failure, "on host 2"]
 
