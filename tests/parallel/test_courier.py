@@ -185,7 +185,7 @@ def test_what_is_abandoned_leaves_no_thread() -> None:
         for courier in couriers:
             courier.abandon()
             courier.abandon()
-        assert threading.active_count() == before
+        assert threading.active_count() <= before  # a thread of an earlier test may have ended
 
 
 def test_whoever_waits_looks_around() -> None:
