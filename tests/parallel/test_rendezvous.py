@@ -3,25 +3,31 @@
 import contextlib
 import errno
 import itertools
+import math
 import os
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
 import pytest
 
-from lockstep.cluster.place import Address
+from lockstep.cluster.place import Address, Place
 from lockstep.errors import HostError
 from lockstep.launch import reception, visit
 from lockstep.launch.circle import Card, Circle
+from lockstep.launch.link import Stopwatch
+from lockstep.launch.patience import Patience
+from lockstep.launch.reception import Reception
 from lockstep.launch.rendezvous import meet
 from lockstep.launch.secret import Secret
 from lockstep.launch.sockets import resolve
+from lockstep.launch.visit import Visit
+from lockstep.launch.wire import Frame, Wire
 from tests.circles import (
     SECONDS,
     SECRET,
@@ -48,6 +54,42 @@ def messages(results: Iterable[Any]) -> list[str]:
     listed = list(results)
     assert all(type(result) is HostError for result in listed), listed
     return [str(result) for result in listed]
+
+
+@pytest.fixture
+def entered(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Set once a host has handed in its card to host 0."""
+    event = threading.Event()
+    genuine = Reception._enter
+
+    def enter_and_tell(self: Reception, wire: Wire, frame: Frame) -> None:
+        genuine(self, wire, frame)
+        event.set()
+
+    monkeypatch.setattr(Reception, "_enter", enter_and_tell)
+    return event
+
+
+class Watch(Stopwatch):
+    """Says that time is up once something is so, and not before."""
+
+    def __init__(self, is_up: Callable[[], bool]) -> None:
+        super().__init__()
+        self._is_up = is_up
+
+    def tick(self) -> float:
+        self.seconds = math.inf if self._is_up() else 0.0
+        return self.seconds
+
+
+def patience(is_up: Callable[[], bool]) -> Patience:
+    """That of a host which waits until something is so."""
+
+    def give_up(waited_seconds: float) -> None:
+        assert time.monotonic() - began < SECONDS
+
+    began = time.monotonic()
+    return Patience(watch=Watch(is_up), timeout_seconds=SECONDS, look_around=give_up)
 
 
 @pytest.mark.parametrize("num_hosts", [1, 2, 5])
@@ -168,19 +210,19 @@ def test_an_address_that_stays_taken() -> None:
 def test_missing_hosts_are_named_on_all_that_came() -> None:
     where = address()
     first, second = together(
-        partial(enter, 0, 5, where, timeout=3.0), partial(enter, 2, 5, where, timeout=SECONDS)
+        partial(enter, 0, 5, where, timeout=6.0), partial(enter, 2, 5, where, timeout=SECONDS)
     )
     for message in messages([first, second]):
-        assert f"All 5 hosts must come to host 0 at {where} within 3.0 s." in message
+        assert f"All 5 hosts must come to host 0 at {where} within 6.0 s." in message
         assert "nothing from hosts 1, 3, 4" in message
         assert "only this machine can reach" in message
 
 
 def test_a_host_that_was_let_in_names_the_missing_ones_itself() -> None:
     where = address()
-    first, second = together(
-        partial(enter, 0, 3, where, timeout=4.0), partial(enter, 2, 3, where, timeout=2.0)
-    )
+    host_0 = Reception(place(0, 3, where), SECRET, card(0), patience(lambda: host_0.left != ""))
+    host_2 = Visit(place(2, 3, where), SECRET, card(2), patience(lambda: host_2.missing == [1]))
+    first, second = together(host_0.hold, host_2.pay)
     assert "nothing from host 1, on host 2" in str(second)
     assert "nothing from hosts 1, 2; Host 2 (node2, 127.0.0.1) came and left again" in str(first)
 
@@ -193,26 +235,36 @@ def test_no_host_0() -> None:
 
 def test_another_secret_or_job_is_no_way_in() -> None:
     where = address()
-    other = Secret(b"what somebody made up, at length")
-    mine, theirs = together(
-        partial(enter, 0, 2, where, timeout=3.0),
-        partial(enter, 1, 2, where, secret=other, timeout=3.0),
-    )
+    mine, theirs = be_refused(where, place(1, 2, where), Secret(b"what somebody made up"))
     assert "it has another secret, or is of another job" in str(mine)
     assert "connections were refused" in str(mine)
     assert "closed the connection in the handshake" in str(theirs)
     for text in (str(mine), str(theirs)):
         assert "made up" not in text
         assert "nobody else" not in text
-    wrong_job = place(1, 2, where, job="another")
-    results = together(
-        partial(enter, 0, 2, where, timeout=2.0),
-        partial(meet, wrong_job, SECRET, card(1), timeout_seconds=2.0),
-    )
-    assert "another job" in messages(results)[0]
+    wrong_job = be_refused(where, place(1, 2, where, job="another"), SECRET)
+    assert "another job" in messages(wrong_job)[0]
 
 
-def test_facts_that_differ_are_named_on_all_hosts() -> None:
+def be_refused(where: Address, own: Place, secret: Secret) -> list[Any]:
+    """What host 0 and another say that wait until the other was turned away."""
+
+    def is_refused() -> bool:
+        return "closed the connection in the handshake" in caller.answers.get(str(where), "")
+
+    def pay() -> Circle:
+        try:
+            return caller.pay()
+        finally:
+            has_left.set()
+
+    has_left = threading.Event()
+    caller = Visit(own, secret, card(1), patience(is_refused))
+    host_0 = Reception(place(0, 2, where), SECRET, card(0), patience(has_left.is_set))
+    return together(host_0.hold, pay)
+
+
+def test_facts_that_differ_are_named_on_all_hosts(entered: threading.Event) -> None:
     where = address()
     unlike = Card(facts={"Lockstep": "2", "torch": "2.11.0"}, about={"name": "old"})
     own = Card(facts={"Lockstep": "2", "torch": "2.13.0", "Python": "3.11"}, about={})
@@ -220,7 +272,7 @@ def test_facts_that_differ_are_named_on_all_hosts() -> None:
     results = together(
         partial(meet, place(0, 3, where), SECRET, own, timeout_seconds=SECONDS),
         partial(meet, place(1, 3, where), SECRET, like, timeout_seconds=SECONDS),
-        partial(meet_later, place(2, 3, where), unlike),
+        partial(meet_later, entered, place(2, 3, where), unlike),
     )
     for message in messages(results):
         assert "torch is 2.13.0 on host 0 and 2.11.0 on host 2" in message
@@ -229,8 +281,9 @@ def test_facts_that_differ_are_named_on_all_hosts() -> None:
         assert "Host 2 (old) at 127.0.0.1" in message
 
 
-def meet_later(own: Any, own_card: Card) -> Circle:
-    time.sleep(0.3)
+def meet_later(entered: threading.Event, own: Place, own_card: Card) -> Circle:
+    """As the last: host 0 dismisses all, and who came then would not hear of it."""
+    assert entered.wait(SECONDS)
     return meet(own, SECRET, own_card, timeout_seconds=SECONDS)
 
 
@@ -242,17 +295,19 @@ def meet_later(own: Any, own_card: Card) -> Circle:
         (3, 3, "must have numbers from 1 to 2. Received: Host 3 (node3) at 127.0.0.1"),
     ],
 )
-def test_numbers_that_cannot_be(own: int, num_hosts: int, message: str) -> None:
+def test_numbers_that_cannot_be(
+    own: int, num_hosts: int, message: str, entered: threading.Event
+) -> None:
     where = address()
     results = together(
         partial(enter, 0, 3, where),
         partial(enter, 1, 3, where),
-        partial(meet_later, place(own, num_hosts, where), card(own)),
+        partial(meet_later, entered, place(own, num_hosts, where), card(own)),
     )
     assert all(message in text for text in messages(results)), results
 
 
-def test_a_host_that_dies_before_all_are_there_may_come_again() -> None:
+def test_a_host_that_dies_before_all_are_there_may_come_again(entered: threading.Event) -> None:
     where = address()
     script = (
         "from tests.circles import Address, enter\n"
@@ -266,16 +321,17 @@ def test_a_host_that_dies_before_all_are_there_may_come_again() -> None:
             while not is_connected(where.port):
                 assert process.poll() is None
                 time.sleep(0.02)
-            time.sleep(0.3)  # for it to hand in its card
+            assert entered.wait(SECONDS)
             process.kill()
         came_again.set()
         return enter(1, 3, where)
 
     def come_last() -> Circle:
-        assert came_again.wait(SECONDS)
+        assert came_again.wait(2 * SECONDS)
         return enter(2, 3, where)
 
-    close(together(partial(enter, 0, 3, where), come_twice, come_last))
+    patient = partial(enter, 0, 3, where, timeout=2 * SECONDS)  # an interpreter starts meanwhile
+    close(together(patient, come_twice, come_last))
 
 
 @pytest.mark.parametrize("host", [0, 1])
@@ -301,11 +357,11 @@ def test_whoever_waits_can_give_up(host: int) -> None:
     assert num_descriptors() == num_open
 
 
-def test_when_host_0_gives_up_the_others_learn_it() -> None:
+def test_when_host_0_gives_up_the_others_learn_it(entered: threading.Event) -> None:
     where = address()
 
     def look_around(waited_seconds: float) -> None:
-        if waited_seconds > 0.5:
+        if entered.is_set():
             raise KeyboardInterrupt
 
     own = partial(meet, place(0, 3, where), SECRET, card(0), timeout_seconds=SECONDS)
