@@ -31,6 +31,7 @@ _CROWDED = {
     "test_host_options.py",
     "test_hosts.py",
     "test_keras_hosts.py",
+    "test_netns.py",
     "test_stages_on_hosts.py",
     "test_torchrun_places.py",
 }
