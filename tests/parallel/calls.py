@@ -315,7 +315,8 @@ def print_and_return(context: HelperContext, body: bytes, descriptors: tuple[int
 
 
 def ignore_data(context: HelperContext, body: bytes, descriptors: tuple[int, ...]) -> bytes:
-    """Rank 1 reads nothing for a while."""
+    """Says that it is there; rank 1 then reads nothing for a while."""
+    context.send(b"")
     if context.rank == 1:
         time.sleep(float(body))
     for _ in range(3):
