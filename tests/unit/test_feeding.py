@@ -51,7 +51,7 @@ def readers() -> list[str]:
 @pytest.fixture(autouse=True)
 def no_reader_is_left() -> Iterator[None]:
     yield
-    assert readers() == []
+    wait_until(lambda: not readers())
 
 
 # --- reading ahead ----------------------------------------------------------------------------
@@ -269,7 +269,7 @@ def test_a_stream_that_nobody_closes_ends_its_thread() -> None:
 
 
 def wait_until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 30
     while not holds():
         assert time.monotonic() < deadline
         time.sleep(0.01)
