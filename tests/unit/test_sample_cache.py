@@ -228,15 +228,35 @@ def test_a_cache_in_memory_ends_with_its_maker() -> None:
         pickle.loads(pickled)
 
 
-def test_who_comes_second_waits_for_the_first(tmp_path: Path) -> None:
+class Held(Rows):
+    """Rows of which each but the first waits for a byte in a pipe."""
+
+    def __init__(self, hold: int, log: Path) -> None:
+        super().__init__(INPUTS, TARGETS, log=log)
+        self.hold = hold
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if index:
+            os.read(self.hold, 1)
+        return super().__getitem__(index)
+
+
+def test_who_comes_second_waits_for_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sample_cache, "_PATIENCE_SECONDS", 60)
     log = tmp_path / "log"
-    cached = cache(rows(log=log, seconds=0.3))
+    hold, free = os.pipe()
+    cached = cache(Held(hold, log))
     pid = os.fork()
     if pid == 0:
         os._exit(0 if torch.equal(cached[5][0], INPUTS[5]) else 1)
-    wait_until(lambda: not claimable(cached, 5), 10)
+    wait_until(lambda: not claimable(cached, 5), 30)
+    threading.Timer(0.3, os.write, (free, b"x")).start()
     assert torch.equal(cached[5][0], INPUTS[5])
     assert os.waitpid(pid, 0)[1] == 0
+    os.close(hold)
+    os.close(free)
     assert reads_in(log) == {0: 1, 5: 1}
 
 
@@ -259,12 +279,12 @@ def test_who_waits_in_vain_reads_itself(number: int, monkeypatch: pytest.MonkeyP
         _ = cached[5]
         os._exit(1)
     try:
-        wait_until(lambda: not claimable(cached, 5), 10)
+        wait_until(lambda: not claimable(cached, 5), 30)
         os.kill(pid, number)
         dataset.seconds = 0
         began = time.monotonic()
         assert torch.equal(cached[5][0], INPUTS[5])
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 30  # half of what the other would have taken
     finally:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
