@@ -130,11 +130,11 @@ def test_the_next_batches_are_read_while_the_present_one_is_used(
     bounds = [(0, 4), (4, 8), (8, 12), (12, 16), (16, 20)]
     with reading_ahead(source, reads(*bounds)) as ahead:
         assert torch.equal(read(ahead, 0, 4), INPUTS[:4])
-        wait_until(lambda: len(reads_in(log)) == 12, 10)
+        wait_until(lambda: len(reads_in(log)) == 12, 30)
         time.sleep(0.05)
         assert sorted(reads_in(log)) == EVERY[:12]  # no further than two ahead
         assert torch.equal(read(ahead, 4, 8), INPUTS[4:8])
-        wait_until(lambda: len(reads_in(log)) == 16, 10)
+        wait_until(lambda: len(reads_in(log)) == 16, 30)
     assert len(readers_in(log)) == 1
     assert (os.getpid() in readers_in(log)) == (workers == 0)
 
