@@ -38,6 +38,7 @@ class InputClock:
         self._began = time.perf_counter()
         self._seconds = 0.0
         self._waited = 0.0
+        self._longest = 0.0  # single wait
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -46,7 +47,9 @@ class InputClock:
         try:
             yield
         finally:
-            self._waited += time.perf_counter() - began
+            seconds = time.perf_counter() - began
+            self._waited += seconds
+            self._longest = max(self._longest, seconds)
 
     def awaited(self, items: Iterator[_T]) -> Iterator[_T]:
         """What an iterator brings: to wait for it is to wait for data."""
@@ -69,10 +72,16 @@ class InputClock:
     def end_epoch(self) -> None:
         """Warn once if the epoch has waited for its data more than it should.
 
+        The longest single wait does not count: that a file was opened, or the machine held up for
+        once, is nothing that reading ahead would change.
+
         Warns:
             InputBoundWarning: it has.
         """
-        if self._has_warned or self._seconds < _SHORTEST_SECONDS or self.share <= _LARGEST_SHARE:
+        seconds = self._seconds - self._longest
+        if self._has_warned or seconds < _SHORTEST_SECONDS:
+            return
+        if self._waited - self._longest <= _LARGEST_SHARE * seconds:
             return
         self._has_warned = True
         warnings.warn(
