@@ -26,8 +26,8 @@ _MASTER_PORT = 29500
 
 # Begins every script: warnings are errors, as everywhere in the tests.
 BEGINNING = """
-import warnings
-warnings.simplefilter("error")
+from tests.launching import be_strict
+be_strict()
 import json, os, sys, time
 import torch
 from torch import nn

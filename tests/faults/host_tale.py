@@ -7,7 +7,6 @@ import json
 import os
 import sys
 import time
-import warnings
 from functools import partial
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import lockstep
+from tests.launching import be_strict
 
 STEPS = 4  # of an epoch
 FAILING_PASS = 12
@@ -79,7 +79,7 @@ def state(trainer: lockstep.Trainer) -> list[list[float]]:
 
 
 def main() -> None:
-    warnings.simplefilter("error")
+    be_strict()
     how, timeout, epochs = sys.argv[1], float(sys.argv[2]), int(sys.argv[3])
     host = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
     trainer = make(timeout, fails=how == "error" and host == 1)

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults.processes import JOB, TIMEOUT_SECONDS, num_kills, run, running, wait_until
+from tests.launching import CALM
 
 END_SECONDS = 5.0  # on a busy machine; else a moment
 
@@ -183,6 +184,9 @@ def test_a_script_that_ends_says_nothing(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(f"{JOB}\ntrainer = make_trainer()\ntrain(trainer)\n")
     done = subprocess.run(
-        [sys.executable, script], capture_output=True, text=True, timeout=TIMEOUT_SECONDS
+        [sys.executable, *CALM, script],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_SECONDS,
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import lockstep  # before Keras: it chooses Keras's PyTorch backend
 from lockstep.errors import HostError
 from tests import keras_zoo as zoo
+from tests.launching import be_strict
 
 BATCH = 13
 SAMPLES = 3 * BATCH + 1  # the last batch is one sample: a whole host has none
@@ -316,7 +317,7 @@ def main() -> None:
 HOST = 0
 
 if __name__ == "__main__":
-    warnings.simplefilter("error")
+    be_strict()
     warnings.filterwarnings("ignore", "__array__ implementation")  # Keras's
     if "TF_CONFIG" in os.environ:
         HOST = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
