@@ -12,7 +12,7 @@ TIMEOUT_SECONDS = 180.0
 
 # How a warning begins that depends on how busy the machine is.
 WAITED = "Training waited for its data"
-# Options of the interpreter: all other warnings are errors.
+# Options of the interpreter: that one is not shown; and all others are errors.
 CALM = ("-W", f"ignore:{WAITED}")
 STRICT = ("-W", "error", *CALM)
 
