@@ -137,7 +137,7 @@ def run(source: str, *, directory: Path, **options: object) -> str:
     with running(source, directory=directory, **options) as script:  # type: ignore[arg-type]
         status, out, err = script.finish()
         assert (status, err) == (0, ""), (status, out, err)
-        wait_until(lambda: not script.others(), 5, lambda: f"left: {script.others()}")
+        wait_until(lambda: not script.others(), 15, lambda: f"left: {script.others()}")
     return out
 
 
