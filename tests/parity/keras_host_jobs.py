@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import lockstep  # isort: skip  # before Keras, whose backend it chooses
+
 import keras
 import numpy as np
 import pytest
@@ -23,7 +25,6 @@ import torch
 from keras import layers, ops
 from torch.utils.data import DataLoader, TensorDataset
 
-import lockstep  # before Keras: it chooses Keras's PyTorch backend
 from lockstep.errors import HostError
 from tests import keras_zoo as zoo
 from tests.launching import be_strict
