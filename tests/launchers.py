@@ -7,9 +7,11 @@ that lines of several processes do not mix.
 
 import json
 import os
+import secrets
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -24,11 +26,13 @@ ROOT = Path(__file__).parents[1]
 PORT = 29400
 _MASTER_PORT = 29500
 
-# Begins every script: warnings are errors, as everywhere in the tests.
+# Begins every script: warnings are errors, as everywhere in the tests. What it prints is appended:
+# where processes have a file of memory in common, one's line could else overwrite another's.
 BEGINNING = """
-import warnings
-warnings.simplefilter("error")
-import json, os, sys, time
+from tests.launching import be_strict
+be_strict()
+import fcntl, json, os, sys, time
+fcntl.fcntl(1, fcntl.F_SETFL, fcntl.fcntl(1, fcntl.F_GETFL) | os.O_APPEND)
 import torch
 from torch import nn
 import lockstep
@@ -40,6 +44,9 @@ def tell(value):
 
 # Starts a script with arguments on one of several hosts, with so many devices each.
 Launcher = Callable[[Hosts, int, list[str], Sequence[int]], HostProcess]
+
+# Returns what a script has told, which has so many seconds to come to its end.
+Reader = Callable[[HostProcess, float], list[Any]]
 
 
 def by_tf_config(
@@ -83,7 +90,12 @@ def environ(more: Mapping[str, str]) -> dict[str, str]:
 
 @contextmanager
 def on_loopback(
-    script: list[str], *, num_hosts: int = 2, devices: int = 1, options: Sequence[str] = ()
+    script: list[str],
+    *,
+    num_hosts: int = 2,
+    devices: int = 1,
+    options: Sequence[str] = (),
+    variables: Mapping[str, str] | None = None,
 ) -> Iterator[list[HostProcess]]:
     """The same script on addresses of the loopback interface; all have ended after the block.
 
@@ -92,6 +104,7 @@ def on_loopback(
         num_hosts: how many.
         devices: of each host.
         options: of the interpreter.
+        variables: added to the environment.
     """
     addresses = _free_addresses(num_hosts)
     own = {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1", "LOCKSTEP_DEVICES": str(devices)}
@@ -99,7 +112,8 @@ def on_loopback(
         processes = []
         for host in range(num_hosts):
             words = [word.replace("{host}", str(host)) for word in script]
-            environment = {**os.environ, **own, **environ(tf_config(addresses, host))}
+            told = {**tf_config(addresses, host), **(variables or {})}
+            environment = {**os.environ, **own, **environ(told)}
             process = HostProcess([sys.executable, *options, *words], environment, ROOT)
             stack.callback(process.close)
             stack.callback(process.end)
@@ -129,11 +143,25 @@ def lines(process: HostProcess, timeout_seconds: float = 60.0) -> list[Any]:
     return [json.loads(line) for line in process.check(timeout_seconds).splitlines()]
 
 
+def lines_of_all(
+    processes: Sequence[HostProcess], timeout_seconds: float, read: Reader = lines
+) -> list[list[Any]]:
+    """What scripts have told that were started together; the limit is that of all of them.
+
+    It must be below that of pytest: then an error shows what a script is doing.
+    """
+    deadline = time.monotonic() + timeout_seconds
+    return [read(each, max(deadline - time.monotonic(), 0.0)) for each in processes]
+
+
 def _free_addresses(num_hosts: int) -> list[str]:
+    """Until they are used anybody may take their ports, but hardly at such addresses."""
+    network = f"127.{1 + secrets.randbelow(255)}.{secrets.randbelow(256)}"
     with ExitStack() as stack:
         found = []
         for host in range(num_hosts):
+            address = f"{network}.{host + 1}"
             sock = stack.enter_context(socket.socket())
-            sock.bind((f"127.0.0.{host + 1}", 0))
-            found.append(f"127.0.0.{host + 1}:{sock.getsockname()[1]}")
+            sock.bind((address, 0))
+            found.append(f"{address}:{sock.getsockname()[1]}")
         return found

@@ -4,10 +4,17 @@ import os
 import socket
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 LOCKSTEP = [sys.executable, "-m", "lockstep"]
 TIMEOUT_SECONDS = 180.0
+
+# How a warning begins that depends on how busy the machine is.
+WAITED = "Training waited for its data"
+# Options of the interpreter: that one is not shown; and all others are errors.
+CALM = ("-W", f"ignore:{WAITED}")
+STRICT = ("-W", "error", *CALM)
 
 # Hosts meet where they are told, over a socket of their own. NAMES has addresses for names that a
 # cluster would know. Each prints its host, number of hosts, devices, what it was told, and its
@@ -70,6 +77,12 @@ for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
 line = [place.host, place.num_hosts, place.devices, *sorted(told), sys.argv[1:]]
 sys.stdout.write(" ".join(map(str, line)) + "\\n")  # at once: others write there, too
 """
+
+
+def be_strict() -> None:
+    """What ``STRICT`` does, for a script that is under way."""
+    warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", WAITED)
 
 
 def call(

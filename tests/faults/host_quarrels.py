@@ -6,7 +6,6 @@ Each quarrel is about one thing, and ends in an error on both hosts, which it te
 import json
 import os
 import sys
-import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -18,6 +17,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 import lockstep
 from lockstep.callbacks import LambdaCallback
+from tests.launching import be_strict
 
 HOST = json.loads(os.environ["TF_CONFIG"])["task"]["index"] if "TF_CONFIG" in os.environ else 0
 GENERATOR = torch.Generator().manual_seed(3)
@@ -156,7 +156,7 @@ QUARRELS: dict[str, tuple[Callable[[], Any], str]] = {
 
 
 def main() -> None:
-    warnings.simplefilter("error")
+    be_strict()
     for name, (quarrel, _) in QUARRELS.items():
         told = "no error"
         try:

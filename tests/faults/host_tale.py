@@ -1,20 +1,22 @@
 """A script on several hosts, to which something happens; it tells what comes of it.
 
-Arguments: how, timeout in seconds, number of epochs. Each step takes some milliseconds.
+Arguments: how, timeout in seconds, number of epochs, and a file at whose sight host 0 ends
+training, if any. Each step takes some milliseconds.
 """
 
 import json
 import os
 import sys
 import time
-import warnings
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import lockstep
+from tests.launching import be_strict
 
 STEPS = 4  # of an epoch
 FAILING_PASS = 12
@@ -48,6 +50,16 @@ class Tell(lockstep.Callback):
             tell("TRAINING")
 
 
+class UntilSeen(lockstep.Callback):
+    """Ends training with the epoch in which a file is there."""
+
+    def __init__(self, file: str) -> None:
+        self.file = Path(file)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.trainer.stop_training = self.file.exists()
+
+
 def tell(word: str, value: object = "") -> None:
     sys.stdout.write(f"{word} {value}\n")
     sys.stdout.flush()
@@ -59,16 +71,16 @@ def make(timeout: float, *, fails: bool = False) -> lockstep.Trainer:
         Net(fails=fails),
         loss=nn.CrossEntropyLoss(),
         optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9),
-        callbacks=[Tell()],
+        callbacks=[Tell(), *map(UntilSeen, sys.argv[4:])],
         strategy=lockstep.MultiWorkerMirroredStrategy(timeout_seconds=timeout),
     )
 
 
-def train(trainer: lockstep.Trainer, epochs: int) -> None:
+def train(trainer: lockstep.Trainer, epochs: int) -> lockstep.History:
     generator = torch.Generator().manual_seed(0)
     data = torch.randn(8 * STEPS, 16, generator=generator)
     targets = torch.randint(4, (8 * STEPS,), generator=generator)
-    trainer.fit((data, targets), batch_size=8, epochs=epochs, verbose=0)
+    return trainer.fit((data, targets), batch_size=8, epochs=epochs, verbose=0)
 
 
 def state(trainer: lockstep.Trainer) -> list[list[float]]:
@@ -79,7 +91,7 @@ def state(trainer: lockstep.Trainer) -> list[list[float]]:
 
 
 def main() -> None:
-    warnings.simplefilter("error")
+    be_strict()
     how, timeout, epochs = sys.argv[1], float(sys.argv[2]), int(sys.argv[3])
     host = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
     trainer = make(timeout, fails=how == "error" and host == 1)
@@ -92,7 +104,8 @@ def main() -> None:
     if how == "leaves":
         train(trainer, 1)
     try:
-        train(trainer, epochs)
+        history = train(trainer, epochs)
+        tell("EPOCHS", len(history.epoch))
         tell("STATE", json.dumps(state(trainer)))
     except (Exception, KeyboardInterrupt) as error:
         notes = " ".join(getattr(error, "__notes__", ()))

@@ -72,6 +72,16 @@ def fit(trainer: lockstep.Trainer, epochs: int = 1, **options: Any) -> lockstep.
     return trainer.fit(make_data(), epochs=epochs, batch_size=BATCH_SIZE, verbose=0, **options)
 
 
+def warm_up(devices: int) -> None:
+    """Start helpers, and have them import what they need: the next trainer's are those.
+
+    A test with a short time-out begins so, since the first call to a helper may take longer.
+    """
+    trainer = make_trainer(devices)
+    fit(trainer)
+    trainer.close()
+
+
 def model_of(trainer: lockstep.Trainer) -> Net:
     assert isinstance(trainer.model, Net)
     return trainer.model

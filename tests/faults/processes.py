@@ -10,6 +10,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests.launching import STRICT
+
 MARK = "LOCKSTEP_TEST_MARK"
 TIMEOUT_SECONDS = 180.0
 
@@ -81,7 +83,7 @@ def running(
     directory: Path,
     command: list[str] | None = None,
     stdin: str | None = None,
-    options: tuple[str, ...] = ("-W", "error"),
+    options: tuple[str, ...] = STRICT,
     terminal: int | None = None,
 ) -> Iterator[Script]:
     """Run a script; whatever becomes of it, nothing of it is left after the block.
@@ -135,7 +137,7 @@ def run(source: str, *, directory: Path, **options: object) -> str:
     with running(source, directory=directory, **options) as script:  # type: ignore[arg-type]
         status, out, err = script.finish()
         assert (status, err) == (0, ""), (status, out, err)
-        wait_until(lambda: not script.others(), 5, lambda: f"left: {script.others()}")
+        wait_until(lambda: not script.others(), 15, lambda: f"left: {script.others()}")
     return out
 
 

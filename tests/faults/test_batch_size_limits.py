@@ -142,4 +142,4 @@ def test_control_c_ends_the_trials_and_leaves_nothing(tmp_path: Path) -> None:
         job.process.send_signal(signal.SIGINT)
         status, _, err = job.finish(20)
         assert (status, "KeyboardInterrupt" in err) == (-signal.SIGINT, True), err
-        wait_until(lambda: not job.others(), 5, lambda: str(job.others()))
+        wait_until(lambda: not job.others(), 15, lambda: str(job.others()))

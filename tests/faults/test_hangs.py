@@ -10,14 +10,16 @@ import pytest
 
 import lockstep
 from lockstep.errors import WorkerError
-from tests.faults.jobs import fit, helpers_of, make_data, make_trainer, sleep_forever
+from tests.faults.jobs import fit, helpers_of, make_data, make_trainer, sleep_forever, warm_up
 from tests.faults.processes import is_alive
 
-SECONDS = 3.0  # more than a step takes on a busy machine
+SECONDS = 6.0  # more than a step takes on a busy machine
+STOPPED_SECONDS = 8.0
 LIMIT = 60.0  # the helpers' start included
 
 
 def test_a_rank_that_sleeps_in_forward() -> None:
+    warm_up(3)
     trainer = make_trainer(3, sleep_forever, step=1, timeout_seconds=SECONDS)
     began = time.monotonic()
     with pytest.raises(WorkerError) as caught:
@@ -45,6 +47,7 @@ class _Stopper(lockstep.Callback):
 
 
 def test_a_helper_that_is_stopped() -> None:
+    warm_up(3)
     stopper = _Stopper()
     trainer = make_trainer(3, callbacks=(stopper,), timeout_seconds=SECONDS)
     with pytest.raises(WorkerError) as caught:
@@ -58,6 +61,7 @@ def test_a_helper_that_is_stopped() -> None:
 
 @pytest.mark.parametrize("method", ["evaluate", "predict"])
 def test_a_rank_that_hangs_in_evaluation(method: str) -> None:
+    warm_up(2)
     trainer = make_trainer(2, sleep_forever, timeout_seconds=SECONDS)
     inputs, targets = make_data()
     with pytest.raises(WorkerError, match=rf"rank 1 \(in {method}\) ---\n(.|\n)*sleep_forever"):
@@ -74,9 +78,10 @@ def test_a_stopped_script_has_not_waited() -> None:
             done.append(True)
             time.sleep(0.1)  # until it waits for this rank
             os.kill(script, signal.SIGSTOP)
-            time.sleep(2 * SECONDS)
+            time.sleep(STOPPED_SECONDS)
             os.kill(script, signal.SIGCONT)
 
+    warm_up(2)
     began = time.monotonic()
     fit(make_trainer(2, stop_the_script, step=1, timeout_seconds=SECONDS))
-    assert time.monotonic() - began > 2 * SECONDS
+    assert time.monotonic() - began > STOPPED_SECONDS

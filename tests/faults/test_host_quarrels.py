@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.faults.host_quarrels import QUARRELS
-from tests.launchers import lines, on_loopback
+from tests.launchers import lines_of_all, on_loopback
 
 SECONDS = 240.0
 
@@ -16,7 +16,8 @@ def told() -> Iterator[list[dict[str, Any]]]:
     """By host, the error of each quarrel."""
     with on_loopback(["-m", "tests.faults.host_quarrels"]) as processes:
         yield [
-            {line["quarrel"]: line["told"] for line in lines(each, SECONDS)} for each in processes
+            {line["quarrel"]: line["told"] for line in each}
+            for each in lines_of_all(processes, SECONDS)
         ]
 
 

@@ -8,7 +8,6 @@ import json
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,9 +21,10 @@ from tests.netns import HostProcess, Hosts
 MakeHosts = Callable[[int], Hosts]
 
 TALE = [str(Path(__file__).with_name("host_tale.py"))]
-PATIENCE = 6.0  # the strategy's timeout
+# The strategy's timeout: where it is what ends the waiting, and where it must not be.
+PATIENCE, LONG_PATIENCE = 10.0, 60.0
 # To say why, to end helpers, and for a machine that does other things as well.
-MARGIN = 6.0
+MARGIN = 20.0
 FOR_EVER = "100000"  # epochs
 
 
@@ -34,7 +34,7 @@ def begin(
     *,
     devices: int = 2,
     epochs: str = FOR_EVER,
-    patience: float = PATIENCE,
+    patience: float = LONG_PATIENCE,
     is_awaited: bool = True,
 ) -> list[HostProcess]:
     """The tale on two hosts, once training is under way."""
@@ -45,8 +45,8 @@ def begin(
     return processes
 
 
-def failure(process: HostProcess, seconds: float = PATIENCE + MARGIN) -> list[str]:
-    """The error's class, text and notes; the script has come to its end."""
+def failure(process: HostProcess, seconds: float = MARGIN) -> list[str]:
+    """The error's class, text and notes; by default it must come before any timeout."""
     told: list[str] = json.loads(process.wait_for_line("FAILED", seconds))
     return told
 
@@ -62,11 +62,9 @@ def assert_nothing_is_left(hosts: Hosts, *indices: int) -> None:
 @pytest.mark.parametrize("devices", [1, 2])
 def test_a_host_whose_cable_is_pulled_is_named(make_hosts: MakeHosts, devices: int) -> None:
     hosts = make_hosts(2)
-    processes = begin(hosts, "link", devices=devices)
+    processes = begin(hosts, "link", devices=devices, patience=PATIENCE)
     hosts.set_link(1, up=False)
-    began = time.monotonic()
-    kind, text, notes = failure(processes[0])
-    assert time.monotonic() - began < PATIENCE + MARGIN
+    kind, text, notes = failure(processes[0], PATIENCE + MARGIN)
     assert kind == "HostError"
     assert "Host 1" in text
     assert "The weights" in notes
@@ -108,9 +106,9 @@ def test_a_helper_that_is_killed_is_named_on_all_hosts(make_hosts: MakeHosts) ->
 
 def test_a_host_that_is_stopped_is_named_and_ends_when_it_goes_on(make_hosts: MakeHosts) -> None:
     hosts = make_hosts(2)
-    processes = begin(hosts, "stop")
+    processes = begin(hosts, "stop", patience=PATIENCE)
     os.kill(processes[1].pid, signal.SIGSTOP)
-    kind, text, _ = failure(processes[0])
+    kind, text, _ = failure(processes[0], PATIENCE + MARGIN)
     assert (kind, "Host 1" in text) == ("HostError", True), text
     processes[0].check()
     os.kill(processes[1].pid, signal.SIGCONT)
@@ -124,7 +122,7 @@ def test_an_error_on_one_host_is_told_on_all_and_they_can_train_again(
     make_hosts: MakeHosts,
 ) -> None:
     hosts = make_hosts(2)
-    processes = begin(hosts, "error", is_awaited=False, patience=60.0)
+    processes = begin(hosts, "error", is_awaited=False)
     kind, text, _ = failure(processes[1], 60)
     assert (kind, text) == ("ArithmeticError", "a bad day on host 1")
     kind, text, _ = failure(processes[0])
@@ -156,9 +154,9 @@ def test_ctrl_c_on_one_host_ends_all_with_the_same_step(make_hosts: MakeHosts, h
 
 def test_a_host_that_does_not_come_is_named(make_hosts: MakeHosts) -> None:
     hosts = make_hosts(2)
-    processes = begin(hosts, "absent", is_awaited=False)
+    processes = begin(hosts, "absent", is_awaited=False, patience=PATIENCE)
     processes[1].wait_for_line("HERE")
-    kind, text, _ = failure(processes[0], PATIENCE + MARGIN + 10)
+    kind, text, _ = failure(processes[0], PATIENCE + MARGIN)
     assert kind == "HostError"
     assert "nothing from host 1" in text
 
@@ -166,7 +164,7 @@ def test_a_host_that_does_not_come_is_named(make_hosts: MakeHosts) -> None:
 def test_a_script_that_has_ended_is_named(make_hosts: MakeHosts) -> None:
     """Host 1 calls fit once, host 0 twice."""
     hosts = make_hosts(2)
-    processes = begin(hosts, "leaves", is_awaited=False, epochs="1", patience=60.0)
+    processes = begin(hosts, "leaves", is_awaited=False, epochs="1")
     kind, text, _ = failure(processes[0], 60)
     assert kind == "HostError"
     assert "Host 1" in text
@@ -177,7 +175,6 @@ def test_a_script_that_has_ended_is_named(make_hosts: MakeHosts) -> None:
 # --- attacks --------------------------------------------------------------------------------------
 
 NUM_ATTACKS = 10_000
-EPOCHS = "150"  # enough to be under way when the attacks are over
 
 # Connects, says something meaningless, and hangs up; tells how often it was let in. Arguments: how
 # often, then addresses and ports to take turns with.
@@ -217,17 +214,24 @@ def attack(hosts: Hosts, count: int, targets: list[tuple[str, int]]) -> HostProc
     return hosts.run(2, [sys.executable, "-c", ATTACK, str(count), *words])
 
 
-def test_attacks_do_no_harm(make_hosts: MakeHosts) -> None:
-    """First at the rendezvous, while one host waits for the other, then at all that is open."""
-    hosts = make_hosts(3)
-    calm = begin(hosts, "calm", epochs=EPOCHS, patience=60.0)
-    expected = [state(process) for process in calm]
-    assert expected[0] == expected[1]
-    for process in calm:
+def ended(*processes: HostProcess) -> list[Any]:
+    """What scripts have come to that have trained to a good end."""
+    states = [state(process) for process in processes]
+    for process in processes:
         process.check()
-    script = [*TALE, "attacked", "60", EPOCHS]
+    return states
+
+
+def test_attacks_do_no_harm(make_hosts: MakeHosts, tmp_path: Path) -> None:
+    """First at the rendezvous, while one host waits for the other, then at all that is open.
+
+    Afterwards, as many epochs in peace must come to the same.
+    """
+    hosts = make_hosts(3)
+    over = tmp_path / "over"
+    script = [*TALE, "attacked", str(LONG_PATIENCE), FOR_EVER, str(over)]
     first = by_tf_config(hosts, 0, script, (2, 2))
-    wait_until(lambda: PORT in ports(hosts, 0, _LISTENING), 30)
+    wait_until(lambda: PORT in ports(hosts, 0, _LISTENING), 60)
     early = attack(hosts, NUM_ATTACKS, [(hosts.address(0), PORT)])
     early.wait_for_line("BEGUN")
     second = by_tf_config(hosts, 1, script, (2, 2))
@@ -242,8 +246,10 @@ def test_attacks_do_no_harm(make_hosts: MakeHosts) -> None:
     assert len(targets) == 5  # the star and a wire per rank, whose ends on host 0 have one port
     late = attack(hosts, NUM_ATTACKS, targets)
     assert late.wait_for_line("ACCEPTED") == "0"
-    assert "STATE" not in first.out, "training was over before the attacks were"
     assert int(early.wait_for_line("ACCEPTED")) > 0
-    assert [state(process) for process in (first, second)] == expected
-    for process in (first, second):
-        process.check()
+    assert "EPOCHS" not in first.out, "training was over before the attacks were"
+    over.touch()
+    attacked = ended(first, second)
+    (epochs,) = {process.wait_for_line("EPOCHS") for process in (first, second)}
+    assert ended(*begin(hosts, "calm", epochs=epochs)) == attacked
+    assert attacked[0] == attacked[1]

@@ -213,7 +213,7 @@ def test_ctrl_c_in_a_terminal(tmp_path: Path) -> None:
             script.wait_for_line("training")
             os.write(keyboard, b"\x03")
             status, out, err = script.finish()
-            wait_until(lambda: not script.others(), 2, lambda: f"left: {script.others()}")
+            wait_until(lambda: not script.others(), 15, lambda: f"left: {script.others()}")
     finally:
         os.close(keyboard)
         os.close(terminal)

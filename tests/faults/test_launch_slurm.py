@@ -167,15 +167,27 @@ def test_a_failure_is_the_job_s(tmp_path: Path) -> None:
     assert secrets_left(tmp_path) == []
 
 
+# Goes on until a file is there.
+UNTIL_TOLD = """
+import os, time
+print("ready", flush=True)
+deadline = time.monotonic() + 120
+while not os.path.exists("go"):
+    assert time.monotonic() < deadline
+    time.sleep(0.05)
+"""
+
+
 def test_a_job_that_is_cancelled_leaves_no_secret(tmp_path: Path) -> None:
-    write(tmp_path / "train.py", "import time\nprint('ready', flush=True)\ntime.sleep(2)")
+    write(tmp_path / "train.py", UNTIL_TOLD)
     text = write_batch(tmp_path, "--hosts=1", "--devices=3", "train.py")
     process = submit(tmp_path, text)
     try:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         assert len(secrets_left(tmp_path)) == 1
-        process.send_signal(signal.SIGTERM)  # after Slurm has ended the tasks, it ends the script
+        process.send_signal(signal.SIGTERM)
+        (tmp_path / "go").touch()  # the shell hears of a signal once its command has ended
         process.communicate(timeout=TIMEOUT_SECONDS)
         assert process.returncode != 0
         wait_until(lambda: not secrets_left(tmp_path), 15)

@@ -4,6 +4,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from tests.launching import CALM
 from tests.netns import HostProcess, Hosts
 
 MakeHosts = Callable[[int], Hosts]
@@ -98,7 +99,7 @@ def start_training(hosts: Hosts, directory: Path, prelude: str = "") -> HostProc
     """On host 0, with two devices; returns once both are at it."""
     script = directory / "script.py"
     script.write_text(prelude + TRAINING)
-    training = hosts.run(0, [sys.executable, script], directory=directory)
+    training = hosts.run(0, [sys.executable, *CALM, script], directory=directory)
     training.wait_for_line("EPOCH 1")
     assert len(hosts.pids(0)) >= 3, "the script, a helper and the template that it came from"
     return training

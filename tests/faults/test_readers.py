@@ -47,7 +47,7 @@ def test_a_killed_script_leaves_no_reader(workers: int, tmp_path: Path) -> None:
         script.wait_for_line("training")
         assert len(script.others()) == 2 + 2 * workers  # the template, a helper, their readers
         os.kill(script.process.pid, signal.SIGKILL)
-        wait_until(lambda: not script.others(), 2, lambda: f"left: {script.others()}")
+        wait_until(lambda: not script.others(), 15, lambda: f"left: {script.others()}")
 
 
 def test_a_killed_helper_leaves_no_reader(tmp_path: Path) -> None:
@@ -67,7 +67,7 @@ except lockstep.LockstepError as error:
         # A reader that was handing over a tensor at that moment may say so before it ends.
         assert status == 0
         assert not err or "resource_sharer" in err
-        wait_until(lambda: not script.others(), 2, lambda: f"left: {script.others()}")
+        wait_until(lambda: not script.others(), 15, lambda: f"left: {script.others()}")
 
 
 def name_of(pid: int) -> str:
@@ -100,7 +100,7 @@ def test_ctrl_c_in_a_terminal(workers: int, tmp_path: Path) -> None:
             script.wait_for_line("training")
             os.write(keyboard, b"\x03")
             status, out, err = script.finish()
-            wait_until(lambda: not script.others(), 2, lambda: f"left: {script.others()}")
+            wait_until(lambda: not script.others(), 15, lambda: f"left: {script.others()}")
     finally:
         os.close(keyboard)
         os.close(terminal)

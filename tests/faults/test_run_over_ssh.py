@@ -205,7 +205,7 @@ def test_ctrl_c_reaches_the_script_on_every_host(tmp_path: Path, ssh: list[str])
         status, out, _ = script.finish()
         assert status == 130
         assert {"interrupted", "[second] interrupted"} <= set(out.splitlines())
-        wait_until(lambda: not script.others(), 5, lambda: f"left: {script.others()}")
+        wait_until(lambda: not script.others(), 15, lambda: f"left: {script.others()}")
 
 
 def test_the_second_ctrl_c_ends_all(tmp_path: Path, ssh: list[str]) -> None:
@@ -218,7 +218,7 @@ def test_the_second_ctrl_c_ends_all(tmp_path: Path, ssh: list[str]) -> None:
         assert script.process.poll() is None
         script.process.send_signal(signal.SIGINT)
         assert script.finish()[0] == 130
-        wait_until(lambda: not script.others(), 5, lambda: f"left: {script.others()}")
+        wait_until(lambda: not script.others(), 15, lambda: f"left: {script.others()}")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from tests.faults.processes import JOB, run
+from tests.launching import STRICT
 
 CELLS = [
     "import torch, lockstep; from torch import nn; import numpy as np",
@@ -62,7 +63,9 @@ def test_modules_beside_the_script_and_a_change_of_directory(tmp_path: Path) -> 
     *notes, last = run(JOB + MODULES, directory=home).splitlines()
     ranks = last.split()[1:]
     assert len(ranks) == 2
-    assert sorted(notes) == sorted([f"note {rank} __main__ ['error']" for rank in ranks] * 2)
+    assert sorted(notes) == sorted(
+        [f"note {rank} __main__ {list(STRICT[1::2])}" for rank in ranks] * 2
+    )
 
 
 RELATIVE = """

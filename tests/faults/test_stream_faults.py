@@ -13,7 +13,7 @@ from torch import Tensor
 
 import lockstep
 from lockstep.errors import WorkerError
-from tests.faults.jobs import make_data, make_trainer
+from tests.faults.jobs import make_data, make_trainer, warm_up
 from tests.faults.processes import wait_until
 from tests.faults.test_interrupt import check_same
 
@@ -92,7 +92,7 @@ def test_a_helper_that_dies_ends_the_reading() -> None:
     trainer = make_trainer(2, leave, step=3)
     with pytest.raises(WorkerError, match=r"Rank 1 .*ended"):
         trainer.fit(lambda: iter(BATCHES), verbose=0)
-    assert readers() == []
+    wait_until(lambda: not readers(), 30)
 
 
 def test_a_helper_that_dies_while_data_is_waited_for_is_noticed() -> None:
@@ -107,11 +107,12 @@ def test_a_helper_that_dies_while_data_is_waited_for_is_noticed() -> None:
 
     with pytest.raises(WorkerError, match=r"Rank 1 .*ended"):
         trainer.fit(batches, verbose=0)
-    assert readers() == []
+    wait_until(lambda: not readers(), 30)
 
 
 def test_data_may_take_longer_than_a_helper_is_waited_for() -> None:
-    timeout_seconds = 3.0  # more than a busy machine takes for a step
+    warm_up(2)
+    timeout_seconds = 6.0  # more than a busy machine takes for a step
     trainer = make_trainer(2, timeout_seconds=timeout_seconds)
 
     def slowly() -> Iterator[Any]:
@@ -119,6 +120,5 @@ def test_data_may_take_longer_than_a_helper_is_waited_for() -> None:
         time.sleep(timeout_seconds + 1.0)
         yield BATCHES[1]
 
-    trainer.fit(lambda: iter(BATCHES), verbose=0)  # helpers have started
     history: lockstep.History = trainer.fit(slowly, verbose=0)
     assert history.epoch == [0]

@@ -14,7 +14,6 @@ import math
 import os
 import sys
 import traceback
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -32,6 +31,7 @@ from lockstep.callbacks import EarlyStopping, LambdaCallback, ModelCheckpoint
 from lockstep.comm.codec import encode
 from lockstep.data.trees import map_tensors, tensors_of
 from lockstep.train.optimizers import each_optimizer
+from tests.launching import be_strict
 from tests.loss_zoo import JOBS as LOSS_JOBS
 from tests.parity.test_custom_steps import NOISE, OPTIMIZERS, REAL, STEPS, Gan
 from tests.zoo import build_seeded, normal
@@ -533,5 +533,5 @@ HOST = 0
 IS_ALONE = False
 
 if __name__ == "__main__":
-    warnings.simplefilter("error")
+    be_strict()
     main()

@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import lockstep  # isort: skip  # before Keras, whose backend it chooses
+
 import keras
 import numpy as np
 import pytest
@@ -23,9 +25,9 @@ import torch
 from keras import layers, ops
 from torch.utils.data import DataLoader, TensorDataset
 
-import lockstep  # before Keras: it chooses Keras's PyTorch backend
 from lockstep.errors import HostError
 from tests import keras_zoo as zoo
+from tests.launching import be_strict
 
 BATCH = 13
 SAMPLES = 3 * BATCH + 1  # the last batch is one sample: a whole host has none
@@ -316,7 +318,7 @@ def main() -> None:
 HOST = 0
 
 if __name__ == "__main__":
-    warnings.simplefilter("error")
+    be_strict()
     warnings.filterwarnings("ignore", "__array__ implementation")  # Keras's
     if "TF_CONFIG" in os.environ:
         HOST = json.loads(os.environ["TF_CONFIG"])["task"]["index"]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.launchers import lines, on_loopback
+from tests.launchers import lines_of_all, on_loopback
 from tests.loss_zoo import JOBS as LOSS_JOBS
 from tests.parity.host_jobs import JOBS
 
@@ -28,7 +28,7 @@ def told(
     folder: Path = tmp_path_factory.mktemp("jobs")
     script = ["-m", "tests.parity.host_jobs", str(NETWORKS[request.param]), str(folder)]
     with on_loopback(script) as processes:
-        yield [{line["job"]: line for line in lines(each, SECONDS)} for each in processes]
+        yield [{line["job"]: line for line in each} for each in lines_of_all(processes, SECONDS)]
 
 
 @pytest.mark.parametrize("name", [*JOBS, *LOSS_JOBS])

@@ -16,7 +16,7 @@ from tests.launchers import (
     by_lockstep_run,
     by_tf_config,
     by_torchrun,
-    lines,
+    lines_of_all,
 )
 from tests.netns import Hosts
 from tests.zoo import cases
@@ -108,8 +108,7 @@ def test_training_on_several_hosts_equals_one_device(
     ]
     script = [str(path), *(f"{model}@{network}" for model, network in jobs)]
     started = [layout.start(hosts, host, script, layout.devices) for host in range(len(hosts))]
-    for process, devices in zip(started, layout.devices, strict=True):
-        told = lines(process, SECONDS)
+    for told, devices in zip(lines_of_all(started, SECONDS), layout.devices, strict=True):
         num_scripts = devices if layout.start is by_torchrun else 1
         for line in told:
             assert line["passed"], line["report"]
@@ -141,8 +140,7 @@ def test_the_speed_of_the_network_decides_what_crosses_it(
     path = tmp_path / "plan.py"
     path.write_text(PLAN)
     started = [by_tf_config(hosts, host, [str(path)], (1, 1)) for host in range(2)]
-    for process in started:
-        (split, fast), (_, slow) = lines(process, SECONDS)
+    for (split, fast), (_, slow) in lines_of_all(started, SECONDS):
         assert split == [1, 1]
         assert not any(fast)
         assert any(slow)

@@ -7,20 +7,23 @@ from typing import Any
 
 import pytest
 
-from tests.launchers import by_standalone_torchrun, on_loopback
+from tests.launchers import by_standalone_torchrun, lines_of_all, on_loopback
+from tests.launching import CALM
 from tests.netns import HostProcess
 from tests.parity.keras_host_jobs import JOBS
 
 SECONDS = 400.0
-NOISE = ("WARNING: All log messages before absl", "I0000 ")  # TensorFlow's, which Keras imports
+# TensorFlow, which Keras imports, says what it finds; some of it, whatever it is told.
+QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3"}
+NOISE = ("WARNING: All log messages before absl", "I0000 ")
 FOLLOWED = ["sequential", "images", "loader", "stopping early", "meddler", "pipeline"]
 
 Told = dict[str, Any]
 
 
-def told_by(process: HostProcess) -> list[Any]:
+def told_by(process: HostProcess, timeout_seconds: float) -> list[Any]:
     """All that a script has told; it must come to a good end, and have nothing to complain of."""
-    status, out, err = process.finish(SECONDS)
+    status, out, err = process.finish(timeout_seconds)
     complaints = [line for line in err.splitlines() if not line.startswith(NOISE)]
     assert (status, complaints) == (0, [])
     return [json.loads(line) for line in out.splitlines()]
@@ -30,8 +33,9 @@ def told_by(process: HostProcess) -> list[Any]:
 def two_hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[dict[str, Told]]]:
     """By host, what it tells of each job."""
     script = ["-m", "tests.parity.keras_host_jobs", str(tmp_path_factory.mktemp("jobs"))]
-    with on_loopback(script) as processes:
-        yield [{line["job"]: line for line in told_by(each)} for each in processes]
+    with on_loopback(script, variables=QUIET) as processes:
+        told = lines_of_all(processes, SECONDS, told_by)
+        yield [{line["job"]: line for line in each} for each in told]
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +76,7 @@ class Drop(keras.callbacks.Callback):
         self.model.layers[-1].rate = 0.5
 
 def said(activation="relu", loss="mse", seed=0, callbacks=()):
-    with lockstep.MultiWorkerMirroredStrategy(timeout_seconds=30).scope():
+    with lockstep.MultiWorkerMirroredStrategy(timeout_seconds=180).scope():
         keras.backend.clear_session()
         keras.utils.set_random_seed(seed)
         layers = keras.layers.Dense(1, activation), keras.layers.Dropout(0.1)
@@ -94,12 +98,12 @@ print(json.dumps([
 """
 
 
+@pytest.mark.timeout(500)
 def test_what_hosts_do_not_have_alike_is_named(tmp_path: Path) -> None:
     script = tmp_path / "quarrel.py"
     script.write_text(QUARREL)
-    with on_loopback([str(script)]) as processes:
-        for process in processes:
-            (told,) = told_by(process)
+    with on_loopback([str(script)], options=CALM, variables=QUIET) as processes:
+        for (told,) in lines_of_all(processes, SECONDS, told_by):
             activation, loss, seed, changed, alike = told
             assert "`activation` of the layer" in activation
             assert "relu on Host 0" in activation

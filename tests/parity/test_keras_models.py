@@ -249,7 +249,7 @@ model.fit(x, y, batch_size=10, verbose=0)
 def test_convolutions_in_a_pipeline_of_a_script_that_imports_torch(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(IMPORTS_TORCH)
-    subprocess.run([sys.executable, str(script)], check=True, timeout=100)
+    subprocess.run([sys.executable, str(script)], check=True, timeout=300)
 
 
 def remembering() -> Any:

