@@ -26,13 +26,11 @@ ROOT = Path(__file__).parents[1]
 PORT = 29400
 _MASTER_PORT = 29500
 
-# Begins every script: warnings are errors, as everywhere in the tests. What it prints is appended:
-# where processes have a file of memory in common, one's line could else overwrite another's.
+# Begins every script: warnings are errors, as everywhere in the tests.
 BEGINNING = """
 from tests.launching import be_strict
 be_strict()
-import fcntl, json, os, sys, time
-fcntl.fcntl(1, fcntl.F_SETFL, fcntl.fcntl(1, fcntl.F_GETFL) | os.O_APPEND)
+import json, os, sys, time
 import torch
 from torch import nn
 import lockstep

@@ -8,6 +8,7 @@ Namespaces have names, and the kernel keeps them. They bear the id of the proces
 that what a killed process has left is removed by the next one that makes hosts.
 """
 
+import fcntl
 import itertools
 import os
 import re
@@ -45,6 +46,9 @@ class HostProcess:
 
     def __init__(self, command: list[str], environment: dict[str, str], directory: Path) -> None:
         self._out, self._err = os.memfd_create("out"), os.memfd_create("err")
+        for descriptor in (self._out, self._err):
+            # Several processes write; without this one's lines may come to lie over another's.
+            fcntl.fcntl(descriptor, fcntl.F_SETFL, os.O_APPEND)
         self.popen = subprocess.Popen(
             command,
             cwd=directory,

@@ -34,7 +34,7 @@ def capture_graph(model: nn.Module, trace: Trace, inputs: Tree) -> LayerGraph:
         ),
         tied=ties_of(model),
         flows=_flows(trace, value_bytes(trace, model, inputs)),
-        inseparable=_inseparable(trace),
+        inseparable=_inseparable(model, trace, inputs),
     )
 
 
@@ -105,9 +105,53 @@ def _flows(trace: Trace, sizes: Mapping[int, int]) -> tuple[Flow, ...]:
     )
 
 
-def _inseparable(trace: Trace) -> tuple[tuple[int, int], ...]:
+def _inseparable(model: nn.Module, trace: Trace, inputs: Tree) -> tuple[tuple[int, int], ...]:
     pairs = {
         (trace.instructions[maker].layer, trace.instructions[changer].layer)
         for maker, changer in find_inplace(trace)
     }
+    pairs |= {(users[0], users[-1]) for users in _users_of_changing(model, trace, inputs)}
     return tuple(sorted(pair for pair in pairs if pair[0] < pair[1]))
+
+
+def _users_of_changing(model: nn.Module, trace: Trace, inputs: Tree) -> list[list[int]]:
+    """For each buffer that several layers use and that running the model changes, these layers.
+
+    In different processes each would change a buffer of its own.
+    """
+    users: dict[str, list[int]] = defaultdict(list)
+    for number, layer in enumerate(trace.layers):
+        for name in layer.buffers:
+            users[name].append(number)
+    shared = {name: found for name, found in users.items() if len(found) > 1}
+    if not shared:
+        return []
+    changed = _changed_buffers(model, trace, inputs)
+    # On the meta device not every change shows, but with one that does come those of its layer.
+    changing = {number for name in changed for number in users[name]}
+    return [found for found in shared.values() if changing.intersection(found)]
+
+
+def _changed_buffers(model: nn.Module, trace: Trace, inputs: Tree) -> set[str]:
+    """Buffers that are not as they were after the model has run in training."""
+    state = ModelState(model)
+    before = {
+        name: (buffer, buffer._version, buffer.clone()) for name, buffer in model.named_buffers()
+    }
+    try:
+        set_mode(model, training=True)
+        with torch.no_grad():
+            run_trace(trace, model, map_tensors(torch.clone, inputs))
+        return {
+            name for name, buffer in model.named_buffers() if _has_changed(buffer, *before[name])
+        }
+    finally:
+        state.restore()
+
+
+def _has_changed(
+    buffer: torch.Tensor, former: torch.Tensor, version: int, values: torch.Tensor
+) -> bool:
+    if buffer is not former or buffer._version != version:
+        return True
+    return not buffer.is_meta and not torch.equal(buffer, values)

@@ -386,32 +386,30 @@ def _held_names(
     rank: int,
 ) -> frozenset[str]:
     """Parameters and buffers that are on a rank."""
+    assert plan.pipeline is not None
     parameters = {name for group in groups if rank in group.ranks for name in group.names}
-    return frozenset(parameters | _buffers(plan, partitions, lambda ranks: rank in ranks))
+    buffers = {
+        name
+        for each in partitions.values()
+        for stage, part in zip(plan.pipeline.stages, each.parts, strict=True)
+        if rank in stage.ranks
+        for name in part.buffers
+    }
+    return frozenset(parameters | buffers)
 
 
 def _ruled_buffers(
     plan: Plan, model: nn.Module, partitions: Mapping[bool, Partition], rank: int
 ) -> frozenset[str]:
-    """Buffers of the stages that a rank is the first replica of; what no stage has is rank 0's."""
-    ruled = _buffers(plan, partitions, lambda ranks: rank == ranks[0])
-    if rank == 0:
-        others = _buffers(plan, partitions, lambda ranks: ranks[0] != 0)
-        ruled |= {name for name, _ in model.named_buffers()} - others
-    return frozenset(ruled)
+    """Buffers whose values on this rank are those that count.
 
-
-def _buffers(
-    plan: Plan,
-    partitions: Mapping[bool, Partition],
-    is_meant: Callable[[tuple[int, ...]], bool],
-) -> set[str]:
-    """Buffers of the stages that are held by ranks that are meant."""
+    Training changes a buffer in one stage, whose first replica has the values that count, even if
+    other stages read it in evaluation. What no stage uses is rank 0's.
+    """
     assert plan.pipeline is not None
-    return {
-        name
-        for each in partitions.values()
-        for stage, part in zip(plan.pipeline.stages, each.parts, strict=True)
-        if is_meant(stage.ranks)
-        for name in part.buffers
-    }
+    rulers: dict[str, int] = {}
+    for training in (True, False):
+        for stage, part in zip(plan.pipeline.stages, partitions[training].parts, strict=True):
+            for name in part.buffers:
+                rulers.setdefault(name, stage.ranks[0])
+    return frozenset(name for name, _ in model.named_buffers() if rulers.get(name, 0) == rank)

@@ -326,20 +326,33 @@ def _in_units(
     by_first = {first: unit for unit, (first, _) in enumerate(units)}
     for start in starts:
         if start not in by_first:
-            first, last = next(
-                (first, last) for first, last in graph.inseparable if first < start <= last
-            )
-            names = [layer.name for layer in graph.layers]
-            raise OptionError(
-                problem(
-                    "No tensor that crosses a cut may be changed in place on the other side.",
-                    received=f"a cut at {names[start]!r}: {names[last]!r} changes what "
-                    f"{names[first]!r} has made",
-                    fix=f"Cut at {names[min(last + 1, len(names) - 1)]!r}, or let "
-                    f"{names[last]!r} make a new tensor (inplace=False).",
-                )
-            )
+            _raise_inseparable(graph, start)
     return tuple(by_first[start] for start in starts)
+
+
+def _raise_inseparable(graph: LayerGraph, start: int) -> None:
+    """Say which layers a cut at ``start`` would part."""
+    first, last = next((first, last) for first, last in graph.inseparable if first < start <= last)
+    names = [layer.name for layer in graph.layers]
+    elsewhere = f"Cut at {names[last + 1]!r}" if last + 1 < len(names) else "Cut elsewhere"
+    shared = set(graph.layers[first].buffers) & set(graph.layers[last].buffers)
+    if shared:
+        raise OptionError(
+            problem(
+                "All layers that change a buffer must be in one stage.",
+                received=f"a cut at {names[start]!r}: {names[first]!r} and {names[last]!r} change "
+                f"{min(shared)!r}",
+                fix=f"{elsewhere}, or use a data parallel strategy.",
+            )
+        )
+    raise OptionError(
+        problem(
+            "No tensor that crosses a cut may be changed in place on the other side.",
+            received=f"a cut at {names[start]!r}: {names[last]!r} changes what "
+            f"{names[first]!r} has made",
+            fix=f"{elsewhere}, or let {names[last]!r} make a new tensor (inplace=False).",
+        )
+    )
 
 
 def _cut_problem(
@@ -401,6 +414,11 @@ def _raise_too_few(graph: LayerGraph, units: Sequence[tuple[int, int]], wanted: 
         f"; {layer.name or 'the model'} runs as one piece ({layer.atomic_reason})"
         for layer in atomic[:3]
     )
+    if len(units) < len(graph.layers):
+        because += "".join(
+            f"; no cut may part {graph.layers[first].name!r} from {graph.layers[last].name!r}"
+            for first, last in graph.inseparable[:3]
+        )
     if len(units) > 1:
         found, fix = f"{len(units)} layers", f"Use stages={len(units)} or fewer."
     else:

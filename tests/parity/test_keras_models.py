@@ -146,6 +146,33 @@ def check_fit_and_predict(make: Callable[[], Any], x: Any, strategy: str) -> Non
     np.testing.assert_allclose(found, wanted, atol=1e-10)
 
 
+def siamese() -> Any:
+    """Statistics of a layer that is called twice."""
+    net = keras.Sequential(
+        [keras.Input((8,)), layers.Dense(4), layers.BatchNormalization(), layers.Dense(4)]
+    )
+    inputs = keras.Input((8,))
+    difference = layers.Subtract()([net(inputs), net(-inputs)])
+    return keras.Model(inputs, layers.Dense(zoo.NUM_CLASSES)(difference))
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [lockstep.MirroredStrategy(2), lockstep.PipelineStrategy(2, microbatches=1)],
+    ids=["mirrored", "pipeline"],
+)
+def test_statistics_of_a_layer_that_is_called_twice(strategy: lockstep.Strategy) -> None:
+    plain = zoo.compiled(siamese, example=VECTORS)
+    with strategy.scope():
+        model = zoo.compiled(siamese, example=VECTORS)
+    for each in (plain, model):
+        each.fit(VECTORS, TARGETS, batch_size=BATCH, epochs=2, shuffle=False, verbose=0)
+    assert zoo.distance(plain, model) < 1e-12
+    np.testing.assert_allclose(
+        model.predict(VECTORS, verbose=0), plain.predict(VECTORS, verbose=0), rtol=1e-9
+    )
+
+
 class Counting(layers.Layer):  # type: ignore[misc]  # Keras is untyped
     """Counts its calls in training, and how large values are."""
 

@@ -63,6 +63,30 @@ def test_batch_norm_agrees_in_one_microbatch() -> None:
     assert report.passed, str(report)
 
 
+class Siamese(nn.Module):
+    """Calls a module with statistics twice, with a layer before and behind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.shared = nn.Linear(6, 6), nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4))
+        self.last = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x))
+        output: Tensor = self.last(self.shared(x) - self.shared(x.flip(1)))
+        return output
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+def test_statistics_of_a_module_that_is_called_twice_are_in_one_stage(stages: int) -> None:
+    torch.manual_seed(7)
+    x = torch.randn(32, 6, dtype=torch.float64)
+    optimizer = partial(torch.optim.SGD, lr=0.1)
+    job = lockstep.Job(Siamese(), nn.CrossEntropyLoss(), optimizer, (x, x.argmax(1) % 3), 16)
+    report = lockstep.verify(job, lockstep.PipelineStrategy(stages, microbatches=1))
+    assert report.passed, str(report)
+
+
 class Moded(nn.Module):
     """Does something else in each mode, in Python."""
 

@@ -102,6 +102,49 @@ def test_no_cut_comes_between_a_layer_and_what_changes_its_output_in_place() -> 
     assert stages_of(plan) == {"0": 0, "1": 0, "2": 1, "3": 2, "4": 3}
 
 
+class Repeated(nn.Module):
+    """Calls one layer again and again."""
+
+    def __init__(self, shared: nn.Module) -> None:
+        super().__init__()
+        self.first, self.shared, self.last = nn.Linear(8, 8), shared, nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for _ in range(3):
+            x = torch.relu(self.shared(x))
+        output: Tensor = self.last(x)
+        return output
+
+
+class Shifted(nn.Linear):
+    """Reads a buffer."""
+
+    shift: Tensor
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.register_buffer("shift", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.shift
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_no_cut_comes_between_calls_that_change_a_buffer(device: str) -> None:
+    model = Repeated(nn.BatchNorm1d(8)).to(device)
+    stages = stages_of(plan_of(lockstep.PipelineStrategy(3, microbatches=2), model))
+    assert {stages[name] for name in stages if name.startswith("shared")} == {1}
+    with pytest.raises(OptionError, match="for 3 layers; no cut may part 'shared' from 'shared@3'"):
+        plan_of(lockstep.PipelineStrategy(4, microbatches=2), model)
+
+
+@pytest.mark.parametrize("shared", [nn.Linear(8, 8), Shifted()], ids=["no buffer", "reads"])
+def test_cuts_come_between_calls_that_change_no_buffer(shared: nn.Module) -> None:
+    plan = plan_of(lockstep.PipelineStrategy(5, microbatches=2), Repeated(shared))
+    assert set(stages_of(plan).values()) == set(range(5))
+
+
 def test_replicas_may_differ_from_stage_to_stage() -> None:
     plan = plan_of(lockstep.HybridStrategy(data=(3, 1), cuts=["2"], microbatches=2))
     assert plan.pipeline is not None
@@ -225,6 +268,12 @@ def test_a_cut_before_an_in_place_change_is_refused() -> None:
     with pytest.raises(OptionError, match="'1' changes what '0' has made") as caught:
         plan_of(lockstep.PipelineStrategy(cuts=["1"]), chain(inplace=True))
     assert "Cut at '2'" in str(caught.value)
+
+
+def test_a_cut_between_calls_that_change_a_buffer_is_refused() -> None:
+    with pytest.raises(OptionError, match="'shared' and 'shared@3' change") as caught:
+        plan_of(lockstep.PipelineStrategy(cuts=["shared@2"]), Repeated(nn.BatchNorm1d(8)))
+    assert "Cut at 'last'" in str(caught.value)
 
 
 def test_more_microbatches_than_samples_are_refused() -> None:
