@@ -22,6 +22,11 @@ Each message says what is wrong, what was received and how to fix it; ``problem`
 shape. Validators gather every problem they find in a ``Problems`` and raise once.
 """
 
+import sys
+from pathlib import Path
+
+_PACKAGE = Path(__file__).parent
+
 
 class LockstepError(Exception):
     """Base of all errors raised by Lockstep."""
@@ -113,3 +118,11 @@ class Problems:
         if self._found:
             listed = "\n".join(f"  {number}. {text}" for number, text in enumerate(self._found, 1))
             raise error(f"{len(self._found)} problems:\n{listed}")
+
+
+def level_of_user() -> int:
+    """The ``stacklevel`` of the line outside of Lockstep that has led to a warning."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and Path(frame.f_code.co_filename).is_relative_to(_PACKAGE):
+        level, frame = level + 1, frame.f_back
+    return level

@@ -307,6 +307,16 @@ def _as_array(value: Any, name: str) -> np.ndarray[Any, Any]:
         ) from error
 
 
+def _shared_with(array: np.ndarray[Any, Any]) -> torch.Tensor:
+    """A tensor in the memory of an array."""
+    if array.flags.writeable:
+        return torch.from_numpy(array)
+    with warnings.catch_warnings():  # which has Python show again what it has shown once
+        # Read-only arrays (memory maps) are only ever read here.
+        warnings.filterwarnings("ignore", "The given NumPy array is not writable")
+        return torch.from_numpy(array)
+
+
 def _from_numpy(array: np.ndarray[Any, Any], name: str) -> torch.Tensor:
     usable = array.dtype.isnative and all(
         stride >= 0 and stride % array.itemsize == 0 for stride in array.strides
@@ -314,10 +324,7 @@ def _from_numpy(array: np.ndarray[Any, Any], name: str) -> torch.Tensor:
     if not usable:  # reversed, a field of records, from another machine: torch needs a copy
         array = array.astype(array.dtype.newbyteorder("="), order="C")
     try:
-        with warnings.catch_warnings():
-            # Read-only arrays (memory maps) are only ever read here.
-            warnings.filterwarnings("ignore", "The given NumPy array is not writable")
-            return remember_file(torch.from_numpy(array), array)
+        return remember_file(_shared_with(array), array)
     except TypeError as error:
         raise DataError(
             problem(

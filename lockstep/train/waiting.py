@@ -1,20 +1,17 @@
 """Waiting for data: how much of an epoch it takes, and a word to the user where it is much."""
 
-import sys
 import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from types import FrameType
 from typing import TypeVar
 
 import torch
 
 from lockstep.data.sources import Batch, Source
+from lockstep.errors import level_of_user
 from lockstep.units import format_seconds
 
-_PACKAGE = Path(__file__).parents[1]
 _SHORTEST_SECONDS = 1.0
 _LARGEST_SHARE = 0.25
 
@@ -90,7 +87,7 @@ class InputClock:
             "rank 0. Have it read ahead (lockstep.data.prefetch), keep what was read "
             "(lockstep.data.cache), or give a DataLoader more workers.",
             InputBoundWarning,
-            stacklevel=_level_of_user(),
+            stacklevel=level_of_user(),
         )
 
 
@@ -107,15 +104,3 @@ class ClockedSource(Source):
     def read(self, indices: torch.Tensor, dtype: torch.dtype) -> Batch:
         with self._clock.waiting():
             return self._source.read(indices, dtype)
-
-
-def _level_of_user() -> int:
-    """How many calls above ``warnings.warn`` the user's own call is."""
-    level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and _is_ours(frame):
-        level, frame = level + 1, frame.f_back
-    return level
-
-
-def _is_ours(frame: FrameType) -> bool:
-    return Path(frame.f_code.co_filename).is_relative_to(_PACKAGE)

@@ -110,12 +110,35 @@ def with_a_list_of_one_output() -> Any:
     return keras.Model([inputs], [layers.Dense(zoo.NUM_CLASSES)(hidden)])
 
 
+class Placed(layers.Layer):  # type: ignore[misc]  # Keras is untyped
+    """Words and their places, as many as there are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.places = layers.Embedding(7, 4), layers.Embedding(5, 4)
+
+    def call(self, inputs: Any) -> Any:
+        return self.words(inputs) + self.places(ops.arange(0, ops.shape(inputs)[-1], 1))
+
+
+def of_words() -> Any:
+    return keras.Sequential(
+        [
+            keras.Input((5,), dtype="int64"),
+            Placed(),
+            layers.Flatten(),
+            layers.Dense(zoo.NUM_CLASSES),
+        ]
+    )
+
+
 MODELS: dict[str, tuple[Callable[[], Any], Any]] = {
     "preprocessed": (preprocessed, IMAGES),
     "viewed": (viewed, IMAGES),
     "of a slice": (of_a_slice, IMAGES),
     "layers as activations": (with_layers_as_activations, VECTORS),
     "deep": (deep, VECTORS),
+    "words": (of_words, NUMBERS),
     "a list of one output": (with_a_list_of_one_output, VECTORS),
 }
 

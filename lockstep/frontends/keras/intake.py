@@ -18,7 +18,7 @@ from lockstep.data.reading import Reading
 from lockstep.data.sources import ArraySource, Source, array_source
 from lockstep.data.streams import Stream
 from lockstep.data.trees import Tree
-from lockstep.errors import OptionError, problem
+from lockstep.errors import OptionError, level_of_user, problem
 from lockstep.train.checks import filled
 from lockstep.train.feeding import SharedStream, sample_of
 from lockstep.train.intake import Feed
@@ -153,7 +153,7 @@ def warn_if_short(feed: Feed, num_epochs: int) -> None:
         warnings.warn(
             f"Your input ran out of data: {feed.steps_per_epoch} steps do not divide its {in_pass} "
             "batches, so a pass, or an epoch, is shorter than that.",
-            stacklevel=3,
+            stacklevel=level_of_user(),
         )
 
 

@@ -18,7 +18,7 @@ from keras.src.callbacks import CallbackList
 from keras.src.trainers.data_adapters import array_slicing, data_adapter_utils
 
 from lockstep.data.trees import Tree, map_tensors
-from lockstep.errors import ModelError, OptionError, problem
+from lockstep.errors import ModelError, OptionError, level_of_user, problem
 from lockstep.frontends.keras.bound_methods import METHODS
 from lockstep.frontends.keras.checks import check_batch_sizes, check_integers, check_model
 from lockstep.frontends.keras.conducting import steps_between_metrics
@@ -411,7 +411,7 @@ def _limited(epochs: int) -> int:
     most = keras.config.max_epochs()
     if not most or most >= epochs:
         return epochs
-    warnings.warn(f"Limiting epochs to {most}", stacklevel=4)
+    warnings.warn(f"Limiting epochs to {most}", stacklevel=level_of_user())
     return int(most)
 
 

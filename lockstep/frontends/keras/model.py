@@ -18,6 +18,7 @@ from typing import Any
 
 import keras
 import torch
+from keras.src.backend.common.dtypes import PYTHON_DTYPES_MAP
 from keras.src.backend.common.masking import get_keras_mask
 from keras.src.backend.torch import random as keras_random
 from keras.src.layers.normalization.batch_normalization import BatchNormalization
@@ -26,6 +27,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from lockstep.capture.layers import BatchLayer, FrontEndLayer
+from lockstep.capture.sizes import TracedFloat, TracedInt
 from lockstep.data.trees import Tree
 from lockstep.errors import ModelError, problem
 from lockstep.frontends.keras.checks import check_model
@@ -41,6 +43,9 @@ _generators = Redirection("torch_seed_generator", keras_random)
 _seeds = Redirection("draw_seed", keras_random)
 
 _MARK = "_lockstep_device"
+
+# Sizes in a trace are numbers, which Keras knows by their types.
+PYTHON_DTYPES_MAP.update({TracedInt: PYTHON_DTYPES_MAP[int], TracedFloat: PYTHON_DTYPES_MAP[float]})
 
 
 @dataclass

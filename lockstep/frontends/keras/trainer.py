@@ -21,6 +21,7 @@ from lockstep.frontends.keras.conducting import (
     steps_between_metrics,
 )
 from lockstep.frontends.keras.direct_calls import is_plain_kind
+from lockstep.frontends.keras.independence import check_predictions
 from lockstep.frontends.keras.losses import Additions, KerasLoss
 from lockstep.frontends.keras.metrics import KerasMetrics
 from lockstep.frontends.keras.model import KerasModel, giving_losses
@@ -108,6 +109,7 @@ class KerasTrainer(Runner):
             seed=random_seed(),
         )
         self._additions: tuple[object, Additions] | None = None
+        self._can_predict = False
 
     def on_all_processes(self, make: Callable[[], _T]) -> _T:
         """What a call comes to, on all processes that make it."""
@@ -209,6 +211,7 @@ class KerasTrainer(Runner):
 
     def predict(self, feed: Feed, callbacks: Any) -> Tree:
         """The model's outputs for data, in its order."""
+        self._look_before_predicting(feed.source)
         tells, stops = self._company.from_chief(
             (any_acts_in(callbacks, "on_predict_batch_end"), may_stop(callbacks, "predict"))
         )
@@ -253,6 +256,17 @@ class KerasTrainer(Runner):
         of_layers = [*model._metrics, *(one for layer in layers for one in layer._metrics)]
         has_rows = known[1].has_rows
         return loss, KerasMetrics(model._compile_metrics, of_layers, has_rows=has_rows)
+
+    def _look_before_predicting(self, source: Source | SharedStream) -> None:
+        """See that outputs can be divided, unless that is known."""
+        sample = sample_of(source)
+        is_divided = not isinstance(self._maker(), SingleDevice)
+        is_known = self._additions is not None or self._can_predict
+        if is_divided and not is_known and self._company.is_chief:
+            if isinstance(sample, ArraySource):
+                self.model.look_anew()
+                check_predictions(self.model, sample)
+            self._can_predict = True
 
     def _find_additions(
         self, samples: Sequence[ArraySource], *, is_divided: bool
