@@ -34,7 +34,7 @@ def capture_graph(model: nn.Module, trace: Trace, inputs: Tree) -> LayerGraph:
         ),
         tied=ties_of(model),
         flows=_flows(trace, value_bytes(trace, model, inputs)),
-        inseparable=_inseparable(model, trace, inputs),
+        inseparable=find_inseparable(model, trace, inputs),
     )
 
 
@@ -105,7 +105,8 @@ def _flows(trace: Trace, sizes: Mapping[int, int]) -> tuple[Flow, ...]:
     )
 
 
-def _inseparable(model: nn.Module, trace: Trace, inputs: Tree) -> tuple[tuple[int, int], ...]:
+def find_inseparable(model: nn.Module, trace: Trace, inputs: Tree) -> tuple[tuple[int, int], ...]:
+    """See ``LayerGraph.inseparable``: it depends on the modes of modules, too."""
     pairs = {
         (trace.instructions[maker].layer, trace.instructions[changer].layer)
         for maker, changer in find_inplace(trace)
@@ -127,16 +128,19 @@ def _users_of_changing(model: nn.Module, trace: Trace, inputs: Tree) -> list[lis
     if not shared:
         return []
     changed = _changed_buffers(model, trace, inputs)
-    # On the meta device not every change shows, but with one that does come those of its layer.
-    changing = {number for name in changed for number in users[name]}
-    return [found for found in shared.values() if changing.intersection(found)]
+    if any(buffer.is_meta for buffer in model.buffers()):
+        # There not every change shows, but with one that does come those of its layer.
+        changing = {number for name in changed for number in users[name]}
+        return [found for found in shared.values() if changing.intersection(found)]
+    return [found for name, found in shared.items() if name in changed]
 
 
 def _changed_buffers(model: nn.Module, trace: Trace, inputs: Tree) -> set[str]:
     """Buffers that are not as they were after the model has run in training."""
     state = ModelState(model)
     before = {
-        name: (buffer, buffer._version, buffer.clone()) for name, buffer in model.named_buffers()
+        name: (buffer, _version_of(buffer), buffer.clone())
+        for name, buffer in model.named_buffers()
     }
     try:
         set_mode(model, training=True)
@@ -149,9 +153,14 @@ def _changed_buffers(model: nn.Module, trace: Trace, inputs: Tree) -> set[str]:
         state.restore()
 
 
+def _version_of(buffer: torch.Tensor) -> int:
+    """How often it was changed in place, where torch counts."""
+    return 0 if buffer.is_inference() else buffer._version
+
+
 def _has_changed(
     buffer: torch.Tensor, former: torch.Tensor, version: int, values: torch.Tensor
 ) -> bool:
-    if buffer is not former or buffer._version != version:
+    if buffer is not former or _version_of(buffer) != version:
         return True
     return not buffer.is_meta and not torch.equal(buffer, values)

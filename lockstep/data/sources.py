@@ -311,7 +311,8 @@ def _shared_with(array: np.ndarray[Any, Any]) -> torch.Tensor:
     """A tensor in the memory of an array."""
     if array.flags.writeable:
         return torch.from_numpy(array)
-    with warnings.catch_warnings():  # which has Python show again what it has shown once
+    # It makes Python forget which warnings it has shown, so it is not used without need.
+    with warnings.catch_warnings():
         # Read-only arrays (memory maps) are only ever read here.
         warnings.filterwarnings("ignore", "The given NumPy array is not writable")
         return torch.from_numpy(array)

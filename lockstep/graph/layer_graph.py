@@ -103,7 +103,7 @@ class LayerGraph(msgspec.Struct, frozen=True, kw_only=True):
         flows: what later layers use of earlier ones.
         channels_last: images run through it with their channels together in memory.
         inseparable: pairs (first, last) of layers, such that ``last`` changes in place what
-            ``first`` has made, or a buffer that both use: no cut may come between them.
+            ``first`` has made, or a buffer that both use is changed: no cut may come between.
     """
 
     layers: tuple[Layer, ...]

@@ -10,6 +10,7 @@ Linux only.
 import os
 import socket
 import struct
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -20,12 +21,21 @@ _CREDENTIALS = struct.Struct("3i")  # process id, user id, group id
 # A process that ends closes its sockets before it counts as ended.
 _ENDING_SECONDS = 1.0
 
+_STOP_SECONDS = 0.05
+
 
 def is_stopped(pid: int) -> bool:
-    """Whether a process is stopped, as by Ctrl-Z or a debugger."""
-    with suppress(OSError):
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        return state in ("T", "t")
+    """Whether a process is stopped, as by Ctrl-Z, and not only for the moment of a debugger's."""
+    if not _is_stopped_now(pid):
+        return False
+    time.sleep(_STOP_SECONDS)
+    return _is_stopped_now(pid)
+
+
+def _is_stopped_now(pid: int) -> bool:
+    with suppress(OSError):  # it is gone
+        state = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0]
+        return state in (b"T", b"t")
     return False
 
 

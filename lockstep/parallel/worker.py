@@ -2,7 +2,8 @@
 
 There are two. ``parallel.replica`` holds the whole model and works on its shares of each batch;
 ``parallel.stages`` holds some of the model's layers and works on the microbatches that come by.
-What trains, evaluates and predicts with them (``train.tasks``) knows no difference.
+What trains, evaluates and predicts with them (``train.fit_task``, ``train.tasks``) knows no
+difference.
 """
 
 import math

@@ -16,7 +16,7 @@ import msgspec
 import torch
 from torch import nn
 
-from lockstep.capture.graph import capture_graph, value_bytes
+from lockstep.capture.graph import capture_graph, find_inseparable, value_bytes
 from lockstep.capture.layers import capture_layers
 from lockstep.capture.tracing import Trace, trace_modes
 from lockstep.cluster.devices import discover
@@ -169,7 +169,8 @@ class Planning:
         known = self._measured
         if known is None or [layer.name for layer in known.layers] != names:
             self._measured = known = capture_graph(self._model, trace, inputs)
-        return known
+        inseparable = find_inseparable(self._model, trace, inputs)
+        return msgspec.structs.replace(known, inseparable=inseparable)
 
 
 @contextmanager

@@ -49,7 +49,7 @@ PRELOAD = ("lockstep.train.serving", "torch.fx.experimental.symbolic_shapes")
 
 # A rank that waits for other hosts hears after this time of a failure on its own.
 _PATIENCE_SECONDS = 1.0
-# So much longer than its helpers rank 0 waits where there are other hosts.
+# With other hosts, rank 0 waits so much longer than its helpers do.
 _HEAD_START_SECONDS = 5.0
 # Longest wait, after a call that has failed early, for followers that are still to come to it.
 _DISMISSAL_SECONDS = 10.0

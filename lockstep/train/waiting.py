@@ -36,6 +36,7 @@ class InputClock:
         self._seconds = 0.0
         self._waited = 0.0
         self._longest = 0.0  # single wait
+        self._waits: list[float] = []  # since the last step
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -44,9 +45,7 @@ class InputClock:
         try:
             yield
         finally:
-            seconds = time.perf_counter() - began
-            self._waited += seconds
-            self._longest = max(self._longest, seconds)
+            self._waits.append(time.perf_counter() - began)
 
     def awaited(self, items: Iterator[_T]) -> Iterator[_T]:
         """What an iterator brings: to wait for it is to wait for data."""
@@ -60,6 +59,9 @@ class InputClock:
     def end_step(self) -> None:
         """A step has ended; what comes after the last one is not counted."""
         self._seconds = time.perf_counter() - self._began
+        self._waited += sum(self._waits)
+        self._longest = max(self._longest, *self._waits, 0.0)
+        self._waits.clear()
 
     @property
     def share(self) -> float:

@@ -6,6 +6,7 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+import torch
 from keras import layers, ops
 
 import lockstep
@@ -69,6 +70,35 @@ def by_sample(target: Any, output: Any) -> Any:
     return ops.mean(ops.square(output), axis=-1) - ops.mean(output, axis=-1)
 
 
+def by_class(target: Any, output: Any) -> Any:
+    """One value for each output, which Keras takes the mean of."""
+    return ops.mean(ops.square(output), axis=0)
+
+
+def in_fours(target: Any, output: Any) -> Any:
+    """Of four samples at a time, a value for each."""
+    return ops.reshape(ops.square(ops.reshape(output, (-1, 4, 1))), (-1,))
+
+
+def cancelling(target: Any, output: Any) -> Any:
+    """Signed values that come to nothing."""
+    return ops.reshape(output - ops.stop_gradient(output), (-1,)) + 1e-9
+
+
+class Annealed(keras.losses.Loss):  # type: ignore[misc]
+    """Counts its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+        self.seen = keras.Variable(0.0, trainable=False)
+
+    def call(self, target: Any, output: Any) -> Any:
+        self.calls += 1
+        self.seen.assign_add(1.0)
+        return ops.mean(ops.square(output), axis=-1)
+
+
 def made(*stack: Any, loss: Any = CROSS_ENTROPY, compiles: bool = True) -> Any:
     keras.utils.set_random_seed(3)
     model = keras.Sequential([keras.Input((6,)), layers.Dense(6, "tanh"), layers.Dense(5), *stack])
@@ -96,7 +126,11 @@ def test_models_that_look_across_samples(
     before = model.get_weights()
     with pytest.raises(ModelError, match=f"'{model.name}', whose outputs .* in {mode} are others"):
         model.fit(X, Y, verbose=0)
-    if mode == "evaluation":
+    if mode == "training":
+        model.evaluate(X, Y, verbose=0)  # which can be divided
+        with pytest.raises(ModelError, match="in training"):
+            model.train_on_batch(X, Y)
+    else:
         with pytest.raises(ModelError, match="must not depend on the others"):
             model.evaluate(X, Y, verbose=0)
         with pytest.raises(ModelError, match="must not depend on the others"):
@@ -123,16 +157,46 @@ def test_losses_that_look_across_samples(loss: Any, strategy: str) -> None:
         ((Noisy(),), CROSS_ENTROPY),
         ((layers.BatchNormalization(),), CROSS_ENTROPY),
         ((layers.LayerNormalization(), layers.Softmax()), "sparse_categorical_crossentropy"),
+        ((keras.layers.TorchModuleWrapper(torch.nn.BatchNorm1d(5)),), CROSS_ENTROPY),
         ((layers.Dense(1),), by_sample),
+        ((layers.Dense(2),), by_class),
+        ((layers.Dense(4),), by_class),
+        ((layers.Dense(1),), in_fours),
+        ((layers.Dense(1),), cancelling),
+        ((layers.Dense(2),), keras.losses.MeanSquaredError(dtype="bfloat16")),
         ((layers.Dense(2),), keras.losses.CosineSimilarity(reduction="sum")),
     ],
-    ids=["dropout", "noise", "statistics", "rows", "own loss", "sum"],
+    ids=[
+        "dropout",
+        "noise",
+        "statistics",
+        "rows",
+        "torch's statistics",
+        "own loss",
+        "two classes",
+        "four classes",
+        "fours",
+        "cancelling",
+        "bfloat16",
+        "sum",
+    ],
 )
 def test_what_does_not_trains(stack: tuple[Any, ...], loss: Any) -> None:
     with lockstep.MirroredStrategy(2).scope():
         model = made(*stack, loss=loss)
-    model.fit(X, np.eye(2)[Y % 2] if stack[0].name.startswith("dense") else Y, verbose=0)
+    targets = Y if stack[0].name.split("_")[0] != "dense" else np.eye(4)[Y][:, : stack[0].units]
+    model.fit(X, targets, batch_size=8, verbose=0)
     model.predict(X, verbose=0)
+
+
+def test_a_loss_that_counts_is_left_as_it_was_found() -> None:
+    loss = Annealed()
+    with lockstep.MirroredStrategy(2).scope():
+        model = made(layers.Dense(1), loss=loss)
+    model.evaluate(X, Y, verbose=0)
+    seen = loss.calls, float(loss.seen.value)
+    model.evaluate(X, Y, verbose=0)
+    assert (loss.calls, float(loss.seen.value)) == (seen[0] + 1, seen[1] + 1)
 
 
 def test_one_device_takes_whole_batches() -> None:

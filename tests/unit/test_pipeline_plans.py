@@ -145,6 +145,46 @@ def test_cuts_come_between_calls_that_change_no_buffer(shared: nn.Module) -> Non
     assert set(stages_of(plan).values()) == set(range(5))
 
 
+class Averaging(nn.Linear):
+    """Moves an average of its own, by a rate that it has in common with others."""
+
+    average: Tensor
+    rate: Tensor
+
+    def __init__(self, rate: Tensor) -> None:
+        super().__init__(8, 8)
+        self.register_buffer("average", torch.ones(8))
+        self.register_buffer("rate", rate)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.average.mul_(self.rate)
+        return super().forward(x) * self.average
+
+
+def test_cuts_come_between_layers_that_read_a_buffer_and_change_others() -> None:
+    rate = torch.tensor(0.9)
+    model = nn.Sequential(*(Averaging(rate) for _ in range(3)), nn.Linear(8, 3))
+    plan = plan_of(lockstep.PipelineStrategy(3, microbatches=2), model)
+    assert set(stages_of(plan).values()) == {0, 1, 2}
+
+
+def test_cuts_are_others_when_statistics_are_thawed() -> None:
+    model = Repeated(nn.BatchNorm1d(8))
+    trainer = lockstep.Trainer(
+        model,
+        loss=nn.MSELoss(),
+        optimizer=torch.optim.SGD,
+        strategy=lockstep.PipelineStrategy(3, microbatches=1),
+    )
+    data = SAMPLE, torch.randn(16, 3)
+    model.shared.eval()
+    trainer.fit(data, verbose=0)
+    model.train()
+    trainer.fit(data, verbose=0)
+    stages = stages_of(trainer.plan)
+    assert len({stages[name] for name in ("shared", "shared@2", "shared@3")}) == 1
+
+
 def test_replicas_may_differ_from_stage_to_stage() -> None:
     plan = plan_of(lockstep.HybridStrategy(data=(3, 1), cuts=["2"], microbatches=2))
     assert plan.pipeline is not None

@@ -14,6 +14,7 @@ where these samples show it.
 
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from lockstep.capture.state import ModelState
@@ -29,6 +30,7 @@ from lockstep.frontends.keras.looking import (
     fixed_batch_size,
     left_as_found,
     look,
+    losses_as_found,
     lots,
 )
 from lockstep.frontends.keras.losses import Additions, KerasLoss
@@ -40,7 +42,12 @@ _TOLERANCE_OF_LOSSES, _MOST_ALIKE = 1e-4, 0.75
 
 
 def find_additions(
-    module: KerasModel, compiled: Any, source: ArraySource, *, is_divided: bool
+    module: KerasModel,
+    compiled: Any,
+    source: ArraySource,
+    *,
+    is_divided: bool,
+    trains: bool = True,
 ) -> Additions:
     """What a model's layers add, and whether all its losses divide by the number of samples.
 
@@ -49,9 +56,11 @@ def find_additions(
         compiled: its ``CompileLoss``, built, or None.
         source: samples to look at.
         is_divided: batches are, so that it matters what is a mean and what a sum.
+        trains: the model is going to be trained.
 
     Raises:
-        ModelError: what a layer adds, or a loss returns, is neither a mean nor a sum.
+        ModelError: what a layer adds, or a loss returns, is neither a mean nor a sum, or depends
+            on what else is in the batch.
     """
     fixed = fixed_batch_size(module.model)
     if is_divided and fixed is not None:
@@ -62,8 +71,8 @@ def find_additions(
                 fix="Make them without stateful=True, or use SingleDeviceStrategy.",
             )
         )
-    with giving_losses(module, True), left_as_found(module) as state:
-        return _find(module, compiled, source, state, is_divided=is_divided)
+    with giving_losses(module, True), losses_as_found(compiled), left_as_found(module) as state:
+        return _find(module, compiled, source, state, is_divided=is_divided, trains=trains)
 
 
 def _find(
@@ -73,6 +82,7 @@ def _find(
     state: ModelState,
     *,
     is_divided: bool,
+    trains: bool,
 ) -> Additions:
     if is_divided:
         check_layer_state(module, state, lots(module, source, FEW))
@@ -80,7 +90,7 @@ def _find(
     if seen.has_zeros and is_divided:
         seen = look(module, source, state, MANY)
     if is_divided:
-        check_outputs(module, state, seen)
+        check_outputs(module, state, seen if trains else replace(seen, trained=[]))
     kinds = {False: _kinds(module, seen.evaluated, is_divided=is_divided)}
     # What layers add is the same in training, but for what is random or normalised by batches.
     same = len(seen.trained[-1]["losses"]) == len(kinds[False])

@@ -1,15 +1,16 @@
 """Samples that see one another: outputs and losses that depend on what else is in the batch.
 
 Each device runs the model on its own part of a batch. So before several do, it is seen whether the
-model makes the same of samples that come alone as of these among others, and a loss, too. What is
-random is not seen, nor what only a whole batch of training shows.
+model makes the same of some samples alone as of the same samples among others, and whether a loss
+does. Not found: what is random, and what shows in larger batches only.
 """
 
 from collections.abc import Sequence
 
 import torch
-from keras.src.layers.normalization.batch_normalization import BatchNormalization
+from torch.nn.modules.batchnorm import _BatchNorm
 
+from lockstep.capture.layers import BatchLayer
 from lockstep.capture.state import ModelState
 from lockstep.data.order import seed_streams
 from lockstep.data.sources import ArraySource, Batch
@@ -17,13 +18,17 @@ from lockstep.data.trees import Tree, map_tensors, tensors_of
 from lockstep.errors import ModelError, problem
 from lockstep.frontends.keras.attributes import plain_attributes_kept
 from lockstep.frontends.keras.looking import FEW, Seen, fixed_batch_size, left_as_found, look
-from lockstep.frontends.keras.losses import KerasLoss
+from lockstep.frontends.keras.losses import KerasLoss, Reduced
 from lockstep.frontends.keras.model import KerasModel, giving_losses
 
 # Of the largest output: what rounding comes to, and far less than seeing others makes.
 _TOLERANCE, _TOLERANCE_OF_HALF = 1e-3, 0.1
-# Losses are given the very same outputs.
-_TOLERANCE_OF_LOSSES = 1e-3
+# Of outputs that are whole numbers, as classes are: so many may differ, where two are as good.
+_MOST_UNLIKE = 0.1
+# Losses are given the very same outputs: of their values, and of the mean value where these cancel.
+_TOLERANCE_OF_TOTALS, _LEAST = 1e-3, 1e-6
+
+_NORMALIZING = (_BatchNorm, BatchLayer)
 
 _FIX = (
     "Use BatchNormalization for statistics of the batch; for anything else across samples, "
@@ -32,7 +37,7 @@ _FIX = (
 
 
 def check_predictions(module: KerasModel, source: ArraySource) -> None:
-    """``check_outputs`` of a model that predicts and was not looked at before.
+    """Look at a model that only predicts, see ``check_outputs``.
 
     Raises:
         ModelError: see there.
@@ -51,13 +56,13 @@ def check_outputs(module: KerasModel, state: ModelState, seen: Seen) -> None:
         seen: what it made of some, of others, and of both.
 
     Raises:
-        ModelError: it does.
+        ModelError: it makes something else of them.
     """
-    layers = module.model._flatten_layers()
-    is_half = any(str(layer.compute_dtype) in ("bfloat16", "float16") for layer in layers)
-    tolerance = _TOLERANCE_OF_HALF if is_half else _TOLERANCE
+    dtypes = {str(layer.compute_dtype) for layer in module.model._flatten_layers()}
+    tolerance = _TOLERANCE_OF_HALF if dtypes & {"bfloat16", "float16"} else _TOLERANCE
     looked_at = [(False, seen.evaluated)]
-    if seen.trained and not any(isinstance(layer, BatchNormalization) for layer in layers):
+    # Statistics are of the whole batch on several devices, too.
+    if seen.trained and not any(isinstance(one, _NORMALIZING) for one in module.modules()):
         looked_at.append((True, seen.trained))
     for training, outputs in looked_at:
         is_unlike = _distance(seen, outputs) > tolerance
@@ -86,49 +91,62 @@ def check_losses(module: KerasModel, loss: KerasLoss, seen: Seen) -> None:
     sizes = {len(tensor) if tensor.dim() else 0 for tensor in tensors_of(everything)}
     if len(sizes) != 1:
         return
-    half = sizes.pop() // 2
+    size = sizes.pop()
 
-    def totals(rows: slice) -> list[float]:
+    def reduced(rows: slice) -> list[Reduced]:
         outputs, masks, targets = map_tensors(lambda tensor: tensor[rows], everything)
         with torch.no_grad():
-            found = loss.reduced({"outputs": outputs, "masks": masks}, targets)
-        return [0.0 if one.is_own else float(one.total) for one in found]
+            return loss.reduced({"outputs": outputs, "masks": masks}, targets)
 
-    both = totals(slice(None))
-    parts = zip(totals(slice(half)), totals(slice(half, None)), strict=True)
-    for number, ((some, others), whole) in enumerate(zip(parts, both, strict=True)):
-        size = max(abs(some), abs(others), abs(whole))
-        is_alike = not abs(whole - some - others) > _TOLERANCE_OF_LOSSES * size
-        if not is_alike and totals(slice(None)) == both:  # it is not random
+    both, again = reduced(slice(None)), reduced(slice(None))
+    try:
+        some, others = reduced(slice(size // 2)), reduced(slice(size // 2, None))
+    except Exception:  # of the user's loss, which takes certain numbers of samples: nobody can say
+        return
+    for number, lots in enumerate(zip(some, others, both, strict=True)):
+        is_random = float(again[number].total) != float(both[number].total)
+        if not (is_random or any(one.is_own for one in lots) or _adds_up(*lots)):
+            totals = [f"{float(one.total):g}" for one in lots]
             raise ModelError(
                 problem(
                     "Devices work on parts of a batch, so what a loss makes of a sample must not "
                     "depend on the others.",
                     received=f"loss {number} of compile of the model {module.model.name!r}: "
-                    f"{some:g} for some samples, {others:g} for others, and {whole:g} in all",
+                    f"{totals[0]} for some samples, {totals[1]} for others, and {totals[2]} in all",
                     fix="Use SingleDeviceStrategy.",
                 )
             )
 
 
+def _adds_up(some: Reduced, others: Reduced, both: Reduced) -> bool:
+    """Whether a loss is a sum over samples, but for rounding."""
+    totals = [float(one.total) for one in (some, others, both)]
+    tolerance = max(_TOLERANCE_OF_TOTALS, 8 * torch.finfo(both.total.dtype).eps)
+    bound = tolerance * max(map(abs, totals)) + _LEAST * (both.weight or 1.0)
+    return not abs(totals[2] - totals[0] - totals[1]) > bound  # what is NaN is no news
+
+
 def _distance(seen: Seen, outputs: Sequence[Tree]) -> float:
     """How far outputs for both lots are from those for each, as a part of the largest."""
     sizes = [len(next(tensors_of(batch.inputs))) for batch in seen.batches]
-    tensors = (tensors_of(one["outputs"]) for one in outputs)
-    return max((_distance_of(lot, sizes) for lot in zip(*tensors, strict=True)), default=0.0)
+    tensors = [list(tensors_of(one["outputs"])) for one in outputs]
+    return max((_distance_of(triple, sizes) for triple in zip(*tensors, strict=False)), default=0.0)
 
 
-def _distance_of(lot: Sequence[torch.Tensor], sizes: Sequence[int]) -> float:
-    some, others, both = lot
-    shapes = [one.shape[1:] for one in lot]
+def _distance_of(triple: Sequence[torch.Tensor], sizes: Sequence[int]) -> float:
+    """Of an output for some samples, for others, and for both."""
+    some, others, both = triple
+    shapes = [one.shape[1:] for one in triple]
     if any(list(lengths) == list(sizes) for lengths in zip(*shapes, strict=False)):
         return torch.inf  # a value for each other sample
     if len(set(shapes)) > 1 or both.dim() == 0 or len(some) + len(others) != len(both):
-        return 0.0  # it is not by samples, which others look at
-    apart, whole = torch.cat([some, others]).double(), both.double()
-    if not whole.numel() or not whole.any() or not whole.isfinite().all():
+        return 0.0  # not by samples
+    apart = torch.cat([some, others])
+    if not both.is_floating_point():
+        return torch.inf if (apart != both).double().mean() > _MOST_UNLIKE else 0.0
+    if not both.any() or not (both.isfinite().all() and apart.isfinite().all()):
         return 0.0  # nothing to compare by
-    return float((apart - whole).abs().max() / whole.abs().max())
+    return float((apart - both).double().abs().max() / both.double().abs().max())
 
 
 def _depends(

@@ -84,6 +84,21 @@ class _Start:
     watches_validation: bool
 
 
+@dataclass(frozen=True)
+class _Known:
+    """What was found out about a model.
+
+    Attributes:
+        key: where it has changed, the model is looked at anew.
+        additions: what was found.
+        trains: in training, too.
+    """
+
+    key: object
+    additions: Additions
+    trains: bool
+
+
 class KerasTrainer(Runner):
     """Trains a Keras model.
 
@@ -108,7 +123,7 @@ class KerasTrainer(Runner):
             precision=module.precision,
             seed=random_seed(),
         )
-        self._additions: tuple[object, Additions] | None = None
+        self._known: _Known | None = None
         self._can_predict = False
 
     def on_all_processes(self, make: Callable[[], _T]) -> _T:
@@ -122,7 +137,9 @@ class KerasTrainer(Runner):
         model = self.model.model
         self.optimizer = model.optimizer
         sources = [feed.source, *([] if evaluation is None else [evaluation.source])]
-        loss, metrics = self._loss_and_metrics(*sources, looks=not options.is_one_batch)
+        loss, metrics = self._loss_and_metrics(
+            *sources, looks=not options.is_one_batch, trains=True
+        )
         begins = any_acts_in(callbacks, "on_train_batch_begin", "on_batch_begin")
         # Callbacks are on host 0, and one may have found where an earlier run has ended.
         start: _Start = self._company.from_chief(
@@ -198,7 +215,7 @@ class KerasTrainer(Runner):
 
     def evaluate(self, evaluation: Evaluation, feed: Feed, callbacks: Any) -> Logs:
         """Losses and metrics over data."""
-        loss, metrics = self._loss_and_metrics(feed.source, looks=False)
+        loss, metrics = self._loss_and_metrics(feed.source, looks=False, trains=False)
         tells_each, stops = self._company.from_chief(
             (evaluation.tells_each, may_stop(callbacks, "test"))
         )
@@ -228,13 +245,14 @@ class KerasTrainer(Runner):
         return self._company.from_chief(concatenate(parts) if self._company.is_chief else None)
 
     def _loss_and_metrics(
-        self, *sources: Source | SharedStream, looks: bool
+        self, *sources: Source | SharedStream, looks: bool, trains: bool
     ) -> tuple[KerasLoss, KerasMetrics]:
         """The model's losses and metrics, as they are compiled now.
 
         Args:
             sources: the data.
             looks: what layers add is looked at anew, and not only if the model has changed.
+            trains: the model is going to be trained.
         """
         model = self.model.model
         samples = [sample for sample in map(sample_of, sources) if isinstance(sample, ArraySource)]
@@ -246,22 +264,25 @@ class KerasTrainer(Runner):
             [one.requires_grad for one in self.model.parameters()],
         )
         # Hosts look together, and always: what one of them remembers, another may not.
-        known = self._additions
-        if looks or known is None or known[0] != key or self._company.hosts is not None:
-            found = self._company.from_chief(self._find_additions(samples, is_divided=is_divided))
+        known = self._known
+        is_known = known is not None and known.key == key and (known.trains or not trains)
+        if looks or not is_known or self._company.hosts is not None:
+            own = self._find_additions(samples, is_divided=is_divided, trains=trains)
+            found = self._company.from_chief(own)
             assert found is not None
-            self._additions = known = key, found
-        loss = KerasLoss(model._compile_loss, known[1])
+            self._known = known = _Known(key, found, trains)
+        assert known is not None
+        loss = KerasLoss(model._compile_loss, known.additions)
         layers = model._flatten_layers(include_self=False)
         of_layers = [*model._metrics, *(one for layer in layers for one in layer._metrics)]
-        has_rows = known[1].has_rows
+        has_rows = known.additions.has_rows
         return loss, KerasMetrics(model._compile_metrics, of_layers, has_rows=has_rows)
 
     def _look_before_predicting(self, source: Source | SharedStream) -> None:
         """See that outputs can be divided, unless that is known."""
         sample = sample_of(source)
         is_divided = not isinstance(self._maker(), SingleDevice)
-        is_known = self._additions is not None or self._can_predict
+        is_known = self._known is not None or self._can_predict
         if is_divided and not is_known and self._company.is_chief:
             if isinstance(sample, ArraySource):
                 self.model.look_anew()
@@ -269,14 +290,15 @@ class KerasTrainer(Runner):
             self._can_predict = True
 
     def _find_additions(
-        self, samples: Sequence[ArraySource], *, is_divided: bool
+        self, samples: Sequence[ArraySource], *, is_divided: bool, trains: bool
     ) -> Additions | None:
         """What layers add to the loss, where rank 0 is."""
         if not self._company.is_chief:
             return None
         self.model.look_anew()
+        compiled = self.model.model._compile_loss
         first, *others = (
-            find_additions(self.model, self.model.model._compile_loss, one, is_divided=is_divided)
+            find_additions(self.model, compiled, one, is_divided=is_divided, trains=trains)
             for one in samples
         )
         alike = all(one.weighs_alike for one in (first, *others))
