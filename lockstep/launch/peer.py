@@ -25,7 +25,7 @@ _STOP_SECONDS = 0.05
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a process is stopped, as by Ctrl-Z, and not only for the moment of a debugger's."""
+    """Whether a process is stopped, as by Ctrl-Z, and for longer than a tracer's glance takes."""
     if not _is_stopped_now(pid):
         return False
     time.sleep(_STOP_SECONDS)

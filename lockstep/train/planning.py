@@ -164,11 +164,12 @@ class Planning:
         return map_tensors(lambda tensor: tensor.to("meta"), inputs)
 
     def _graph(self, trace: Trace, inputs: Tree) -> LayerGraph:
-        """What was measured before, while the layers are the same."""
+        """With the costs that were measured before, while the layers are the same."""
         names = [layer.name for layer in trace.layers]
         known = self._measured
         if known is None or [layer.name for layer in known.layers] != names:
-            self._measured = known = capture_graph(self._model, trace, inputs)
+            self._measured = capture_graph(self._model, trace, inputs)
+            return self._measured
         inseparable = find_inseparable(self._model, trace, inputs)
         return msgspec.structs.replace(known, inseparable=inseparable)
 
