@@ -1,8 +1,8 @@
 """The gradients of one step in shared memory, and how a rank sums what it owns.
 
 Every share has a row with room for the gradient of each parameter. It fills its row in one of two
-ways, and each rank then sums its pieces over all rows, always in the order of the shares: so the
-sum does not depend on who computed which share, or when.
+ways, and each rank then sums its pieces over all rows, always in the same tree (``plan.sum_tree``):
+so the sum does not depend on who computed which share, or when.
 
 The gradient of a weight is a product, that of the layer's output gradients and inputs, summed over
 the rows (samples, tokens) of the batch. Where these *factors* are far smaller than the product, a
@@ -16,7 +16,7 @@ has one number everywhere. Of shares of other hosts, the table and the factors a
 (``comm.host_exchange``); their gradients never are, and have no memory.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,6 +26,7 @@ from lockstep.comm.exchange import Gradients, TensorSpec, cut_piece
 from lockstep.comm.shared_memory import SharedRegion
 from lockstep.errors import ModelError, problem
 from lockstep.plan.layout import Extent, Piece, align, flat_offsets, row_blocks
+from lockstep.plan.sum_tree import additions, subtrees
 
 # What a share has put up for a parameter.
 _NOTHING, _GRADIENT, _FACTORS, _BFLOAT16_FACTORS = range(4)
@@ -264,20 +265,32 @@ class GradientRows:
         return self._rows[self._here.start][parameter]
 
     def sum_rows(self, pieces: Sequence[Piece]) -> None:
-        """Sum the gradients that shares have put up here, each piece in its place."""
-        sums = _Sums()
+        """Sum the gradients of each subtree of the rows here, in place, piece by piece."""
+        levels: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
         for piece in pieces:
-            shares = self.gradient_rows(piece.parameter)
-            sums.add(self.target(piece), [self._cut(share, piece) for share in shares])
-        sums.run()
+            for rows in self.subtree_rows(piece.parameter, self._here):
+                for number, level in enumerate(additions(rows)):
+                    if number == len(levels):
+                        levels.append(([], []))
+                    for into, source in level:
+                        levels[number][0].append(self._cut(rows[into], piece))
+                        levels[number][1].append(self._cut(rows[source], piece))
+        for sums, sources in levels:  # a call per level, and not per tensor
+            torch._foreach_add_(sums, sources)
 
-    def sum_apart(self, piece: Piece) -> torch.Tensor:
-        """The same sum of one piece, in memory of its own."""
-        first, *others = (self._cut(share, piece) for share in self.gradient_rows(piece.parameter))
-        total = first.clone()
-        for other in others:
-            total += other
-        return total
+    def subtree_sums(self, piece: Piece) -> dict[int, torch.Tensor]:
+        """After ``sum_rows``: the sums of a piece, by the first row of each subtree here."""
+        return {
+            rows[0]: self._cut(rows[0], piece)
+            for rows in self.subtree_rows(piece.parameter, self._here)
+        }
+
+    def subtree_sums_apart(self, piece: Piece) -> dict[int, torch.Tensor]:
+        """The same sums without ``sum_rows``, in memory of their own."""
+        return {
+            rows[0]: add_up({row: self._cut(row, piece).clone() for row in rows})
+            for rows in self.subtree_rows(piece.parameter, self._here)
+        }
 
     def add_products(self, pieces: Sequence[Piece], targets: Sequence[torch.Tensor | None]) -> None:
         """Add what comes of factors, of all shares, to sums of gradients, or to nothing."""
@@ -286,10 +299,19 @@ class GradientRows:
             if target is not None and any(kind != _GRADIENT for kind in kinds):
                 self._add_product(target, piece, adds=_GRADIENT in kinds)
 
-    def gradient_rows(self, parameter: int, within: range | None = None) -> list[int]:
-        """The rows among ``within``, by default those here, where a gradient has been put up."""
-        rows = self._here if within is None else within
-        return [row for row, kind, _ in self._found[parameter] if kind == _GRADIENT and row in rows]
+    def gradient_rows(self, parameter: int, within: range) -> list[int]:
+        """The rows among ``within`` where a gradient has been put up."""
+        return [
+            row for row, kind, _ in self._found[parameter] if kind == _GRADIENT and row in within
+        ]
+
+    def subtree_rows(self, parameter: int, within: range) -> list[tuple[int, ...]]:
+        """The same, by subtrees; those without any are left out."""
+        found = (
+            tuple(self.gradient_rows(parameter, each))
+            for each in subtrees(within, self._spec.num_shares)
+        )
+        return [rows for rows in found if rows]
 
     def factors_put_up(self, rows: range) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """The factors of these rows, parameter by parameter: inputs and output gradients."""
@@ -320,7 +342,7 @@ class GradientRows:
 
     def _target(self, parameter: int) -> int:
         """The row where the sum comes to lie: one with memory for it."""
-        return next(iter(self.gradient_rows(parameter)), self._here.start)
+        return next(iter(self.gradient_rows(parameter, self._here)), self._here.start)
 
     def _add_product(self, target: torch.Tensor, piece: Piece, adds: bool) -> None:
         """Form a weight's gradient over all factors, block by block.
@@ -378,30 +400,13 @@ class GradientRows:
             self._reserved[start] = num_bytes
 
 
-class _Sums:
-    """Sums over shares that are taken together: a call per share, and not per tensor."""
-
-    def __init__(self) -> None:
-        self._copied: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
-        self._added: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
-
-    def add(self, target: torch.Tensor, sources: Sequence[torch.Tensor]) -> None:
-        """Have ``target`` be the sum of ``sources``, one by one; it may be the first of them."""
-        if sources and sources[0].data_ptr() != target.data_ptr():
-            self._copied[0].append(target)
-            self._copied[1].append(sources[0])
-        for number, source in enumerate(sources[1:]):
-            if number == len(self._added):
-                self._added.append(([], []))
-            self._added[number][0].append(target)
-            self._added[number][1].append(source)
-
-    def run(self) -> None:
-        """Compute them."""
-        if self._copied[0]:
-            torch._foreach_copy_(*self._copied)
-        for targets, sources in self._added:
-            torch._foreach_add_(targets, sources)
+def add_up(sums: Mapping[int, torch.Tensor]) -> torch.Tensor:
+    """The sum of some rows, or of subtrees by their first rows; formed in place, in the first."""
+    rows = tuple(sorted(sums))
+    for level in additions(rows):
+        for into, source in level:
+            sums[rows[into]].add_(sums[rows[source]])
+    return sums[rows[0]]
 
 
 def multiply(

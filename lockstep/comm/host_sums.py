@@ -1,10 +1,11 @@
 """Sums over hosts: how the gradients of several hosts' shares become one, piece by piece.
 
-Every host sums the gradients of its own shares, in their order. Each piece of a parameter is
-updated by one rank of one host: all other hosts send it their sums of that piece, and it adds them
-up in the order of the hosts. After the update it sends the piece to all other hosts. So per step
-a host of n sends, and receives, 2 (n - 1) / n of the parameters' bytes; that is the least for
-gradients that are summed, and every wire carries its part at once.
+Every host sums the gradients of its own shares, as far as they are subtrees of the tree over all
+shares (``plan.sum_tree``). Each piece of a parameter is updated by one rank of one host: all other
+hosts send it their sums of that piece, and it adds them up in the same tree. After the update it
+sends the piece to all other hosts. Where a host's shares are one subtree, as powers of two are, it
+sends and receives per step 2 (n - 1) / n of the parameters' bytes, for n hosts; that is the least
+for gradients that are summed, and every wire carries its part at once.
 
 Whom a rank talks to: on every other host it has a partner, who sends it that host's sums of its
 pieces and gets its pieces after the update. With as many ranks everywhere, partners have the same
@@ -21,7 +22,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 
 from lockstep.comm.exchange import cut_piece
-from lockstep.comm.gradient_rows import GradientRows
+from lockstep.comm.gradient_rows import GradientRows, add_up
 from lockstep.comm.wires import Wires
 from lockstep.plan.layout import Piece
 
@@ -118,7 +119,7 @@ class HostSums:
     def _partial_sums(
         self, pieces: Sequence[Piece]
     ) -> tuple[_Tensors, _Tensors, dict[int, dict[int, torch.Tensor]]]:
-        """What to send and receive of gradients; and by piece and host, the sums of that host.
+        """What to send and receive of gradients; and by piece, the sums of all hosts' subtrees.
 
         Sums are formed in place, but for those of a weight that all hosts update: others may form
         the same at this moment.
@@ -128,48 +129,31 @@ class HostSums:
         partials: dict[int, dict[int, torch.Tensor]] = defaultdict(dict)
         self._sum_in_place(pieces)
         for client in self._clients:
-            given = [one for one in self._pieces[client] if self._hands_in(self._host, one)]
-            self._sum_in_place(given)
-            sends[client] += [self._own_sum(piece) for piece in given]
+            self._sum_in_place(self._pieces[client])
+            for piece in self._pieces[client]:
+                sends[client] += self._own_sums(piece).values()
         for index, piece in enumerate(pieces):
-            if self._hands_in(self._host, piece):
-                partials[index][self._host] = self._own_sum(piece)
+            partials[index].update(self._own_sums(piece))
             for host in self._others:
-                if self._hands_in(host, piece):
-                    buffer = torch.empty_like(self._rows.target(piece))
-                    partials[index][host] = buffer
-                    receives[self._partners[host]].append(buffer)
+                rows_there = self._rows_of(self._hosts[host])
+                for first, *_ in self._rows.subtree_rows(piece.parameter, rows_there):
+                    partials[index][first] = torch.empty_like(self._rows.target(piece))
+                    receives[self._partners[host]].append(partials[index][first])
         return sends, receives, partials
 
     def _sum_in_place(self, pieces: Sequence[Piece]) -> None:
         self._rows.sum_rows([one for one in pieces if not self._is_everywhere[one.parameter]])
 
-    def _own_sum(self, piece: Piece) -> torch.Tensor:
+    def _own_sums(self, piece: Piece) -> dict[int, torch.Tensor]:
         if self._is_everywhere[piece.parameter]:
-            return self._rows.sum_apart(piece)
-        return self._rows.target(piece)
+            return self._rows.subtree_sums_apart(piece)
+        return self._rows.subtree_sums(piece)
 
     def _total(self, piece: Piece, partials: dict[int, torch.Tensor]) -> torch.Tensor | None:
-        """The sum of all hosts' sums of a piece, in the order of the hosts."""
+        """The sum over all hosts' subtrees of a piece."""
         if not self._rows.is_used(piece.parameter):
             return None
-        if not partials:
-            return self._rows.target(piece)  # products alone come to lie there
-        in_order = [partials[host] for host in sorted(partials)]
-        total = in_order[0]
-        for partial in in_order[1:]:
-            # a + b has the bits of b + a: so the sum can stay where this host's own is.
-            if partial is partials.get(self._host):
-                partial += total
-                total = partial
-            else:
-                total += partial
-        return total
-
-    def _hands_in(self, host: int, piece: Piece) -> bool:
-        """Whether shares of a host have put up a gradient of a piece."""
-        rows = self._rows_of(self._hosts[host])
-        return bool(self._rows.gradient_rows(piece.parameter, rows))
+        return add_up(partials) if partials else self._rows.target(piece)  # products lie there
 
     def _add_factors(self, sends: _Tensors, receives: _Tensors) -> None:
         """Have the factors that shares have put up come to all hosts, rank by rank."""
