@@ -16,13 +16,14 @@ has one number everywhere. Of shares of other hosts, the table and the factors a
 (``comm.host_exchange``); their gradients never are, and have no memory.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from lockstep.comm.exchange import Gradients, TensorSpec, cut_piece
+from lockstep.comm.gradients import Gradients, GroupGradients, TensorSpec, cut_piece
 from lockstep.comm.shared_memory import SharedRegion
 from lockstep.errors import ModelError, problem
 from lockstep.plan.layout import Extent, Piece, align, flat_offsets, row_blocks
@@ -59,6 +60,11 @@ class GradientSpec:
             for tensor, limit in zip(self.tensors, self.row_limits, strict=True)
         ]
 
+    @property
+    def table_shape(self) -> tuple[int, int, int]:
+        """Of what says what each row holds: for each parameter its kind, and how many factors."""
+        return self.num_shares, max(len(self.tensors), 1), 2
+
     def capacity(self, parameter: int) -> int:
         """Rows of factors that a share has room for."""
         return -(-self.row_limits[parameter] // self.num_shares)
@@ -69,7 +75,7 @@ class GradientSpec:
         Before them is the table of what each share has put up.
         """
         starts, row_bytes = flat_offsets(self.extents)
-        end = align(self.num_shares * max(len(self.tensors), 1) * 2 * 8)
+        end = align(math.prod(self.table_shape) * 8)
         rows = [[end + share * row_bytes + at for at in starts] for share in range(self.num_shares)]
         end += self.num_shares * row_bytes
         factors: list[list[int]] = []
@@ -124,7 +130,7 @@ class _Own:
     num_rows: int = 0
 
 
-class GradientRows:
+class GradientRows(GroupGradients):
     """One rank's view of the gradients.
 
     Args:
@@ -146,9 +152,9 @@ class GradientRows:
         self._offset = offset_bytes
         self._here = range(spec.num_shares) if here is None else here
         self._row_offsets, self._factor_offsets, _ = spec.offsets()
-        count = max(len(spec.tensors), 1)
+        _, count, _ = spec.table_shape
         self.table = region.tensor(
-            offset_bytes, torch.int64, (spec.num_shares, count, 2), (count * 2, 2, 1)
+            offset_bytes, torch.int64, spec.table_shape, (count * 2, 2, 1)
         ).numpy()
         self._blocks = [
             row_blocks(extent, spec.num_shares) if extent.row_elements else []
@@ -167,51 +173,48 @@ class GradientRows:
         self._reserved: dict[int, int] = {}
 
     def begin_pass(self) -> None:
-        """Nothing is put up yet."""
         self._own.clear()
 
     # --- putting up ------------------------------------------------------------------------------
 
     def put_product(
-        self, share: int, parameter: int, inputs: torch.Tensor, output_gradients: torch.Tensor
+        self, row: int, parameter: int, inputs: torch.Tensor, output_gradients: torch.Tensor
     ) -> None:
-        """See ``Exchange.put_product``."""
-        own = self._own_of(share, parameter)
+        own = self._own_of(row, parameter)
         kind = _BFLOAT16_FACTORS if inputs.dtype == torch.bfloat16 else _FACTORS
         start, stop = own.num_rows, own.num_rows + len(inputs)
         if own.kind in (_NOTHING, kind) and stop <= self._spec.capacity(parameter):
             own.kind, own.num_rows = kind, stop
-            self._reserve_factors(share, parameter, stop)
-            kept_inputs, kept_gradients = self._factors(share, parameter, kind, stop)
+            self._reserve_factors(row, parameter, stop)
+            kept_inputs, kept_gradients = self._factors(row, parameter, kind, stop)
             kept_inputs[start:].copy_(inputs)
             kept_gradients[start:].copy_(output_gradients)
         else:
-            row = self._gradient_row(share, parameter, own)
-            multiply(row, output_gradients, inputs, adds=own.kind == _GRADIENT)
+            gradient = self._gradient_row(row, parameter, own)
+            multiply(gradient, output_gradients, inputs, adds=own.kind == _GRADIENT)
             own.kind = _GRADIENT
 
-    def put(self, share: int, gradients: Gradients) -> None:
-        """Add a share's gradients to what it has put up, and tell the others of it."""
+    def put(self, row: int, gradients: Gradients) -> None:
         targets, sources = [], []
         for parameter, gradient in enumerate(gradients):
             if gradient is None:
                 continue
             if gradient.is_sparse:
                 raise _sparse(self._spec.tensors[parameter].name)
-            own = self._own_of(share, parameter)
-            row = self._gradient_row(share, parameter, own)
+            own = self._own_of(row, parameter)
+            target = self._gradient_row(row, parameter, own)
             if own.kind == _GRADIENT:
-                row.add_(gradient)
+                target.add_(gradient)
             else:
-                targets.append(row)
+                targets.append(target)
                 sources.append(gradient)
                 own.kind = _GRADIENT
         if targets:
             torch._foreach_copy_(targets, sources)
         nothing = _Own()
-        found = [self._own.get((share, number), nothing) for number in range(len(gradients))]
+        found = [self._own.get((row, number), nothing) for number in range(len(gradients))]
         entries = [(one.kind, one.num_rows) for one in found]
-        self.table[share, : len(entries)] = np.reshape(entries, (-1, 2))
+        self.table[row, : len(entries)] = np.reshape(entries, (-1, 2))
 
     def _own_of(self, share: int, parameter: int) -> _Own:
         return self._own.setdefault((share, parameter), _Own())
@@ -229,9 +232,8 @@ class GradientRows:
 
     # --- summing ---------------------------------------------------------------------------------
 
-    def collect(self, num_filled: int) -> None:
-        """Every share is in: see what they have put up."""
-        table = self.table[:num_filled, : len(self._spec.tensors)].tolist()
+    def collect(self, num_rows: int) -> None:
+        table = self.table[:num_rows, : len(self._spec.tensors)].tolist()
         self._found = [
             [
                 (share, kind, num_rows)
@@ -241,16 +243,11 @@ class GradientRows:
             for column in zip(*table, strict=True)
         ]
 
-    def is_any_used(self) -> bool:
-        """Whether any share has put up anything."""
-        return any(self._found)
-
     def is_used(self, parameter: int) -> bool:
         """Whether any share has put up anything for a parameter."""
         return bool(self._found[parameter])
 
     def reduce(self, pieces: Sequence[Piece]) -> list[torch.Tensor | None]:
-        """See ``Exchange.reduce``."""
         results = [self.target(piece) if self._found[piece.parameter] else None for piece in pieces]
         self.sum_rows(pieces)
         self.add_products(pieces, results)
@@ -330,7 +327,6 @@ class GradientRows:
                     self._reserve_factors(row, parameter, num_rows)
 
     def summed(self, parameter: int) -> torch.Tensor | None:
-        """A parameter's whole gradient after every rank has reduced its pieces."""
         return self._rows[self._target(parameter)][parameter] if self._found[parameter] else None
 
     def _cut(self, share: int, piece: Piece) -> torch.Tensor:

@@ -21,8 +21,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
-from lockstep.comm.exchange import cut_piece
 from lockstep.comm.gradient_rows import GradientRows, add_up
+from lockstep.comm.gradients import Gradients, GroupGradients, cut_piece
 from lockstep.comm.wires import Wires
 from lockstep.plan.layout import Piece
 
@@ -53,7 +53,7 @@ def pairs(hosts: Sequence[Sequence[int]]) -> set[tuple[int, int]]:
     return found
 
 
-class HostSums:
+class HostSums(GroupGradients):
     """One rank's end.
 
     Args:
@@ -63,6 +63,7 @@ class HostSums:
         rows_of: the rows of gradients of consecutive ranks of one host.
         wires: this rank's.
         is_everywhere: by parameter, whether every host updates all of it.
+        meet_here: waits for the ranks of this host.
     """
 
     def __init__(
@@ -74,8 +75,10 @@ class HostSums:
         rows_of: Callable[[Sequence[int]], range],
         wires: Wires,
         is_everywhere: Sequence[bool],
+        meet_here: Callable[[], None],
     ) -> None:
         self._rows = rows
+        self._meet_here = meet_here
         self._rank = rank
         self._hosts = hosts
         self._host = next(host for host, ranks in enumerate(hosts) if rank in ranks)
@@ -92,29 +95,39 @@ class HostSums:
         ]
         self._pieces: Mapping[int, Sequence[Piece]] = {}
 
+    def begin_pass(self) -> None:
+        self._rows.begin_pass()
+
+    def put(self, row: int, gradients: Gradients) -> None:
+        self._rows.put(row, gradients)
+
+    def put_product(
+        self, row: int, parameter: int, inputs: torch.Tensor, output_gradients: torch.Tensor
+    ) -> None:
+        self._rows.put_product(row, parameter, inputs, output_gradients)
+
+    def collect(self, num_rows: int) -> None:
+        self._rows.collect(num_rows)
+
     def divide(self, pieces: Mapping[int, Sequence[Piece]]) -> None:
-        """From now on each rank updates these pieces."""
         self._pieces = pieces
 
-    def reduce(
-        self, pieces: Sequence[Piece], meet_here: Callable[[], None]
-    ) -> list[torch.Tensor | None]:
-        """Sum each piece over the shares of all hosts that used its parameter; None if none did.
-
-        Args:
-            pieces: that this rank updates.
-            meet_here: waits for the ranks of this host.
-        """
-        with torch.no_grad():
-            sends, receives, partials = self._partial_sums(pieces)
+    @torch.no_grad()
+    def reduce(self, pieces: Sequence[Piece]) -> list[torch.Tensor | None]:
+        sends, receives, partials = self._partial_sums(pieces)
+        if any(self._is_everywhere):
             self._add_factors(sends, receives)
-            self._wires.transfer(sends, receives)
-            meet_here()  # for the factors that other ranks have received
-            results = [
-                self._total(piece, partials.get(index, {})) for index, piece in enumerate(pieces)
-            ]
-            self._rows.add_products(pieces, results)
+        self._wires.transfer(sends, receives)
+        if any(self._is_everywhere):
+            self._meet_here()  # for the factors that other ranks have received
+        results = [
+            self._total(piece, partials.get(index, {})) for index, piece in enumerate(pieces)
+        ]
+        self._rows.add_products(pieces, results)
         return results
+
+    def summed(self, parameter: int) -> torch.Tensor | None:
+        return self._rows.base(parameter) if self._rows.is_used(parameter) else None
 
     def _partial_sums(
         self, pieces: Sequence[Piece]
@@ -157,8 +170,6 @@ class HostSums:
 
     def _add_factors(self, sends: _Tensors, receives: _Tensors) -> None:
         """Have the factors that shares have put up come to all hosts, rank by rank."""
-        if not any(self._is_everywhere):
-            return
         own = [each for pair in self._factors_of(self._rank) for each in pair]
         for peer in self._partners.values():
             sends[peer] += own
@@ -171,7 +182,7 @@ class HostSums:
 
     @torch.no_grad()
     def gather(self, pieces: Sequence[Piece], sums: Sequence[torch.Tensor | None]) -> None:
-        """After ``reduce``: have the base rows hold whole sums, once all ranks have done this."""
+        # Into the base rows, which hold whole sums once all ranks have done this.
         used = [number for number in range(len(self._is_everywhere)) if self._rows.is_used(number)]
         wholes = {number: self._rows.base(number) for number in used}
         for piece, total in zip(pieces, sums, strict=True):
@@ -180,8 +191,6 @@ class HostSums:
         self.spread(wholes, all_pieces=True)
 
     def spread(self, tensors: Mapping[int, torch.Tensor], *, all_pieces: bool) -> None:
-        """See ``Exchange.spread``."""
-
         def pieces_of(rank: int) -> Iterable[torch.Tensor]:
             for piece in self._pieces[rank]:
                 number = piece.parameter

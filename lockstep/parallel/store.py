@@ -13,7 +13,7 @@ from typing import Self
 import torch
 from torch import nn
 
-from lockstep.comm.exchange import TensorSpec
+from lockstep.comm.gradients import TensorSpec
 from lockstep.comm.shared_memory import SharedRegion, dense_stride
 from lockstep.errors import ModelError, problem
 from lockstep.parallel.allocator import temporary_memory

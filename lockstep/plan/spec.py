@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from lockstep.errors import PlanError, Problems, problem
-from lockstep.plan.shares import shares_of_replica
+from lockstep.plan.shares import replica_of_share, shares_of_replica
 
 PLAN_VERSION = 1
 
@@ -198,6 +198,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     def shares_of(self, replica: int) -> range:
         """The consecutive shares that a replica of the whole model computes."""
         return shares_of_replica(replica, self.num_replicas, self.num_shares, self.shares_per_row)
+
+    def replica_of(self, share: int) -> int:
+        """The replica of the whole model that computes a share."""
+        return replica_of_share(share, self.num_replicas, self.num_shares, self.shares_per_row)
 
     def to_json(self) -> bytes:
         """The Plan as indented JSON."""

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from lockstep.comm.exchange import TensorSpec
+from lockstep.comm.gradients import TensorSpec
 from lockstep.comm.shared_memory import SharedRegion
 from lockstep.data.order import batch_bounds
 from lockstep.data.reading import Reading

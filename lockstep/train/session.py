@@ -19,13 +19,14 @@ import cloudpickle
 from torch import nn
 
 from lockstep.comm.board import Board
+from lockstep.comm.exchange import ExchangeSpec
 from lockstep.comm.shared_memory import SharedRegion
 from lockstep.errors import OptionError, WorkerError, problem
 from lockstep.launch.link import MOST_DESCRIPTORS
 from lockstep.launch.pool import give_back, take_team
 from lockstep.launch.team import Team
 from lockstep.parallel.blank import forget_blanks
-from lockstep.parallel.build import AnySpec, WireKey, exchange_spec, wire_keys
+from lockstep.parallel.build import WireKey, exchange_spec, wire_keys
 from lockstep.parallel.control import LeaderControl, SoloControl
 from lockstep.parallel.groups import ParameterGroup
 from lockstep.parallel.host_control import HostControl
@@ -274,7 +275,7 @@ class Session:
         assignment: Assignment,
         stores: "Sequence[_Store]",
         parcel: Parcel,
-        spec: AnySpec,
+        spec: ExchangeSpec,
         region: SharedRegion,
         worker: Worker,
         wired: "_Wired | None",
@@ -367,7 +368,7 @@ def _bring_groups(wired: _Wired, assignment: Assignment, stores: Sequence[_Store
 
 def _leading_worker(
     assignment: Assignment,
-    spec: AnySpec,
+    spec: ExchangeSpec,
     region: SharedRegion,
     watch: "_Watch",
     stores: Sequence[_Store],
@@ -568,7 +569,7 @@ def _members(
     return [[(name, parameters[name]) for name in group.names] for group in groups]
 
 
-def _spec(assignment: Assignment) -> AnySpec:
+def _spec(assignment: Assignment) -> ExchangeSpec:
     return exchange_spec(
         assignment.plan,
         assignment.model,

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lockstep.comm.exchange import TensorSpec
+from lockstep.comm.gradients import TensorSpec
 from lockstep.comm.memory_usage import peak_memory
 from lockstep.data.excerpts import RepeatedSource, array_bytes, first_samples
 from lockstep.data.sources import Source

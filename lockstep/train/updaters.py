@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn, optim
 
-from lockstep.comm.exchange import TensorSpec, cut_piece
+from lockstep.comm.gradients import TensorSpec, cut_piece
 from lockstep.errors import ModelError, OptionError, Problems, problem
 from lockstep.parallel.allocator import temporary_memory
 from lockstep.parallel.parcel import optimizer_contents, rebuild_optimizer

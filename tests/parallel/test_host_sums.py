@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 import torch
 
-from lockstep.comm.exchange import TensorSpec
 from lockstep.comm.gradient_rows import GradientRows, GradientSpec
+from lockstep.comm.gradients import TensorSpec
 from lockstep.comm.host_sums import HostSums, pairs, partner
 from lockstep.comm.shared_memory import SharedRegion
 from lockstep.comm.wires import Wires
@@ -91,6 +91,7 @@ class World:
             rows_of=lambda ranks: range(ranks[0], ranks[-1] + 1),
             wires=Wires(self.sockets[rank], names, be_patient, SECONDS),
             is_everywhere=[False] * len(SHAPES),
+            meet_here=lambda: None,
         )
         sums.divide(dict(enumerate(self.pieces)))
         return sums
@@ -162,7 +163,7 @@ def test_sums_have_the_same_bits_on_any_hosts(world: World) -> None:
 
         def reduce(rank: int, found: dict[int, list[torch.Tensor | None]] = found) -> None:
             barrier = world.barriers[world.host_of(rank)]
-            found[rank] = sums[rank].reduce(world.pieces[rank], lambda: void(barrier.wait()))
+            found[rank] = sums[rank].reduce(world.pieces[rank])
             barrier.wait()
 
         world.run(reduce)
@@ -181,10 +182,6 @@ def test_sums_have_the_same_bits_on_any_hosts(world: World) -> None:
         for rows in world.rows:
             for number, whole in enumerate(expected):
                 assert whole is None or torch.equal(rows.base(number), whole)
-
-
-def void(value: object) -> None:
-    return
 
 
 def test_what_a_rank_has_updated_comes_to_all_hosts(world: World) -> None:

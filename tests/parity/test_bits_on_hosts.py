@@ -4,6 +4,7 @@ import hashlib
 from collections.abc import Callable, Iterable
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ JOBS = [(one.name, optimizer) for one in cases() for optimizer in OPTIMIZERS]
 LAYOUTS = [(2, 2), (1, 1, 1, 1), (4, 4), (3, 2)]
 
 
-def digest_of_training(name: str, optimizer: str, strategy: object) -> str:
+def digest_of_training(name: str, optimizer: str, strategy: Any) -> str:
     """Of the weights, buffers and optimizer state that a model of the zoo is trained to."""
     job = case(name)
     model = job.make_model()

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn, optim
 
-from lockstep.comm.exchange import cut_piece
+from lockstep.comm.gradients import cut_piece
 from lockstep.errors import ModelError, OptionError
 from lockstep.parallel.parcel import pack, unpack
 from lockstep.parallel.store import ParameterStore, TensorStore, tensor_spec
