@@ -20,7 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -42,9 +42,7 @@ from lockstep.parallel.store import tensor_spec
 from lockstep.train.callbacks import Callback, Logs
 from lockstep.train.doubling import Failed, Measured, TooLarge, Trial
 from lockstep.train.session import PRELOAD
-
-if TYPE_CHECKING:
-    from lockstep.train.trainer import Trainer
+from lockstep.train.trainer_protocol import TrainerProtocol
 
 _WARM_UP_STEPS = 2
 _FEWEST_STEPS, _MOST_STEPS = 3, 30
@@ -80,7 +78,7 @@ class Trials:
 
     def __init__(
         self,
-        trainer: "Trainer",
+        trainer: TrainerProtocol,
         source: Source,
         *,
         others: int,
@@ -247,7 +245,7 @@ def _opened(payload: bytes, descriptors: Sequence[int], specs: Sequence[TensorSp
     return opened
 
 
-def _answer(trainer: "Trainer", message: bytes, descriptors: tuple[int, ...]) -> bytes:
+def _answer(trainer: TrainerProtocol, message: bytes, descriptors: tuple[int, ...]) -> bytes:
     batch_size, payload = pickle.loads(message)
     try:
         figures: object = _try_size(trainer, _opened(payload, descriptors), batch_size)
@@ -256,7 +254,7 @@ def _answer(trainer: "Trainer", message: bytes, descriptors: tuple[int, ...]) ->
     return pickle.dumps(figures)
 
 
-def _try_size(trainer: "Trainer", source: Source, batch_size: int) -> _Figures:
+def _try_size(trainer: TrainerProtocol, source: Source, batch_size: int) -> _Figures:
     assert trainer.optimizer is not None
     for group in trainer.optimizer.param_groups:
         if "lr" in group:

@@ -37,7 +37,8 @@ def digest_of_training(name: str, optimizer: str, strategy: Any) -> str:
     trainer.fit((job.inputs, job.targets), batch_size=job.batch_size, epochs=1, verbose=0)
     trainer.close()
     digest = hashlib.sha256()
-    for tensor in tensors_of([model.state_dict(), trainer.optimizer.state_dict()["state"]]):
+    slots = trainer.optimizer.state_dict()["state"]
+    for tensor in tensors_of([model.state_dict(), sorted(slots.items())]):
         digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
