@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.cli.main import _make_parser
-from tests.launching import STRICT
+from tests.launching import STRICT_BUT_KERAS
 from tests.pages import Page, PageError, read_page
 from tools.api_reference import anchor
 
@@ -38,9 +38,6 @@ COMMANDS = [
 ]
 TARGETS = re.findall(r"^([a-z][\w-]*):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
 
-# Of its own variables, whenever one becomes an array.
-KERAS_SAYS = "__array__ implementation doesn't accept a copy keyword"
-
 # Longest time for one page.
 TIMEOUT_SECONDS = 300
 
@@ -48,7 +45,7 @@ TIMEOUT_SECONDS = 300
 def run(arguments: list[str], folder: Path) -> str:
     """Run Python in a folder of its own, as a reader with one core would; returns what it says."""
     done = subprocess.run(
-        [sys.executable, *STRICT, "-W", f"ignore:{KERAS_SAYS}", *arguments],
+        [sys.executable, *STRICT_BUT_KERAS, *arguments],
         cwd=folder,
         env={
             **os.environ,
