@@ -152,7 +152,7 @@ class Worker:
         self.passes.begin(now.batch)
         try:
             for actions in self.passes.program(now.batch.num_samples):
-                with span(" ".join(map(str, actions))):
+                with span(*actions):
                     self._run(now, actions)
         except NonFiniteError:
             self.passes.restore_buffers()
@@ -350,10 +350,10 @@ class _Training:
 _NO_SPAN = nullcontext()
 
 
-def span(name: object) -> AbstractContextManager[Any]:
+def span(*parts: object) -> AbstractContextManager[Any]:
     """Shows as a block of that name where a trace is taken (``train.tracing``), else nothing."""
     if torch._C._autograd._profiler_enabled():
-        return torch.profiler.record_function(str(name))
+        return torch.profiler.record_function(" ".join(map(str, parts)))
     return _NO_SPAN
 
 
