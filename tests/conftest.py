@@ -49,6 +49,7 @@ class _ByFile(LoadFileScheduling):  # type: ignore[misc]  # pytest-xdist is unty
         return "crowded" if is_crowded else str(path)
 
 
+@pytest.hookimpl(optionalhook=True)  # it is not known with `-p no:xdist`
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> _ByFile:
     """How ``--numprocesses`` shares out tests."""
     return _ByFile(config, log)
