@@ -2,28 +2,32 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test check lint format api-docs bench bench-hosts bench-input bench-overhead bench-pipelines clean
-demo: .venv/.installed
+.PHONY: demo test test-all check lint format api-docs bench bench-hosts bench-input bench-overhead bench-pipelines clean
+demo: .venv/.installed-demo
 	$(BIN)/lockstep demo
 
-test: .venv/.installed
+# The core of the tests; `test-all` also runs what is marked `thorough`.
+test: .venv/.installed-dev
+	$(BIN)/python -m pytest --numprocesses 2 -m "not thorough"
+
+test-all: .venv/.installed-dev
 	$(BIN)/python -m pytest --numprocesses 2
 
 # All that must be green: style, types, floors, tests.
-check: lint test
+check: lint test-all
 
-lint: .venv/.installed
+lint: .venv/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-format: .venv/.installed
+format: .venv/.installed-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 # Writes docs/api.md anew, from the docstrings.
-api-docs: .venv/.installed
+api-docs: .venv/.installed-dev
 	$(BIN)/python tools/api_reference.py
 
 # Compares with other libraries on the cores of this machine, and writes docs/benchmarks.md anew.
@@ -35,23 +39,28 @@ bench-pipelines: .venv-bench/.installed
 	.venv-bench/bin/python bench/pipelines.py
 
 # Two hosts, made of network namespaces, at 1 Gbit/s; needs root, prints a table.
-bench-hosts: .venv/.installed
+bench-hosts: .venv/.installed-demo
 	$(BIN)/python bench/hosts.py
 
 # Reading ahead and caching, with samples that take 5 ms to read; prints a table.
-bench-input: .venv/.installed
+bench-input: .venv/.installed-demo
 	$(BIN)/python bench/input_pipeline.py
 
 # What progress, metrics and callbacks add to a step; prints a table.
-bench-overhead: .venv/.installed
+bench-overhead: .venv/.installed-demo
 	$(BIN)/python bench/overhead.py
 
 clean:
 	rm -rf .venv .venv-bench bench/results .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
 # constraints.txt pins torch, so that every machine proves the same arithmetic.
-.venv/.installed: pyproject.toml constraints.txt
+.venv/.installed-demo: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[demo]"
+	touch $@
+
+# What tests and checks need is four times as large, and comes when they are asked for.
+.venv/.installed-dev: .venv/.installed-demo
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
 	touch $@
 

@@ -13,6 +13,7 @@ from hypothesis import settings
 from xdist.scheduler import LoadFileScheduling
 
 from lockstep.launch.pool import keep_teams
+from tests import warm
 from tests.netns import Hosts, NoHostsError, connected_hosts
 
 faulthandler.enable()
@@ -49,9 +50,14 @@ class _ByFile(LoadFileScheduling):  # type: ignore[misc]  # pytest-xdist is unty
         return "crowded" if is_crowded else str(path)
 
 
+@pytest.hookimpl(optionalhook=True)  # it is not known with `-p no:xdist`
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> _ByFile:
     """How ``--numprocesses`` shares out tests."""
     return _ByFile(config, log)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    warm.is_on = config.option.markexpr == "not thorough"
 
 
 @pytest.fixture(scope="session", autouse=True)

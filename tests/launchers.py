@@ -17,6 +17,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from tests import warm
 from tests.netns import HostProcess, Hosts
 
 SECRET = {"LOCKSTEP_SECRET": "known to the hosts of the tests, and to nobody else"}
@@ -52,7 +53,7 @@ def by_tf_config(
 ) -> HostProcess:
     addresses = [f"{hosts.address(each)}:{PORT}" for each in range(len(devices))]
     environment = {**tf_config(addresses, index), "LOCKSTEP_DEVICES": str(devices[index])}
-    return hosts.run(index, [sys.executable, *script], environ(environment))
+    return hosts.run(index, [sys.executable, *script], environ(environment), like="torch")
 
 
 def by_lockstep_run(
@@ -94,6 +95,7 @@ def on_loopback(
     devices: int = 1,
     options: Sequence[str] = (),
     variables: Mapping[str, str] | None = None,
+    like: str = "torch",
 ) -> Iterator[list[HostProcess]]:
     """The same script on addresses of the loopback interface; all have ended after the block.
 
@@ -103,16 +105,18 @@ def on_loopback(
         devices: of each host.
         options: of the interpreter.
         variables: added to the environment.
+        like: the kind of warm interpreter that may run it (see ``warm``).
     """
     addresses = _free_addresses(num_hosts)
-    own = {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1", "LOCKSTEP_DEVICES": str(devices)}
+    own = {**warm.VARIABLES, "LOCKSTEP_DEVICES": str(devices)}
     with ExitStack() as stack:
         processes = []
         for host in range(num_hosts):
             words = [word.replace("{host}", str(host)) for word in script]
             told = {**tf_config(addresses, host), **(variables or {})}
             environment = {**os.environ, **own, **environ(told)}
-            process = HostProcess([sys.executable, *options, *words], environment, ROOT)
+            argv = [sys.executable, *options, *words]
+            process = HostProcess(argv, environment, ROOT, like=like)
             stack.callback(process.close)
             stack.callback(process.end)
             processes.append(process)

@@ -21,6 +21,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
+from tests import warm
+
 COMMAND_TIMEOUT_SECONDS = 20.0
 TIMEOUT_SECONDS = 180.0
 STACKS_SECONDS = 5.0
@@ -42,22 +44,48 @@ class CommandError(RuntimeError):
 
 
 class HostProcess:
-    """A process on a host, like a ``Popen``; what it writes goes to memory, so it never waits."""
+    """A process on a host, like a ``Popen``; what it writes goes to memory, so it never waits.
 
-    def __init__(self, command: list[str], environment: dict[str, str], directory: Path) -> None:
+    Args:
+        argv: program and arguments.
+        environment: all of its variables.
+        directory: where it runs.
+        namespace: the host's; None is this one.
+        like: the kind of warm interpreter that may run it, if it is a script (see ``warm``).
+    """
+
+    def __init__(
+        self,
+        argv: Sequence[str],
+        environment: Mapping[str, str],
+        directory: Path,
+        *,
+        namespace: str | None = None,
+        like: str | None = None,
+    ) -> None:
         self._out, self._err = os.memfd_create("out"), os.memfd_create("err")
         for descriptor in (self._out, self._err):
             # Several processes write; without this one's lines may come to lie over another's.
             fcntl.fcntl(descriptor, fcntl.F_SETFL, os.O_APPEND)
-        self.popen = subprocess.Popen(
-            command,
-            cwd=directory,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=self._out,
-            stderr=self._err,
-            start_new_session=True,
-        )
+        self.popen: warm.Process
+        if warm.is_on and like is not None:
+            order = warm.Order(
+                words=argv[1:],
+                environment=environment,
+                directory=str(directory),
+                namespace=namespace,
+            )
+            self.popen = warm.start(like, order, self._out, self._err)
+        else:
+            self.popen = subprocess.Popen(
+                _command(namespace, argv),
+                cwd=directory,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=self._out,
+                stderr=self._err,
+                start_new_session=True,
+            )
 
     @property
     def pid(self) -> int:
@@ -142,7 +170,7 @@ class Hosts:
 
     def command(self, index: int, argv: Sequence[str | Path]) -> list[str]:
         """What runs ``argv`` on a host."""
-        return ["ip", "netns", "exec", self._names[index], *map(str, argv)]
+        return _command(self._names[index], argv)
 
     def run(
         self,
@@ -151,6 +179,7 @@ class Hosts:
         env: Mapping[str, str] | None = None,
         *,
         directory: Path | None = None,
+        like: str | None = None,
     ) -> HostProcess:
         """Start a process on a host, with one thread, in a session of its own.
 
@@ -159,11 +188,12 @@ class Hosts:
             argv: program and arguments.
             env: added to the environment of this process.
             directory: where it runs; this process's own by default.
+            like: see ``HostProcess``.
         """
-        own = {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1"}
-        environment = {**os.environ, **own, **(env or {})}
-        command = self.command(index, argv)
-        process = HostProcess(command, environment, directory or Path.cwd())
+        environment = {**os.environ, **warm.VARIABLES, **(env or {})}
+        words = list(map(str, argv))
+        where = {"namespace": self._names[index], "like": like}
+        process = HostProcess(words, environment, directory or Path.cwd(), **where)
         self._processes.append(process)
         return process
 
@@ -246,6 +276,11 @@ def why_no_hosts() -> str | None:
     finally:
         hosts.remove()
     return None
+
+
+def _command(namespace: str | None, argv: Sequence[str | Path]) -> list[str]:
+    where = [] if namespace is None else ["ip", "netns", "exec", namespace]
+    return [*where, *map(str, argv)]
 
 
 def _ip(*arguments: str) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from lockstep.callbacks.extras import import_extra
+from lockstep.extras import import_extra
 
 _NUM_BUCKETS = 30
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.callbacks.extras import import_extra
 from lockstep.callbacks.options import check_count, check_number
 from lockstep.errors import NonFiniteError, OptionError, Problems, problem
+from lockstep.extras import import_extra
 from lockstep.train.callbacks import Callback, Logs
 from lockstep.train.trainer_protocol import TrainerProtocol
 
@@ -141,7 +141,7 @@ class LearningRateFinder(Callback):
         """Draw loss over learning rate into a file, of the kind that its ending says.
 
         Raises:
-            ExtraError: matplotlib is not installed: ``pip install lockstep-train[plot]``.
+            ExtraError: matplotlib is not installed: ``pip install ".[plot]"``.
         """
         figures = import_extra("matplotlib.figure", extra="plot", user="LearningRateFinder.plot")
         figure = figures.Figure(layout="constrained")

@@ -8,10 +8,10 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from lockstep.callbacks.extras import import_extra
 from lockstep.callbacks.options import check_mapping, check_name
 from lockstep.callbacks.scalars import learning_rates, scalars
 from lockstep.errors import OptionError, Problems
+from lockstep.extras import import_extra
 from lockstep.train.callbacks import Callback, Logs
 
 
@@ -32,7 +32,7 @@ class MLflow(Callback):
 
     Raises:
         OptionError: an option cannot be.
-        ExtraError: MLflow is not installed: ``pip install lockstep-train[mlflow]``.
+        ExtraError: MLflow is not installed: ``pip install ".[mlflow]"``.
     """
 
     def __init__(

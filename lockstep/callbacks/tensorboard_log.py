@@ -28,7 +28,7 @@ class TensorBoard(Callback):
 
     Raises:
         OptionError: an option cannot be.
-        ExtraError: tensorboard is not installed: ``pip install lockstep-train[tensorboard]``.
+        ExtraError: tensorboard is not installed: ``pip install ".[tensorboard]"``.
     """
 
     def __init__(

@@ -4,10 +4,10 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from lockstep.callbacks.extras import import_extra
 from lockstep.callbacks.options import check_mapping, check_name, check_path
 from lockstep.callbacks.scalars import learning_rates, scalars
 from lockstep.errors import OptionError, Problems
+from lockstep.extras import import_extra
 from lockstep.train.callbacks import Callback, Logs
 from lockstep.units import listed
 
@@ -34,7 +34,7 @@ class WandB(Callback):
 
     Raises:
         OptionError: an option cannot be.
-        ExtraError: wandb is not installed: ``pip install lockstep-train[wandb]``.
+        ExtraError: wandb is not installed: ``pip install ".[wandb]"``.
     """
 
     def __init__(

@@ -14,7 +14,7 @@ from torch import nn
 
 import lockstep
 from lockstep.data.mnist import load_mnist
-from lockstep.errors import DataError, problem
+from lockstep.extras import import_extra
 from lockstep.units import format_count, format_seconds
 
 Arrays = tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]
@@ -113,17 +113,13 @@ def _load(mnist: str | None) -> tuple[Arrays, Arrays]:
     if mnist is not None:
         data = load_mnist(mnist)
         return data.train, data.test
-    try:
-        from sklearn.datasets import load_digits
-    except ImportError as error:
-        raise DataError(
-            problem(
-                "The digits come with scikit-learn.",
-                received=error,
-                fix="pip install 'lockstep-train[demo]', or use --mnist FOLDER.",
-            )
-        ) from error
-    images, labels = load_digits(return_X_y=True)
+    datasets = import_extra(
+        "sklearn.datasets",
+        extra="demo",
+        user="`lockstep demo`",
+        otherwise=", or use --mnist FOLDER",
+    )
+    images, labels = datasets.load_digits(return_X_y=True)
     images = (images / 16).astype(np.float32).reshape(-1, 1, 8, 8)
     order = np.random.default_rng(0).permutation(len(images))
     held_out, rest = order[:360], order[360:]

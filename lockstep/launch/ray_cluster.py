@@ -21,7 +21,8 @@ from typing import IO, Any
 import msgspec
 
 from lockstep.cluster.place import Address
-from lockstep.errors import ExtraError, HostError, Problems, problem
+from lockstep.errors import HostError, Problems, problem
+from lockstep.extras import import_extra
 from lockstep.launch.fleet import Member, Relay, watch
 from lockstep.launch.free_port import find_free_port
 from lockstep.launch.orders import INTERRUPT, Orders, make_orders
@@ -83,7 +84,7 @@ def run_on_ray(job: RayJob) -> int:
         ExtraError: Ray is not installed.
         HostError: there is no such cluster, or it has not got the cores in time.
     """
-    ray = _import_ray()
+    ray = import_extra("ray", extra="ray", user="`lockstep launch ray`")
     with _connected(ray, job.address), _reserved(ray, job) as group:
         actors = [_start_actor(ray, group, host, job.devices) for host in range(job.hosts)]
         name, port = ray.get(actors[0].find_free_address.remote())
@@ -99,19 +100,6 @@ def run_on_ray(job: RayJob) -> int:
         finally:
             for member in members:
                 member.close()
-
-
-def _import_ray() -> Any:
-    try:
-        return import_module("ray")
-    except ImportError as error:
-        raise ExtraError(
-            problem(
-                "`lockstep launch ray` needs a package that is not installed.",
-                received=error,
-                fix="pip install 'lockstep-train[ray]'",
-            )
-        ) from error
 
 
 @contextmanager

@@ -171,7 +171,7 @@ def test_ray_need_not_be_installed_until_it_is_asked_for(
     job = ray_cluster.RayJob(
         script=Script(target="a.py"), hosts=1, devices=1, directory=str(tmp_path)
     )
-    with pytest.raises(ExtraError, match=re.escape("pip install 'lockstep-train[ray]'")):
+    with pytest.raises(ExtraError, match=re.escape('`pip install ".[ray]"` in a clone')):
         ray_cluster.run_on_ray(job)
 
 

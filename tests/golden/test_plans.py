@@ -8,17 +8,25 @@ and shows in the diff of the files beside this one.
 """
 
 import os
+from functools import cache
 from pathlib import Path
 
+import msgspec
 import pytest
+from torch import Tensor
 
+from lockstep.capture.graph import capture_graph
 from lockstep.capture.layers import capture_layers
+from lockstep.capture.tracing import trace_modes
 from lockstep.cluster.topology import Cluster, Device, Host
+from lockstep.data.trees import map_tensors
+from lockstep.graph.layer_graph import LayerCosts, LayerGraph
 from lockstep.plan.lowering import lower_forward, lower_train
 from lockstep.plan.makers import Maker, Mirrored, SingleDevice
+from lockstep.plan.pipelines import Pipelined
 from lockstep.plan.program import format_program
 from lockstep.plan.spec import Plan
-from tests.zoo import case
+from tests.zoo import Case, case
 
 HERE = Path(__file__).parent
 WRITE = os.environ.get("LOCKSTEP_WRITE_GOLDEN") == "1"
@@ -32,13 +40,53 @@ MAKERS: dict[str, Maker] = {
     "mirrored-shares": Mirrored(devices=3, num_shares=5),
 }
 MODELS = ("mlp", "cnn_batch_norm", "gpt_tied")
+
+PIPELINES: dict[str, Maker] = {
+    "pipeline": Pipelined(stages=3),
+    "pipeline-interleaved": Pipelined(stages=2, microbatches=4, schedule="interleaved"),
+    "pipeline-zb-h1": Pipelined(stages=2, microbatches=3, schedule="zb-h1"),
+    "hybrid": Pipelined(stages=2, microbatches=2, replicas=2, schedule="gpipe", recompute=(0,)),
+    "hybrid-uneven": Pipelined(microbatches=2, replicas=(3, 1)),
+}
+STAGED_MODELS = ("gpt_tied", "unet")
+
 PLANS = [f"{model}.{maker}" for model in MODELS for maker in MAKERS]
+PLANS += [f"{model}.{maker}" for model in STAGED_MODELS for maker in PIPELINES]
 
 
+@cache
 def make_plan(name: str) -> Plan:
     model, maker = name.split(".")
     job = case(model)
-    return MAKERS[maker](capture_layers(job.make_model()), CLUSTER, job.batch_size)
+    if maker in MAKERS:
+        return MAKERS[maker](capture_layers(job.make_model()), CLUSTER, job.batch_size)
+    pipelined = PIPELINES[maker]
+    size = pipelined.sample_size(CLUSTER, job.batch_size)
+    assert size is not None
+    return pipelined(capture_with_fixed_costs(job, size), CLUSTER, job.batch_size)
+
+
+def single(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.is_floating_point() else tensor
+
+
+def capture_with_fixed_costs(job: Case, size: int) -> LayerGraph:
+    """For a microbatch of ``size``; with what was measured, no Plan would be the same twice."""
+    model = job.make_model()
+    sample = map_tensors(lambda tensor: single(tensor[:size]), job.inputs)
+    graph = capture_graph(model, trace_modes(model, sample)[0], sample)
+    layers = tuple(
+        msgspec.structs.replace(
+            layer,
+            costs=LayerCosts(
+                forward_seconds=(1 + number % 3) * 1e-3,
+                backward_seconds=(2 + number % 5) * 1e-3,
+                activation_bytes=1024 * (1 + number % 4),
+            ),
+        )
+        for number, layer in enumerate(graph.layers)
+    )
+    return msgspec.structs.replace(graph, layers=layers)
 
 
 def describe(plan: Plan, batch_size: int) -> str:

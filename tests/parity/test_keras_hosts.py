@@ -33,7 +33,7 @@ def told_by(process: HostProcess, timeout_seconds: float) -> list[Any]:
 def two_hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[dict[str, Told]]]:
     """By host, what it tells of each job."""
     script = ["-m", "tests.parity.keras_host_jobs", str(tmp_path_factory.mktemp("jobs"))]
-    with on_loopback(script, variables=QUIET) as processes:
+    with on_loopback(script, variables=QUIET, like="keras") as processes:
         told = lines_of_all(processes, SECONDS, told_by)
         yield [{line["job"]: line for line in each} for each in told]
 
@@ -102,7 +102,7 @@ print(json.dumps([
 def test_what_hosts_do_not_have_alike_is_named(tmp_path: Path) -> None:
     script = tmp_path / "quarrel.py"
     script.write_text(QUARREL)
-    with on_loopback([str(script)], options=CALM, variables=QUIET) as processes:
+    with on_loopback([str(script)], options=CALM, variables=QUIET, like="keras") as processes:
         for (told,) in lines_of_all(processes, SECONDS, told_by):
             activation, loss, seed, changed, alike = told
             assert "`activation` of the layer" in activation

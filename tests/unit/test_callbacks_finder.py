@@ -192,7 +192,7 @@ def test_it_is_drawn(tmp_path: Path) -> None:
 
 def test_without_matplotlib_it_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(errors.ExtraError, match=r"pip install 'lockstep-train\[plot\]'"):
+    with pytest.raises(errors.ExtraError, match=r'`pip install "\.\[plot\]"` in a clone'):
         LearningRateFinder().plot("sweep.svg")
 
 

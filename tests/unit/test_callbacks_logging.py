@@ -440,5 +440,5 @@ def test_a_missing_extra_is_told_when_the_callback_is_made(
     kind: Callable[[], Any], module: str, extra: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, module, None)  # as if it were not installed
-    with pytest.raises(errors.ExtraError, match=rf"pip install 'lockstep-train\[{extra}\]'"):
+    with pytest.raises(errors.ExtraError, match=rf'`pip install "\.\[{extra}\]"` in a clone'):
         kind()

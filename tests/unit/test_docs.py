@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 
 from lockstep.cli.main import _make_parser
+from tests import warm
 from tests.launching import STRICT_BUT_KERAS
+from tests.netns import HostProcess
 from tests.pages import Page, PageError, read_page
 from tools.api_reference import anchor
 
@@ -42,23 +44,17 @@ TARGETS = re.findall(r"^([a-z][\w-]*):", (ROOT / "Makefile").read_text(), flags=
 TIMEOUT_SECONDS = 300
 
 
-def run(arguments: list[str], folder: Path) -> str:
+def run(arguments: list[str], folder: Path, *, like: str = "torch") -> str:
     """Run Python in a folder of its own, as a reader with one core would; returns what it says."""
-    done = subprocess.run(
-        [sys.executable, *STRICT_BUT_KERAS, *arguments],
-        cwd=folder,
-        env={
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "COLUMNS": "200",
-            "XDG_CACHE_HOME": str(folder / "cache"),
-        },
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_SECONDS,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    own = {"COLUMNS": "200", "XDG_CACHE_HOME": str(folder / "cache")}
+    words = [sys.executable, *STRICT_BUT_KERAS, *arguments]
+    process = HostProcess(words, {**os.environ, **warm.VARIABLES, **own}, folder, like=like)
+    try:
+        status, out, err = process.finish(TIMEOUT_SECONDS)
+    finally:
+        process.close()
+    assert status == 0, out + err
+    return out
 
 
 def write_files(page: Page, folder: Path) -> None:
@@ -70,8 +66,9 @@ def run_page(name: str, folder: Path, *, without: frozenset[str]) -> None:
     page = PAGES[name]
     write_files(page, folder)
     script = folder / f"{Path(name).stem.lower()}_page.py"
-    script.write_text(page.script({need: need not in without for need in page.needs}))
-    printed = run([script.name], folder)
+    text = page.script({need: need not in without for need in page.needs})
+    script.write_text(text)
+    printed = run([script.name], folder, like="keras" if "import keras" in text else "torch")
     for output in page.outputs:
         assert output in printed, printed
 

@@ -1,11 +1,13 @@
 """Every program in ``examples/keras`` runs as it stands, on small real data."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests import warm
+from tests.netns import HostProcess
 
 FOLDER = Path(__file__).parents[2] / "examples" / "keras"
 PROGRAMS = sorted(path.name for path in FOLDER.glob("*.py") if path.name != "digits.py")
@@ -15,15 +17,15 @@ PROGRAMS = sorted(path.name for path in FOLDER.glob("*.py") if path.name != "dig
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_example(name: str) -> None:
     kept = {key: value for key, value in os.environ.items() if key != "KERAS_BACKEND"}
-    done = subprocess.run(
-        [sys.executable, FOLDER / name],
-        env={**kept, "PYTHONPATH": str(FOLDER.parents[1]), "TF_CPP_MIN_LOG_LEVEL": "3"},
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
+    own = {"PYTHONPATH": str(FOLDER.parents[1]), "TF_CPP_MIN_LOG_LEVEL": "3"}
+    environment = {**kept, **warm.VARIABLES, **own}
+    argv = [sys.executable, str(FOLDER / name)]
+    process = HostProcess(argv, environment, Path.cwd(), like="keras")
+    try:
+        status, out, err = process.finish(280)
+    finally:
+        process.close()
+    assert status == 0, f"{out[-2000:]}\n{err[-3000:]}"
 
 
 def test_there_are_examples() -> None:

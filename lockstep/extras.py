@@ -1,4 +1,4 @@
-"""Optional packages: imported when a callback that needs one is made, or a clear error."""
+"""Optional packages: imported where they are needed, or a clear error."""
 
 from importlib import import_module
 from typing import Any
@@ -6,13 +6,14 @@ from typing import Any
 from lockstep.errors import ExtraError, problem
 
 
-def import_extra(module: str, *, extra: str, user: str) -> Any:
+def import_extra(module: str, *, extra: str, user: str, otherwise: str = "") -> Any:
     """A module of a package that an extra installs.
 
     Args:
         module: its full name.
         extra: the extra's name.
-        user: the callback that needs it, for the message.
+        user: what needs it, for the message.
+        otherwise: what else can be done, for the message.
 
     Raises:
         ExtraError: it is not installed.
@@ -24,6 +25,6 @@ def import_extra(module: str, *, extra: str, user: str) -> Any:
             problem(
                 f"{user} needs a package that is not installed.",
                 received=error,
-                fix=f"pip install 'lockstep-train[{extra}]'",
+                fix=f'Run `pip install ".[{extra}]"` in a clone of Lockstep{otherwise}.',
             )
         ) from error

@@ -1,0 +1,173 @@
+"""What Lockstep uses of torch that torch does not promise to keep.
+
+``pyproject.toml`` gives torch no upper bound. With a version that lacks one of these, this is the
+test that says so, by name; and code that reaches for another must add it here. Keras's private
+parts, in ``frontends/keras``, are not counted.
+"""
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torchmetrics
+from torch import nn
+from torch.autograd import forward_ad
+from torch.nn.utils import parametrize
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
+
+import lockstep
+
+PACKAGE = Path(lockstep.__file__).parent
+
+FUNCTIONS = (
+    "_C._are_functorch_transforms_active",
+    "_C._autograd._profiler_enabled",
+    "_C._len_torch_function_stack",
+    "_C._will_engine_execute_node",
+    "_foreach_add_",
+    "_foreach_clamp_max_",
+    "_foreach_clamp_min_",
+    "_foreach_copy_",
+    "_foreach_lerp_",
+    "_foreach_mul_",
+    "_foreach_norm",
+    "_fused_adam_",
+    "nn.modules.batchnorm._BatchNorm",
+    "ops.mkldnn._linear_pointwise",
+    "utils._python_dispatch.TorchDispatchMode",
+)
+
+# Attributes of objects, which do not follow ``torch.`` in the code.
+ATTRIBUTES = {
+    "module": (
+        "_apply",
+        "_backward_hooks",
+        "_backward_pre_hooks",
+        "_buffers",
+        "_forward_hooks",
+        "_forward_pre_hooks",
+        "_modules",
+        "_parameters",
+    ),
+    "attention": ("_reset_parameters",),
+    "parameter": ("_backward_hooks", "_post_accumulate_grad_hooks", "_version"),
+    "storage": ("_cdata",),
+    "operator": ("_schema",),
+    "optimizer": ("_opt_called", "_optimizer_step_post_hooks", "_optimizer_step_pre_hooks"),
+    "scheduled step": ("_wrapped_by_lr_sched",),
+    "loader": ("_shutdown_workers",),
+    "forward_ad": ("_current_level",),
+    "parametrize": ("_inject_new_class", "_inject_property"),
+    "metric": ("_computed", "_reductions", "_update_count"),
+}
+
+# Of Python itself.
+OF_PYTHON = {
+    "_args_from_interpreter_flags",
+    "_exit",
+    "_fields",
+    "_getframe",
+    "_option_string_actions",
+}
+
+
+@cache
+def holders() -> dict[str, Any]:
+    layer = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(layer.parameters())
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    optimizer.step()
+    return {
+        "module": layer,
+        "attention": nn.MultiheadAttention(1, 1),
+        "parameter": layer.weight,
+        "storage": layer.weight.untyped_storage(),
+        "operator": torch.ops.aten.add.Tensor,
+        "optimizer": optimizer,
+        "scheduled step": optimizer.step,
+        "loader": _MultiProcessingDataLoaderIter,
+        "forward_ad": forward_ad,
+        "parametrize": parametrize,
+        "metric": torchmetrics.MeanMetric(),
+    }
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_torch_has(name: str) -> None:
+    assert callable(attrgetter(name)(torch))
+
+
+@pytest.mark.parametrize(
+    ("holder", "name"), [(holder, name) for holder, names in ATTRIBUTES.items() for name in names]
+)
+def test_an_object_has(holder: str, name: str) -> None:
+    assert hasattr(holders()[holder], name)
+
+
+def test_no_others_are_used() -> None:
+    trees = {
+        path.relative_to(PACKAGE): ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")
+    }
+    own = {name for tree in trees.values() for name in _defined(tree)}
+    known = {f"torch.{name}" for name in FUNCTIONS} | OF_PYTHON
+    known |= {name for names in ATTRIBUTES.values() for name in names}
+    others = {
+        f"{path}:{line}: {name}"
+        for path, tree in trees.items()
+        for line, name in _used(tree, is_of_keras=path.parts[:2] == ("frontends", "keras"))
+        if name not in known | own
+    }
+    assert not others
+
+
+def test_all_that_is_named_is_used() -> None:
+    code = "\n".join(path.read_text() for path in PACKAGE.rglob("*.py"))
+    words = set(re.findall(r"\w+", code))
+    # The hooks of optimizers are left out by how their names begin and end.
+    named = {name.rpartition(".")[2] for name in FUNCTIONS}.union(*ATTRIBUTES.values())
+    assert named <= words
+
+
+def _defined(tree: ast.Module) -> Iterator[str]:
+    """Names that Lockstep gives."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.attr
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+
+
+def _used(tree: ast.Module, *, is_of_keras: bool) -> Iterator[tuple[int, str]]:
+    """Private names that code reaches for: with their path if that begins with ``torch``."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            path = ast.unparse(node)
+            if re.fullmatch(r"torch\.[\w.]+", path):
+                if _is_private(path) and not _is_private(path.rpartition(".")[0]):
+                    yield node.lineno, _whole(tree, node)
+            elif _is_private(node.attr) and not is_of_keras:
+                yield node.lineno, node.attr
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
+            paths = (f"{node.module}.{alias.name}" for alias in node.names)
+            yield from ((node.lineno, path) for path in paths if _is_private(path))
+
+
+def _whole(tree: ast.Module, part: ast.Attribute) -> str:
+    """The longest path that begins with this one."""
+    longer = (
+        node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.value is part
+    )
+    following = next(longer, None)
+    return ast.unparse(part) if following is None else _whole(tree, following)
+
+
+def _is_private(path: str) -> bool:
+    return any(re.match(r"_(?!_)", word) for word in path.split("."))
