@@ -146,7 +146,7 @@ def file_named(name: str) -> Path:
     return next((path for path in (ROOT / name, PACKAGE / name) if path.exists()), ROOT / name)
 
 
-@pytest.mark.parametrize("name", [name for name in PAGES if name != PROGRAMS])
+@pytest.mark.parametrize("name", PAGES)
 def test_files_that_a_page_names_are_there(name: str) -> None:
     """And what they are said to hold: `plan/spec.py` (`Plan`)."""
     text = (ROOT / name).read_text()
