@@ -14,6 +14,7 @@ import lockstep
 from lockstep.data.trees import tensors_of
 from tests.launchers import BEGINNING, by_tf_config, lines_of_all
 from tests.netns import Hosts
+from tests.thorough import core_of
 from tests.zoo import case, cases
 
 NUM_SHARES = 8
@@ -24,7 +25,8 @@ OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]]
     "momentum": partial(torch.optim.SGD, lr=3e-2, momentum=0.9),
 }
 JOBS = [(one.name, optimizer) for one in cases() for optimizer in OPTIMIZERS]
-LAYOUTS = [(2, 2), (1, 1, 1, 1), (4, 4), (3, 2)]
+CORE = [("mlp", "adam"), ("cnn_batch_norm", "momentum"), ("wide", "adam")]
+LAYOUTS = ["2 + 2", "1 + 1 + 1 + 1", "4 + 4", "3 + 2"]  # devices of each host
 
 
 def digest_of_training(name: str, optimizer: str, strategy: Any) -> str:
@@ -49,8 +51,8 @@ def digest_on_one_rank(name: str, optimizer: str) -> str:
     return digest_of_training(name, optimizer, strategy)
 
 
-@pytest.mark.parametrize("devices", [2, 4, 8])
-@pytest.mark.parametrize(("name", "optimizer"), JOBS)
+@pytest.mark.parametrize("devices", core_of([2, 4, 8], [4]))
+@pytest.mark.parametrize(("name", "optimizer"), core_of(JOBS, CORE))
 def test_ranks_of_one_host(name: str, optimizer: str, devices: int) -> None:
     strategy = lockstep.MirroredStrategy(devices, num_shares=NUM_SHARES)
     found = digest_of_training(name, optimizer, strategy)
@@ -66,11 +68,10 @@ for name, optimizer in JOBS:
 """
 
 
-@pytest.mark.parametrize("devices", LAYOUTS, ids=str)
-def test_several_hosts(
-    devices: tuple[int, ...], make_hosts: Callable[[int], Hosts], tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("layout", core_of(LAYOUTS, ["2 + 2"]))
+def test_several_hosts(layout: str, make_hosts: Callable[[int], Hosts], tmp_path: Path) -> None:
     """Also where a host's shares are no subtree of the sum: 5 and 3 of them."""
+    devices = [int(number) for number in layout.split(" + ")]
     hosts = make_hosts(len(devices))
     path = tmp_path / "train.py"
     path.write_text(SCRIPT)

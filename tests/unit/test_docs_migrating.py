@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from tests.launching import STRICT_BUT_KERAS, clean_environment
 from tests.pages import read_page
+from tests.thorough import core_of
 
 ROOT = Path(__file__).parents[2]
 PAGE = read_page((ROOT / "docs" / "migrating.md").read_text())
@@ -70,7 +71,9 @@ def weights_in(folder: Path) -> list[Tensor]:
     return [state[name] for name in ("0.weight", "0.bias", "2.weight", "2.bias")]
 
 
-@pytest.mark.parametrize("command", PAGE.commands)
+@pytest.mark.parametrize(
+    "command", core_of(PAGE.commands, lambda command: "_loop" in command or "_ddp" in command)
+)
 def test_a_program_comes_to_the_weights(
     command: str, expected: list[Tensor], tmp_path: Path
 ) -> None:
