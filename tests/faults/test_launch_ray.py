@@ -102,6 +102,7 @@ except KeyboardInterrupt:
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_the_scripts_end_with_the_command(number: int, tmp_path: Path, ray: list[str]) -> None:
     command = ["-m", "lockstep", *ray, "--hosts=2", "script.py"]
@@ -116,6 +117,7 @@ def test_the_scripts_end_with_the_command(number: int, tmp_path: Path, ray: list
     wait_until(lambda: not any(map(is_alive, pids)), 30, lambda: f"left: {pids}")
 
 
+@pytest.mark.thorough
 def test_an_actor_that_dies_is_told(tmp_path: Path, ray: list[str]) -> None:
     source = """
 import os, signal, time
@@ -141,6 +143,7 @@ def test_a_cluster_that_is_too_small_is_told(tmp_path: Path, ray: list[str]) -> 
     assert "Received: nodes with 1, 1 CPUs" in done.stderr
 
 
+@pytest.mark.thorough
 def test_hosts_may_share_a_node_where_they_are_let(tmp_path: Path, ray: list[str]) -> None:
     write(tmp_path / "script.py", "import os\nprint(os.environ['LOCKSTEP_HOST_INDEX'])")
     for spread in ("SPREAD", "PACK"):
