@@ -101,6 +101,7 @@ def test_a_trial_that_the_kernel_kills_is_too_large(
     assert 35 * devices <= taken <= 40 * devices, printed
 
 
+@pytest.mark.thorough
 def test_the_script_goes_down_from_a_first_size_that_is_killed(group: Path, tmp_path: Path) -> None:
     source = script(JOIN.format(group=group), most=6, ballast=2 * LIMIT_BYTES).replace(
         "smallest=8", "largest=8"

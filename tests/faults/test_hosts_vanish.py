@@ -106,6 +106,7 @@ def test_a_helper_that_is_killed_is_named_on_all_hosts(make_hosts: MakeHosts) ->
     assert_nothing_is_left(hosts, 0, 1)
 
 
+@pytest.mark.thorough
 def test_a_host_that_is_stopped_is_named_and_ends_when_it_goes_on(make_hosts: MakeHosts) -> None:
     hosts = make_hosts(2)
     processes = begin(hosts, "stop", patience=PATIENCE)
@@ -120,6 +121,7 @@ def test_a_host_that_is_stopped_is_named_and_ends_when_it_goes_on(make_hosts: Ma
     assert_nothing_is_left(hosts, 0, 1)
 
 
+@pytest.mark.thorough
 def test_an_error_on_one_host_is_told_on_all_and_they_can_train_again(
     make_hosts: MakeHosts,
 ) -> None:

@@ -69,6 +69,7 @@ def test_hosts_run_the_script_and_can_meet(tmp_path: Path, ray: list[str]) -> No
     ]
 
 
+@pytest.mark.thorough
 def test_the_first_failure_ends_all_others(tmp_path: Path, ray: list[str]) -> None:
     source = """
 import os, pathlib, sys, time
@@ -135,6 +136,7 @@ time.sleep(120)
     assert "lockstep: host 1 failed with exit status 1, the others are ended." in done.stderr
 
 
+@pytest.mark.thorough
 def test_a_cluster_that_is_too_small_is_told(tmp_path: Path, ray: list[str]) -> None:
     write(tmp_path / "script.py", "raise AssertionError")
     done = call([*LOCKSTEP, *ray, "--hosts", "3", "--timeout", "1", "script.py"], tmp_path)

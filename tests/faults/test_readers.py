@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from tests.faults.processes import running, wait_until
-from tests.thorough import core_of
 
 READING = """
 import os, sys, time
@@ -42,7 +41,8 @@ def source(workers: int, end: str = "fit()") -> str:
     return READING.replace("WORKERS", str(workers)) + end
 
 
-@pytest.mark.parametrize("workers", core_of([0, 2], [2]))
+@pytest.mark.thorough
+@pytest.mark.parametrize("workers", [0, 2])
 def test_a_killed_script_leaves_no_reader(workers: int, tmp_path: Path) -> None:
     with running(source(workers), directory=tmp_path) as script:
         script.wait_for_line("training")

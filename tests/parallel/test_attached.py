@@ -513,6 +513,7 @@ def follow():
             assert finish(follower) == (0, f"attached\n{returned}as before True\nend\n")
 
 
+@pytest.mark.thorough
 def test_torchrun(tmp_path: Path) -> None:
     """As users start it; its agent is the parent of all processes."""
     source = """

@@ -100,6 +100,7 @@ def test_threads_that_are_bound_are_noticed() -> None:
     assert "Received: OMP_PROC_BIND=true" in out
 
 
+@pytest.mark.thorough
 def test_two_hosts_with_a_slow_link(make_hosts: MakeHosts, tmp_path: Path) -> None:
     hosts = make_hosts(2)
     hosts.shape(1, "200mbit")
