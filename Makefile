@@ -1,6 +1,8 @@
 # Everything from a fresh clone: the first target that needs it makes .venv and installs into it.
 PYTHON ?= python3
 BIN := .venv/bin
+# Hundreds of interpreters are started: all but the first read what was compiled.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test test-all check lint format api-docs bench bench-hosts bench-input bench-overhead bench-pipelines clean
 demo: .venv/.installed-demo

@@ -4,7 +4,6 @@ import faulthandler
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,35 +24,21 @@ settings.register_profile("lockstep", deadline=None)  # other tests may have the
 settings.load_profile("lockstep")
 
 
-# Files, beside those of ``faults``, whose tests are many processes each, or wait a lot.
-_CROWDED = {
-    "test_attached.py",
-    "test_doctor.py",
-    "test_host_options.py",
-    "test_hosts.py",
-    "test_keras_hosts.py",
-    "test_netns.py",
-    "test_stages_on_hosts.py",
-    "test_torchrun_places.py",
-}
-
-
-class _ByFile(LoadFileScheduling):  # type: ignore[misc]  # pytest-xdist is untyped
-    """Side by side, the tests of a file stay together.
-
-    Crowded ones stay with each other, too, or they would take the cores from one another.
-    """
-
-    def _split_scope(self, nodeid: str) -> str:
-        path = Path(nodeid.partition("::")[0])
-        is_crowded = path.parent.name == "faults" or path.name in _CROWDED
-        return "crowded" if is_crowded else str(path)
+# Folders in the order in which they are run: the longest files first, so that both workers end
+# together.
+_FOLDERS = ("faults", "parity", "parallel", "unit", "property", "golden")
 
 
 @pytest.hookimpl(optionalhook=True)  # it is not known with `-p no:xdist`
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> _ByFile:
-    """How ``--numprocesses`` shares out tests."""
-    return _ByFile(config, log)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """How ``--numprocesses`` shares out tests: by file, in the order in which they stand."""
+    config.option.loadscopereorder = False
+    return LoadFileScheduling(config, log)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Bring files into the order in which they are run."""
+    items.sort(key=lambda item: _FOLDERS.index(item.path.parent.name))
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -31,5 +31,22 @@ def core_of(cases: Iterable[Any], core: Core) -> list[Any]:
     ]
 
 
+def wanted(request: pytest.FixtureRequest, argument: str) -> list[Any]:
+    """Values of an argument for which tests are run that use this fixture as it now is.
+
+    One start may serve many tests; it need do no more than they ask for.
+    """
+    mine, own = request.fixturename, getattr(request, "param", None)
+    calls = [
+        item.callspec
+        for item in request.session.items
+        if isinstance(item, pytest.Function)
+        and hasattr(item, "callspec")
+        and mine in item.fixturenames
+        and item.callspec.params.get(mine) == own
+    ]
+    return list(dict.fromkeys(call.params[argument] for call in calls if argument in call.params))
+
+
 def _values(case: Any) -> tuple[Any, ...]:
     return case if isinstance(case, tuple) else (case,)

@@ -82,6 +82,7 @@ def kills(group: Path) -> int:
     return int(dict(lines)["oom_kill"])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("devices", [1, 2])
 def test_a_trial_that_the_kernel_kills_is_too_large(
     group: Path, tmp_path: Path, devices: int
@@ -100,6 +101,7 @@ def test_a_trial_that_the_kernel_kills_is_too_large(
     assert 35 * devices <= taken <= 40 * devices, printed
 
 
+@pytest.mark.thorough
 def test_the_script_goes_down_from_a_first_size_that_is_killed(group: Path, tmp_path: Path) -> None:
     source = script(JOIN.format(group=group), most=6, ballast=2 * LIMIT_BYTES).replace(
         "smallest=8", "largest=8"
@@ -110,6 +112,7 @@ def test_the_script_goes_down_from_a_first_size_that_is_killed(group: Path, tmp_
     assert "took 6" in printed
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("as_script", [True, False], ids=["a script", "piped into python -"])
 def test_a_trial_whose_allocations_fail_is_too_large(tmp_path: Path, as_script: bool) -> None:
     limit = 3 << 30
@@ -133,6 +136,7 @@ def test_no_size_that_fits_is_an_error(tmp_path: Path) -> None:
     assert "DeviceError: The memory does not suffice to train with batches of 8." in err
 
 
+@pytest.mark.thorough
 def test_control_c_ends_the_trials_and_leaves_nothing(tmp_path: Path) -> None:
     source = script("", most=8, ballast=8).replace(
         "torch.ones(8 // 4)", "(print('hangs', flush=True), __import__('time').sleep(60))"

@@ -15,6 +15,7 @@ import pytest
 
 from tests.faults.processes import JOB, TIMEOUT_SECONDS, num_kills, run, running, wait_until
 from tests.launching import CALM
+from tests.thorough import core_of
 
 END_SECONDS = 15.0  # on a busy machine; else a moment
 
@@ -63,6 +64,12 @@ ENDINGS = {
 }
 
 
+CELLS = core_of(
+    [(function, ending) for function in ("wait", "hold", "stop", "answer") for ending in ENDINGS],
+    lambda function, ending: function == "wait" or ending == "SIGKILL",
+)
+
+
 @pytest.fixture
 def shared_files() -> set[str]:
     return set(os.listdir("/dev/shm"))
@@ -77,8 +84,7 @@ def check_shared_files(before: set[str]) -> None:
     wait_until(lambda: not left(), END_SECONDS, lambda: f"left: {left()}")
 
 
-@pytest.mark.parametrize("ending", ENDINGS)
-@pytest.mark.parametrize("function", ["wait", "hold", "stop", "answer"])
+@pytest.mark.parametrize(("function", "ending"), CELLS)
 def test_helpers_end_with_the_script(
     ending: str, function: str, tmp_path: Path, shared_files: set[str]
 ) -> None:
@@ -128,7 +134,7 @@ train(trainer, epochs=10**6)
 )
 
 
-@pytest.mark.parametrize("number", range(num_kills(2)))
+@pytest.mark.parametrize("number", core_of(range(num_kills(2)), [0]))
 def test_the_script_is_killed_while_it_trains(
     number: int, tmp_path: Path, shared_files: set[str]
 ) -> None:
@@ -136,6 +142,7 @@ def test_the_script_is_killed_while_it_trains(
     check_shared_files(shared_files)
 
 
+@pytest.mark.thorough
 def test_forks_of_the_script_leave_the_helpers_alone(tmp_path: Path) -> None:
     """Neither a fork's exit nor its own training is any of theirs; its memory is its own.
 

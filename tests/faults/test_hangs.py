@@ -59,6 +59,7 @@ def test_a_helper_that_is_stopped() -> None:
     assert not any(is_alive(pid) for pid in stopper.pids)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("method", ["evaluate", "predict"])
 def test_a_rank_that_hangs_in_evaluation(method: str) -> None:
     warm_up(2)
@@ -68,6 +69,7 @@ def test_a_rank_that_hangs_in_evaluation(method: str) -> None:
         trainer.predict(inputs) if method == "predict" else trainer.evaluate((inputs, targets))
 
 
+@pytest.mark.thorough
 def test_a_stopped_script_has_not_waited() -> None:
     """Ctrl-Z for longer than the timeout, then fg: training goes on."""
     script = os.getpid()

@@ -7,21 +7,27 @@ import pytest
 
 from tests.faults.host_quarrels import QUARRELS
 from tests.launchers import lines_of_all, on_loopback
+from tests.thorough import core_of, wanted
 
 SECONDS = 240.0
+CORE = (
+    *("samples", "number of samples", "batch size", "seed", "optimizer", "width", "loss"),
+    *("call", "option of host 1", "not a number", "reading", "callback"),
+)
 
 
 @pytest.fixture(scope="module")
-def told() -> Iterator[list[dict[str, Any]]]:
+def told(request: pytest.FixtureRequest) -> Iterator[list[dict[str, Any]]]:
     """By host, the error of each quarrel."""
-    with on_loopback(["-m", "tests.faults.host_quarrels"]) as processes:
+    script = ["-m", "tests.faults.host_quarrels", *wanted(request, "name")]
+    with on_loopback(script) as processes:
         yield [
             {line["quarrel"]: line["told"] for line in each}
             for each in lines_of_all(processes, SECONDS)
         ]
 
 
-@pytest.mark.parametrize("name", QUARRELS)
+@pytest.mark.parametrize("name", core_of(QUARRELS, CORE))
 def test_both_hosts_say_what_is_wrong(name: str, told: list[dict[str, Any]]) -> None:
     for host in told:
         assert QUARRELS[name][1] in host[name], host[name]

@@ -17,6 +17,7 @@ import pytest
 from tests.faults.processes import wait_until
 from tests.launchers import PORT, by_tf_config
 from tests.netns import HostProcess, Hosts
+from tests.thorough import core_of
 
 MakeHosts = Callable[[int], Hosts]
 
@@ -59,7 +60,7 @@ def assert_nothing_is_left(hosts: Hosts, *indices: int) -> None:
     wait_until(lambda: not any(map(hosts.pids, indices)), 15, lambda: "processes are left")
 
 
-@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("devices", core_of([1, 2], [1]))
 def test_a_host_whose_cable_is_pulled_is_named(make_hosts: MakeHosts, devices: int) -> None:
     hosts = make_hosts(2)
     processes = begin(hosts, "link", devices=devices, patience=PATIENCE)
@@ -86,6 +87,7 @@ def test_a_script_that_is_killed_is_named(make_hosts: MakeHosts) -> None:
     assert_nothing_is_left(hosts, 0, 1)
 
 
+@pytest.mark.thorough
 def test_a_helper_that_is_killed_is_named_on_all_hosts(make_hosts: MakeHosts) -> None:
     hosts = make_hosts(2)
     processes = begin(hosts, "kill helper")
@@ -104,6 +106,7 @@ def test_a_helper_that_is_killed_is_named_on_all_hosts(make_hosts: MakeHosts) ->
     assert_nothing_is_left(hosts, 0, 1)
 
 
+@pytest.mark.thorough
 def test_a_host_that_is_stopped_is_named_and_ends_when_it_goes_on(make_hosts: MakeHosts) -> None:
     hosts = make_hosts(2)
     processes = begin(hosts, "stop", patience=PATIENCE)
@@ -118,6 +121,7 @@ def test_a_host_that_is_stopped_is_named_and_ends_when_it_goes_on(make_hosts: Ma
     assert_nothing_is_left(hosts, 0, 1)
 
 
+@pytest.mark.thorough
 def test_an_error_on_one_host_is_told_on_all_and_they_can_train_again(
     make_hosts: MakeHosts,
 ) -> None:
@@ -136,7 +140,7 @@ def test_an_error_on_one_host_is_told_on_all_and_they_can_train_again(
     assert_nothing_is_left(hosts, 0, 1)
 
 
-@pytest.mark.parametrize("host", [0, 1])
+@pytest.mark.parametrize("host", core_of([0, 1], [1]))
 def test_ctrl_c_on_one_host_ends_all_with_the_same_step(make_hosts: MakeHosts, host: int) -> None:
     hosts = make_hosts(2)
     processes = begin(hosts, "SIGINT")
@@ -152,6 +156,7 @@ def test_ctrl_c_on_one_host_ends_all_with_the_same_step(make_hosts: MakeHosts, h
     assert_nothing_is_left(hosts, 0, 1)
 
 
+@pytest.mark.thorough
 def test_a_host_that_does_not_come_is_named(make_hosts: MakeHosts) -> None:
     hosts = make_hosts(2)
     processes = begin(hosts, "absent", is_awaited=False, patience=PATIENCE)
@@ -161,6 +166,7 @@ def test_a_host_that_does_not_come_is_named(make_hosts: MakeHosts) -> None:
     assert "nothing from host 1" in text
 
 
+@pytest.mark.thorough
 def test_a_script_that_has_ended_is_named(make_hosts: MakeHosts) -> None:
     """Host 1 calls fit once, host 0 twice."""
     hosts = make_hosts(2)
@@ -222,6 +228,7 @@ def ended(*processes: HostProcess) -> list[Any]:
     return states
 
 
+@pytest.mark.thorough
 def test_attacks_do_no_harm(make_hosts: MakeHosts, tmp_path: Path) -> None:
     """First at the rendezvous, while one host waits for the other, then at all that is open.
 

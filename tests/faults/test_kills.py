@@ -15,6 +15,7 @@ import lockstep
 from lockstep.errors import WorkerError
 from tests.faults.jobs import fit, helpers_of, make_data, make_trainer
 from tests.faults.processes import is_alive, num_kills, wait_until
+from tests.thorough import core_of
 
 NUM_KILLS = num_kills(3)
 
@@ -42,7 +43,7 @@ class _Killer(lockstep.Callback):
         os.kill(self.pids[self.rank - 1], signal.SIGKILL)
 
 
-@pytest.mark.parametrize("devices", [2, 4])
+@pytest.mark.parametrize("devices", core_of([2, 4], [2]))
 def test_a_helper_is_killed_at_any_moment(devices: int) -> None:
     seconds = [kill_a_helper(devices, seed) for seed in range(NUM_KILLS)]
     assert max(seconds) < 15  # on a busy machine; else a moment

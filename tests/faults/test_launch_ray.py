@@ -69,6 +69,7 @@ def test_hosts_run_the_script_and_can_meet(tmp_path: Path, ray: list[str]) -> No
     ]
 
 
+@pytest.mark.thorough
 def test_the_first_failure_ends_all_others(tmp_path: Path, ray: list[str]) -> None:
     source = """
 import os, pathlib, sys, time
@@ -102,6 +103,7 @@ except KeyboardInterrupt:
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_the_scripts_end_with_the_command(number: int, tmp_path: Path, ray: list[str]) -> None:
     command = ["-m", "lockstep", *ray, "--hosts=2", "script.py"]
@@ -116,6 +118,7 @@ def test_the_scripts_end_with_the_command(number: int, tmp_path: Path, ray: list
     wait_until(lambda: not any(map(is_alive, pids)), 30, lambda: f"left: {pids}")
 
 
+@pytest.mark.thorough
 def test_an_actor_that_dies_is_told(tmp_path: Path, ray: list[str]) -> None:
     source = """
 import os, signal, time
@@ -133,6 +136,7 @@ time.sleep(120)
     assert "lockstep: host 1 failed with exit status 1, the others are ended." in done.stderr
 
 
+@pytest.mark.thorough
 def test_a_cluster_that_is_too_small_is_told(tmp_path: Path, ray: list[str]) -> None:
     write(tmp_path / "script.py", "raise AssertionError")
     done = call([*LOCKSTEP, *ray, "--hosts", "3", "--timeout", "1", "script.py"], tmp_path)
@@ -141,6 +145,7 @@ def test_a_cluster_that_is_too_small_is_told(tmp_path: Path, ray: list[str]) -> 
     assert "Received: nodes with 1, 1 CPUs" in done.stderr
 
 
+@pytest.mark.thorough
 def test_hosts_may_share_a_node_where_they_are_let(tmp_path: Path, ray: list[str]) -> None:
     write(tmp_path / "script.py", "import os\nprint(os.environ['LOCKSTEP_HOST_INDEX'])")
     for spread in ("SPREAD", "PACK"):

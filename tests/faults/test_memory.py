@@ -105,6 +105,7 @@ def test_one_process_is_killed(folder: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "weights.safetensors").exists()
 
 
+@pytest.mark.thorough
 def test_three_stages_train_and_save(folder: Path, tmp_path: Path) -> None:
     target = tmp_path / "weights.safetensors"
     done = train("lockstep.PipelineStrategy(stages=3, microbatches=2)", folder, target)

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from tests.faults.processes import JOB, run
 from tests.launching import STRICT
 
@@ -57,6 +59,7 @@ print("ranks", os.getpid(), *pids(trainer))
 """
 
 
+@pytest.mark.thorough
 def test_modules_beside_the_script_and_a_change_of_directory(tmp_path: Path) -> None:
     """Each rank takes its two steps, and what a helper prints is not lost with it."""
     home = make_home(tmp_path)
@@ -121,6 +124,7 @@ print("kept", found == 3 * [(first, second)], len({*first, *second, os.getpid()}
 """
 
 
+@pytest.mark.thorough
 def test_two_trainers_take_turns_in_threads_and_keep_their_helpers(tmp_path: Path) -> None:
     """Read from standard input. Helpers outlive the thread that asked for them."""
     out = run(JOB + TURNS, directory=tmp_path, command=["-"], stdin=JOB + TURNS)

@@ -16,6 +16,7 @@ from lockstep.errors import WorkerError
 from tests.faults.jobs import make_data, make_trainer, warm_up
 from tests.faults.processes import wait_until
 from tests.faults.test_interrupt import check_same
+from tests.thorough import core_of
 
 Batch = tuple[Tensor, Tensor]
 BATCHES: list[Batch] = list(zip(*(part.split(4) for part in make_data()), strict=True))
@@ -45,7 +46,7 @@ class Stuck:
         wait_until(lambda: not readers(), 30)
 
 
-@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("devices", core_of([1, 2], [2]))
 @pytest.mark.parametrize(
     ("num_batches", "draws"), [(1, False), (2, True), (4, False)], ids=["first", "drawing", "ahead"]
 )
@@ -63,7 +64,7 @@ def test_ctrl_c_ends_waiting_for_data(devices: int, num_batches: int, draws: boo
         assert trainer._session._team.answers()
 
 
-@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("devices", core_of([1, 2], [2]))
 def test_ctrl_c_ends_waiting_for_validation_data(devices: int) -> None:
     data = Stuck(2)
     trainer, expected = make_trainer(devices), make_trainer(devices)
@@ -74,7 +75,7 @@ def test_ctrl_c_ends_waiting_for_validation_data(devices: int) -> None:
     check_same(trainer, expected)
 
 
-@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("devices", core_of([1, 2], [2]))
 def test_ctrl_c_ends_an_evaluation(devices: int) -> None:
     data = Stuck(4)
     trainer = make_trainer(devices)
@@ -110,6 +111,7 @@ def test_a_helper_that_dies_while_data_is_waited_for_is_noticed() -> None:
     wait_until(lambda: not readers(), 30)
 
 
+@pytest.mark.thorough
 def test_data_may_take_longer_than_a_helper_is_waited_for() -> None:
     warm_up(2)
     timeout_seconds = 6.0  # more than a busy machine takes for a step

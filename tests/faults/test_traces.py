@@ -121,6 +121,7 @@ def test_fits_leak_nothing() -> None:
         assert Path(f"/proc/{pid}/maps").read_text().count("memfd:lockstep") == 0
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("no_collector")
 def test_trainers_that_come_and_go_leak_nothing() -> None:
     def act() -> None:
@@ -131,6 +132,7 @@ def test_trainers_that_come_and_go_leak_nothing() -> None:
     check_no_leak(act, 10)
 
 
+@pytest.mark.thorough
 def test_failing_fits_leak_nothing() -> None:
     """An error's traceback holds what its frames held, so the collector has a part here."""
 

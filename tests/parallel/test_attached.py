@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults.processes import Script, run, running, wait_until
+from tests.thorough import core_of
 
 # Longest for anything that must show at once, on a machine that others use, too.
 AT_ONCE_SECONDS = 15.0
@@ -320,8 +321,8 @@ AT_BOARD, ONE_IS_STOPPED, PATIENCE = False, False, WAIT
 """
 
 
-@pytest.mark.parametrize("number", [1, 2])
-@pytest.mark.parametrize("where", ["finish", "board"])
+@pytest.mark.parametrize("number", core_of([1, 2], [2]))
+@pytest.mark.parametrize("where", core_of(["finish", "board"], ["board"]))
 def test_a_killed_follower_is_seen_at_once(where: str, number: int, tmp_path: Path) -> None:
     source = CAUGHT + WAITING + f"\nAT_BOARD = {where == 'board'}\n"
     with started(source, tmp_path) as (leader, *followers):
@@ -464,6 +465,7 @@ def follow():
             script.process.kill()
 
 
+@pytest.mark.thorough
 def test_fits_in_attached_processes_give_the_weights_of_one(tmp_path: Path) -> None:
     """Two fits and a prediction; a session takes the team as it takes helpers of its own."""
     source = """
@@ -511,6 +513,7 @@ def follow():
             assert finish(follower) == (0, f"attached\n{returned}as before True\nend\n")
 
 
+@pytest.mark.thorough
 def test_torchrun(tmp_path: Path) -> None:
     """As users start it; its agent is the parent of all processes."""
     source = """

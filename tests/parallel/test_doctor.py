@@ -90,6 +90,7 @@ def test_what_is_wrong_with_this_host(tmp_path: Path) -> None:
     assert "Training will fail, or be refused." in out
 
 
+@pytest.mark.thorough
 def test_threads_that_are_bound_are_noticed() -> None:
     if len(os.sched_getaffinity(0)) < 2:
         pytest.skip("one core is all there is: nothing can be bound to less")
@@ -99,6 +100,7 @@ def test_threads_that_are_bound_are_noticed() -> None:
     assert "Received: OMP_PROC_BIND=true" in out
 
 
+@pytest.mark.thorough
 def test_two_hosts_with_a_slow_link(make_hosts: MakeHosts, tmp_path: Path) -> None:
     hosts = make_hosts(2)
     hosts.shape(1, "200mbit")
@@ -125,6 +127,7 @@ def test_two_hosts_with_a_slow_link(make_hosts: MakeHosts, tmp_path: Path) -> No
     assert "The slowest link is that between host 0 and host 1" in out
 
 
+@pytest.mark.thorough
 def test_hosts_that_must_agree(make_hosts: MakeHosts, tmp_path: Path) -> None:
     """Under TF_CONFIG; the verdict of host 0 is that of all."""
     hosts = make_hosts(2)

@@ -150,6 +150,7 @@ def test_an_impostor_is_found_out_by_the_caller() -> None:
         assert "another secret" in opened.last_refusal
 
 
+@pytest.mark.thorough
 def test_one_who_is_slow_keeps_nobody_waiting_and_has_to_go() -> None:
     with contextlib.ExitStack() as stack, gate(PURPOSE, seconds=10.0) as opened:
         silent = stack.enter_context(socket.create_connection(opened.address, SECONDS))
@@ -336,6 +337,7 @@ def attack(
     return num_refused
 
 
+@pytest.mark.thorough
 def test_ten_thousand_attacks_on_a_rendezvous(monkeypatch: pytest.MonkeyPatch) -> None:
     """Host 0 and 1 wait for host 2; what comes instead is refused; then host 2 comes."""
     gates: list[Gate] = []

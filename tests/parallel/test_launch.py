@@ -22,6 +22,7 @@ from lockstep.launch.template import Template
 from tests.circles import num_descriptors
 from tests.faults.processes import is_alive, wait_until
 from tests.parallel import calls
+from tests.thorough import core_of
 
 
 def call(team: Team, function: calls.Part, body: bytes = b"", timeout_seconds: float = 60) -> None:
@@ -126,14 +127,17 @@ def test_kept_teams_serve_the_next() -> None:
 
 @pytest.mark.parametrize(
     ("program", "expected"),
-    [
-        ("/nonexistent/python", r"cannot be started. Received: .*No such file"),
-        ("/", r"cannot be started. Received: .*Permission denied"),
-        # The ranks' template is gone: which of them is looked at first after that is chance.
-        ("/bin/false", r"Rank [12]'s process could not start: it left with exit status 1"),
-        ("broken", r"(?s)could not start: it left with exit status 3.*standard error:\nsorry"),
-        ("silent", r"(?s)could not start: it is not ready after 1 s"),
-    ],
+    core_of(
+        [
+            ("/nonexistent/python", r"cannot be started. Received: .*No such file"),
+            ("/", r"cannot be started. Received: .*Permission denied"),
+            # The ranks' template is gone: which of them is looked at first after that is chance.
+            ("/bin/false", r"Rank [12]'s process could not start: it left with exit status 1"),
+            ("broken", r"(?s)could not start: it left with exit status 3.*standard error:\nsorry"),
+            ("silent", r"(?s)could not start: it is not ready after 1 s"),
+        ],
+        lambda program, _: program in ("/nonexistent/python", "broken"),
+    ),
 )
 def test_interpreters_that_do_not_start(
     program: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -70,6 +70,7 @@ def python(source: str, *arguments: object) -> list[str]:
     return [sys.executable, "-c", source, *map(str, arguments)]
 
 
+@pytest.mark.thorough
 def test_hosts_talk_lose_their_link_and_are_as_fast_as_they_are_said_to_be(
     make_hosts: MakeHosts,
 ) -> None:

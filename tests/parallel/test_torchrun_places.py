@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.launching import MEET, TIMEOUT_SECONDS, clean_environment, free_port, write
+from tests.thorough import core_of
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 
@@ -34,7 +35,7 @@ def outputs(agents: list["subprocess.Popen[str]"]) -> list[list[str]]:
     return [sorted(out.splitlines()) for out, _ in said]
 
 
-@pytest.mark.parametrize("backend", ["static", "c10d"])
+@pytest.mark.parametrize("backend", core_of(["static", "c10d"], ["static"]))
 def test_hosts_with_different_numbers_of_processes_can_meet(backend: str, tmp_path: Path) -> None:
     write(tmp_path / "script.py", MEET)
     port = free_port()

@@ -14,6 +14,7 @@ from lockstep.errors import NonFiniteGradientError, NonFiniteLossError, OptionEr
 from lockstep.plan.makers import Accumulating, Maker
 from lockstep.strategies.base import Strategy
 from tests.parity.test_parity import make_job
+from tests.thorough import core_of
 from tests.zoo import Case, case
 
 STRATEGIES: dict[str, Callable[[], Strategy]] = {
@@ -42,7 +43,7 @@ class InParts(Strategy):
 
 
 # No number of shares divides a batch, and the last batches leave shares empty.
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", core_of(STRATEGIES, ["mirrored-2", "pipeline-2"]))
 @pytest.mark.parametrize("model", ["mlp", "cnn_batch_norm", "cnn_dropout", "gpt_tied", "wide"])
 def test_accumulation_equals_one_device(model: str, strategy: str) -> None:
     if model == "cnn_batch_norm" and strategy == "pipeline-2":

@@ -13,25 +13,39 @@ import pytest
 from tests.launchers import lines_of_all, on_loopback
 from tests.loss_zoo import JOBS as LOSS_JOBS
 from tests.parity.host_jobs import JOBS
+from tests.thorough import core_of, wanted
 
 NETWORKS = {"gradients": 10_000.0, "activations": 0.001}  # Gbit/s
 SECONDS = 300.0
+CORE = (
+    *("adam", "clip_norm", "accumulate with BatchNorm", "averages", "schedule by loss", "muon"),
+    *("bf16-mixed", "two optimizers", "token weights", "metrics", "shares with dropout", "loader"),
+    *(
+        "generator and BatchNorm",
+        "skip",
+        "change slots",
+        "early stopping",
+        "own loss",
+        "two losses",
+    ),
+)
 
 Told = dict[str, Any]
 
 
-@pytest.fixture(scope="module", params=NETWORKS)
+@pytest.fixture(scope="module", params=core_of(NETWORKS, ["gradients"]))
 def told(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[list[dict[str, Told]]]:
     """By host, what it tells of each job."""
     folder: Path = tmp_path_factory.mktemp("jobs")
-    script = ["-m", "tests.parity.host_jobs", str(NETWORKS[request.param]), str(folder)]
+    names = wanted(request, "name")
+    script = ["-m", "tests.parity.host_jobs", str(NETWORKS[request.param]), str(folder), *names]
     with on_loopback(script) as processes:
         yield [{line["job"]: line for line in each} for each in lines_of_all(processes, SECONDS)]
 
 
-@pytest.mark.parametrize("name", [*JOBS, *LOSS_JOBS])
+@pytest.mark.parametrize("name", core_of([*JOBS, *LOSS_JOBS], CORE))
 def test_two_hosts_train_as_one_device(name: str, told: list[dict[str, Told]]) -> None:
     ours = [host[name] for host in told]
     for each in ours:

@@ -19,6 +19,7 @@ from tests.launchers import (
     lines_of_all,
 )
 from tests.netns import Hosts
+from tests.thorough import core_of
 from tests.zoo import cases
 
 MakeHosts = Callable[[int], Hosts]
@@ -94,7 +95,7 @@ for word in sys.argv[1:]:
 """
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", core_of(LAYOUTS, ["2 hosts x 1, TF_CONFIG"]))
 def test_training_on_several_hosts_equals_one_device(
     name: str, make_hosts: MakeHosts, tmp_path: Path
 ) -> None:
@@ -121,6 +122,7 @@ def test_training_on_several_hosts_equals_one_device(
 
 PLAN = f"""{BEGINNING}
 from tests.zoo import case
+from tests.thorough import core_of
 
 one = case("wide")
 for gbit_per_second in ({FAST_NETWORK}, {SLOW_NETWORK}):
@@ -133,6 +135,7 @@ for gbit_per_second in ({FAST_NETWORK}, {SLOW_NETWORK}):
 """
 
 
+@pytest.mark.thorough
 def test_the_speed_of_the_network_decides_what_crosses_it(
     make_hosts: MakeHosts, tmp_path: Path
 ) -> None:

@@ -37,6 +37,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     return folder, run("keras_tensorflow.py", folder)
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(400)
 def test_data_of_tensorflow(trained: tuple[Path, list[str]]) -> None:
     kinds = ("once", "repeated", "weighted")
@@ -44,6 +45,7 @@ def test_data_of_tensorflow(trained: tuple[Path, list[str]]) -> None:
     assert trained[1] == [f"{kind} {name} same" for kind in kinds for name in strategies]
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("backend", ["tensorflow", "jax"])
 def test_files_load_on_other_backends(trained: tuple[Path, list[str]], backend: str) -> None:
@@ -74,6 +76,7 @@ def test_another_backend(tmp_path: Path, first: str, inside: str) -> None:
     assert 'import os; os.environ["KERAS_BACKEND"] = "torch"' in said
 
 
+@pytest.mark.thorough
 def test_keras_imported_in_a_scope(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(

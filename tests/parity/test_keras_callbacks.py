@@ -16,6 +16,7 @@ from tensorboard.util.tensor_util import make_ndarray
 import lockstep
 from lockstep.errors import OptionError
 from tests import keras_zoo as zoo
+from tests.thorough import core_of
 
 SAMPLES, BATCH = 50, 12
 X, Y = zoo.vectors(SAMPLES), zoo.classes(SAMPLES)
@@ -33,7 +34,7 @@ def exact() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(params=STRATEGIES)
+@pytest.fixture(params=core_of(STRATEGIES, ["mirrored"]))
 def pair(request: pytest.FixtureRequest) -> tuple[Any, Any]:
     """A plain model, and one under a strategy."""
     plain = zoo.compiled(zoo.sequential, metrics=["accuracy"])

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import lockstep
 from lockstep.errors import DataError, OptionError
 from tests import keras_zoo as zoo
+from tests.thorough import core_of
 
 SAMPLES, BATCH = 50, 12
 X, Y = zoo.vectors(SAMPLES), zoo.classes(SAMPLES)
@@ -32,7 +33,7 @@ def exact() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(params=STRATEGIES)
+@pytest.fixture(params=core_of(STRATEGIES, ["mirrored"]))
 def strategy(request: pytest.FixtureRequest) -> lockstep.Strategy:
     return STRATEGIES[request.param]()
 

@@ -11,11 +11,16 @@ from tests.launchers import by_standalone_torchrun, lines_of_all, on_loopback
 from tests.launching import CALM
 from tests.netns import HostProcess
 from tests.parity.keras_host_jobs import JOBS
+from tests.thorough import core_of, wanted
 
 SECONDS = 400.0
 # TensorFlow, which Keras imports, says what it finds; some of it, whatever it is told.
 QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3"}
 NOISE = ("WARNING: All log messages before absl", "I0000 ")
+CORE = (
+    *("sequential", "subclassed", "batch normalization", "sample weights", "momentum", "averages"),
+    *("loader", "stopping early", "meddler", "checkpoints", "pipeline"),
+)
 FOLLOWED = ["sequential", "images", "loader", "stopping early", "meddler", "pipeline"]
 
 Told = dict[str, Any]
@@ -30,9 +35,12 @@ def told_by(process: HostProcess, timeout_seconds: float) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def two_hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[dict[str, Told]]]:
+def two_hosts(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[list[dict[str, Told]]]:
     """By host, what it tells of each job."""
-    script = ["-m", "tests.parity.keras_host_jobs", str(tmp_path_factory.mktemp("jobs"))]
+    folder = str(tmp_path_factory.mktemp("jobs"))
+    script = ["-m", "tests.parity.keras_host_jobs", folder, *wanted(request, "name")]
     with on_loopback(script, variables=QUIET, like="keras") as processes:
         told = lines_of_all(processes, SECONDS, told_by)
         yield [{line["job"]: line for line in each} for each in told]
@@ -53,7 +61,7 @@ def assert_alike(told: Told) -> None:
 
 
 @pytest.mark.timeout(500)
-@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.parametrize("name", core_of(JOBS, CORE))
 def test_two_hosts_train_as_plain_keras(name: str, two_hosts: list[dict[str, Told]]) -> None:
     ours = [host[name] for host in two_hosts]
     for each in ours:
@@ -98,6 +106,7 @@ print(json.dumps([
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(500)
 def test_what_hosts_do_not_have_alike_is_named(tmp_path: Path) -> None:
     script = tmp_path / "quarrel.py"
@@ -114,6 +123,7 @@ def test_what_hosts_do_not_have_alike_is_named(tmp_path: Path) -> None:
             assert alike == "trained"
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(500)
 @pytest.mark.parametrize("name", FOLLOWED)
 def test_processes_of_torchrun(name: str, two_processes: list[Told]) -> None:

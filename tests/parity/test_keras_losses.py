@@ -11,6 +11,7 @@ from keras import layers, ops
 import lockstep
 from lockstep.errors import ModelError
 from tests import keras_zoo as zoo
+from tests.thorough import core_of
 
 SAMPLES, BATCH = 50, 12  # the last batch is short
 STRATEGIES: dict[str, Callable[[], lockstep.Strategy]] = {
@@ -29,7 +30,7 @@ def exact() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(params=STRATEGIES)
+@pytest.fixture(params=core_of(STRATEGIES, ["mirrored"]))
 def strategy(request: pytest.FixtureRequest) -> lockstep.Strategy:
     return STRATEGIES[request.param]()
 

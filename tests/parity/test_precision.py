@@ -71,6 +71,7 @@ def different(left: dict[str, Tensor], right: dict[str, Tensor]) -> list[str]:
     return [name for name in left if not torch.equal(left[name], right[name])]
 
 
+@pytest.mark.thorough
 def test_low_precision_reaches_the_accuracy_of_fp32_on_the_digits() -> None:
     found = {
         precision: accuracy(
@@ -395,6 +396,7 @@ def test_attention_that_is_computed_again_is_the_same() -> None:
 
 
 # Compilation takes its time, above all where other tests have the cores.
+@pytest.mark.thorough
 @pytest.mark.timeout(900)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, in what it imports
 @pytest.mark.parametrize("name", ["mlp", "cnn_batch_norm"])

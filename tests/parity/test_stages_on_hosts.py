@@ -11,6 +11,7 @@ import pytest
 
 from tests.launchers import BEGINNING, by_tf_config, lines_of_all
 from tests.netns import Hosts
+from tests.thorough import core_of
 
 MakeHosts = Callable[[int], Hosts]
 
@@ -79,7 +80,7 @@ for name in sys.argv[2:]:
 """
 
 
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("name", core_of(ROWS, ["a stage on each host"]))
 def test_stages_on_several_hosts_equal_one_device(
     name: str, make_hosts: MakeHosts, tmp_path: Path
 ) -> None:
@@ -99,6 +100,7 @@ def test_stages_on_several_hosts_equal_one_device(
 AFTERWARDS = f"""{BEGINNING}
 from functools import partial
 from tests.zoo import case
+from tests.thorough import core_of
 
 one = case("gpt_tied")
 torch.set_default_dtype(torch.float64)

@@ -21,6 +21,7 @@ from lockstep.train.callbacks import stopping
 from lockstep.train.doubling import Doubling, Measured, Trial
 from lockstep.train.recollection import Recollection, file_path
 from lockstep.train.trials import Trials, is_shortage
+from tests.thorough import core_of
 
 X = torch.randn(60, 4, generator=torch.Generator().manual_seed(0))
 Y = torch.randint(0, 3, (60,), generator=torch.Generator().manual_seed(1))
@@ -86,7 +87,7 @@ def forget_trials(monkeypatch: pytest.MonkeyPatch, found: int) -> list[int]:
 # --- what is found ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("devices", core_of([1, 2], [2]))
 def test_a_size_is_found_said_and_trained_with(
     devices: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -102,6 +103,7 @@ def test_a_size_is_found_said_and_trained_with(
     )
 
 
+@pytest.mark.thorough
 def test_trials_change_nothing_in_the_script() -> None:
     """The weights are, bit by bit, those of a fit that was given the size."""
     first, second = make_trainer(), make_trainer()
@@ -158,6 +160,7 @@ class Squares(Dataset[Any]):
         return torch.randn(4) * index, index % 3
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("objective", ["speed", "memory"])
 def test_no_batch_is_larger_than_the_data(objective: Any) -> None:
     trainer = make_trainer()
@@ -177,6 +180,7 @@ def test_a_model_made_by_a_function_gets_its_values_afterwards() -> None:
         assert torch.equal(ours, theirs)
 
 
+@pytest.mark.thorough
 def test_a_pipeline_begins_with_a_sample_for_every_microbatch() -> None:
     strategy = lockstep.PipelineStrategy(2, microbatches=4)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
@@ -243,6 +247,7 @@ def test_a_second_trainer_reads_the_file_and_starts_no_process(
         make_trainer(precision="bf16-mixed").fit((X, Y), batch_size=SEARCH, verbose=0)
 
 
+@pytest.mark.thorough
 def test_a_broken_file_is_told_and_the_search_made_again() -> None:
     make_trainer().fit((X, Y), batch_size=SEARCH, verbose=0)
     whole = file_path().read_bytes()
@@ -303,6 +308,7 @@ def test_an_error_of_the_users_own_code_is_that_error() -> None:
     assert "in refuse_all" in note
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("devices", [1, 2])
 def test_in_a_helper_of_a_trial_too(devices: int) -> None:
     trainer = make_trainer(refuse_all, strategy=lockstep.MirroredStrategy(devices))
@@ -312,11 +318,14 @@ def test_in_a_helper_of_a_trial_too(devices: int) -> None:
 
 @pytest.mark.parametrize(
     ("act", "said"),
-    [
-        (refuse_large, "MineError: too many"),
-        (leave_if_large, "it left with exit status 3"),
-        (hoard_if_large, "MemoryError"),
-    ],
+    core_of(
+        [
+            (refuse_large, "MineError: too many"),
+            (leave_if_large, "it left with exit status 3"),
+            (hoard_if_large, "MemoryError"),
+        ],
+        lambda _, said: said == "MemoryError",
+    ),
 )
 def test_a_larger_size_that_fails_ends_the_search(act: Callable[[Tensor], None], said: str) -> None:
     trainer = make_trainer(act)

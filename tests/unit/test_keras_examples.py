@@ -8,13 +8,16 @@ import pytest
 
 from tests import warm
 from tests.netns import HostProcess
+from tests.thorough import core_of
 
 FOLDER = Path(__file__).parents[2] / "examples" / "keras"
 PROGRAMS = sorted(path.name for path in FOLDER.glob("*.py") if path.name != "digits.py")
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize(
+    "name", core_of(PROGRAMS, ["mirrored_mlp.py", "hybrid.py", "plain_pytorch.py"])
+)
 def test_example(name: str) -> None:
     kept = {key: value for key, value in os.environ.items() if key != "KERAS_BACKEND"}
     own = {"PYTHONPATH": str(FOLDER.parents[1]), "TF_CPP_MIN_LOG_LEVEL": "3"}
