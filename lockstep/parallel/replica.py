@@ -528,7 +528,9 @@ class Replica(Worker):
 
     def _read(self, run: "_Step", share: int) -> Batch:
         start, stop = run.bounds[share]
-        return moved(run.source.read(run.indices[start:stop], self._dtype), self._device)
+        with self.reading:
+            batch = run.source.read(run.indices[start:stop], self._dtype)
+        return moved(batch, self._device)
 
     def _loss_of(self, output: Tree, batch: Batch) -> ShareLoss | JointLoss:
         assert self._loss is not None

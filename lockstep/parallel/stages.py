@@ -448,7 +448,9 @@ class StageWorker(Worker):
         if not _needs_batch(run.partition, stage):
             return None
         start, stop = run.bounds[share]
-        return moved(run.source.read(run.indices[start:stop], self._dtype), self._device)
+        with self.reading:
+            batch = run.source.read(run.indices[start:stop], self._dtype)
+        return moved(batch, self._device)
 
     def _passage(self, run: "_Run", stage: int, share: int) -> Passage:
         return Passage(

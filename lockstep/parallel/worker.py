@@ -66,6 +66,7 @@ class Worker(ABC):
         model: the model, as far as this rank has it.
         updater: the optimizer; None where nothing is trained.
         board: where the ranks of the host wait for each other; None where there is one alone.
+        reading: entered around every read of samples.
     """
 
     plan: Plan
@@ -73,6 +74,7 @@ class Worker(ABC):
     model: nn.Module
     updater: Updater | None
     board: Board | None
+    reading: AbstractContextManager[object] = nullcontext()
 
     @abstractmethod
     def train_step(
