@@ -6,8 +6,9 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
-from lockstep.errors import ModelError, problem
+from lockstep.errors import ModelError, Problems
 from lockstep.graph.layer_graph import Layer, LayerGraph, ParameterInfo
+from lockstep.units import first_few
 
 
 class FrontEndLayer(nn.Module):
@@ -46,9 +47,9 @@ def capture_layers(model: nn.Module) -> LayerGraph:
     Parameters that are one object are listed wherever they occur and grouped in ``tied``.
 
     Raises:
-        ModelError: a parameter has no shape yet.
+        ModelError: see ``check_modules``.
     """
-    check_shapes(model)
+    check_modules(model)
     layers = []
     for name, module in model.named_modules():
         parameters = _own_parameters(name, module)
@@ -78,21 +79,54 @@ def ties_of(model: nn.Module) -> tuple[tuple[str, ...], ...]:
     return tuple(tuple(names) for names in names_of.values() if len(names) > 1)
 
 
-def check_shapes(model: nn.Module) -> None:
-    """Refuse lazy parameters.
+def check_modules(model: nn.Module) -> None:
+    """Refuse lazy parameters, tensors without autograd, and what divides the work by itself.
 
     Raises:
         ModelError: with their names.
     """
-    lazy = [name for name, value in model.named_parameters() if is_lazy(value)]
+    problems = Problems()
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    lazy = [name for name, value in tensors if is_lazy(value)]
     if lazy:
-        raise ModelError(
-            problem(
-                "The shapes of all parameters must be known.",
-                received=f"lazy parameters {', '.join(lazy)}",
-                fix="Call the model once on a sample first.",
-            )
+        problems.add(
+            "The shapes of all parameters must be known.",
+            received=f"lazy parameters {', '.join(lazy)}",
+            fix="Call the model once on a sample first.",
         )
+    fixed = [name for name, value in tensors if not is_lazy(value) and value.is_inference()]
+    if fixed:
+        problems.add(
+            "Tensors that are made under torch.inference_mode() can never be trained.",
+            received=first_few(fixed),
+            fix="Make the model outside of it.",
+        )
+    for name, module in model.named_modules():
+        _check_undivided(name, module, problems)
+    problems.raise_if_any(ModelError)
+
+
+# torch's, by class: those of FSDP take a second to import, and need not be there.
+_DIVIDERS = {
+    "DataParallel",
+    "DistributedDataParallel",
+    "FullyShardedDataParallel",
+    "FSDPModule",
+}
+
+
+def _check_undivided(name: str, module: nn.Module, problems: Problems) -> None:
+    """Note a module that replicates or shards what is in it."""
+    for kind in type(module).__mro__:
+        if kind.__name__ in _DIVIDERS and kind.__module__.startswith("torch."):
+            holder = f"{name}.module" if name else "model.module"
+            problems.add(
+                f"Lockstep divides the work among devices, and {kind.__name__} would do so, too.",
+                received=f"{kind.__name__} at {name!r}" if name else f"a {kind.__name__}",
+                fix="Leave out fully_shard."
+                if kind.__name__ == "FSDPModule"
+                else f"Pass the model without it: {holder} is what it wraps.",
+            )
 
 
 def _own_parameters(prefix: str, module: nn.Module) -> tuple[ParameterInfo, ...]:

@@ -19,7 +19,7 @@ from torch import nn
 
 from lockstep.capture.instructions import CallModule, Instruction, run_instruction
 from lockstep.capture.layering import TracedLayer, divide
-from lockstep.capture.layers import check_shapes
+from lockstep.capture.layers import check_modules
 from lockstep.capture.notes import Record
 from lockstep.capture.recording import Recorder, inputs_of, is_leaf
 from lockstep.capture.replaying import (
@@ -73,10 +73,10 @@ def trace_model(
         atomic: paths of modules not to trace through, and why; see ``trace_modes``.
 
     Raises:
-        ModelError: a parameter has no shape yet.
+        ModelError: see ``check_modules``.
         Exception: whatever the model raises when called with ``inputs``.
     """
-    check_shapes(model)
+    check_modules(model)
     return _Tracer(model, inputs, training=training).trace(dict(atomic or {}))
 
 

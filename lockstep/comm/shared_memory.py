@@ -15,7 +15,6 @@ what the fork writes nobody else sees.
 import ctypes
 import mmap
 import os
-import tempfile
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Self
@@ -23,6 +22,7 @@ from typing import Self
 import torch
 
 from lockstep.cluster.memory_limits import free_memory
+from lockstep.cluster.nameless_files import nameless_file
 from lockstep.errors import DeviceError, problem
 from lockstep.units import format_bytes
 
@@ -68,7 +68,7 @@ class SharedRegion:
         size = max(num_bytes, 1)
         starts, stops = [0, *(stop for _, stop in holes)], [*(start for start, _ in holes), size]
         _check_free(sum(stops) - sum(starts))
-        descriptor = _nameless_file()
+        descriptor = nameless_file("lockstep")
         try:
             os.ftruncate(descriptor, size)
             for start, stop in zip(starts, stops, strict=True):
@@ -198,13 +198,6 @@ def _become_private_in_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_become_private_in_fork)
-
-
-def _nameless_file() -> int:
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create("lockstep", os.MFD_CLOEXEC)
-    with tempfile.TemporaryFile() as file:  # no memfd on macOS: an unlinked file does the same
-        return os.dup(file.fileno())
 
 
 def _reserve(descriptor: int, start: int, num_bytes: int) -> None:

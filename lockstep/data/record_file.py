@@ -30,6 +30,7 @@ from uuid import uuid4
 import msgspec
 
 from lockstep.cluster.memory_limits import free_memory
+from lockstep.cluster.nameless_files import nameless_file
 from lockstep.data.records import Layout, num_bytes
 from lockstep.errors import DataError, problem
 from lockstep.units import format_bytes
@@ -87,7 +88,7 @@ class RecordFile:
         header = _new_header(num_records, layout)
         _check_memory(num_records * num_bytes(layout))
         if hasattr(os, "memfd_create"):
-            descriptor = os.memfd_create("lockstep-cache", os.MFD_CLOEXEC)
+            descriptor = nameless_file("lockstep-cache")
             name = f"/proc/{os.getpid()}/fd/{descriptor}"
             file = cls(descriptor, name, header)
         else:

@@ -43,6 +43,8 @@ def start_interpreter(
             lambda: subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
+                # Where there is none, the first file that is opened there would take its number.
+                stdout=subprocess.DEVNULL if sys.__stdout__ is None else None,
                 stderr=scrap.descriptor,
                 env=environment(threads),
                 pass_fds=descriptors,

@@ -110,7 +110,9 @@ class Template(Origin):
     def start_helper(self, rank: int, scrap: Scrap) -> tuple[int, Link]:
         number = next(self._numbers)
         ours, theirs = Link.pair()
-        stdio = [target for target in (1, 2) if _is_open(target)]
+        # Where the script was started without one, that number may be a file of its own by now.
+        streams = ((1, sys.__stdout__), (2, sys.__stderr__))
+        stdio = [number for number, stream in streams if stream is not None and _is_open(number)]
         payload = pickle.dumps((number, rank, stdio, environment(self.threads)))
         self._send(Message(FORK, payload, (theirs.fileno(), scrap.descriptor, *stdio)))
         theirs.close()

@@ -104,7 +104,10 @@ class Passes(ABC):
 
     Attributes:
         call: how the model is called.
+        reading: entered around every read of samples.
     """
+
+    reading: AbstractContextManager[object] = nullcontext()
 
     def __init__(
         self,
@@ -247,7 +250,9 @@ class Passes(ABC):
 
     def _read(self, run: Run, share: int) -> Batch:
         assert run.source is not None
-        return moved(run.source.read(run.indices_of(share), self._dtype), self._device)
+        with self.reading:
+            batch = run.source.read(run.indices_of(share), self._dtype)
+        return moved(batch, self._device)
 
     def _denominator(self, run: Run, loss: ShareLoss | None) -> float:
         """What a share's loss is divided by before it goes backward.

@@ -6,6 +6,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
+from lockstep.train.screen import Screen
 from lockstep.units import format_count, format_seconds
 
 REFRESH_SECONDS = 0.2
@@ -22,7 +23,7 @@ class ProgressDisplay:
     """
 
     def __init__(self, epochs: int, steps: int | None, console: Console | None = None) -> None:
-        self._console = console or Console()
+        self._console = console or Screen()
         self._epochs = epochs
         self._steps = steps
         self._live: Progress | None = None

@@ -40,6 +40,7 @@ from lockstep.train.conductor import Conductor
 from lockstep.train.followers import call_conclude
 from lockstep.train.hosts import Hosts
 from lockstep.train.likeness import assignment_facts
+from lockstep.train.read_limit import ReadLimit
 from lockstep.train.serving import Abroad, Call, serve
 from lockstep.train.tasks import Task
 from lockstep.units import first_few
@@ -147,7 +148,9 @@ class Session:
             initialize_own(assignment, worker)
             forget_blanks(assignment.model)
             control = _control(team, assignment.plan, self._timeout, watch, hosts)
-            result = assignment.task.run(worker, control, conductor)
+            limit = worker.passes.reading = ReadLimit(self._timeout, team.raise_slow_read)
+            with limit.watched():
+                result = assignment.task.run(worker, control, conductor)
             worker.close()
             team.finish(self._timeout)
             if wired is not None:
