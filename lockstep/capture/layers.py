@@ -1,6 +1,8 @@
 """Lists the layers of a PyTorch model: names, parameters, ties. Nothing is run or traced."""
 
+import sys
 from collections import defaultdict
+from itertools import chain
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -85,48 +87,50 @@ def check_modules(model: nn.Module) -> None:
     Raises:
         ModelError: with their names.
     """
-    problems = Problems()
-    tensors = [*model.named_parameters(), *model.named_buffers()]
-    lazy = [name for name, value in tensors if is_lazy(value)]
+    lazy, fixed, problems = [], [], Problems()
+    dividers = _dividers()
+    for path, module in model.named_modules():
+        if isinstance(module, dividers):
+            _note_divider(path, module, dividers, problems)
+        for key, value in chain(module._parameters.items(), module._buffers.items()):
+            if is_lazy(value):
+                lazy.append(_join(path, key))
+            elif value is not None and value.is_inference():
+                fixed.append(_join(path, key))
     if lazy:
         problems.add(
             "The shapes of all parameters must be known.",
             received=f"lazy parameters {', '.join(lazy)}",
             fix="Call the model once on a sample first.",
         )
-    fixed = [name for name, value in tensors if not is_lazy(value) and value.is_inference()]
     if fixed:
         problems.add(
             "Tensors that are made under torch.inference_mode() can never be trained.",
             received=first_few(fixed),
             fix="Make the model outside of it.",
         )
-    for name, module in model.named_modules():
-        _check_undivided(name, module, problems)
     problems.raise_if_any(ModelError)
 
 
-# torch's, by class: those of FSDP take a second to import, and need not be there.
-_DIVIDERS = {
-    "DataParallel",
-    "DistributedDataParallel",
-    "FullyShardedDataParallel",
-    "FSDPModule",
-}
+def _dividers() -> tuple[type[nn.Module], ...]:
+    """The modules of torch's that replicate or shard what is in them."""
+    known = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # slow to import; who uses it has done so
+    return known if fsdp is None else (*known, fsdp.FullyShardedDataParallel, fsdp.FSDPModule)
 
 
-def _check_undivided(name: str, module: nn.Module, problems: Problems) -> None:
-    """Note a module that replicates or shards what is in it."""
-    for kind in type(module).__mro__:
-        if kind.__name__ in _DIVIDERS and kind.__module__.startswith("torch."):
-            holder = f"{name}.module" if name else "model.module"
-            problems.add(
-                f"Lockstep divides the work among devices, and {kind.__name__} would do so, too.",
-                received=f"{kind.__name__} at {name!r}" if name else f"a {kind.__name__}",
-                fix="Leave out fully_shard."
-                if kind.__name__ == "FSDPModule"
-                else f"Pass the model without it: {holder} is what it wraps.",
-            )
+def _note_divider(
+    path: str, module: nn.Module, dividers: tuple[type[nn.Module], ...], problems: Problems
+) -> None:
+    divider = next(kind.__name__ for kind in dividers if isinstance(module, kind))
+    inner = f"{path}.module" if path else "model.module"
+    problems.add(
+        f"Lockstep divides the work among devices, and {divider} would do so, too.",
+        received=f"{divider} at {path!r}" if path else f"a {divider}",
+        fix="Leave out fully_shard."
+        if divider == "FSDPModule"
+        else f"Pass the model without it: {inner} is what it wraps.",
+    )
 
 
 def _own_parameters(prefix: str, module: nn.Module) -> tuple[ParameterInfo, ...]:

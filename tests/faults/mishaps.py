@@ -66,11 +66,8 @@ class Rows(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
         return self.rows[index]
 
 
-TOLD = threading.Event()
-
-
 def wait_to_be_told() -> None:
-    TOLD.wait(1000)
+    threading.Event().wait(1000)
 
 
 class SlowRows(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):

@@ -5,7 +5,6 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -23,7 +22,7 @@ from tests.faults.jobs import (
     sleep_forever,
     warm_up,
 )
-from tests.faults.mishaps import TOLD, SlowRows, wait_to_be_told
+from tests.faults.mishaps import SlowRows, wait_to_be_told
 from tests.faults.processes import is_alive
 
 SECONDS = 6.0  # more than a step takes on a busy machine
@@ -131,10 +130,3 @@ def test_a_read_in_a_thread_of_several_shares_that_hangs_on_rank_0() -> None:
     )
     with pytest.raises(WorkerError, match=r"(?s)Rank 0 has been reading.*wait_to_be_told"):
         trainer.fit(SlowRows(wait_to_be_told), batch_size=BATCH_SIZE, verbose=0)
-
-
-@pytest.fixture(autouse=True)
-def nobody_is_told() -> Iterator[None]:
-    TOLD.clear()
-    yield
-    TOLD.set()

@@ -120,7 +120,7 @@ def test_data_may_take_longer_than_a_helper_is_waited_for_and_it_is_told_where()
 
     def slowly() -> Iterator[Any]:
         yield BATCHES[0]
-        time.sleep(timeout_seconds + 1.0)
+        wait_until(lambda: len(caught) > 0, 60)
         yield BATCHES[1]
 
     with pytest.warns(InputBoundWarning) as caught:
