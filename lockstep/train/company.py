@@ -17,6 +17,7 @@ from torch import nn
 
 from lockstep.cluster.place import Reach
 from lockstep.cluster.topology import Cluster
+from lockstep.errors import shorten_in_notebook
 from lockstep.parallel.update import Updater
 from lockstep.plan.makers import Maker
 from lockstep.plan.spec import Plan
@@ -98,6 +99,9 @@ class Company:
         try:
             with nullcontext() if self._depth > 1 else self._meeting(call):
                 yield self.hosts
+        except BaseException as error:
+            shorten_in_notebook(error)
+            raise
         finally:
             self._depth -= 1
 

@@ -57,6 +57,7 @@ from lockstep.train.intake import (
     take_in,
 )
 from lockstep.train.interrupt import held_interrupts
+from lockstep.train.known_modules import known_modules
 from lockstep.train.learning_rates import make_schedule
 from lockstep.train.likeness import data_facts
 from lockstep.train.metrics import Metrics
@@ -592,6 +593,11 @@ class Trainer(Runner):
             self._company.hosts.wait()
             if task.watched:  # ``on_train_end`` may have set weights
                 self._company.share_values(self.model)
+
+    @property
+    def _preload(self) -> tuple[str, ...]:
+        loss = None if self._loss is None else self._loss.loss
+        return known_modules([*self.model.modules(), loss, *self.metrics.by_name.values()])
 
     @property
     def _one_optimizer(self) -> optim.Optimizer | None:
