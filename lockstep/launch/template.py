@@ -35,9 +35,9 @@ from lockstep.launch.link import Link, Message, is_readable
 from lockstep.launch.origin import Origin
 from lockstep.launch.scrap import Scrap
 
-FORK, SIGNAL = b"F", b"S"
+FORK, SIGNAL, LOAD = b"F", b"S", b"L"
 
-_FORKS = sys.platform == "linux"
+FORKS = sys.platform == "linux"
 _END_TIMEOUT_SECONDS = 5.0
 _DEATH_TIMEOUT_SECONDS = 5.0
 
@@ -69,9 +69,10 @@ class Template(Origin):
     stays_ready = True
 
     def __init__(self, threads: int | None, preload: tuple[str, ...]) -> None:
-        self.forks = _FORKS
-        self.is_warm = False  # until a helper has come from it
+        self.forks = FORKS
+        self.is_warm = False  # until a helper has come from it: it may still import
         self.threads = threads
+        self._loaded = set(preload)
         self._loaded_with = _variables_of_libraries()
         self.scrap = Scrap()
         self._numbers = itertools.count(1)
@@ -106,6 +107,17 @@ class Template(Origin):
     def is_current(self) -> bool:
         """Whether its libraries were loaded in an environment like the script's now."""
         return self._loaded_with == _variables_of_libraries()
+
+    def load(self, modules: Sequence[str]) -> None:
+        """Have it import modules, unless it has, before it starts another helper.
+
+        One that cannot be imported is left to helpers: they say who needs it.
+        """
+        new = [module for module in modules if module not in self._loaded]
+        if new:
+            self._loaded.update(new)
+            self.is_warm = False  # it obeys when it has done so
+            self._send(Message(LOAD, pickle.dumps(new)))
 
     def start_helper(self, rank: int, scrap: Scrap) -> tuple[int, Link]:
         number = next(self._numbers)
@@ -252,15 +264,31 @@ def main(
     for inherited in (descriptor, reports):
         os.set_inheritable(inherited, False)
     link = Link(socket.socket(fileno=descriptor))
-    for module in preload:
-        import_module(module)
-    gc.collect()
-    gc.freeze()  # what is here now is here to stay: no helper's collector need look at it
+    _import(preload)
     with suppress(EOFError):  # the script has closed the link
         if forks:
             _Nursery(link, reports).run()
-        _become_helper(link.receive(), parent)
+        while (message := link.receive()).kind == LOAD:
+            _load(message)
+        _become_helper(message, parent)
     os._exit(0)  # there is nothing to tidy up, and much to tear down
+
+
+def _load(message: Message) -> None:
+    for module in pickle.loads(message.payload):
+        with suppress(Exception):
+            _import([module])
+
+
+def _import(modules: Sequence[str]) -> None:
+    gc.disable()  # it would look for garbage many times
+    try:
+        for module in modules:
+            import_module(module)
+    finally:
+        gc.collect()
+        gc.freeze()  # what is here now is here to stay: no helper's collector need look at it
+        gc.enable()
 
 
 class _Nursery:
@@ -291,6 +319,9 @@ class _Nursery:
     def _obey(self, message: Message) -> None:
         if message.kind == FORK:
             self._fork(message)
+            return
+        if message.kind == LOAD:
+            _load(message)
             return
         numbers, number_of_signal = pickle.loads(message.payload)
         for number in numbers:

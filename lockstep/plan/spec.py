@@ -247,6 +247,12 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
         return plan_table(self)
 
+    def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
+        """What notebooks and IPython show."""
+        from lockstep.plan.tables import plan_html
+
+        return {"text/plain": str(self), "text/html": plan_html(self)}
+
 
 def _check_ranks(plan: Plan, problems: Problems) -> None:
     sizes = [axis.size for axis in plan.mesh]

@@ -19,7 +19,7 @@ from torch import nn
 
 from lockstep.cluster.place import Reach
 from lockstep.cluster.topology import Cluster
-from lockstep.errors import LockstepError, ModelError, OptionError, problem
+from lockstep.errors import LockstepError, ModelError, OptionError, problem, shorten_in_notebook
 from lockstep.parallel.update import Updater
 from lockstep.plan.makers import Maker
 from lockstep.plan.spec import Plan
@@ -116,6 +116,9 @@ class Company:
                 _telling_of_inference_tensors(),
             ):
                 yield self.hosts
+        except BaseException as error:
+            shorten_in_notebook(error)
+            raise
         finally:
             self._depth -= 1
 

@@ -100,6 +100,10 @@ class FitConductor(FollowingConductor):
         """Whether a callback wants training to end."""
         return self._trainer.stop_training
 
+    def announce(self, doing: str) -> None:
+        if self._display is not None:
+            self._display.announce(doing)
+
     def begin_train(self) -> None:
         """Before the first epoch."""
         for callback in self._callbacks:

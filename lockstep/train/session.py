@@ -23,7 +23,7 @@ from lockstep.comm.exchange import ExchangeSpec
 from lockstep.comm.shared_memory import SharedRegion
 from lockstep.errors import OptionError, WorkerError, problem
 from lockstep.launch.link import MOST_DESCRIPTORS
-from lockstep.launch.pool import give_back, take_team
+from lockstep.launch.pool import expect_team, give_back, take_team
 from lockstep.launch.team import Team
 from lockstep.parallel.blank import forget_blanks
 from lockstep.parallel.build import WireKey, exchange_spec, wire_keys
@@ -45,9 +45,8 @@ from lockstep.train.serving import Abroad, Call, serve
 from lockstep.train.tasks import Task
 from lockstep.units import first_few
 
-# What every helper needs; the template imports it before any helper is born. The second is what
-# torch itself imports at the first backward.
-PRELOAD = ("lockstep.train.serving", "torch.fx.experimental.symbolic_shapes")
+# What every helper needs; the template imports it before any helper is born.
+PRELOAD = ("lockstep.train.serving",)
 
 # A rank that waits for other hosts hears after this time of a failure on its own.
 _PATIENCE_SECONDS = 1.0
@@ -131,6 +130,9 @@ class Session:
         """Do the task with this host's ranks, of which this process is the first."""
         # Before any process starts: what cannot be sent, or finds no memory, shows here.
         here = assignment.plan.ranks_of_host(0 if hosts is None else hosts.host)
+        if self._team is None and len(here) > 1 and not (hosts is not None and hosts.has_followers):
+            expect_team(assignment.plan.threads_per_device, self._preload)
+        conductor.announce("Moving the model to shared memory")
         stores = self._adopt_all(assignment, here.start)
         spec = _spec(assignment)
         _check_loss(assignment)
@@ -138,7 +140,7 @@ class Session:
         worker = None
         try:
             region = spec.create(here)
-            team = self._take_team(assignment.plan, here, hosts)
+            team = self._take_team(assignment.plan, here, hosts, conductor.announce)
             watch = _Watch(team, self._timeout, here.start, hosts)
             wired = _Wired.of(hosts, assignment, self._timeout)
             worker = _leading_worker(assignment, spec, region, watch, stores, wired)
@@ -251,7 +253,9 @@ class Session:
             if store.is_elsewhere:
                 store.region.release_pages()
 
-    def _take_team(self, plan: Plan, here: range, hosts: Hosts | None) -> Team:
+    def _take_team(
+        self, plan: Plan, here: range, hosts: Hosts | None, announce: Callable[[str], None]
+    ) -> Team:
         """The other ranks of this host: the same as before, if they fit."""
         num_helpers, first_rank = len(here) - 1, here.start + 1
         if self._team is not None and not (
@@ -267,6 +271,7 @@ class Session:
                 self._team = hosts.attach_team(num_helpers, first_rank, self._timeout)
                 self._has_met = True
             else:
+                announce(f"Starting {num_helpers} helper{'s' if num_helpers > 1 else ''}")
                 self._team = take_team(
                     num_helpers, self._threads, self._preload, first_rank=first_rank
                 )

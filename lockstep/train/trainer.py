@@ -57,16 +57,17 @@ from lockstep.train.intake import (
     take_in,
 )
 from lockstep.train.interrupt import held_interrupts
+from lockstep.train.known_modules import known_modules
 from lockstep.train.learning_rates import make_schedule
 from lockstep.train.likeness import data_facts
 from lockstep.train.metrics import Metrics
 from lockstep.train.optimizers import Optimizers, each_optimizer, make_optimizers
+from lockstep.train.output_console import OutputConsole
 from lockstep.train.progress import ProgressDisplay
 from lockstep.train.rate_rules import RateRule, rule_of
 from lockstep.train.recipe import AnyUpdater, Recipe
 from lockstep.train.runner import Runner
 from lockstep.train.scope import current_strategy
-from lockstep.train.screen import Screen
 from lockstep.train.tasks import EvaluateTask, PredictTask
 
 _T = TypeVar("_T")
@@ -301,7 +302,7 @@ class Trainer(Runner):
             validation = _take_in_validation(validation_data, wish, feed)
         with closing_on_error(feed, validation):
             self._check_targets(loss, feed, validation)
-            console = Screen(quiet=not verbose)
+            console = OutputConsole(quiet=not verbose)
             if search is not None:
                 feed = feed.resized(self._find_batch_size(search, loss, feed, validation, console))
             self._settle_batch_size(feed.batch_size, rule, console)
@@ -498,7 +499,9 @@ class Trainer(Runner):
                 )
             )
 
-    def _settle_batch_size(self, batch_size: int, rule: RateRule | None, console: Screen) -> None:
+    def _settle_batch_size(
+        self, batch_size: int, rule: RateRule | None, console: OutputConsole
+    ) -> None:
         self._maker().check_batch_size(batch_size)
         self.batch_size = batch_size
         if rule is not None and self.schedule is not None:
@@ -601,6 +604,11 @@ class Trainer(Runner):
                 self._company.share_values(self.model)
 
     @property
+    def _preload(self) -> tuple[str, ...]:
+        loss = None if self._loss is None else self._loss.loss
+        return known_modules([*self.model.modules(), loss, *self.metrics.by_name.values()])
+
+    @property
     def _one_optimizer(self) -> optim.Optimizer | None:
         """The optimizer, where there are not several."""
         one: optim.Optimizer | None = self.optimizer
@@ -623,7 +631,7 @@ class Trainer(Runner):
         loss: LossAdapter | None,
         feed: Feed,
         validation: Feed | None,
-        console: Screen,
+        console: OutputConsole,
     ) -> int:
         """The batch size that the search finds, or remembers."""
         training = Training(

@@ -237,7 +237,7 @@ def test_a_fork_that_fails_is_reported(
 
 def test_without_forks(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on macOS: each helper is an interpreter of its own."""
-    monkeypatch.setattr(template_module, "_FORKS", False)
+    monkeypatch.setattr(template_module, "FORKS", False)
     before = num_descriptors()
     team = Team(2, partial(Template, 1, ()))
     pids = team.pids()

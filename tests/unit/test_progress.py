@@ -9,7 +9,8 @@ from rich.console import Console
 from torch import nn
 
 import lockstep
-from lockstep.train.progress import REFRESH_SECONDS, ProgressDisplay
+from lockstep.train.progress import ProgressDisplay
+from lockstep.train.screen import REFRESH_SECONDS
 
 
 def show(console: Console) -> None:
