@@ -12,6 +12,8 @@ from itertools import pairwise
 
 import cloudpickle
 
+from lockstep.cluster.memory_limits import Kills
+
 _LONGEST_TEXT = 100_000
 _LARGEST_EXCEPTION_BYTES = 1 << 24
 _MOST_CAUSES = 5
@@ -50,16 +52,35 @@ def unpack_failure(payload: bytes) -> Failure:
     return Failure(summary, text, errors[0])
 
 
-def describe_exit(status: int) -> str:
-    """What the exit status of a process says, negative for a signal as in ``subprocess``."""
+def describe_exit(status: int, before: Kills | None = None, now: Kills | None = None) -> str:
+    """What the exit status of a process says.
+
+    Args:
+        status: negative for a signal, as in ``subprocess``.
+        before: what the kernel had killed for want of memory when the process started, and
+        now: what it has killed after its end; None where it does not tell.
+    """
     if status >= 0:
         return f"it left with exit status {status}"
     try:
         name = signal.Signals(-status).name
     except ValueError:  # real-time signals have no name
         name = f"signal {-status}"
-    hint = "; the kernel does this when memory runs out" if name == "SIGKILL" else ""
-    return f"killed by {name}{hint}"
+    return f"killed by {name}{_reason_to_kill(before, now) if name == 'SIGKILL' else ''}"
+
+
+# How a description of an end says that memory may be the reason.
+MEMORY_RAN_OUT = "memory ran out"
+
+
+def _reason_to_kill(before: Kills | None, now: Kills | None) -> str:
+    if before is None or now is None or before.among != now.among:
+        return f" (by kill -9; or by the kernel, if {MEMORY_RAN_OUT})"
+    count = now.count - before.count
+    if not count:
+        return " (by kill -9, or what does the same: memory did not run out, says the kernel)"
+    some = "a process" if count == 1 else f"{count} processes"
+    return f": {MEMORY_RAN_OUT}, for which the kernel has killed {some} of {now.among} meanwhile"
 
 
 def shorten(text: str) -> str:

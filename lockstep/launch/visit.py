@@ -8,6 +8,7 @@ from lockstep.cluster.place import Address, Place
 from lockstep.errors import HostError, problem
 from lockstep.launch.circle import Card, Circle
 from lockstep.launch.handshake import HANDSHAKE_SECONDS, HandshakeError, call
+from lockstep.launch.hearsay import decode_hearsay
 from lockstep.launch.patience import OverError, Patience
 from lockstep.launch.reception import (
     CARD,
@@ -123,6 +124,6 @@ class Visit:
 
 def _decode(frame: Frame, kind: type[_T]) -> _T:
     try:
-        return msgspec.json.decode(frame.payload, type=kind)
+        return decode_hearsay(frame.payload, kind)
     except msgspec.DecodeError as error:
         raise HostError(f"Host 0 sent what has no place in a rendezvous: {error}.") from error

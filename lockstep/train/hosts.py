@@ -28,6 +28,7 @@ from lockstep.comm.shared_memory import SharedRegion
 from lockstep.errors import HostError, OptionError, problem
 from lockstep.launch.attached import attach_team
 from lockstep.launch.circle import Card, Circle
+from lockstep.launch.hearsay import decode_hearsay
 from lockstep.launch.link import Stopwatch
 from lockstep.launch.rendezvous import meet
 from lockstep.launch.secret import find_secret
@@ -67,7 +68,7 @@ class Hosts:
         self.circle = circle
         self._wires: dict[WireKey, socket.socket] = {}
         self._wired: object = None  # for which Plan
-        hosts = [msgspec.json.decode(str(card.about["host"]), type=Host) for card in circle.cards]
+        hosts = [decode_hearsay(str(card.about["host"]), Host) for card in circle.cards]
         self.cluster = Cluster(hosts=tuple(hosts))
 
     @property
