@@ -85,14 +85,25 @@ class NonFiniteGradientError(NonFiniteError):
 
 
 class WorkerError(LockstepError, RuntimeError):
-    """A helper process failed, died, or did not answer in time."""
+    """A helper process failed, died, or did not answer in time.
+
+    Attributes:
+        raised: the exception that has ended its work, where that could be brought here.
+    """
+
+    raised: BaseException | None = None
 
 
 class HostError(LockstepError, RuntimeError):
     """Another host did not come, is not what this one is, failed, or is gone.
 
     What other hosts say stands in these errors, so they are fit to be shown on a terminal.
+
+    Attributes:
+        raised: an exception like the one that has ended its work, where its type is built in.
     """
+
+    raised: BaseException | None = None
 
     def __init__(self, *args: object) -> None:
         super().__init__(*(printable(each) if isinstance(each, str) else each for each in args))

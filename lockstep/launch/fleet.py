@@ -85,7 +85,9 @@ class Relay:
     def write(self, new: bytes, *, is_last: bool = False) -> None:
         """Show more; the last may be nothing."""
         text = self._rest + self._decoder.decode(new, is_last)
-        self._target.write(self._lines(text, is_last) if self._prefix else self._piece(text, is_last))
+        self._target.write(
+            self._lines(text, is_last) if self._prefix else self._piece(text, is_last)
+        )
         self._target.flush()
 
     def _lines(self, text: str, is_last: bool) -> str:

@@ -1,7 +1,7 @@
 """Hearsay: what another host says of itself, as values of a known type.
 
-It is JSON, so nothing is made but plain values. Its texts come to be shown: in errors, in tables, as
-names. So control characters in them become visible escapes, and no terminal obeys them.
+It is JSON, so nothing is made but plain values. Its texts come to be shown: in errors, in tables,
+as names. So control characters in them become visible escapes, and no terminal obeys them.
 """
 
 from typing import Any, TypeVar

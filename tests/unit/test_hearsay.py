@@ -32,6 +32,8 @@ def test_the_error_of_another_host_and_its_name_have_no_control_characters() -> 
     circles[1].cards[1].about["name"] = f"evil{TITLE}"  # type: ignore[index]  # a dict
     circles[1].fail(f"ValueError: {CLIPBOARD}")
     errors = together(*(lambda own=own: own.exchange(b"") for own in (circles[0], circles[2])))
+    for circle in circles:
+        circle.close()
     for error in errors:
         assert isinstance(error, HostError)
         assert str(error) == (
@@ -64,5 +66,7 @@ def test_the_first_hosts_progress_works_and_nothing_else() -> None:
     assert shown("", display) == display
     assert shown("", *display) == display  # one by one
     assert shown("", TITLE, CLIPBOARD) == "\\x1b]0;a title\\x07\\x1b]52;c;cm0gLXJm\\x1b\\"
-    assert shown("", "\x1b[?1049h", "\x1b[6n") == "\\x1b[?1049h\\x1b[6n"  # another screen, a question
+    assert (
+        shown("", "\x1b[?1049h", "\x1b[6n") == "\\x1b[?1049h\\x1b[6n"
+    )  # another screen, a question
     assert shown("", "the end \x1b[") == "the end \\x1b["
