@@ -19,11 +19,11 @@ from contextlib import suppress
 from lockstep.errors import WorkerError
 from lockstep.launch.failure import pack_failure, trouble_of, unpack_failure
 from lockstep.launch.helper import CALL, DATA, FAIL, PING, READY, RETURN, reference_of
-from lockstep.launch.interpreter import search_path
 from lockstep.launch.link import LookAround, Message, Stopwatch, give_up, is_readable
 from lockstep.launch.origin import Origin
 from lockstep.launch.peer import is_stopped
 from lockstep.launch.scrap import Scrap
+from lockstep.pickling import search_path
 
 START_TIMEOUT_SECONDS = 120.0
 # Longest waits for processes that may just not be running: who is stopped is not waited for.

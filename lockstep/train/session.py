@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import cloudpickle
 from torch import nn
 
 from lockstep.comm.board import Board
@@ -34,6 +33,7 @@ from lockstep.parallel.parcel import Parcel, parameters_in
 from lockstep.parallel.shipping import pack_named
 from lockstep.parallel.store import ParameterStore, TensorStore, check_separate, slot_spec
 from lockstep.parallel.worker import Worker
+from lockstep.pickling import dumps
 from lockstep.plan.spec import LocalUpdate, Plan
 from lockstep.train.assignment import Assignment, compute_settings, initialize_own, make_worker
 from lockstep.train.conductor import Conductor
@@ -301,8 +301,8 @@ class Session:
         _check_number(len(descriptors) + len(parcel.descriptors))
         team.call(
             serve,
-            # By value, what the script itself defines: outputs of a model may be of such a class.
-            cloudpickle.dumps(call),
+            # It may hold classes of the script's own: those of a model's outputs.
+            dumps(call),
             (*descriptors, *parcel.descriptors),
             position=_Position(assignment.task, worker.board),
             timeout_seconds=self._timeout,
