@@ -93,7 +93,7 @@ def on_loopback(
     num_hosts: int = 2,
     devices: int = 1,
     options: Sequence[str] = (),
-    variables: Mapping[str, str] | None = None,
+    variables: Mapping[str, str | None] | None = None,
 ) -> Iterator[list[HostProcess]]:
     """The same script on addresses of the loopback interface; all have ended after the block.
 
@@ -102,7 +102,7 @@ def on_loopback(
         num_hosts: how many.
         devices: of each host.
         options: of the interpreter.
-        variables: added to the environment.
+        variables: added to the environment; None removes one.
     """
     addresses = _free_addresses(num_hosts)
     own = {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1", "LOCKSTEP_DEVICES": str(devices)}
@@ -110,8 +110,8 @@ def on_loopback(
         processes = []
         for host in range(num_hosts):
             words = [word.replace("{host}", str(host)) for word in script]
-            told = {**tf_config(addresses, host), **(variables or {})}
-            environment = {**os.environ, **own, **environ(told)}
+            told = {**os.environ, **own, **environ(tf_config(addresses, host)), **(variables or {})}
+            environment = {name: value for name, value in told.items() if value is not None}
             process = HostProcess([sys.executable, *options, *words], environment, ROOT)
             stack.callback(process.close)
             stack.callback(process.end)

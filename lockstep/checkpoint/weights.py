@@ -11,6 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from lockstep.disk import writing
 from lockstep.errors import CheckpointError, Problems, problem
 
 State = dict[str, torch.Tensor]
@@ -84,8 +85,9 @@ def _place(name: str, tensor: torch.Tensor) -> tuple[Any, ...]:
 def _write_whole(tensors: State, metadata: dict[str, str], path: Path) -> None:
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     os.close(descriptor)
+    num_bytes = sum(tensor.nbytes for tensor in tensors.values())
     try:
-        with open(temporary, "wb") as file:
+        with writing(path, num_bytes), open(temporary, "wb") as file:
             _write(tensors, metadata, file)
         umask = os.umask(0)
         os.umask(umask)

@@ -71,7 +71,8 @@ def run(options: argparse.Namespace) -> int:
     if place is None or place.num_hosts == 1:
         return _conclude([report])
     try:
-        secret = find_secret(_with_secret_file(options, os.environ))
+        environ = _with_secret_file(options, os.environ)
+        secret = find_secret(environ, is_one_machine=place.is_one_machine)
         return _examine_all(place, secret, report, options)
     except HostError as error:
         return _conclude([report], complaint=str(error))

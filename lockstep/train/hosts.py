@@ -362,7 +362,7 @@ def _meet(place: Place, timeout_seconds: float) -> Circle:
     card = own_card(place)
     if place.num_hosts == 1:
         return Circle(host=0, cards=[card], star={}, secret=None)
-    secret = find_secret(os.environ)
+    secret = find_secret(os.environ, is_one_machine=place.is_one_machine)
     return meet(
         place, secret, card, timeout_seconds=timeout_seconds, look_around=lambda waited: None
     )
