@@ -97,11 +97,28 @@ class NonFiniteGradientError(NonFiniteError):
 
 
 class WorkerError(LockstepError, RuntimeError):
-    """A helper process failed, died, or did not answer in time."""
+    """A helper process failed, died, or did not answer in time.
+
+    Attributes:
+        raised: the exception that has ended its work, where that could be brought here.
+    """
+
+    raised: BaseException | None = None
 
 
 class HostError(LockstepError, RuntimeError):
-    """Another host did not come, is not what this one is, failed, or is gone."""
+    """Another host did not come, is not what this one is, failed, or is gone.
+
+    What other hosts say stands in these errors, so they are fit to be shown on a terminal.
+
+    Attributes:
+        raised: an exception like the one that has ended its work, where its type is built in.
+    """
+
+    raised: BaseException | None = None
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*(printable(each) if isinstance(each, str) else each for each in args))
 
 
 class ExtraError(LockstepError, ImportError):
@@ -111,6 +128,17 @@ class ExtraError(LockstepError, ImportError):
 def problem(what: str, *, received: object, fix: str) -> str:
     """One message in the shape all of Lockstep's errors have."""
     return f"{what} Received: {received}. {fix}"
+
+
+# C0 and C1, but for ends of lines and tabs.
+_CONTROL_CHARACTERS = {
+    code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"
+}
+
+
+def printable(text: str) -> str:
+    """Text of another host, that a terminal is to show and not to obey: with visible escapes."""
+    return text.translate(_CONTROL_CHARACTERS)
 
 
 class Problems:

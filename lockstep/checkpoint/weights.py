@@ -12,6 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from lockstep.disk import writing
 from lockstep.errors import CheckpointError, Problems, problem
 
 State = dict[str, torch.Tensor]
@@ -88,8 +89,9 @@ def _write_whole(tensors: State, metadata: dict[str, str], path: Path, mode: int
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     # Made so, a new file has what the umask leaves, and is never open to more than it will be.
     new = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666 if mode is None else mode)
+    num_bytes = sum(tensor.nbytes for tensor in tensors.values())
     try:
-        with open(new, "wb") as file:
+        with writing(path, num_bytes), open(new, "wb") as file:
             _write(tensors, metadata, file)
             if mode is not None:
                 os.fchmod(new, mode)

@@ -15,6 +15,7 @@ what the fork writes nobody else sees.
 import ctypes
 import mmap
 import os
+import tempfile
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Self
@@ -68,15 +69,17 @@ class SharedRegion:
         size = max(num_bytes, 1)
         starts, stops = [0, *(stop for _, stop in holes)], [*(start for start, _ in holes), size]
         _check_free(sum(stops) - sum(starts))
-        descriptor = nameless_file("lockstep")
+        descriptor = -1
         try:
+            descriptor = nameless_file("lockstep")
             os.ftruncate(descriptor, size)
             for start, stop in zip(starts, stops, strict=True):
                 _reserve(descriptor, start, stop - start)
             return cls(descriptor, num_bytes)
         except OSError as error:
-            os.close(descriptor)
-            raise _shortage(num_bytes, error) from error
+            if descriptor >= 0:
+                os.close(descriptor)
+            raise _shortage(num_bytes, _reason(error)) from error
 
     def reserve(self, offset_bytes: int, num_bytes: int) -> None:
         """Take memory for a part of a hole. The region must not be closed.
@@ -88,7 +91,7 @@ class SharedRegion:
         try:
             _reserve(self.descriptor, offset_bytes, num_bytes)
         except OSError as error:
-            raise _shortage(num_bytes, error) from error
+            raise _shortage(num_bytes, _reason(error)) from error
 
     def tensor(
         self, offset_bytes: int, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]
@@ -200,6 +203,9 @@ def _become_private_in_fork() -> None:
 os.register_at_fork(after_in_child=_become_private_in_fork)
 
 
+_IN_MEMORY = hasattr(os, "memfd_create")
+
+
 def _reserve(descriptor: int, start: int, num_bytes: int) -> None:
     """On Linux take a file's pages now: a shortage shows here, and not as SIGBUS."""
     if num_bytes > 0 and hasattr(os, "posix_fallocate"):
@@ -217,6 +223,13 @@ def _check_free(num_bytes: int) -> None:
     free = free_memory()
     if free is not None and num_bytes > free.num_bytes:
         raise _shortage(num_bytes, free)
+
+
+def _reason(error: OSError) -> str:
+    """An error that names no file: there is none."""
+    free = free_memory()
+    where = "in this host's memory (a memfd, no file)" if _IN_MEMORY else tempfile.gettempdir()
+    return f"{error.strerror}, {where}{f'; {free}' if free else ''}"
 
 
 def _shortage(num_bytes: int, received: object) -> DeviceError:

@@ -17,14 +17,14 @@ from contextlib import suppress
 from typing import NoReturn
 
 from lockstep.errors import WorkerError
-from lockstep.launch.failure import unpack_failure
+from lockstep.launch.failure import pack_failure, trouble_of, unpack_failure
 from lockstep.launch.helper import CALL, DATA, FAIL, PING, READY, RETURN, reference_of
-from lockstep.launch.interpreter import search_path
-from lockstep.launch.link import LookAround, Message, Stopwatch, is_readable
+from lockstep.launch.link import LookAround, Message, Stopwatch, give_up, is_readable
 from lockstep.launch.origin import Origin
 from lockstep.launch.peer import is_stopped
 from lockstep.launch.scrap import Scrap, show
 from lockstep.launch.stacks import stack_of
+from lockstep.pickling import search_path
 
 START_TIMEOUT_SECONDS = 120.0
 # Longest waits for processes that may just not be running: who is stopped is not waited for.
@@ -279,6 +279,13 @@ class Team:
             thread,
         )
 
+    def tell_failure(self, error: BaseException) -> None:
+        """Tell all who still listen why the call ends, as far as they take it in at once."""
+        message = Message(FAIL, pack_failure(error))
+        for helper in self._helpers:
+            with suppress(OSError, TimeoutError):
+                helper.link.send(message, give_up)
+
     def close(self) -> None:
         """End all helpers now."""
         _end_helpers(self._helpers)
@@ -329,11 +336,7 @@ class Team:
         where = self._position(helper.rank)
         for message in helper.inbox:
             if message.kind == FAIL:
-                failure = unpack_failure(message.payload)
-                raise WorkerError(
-                    f"Rank {helper.rank} failed ({where}): {failure.summary}\n"
-                    f"--- traceback of rank {helper.rank} ---\n{failure.text}"
-                ) from failure.error
+                raise trouble_of(f"rank {helper.rank}", unpack_failure(message.payload), where)
         reason = helper.origin.describe_end(helper.number)
         last_words = helper.scrap.read_new()
         raise WorkerError(

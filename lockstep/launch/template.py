@@ -28,6 +28,7 @@ from contextlib import suppress
 from importlib import import_module
 from types import FrameType
 
+from lockstep.cluster.memory_limits import Kills, memory_kills
 from lockstep.launch.failure import describe_exit
 from lockstep.launch.helper import STACKS_SIGNAL, die_with, name_process, serve_calls
 from lockstep.launch.interpreter import environment, start_interpreter
@@ -77,6 +78,7 @@ class Template(Origin):
         self.scrap = Scrap()
         self._numbers = itertools.count(1)
         self._statuses: dict[int, int] = {}
+        self._kills: dict[int, Kills | None] = {}  # when a helper started
         self._link, theirs = Link.pair()
         self._reports, reports = _report_pipe()
         code = (
@@ -121,6 +123,7 @@ class Template(Origin):
 
     def start_helper(self, rank: int, scrap: Scrap) -> tuple[int, Link]:
         number = next(self._numbers)
+        self._kills[number] = memory_kills()
         ours, theirs = Link.pair()
         # Where the script was started without one, that number may be a file of its own by now.
         streams = ((1, sys.__stdout__), (2, sys.__stderr__))
@@ -141,7 +144,7 @@ class Template(Origin):
         while time.monotonic() < deadline:
             status = self.status(number)
             if status is not None:
-                return describe_exit(status)
+                return describe_exit(status, self._kills.get(number), memory_kills())
             time.sleep(0.005)
         return "its link is closed"
 

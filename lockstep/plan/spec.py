@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 
+from lockstep.disk import writing
 from lockstep.errors import PlanError, Problems, problem
 from lockstep.plan.shares import replica_of_share, shares_of_replica
 
@@ -234,7 +235,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the Plan to a JSON file."""
-        Path(path).write_bytes(self.to_json() + b"\n")
+        text = self.to_json() + b"\n"
+        with writing(path, len(text)):
+            Path(path).write_bytes(text)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Plan":

@@ -143,8 +143,8 @@ class Runner(ABC):
             return make()
         try:
             result = make()
-        except BaseException:
-            self._session.desert(hosts)
+        except BaseException as error:
+            self._session.desert(hosts, error)
             raise
         self._session.dismiss(result, self.model)
         return result

@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import cloudpickle
 from torch import nn
 
 from lockstep.comm.board import Board
 from lockstep.comm.exchange import ExchangeSpec
 from lockstep.comm.shared_memory import SharedRegion
 from lockstep.errors import OptionError, WorkerError, problem
+from lockstep.launch.failure import add_note, as_raised
 from lockstep.launch.link import MOST_DESCRIPTORS
 from lockstep.launch.pool import expect_team, give_back, take_team
 from lockstep.launch.team import Team
@@ -34,6 +34,7 @@ from lockstep.parallel.parcel import Parcel, parameters_in
 from lockstep.parallel.shipping import pack_named
 from lockstep.parallel.store import ParameterStore, TensorStore, check_separate, slot_spec
 from lockstep.parallel.worker import Worker
+from lockstep.pickling import dumps
 from lockstep.plan.spec import LocalUpdate, Plan
 from lockstep.train.assignment import Assignment, compute_settings, initialize_own, make_worker
 from lockstep.train.conductor import Conductor
@@ -88,8 +89,9 @@ class Session:
 
         Raises:
             ShippingError: a part of the assignment cannot be sent to helpers.
-            WorkerError: a helper failed.
+            WorkerError: a helper died or hung.
             HostError: another host failed, or is not what this one is.
+            BaseException: what a rank has raised, whichever it is.
         """
         with compute_settings(assignment.plan):
             if assignment.plan.num_ranks == 1:
@@ -104,7 +106,7 @@ class Session:
         if self._team is not None:
             call_conclude(self._team, result, model, self._timeout)
 
-    def desert(self, hosts: Hosts) -> None:
+    def desert(self, hosts: Hosts, error: BaseException) -> None:
         """After a call that has failed: end it for the processes that follow this one, too.
 
         In it they would take the next call for this one.
@@ -113,7 +115,8 @@ class Session:
             patience = min(_DISMISSAL_SECONDS, self._timeout)
             with suppress(WorkerError):  # they have not come: it has failed there, too
                 self._team = hosts.attach_team(hosts.place.num_processes - 1, 1, patience)
-        self.close()
+                self._is_attached = True
+        self.close(error)
         self._has_met = False
 
     def _run_alone(self, assignment: Assignment, conductor: Conductor) -> Any:
@@ -157,15 +160,18 @@ class Session:
             team.finish(self._timeout)
             if wired is not None:
                 _bring_groups(wired, assignment, stores)
-        except BaseException as error:
-            self.close()
+        except BaseException as trouble:
+            error = as_raised(trouble)
+            self.close(error)
             if worker is not None:
                 worker.abandon()
             if worker is not None and worker.updater is not None:
                 lost = worker.updater.recover()
                 has_older = assignment.plan.num_hosts > 1 and bool(worker.updater.slot_keys())
-                error.add_note(_state_of_training(worker.board, lost, has_older=has_older))
-            raise
+                add_note(error, _state_of_training(worker.board, lost, has_older=has_older))
+            if error is trouble:
+                raise
+            raise error from error.__cause__
         finally:
             parcel.close()
         return result
@@ -304,16 +310,18 @@ class Session:
         _check_number(len(descriptors) + len(parcel.descriptors))
         team.call(
             serve,
-            # By value, what the script itself defines: outputs of a model may be of such a class.
-            cloudpickle.dumps(call),
+            # It may hold classes of the script's own: those of a model's outputs.
+            dumps(call),
             (*descriptors, *parcel.descriptors),
             position=_Position(assignment.task, worker.board),
             timeout_seconds=self._timeout,
         )
 
-    def close(self) -> None:
-        """End the helpers."""
+    def close(self, error: BaseException | None = None) -> None:
+        """End the helpers; those that go on with a script of their own are told of the error."""
         team, self._team = self._team, None
+        if team is not None and error is not None and self._is_attached:
+            team.tell_failure(error)
         if team is not None:
             team.close()
 

@@ -29,7 +29,7 @@ from lockstep.comm.memory_usage import peak_memory
 from lockstep.data.excerpts import RepeatedSource, array_bytes, first_samples
 from lockstep.data.sources import Source
 from lockstep.errors import DeviceError, WorkerError
-from lockstep.launch.failure import Failure, pack_failure, unpack_failure
+from lockstep.launch.failure import MEMORY_RAN_OUT, Failure, pack_failure, unpack_failure
 from lockstep.launch.helper import HelperContext
 from lockstep.launch.team import Team
 from lockstep.launch.template import Template
@@ -202,7 +202,7 @@ _SHORTAGE_WORDS = (
 
 
 def is_shortage(error: BaseException | None) -> bool:
-    """Whether memory ran out: an exception says so, or the kernel has killed the process."""
+    """Whether memory ran out: an exception says so, or the kernel may have killed the process."""
     while error is not None:
         if isinstance(error, MemoryError | torch.OutOfMemoryError):
             return True
@@ -210,7 +210,7 @@ def is_shortage(error: BaseException | None) -> bool:
         if isinstance(error, RuntimeError | OSError | DeviceError):
             if any(word in text for word in _SHORTAGE_WORDS):
                 return True
-            if isinstance(error, WorkerError) and "killed by sigkill" in text:
+            if isinstance(error, WorkerError) and MEMORY_RAN_OUT in text:
                 return True
         error = error.__cause__
     return False

@@ -4,6 +4,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,12 +22,20 @@ class TwoArguments(Exception):  # noqa: N818
 
     def __init__(self, one: int, two: int) -> None:
         super().__init__(f"{one} and {two}")
+        self.two = two
 
 
-class WithFile(Exception):  # noqa: N818
+class WithLock(Exception):  # noqa: N818
     def __init__(self) -> None:
-        super().__init__("it holds a file")
-        self.file = sys.stderr
+        super().__init__("it holds a lock")
+        self.lock = threading.Lock()
+
+
+@dataclass(frozen=True)
+class Frozen(Exception):  # noqa: N818
+    """Lets nobody set an attribute, be it a note."""
+
+    number: int
 
 
 class BadStr(Exception):  # noqa: N818
