@@ -135,7 +135,8 @@ class Session:
         here = assignment.plan.ranks_of_host(0 if hosts is None else hosts.host)
         if self._team is None and len(here) > 1 and not (hosts is not None and hosts.has_followers):
             expect_team(assignment.plan.threads_per_device, self._preload)
-        conductor.announce("Moving the model to shared memory")
+        if not self._stores:
+            conductor.announce("Moving the model to shared memory")
         stores = self._adopt_all(assignment, here.start)
         spec = _spec(assignment)
         _check_loss(assignment)

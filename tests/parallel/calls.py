@@ -3,6 +3,7 @@
 import os
 import pickle
 import random
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -331,3 +332,8 @@ def print_variable(context: HelperContext, body: bytes, descriptors: tuple[int, 
 
 def raise_error(context: HelperContext, body: bytes, descriptors: tuple[int, ...]) -> bytes:
     raise ArithmeticError("as the test wants")
+
+
+def tell_modules(context: HelperContext, body: bytes, descriptors: tuple[int, ...]) -> bytes:
+    context.send(str(body.decode() in sys.modules).encode())
+    return b""
