@@ -9,6 +9,7 @@ import torchmetrics
 from torch import nn
 
 import lockstep
+from lockstep.launch import pool
 from lockstep.launch.pool import keep_teams
 from lockstep.train import session
 from lockstep.train.known_modules import known_modules
@@ -67,7 +68,7 @@ def test_what_metrics_need_is_imported_before_helpers_are_born(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked = []
-    take_team = session.take_team
+    take_team = pool.take_team
 
     def take(num: int, threads: int | None, preload: tuple[str, ...], *, first_rank: int) -> object:
         asked.append(preload)

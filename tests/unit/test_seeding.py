@@ -1,5 +1,7 @@
 """Backward passes from given gradients: the same as torch's, bit by bit."""
 
+from typing import Any
+
 import torch
 
 from lockstep.capture.seeding import seeded
@@ -12,8 +14,9 @@ def test_gradients_are_those_of_backward_with_gradients() -> None:
     roots = [product, total, leaf]
     directions = [torch.randn_like(root) for root in roots]
     torch.autograd.backward(roots, directions, retain_graph=True)
-    wanted = [leaf.grad, weight.grad]
+    wanted: list[Any] = [leaf.grad, weight.grad]
     leaf.grad = weight.grad = None
     seeded(roots, directions).backward()
-    assert all(map(torch.equal, [leaf.grad, weight.grad], wanted))
+    found: list[Any] = [leaf.grad, weight.grad]
+    assert all(map(torch.equal, found, wanted))
     assert not any(direction.requires_grad for direction in directions)
