@@ -17,7 +17,7 @@ class _FirstSamples(Source):
     def __len__(self) -> int:
         return self._num_samples
 
-    def read(self, indices: torch.Tensor, dtype: torch.dtype) -> Batch:
+    def read(self, indices: torch.Tensor, dtype: torch.dtype | None) -> Batch:
         return self._source.read(indices, dtype)
 
 
@@ -31,7 +31,7 @@ class RepeatedSource(Source):
     def __len__(self) -> int:
         return self._num_samples
 
-    def read(self, indices: torch.Tensor, dtype: torch.dtype) -> Batch:
+    def read(self, indices: torch.Tensor, dtype: torch.dtype | None) -> Batch:
         return self._source.read(indices % len(self._source), dtype)
 
 

@@ -6,7 +6,7 @@ be iterated is a stream (``data.streams``), and refused here with a reason.
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 from lockstep.data.map_style import read_items
 from lockstep.data.mapped_files import remember_file
 from lockstep.data.read_ahead import Prefetch, ReadAhead
-from lockstep.data.trees import Tree, map_tensors, tensors_of
+from lockstep.data.trees import Tree, map_tensors, named_tensors, tensors_of
 from lockstep.errors import DataError, Problems, problem
 
 SUPPORTED = (
@@ -60,8 +60,11 @@ class Source(ABC):
         """Number of samples."""
 
     @abstractmethod
-    def read(self, indices: torch.Tensor, dtype: torch.dtype) -> Batch:
-        """Copy the samples at ``indices`` (int64, shape (n,)), floating numbers as ``dtype``."""
+    def read(self, indices: torch.Tensor, dtype: torch.dtype | None) -> Batch:
+        """Copy the samples at ``indices`` (int64, shape (n,)).
+
+        Floating numbers become ``dtype``; None leaves them what they are.
+        """
 
 
 class ArraySource(Source):
@@ -76,18 +79,18 @@ class ArraySource(Source):
         first = next(tensors_of((self.inputs, self.targets)), None)
         return 0 if first is None else len(first)
 
-    def read(self, indices: torch.Tensor, dtype: torch.dtype) -> Batch:
+    def read(self, indices: torch.Tensor, dtype: torch.dtype | None) -> Batch:
         def pick(tensor: torch.Tensor) -> torch.Tensor:
             places = indices.to(tensor.device)
             # The faster index_select lacks some integer types for a single dim.
             rows = tensor[places] if tensor.dim() == 1 else tensor.index_select(0, places)
-            return rows.to(dtype) if rows.is_floating_point() else rows
+            return rows.to(dtype) if dtype is not None and rows.is_floating_point() else rows
 
         weight = self.sample_weight
         return Batch(
             inputs=map_tensors(pick, self.inputs),
             targets=map_tensors(pick, self.targets),
-            sample_weight=None if weight is None else pick(weight).to(dtype),
+            sample_weight=None if weight is None else pick(weight).to(dtype or weight.dtype),
             num_samples=len(indices),
         )
 
@@ -106,7 +109,7 @@ class DatasetSource(Source):
     def __len__(self) -> int:
         return len(self.dataset)  # type: ignore[arg-type]  # as_source has seen its __len__
 
-    def read(self, indices: torch.Tensor, dtype: torch.dtype) -> Batch:
+    def read(self, indices: torch.Tensor, dtype: torch.dtype | None) -> Batch:
         items = read_items(self.dataset, indices.tolist())
         if not self.with_targets:
             items = [_first_part(item) for item in items]
@@ -115,12 +118,13 @@ class DatasetSource(Source):
             _check_collated_weight(weight)
 
         def cast(tensor: torch.Tensor) -> torch.Tensor:
-            return tensor.to(dtype) if tensor.is_floating_point() else tensor
+            is_cast = dtype is not None and tensor.is_floating_point()
+            return tensor.to(dtype) if is_cast else tensor
 
         return Batch(
             inputs=map_tensors(cast, inputs),
             targets=map_tensors(cast, targets),
-            sample_weight=None if weight is None else weight.to(dtype),
+            sample_weight=None if weight is None else weight.to(dtype or weight.dtype),
             num_samples=len(indices),
         )
 
@@ -338,7 +342,7 @@ def _from_numpy(array: np.ndarray[Any, Any], name: str) -> torch.Tensor:
 
 def _check_lengths(source: ArraySource, name: str) -> None:
     problems = Problems()
-    parts = _named_tensors(source)
+    parts = named_parts(source)
     for label, tensor in parts:
         if tensor.dim() == 0:
             problems.add(
@@ -376,22 +380,10 @@ def _check_weight(weight: Any, problems: Problems) -> None:
         )
 
 
-def _named_tensors(source: ArraySource) -> list[tuple[str, torch.Tensor]]:
-    def labelled(tree: Tree, label: str) -> Iterator[tuple[str, torch.Tensor]]:
-        if isinstance(tree, torch.Tensor):
-            yield label, tree
-        elif isinstance(tree, dict):
-            for key, part in tree.items():
-                yield from labelled(part, f"{label}[{key!r}]")
-        elif isinstance(tree, tuple):
-            for index, part in enumerate(tree):
-                yield from labelled(part, f"{label}[{index}]")
-
-    return [
-        *labelled(source.inputs, "inputs"),
-        *labelled(source.targets, "targets"),
-        *labelled(source.sample_weight, "sample_weight"),
-    ]
+def named_parts(data: ArraySource | Batch) -> list[tuple[str, torch.Tensor]]:
+    """All tensors of a source or batch: ``inputs``, ``targets[0]``, ``sample_weight``."""
+    parts = "inputs", "targets", "sample_weight"
+    return [each for part in parts for each in named_tensors(getattr(data, part), part)]
 
 
 def _describe(value: Any) -> str:

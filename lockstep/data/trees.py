@@ -66,6 +66,21 @@ def tensors_of(tree: Tree) -> Iterator[torch.Tensor]:
             yield from tensors_of(value)
 
 
+def named_tensors(tree: Tree, name: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor of the tree, in order, with where it is: ``name['key'][0]``."""
+    if isinstance(tree, torch.Tensor):
+        yield name, tree
+    elif isinstance(tree, dict):
+        for key, value in tree.items():
+            yield from named_tensors(value, f"{name}[{key!r}]")
+    elif isinstance(tree, tuple | list):
+        for index, value in enumerate(tree):
+            yield from named_tensors(value, f"{name}[{index}]")
+    elif _is_record(tree):
+        for field, value in _fields_of(tree).items():
+            yield from named_tensors(value, f"{name}.{field}")
+
+
 def _is_record(tree: Tree) -> bool:
     return dataclasses.is_dataclass(tree) and not isinstance(tree, type)
 

@@ -130,7 +130,7 @@ class _SourceAhead(Source):
     def __len__(self) -> int:
         return len(self._source)
 
-    def read(self, indices: torch.Tensor, dtype: torch.dtype) -> Batch:
+    def read(self, indices: torch.Tensor, dtype: torch.dtype | None) -> Batch:
         if self._reader is None or not self._is_foreseen(indices, dtype):
             return self._source.read(indices, dtype)
         self._foreseen.popleft()
@@ -149,7 +149,7 @@ class _SourceAhead(Source):
         if reader is not None:
             reader.close()
 
-    def _is_foreseen(self, indices: torch.Tensor, dtype: torch.dtype) -> bool:
+    def _is_foreseen(self, indices: torch.Tensor, dtype: torch.dtype | None) -> bool:
         if not self._foreseen:
             return False
         read = self._foreseen[0]

@@ -27,7 +27,7 @@ from lockstep.train.feeding import SharedStream
 from lockstep.train.followers import Follower
 from lockstep.train.hosts import Hosts, find_follower, find_hosts
 from lockstep.train.intake import Feed
-from lockstep.train.likeness import data_facts
+from lockstep.train.same_data import check_same_data
 
 DEFAULT_TIMEOUT_SECONDS = 600.0
 
@@ -198,7 +198,7 @@ class Company:
         """Data that all hosts have alike, or that host 0 alone reads."""
         if self.hosts is None:
             return feed
-        self.hosts.check_equal(data_facts(feed.source, name))
+        check_same_data(self.hosts, feed.source, name)
         if isinstance(feed.source, SharedStream):
             batch_size, num_steps = self.hosts.from_chief((feed.batch_size, feed.num_steps))
             return replace(feed, batch_size=batch_size, num_steps=num_steps)

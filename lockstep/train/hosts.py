@@ -109,6 +109,10 @@ class Hosts:
         payload = self.circle.broadcast(encode(obj) if leads else None, self.look_around)
         return obj if leads else decode(payload)
 
+    def from_all(self, obj: Any) -> list[Any]:
+        """Every host's object by host, on every host."""
+        return [decode(each) for each in self._exchanged(encode(obj))]
+
     @property
     def has_followers(self) -> bool:
         """Whether the launcher has started a process for each of this host's devices."""
@@ -222,7 +226,7 @@ class Hosts:
         Raises:
             HostError: with the fact's name and what both hosts have.
         """
-        told = [decode(each) for each in self._exchanged(encode(_as_text(facts)))]
+        told = self.from_all(_as_text(facts))
         for name in dict.fromkeys(name for one in told for name in one):
             values = [one.get(name, "missing") for one in told]
             other = next((host for host, value in enumerate(values) if value != values[0]), None)

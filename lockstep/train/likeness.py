@@ -6,7 +6,7 @@ words and compared; a name that differs is in the error.
 
 Functions and classes are known by their names, and so are modules, but for torch's own, which also
 tell their options (the rate of a Dropout). What the user's own classes hold is theirs: it may well
-differ from host to host, as the number of the host does. Data is known by a few samples.
+differ from host to host, as the number of the host does. Of data see ``train.same_data``.
 """
 
 import dataclasses
@@ -19,16 +19,10 @@ import msgspec
 import torch
 from torch import nn, optim
 
-from lockstep.data.order import kept_streams, seed_streams
-from lockstep.data.sources import Source
-from lockstep.data.trees import tensors_of
 from lockstep.plan.spec import Plan
 from lockstep.train.assignment import Assignment
-from lockstep.train.feeding import SharedStream
 
 Facts = dict[str, object]
-
-_FINGERPRINT_SAMPLES = 8
 
 
 def assignment_facts(assignment: Assignment) -> Facts:
@@ -43,24 +37,6 @@ def assignment_facts(assignment: Assignment) -> Facts:
         "the optimizer": "none" if updater is None else said(updater.owner),
         "the metrics": "none" if metrics is None else said(metrics.by_name),
         "train_step": said([each.function for each in assignment.functions]),
-    }
-
-
-def data_facts(source: Source | SharedStream | None, name: str) -> Facts:
-    """How much data there is, and a fingerprint of a few samples; of a stream, that it is one."""
-    if source is None or isinstance(source, SharedStream):
-        return {f"the kind of {name}": "none" if source is None else "a stream"}
-    count = len(source)
-    picked = torch.linspace(0, max(count - 1, 0), min(count, _FINGERPRINT_SAMPLES)).long()
-    with kept_streams():
-        seed_streams(0)
-        few = source.read(picked, torch.float32)
-    return {
-        f"the kind of {name}": "read by index",
-        f"the number of samples of {name}": count,
-        f"the fingerprint of {name}": digest(
-            tensors_of((few.inputs, few.targets, few.sample_weight))
-        ).hex(),
     }
 
 

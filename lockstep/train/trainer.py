@@ -59,7 +59,6 @@ from lockstep.train.intake import (
 from lockstep.train.interrupt import held_interrupts
 from lockstep.train.known_modules import known_modules
 from lockstep.train.learning_rates import make_schedule
-from lockstep.train.likeness import data_facts
 from lockstep.train.metrics import Metrics
 from lockstep.train.optimizers import Optimizers, each_optimizer, make_optimizers
 from lockstep.train.output_console import OutputConsole
@@ -67,6 +66,7 @@ from lockstep.train.progress import ProgressDisplay
 from lockstep.train.rate_rules import RateRule, rule_of
 from lockstep.train.recipe import AnyUpdater, Recipe
 from lockstep.train.runner import Runner
+from lockstep.train.same_data import check_same_data
 from lockstep.train.scope import current_strategy
 from lockstep.train.tasks import EvaluateTask, PredictTask
 
@@ -245,7 +245,9 @@ class Trainer(Runner):
 
         Raises:
             OptionError, DataError, DeviceError, PlanError, ShippingError: before a process starts.
-            LossError, NonFiniteError, WorkerError: at the step they name.
+            LossError, NonFiniteError: at the step they name.
+            Exception: what the model, loss or data raise, on whichever rank; a note names it.
+            WorkerError: a helper died or hung, or raised what cannot be brought here.
             KeyboardInterrupt: after Ctrl-C and the step that was under way, with weights and
                 optimizer as that step left them; at once after a second Ctrl-C.
         """
@@ -558,9 +560,8 @@ class Trainer(Runner):
             return task
         schedule = None if self.schedule is None else self.schedule.every
         facts = {"the schedule": schedule, "the Trainer's options": self._recipe}
-        return self._company.hosts.agree_on_task(
-            task, facts | data_facts(task.validation, "validation_data")
-        )
+        check_same_data(self._company.hosts, task.validation, "validation_data")
+        return self._company.hosts.agree_on_task(task, facts)
 
     def _conduct(
         self,

@@ -103,6 +103,6 @@ class ClockedSource(Source):
     def __len__(self) -> int:
         return len(self._source)
 
-    def read(self, indices: torch.Tensor, dtype: torch.dtype) -> Batch:
+    def read(self, indices: torch.Tensor, dtype: torch.dtype | None) -> Batch:
         with self._clock.waiting():
             return self._source.read(indices, dtype)

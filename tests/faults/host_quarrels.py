@@ -67,6 +67,16 @@ def frozen() -> nn.Module:
     return model
 
 
+class Noisy(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
+    """Draws the same noise on both hosts, and means another thing by it."""
+
+    def __len__(self) -> int:
+        return len(X)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return X[index] + (1 + HOST * (index == 19)) * torch.rand(6), Y[index]
+
+
 def nan_on_host_1() -> Tensor:
     data = X.clone()
     data[25, 1] = torch.nan  # in the second batch's second share
@@ -79,8 +89,23 @@ def one_more(epoch: int, logs: Any) -> None:
 
 # What they quarrel about: what each host does, and what both errors say.
 QUARRELS: dict[str, tuple[Callable[[], Any], str]] = {
-    "samples": (lambda: fit((X + HOST, Y)), "the fingerprint of data"),
-    "last samples": (lambda: fit((X.clone().index_fill(0, torch.tensor(39), HOST), Y)), "of data"),
+    "samples": (lambda: fit((X + HOST, Y)), "the values of inputs of data"),
+    "one sample": (
+        lambda: fit((X, Y.clone().index_fill(0, torch.tensor(17), 1 + HOST))),
+        "the values of targets of data",
+    ),
+    "type of the data": (
+        lambda: fit((here(X, X.double()), Y)),
+        "the form of inputs of data. Received: float32 of shape (6,) on Host 0",
+    ),
+    "weights": (
+        lambda: fit(here((X, Y), (X, Y, torch.ones(40)))),
+        "the form of sample_weight of data. Received: missing on Host 0",
+    ),
+    "samples of a dataset": (
+        lambda: fit(Noisy(), shuffle=None),
+        "the values of inputs of data, samples 0, 4, 9, 14, 19 and 4 more",
+    ),
     "number of samples": (
         lambda: fit((X[HOST:], Y[HOST:])),
         "the number of samples of data. Received: 40 on Host 0",
@@ -98,7 +123,7 @@ QUARRELS: dict[str, tuple[Callable[[], Any], str]] = {
     "validation": (lambda: fit(validation_data=here(None, (X, Y))), "the kind of validation_data"),
     "validation samples": (
         lambda: fit(validation_data=(X + HOST, Y)),
-        "the fingerprint of validation_data",
+        "the values of inputs of validation_data",
     ),
     "optimizer": (
         lambda: fit(trainer=make(optimizer=here(SGD, torch.optim.Adam))),
@@ -144,7 +169,7 @@ QUARRELS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: here(make().evaluate, make().predict)(here((X, Y), X)),
         "the call. Received: evaluate on Host 0",
     ),
-    "inputs": (lambda: make().predict(X + HOST), "the fingerprint of data"),
+    "inputs": (lambda: make().predict(X + HOST), "the values of inputs of data"),
     "option of host 1": (lambda: fit(epochs=here(2, -1)), "Received: epochs=-1"),
     "option of host 0": (lambda: fit(trainer=make(loss=here(None, nn.MSELoss()))), "loss=None"),
     "search": (lambda: fit(batch_size="auto"), "A batch size is searched on one host"),
