@@ -4,7 +4,7 @@ BIN := .venv/bin
 # Hundreds of interpreters are started: all but the first read what was compiled.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all check lint format api-docs bench bench-hosts bench-input bench-overhead bench-pipelines clean
+.PHONY: demo test test-all check lint format api-docs bench bench-hosts bench-input bench-overhead bench-pipelines bench-starting clean
 demo: .venv/.installed-demo
 	$(BIN)/lockstep demo
 
@@ -47,6 +47,10 @@ bench-hosts: .venv/.installed-demo
 # Reading ahead and caching, with samples that take 5 ms to read; prints a table.
 bench-input: .venv/.installed-demo
 	$(BIN)/python bench/input_pipeline.py
+
+# Time to the first step, by what is done until then; prints a table.
+bench-starting: .venv/.installed-demo
+	$(BIN)/python bench/starting.py
 
 # What progress, metrics and callbacks add to a step; prints a table.
 bench-overhead: .venv/.installed-demo

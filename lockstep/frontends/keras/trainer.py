@@ -1,7 +1,7 @@
 """The Trainer of a Keras model: plans, processes and steps are those of any model."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -188,8 +188,7 @@ class KerasTrainer(Runner):
             conductor = self._conductor(callbacks, interrupt)
             self._maker().check_batch_size(feed.batch_size)
             self.batch_size = feed.batch_size
-            with closing(conductor):
-                self._train(task, loss, conductor, feed.batch_size)
+            self._train(task, loss, conductor, feed.batch_size)
             self._company.share_values(self.model, conductor.updater)
         return conductor.logs if isinstance(conductor, KerasFitConductor) else {}
 
