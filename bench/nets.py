@@ -81,15 +81,17 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A decoder-only transformer over bytes."""
+    """A decoder-only transformer, over bytes unless its vocabulary is larger."""
 
-    def __init__(self, num_layers: int, width: int, num_heads: int, num_tokens: int) -> None:
+    def __init__(
+        self, num_layers: int, width: int, num_heads: int, num_tokens: int, num_words: int = 256
+    ) -> None:
         super().__init__()
-        self.token = nn.Embedding(256, width)
+        self.token = nn.Embedding(num_words, width)
         self.position = nn.Embedding(num_tokens, width)
         self.blocks = nn.Sequential(*(Block(width, num_heads) for _ in range(num_layers)))
         self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, 256, bias=False)
+        self.head = nn.Linear(width, num_words, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.token(tokens) + self.position.weight[: tokens.shape[1]]
@@ -115,9 +117,17 @@ def images(num_samples: int) -> tuple[Tensor, Tensor]:
     return inputs.view(-1, 1, 28, 28), targets
 
 
-def sequences(num_samples: int) -> tuple[Tensor, Tensor]:
+def gpt2() -> nn.Module:
+    """As large as GPT-2's smallest, 124M parameters, whose head is the embedding."""
+    torch.manual_seed(0)
+    model = GPT(num_layers=12, width=768, num_heads=12, num_tokens=128, num_words=50_257)
+    model.head.weight = model.token.weight
+    return model
+
+
+def sequences(num_samples: int, num_words: int = 256) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1)
-    tokens = torch.randint(0, 256, (num_samples, 129), generator=generator)
+    tokens = torch.randint(0, num_words, (num_samples, 129), generator=generator)
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 

@@ -29,7 +29,7 @@ from rich.progress import Progress
 
 import lockstep
 from lockstep import callbacks
-from lockstep.parallel.replica import Replica
+from lockstep.parallel.worker import Worker
 from lockstep.train import metrics
 from lockstep.train.conducting import FitConductor
 from lockstep.train.ensemble import Ensemble
@@ -125,7 +125,7 @@ PARTS: list[tuple[str, Any, str]] = [
 def time_parts(epochs: int, devices: int) -> tuple[float, dict[str, tuple[float, float]]]:
     """Seconds of a step; by part, seconds and calls per step. Puts clocks into classes."""
     clocks: dict[str, list[float]] = {}
-    for label, owner, name in [*PARTS, ("step", Replica, "train_step")]:
+    for label, owner, name in [*PARTS, ("step", Worker, "train_step")]:
         setattr(owner, name, timed(getattr(owner, name), clocks.setdefault(label, [])))
     measure(["all"], 1, epochs, devices)
     steps = clocks.pop("step")

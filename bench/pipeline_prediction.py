@@ -19,7 +19,7 @@ from torch_contenders import FUSED_ADAM
 import lockstep
 import lockstep.train.trainer as trainer_module
 from lockstep.comm.board import Board
-from lockstep.parallel import stages
+from lockstep.parallel.worker import Worker
 from lockstep.plan.pipelines import stage_graph
 from lockstep.plan.program import Pass
 from lockstep.plan.schedules import make_schedule
@@ -82,18 +82,19 @@ def watch_waits(clock: Clock) -> None:
 
 
 def watch_actions(clock: Clock) -> None:
-    for kind, handler in list(stages._HANDLERS.items()):
+    run = Worker._run
 
-        def timed(worker: Any, run: Any, action: Any, handler: Any = handler) -> None:
-            begin, waited = time.perf_counter(), clock.waited
-            handler(worker, run, action)
-            seconds = time.perf_counter() - begin - (clock.waited - waited)
-            if isinstance(action, Pass):
-                clock.passes[type(action).__name__, action.stage].append(seconds)
-            else:
-                clock.rest[-1] += seconds
+    def timed(worker: Worker, now: Any, actions: Any) -> None:
+        begin, waited = time.perf_counter(), clock.waited
+        run(worker, now, actions)
+        seconds = time.perf_counter() - begin - (clock.waited - waited)
+        (action,) = actions
+        if isinstance(action, Pass):
+            clock.passes[type(action).__name__, action.stage].append(seconds)
+        else:
+            clock.rest[-1] += seconds
 
-        stages._HANDLERS[kind] = timed
+    setattr(Worker, "_run", timed)  # noqa: B010 - in this process only
 
 
 def report(found: list[Any], plan: lockstep.Plan) -> None:

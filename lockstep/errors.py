@@ -20,9 +20,17 @@
 
 Each message says what is wrong, what was received and how to fix it; ``problem`` gives them one
 shape. Validators gather every problem they find in a ``Problems`` and raise once.
+
+Notebooks show tracebacks with some lines of each frame: there, Lockstep's own frames are left out.
 """
 
+import re
 import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import suppress
+from functools import partial
+from itertools import groupby
 from pathlib import Path
 
 _PACKAGE = Path(__file__).parent
@@ -30,6 +38,10 @@ _PACKAGE = Path(__file__).parent
 
 class LockstepError(Exception):
     """Base of all errors raised by Lockstep."""
+
+    def _render_traceback_(self) -> list[str]:
+        """What IPython shows of it."""
+        return short_traceback(self)
 
 
 class OptionError(LockstepError, ValueError):
@@ -85,11 +97,28 @@ class NonFiniteGradientError(NonFiniteError):
 
 
 class WorkerError(LockstepError, RuntimeError):
-    """A helper process failed, died, or did not answer in time."""
+    """A helper process failed, died, or did not answer in time.
+
+    Attributes:
+        raised: the exception that has ended its work, where that could be brought here.
+    """
+
+    raised: BaseException | None = None
 
 
 class HostError(LockstepError, RuntimeError):
-    """Another host did not come, is not what this one is, failed, or is gone."""
+    """Another host did not come, is not what this one is, failed, or is gone.
+
+    What other hosts say stands in these errors, so they are fit to be shown on a terminal.
+
+    Attributes:
+        raised: an exception like the one that has ended its work, where its type is built in.
+    """
+
+    raised: BaseException | None = None
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*(printable(each) if isinstance(each, str) else each for each in args))
 
 
 class ExtraError(LockstepError, ImportError):
@@ -99,6 +128,17 @@ class ExtraError(LockstepError, ImportError):
 def problem(what: str, *, received: object, fix: str) -> str:
     """One message in the shape all of Lockstep's errors have."""
     return f"{what} Received: {received}. {fix}"
+
+
+# C0 and C1, but for ends of lines and tabs.
+_CONTROL_CHARACTERS = {
+    code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"
+}
+
+
+def printable(text: str) -> str:
+    """Text of another host, that a terminal is to show and not to obey: with visible escapes."""
+    return text.translate(_CONTROL_CHARACTERS)
 
 
 class Problems:
@@ -126,3 +166,62 @@ def level_of_user() -> int:
     while frame.f_back is not None and Path(frame.f_code.co_filename).is_relative_to(_PACKAGE):
         level, frame = level + 1, frame.f_back
     return level
+
+
+# --- in notebooks --------------------------------------------------------------------------------
+
+_FRAME = re.compile(r'[ |]*File "(.+)", line \d+')
+_SHELL = "IPython/core/interactiveshell.py"
+_HINT = "(traceback.print_last() shows all frames, and %debug goes through them.)"
+
+
+def shorten_in_notebook(error: BaseException) -> None:
+    """Have IPython, where it runs, show an error that comes out of Lockstep without its frames.
+
+    The traceback itself stays what it is, for debuggers.
+    """
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    if shell is not None and not hasattr(error, "_render_traceback_"):
+        with suppress(AttributeError):  # a class with slots
+            error._render_traceback_ = partial(short_traceback, error)  # type: ignore[attr-defined]
+
+
+def short_traceback(error: BaseException) -> list[str]:
+    """The lines of an error's traceback, with its causes, without Lockstep's own frames.
+
+    That goes for what a helper has told of its own, too. Frames in which Lockstep itself has raised
+    what is no ``LockstepError`` stay.
+    """
+    blocks = list(_blocks("".join(traceback.format_exception(error)).splitlines()))
+    runs = [(kind, [block for _, block in run]) for kind, run in groupby(blocks, key=_kind)]
+    shown: list[str] = []
+    for (kind, run), (_, after) in zip(runs, [*runs[1:], ("", [[""]])], strict=True):
+        goes_on = after[0][0].lstrip(" |").startswith(("File ", __name__))
+        if kind == "own" and goes_on:
+            shown.append(f"  [{len(run)} frames of Lockstep]")
+        elif kind != "shell":
+            shown += [line for block in run for line in block]
+    return [*shown, _HINT] if any(kind == "own" for kind, _ in runs) else shown
+
+
+def _blocks(lines: list[str]) -> Iterator[tuple[str, list[str]]]:
+    """The lines of each frame with its file, and each other line with none."""
+    path, depth, block = "", 0, list[str]()
+    for line in lines:
+        frame = _FRAME.match(line)
+        text = line.lstrip(" |")
+        is_deeper = len(line) - len(text) > depth or text.startswith("[Previous line repeated")
+        if path and is_deeper and frame is None:
+            block.append(line)
+            continue
+        if block:
+            yield path, block
+        path, depth, block = frame[1] if frame else "", len(line) - len(text), [line]
+    yield path, block
+
+
+def _kind(block: tuple[str, list[str]]) -> str:
+    path, _ = block
+    if path and Path(path).is_relative_to(_PACKAGE):
+        return "own"
+    return "shell" if path.endswith(_SHELL) else "other"

@@ -94,7 +94,7 @@ def on_loopback(
     num_hosts: int = 2,
     devices: int = 1,
     options: Sequence[str] = (),
-    variables: Mapping[str, str] | None = None,
+    variables: Mapping[str, str | None] | None = None,
     like: str = "torch",
 ) -> Iterator[list[HostProcess]]:
     """The same script on addresses of the loopback interface; all have ended after the block.
@@ -104,7 +104,7 @@ def on_loopback(
         num_hosts: how many.
         devices: of each host.
         options: of the interpreter.
-        variables: added to the environment.
+        variables: added to the environment; None removes one.
         like: the kind of warm interpreter that may run it (see ``warm``).
     """
     addresses = _free_addresses(num_hosts)
@@ -113,8 +113,8 @@ def on_loopback(
         processes = []
         for host in range(num_hosts):
             words = [word.replace("{host}", str(host)) for word in script]
-            told = {**tf_config(addresses, host), **(variables or {})}
-            environment = {**os.environ, **own, **environ(told)}
+            told = {**os.environ, **own, **environ(tf_config(addresses, host)), **(variables or {})}
+            environment = {name: value for name, value in told.items() if value is not None}
             argv = [sys.executable, *options, *words]
             process = HostProcess(argv, environment, ROOT, like=like)
             stack.callback(process.close)

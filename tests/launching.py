@@ -15,6 +15,9 @@ WAITED = "Training waited for its data"
 # Options of the interpreter: that one is not shown; and all others are errors.
 CALM = ("-W", f"ignore:{WAITED}")
 STRICT = ("-W", "error", *CALM)
+# What Keras says of its own variables, whenever one becomes an array; and the same without that.
+KERAS_SAYS = "__array__ implementation doesn't accept a copy keyword"
+STRICT_BUT_KERAS = (*STRICT, "-W", f"ignore:{KERAS_SAYS}")
 
 # Hosts meet where they are told, over a socket of their own. NAMES has addresses for names that a
 # cluster would know. Each prints its host, number of hosts, devices, what it was told, and its

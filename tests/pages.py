@@ -3,8 +3,8 @@
 A page's ``python`` blocks are one script, in their order, at the lines that they have in the page:
 so a traceback names the line of the page. Comments of HTML, which no reader sees, add to it:
 
-``<!-- setup`` or ``<!-- check``, Python code, ``-->``
-    is run with the blocks: what they take for granted, or whether they did what the text says.
+``<!-- check``, Python code, ``-->``
+    is run with the blocks: whether they did what the text says. They must not need it.
 ``<!-- output -->`` before a block
     the block is part of what the script prints.
 ``<!-- needs tensorflow, wandb -->`` before a ``python`` block
@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 _FENCE = re.compile(r"^```(\w*)$")
-_HIDDEN = re.compile(r"^<!-- (setup|check)$")
+_HIDDEN = re.compile(r"^<!-- check$")
 _NOTE = re.compile(r"^<!-- (.*) -->$")
 _FILE = re.compile(r"^# (\w+\.py)$")
 
@@ -56,6 +56,12 @@ class Block:
         return self.kind in ("python", "hidden")
 
     @property
+    def file(self) -> str:
+        """Name of the Python file that it is to be saved as; empty where there is none."""
+        match = _FILE.match(self.lines[0]) if self.is_python and self.lines else None
+        return match[1] if match else ""
+
+    @property
     def needs(self) -> tuple[str, ...]:
         """Modules without which it cannot be run."""
         words = self.note.removeprefix("needs ") if self.note.startswith("needs ") else ""
@@ -78,6 +84,11 @@ class Page:
         return "\n".join(lines) + "\n"
 
     @property
+    def visible(self) -> tuple[Block, ...]:
+        """What the reader sees."""
+        return tuple(block for block in self.blocks if block.kind != "hidden")
+
+    @property
     def needs(self) -> tuple[str, ...]:
         """All modules that some block needs."""
         return tuple(sorted({name for block in self.blocks for name in block.needs}))
@@ -85,8 +96,7 @@ class Page:
     @property
     def files(self) -> dict[str, str]:
         """Text of the files that blocks are to be saved as, by name."""
-        named = ((_FILE.match(block.lines[0]), block) for block in self.blocks if block.lines)
-        return {match[1]: block.text for match, block in named if match and block.is_python}
+        return {block.file: block.text for block in self.blocks if block.file}
 
     @property
     def outputs(self) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from lockstep.callbacks.options import check_flag, check_path
+from lockstep.disk import writing
 from lockstep.errors import OptionError, Problems, problem
 from lockstep.train.callbacks import Callback, Logs
 from lockstep.units import listed
@@ -72,10 +73,11 @@ class CSVLogger(Callback):
         writer = csv.DictWriter(
             self._file, self._columns, restval=_MISSING, delimiter=self._separator
         )
-        if is_new:
-            writer.writeheader()
-        writer.writerow(row)
-        self._file.flush()
+        with writing(self._path):
+            if is_new:
+                writer.writeheader()
+            writer.writerow(row)
+            self._file.flush()
 
     def _check_columns(self, row: dict[str, Any]) -> None:
         assert self._columns is not None
@@ -95,9 +97,10 @@ class CSVLogger(Callback):
         self._close()
 
     def _close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        file, self._file = self._file, None
+        if file is not None:
+            with writing(self._path):
+                file.close()
 
 
 def _cell(value: Any) -> Any:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from lockstep.disk import writing
 from lockstep.extras import import_extra
 
 _NUM_BUCKETS = 30
@@ -34,7 +35,8 @@ class EventFile:
         parts = (f"{time.time_ns() // 1000:016d}", socket.gethostname(), str(os.getpid()))
         name = ".".join(("events.out.tfevents", *parts))
         writer = tensorboard_module("summary.writer.record_writer").RecordWriter
-        self._writer = writer((folder / name).open("xb"))
+        self._path = folder / name
+        self._writer = writer(self._path.open("xb"))
         self._write(file_version="brain.Event:2")
 
     def add_scalar(self, tag: str, value: float, step: int) -> None:
@@ -71,11 +73,13 @@ class EventFile:
 
     def flush(self) -> None:
         """Everything so far is in the file."""
-        self._writer.flush()
+        with writing(self._path):
+            self._writer.flush()
 
     def close(self) -> None:
         """Write the rest, and close the file."""
-        self._writer.close()
+        with writing(self._path):
+            self._writer.close()
 
     def _add(self, step: int, **value: Any) -> None:
         summary = self._summaries.Summary(value=[self._summaries.Summary.Value(**value)])
@@ -83,7 +87,8 @@ class EventFile:
 
     def _write(self, **fields: Any) -> None:
         event = self._events.Event(wall_time=time.time(), **fields)
-        self._writer.write(event.SerializeToString())
+        with writing(self._path):
+            self._writer.write(event.SerializeToString())
 
 
 def tensorboard_module(name: str) -> Any:

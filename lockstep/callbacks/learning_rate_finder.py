@@ -17,7 +17,7 @@ from lockstep.callbacks.options import check_count, check_number
 from lockstep.errors import NonFiniteError, OptionError, Problems, problem
 from lockstep.extras import import_extra
 from lockstep.train.callbacks import Callback, Logs
-from lockstep.train.trainer import Trainer
+from lockstep.train.trainer_protocol import TrainerProtocol
 
 _FEWEST_POINTS = 3
 
@@ -94,7 +94,7 @@ class LearningRateFinder(Callback):
 
     # --- use -------------------------------------------------------------------------------------
 
-    def sweep(self, trainer: Trainer, data: Any, *, batch_size: int | None = None) -> float:
+    def sweep(self, trainer: TrainerProtocol, data: Any, *, batch_size: int | None = None) -> float:
         """Make the sweep; returns the suggestion. No other callback is called.
 
         Args:

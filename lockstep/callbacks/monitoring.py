@@ -9,7 +9,7 @@ from typing import Any
 
 from lockstep.callbacks.options import check_name, check_number
 from lockstep.errors import OptionError, Problems, problem
-from lockstep.train.trainer import Trainer
+from lockstep.train.trainer_protocol import TrainerProtocol
 from lockstep.units import listed
 
 MODES = ("auto", "min", "max")
@@ -46,7 +46,7 @@ class Monitor:
         self._min_delta = min_delta
         self._sign = 0.0
 
-    def begin(self, trainer: Trainer) -> None:
+    def begin(self, trainer: TrainerProtocol) -> None:
         """Forget the best, and see what the Trainer can log.
 
         Raises:
@@ -59,7 +59,7 @@ class Monitor:
             raise _unknown(self.name, known)
         self._sign = {"min": -1.0, "max": 1.0}.get(self._mode) or self._own_sign(trainer, metric)
 
-    def _own_sign(self, trainer: Trainer, metric: str) -> float:
+    def _own_sign(self, trainer: TrainerProtocol, metric: str) -> float:
         if metric not in trainer.metrics.by_name:
             return -1.0  # losses, and what else is logged beside them: less is better
         higher = getattr(trainer.metrics.by_name[metric], "higher_is_better", None)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.callbacks.options import check_count, check_path
+from lockstep.disk import writing
 from lockstep.errors import OptionError, Problems
 from lockstep.train.callbacks import Callback, Logs
 
@@ -58,7 +59,9 @@ class Profiler(Callback):
     def on_train_trace(self, traces: list[bytes]) -> None:
         self._events += merged([json.loads(trace) for trace in traces])
         text = json.dumps({"traceEvents": self._events, "displayTimeUnit": "ms"}).encode()
-        self._path.write_bytes(gzip.compress(text) if self._path.suffix == ".gz" else text)
+        text = gzip.compress(text) if self._path.suffix == ".gz" else text
+        with writing(self._path, len(text)):
+            self._path.write_bytes(text)
 
     def on_train_end(self, logs: Logs | None = None) -> None:
         if not self._events:

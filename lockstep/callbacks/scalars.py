@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from lockstep.train.trainer import Trainer
+from lockstep.train.trainer_protocol import TrainerProtocol
 
 
 def scalars(logs: dict[str, Any] | None) -> dict[str, float]:
@@ -24,7 +24,7 @@ def _flat(name: str, value: Any) -> Iterator[tuple[str, float]]:
             yield from _flat(f"{name}/{index}", part)
 
 
-def learning_rates(trainer: Trainer) -> dict[str, float]:
+def learning_rates(trainer: TrainerProtocol) -> dict[str, float]:
     """``learning_rate`` of the optimizer, or ``learning_rate/0`` and so on where it has groups."""
     groups = [] if trainer.optimizer is None else trainer.optimizer.param_groups
     rates = [float(group["lr"]) for group in groups if "lr" in group]

@@ -47,6 +47,11 @@ class Watch(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.reset()
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Else torch imports torch.compile's machinery, to keep it away: a second."""
+        return False
+
     def reset(self) -> None:
         """Before a call."""
         self.reads_data = False

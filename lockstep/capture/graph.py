@@ -17,13 +17,16 @@ from lockstep.graph.layer_graph import Flow, Layer, LayerCosts, LayerGraph, Para
 from lockstep.plan.layout import align
 
 
-def capture_graph(model: nn.Module, trace: Trace, inputs: Tree) -> LayerGraph:
+def capture_graph(
+    model: nn.Module, trace: Trace, inputs: Tree, sizes: Mapping[int, int]
+) -> LayerGraph:
     """The graph of a traced model.
 
     Args:
         model: the model.
         trace: of the model, in training.
         inputs: a microbatch: costs and sizes are those of its number of samples.
+        sizes: see ``value_bytes``.
     """
     parameters = dict(model.named_parameters())
     measures = measure_layers(model, trace, inputs)
@@ -33,7 +36,7 @@ def capture_graph(model: nn.Module, trace: Trace, inputs: Tree) -> LayerGraph:
             for layer, measure in zip(trace.layers, measures, strict=True)
         ),
         tied=ties_of(model),
-        flows=_flows(trace, value_bytes(trace, model, inputs)),
+        flows=_flows(trace, sizes),
         inseparable=find_inseparable(model, trace, inputs),
     )
 

@@ -1,13 +1,16 @@
 """Lists the layers of a PyTorch model: names, parameters, ties. Nothing is run or traced."""
 
+import sys
 from collections import defaultdict
+from itertools import chain
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
-from lockstep.errors import ModelError, problem
+from lockstep.errors import ModelError, Problems
 from lockstep.graph.layer_graph import Layer, LayerGraph, ParameterInfo
+from lockstep.units import first_few
 
 
 class FrontEndLayer(nn.Module):
@@ -46,9 +49,9 @@ def capture_layers(model: nn.Module) -> LayerGraph:
     Parameters that are one object are listed wherever they occur and grouped in ``tied``.
 
     Raises:
-        ModelError: a parameter has no shape yet.
+        ModelError: see ``check_modules``.
     """
-    check_shapes(model)
+    check_modules(model)
     layers = []
     for name, module in model.named_modules():
         parameters = _own_parameters(name, module)
@@ -78,21 +81,56 @@ def ties_of(model: nn.Module) -> tuple[tuple[str, ...], ...]:
     return tuple(tuple(names) for names in names_of.values() if len(names) > 1)
 
 
-def check_shapes(model: nn.Module) -> None:
-    """Refuse lazy parameters.
+def check_modules(model: nn.Module) -> None:
+    """Refuse lazy parameters, tensors without autograd, and what divides the work by itself.
 
     Raises:
         ModelError: with their names.
     """
-    lazy = [name for name, value in model.named_parameters() if is_lazy(value)]
+    lazy, fixed, problems = [], [], Problems()
+    dividers = _dividers()
+    for path, module in model.named_modules():
+        if isinstance(module, dividers):
+            _note_divider(path, module, dividers, problems)
+        for key, value in chain(module._parameters.items(), module._buffers.items()):
+            if is_lazy(value):
+                lazy.append(_join(path, key))
+            elif value is not None and value.is_inference():
+                fixed.append(_join(path, key))
     if lazy:
-        raise ModelError(
-            problem(
-                "The shapes of all parameters must be known.",
-                received=f"lazy parameters {', '.join(lazy)}",
-                fix="Call the model once on a sample first.",
-            )
+        problems.add(
+            "The shapes of all parameters must be known.",
+            received=f"lazy parameters {', '.join(lazy)}",
+            fix="Call the model once on a sample first.",
         )
+    if fixed:
+        problems.add(
+            "Tensors that are made under torch.inference_mode() can never be trained.",
+            received=first_few(fixed),
+            fix="Make the model outside of it.",
+        )
+    problems.raise_if_any(ModelError)
+
+
+def _dividers() -> tuple[type[nn.Module], ...]:
+    """The modules of torch's that replicate or shard what is in them."""
+    known = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # slow to import; who uses it has done so
+    return known if fsdp is None else (*known, fsdp.FullyShardedDataParallel, fsdp.FSDPModule)
+
+
+def _note_divider(
+    path: str, module: nn.Module, dividers: tuple[type[nn.Module], ...], problems: Problems
+) -> None:
+    divider = next(kind.__name__ for kind in dividers if isinstance(module, kind))
+    inner = f"{path}.module" if path else "model.module"
+    problems.add(
+        f"Lockstep divides the work among devices, and {divider} would do so, too.",
+        received=f"{divider} at {path!r}" if path else f"a {divider}",
+        fix="Leave out fully_shard."
+        if divider == "FSDPModule"
+        else f"Pass the model without it: {inner} is what it wraps.",
+    )
 
 
 def _own_parameters(prefix: str, module: nn.Module) -> tuple[ParameterInfo, ...]:

@@ -17,12 +17,16 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lockstep.capture.instructions import references, run_instruction
 from lockstep.capture.recording import storage_of
+from lockstep.capture.seeding import seeded
 from lockstep.capture.state import ModelState, set_mode
 from lockstep.capture.tracing import Trace, find_inplace
 from lockstep.data.trees import Tree, map_tensors, tensors_of
 
 # Floating point operations per second where nothing can be timed: one CPU core, large matrices.
 _ASSUMED_SPEED = 5e10
+
+# Runs are not repeated when those that count have taken so long: what takes long differs little.
+_ENOUGH_SECONDS = 1.0
 
 # Measures a call.
 _Count = Callable[[Callable[[], Any]], float]
@@ -57,7 +61,8 @@ def measure_layers(
         model: the model; on the meta device times are estimated.
         trace: of the model. One for evaluation has no backward passes.
         inputs: a microbatch.
-        repeats: runs after the first, which does not count; medians of these are returned.
+        repeats: runs after the first, which does not count; medians of these are returned. Where
+            they take long, one is enough.
     """
     parameters = dict(model.named_parameters())
     is_meta = any(one.is_meta for one in (*tensors_of(inputs), *parameters.values()))
@@ -68,7 +73,11 @@ def measure_layers(
         set_mode(model, training=trace.training)
         with torch.set_grad_enabled(trace.training):
             kept = _run(layers, _activation_counter(model))  # and everything is warm
-            runs = [_run(layers, count) for _ in range(1 if is_meta else repeats)]
+            began, runs = time.perf_counter(), [_run(layers, count)]
+            while len(runs) < repeats and not is_meta:
+                if time.perf_counter() - began > _ENOUGH_SECONDS:
+                    break
+                runs.append(_run(layers, count))
     finally:
         state.restore()
     return [
@@ -226,7 +235,7 @@ class _LayerRun:
     def backward(self) -> None:
         """Gradients of its parameters and inputs; they are not kept."""
         wanted = [one for one in (*self._leaves, *self.parameters) if one.requires_grad]
-        torch.autograd.grad(self._roots, wanted, self._directions, allow_unused=True)
+        torch.autograd.grad(seeded(self._roots, self._directions), wanted, allow_unused=True)
 
     def finish(self) -> dict[int, Any]:
         """Let go of everything; returns the values that others use, without their history."""

@@ -2,14 +2,15 @@
 
 The model is recorded on example data (``recording``). What cannot be recorded is found and called
 as a whole instead, down to the whole model if need be. Then the trace is held to the model: the
-same outputs bit by bit, with another number of samples, too, and the same gradients.
+same outputs bit by bit, and the same gradients; and with another number of samples the recorder
+must see the same instructions.
 
 What Python code decides is decided as for the example. Its number of samples may change, nothing
 else is checked: trace anew for inputs of other shapes, types or structure, for training and
 evaluation, and under the ``torch.autocast`` that the instructions will run under.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -19,7 +20,7 @@ from torch import nn
 
 from lockstep.capture.instructions import CallModule, Instruction, run_instruction
 from lockstep.capture.layering import TracedLayer, divide
-from lockstep.capture.layers import check_shapes
+from lockstep.capture.layers import check_modules
 from lockstep.capture.notes import Record
 from lockstep.capture.recording import Recorder, inputs_of, is_leaf
 from lockstep.capture.replaying import (
@@ -73,10 +74,10 @@ def trace_model(
         atomic: paths of modules not to trace through, and why; see ``trace_modes``.
 
     Raises:
-        ModelError: a parameter has no shape yet.
+        ModelError: see ``check_modules``.
         Exception: whatever the model raises when called with ``inputs``.
     """
-    check_shapes(model)
+    check_modules(model)
     return _Tracer(model, inputs, training=training).trace(dict(atomic or {}))
 
 
@@ -135,13 +136,14 @@ class _Tracer:
     def __init__(self, model: nn.Module, inputs: Tree, *, training: bool) -> None:
         self._model = model
         self._training = training
-        self._examples = _examples(inputs)
+        self._inputs = inputs
+        self._more = _more_samples(inputs)
         self._state = ModelState(model)
 
     def trace(self, atomic: dict[str, str]) -> Trace:
         """Trace until what is recorded is what the model does."""
         atomic = {**_hooked(self._model), **atomic}
-        wanted = self._results()
+        wanted = self._result(self._call)
         while True:
             try:
                 return self._attempt(atomic, wanted)
@@ -152,10 +154,9 @@ class _Tracer:
                 assert path not in atomic, reason  # what is called as a whole runs no instructions
                 atomic[path] = reason
 
-    def _attempt(self, atomic: Mapping[str, str], wanted: Sequence[Result]) -> Trace:
-        records = self._record(atomic, self._examples[0])
-        for inputs in self._examples[1:]:
-            compare_recordings(records, self._record(atomic, inputs))
+    def _attempt(self, atomic: Mapping[str, str], wanted: Result) -> Trace:
+        records = self._record(atomic, self._inputs)
+        self._compare_with_more(atomic, records)
         layered = divide(self._model, records, atomic)
         trace = Trace(
             instructions=layered.instructions, layers=layered.layers, training=self._training
@@ -165,13 +166,27 @@ class _Tracer:
         replay = Replay(
             self._model, layered.instructions, [records[one] for one in layered.records]
         )
-        for number, result in enumerate(wanted):
-            self._verify(replay, number, result)
+        self._verify(replay, wanted)
         return replace(
             trace,
             changes=tuple(sorted(replay.changes)),
             rewritten=tuple(sorted(replay.rewritten)),
         )
+
+    def _compare_with_more(self, atomic: Mapping[str, str], records: list[Record]) -> None:
+        """Hold a recording to one with more samples."""
+        if self._more is None:
+            return
+        try:
+            others = self._record(atomic, self._more)
+        except MismatchError:
+            try:
+                self._run(self._call, self._more)
+            except Exception:  # some models are for one number of samples
+                self._more = None
+                return
+            raise
+        compare_recordings(records, others)
 
     def _record(self, atomic: Mapping[str, str], inputs: Tree) -> list[Record]:
         recorder = Recorder(self._model, atomic, grad_enabled=self._training)
@@ -191,35 +206,22 @@ class _Tracer:
                 raise MismatchError(path, "changes its attributes in forward")
         return list(records)
 
-    def _verify(self, replay: Replay, number: int, wanted: Result) -> None:
-        difference = self._result(replay, number).unlike(wanted)
+    def _verify(self, replay: Replay, wanted: Result) -> None:
+        difference = self._result(replay).unlike(wanted)
         if not difference:
             return
-        if self._result(self._call, number).unlike(wanted):  # the model never does the same
+        if self._result(self._call).unlike(wanted):  # the model never does the same
             return
         path, inside = replay.first_difference()
         raise MismatchError(path, f"traced, its {difference} differ", inside=inside)
 
-    def _results(self) -> list[Result]:
-        """What the model itself makes of the examples."""
-        results = []
-        for number in range(len(self._examples)):
-            try:
-                results.append(self._result(self._call, number))
-            except Exception:
-                if number == 0:
-                    raise
-        del self._examples[len(results) :]  # some models are for one number of samples
-        return results
-
-    def _result(self, forward: Callable[[Tree], Any], number: int) -> Result:
-        """What ``forward`` makes of an example; one backward pass is enough."""
-        with_gradients = self._training and number == 0
+    def _result(self, forward: Callable[[Tree], Any]) -> Result:
+        """What ``forward`` makes of the example."""
 
         def run(copied: Tree) -> Result:
-            return result_of(self._model, forward(copied), with_gradients=with_gradients)
+            return result_of(self._model, forward(copied), with_gradients=self._training)
 
-        return cast(Result, self._run(run, self._examples[number]))
+        return cast(Result, self._run(run, self._inputs))
 
     def _run(self, body: Callable[[Tree], Any], inputs: Tree) -> Any:
         """Run ``body`` on a copy of inputs, from the same state every time."""
@@ -253,12 +255,10 @@ def _hooked(model: nn.Module) -> dict[str, str]:
     }
 
 
-def _examples(inputs: Tree) -> list[Tree]:
-    """The inputs; and with more than twice the samples, where it is clear what a sample is."""
+def _more_samples(inputs: Tree) -> Tree | None:
+    """The inputs with more than twice the samples, where it is clear what a sample is."""
     sizes = {len(tensor) for tensor in tensors_of(inputs) if tensor.dim() > 0}
-    if len(sizes) != 1 or 0 in sizes:
-        return [inputs]
-    return [inputs, map_tensors(_with_more, inputs)]
+    return None if len(sizes) != 1 or 0 in sizes else map_tensors(_with_more, inputs)
 
 
 def _with_more(tensor: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,8 @@
 import errno
 import json
 import os
-import tempfile
+import secrets
+import stat
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -11,6 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from lockstep.disk import writing
 from lockstep.errors import CheckpointError, Problems, problem
 
 State = dict[str, torch.Tensor]
@@ -40,15 +42,21 @@ _DTYPE_NAMES = {
 def save_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
     """Write ``model.state_dict()``; the file appears whole or not at all.
 
+    A file that was there before gives it its permissions.
+
     Tensors are written one by one: memory for a copy of the largest is enough.
 
     A tied tensor is written once, under its first name; its other names are in the metadata.
 
     Raises:
-        CheckpointError: the state holds something that is no tensor.
+        CheckpointError: the state holds something that is no tensor; the path is that of a folder,
+            a pipe or a device.
         FileNotFoundError: there is no such folder.
     """
-    _check_folder(Path(path))
+    target = Path(os.path.realpath(path))  # a link stays, and leads to the new file
+    if not target.parent.is_dir():
+        raise FileNotFoundError(errno.ENOENT, "There is no such folder to save into", str(path))
+    mode = _mode_of(target)
     tensors: State = {}
     metadata = {"format": "pt"}
     first_names: dict[tuple[Any, ...], str] = {}
@@ -66,12 +74,7 @@ def save_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
             metadata[_ALIAS + name] = first
             continue
         tensors[name] = value.detach()
-    _write_whole(tensors, metadata, Path(path))
-
-
-def _check_folder(path: Path) -> None:
-    if not path.parent.is_dir():
-        raise FileNotFoundError(errno.ENOENT, "There is no such folder to save into", str(path))
+    _write_whole(tensors, metadata, target, mode)
 
 
 def _place(name: str, tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -81,19 +84,48 @@ def _place(name: str, tensor: torch.Tensor) -> tuple[Any, ...]:
     return (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
 
 
-def _write_whole(tensors: State, metadata: dict[str, str], path: Path) -> None:
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    os.close(descriptor)
+def _write_whole(tensors: State, metadata: dict[str, str], path: Path, mode: int | None) -> None:
+    """Write a file beside the old one, which had this mode, and put it in its place."""
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    # Made so, a new file has what the umask leaves, and is never open to more than it will be.
+    new = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666 if mode is None else mode)
+    num_bytes = sum(tensor.nbytes for tensor in tensors.values())
     try:
-        with open(temporary, "wb") as file:
+        with writing(path, num_bytes), open(new, "wb") as file:
             _write(tensors, metadata, file)
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(temporary, 0o666 & ~umask)
+            if mode is not None:
+                os.fchmod(new, mode)
         os.replace(temporary, path)
     except BaseException:
         os.unlink(temporary)
         raise
+
+
+def _mode_of(path: Path) -> int | None:
+    """The permissions of the file that is there; None if there is none.
+
+    Raises:
+        CheckpointError: what is there is no file.
+    """
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        return None
+    if not stat.S_ISREG(mode):
+        raise CheckpointError(
+            problem(
+                "Weights are saved into a file.",
+                received=f"{path}, {_kind_of(mode)}",
+                fix="Give the path of a file, which need not be there yet.",
+            )
+        )
+    return stat.S_IMODE(mode)
+
+
+def _kind_of(mode: int) -> str:
+    if stat.S_ISDIR(mode):
+        return "a folder"
+    return "a pipe" if stat.S_ISFIFO(mode) else "a device or socket"
 
 
 def _write(tensors: State, metadata: dict[str, str], file: BinaryIO) -> None:
@@ -137,7 +169,8 @@ def load_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
     """Read what ``save_weights`` wrote into a model, in place.
 
     Raises:
-        CheckpointError: names, shapes or types do not fit; nothing is changed then.
+        CheckpointError: it is no such file, or names, shapes or types do not fit; nothing is
+            changed then.
     """
     loaded = _read(path)
     own = model.state_dict()
@@ -185,18 +218,39 @@ def _check_tensors(own: State, loaded: State, problems: Problems) -> None:
 
 def _read(path: str | os.PathLike[str]) -> State:
     try:
-        with safe_open(path, framework="pt") as file:
+        with safe_open(_checked(path), framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             metadata = file.metadata() or {}
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(
-            problem(
-                f"{os.fspath(path)} must be a safetensors file.",
-                received=error,
-                fix="Give the path of a file that save() wrote.",
-            )
-        ) from error
-    for key, first in metadata.items():
-        if key.startswith(_ALIAS):
-            tensors[key.removeprefix(_ALIAS)] = tensors[first]
-    return tensors
+    except (SafetensorError, OSError, ValueError) as error:
+        raise _no_weights(path, error) from error
+    aliases = {
+        key.removeprefix(_ALIAS): first for key, first in metadata.items() if key.startswith(_ALIAS)
+    }
+    for name, first in aliases.items():
+        if first not in tensors or name in tensors:
+            raise _no_weights(path, f"{name!r} as another name of {first!r} in its metadata")
+    return tensors | {name: tensors[first] for name, first in aliases.items()}
+
+
+def _checked(path: Any) -> str:
+    """The path of a file; what opening a pipe would wait for may never come.
+
+    Raises:
+        OSError, ValueError: it is none.
+    """
+    if not isinstance(path, str | os.PathLike):
+        raise ValueError(f"a {type(path).__name__}, which is no path")
+    mode = os.stat(path).st_mode
+    if not stat.S_ISREG(mode):
+        raise ValueError(_kind_of(mode))
+    return os.fsdecode(path)
+
+
+def _no_weights(path: object, received: object) -> CheckpointError:
+    return CheckpointError(
+        problem(
+            f"{path} must be a safetensors file.",
+            received=received,
+            fix="Give the path of a file that save() wrote.",
+        )
+    )

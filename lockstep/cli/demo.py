@@ -15,6 +15,7 @@ from torch import nn
 import lockstep
 from lockstep.data.mnist import load_mnist
 from lockstep.extras import import_extra
+from lockstep.train.checks import check_counts
 from lockstep.units import format_count, format_seconds
 
 Arrays = tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]
@@ -45,17 +46,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Train on many devices, then on one, then prove that both are the same."""
+    default = DIGITS_EPOCHS if options.mnist is None else MNIST_EPOCHS
+    (epochs,) = check_counts(epochs=default if options.epochs is None else options.epochs)
+    strategies = {
+        _named(devices): lockstep.MirroredStrategy(devices) for devices in (options.devices, 1)
+    }
     console = Console(highlight=False)
     train, test = _load(options.mnist)
-    epochs = options.epochs or (MNIST_EPOCHS if options.mnist else DIGITS_EPOCHS)
     console.print(
         f"{len(train[0]):,} handwritten digits of {train[0].shape[-1]} x {train[0].shape[-1]} "
         f"pixels to learn from, {len(test[0]):,} held out.\n"
     )
-    strategies = {
-        f"{options.devices} devices": lockstep.MirroredStrategy(options.devices),
-        "1 device": lockstep.MirroredStrategy(1),
-    }
     outcomes = {}
     for name, strategy in strategies.items():
         console.print(f"[bold]Training on {name}[/bold] ({_describe(strategy)})")
@@ -63,7 +64,7 @@ def run(options: argparse.Namespace) -> int:
         console.print()
     console.print(_comparison(outcomes))
     console.print(_PROOF)
-    report = lockstep.verify(_job(train), strategies[f"{options.devices} devices"])
+    report = lockstep.verify(_job(train), strategies[_named(options.devices)])
     console.print(str(report), markup=False, soft_wrap=True)
     console.print(_NEXT, markup=False)
     return 0 if report.passed else 1
@@ -159,6 +160,10 @@ def _job(train: Arrays) -> lockstep.Job:
         data=train,
         batch_size=BATCH_SIZE - 1,  # does not divide by two
     )
+
+
+def _named(devices: int) -> str:
+    return "1 device" if devices == 1 else f"{devices} devices"
 
 
 def _describe(strategy: lockstep.MirroredStrategy) -> str:

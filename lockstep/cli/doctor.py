@@ -20,6 +20,7 @@ from lockstep.cluster.environment import find_place
 from lockstep.cluster.place import Place
 from lockstep.errors import HostError, OptionError, problem
 from lockstep.launch.circle import Card, Circle
+from lockstep.launch.hearsay import decode_hearsay
 from lockstep.launch.network_measuring import MEASURING_SECONDS, HostSurvey, survey_network
 from lockstep.launch.rendezvous import meet
 from lockstep.launch.secret import SECRET_FILE_VARIABLE, SECRET_VARIABLE, Secret, find_secret
@@ -70,7 +71,8 @@ def run(options: argparse.Namespace) -> int:
     if place is None or place.num_hosts == 1:
         return _conclude([report])
     try:
-        secret = find_secret(_with_secret_file(options, os.environ))
+        environ = _with_secret_file(options, os.environ)
+        secret = find_secret(environ, is_one_machine=place.is_one_machine)
         return _examine_all(place, secret, report, options)
     except HostError as error:
         return _conclude([report], complaint=str(error))
@@ -104,7 +106,7 @@ def _gather_reports(circle: Circle, report: HostReport) -> list[HostReport]:
     reports = []
     for host, payload in enumerate(circle.gather(msgspec.json.encode(report))):
         try:
-            reports.append(msgspec.json.decode(payload, type=HostReport))
+            reports.append(decode_hearsay(payload, HostReport))
         except msgspec.DecodeError as error:
             raise HostError(f"{circle.name_of(host)} sent what is no report: {error}.") from error
     return reports

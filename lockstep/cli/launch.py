@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from lockstep.cli.script_words import add_script, take_script
+from lockstep.disk import writing
 from lockstep.errors import OptionError, Problems, problem
 from lockstep.launch.kubernetes import ClusterJob, default_name, write_manifest
 from lockstep.launch.ray_cluster import SPREADS, RayJob, run_on_ray
@@ -68,7 +69,8 @@ def _write(options: argparse.Namespace, text: str) -> int:
         sys.stdout.write(text)
         return 0
     try:
-        Path(options.output).write_text(text)
+        with writing(options.output, len(text.encode())):
+            Path(options.output).write_text(text)
     except OSError as error:
         raise OptionError(
             problem("--output must be a file to write.", received=error, fix="Check its path.")

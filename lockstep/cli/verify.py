@@ -1,7 +1,7 @@
 """``lockstep verify``: the proof that a strategy trains a job as one device would.
 
-The exit status is 0 where everything agrees, 1 where something differs, and 2 where nothing could
-be compared.
+The exit status is 0 where everything agrees, 1 where something differs, 2 where nothing could be
+compared, and 3 where everything agrees but nothing was divided: a plan of one stage or one replica.
 """
 
 import argparse
@@ -45,4 +45,6 @@ def run(options: argparse.Namespace) -> int:
         Console(highlight=False).print(report)
     else:
         print(report)  # noqa: T201
+    if report.passed and report.undivided:
+        return 3
     return 0 if report.passed else 1

@@ -117,6 +117,7 @@ def _from_tf_config(variables: Variables) -> Place | None:
         "Every host in TF_CONFIG must have an address of its own.",
         ", ".join(map(str, addresses)),
     )
+    rendezvous = variables.rendezvous(lambda: [*addresses[:1]])
     if not variables.are_sound:
         return None
     return Place(
@@ -124,8 +125,9 @@ def _from_tf_config(variables: Variables) -> Place | None:
         job=str(addresses[0]),
         host=host,
         num_hosts=len(chiefs) + len(workers),
-        rendezvous=variables.rendezvous(lambda: [addresses[0]]),
+        rendezvous=rendezvous,
         devices=variables.devices(1),
+        is_one_machine=all(address.is_loopback for address in (*addresses, *rendezvous)),
     )
 
 

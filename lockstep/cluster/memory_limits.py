@@ -1,4 +1,7 @@
-"""How much memory this process may still take: less than the host has free, in a container."""
+"""How much memory this process may still take: less than the host has free, in a container.
+
+And how many processes the kernel has killed because there was no more.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,6 +19,32 @@ class FreeMemory:
 
     def __str__(self) -> str:
         return f"{format_bytes(self.num_bytes)} free {self.limit}"
+
+
+@dataclass(frozen=True)
+class Kills:
+    """How many processes the kernel has killed because memory ran out, and among which."""
+
+    count: int
+    among: str
+
+
+def memory_kills(root: Path = Path("/")) -> Kills | None:
+    """The kernel's count, which it raises before it kills; None where it does not tell.
+
+    Args:
+        root: where ``proc`` and ``sys`` are.
+    """
+    groups = [
+        folder / name
+        for folder in _control_groups(root)
+        for name in ("memory.events", "memory.oom_control")  # of version 2, and of version 1
+    ]
+    for path in (*groups, root / "proc/vmstat"):
+        counts = [line.split()[1] for line in _lines(path) if line.startswith("oom_kill ")]
+        if counts:
+            return Kills(int(counts[0]), "this control group" if path in groups else "this host")
+    return None
 
 
 def free_memory(root: Path = Path("/")) -> FreeMemory | None:

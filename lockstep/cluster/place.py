@@ -4,6 +4,7 @@ A *host* is what the launcher says it is: processes of different hosts never sha
 where they could.
 """
 
+import ipaddress
 import re
 from typing import Literal
 
@@ -32,6 +33,14 @@ class Address(msgspec.Struct, frozen=True):
         # An IPv6 address has colons of its own.
         return f"[{self.name}]:{self.port}" if ":" in self.name else f"{self.name}:{self.port}"
 
+    @property
+    def is_loopback(self) -> bool:
+        """Whether it is of this machine wherever it is read, and nobody else reaches it."""
+        try:
+            return self.name == "localhost" or ipaddress.ip_address(self.name).is_loopback
+        except ValueError:  # a name, which may be anybody's
+            return False
+
     @staticmethod
     def parse(text: str) -> "Address":
         """The address that is written ``name:port``, an IPv6 address in brackets.
@@ -58,6 +67,7 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
         rendezvous: where host 0 listens, in order of preference: it takes the first that is free.
         devices: how many this host is to use; None where the launcher does not say.
         num_ranks: processes on all hosts, where each of them is one device; else None.
+        is_one_machine: all hosts are this machine, by their addresses.
     """
 
     launcher: str
@@ -69,6 +79,7 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     rendezvous: tuple[Address, ...]
     devices: int | None = None
     num_ranks: int | None = None
+    is_one_machine: bool = False
 
     @property
     def leads(self) -> bool:

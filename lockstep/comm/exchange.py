@@ -1,41 +1,25 @@
-"""The exchange: where the shares' gradients and losses of one step meet.
+"""The exchange: what the ranks of a batch share, and where they wait for each other.
 
-One small interface, so that a faster way to move gradients replaces a class and nothing else.
+On one host it all lies in one region that all ranks map: the board; a line of losses per share; a
+mark per rank, whether it has a gradient; rows that shares offer (statistics); the gradients of
+every group of parameters; and room for the mail between stages. One rank alone needs no region.
 
-- ``LocalExchange``: one replica; gradients stay where autograd left them.
-- ``SharedMemoryExchange`` (``comm.shared_exchange``): shares meet in memory that all ranks of the
-  host map.
-- ``HostExchange`` (``comm.host_exchange``): so they do on each of several hosts, whose sums meet
-  over the network.
+On several hosts each has a region of its own (``comm.host_exchange``).
 """
 
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
 
 import torch
 
-from lockstep.comm.board import Board
-from lockstep.plan.layout import Extent, Piece
-
-Gradients = Sequence[torch.Tensor | None]
-
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """A dense tensor without its values."""
-
-    name: str
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def extent(self) -> Extent:
-        """Its size."""
-        return Extent(
-            num_elements=torch.Size(self.shape).numel(), element_bytes=self.dtype.itemsize
-        )
+from lockstep.comm.board import LINE_BYTES, Board
+from lockstep.comm.gradient_rows import GradientRows, GradientSpec
+from lockstep.comm.gradients import Gradients, GroupGradients, OwnGradients
+from lockstep.comm.shared_memory import SharedRegion, dense_stride
+from lockstep.errors import ModelError, problem
+from lockstep.plan.layout import align
 
 
 @dataclass(frozen=True)
@@ -53,177 +37,280 @@ class ShareTotals:
     is_refused: bool = False
 
 
-class Exchange(ABC):
-    """One rank's end of the exchange. Some methods wait for other ranks."""
+@dataclass(frozen=True, kw_only=True)
+class GroupSpec:
+    """Trainable parameters that the same ranks hold, and the rows of their gradients.
 
-    board: Board | None = None
+    Attributes:
+        ranks: in ascending order.
+        gradients: how they lie in memory.
+        row_ranks: the rank that fills each row; none where a rank alone keeps its gradients.
+        shares_per_row: consecutive shares that are added up in a row; 0 where a row has all that
+            its rank computes.
+    """
 
-    @abstractmethod
-    def put(
+    ranks: tuple[int, ...]
+    gradients: GradientSpec
+    row_ranks: tuple[int, ...] = ()
+    shares_per_row: int = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Size in memory."""
+        return self.gradients.num_bytes if self.row_ranks else 0
+
+    def rows_of(self, ranks: Collection[int]) -> range:
+        """The consecutive rows of consecutive ranks."""
+        rows = [row for row, rank in enumerate(self.row_ranks) if rank in ranks]
+        return range(rows[0], rows[-1] + 1) if rows else range(0)
+
+    def num_filled_rows(self, num_filled: int) -> int:
+        """The rows that count where so many shares are filled."""
+        per_row = self.shares_per_row
+        return -(-num_filled // per_row) if per_row else len(self.row_ranks)
+
+    def holes(self, here: Collection[int]) -> list[tuple[int, int]]:
+        """Bytes ``[start, stop)`` that need no memory on a host with these ranks."""
+        rows = self.rows_of(here)
+        if not self.row_ranks:
+            return []
+        return self.gradients.holes(rows) if rows else [(0, self.num_bytes)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExchangeSpec:
+    """The layout of an ``Exchange``: the same on every rank.
+
+    Every host has a region; they are alike but for what has memory.
+
+    Attributes:
+        num_ranks: ranks of all hosts.
+        share_ranks: by share, the rank that knows its loss.
+        groups: the parameters, by the ranks that hold them.
+        row_capacity: longest row that a share may offer, in float64.
+        mail_bytes: sizes of the mailboxes.
+    """
+
+    num_ranks: int
+    share_ranks: tuple[int, ...]
+    groups: tuple[GroupSpec, ...]
+    row_capacity: int = 0
+    mail_bytes: tuple[int, ...] = ()
+
+    @property
+    def num_shares(self) -> int:
+        """Of a batch."""
+        return len(self.share_ranks)
+
+    def offsets(self) -> list[int]:
+        """Byte offsets of: losses, marks, offered rows, each group, each part of mail; the end."""
+        sizes = [
+            self.num_ranks * LINE_BYTES,
+            self.num_shares * 3 * 8,
+            self.num_ranks * 8,
+            2 * self.num_shares * self.row_capacity * 8,
+            *(group.num_bytes for group in self.groups),
+            *self.mail_bytes,
+        ]
+        return list(accumulate(align(size) for size in sizes))
+
+    @property
+    def mail_offsets(self) -> list[int]:
+        """Where each part of the mail begins."""
+        return self.offsets()[3 + len(self.groups) : -1]
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the region."""
+        return self.offsets()[-1]
+
+    def shares_of(self, ranks: Collection[int]) -> list[int]:
+        """The shares whose losses some ranks know."""
+        return [share for share, rank in enumerate(self.share_ranks) if rank in ranks]
+
+    def create(self, ranks: range | None = None) -> SharedRegion:
+        """Make the region of the host with these ranks, by default all.
+
+        Raises:
+            DeviceError: the host has not that much memory to share.
+        """
+        here = range(self.num_ranks) if ranks is None else ranks
+        holes = [
+            (offset + start, offset + stop)
+            for group, offset in zip(self.groups, self.offsets()[3:], strict=False)
+            for start, stop in group.holes(here)
+        ]
+        return SharedRegion.create(self.num_bytes, holes)
+
+
+class Exchange:
+    """One rank's end. Some methods wait for other ranks.
+
+    Args:
+        spec: the layout.
+        region: what ``spec.create`` has made; None for one rank alone.
+        board: the ranks' board, in the region; None for one rank alone.
+        rank: this rank.
+        ranks_here: those of this host; None for all.
+
+    Attributes:
+        gradients: of the groups that this rank holds, by number.
+        ranks_here: those of this host.
+    """
+
+    def __init__(
         self,
-        share: int,
-        gradients: Gradients,
-        total: float,
-        weight: float,
-        is_refused: bool = False,
+        spec: ExchangeSpec,
+        region: SharedRegion | None,
+        *,
+        board: Board | None,
+        rank: int,
+        ranks_here: range | None = None,
     ) -> None:
-        """Hand in what a share has come to.
+        self.board = board
+        self._spec = spec
+        self._rank = rank
+        self._region = region
+        self.ranks_here = range(spec.num_ranks) if ranks_here is None else ranks_here
+        losses, used, rows, *groups = spec.offsets()
+        shares = spec.num_shares
+        self._losses = self._tensor(losses, torch.float64, (shares, 3)).numpy()
+        self._used = self._tensor(used, torch.int64, (spec.num_ranks,)).numpy()
+        self._rows = self._tensor(rows, torch.float64, (2, shares, spec.row_capacity))
+        self._gradient_rows = {
+            number: self._open_rows(group, offset)
+            for number, (group, offset) in enumerate(zip(spec.groups, groups, strict=False))
+            if group.rows_of(self.ranks_here)
+        }
+        self.gradients: dict[int, GroupGradients] = {
+            number: self._gradient_rows[number] if group.row_ranks else OwnGradients()
+            for number, group in enumerate(spec.groups)
+            if rank in group.ranks
+        }
+        self._pass = 0
+        self._offers = [0] * shares
+        self._is_used = False
+
+    def _tensor(self, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Any:
+        if self._region is None:
+            return torch.zeros(shape, dtype=dtype)
+        stride = dense_stride(torch.empty(shape, device="meta"))
+        return self._region.tensor(offset, dtype, shape, stride)
+
+    def _open_rows(self, group: GroupSpec, offset: int) -> GradientRows:
+        assert self._region is not None
+        here = group.rows_of(self.ranks_here)
+        return GradientRows(group.gradients, self._region, offset, here)
+
+    # --- what passes come to ---------------------------------------------------------------------
+
+    def begin_pass(self) -> None:
+        """Every rank begins its next pass over a batch, with shares of it or without."""
+        self._pass += 1
+        self._offers = [0] * self._spec.num_shares
+        self._is_used = False
+        for gradients in self.gradients.values():
+            gradients.begin_pass()
+
+    def put_loss(self, share: int, total: float, weight: float, is_refused: bool = False) -> None:
+        """What a share's loss has come to.
 
         Args:
             share: one of this rank's.
-            gradients: one per parameter; None where there is none, or no more.
             total: weighted sum of the losses of its samples.
             weight: the sum of their weights.
             is_refused: see ``ShareTotals``.
         """
+        self._losses[share] = total, weight, is_refused
 
-    @abstractmethod
+    def put(self, group: int, row: int, gradients: Gradients) -> None:
+        """See ``GroupGradients.put``."""
+        self._is_used |= any(gradient is not None for gradient in gradients)
+        self.gradients[group].put(row, gradients)
+
     def put_product(
-        self, share: int, parameter: int, inputs: torch.Tensor, output_gradients: torch.Tensor
+        self,
+        group: int,
+        row: int,
+        parameter: int,
+        inputs: torch.Tensor,
+        output_gradients: torch.Tensor,
     ) -> None:
-        """Add ``output_gradients.T @ inputs`` to a share's gradient of a weight, before ``put``.
+        """See ``GroupGradients.put_product``."""
+        self._is_used = True
+        self.gradients[group].put_product(row, parameter, inputs, output_gradients)
 
-        Args:
-            share: one of this rank's.
-            parameter: the weight, of shape (outs, ins).
-            inputs: shape (n, ins).
-            output_gradients: shape (n, outs).
-        """
-
-    @abstractmethod
     def collect(self, num_filled: int) -> ShareTotals:
-        """Wait until the first ``num_filled`` shares are in; returns their losses."""
+        """Wait until all ranks have put what they have; the losses of the filled shares."""
+        self._used[self._rank] = self._is_used
+        self._meet()
+        for number, gradients in self.gradients.items():
+            gradients.collect(self._spec.groups[number].num_filled_rows(num_filled))
+        totals, weights, refused = self._losses[:num_filled].T.tolist()
+        return ShareTotals(totals, weights, any(refused))
 
-    @abstractmethod
-    def reduce(self, pieces: Sequence[Piece], num_filled: int) -> list[torch.Tensor | None]:
-        """Sum each piece over the shares that used its parameter; None if none did.
+    def _meet(self) -> None:
+        """Wait for all ranks, and have what they have put be seen here."""
+        self.barrier()
 
-        The results are flat, or of the parameter's shape where the piece is the whole parameter.
-        """
-
-    @abstractmethod
-    def summed(self, parameter: int, num_filled: int) -> torch.Tensor | None:
-        """A parameter's whole gradient after every rank has reduced its pieces."""
-
-    def divide(self, pieces: Sequence[Sequence[Piece]]) -> None:
-        """From now on each rank updates these pieces, by rank."""
-        return
-
-    def spread(self, tensors: Mapping[int, torch.Tensor], *, all_pieces: bool) -> None:
-        """Bring what each rank has updated to all other hosts.
-
-        Args:
-            tensors: trainable parameters, or tensors of their sizes that are divided as they are,
-                by the parameter's number.
-            all_pieces: also those of parameters that no share has used.
-        """
-        return
-
-    @abstractmethod
     def is_any_used(self) -> bool:
-        """Whether any share used any parameter, as ``collect`` has found."""
+        """Whether any rank has a gradient of any parameter, as ``collect`` has found."""
+        return bool(self._used.any())
 
-    @abstractmethod
+    # --- waiting ---------------------------------------------------------------------------------
+
     def barrier(self) -> None:
         """Wait for all ranks."""
-
-    def gather_sums(self, pieces: Sequence[Piece], sums: Sequence[torch.Tensor | None]) -> None:
-        """Have ``summed`` know of the pieces of other hosts; every rank calls it with its own."""
-        return
+        if self.board is not None:
+            self.board.barrier()
 
     def end_step(self) -> None:
         """Wait until all that this step has updated is there."""
         self.barrier()
 
-    @abstractmethod
-    def begin_pass(self) -> None:
-        """Every rank begins its next pass over a batch, with shares of it or without."""
+    def lends(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor lies in what ranks share: it will be overwritten."""
+        return self._region is not None and self._region.holds(tensor)
 
-    @abstractmethod
+    # --- rows that shares offer ------------------------------------------------------------------
+
     def offer(self, share: int, row: torch.Tensor, *, last: bool) -> None:
         """Put up a share's row (float64); ``last`` says that this rank has no more shares of it.
 
         Only filled shares offer rows, all of them the same number of times in a pass.
         """
+        if len(row) > self._spec.row_capacity:
+            raise ModelError(
+                problem(
+                    "A functional batch_norm has more channels than any BatchNorm layer.",
+                    received=f"{(len(row) - 2) // 2} channels",
+                    fix="Use a BatchNorm layer instead.",
+                )
+            )
+        self._offers[share] += 1
+        self._rows[self._offers[share] & 1, share, : len(row)].copy_(row)
+        if last and self.board is not None:
+            self.board.post(self._tag(share))
 
-    @abstractmethod
     def offered(self, share: int, length: int, num_filled: int) -> torch.Tensor:
         """The rows that all filled shares have offered, shape (num_filled, length), by share.
 
         ``share`` is the one that asks; it has offered its own.
         """
+        self._await_offers(share, length, num_filled)
+        rows: torch.Tensor = self._rows[self._offers[share] & 1, :num_filled, :length]
+        return rows.clone()
 
+    def _await_offers(self, share: int, length: int, num_filled: int) -> None:
+        """Wait until all filled shares have offered as many rows as ``share``."""
+        self._await_ranks(self._spec.share_ranks[:num_filled], self._tag(share))
 
-class LocalExchange(Exchange):
-    """One replica: nothing moves. Gradients of several shares are added up as they come."""
+    def _await_ranks(self, ranks: Sequence[int], tag: int) -> None:
+        if self.board is not None:
+            for rank in ranks:
+                self.board.wait_for(rank, tag)
 
-    def __init__(self) -> None:
-        self._gradients: list[torch.Tensor | None] = []
-        self._totals = ShareTotals([], [])
-        self._rows: dict[int, list[torch.Tensor]] = {}  # by share: all that it has offered
-
-    def put(
-        self,
-        share: int,
-        gradients: Gradients,
-        total: float,
-        weight: float,
-        is_refused: bool = False,
-    ) -> None:
-        self._gradients = _added(self._gradients, gradients) if share else list(gradients)
-        totals = self._totals if share else ShareTotals([], [])
-        self._totals = ShareTotals(
-            [*totals.totals, total], [*totals.weights, weight], totals.is_refused or is_refused
-        )
-
-    def put_product(
-        self, share: int, parameter: int, inputs: torch.Tensor, output_gradients: torch.Tensor
-    ) -> None:
-        raise NotImplementedError("one replica alone keeps the gradients that autograd makes")
-
-    def collect(self, num_filled: int) -> ShareTotals:
-        return self._totals
-
-    def reduce(self, pieces: Sequence[Piece], num_filled: int) -> list[torch.Tensor | None]:
-        return [self._gradients[piece.parameter] for piece in pieces]
-
-    def summed(self, parameter: int, num_filled: int) -> torch.Tensor | None:
-        return self._gradients[parameter]
-
-    def is_any_used(self) -> bool:
-        return any(gradient is not None for gradient in self._gradients)
-
-    def barrier(self) -> None:
-        return
-
-    def begin_pass(self) -> None:
-        self._gradients = []
-        self._rows = {}
-
-    def offer(self, share: int, row: torch.Tensor, *, last: bool) -> None:
-        self._rows.setdefault(share, []).append(row)
-
-    def offered(self, share: int, length: int, num_filled: int) -> torch.Tensor:
-        turn = len(self._rows[share]) - 1  # a share that has gone on may have offered another
-        return torch.stack([self._rows[other][turn] for other in range(num_filled)])
-
-
-def _added(sums: list[torch.Tensor | None], gradients: Gradients) -> list[torch.Tensor | None]:
-    """The sums with further gradients added in place; what was not used before is taken over."""
-    both = [
-        (own, more)
-        for own, more in zip(sums, gradients, strict=True)
-        if own is not None and more is not None
-    ]
-    if both:
-        torch._foreach_add_([own for own, _ in both], [more for _, more in both])
-    return [more if own is None else own for own, more in zip(sums, gradients, strict=True)]
-
-
-def cut_piece(tensor: torch.Tensor, piece: Piece) -> torch.Tensor:
-    """A piece of a dense tensor, flat in memory order; the tensor itself where it is whole."""
-    if piece.start == 0 and piece.stop == tensor.numel():
-        return tensor
-    return tensor.as_strided(
-        (piece.stop - piece.start,), (1,), tensor.storage_offset() + piece.start
-    )
+    def _tag(self, share: int) -> int:
+        """Grows with every pass and, within it, with every row that a share offers."""
+        assert self._offers[share] < 1 << 20
+        return (self._pass << 20) | self._offers[share]

@@ -1,8 +1,8 @@
 """The gradients of one step in shared memory, and how a rank sums what it owns.
 
 Every share has a row with room for the gradient of each parameter. It fills its row in one of two
-ways, and each rank then sums its pieces over all rows, always in the order of the shares: so the
-sum does not depend on who computed which share, or when.
+ways, and each rank then sums its pieces over all rows, always in the same tree (``plan.sum_tree``):
+so the sum does not depend on who computed which share, or when.
 
 The gradient of a weight is a product, that of the layer's output gradients and inputs, summed over
 the rows (samples, tokens) of the batch. Where these *factors* are far smaller than the product, a
@@ -16,16 +16,18 @@ has one number everywhere. Of shares of other hosts, the table and the factors a
 (``comm.host_exchange``); their gradients never are, and have no memory.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from lockstep.comm.exchange import Gradients, TensorSpec, cut_piece
+from lockstep.comm.gradients import Gradients, GroupGradients, TensorSpec, cut_piece
 from lockstep.comm.shared_memory import SharedRegion
 from lockstep.errors import ModelError, problem
 from lockstep.plan.layout import Extent, Piece, align, flat_offsets, row_blocks
+from lockstep.plan.sum_tree import additions, subtrees
 
 # What a share has put up for a parameter.
 _NOTHING, _GRADIENT, _FACTORS, _BFLOAT16_FACTORS = range(4)
@@ -58,6 +60,11 @@ class GradientSpec:
             for tensor, limit in zip(self.tensors, self.row_limits, strict=True)
         ]
 
+    @property
+    def table_shape(self) -> tuple[int, int, int]:
+        """Of what says what each row holds: for each parameter its kind, and how many factors."""
+        return self.num_shares, max(len(self.tensors), 1), 2
+
     def capacity(self, parameter: int) -> int:
         """Rows of factors that a share has room for."""
         return -(-self.row_limits[parameter] // self.num_shares)
@@ -68,7 +75,7 @@ class GradientSpec:
         Before them is the table of what each share has put up.
         """
         starts, row_bytes = flat_offsets(self.extents)
-        end = align(self.num_shares * max(len(self.tensors), 1) * 2 * 8)
+        end = align(math.prod(self.table_shape) * 8)
         rows = [[end + share * row_bytes + at for at in starts] for share in range(self.num_shares)]
         end += self.num_shares * row_bytes
         factors: list[list[int]] = []
@@ -123,7 +130,7 @@ class _Own:
     num_rows: int = 0
 
 
-class GradientRows:
+class GradientRows(GroupGradients):
     """One rank's view of the gradients.
 
     Args:
@@ -145,9 +152,9 @@ class GradientRows:
         self._offset = offset_bytes
         self._here = range(spec.num_shares) if here is None else here
         self._row_offsets, self._factor_offsets, _ = spec.offsets()
-        count = max(len(spec.tensors), 1)
+        _, count, _ = spec.table_shape
         self.table = region.tensor(
-            offset_bytes, torch.int64, (spec.num_shares, count, 2), (count * 2, 2, 1)
+            offset_bytes, torch.int64, spec.table_shape, (count * 2, 2, 1)
         ).numpy()
         self._blocks = [
             row_blocks(extent, spec.num_shares) if extent.row_elements else []
@@ -166,51 +173,48 @@ class GradientRows:
         self._reserved: dict[int, int] = {}
 
     def begin_pass(self) -> None:
-        """Nothing is put up yet."""
         self._own.clear()
 
     # --- putting up ------------------------------------------------------------------------------
 
     def put_product(
-        self, share: int, parameter: int, inputs: torch.Tensor, output_gradients: torch.Tensor
+        self, row: int, parameter: int, inputs: torch.Tensor, output_gradients: torch.Tensor
     ) -> None:
-        """See ``Exchange.put_product``."""
-        own = self._own_of(share, parameter)
+        own = self._own_of(row, parameter)
         kind = _BFLOAT16_FACTORS if inputs.dtype == torch.bfloat16 else _FACTORS
         start, stop = own.num_rows, own.num_rows + len(inputs)
         if own.kind in (_NOTHING, kind) and stop <= self._spec.capacity(parameter):
             own.kind, own.num_rows = kind, stop
-            self._reserve_factors(share, parameter, stop)
-            kept_inputs, kept_gradients = self._factors(share, parameter, kind, stop)
+            self._reserve_factors(row, parameter, stop)
+            kept_inputs, kept_gradients = self._factors(row, parameter, kind, stop)
             kept_inputs[start:].copy_(inputs)
             kept_gradients[start:].copy_(output_gradients)
         else:
-            row = self._gradient_row(share, parameter, own)
-            multiply(row, output_gradients, inputs, adds=own.kind == _GRADIENT)
+            gradient = self._gradient_row(row, parameter, own)
+            multiply(gradient, output_gradients, inputs, adds=own.kind == _GRADIENT)
             own.kind = _GRADIENT
 
-    def put(self, share: int, gradients: Gradients) -> None:
-        """Add a share's gradients to what it has put up, and tell the others of it."""
+    def put(self, row: int, gradients: Gradients) -> None:
         targets, sources = [], []
         for parameter, gradient in enumerate(gradients):
             if gradient is None:
                 continue
             if gradient.is_sparse:
                 raise _sparse(self._spec.tensors[parameter].name)
-            own = self._own_of(share, parameter)
-            row = self._gradient_row(share, parameter, own)
+            own = self._own_of(row, parameter)
+            target = self._gradient_row(row, parameter, own)
             if own.kind == _GRADIENT:
-                row.add_(gradient)
+                target.add_(gradient)
             else:
-                targets.append(row)
+                targets.append(target)
                 sources.append(gradient)
                 own.kind = _GRADIENT
         if targets:
             torch._foreach_copy_(targets, sources)
         nothing = _Own()
-        found = [self._own.get((share, number), nothing) for number in range(len(gradients))]
+        found = [self._own.get((row, number), nothing) for number in range(len(gradients))]
         entries = [(one.kind, one.num_rows) for one in found]
-        self.table[share, : len(entries)] = np.reshape(entries, (-1, 2))
+        self.table[row, : len(entries)] = np.reshape(entries, (-1, 2))
 
     def _own_of(self, share: int, parameter: int) -> _Own:
         return self._own.setdefault((share, parameter), _Own())
@@ -228,9 +232,8 @@ class GradientRows:
 
     # --- summing ---------------------------------------------------------------------------------
 
-    def collect(self, num_filled: int) -> None:
-        """Every share is in: see what they have put up."""
-        table = self.table[:num_filled, : len(self._spec.tensors)].tolist()
+    def collect(self, num_rows: int) -> None:
+        table = self.table[:num_rows, : len(self._spec.tensors)].tolist()
         self._found = [
             [
                 (share, kind, num_rows)
@@ -240,16 +243,11 @@ class GradientRows:
             for column in zip(*table, strict=True)
         ]
 
-    def is_any_used(self) -> bool:
-        """Whether any share has put up anything."""
-        return any(self._found)
-
     def is_used(self, parameter: int) -> bool:
         """Whether any share has put up anything for a parameter."""
         return bool(self._found[parameter])
 
     def reduce(self, pieces: Sequence[Piece]) -> list[torch.Tensor | None]:
-        """See ``Exchange.reduce``."""
         results = [self.target(piece) if self._found[piece.parameter] else None for piece in pieces]
         self.sum_rows(pieces)
         self.add_products(pieces, results)
@@ -264,20 +262,32 @@ class GradientRows:
         return self._rows[self._here.start][parameter]
 
     def sum_rows(self, pieces: Sequence[Piece]) -> None:
-        """Sum the gradients that shares have put up here, each piece in its place."""
-        sums = _Sums()
+        """Sum the gradients of each subtree of the rows here, in place, piece by piece."""
+        levels: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
         for piece in pieces:
-            shares = self.gradient_rows(piece.parameter)
-            sums.add(self.target(piece), [self._cut(share, piece) for share in shares])
-        sums.run()
+            for rows in self.subtree_rows(piece.parameter, self._here):
+                for number, level in enumerate(additions(rows)):
+                    if number == len(levels):
+                        levels.append(([], []))
+                    for into, source in level:
+                        levels[number][0].append(self._cut(rows[into], piece))
+                        levels[number][1].append(self._cut(rows[source], piece))
+        for sums, sources in levels:  # a call per level, and not per tensor
+            torch._foreach_add_(sums, sources)
 
-    def sum_apart(self, piece: Piece) -> torch.Tensor:
-        """The same sum of one piece, in memory of its own."""
-        first, *others = (self._cut(share, piece) for share in self.gradient_rows(piece.parameter))
-        total = first.clone()
-        for other in others:
-            total += other
-        return total
+    def subtree_sums(self, piece: Piece) -> dict[int, torch.Tensor]:
+        """After ``sum_rows``: the sums of a piece, by the first row of each subtree here."""
+        return {
+            rows[0]: self._cut(rows[0], piece)
+            for rows in self.subtree_rows(piece.parameter, self._here)
+        }
+
+    def subtree_sums_apart(self, piece: Piece) -> dict[int, torch.Tensor]:
+        """The same sums without ``sum_rows``, in memory of their own."""
+        return {
+            rows[0]: add_up({row: self._cut(row, piece).clone() for row in rows})
+            for rows in self.subtree_rows(piece.parameter, self._here)
+        }
 
     def add_products(self, pieces: Sequence[Piece], targets: Sequence[torch.Tensor | None]) -> None:
         """Add what comes of factors, of all shares, to sums of gradients, or to nothing."""
@@ -286,10 +296,19 @@ class GradientRows:
             if target is not None and any(kind != _GRADIENT for kind in kinds):
                 self._add_product(target, piece, adds=_GRADIENT in kinds)
 
-    def gradient_rows(self, parameter: int, within: range | None = None) -> list[int]:
-        """The rows among ``within``, by default those here, where a gradient has been put up."""
-        rows = self._here if within is None else within
-        return [row for row, kind, _ in self._found[parameter] if kind == _GRADIENT and row in rows]
+    def gradient_rows(self, parameter: int, within: range) -> list[int]:
+        """The rows among ``within`` where a gradient has been put up."""
+        return [
+            row for row, kind, _ in self._found[parameter] if kind == _GRADIENT and row in within
+        ]
+
+    def subtree_rows(self, parameter: int, within: range) -> list[tuple[int, ...]]:
+        """The same, by subtrees; those without any are left out."""
+        found = (
+            tuple(self.gradient_rows(parameter, each))
+            for each in subtrees(within, self._spec.num_shares)
+        )
+        return [rows for rows in found if rows]
 
     def factors_put_up(self, rows: range) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """The factors of these rows, parameter by parameter: inputs and output gradients."""
@@ -308,7 +327,6 @@ class GradientRows:
                     self._reserve_factors(row, parameter, num_rows)
 
     def summed(self, parameter: int) -> torch.Tensor | None:
-        """A parameter's whole gradient after every rank has reduced its pieces."""
         return self._rows[self._target(parameter)][parameter] if self._found[parameter] else None
 
     def _cut(self, share: int, piece: Piece) -> torch.Tensor:
@@ -320,7 +338,7 @@ class GradientRows:
 
     def _target(self, parameter: int) -> int:
         """The row where the sum comes to lie: one with memory for it."""
-        return next(iter(self.gradient_rows(parameter)), self._here.start)
+        return next(iter(self.gradient_rows(parameter, self._here)), self._here.start)
 
     def _add_product(self, target: torch.Tensor, piece: Piece, adds: bool) -> None:
         """Form a weight's gradient over all factors, block by block.
@@ -378,30 +396,13 @@ class GradientRows:
             self._reserved[start] = num_bytes
 
 
-class _Sums:
-    """Sums over shares that are taken together: a call per share, and not per tensor."""
-
-    def __init__(self) -> None:
-        self._copied: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
-        self._added: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
-
-    def add(self, target: torch.Tensor, sources: Sequence[torch.Tensor]) -> None:
-        """Have ``target`` be the sum of ``sources``, one by one; it may be the first of them."""
-        if sources and sources[0].data_ptr() != target.data_ptr():
-            self._copied[0].append(target)
-            self._copied[1].append(sources[0])
-        for number, source in enumerate(sources[1:]):
-            if number == len(self._added):
-                self._added.append(([], []))
-            self._added[number][0].append(target)
-            self._added[number][1].append(source)
-
-    def run(self) -> None:
-        """Compute them."""
-        if self._copied[0]:
-            torch._foreach_copy_(*self._copied)
-        for targets, sources in self._added:
-            torch._foreach_add_(targets, sources)
+def add_up(sums: Mapping[int, torch.Tensor]) -> torch.Tensor:
+    """The sum of some rows, or of subtrees by their first rows; formed in place, in the first."""
+    rows = tuple(sorted(sums))
+    for level in additions(rows):
+        for into, source in level:
+            sums[rows[into]].add_(sums[rows[source]])
+    return sums[rows[0]]
 
 
 def multiply(

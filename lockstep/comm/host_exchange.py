@@ -1,25 +1,28 @@
-"""The exchange of replicas on several hosts.
+"""The exchange of ranks on several hosts.
 
-Within a host shares meet in shared memory; gradients of several hosts in ``comm.host_sums``. What
-ranks must know of other hosts' shares besides (losses, what they have put up, rows that they offer)
-the leaders exchange, and write where shares of this host have theirs.
+Within a host ranks meet in shared memory; gradients of several hosts in ``comm.host_sums``. What
+ranks must know of other hosts besides (losses, what they have put, rows that shares offer) the
+leaders exchange, and write where the ranks of this host look for it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
 import torch
 
-from lockstep.comm.exchange import ShareTotals
+from lockstep.comm.exchange import Exchange, ExchangeSpec
 from lockstep.comm.host_sums import HostSums
-from lockstep.comm.shared_exchange import ExchangeSpec, SharedMemoryExchange
 from lockstep.comm.shared_memory import SharedRegion
 from lockstep.comm.wide_board import WideBoard
 from lockstep.comm.wires import Wires
-from lockstep.plan.layout import Piece
+
+# Part of what ranks share, and the lines of it that a host's ranks write.
+_Lines = tuple[Any, Sequence[int]]
 
 
-class HostExchange(SharedMemoryExchange):
-    """One rank's end of the exchange between hosts.
+class HostExchange(Exchange):
+    """One rank's end.
 
     Args:
         spec: the layout.
@@ -27,7 +30,7 @@ class HostExchange(SharedMemoryExchange):
         board: this host's, in the region.
         hosts: the ranks of each host.
         host: this host.
-        wires: this rank's.
+        wires: this rank's, for sums of gradients.
         mirrored: tensors in shared memory whose values on host 0 all hosts get in every step.
     """
 
@@ -44,97 +47,97 @@ class HostExchange(SharedMemoryExchange):
         wires: Wires,
         mirrored: Sequence[torch.Tensor] = (),
     ) -> None:
-        super().__init__(spec, region, board=board, ranks=board.ranks_here)
-        self._ranks = hosts
+        super().__init__(spec, region, board=board, rank=board.rank, ranks_here=hosts[host])
+        self._hosts = hosts
         self._host = host
         self._mirrored = mirrored
-        self._sums = HostSums(
-            self._gradients,
-            rank=board.rank,
-            hosts=hosts,
-            rows_of=lambda ranks: spec.rows_of(range(ranks[0], ranks[-1] + 1)),
-            wires=wires,
-            is_everywhere=[limit > 0 for limit in spec.gradients.row_limits],
-        )
-
-    def divide(self, pieces: Sequence[Sequence[Piece]]) -> None:
-        """From now on each rank of all hosts updates these pieces."""
-        self._sums.divide(dict(enumerate(pieces)))
-
-    # --- what leaders exchange -------------------------------------------------------------------
-
-    def collect(self, num_filled: int) -> ShareTotals:
-        self.board.meet(self._figures, self._take_figures)
-        return self._collected(num_filled)
-
-    def _figures(self) -> bytes:
-        """The losses of this host's shares, what they have put up, and host 0's options."""
-        shares = self._spec.shares_of(self._ranks[self._host])
-        rows = self._spec.rows_of(self._ranks[self._host])
-        parts = [self._losses[_slice(shares)], self._gradients.table[_slice(rows)]]
-        options = [tensor.numpy() for tensor in self._mirrored if self._host == 0]
-        return b"".join(part.tobytes() for part in (*parts, *options))
-
-    def _take_figures(self, payloads: list[bytes]) -> None:
-        for host, payload in enumerate(payloads):
-            if host == self._host:
-                continue
-            rest = memoryview(payload)
-            table = self._gradients.table
-            targets = [
-                self._losses[_slice(self._spec.shares_of(self._ranks[host]))],
-                table[_slice(self._spec.rows_of(self._ranks[host]))],
-                *(tensor.numpy() for tensor in self._mirrored if host == 0),
-            ]
-            for target in targets:
-                target.reshape(-1).view("u1")[:] = rest[: target.nbytes]
-                rest = rest[target.nbytes :]
-
-    def _await_offers(self, share: int, length: int, num_filled: int) -> None:
-        here = self._spec.shares_of(self._ranks[self._host])
-        tag, buffer = self._tag(share), self._offers[share] & 1
-        for other in here:
-            if other < num_filled:
-                self.board.wait_for(self._rank_of(other), tag)
-        among = self._host_of(num_filled - 1) + 1
-
-        def fetch() -> None:
-            crossing = self.board.crossing
-            assert crossing is not None
-            rows = self._rows[buffer, _slice(here), :length].contiguous()
-            for host, payload in enumerate(crossing.exchange(rows.numpy().tobytes(), among)):
-                if host != self._host:
-                    found = torch.frombuffer(bytearray(payload), dtype=torch.float64)
-                    shares = _slice(self._spec.shares_of(self._ranks[host]))
-                    self._rows[buffer, shares, :length] = found.view(-1, length)
-
-        if among > 1:
-            self.board.relay(tag, fetch)
-
-    def _host_of(self, share: int) -> int:
-        rank = self._rank_of(share)
-        return next(host for host, ranks in enumerate(self._ranks) if rank in ranks)
-
-    # --- gradients -------------------------------------------------------------------------------
-
-    def reduce(self, pieces: Sequence[Piece], num_filled: int) -> list[torch.Tensor | None]:
-        return self._sums.reduce(pieces, self.board.barrier_here)
-
-    def spread(self, tensors: Mapping[int, torch.Tensor], *, all_pieces: bool) -> None:
-        self._sums.spread(tensors, all_pieces=all_pieces)
-
-    def gather_sums(self, pieces: Sequence[Piece], sums: Sequence[torch.Tensor | None]) -> None:
-        self._sums.gather(pieces, sums)
-        self.barrier()
-
-    def summed(self, parameter: int, num_filled: int) -> torch.Tensor | None:
-        rows = self._gradients
-        return rows.base(parameter) if rows.is_used(parameter) else None
+        # Groups on several hosts, by number: the ranks of each host that hold it.
+        self._abroad = {
+            number: members
+            for number, group in enumerate(spec.groups)
+            if len(members := members_by_host(group.ranks, hosts)) > 1
+        }
+        for number in self._abroad.keys() & self.gradients.keys():
+            group = spec.groups[number]
+            self.gradients[number] = HostSums(
+                self._gradient_rows[number],
+                rank=board.rank,
+                hosts=self._abroad[number],
+                rows_of=group.rows_of,
+                wires=wires,
+                is_everywhere=[limit > 0 for limit in group.gradients.row_limits],
+                meet_here=board.barrier_here,
+            )
 
     def end_step(self) -> None:
         # Other hosts' pieces have come; who has sent them need not be waited for.
         self.board.barrier_here()
 
+    # --- what leaders exchange -------------------------------------------------------------------
 
-def _slice(indices: range) -> slice:
-    return slice(indices.start, indices.stop)
+    def _meet(self) -> None:
+        self.board.meet(self._figures, self._take_figures)
+
+    def _figures(self) -> bytes:
+        """What this host's ranks have put, and host 0's options."""
+        return b"".join(part[list(lines)].tobytes() for part, lines in self._lines_of(self._host))
+
+    def _take_figures(self, payloads: list[bytes]) -> None:
+        for host, payload in enumerate(payloads):
+            rest = memoryview(payload)
+            for part, lines in self._lines_of(host) if host != self._host else ():
+                shape = (len(lines), *part.shape[1:])
+                num_bytes = int(np.prod(shape)) * part.itemsize
+                part[list(lines)] = np.frombuffer(rest[:num_bytes], part.dtype).reshape(shape)
+                rest = rest[num_bytes:]
+
+    def _lines_of(self, host: int) -> list[_Lines]:
+        """All that a host tells of its ranks, in the same order on all hosts."""
+        ranks = self._hosts[host]
+        lines: list[_Lines] = [
+            (self._losses, self._spec.shares_of(ranks)),
+            (self._used, ranks),
+        ]
+        if host == 0:
+            lines += [(one, range(len(one))) for one in map(_as_lines, self._mirrored)]
+        for number in self._abroad:
+            group = self._spec.groups[number]
+            lines.append((self._table(number), group.rows_of(ranks)))
+        return lines
+
+    def _table(self, number: int) -> Any:
+        """What has been put of a group; what nobody reads where this host does not hold it."""
+        rows = self._gradient_rows.get(number)
+        spec = self._spec.groups[number].gradients
+        return np.zeros(spec.table_shape, np.int64) if rows is None else rows.table
+
+    def _await_offers(self, share: int, length: int, num_filled: int) -> None:
+        ranks = self._spec.share_ranks[:num_filled]
+        tag, buffer = self._tag(share), self._offers[share] & 1
+        self._await_ranks([rank for rank in ranks if rank in self.ranks_here], tag)
+        among = next(host for host, each in enumerate(self._hosts) if ranks[-1] in each) + 1
+
+        def fetch() -> None:
+            crossing = self.board.crossing
+            assert crossing is not None
+            own = self._spec.shares_of(self.ranks_here)
+            payload = self._rows[buffer, own, :length].contiguous().numpy().tobytes()
+            for host, told in enumerate(crossing.exchange(payload, among)):
+                if host != self._host:
+                    found = torch.frombuffer(bytearray(told), dtype=torch.float64)
+                    shares = self._spec.shares_of(self._hosts[host])
+                    self._rows[buffer, shares, :length] = found.view(-1, length)
+
+        if among > 1:
+            self.board.relay(tag, fetch)
+
+
+def members_by_host(ranks: Sequence[int], hosts: Sequence[range]) -> list[list[int]]:
+    """Some ranks host by host, for those hosts that have any."""
+    found = ([rank for rank in ranks if rank in own] for own in hosts)
+    return [own for own in found if own]
+
+
+def _as_lines(tensor: torch.Tensor) -> Any:
+    """A tensor as an array of one dim, in the same memory."""
+    return tensor.view(-1).numpy()

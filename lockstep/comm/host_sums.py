@@ -1,10 +1,11 @@
 """Sums over hosts: how the gradients of several hosts' shares become one, piece by piece.
 
-Every host sums the gradients of its own shares, in their order. Each piece of a parameter is
-updated by one rank of one host: all other hosts send it their sums of that piece, and it adds them
-up in the order of the hosts. After the update it sends the piece to all other hosts. So per step
-a host of n sends, and receives, 2 (n - 1) / n of the parameters' bytes; that is the least for
-gradients that are summed, and every wire carries its part at once.
+Every host sums the gradients of its own shares, as far as they are subtrees of the tree over all
+shares (``plan.sum_tree``). Each piece of a parameter is updated by one rank of one host: all other
+hosts send it their sums of that piece, and it adds them up in the same tree. After the update it
+sends the piece to all other hosts. Where a host's shares are one subtree, as powers of two are, it
+sends and receives per step 2 (n - 1) / n of the parameters' bytes, for n hosts; that is the least
+for gradients that are summed, and every wire carries its part at once.
 
 Whom a rank talks to: on every other host it has a partner, who sends it that host's sums of its
 pieces and gets its pieces after the update. With as many ranks everywhere, partners have the same
@@ -20,8 +21,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
-from lockstep.comm.exchange import cut_piece
-from lockstep.comm.gradient_rows import GradientRows
+from lockstep.comm.gradient_rows import GradientRows, add_up
+from lockstep.comm.gradients import Gradients, GroupGradients, cut_piece
 from lockstep.comm.wires import Wires
 from lockstep.plan.layout import Piece
 
@@ -52,7 +53,7 @@ def pairs(hosts: Sequence[Sequence[int]]) -> set[tuple[int, int]]:
     return found
 
 
-class HostSums:
+class HostSums(GroupGradients):
     """One rank's end.
 
     Args:
@@ -62,6 +63,7 @@ class HostSums:
         rows_of: the rows of gradients of consecutive ranks of one host.
         wires: this rank's.
         is_everywhere: by parameter, whether every host updates all of it.
+        meet_here: waits for the ranks of this host.
     """
 
     def __init__(
@@ -73,8 +75,10 @@ class HostSums:
         rows_of: Callable[[Sequence[int]], range],
         wires: Wires,
         is_everywhere: Sequence[bool],
+        meet_here: Callable[[], None],
     ) -> None:
         self._rows = rows
+        self._meet_here = meet_here
         self._rank = rank
         self._hosts = hosts
         self._host = next(host for host, ranks in enumerate(hosts) if rank in ranks)
@@ -91,34 +95,44 @@ class HostSums:
         ]
         self._pieces: Mapping[int, Sequence[Piece]] = {}
 
+    def begin_pass(self) -> None:
+        self._rows.begin_pass()
+
+    def put(self, row: int, gradients: Gradients) -> None:
+        self._rows.put(row, gradients)
+
+    def put_product(
+        self, row: int, parameter: int, inputs: torch.Tensor, output_gradients: torch.Tensor
+    ) -> None:
+        self._rows.put_product(row, parameter, inputs, output_gradients)
+
+    def collect(self, num_rows: int) -> None:
+        self._rows.collect(num_rows)
+
     def divide(self, pieces: Mapping[int, Sequence[Piece]]) -> None:
-        """From now on each rank updates these pieces."""
         self._pieces = pieces
 
-    def reduce(
-        self, pieces: Sequence[Piece], meet_here: Callable[[], None]
-    ) -> list[torch.Tensor | None]:
-        """Sum each piece over the shares of all hosts that used its parameter; None if none did.
-
-        Args:
-            pieces: that this rank updates.
-            meet_here: waits for the ranks of this host.
-        """
-        with torch.no_grad():
-            sends, receives, partials = self._partial_sums(pieces)
+    @torch.no_grad()
+    def reduce(self, pieces: Sequence[Piece]) -> list[torch.Tensor | None]:
+        sends, receives, partials = self._partial_sums(pieces)
+        if any(self._is_everywhere):
             self._add_factors(sends, receives)
-            self._wires.transfer(sends, receives)
-            meet_here()  # for the factors that other ranks have received
-            results = [
-                self._total(piece, partials.get(index, {})) for index, piece in enumerate(pieces)
-            ]
-            self._rows.add_products(pieces, results)
+        self._wires.transfer(sends, receives)
+        if any(self._is_everywhere):
+            self._meet_here()  # for the factors that other ranks have received
+        results = [
+            self._total(piece, partials.get(index, {})) for index, piece in enumerate(pieces)
+        ]
+        self._rows.add_products(pieces, results)
         return results
+
+    def summed(self, parameter: int) -> torch.Tensor | None:
+        return self._rows.base(parameter) if self._rows.is_used(parameter) else None
 
     def _partial_sums(
         self, pieces: Sequence[Piece]
     ) -> tuple[_Tensors, _Tensors, dict[int, dict[int, torch.Tensor]]]:
-        """What to send and receive of gradients; and by piece and host, the sums of that host.
+        """What to send and receive of gradients; and by piece, the sums of all hosts' subtrees.
 
         Sums are formed in place, but for those of a weight that all hosts update: others may form
         the same at this moment.
@@ -128,53 +142,34 @@ class HostSums:
         partials: dict[int, dict[int, torch.Tensor]] = defaultdict(dict)
         self._sum_in_place(pieces)
         for client in self._clients:
-            given = [one for one in self._pieces[client] if self._hands_in(self._host, one)]
-            self._sum_in_place(given)
-            sends[client] += [self._own_sum(piece) for piece in given]
+            self._sum_in_place(self._pieces[client])
+            for piece in self._pieces[client]:
+                sends[client] += self._own_sums(piece).values()
         for index, piece in enumerate(pieces):
-            if self._hands_in(self._host, piece):
-                partials[index][self._host] = self._own_sum(piece)
+            partials[index].update(self._own_sums(piece))
             for host in self._others:
-                if self._hands_in(host, piece):
-                    buffer = torch.empty_like(self._rows.target(piece))
-                    partials[index][host] = buffer
-                    receives[self._partners[host]].append(buffer)
+                rows_there = self._rows_of(self._hosts[host])
+                for first, *_ in self._rows.subtree_rows(piece.parameter, rows_there):
+                    partials[index][first] = torch.empty_like(self._rows.target(piece))
+                    receives[self._partners[host]].append(partials[index][first])
         return sends, receives, partials
 
     def _sum_in_place(self, pieces: Sequence[Piece]) -> None:
         self._rows.sum_rows([one for one in pieces if not self._is_everywhere[one.parameter]])
 
-    def _own_sum(self, piece: Piece) -> torch.Tensor:
+    def _own_sums(self, piece: Piece) -> dict[int, torch.Tensor]:
         if self._is_everywhere[piece.parameter]:
-            return self._rows.sum_apart(piece)
-        return self._rows.target(piece)
+            return self._rows.subtree_sums_apart(piece)
+        return self._rows.subtree_sums(piece)
 
     def _total(self, piece: Piece, partials: dict[int, torch.Tensor]) -> torch.Tensor | None:
-        """The sum of all hosts' sums of a piece, in the order of the hosts."""
+        """The sum over all hosts' subtrees of a piece."""
         if not self._rows.is_used(piece.parameter):
             return None
-        if not partials:
-            return self._rows.target(piece)  # products alone come to lie there
-        in_order = [partials[host] for host in sorted(partials)]
-        total = in_order[0]
-        for partial in in_order[1:]:
-            # a + b has the bits of b + a: so the sum can stay where this host's own is.
-            if partial is partials.get(self._host):
-                partial += total
-                total = partial
-            else:
-                total += partial
-        return total
-
-    def _hands_in(self, host: int, piece: Piece) -> bool:
-        """Whether shares of a host have put up a gradient of a piece."""
-        rows = self._rows_of(self._hosts[host])
-        return bool(self._rows.gradient_rows(piece.parameter, rows))
+        return add_up(partials) if partials else self._rows.target(piece)  # products lie there
 
     def _add_factors(self, sends: _Tensors, receives: _Tensors) -> None:
         """Have the factors that shares have put up come to all hosts, rank by rank."""
-        if not any(self._is_everywhere):
-            return
         own = [each for pair in self._factors_of(self._rank) for each in pair]
         for peer in self._partners.values():
             sends[peer] += own
@@ -187,7 +182,7 @@ class HostSums:
 
     @torch.no_grad()
     def gather(self, pieces: Sequence[Piece], sums: Sequence[torch.Tensor | None]) -> None:
-        """After ``reduce``: have the base rows hold whole sums, once all ranks have done this."""
+        # Into the base rows, which hold whole sums once all ranks have done this.
         used = [number for number in range(len(self._is_everywhere)) if self._rows.is_used(number)]
         wholes = {number: self._rows.base(number) for number in used}
         for piece, total in zip(pieces, sums, strict=True):
@@ -196,8 +191,6 @@ class HostSums:
         self.spread(wholes, all_pieces=True)
 
     def spread(self, tensors: Mapping[int, torch.Tensor], *, all_pieces: bool) -> None:
-        """See ``Exchange.spread``."""
-
         def pieces_of(rank: int) -> Iterable[torch.Tensor]:
             for piece in self._pieces[rank]:
                 number = piece.parameter

@@ -19,12 +19,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import cloudpickle
 import torch
 
 from lockstep.comm.board import Board
 from lockstep.comm.shared_memory import SharedRegion, dense_stride
 from lockstep.errors import ModelError, problem
+from lockstep.pickling import Pickler
 from lockstep.plan.layout import align
 from lockstep.units import format_bytes
 
@@ -178,7 +178,7 @@ class _Slot:
         return self._tensors[place]
 
 
-class _Packer(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is untyped
+class _Packer(Pickler):
     """Writes tensors aside, one after the other, and their places into the pickle."""
 
     def __init__(
@@ -187,7 +187,7 @@ class _Packer(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is unty
         write: Callable[[_Place, torch.Tensor], None],
         spec: MailboxSpec,
     ) -> None:
-        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        super().__init__(file)
         self._write = write
         self._spec = spec
         self._end = 0

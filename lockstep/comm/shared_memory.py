@@ -23,6 +23,7 @@ from typing import Self
 import torch
 
 from lockstep.cluster.memory_limits import free_memory
+from lockstep.cluster.nameless_files import nameless_file
 from lockstep.errors import DeviceError, problem
 from lockstep.units import format_bytes
 
@@ -68,15 +69,17 @@ class SharedRegion:
         size = max(num_bytes, 1)
         starts, stops = [0, *(stop for _, stop in holes)], [*(start for start, _ in holes), size]
         _check_free(sum(stops) - sum(starts))
-        descriptor = _nameless_file()
+        descriptor = -1
         try:
+            descriptor = nameless_file("lockstep")
             os.ftruncate(descriptor, size)
             for start, stop in zip(starts, stops, strict=True):
                 _reserve(descriptor, start, stop - start)
             return cls(descriptor, num_bytes)
         except OSError as error:
-            os.close(descriptor)
-            raise _shortage(num_bytes, error) from error
+            if descriptor >= 0:
+                os.close(descriptor)
+            raise _shortage(num_bytes, _reason(error)) from error
 
     def reserve(self, offset_bytes: int, num_bytes: int) -> None:
         """Take memory for a part of a hole. The region must not be closed.
@@ -88,7 +91,7 @@ class SharedRegion:
         try:
             _reserve(self.descriptor, offset_bytes, num_bytes)
         except OSError as error:
-            raise _shortage(num_bytes, error) from error
+            raise _shortage(num_bytes, _reason(error)) from error
 
     def tensor(
         self, offset_bytes: int, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]
@@ -200,11 +203,7 @@ def _become_private_in_fork() -> None:
 os.register_at_fork(after_in_child=_become_private_in_fork)
 
 
-def _nameless_file() -> int:
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create("lockstep", os.MFD_CLOEXEC)
-    with tempfile.TemporaryFile() as file:  # no memfd on macOS: an unlinked file does the same
-        return os.dup(file.fileno())
+_IN_MEMORY = hasattr(os, "memfd_create")
 
 
 def _reserve(descriptor: int, start: int, num_bytes: int) -> None:
@@ -224,6 +223,13 @@ def _check_free(num_bytes: int) -> None:
     free = free_memory()
     if free is not None and num_bytes > free.num_bytes:
         raise _shortage(num_bytes, free)
+
+
+def _reason(error: OSError) -> str:
+    """An error that names no file: there is none."""
+    free = free_memory()
+    where = "in this host's memory (a memfd, no file)" if _IN_MEMORY else tempfile.gettempdir()
+    return f"{error.strerror}, {where}{f'; {free}' if free else ''}"
 
 
 def _shortage(num_bytes: int, received: object) -> DeviceError:

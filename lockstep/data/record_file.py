@@ -23,14 +23,16 @@ import struct
 import tempfile
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from uuid import uuid4
 
 import msgspec
 
 from lockstep.cluster.memory_limits import free_memory
+from lockstep.cluster.nameless_files import nameless_file
 from lockstep.data.records import Layout, num_bytes
+from lockstep.disk import writing
 from lockstep.errors import DataError, problem
 from lockstep.units import format_bytes
 
@@ -39,6 +41,7 @@ VERSION = 1
 _MAGIC = b"lockstep"
 _HEAD = struct.Struct("<8sq")  # magic, length of the header
 _PAGE_BYTES = 4096
+_DESCRIPTORS = "/proc/"  # begins the names of files that lie in memory
 _LONGEST_HEADER = 1 << 24
 _ALWAYS_FREE_BYTES = 1 << 20  # not worth a look at what is free
 
@@ -87,14 +90,15 @@ class RecordFile:
         header = _new_header(num_records, layout)
         _check_memory(num_records * num_bytes(layout))
         if hasattr(os, "memfd_create"):
-            descriptor = os.memfd_create("lockstep-cache", os.MFD_CLOEXEC)
-            name = f"/proc/{os.getpid()}/fd/{descriptor}"
+            descriptor = nameless_file("lockstep-cache")
+            name = f"{_DESCRIPTORS}{os.getpid()}/fd/{descriptor}"
             file = cls(descriptor, name, header)
         else:
             descriptor, name = tempfile.mkstemp(prefix="lockstep-cache-")
             file = cls(descriptor, name, header)
             weakref.finalize(file, _remove, name, os.getpid())
-        file._write_header()
+        with _errors_of(name, num_bytes(layout)):
+            file._write_header()
         return file
 
     @classmethod
@@ -168,7 +172,7 @@ class RecordFile:
             DataError: it does not go in, most likely because the disk is full.
         """
         assert len(record) == self._record_bytes
-        with _errors_of(self.name):
+        with _errors_of(self.name, len(record)):
             self._write(record, self._place(index))
             self._write(b"\x01", self._flags + index)
 
@@ -282,14 +286,18 @@ def _check_disk(path: str, needed: int) -> None:
 
 
 @contextmanager
-def _errors_of(path: str) -> Iterator[None]:
+def _errors_of(path: str, num_bytes: int | None = None) -> Iterator[None]:
+    """Within the block a cache is written, so many bytes of it."""
+    is_memory = path.startswith(_DESCRIPTORS)
     try:
-        yield
+        with nullcontext() if is_memory else writing(path, num_bytes):
+            yield
     except OSError as error:
+        free = f" ({free_memory()})" if is_memory else ""
         raise DataError(
             problem(
-                f"The cache {path} cannot be written.",
-                received=f"{type(error).__name__}: {error.strerror}",
+                f"The cache {'in memory' if is_memory else path} cannot be written.",
+                received=f"{type(error).__name__}: {error.strerror}{free}",
                 fix="Give a path in a folder that is there, can be written to and has room.",
             )
         ) from error

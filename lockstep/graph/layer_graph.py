@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 
+from lockstep.disk import writing
 from lockstep.errors import PlanError, problem
 
 
@@ -153,7 +154,9 @@ class LayerGraph(msgspec.Struct, frozen=True, kw_only=True):
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the graph to a JSON file."""
-        Path(path).write_bytes(self.to_json() + b"\n")
+        text = self.to_json() + b"\n"
+        with writing(path, len(text)):
+            Path(path).write_bytes(text)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "LayerGraph":

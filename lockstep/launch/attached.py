@@ -28,7 +28,7 @@ from contextlib import contextmanager, suppress
 
 from lockstep.cluster.place import Place
 from lockstep.errors import WorkerError, problem
-from lockstep.launch.failure import pack_failure
+from lockstep.launch.failure import pack_failure, trouble_of, unpack_failure
 from lockstep.launch.helper import (
     CALL,
     FAIL,
@@ -40,7 +40,7 @@ from lockstep.launch.helper import (
     Leader,
     function_at,
 )
-from lockstep.launch.link import Link, LookAround, Message
+from lockstep.launch.link import Link, LookAround, Message, give_up
 from lockstep.launch.meeting import Attendee, meet_followers, meet_leader
 from lockstep.launch.origin import Origin
 from lockstep.launch.peer import Peer
@@ -50,9 +50,6 @@ from lockstep.launch.team import Team
 
 # From the leader, once: the follower's rank, with descriptors of its scrap and its bell.
 WELCOME = b"W"
-
-# Longest try to tell a leader, which may be stopped, of a failure.
-_FAREWELL_SECONDS = 5.0
 
 
 # --- the leader's side ---------------------------------------------------------------------------
@@ -263,7 +260,7 @@ class _LeadingProcess(Leader):
         """Tell what has failed here, if the leader can be told anything."""
         if self._is_whole:
             with suppress(OSError, WorkerError):
-                self._send(Message(FAIL, pack_failure(error)), _give_up)
+                self._send(Message(FAIL, pack_failure(error)), give_up)
 
     def close(self) -> None:
         """Hang up."""
@@ -280,11 +277,21 @@ class _LeadingProcess(Leader):
 
     def _receive(self, look_around: LookAround) -> Message:
         try:
-            return self._link.receive(look_around)
+            message = self._link.receive(look_around)
         except EOFError as error:
             raise self._loss() from error
+        if message.kind == FAIL:
+            raise _trouble(message)
+        return message
 
     def _loss(self) -> WorkerError:
+        """Why the leader is not there any more: what it has said last, or what can be seen."""
+        with suppress(EOFError):
+            while (message := self._link.take_one()) is not None:
+                for descriptor in message.descriptors:
+                    os.close(descriptor)
+                if message.kind == FAIL:
+                    return _trouble(message)
         what = (
             "has ended: what it wrote, or its launcher, says why"
             if self._peer.is_ending()
@@ -293,9 +300,8 @@ class _LeadingProcess(Leader):
         return WorkerError(f"Rank 0 of this host (process {self._peer.pid}) {what}.")
 
 
-def _give_up(waited_seconds: float) -> None:
-    if waited_seconds > _FAREWELL_SECONDS:
-        raise TimeoutError
+def _trouble(message: Message) -> WorkerError:
+    return trouble_of("rank 0 of this host", unpack_failure(message.payload))
 
 
 @contextmanager

@@ -195,9 +195,9 @@ class Circle:
         """A host for messages: "Host 1 (node-b)"."""
         return name_of(host, self.cards[host])
 
-    def fail(self, text: str) -> None:
+    def fail(self, text: str, error: BaseException | None = None) -> None:
         """Tell the others that this host has failed, and why; then close."""
-        self._tell(f"{self.name_of(self.host)} failed: {text}")
+        self._tell(f"{self.name_of(self.host)} failed: {text}", error)
         self.close()
 
     def close(self) -> None:
@@ -275,15 +275,15 @@ class Circle:
             yield
         except HostError as error:
             if self.host == 0:
-                self._tell(str(error))
+                self._tell(str(error), error.raised)
             raise
 
-    def _tell(self, text: str) -> None:
+    def _tell(self, text: str, error: BaseException | None) -> None:
         """Tell all others of a failure. Nothing comes after it."""
         if not self.has_told:
             self.has_told = True
             for wire in self._star.values():
-                wire.fail(text)
+                wire.fail(text, error)
 
 
 def name_of(host: int, card: Card) -> str:

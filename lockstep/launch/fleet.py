@@ -5,18 +5,23 @@ comes here, signals go there, and it ends when it is no longer held. That happen
 fails.
 
 The first host's output is shown as it comes, so that a progress display works; lines of the others
-come with the host's name.
+come with the host's name. What a script writes reaches this terminal, but does not command it: of
+the first host what displays need goes through (colours, and moving about to write anew), of the
+others nothing does.
 """
 
 import codecs
+import re
 import signal
 import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import TextIO
 
+from lockstep.errors import printable
 from lockstep.launch.held_script import GRACE_SECONDS
 
 _TICK_SECONDS = 0.05
@@ -55,11 +60,19 @@ class Member(ABC):
         """Give up all that is here, whether the far end has obeyed or not."""
 
 
+# Sequences that progress displays use (ECMA-48): colours and styles; moving the cursor, erasing;
+# hiding the cursor, and showing it again.
+_STYLE = re.compile(r"\x1b\[[0-9;]*m")
+_OF_DISPLAYS = re.compile(r"\x1b\[[0-9;]*[A-HJKm]|\x1b\[\?25[hl]|[\r\b]")
+_UNFINISHED = re.compile(r"\x1b(\[[?0-9;]{0,16})?\Z")
+
+
 class Relay:
     """Shows what a host writes.
 
     Args:
-        prefix: of each line; where it is empty, nothing waits for a line to be whole.
+        prefix: of each line; where it is empty, nothing waits for a line to be whole, and progress
+            displays work.
         target: where.
     """
 
@@ -72,13 +85,29 @@ class Relay:
     def write(self, new: bytes, *, is_last: bool = False) -> None:
         """Show more; the last may be nothing."""
         text = self._rest + self._decoder.decode(new, is_last)
-        if self._prefix and text:
-            *lines, self._rest = text.split("\n")
-            if is_last and self._rest:
-                lines.append(self._rest)
-            text = "".join(f"{self._prefix}{line}\n" for line in lines)
-        self._target.write(text)
+        self._target.write(
+            self._lines(text, is_last) if self._prefix else self._piece(text, is_last)
+        )
         self._target.flush()
+
+    def _lines(self, text: str, is_last: bool) -> str:
+        *lines, self._rest = text.split("\n")
+        if is_last and self._rest:
+            lines.append(self._rest)
+        return "".join(f"{self._prefix}{_plain(line)}\n" for line in lines)
+
+    def _piece(self, text: str, is_last: bool) -> str:
+        unfinished = None if is_last else _UNFINISHED.search(text)
+        end = len(text) if unfinished is None else unfinished.start()
+        text, self._rest = text[:end], text[end:]
+        kept = [*_OF_DISPLAYS.findall(text), ""]
+        parts = map(printable, _OF_DISPLAYS.split(text))
+        return "".join(chain.from_iterable(zip(parts, kept, strict=True)))
+
+
+def _plain(line: str) -> str:
+    """A line as it stands in the end, where parts of it were written over; without styles."""
+    return printable(_STYLE.sub("", line.rstrip("\r")).rpartition("\r")[2])
 
 
 def watch(members: Sequence[Member]) -> int:

@@ -4,14 +4,15 @@ Four messages of fixed sizes, before anything else is read::
 
     caller    greeting: what this is, and 32 random bytes
     answerer  greeting: the same
-    caller    proof     HMAC-SHA256 over the purpose and both greetings
-    answerer  proof     the same, with another key
+    caller    proofs    HMAC-SHA256 over both greetings; and over the purpose and both greetings
+    answerer  proof     over the purpose and both greetings, with another key; or a refusal
 
-The caller proves first: whoever comes without the secret gets random bytes, and then a closed
-connection. The random bytes are new each time, so what was recorded once proves nothing later; each
-direction has its own key, so what was sent to somebody proves nothing when sent back to him. The
-purpose (this job's rendezvous; the third wire from host 0 to host 1) is agreed before and never
-sent, so a proof counts for one thing only.
+The caller proves first: whoever comes without the secret gets random bytes, a refusal, and then a
+closed connection. The first proof tells another secret from another purpose, and the refusal says
+which of the two it was: so both sides know. The random bytes are new each time, so what was
+recorded once proves nothing later; each direction has its own key, so what was sent to somebody
+proves nothing when sent back to him. The purpose (this job's rendezvous; the third wire from host 0
+to host 1) is agreed before and never sent, so a proof counts for one thing only.
 
 Both sides are written as talks that know no socket: each step says what to send and how many bytes
 to wait for. ``Gate`` holds many of them at a time, so that one who is slow keeps nobody waiting.
@@ -20,6 +21,7 @@ What follows on the connection is neither encrypted nor signed: whoever can chan
 between the hosts can take over a connection after its handshake.
 """
 
+import hashlib
 import hmac
 import os
 import select
@@ -33,11 +35,19 @@ from lockstep.launch.link import LOOK_AROUND_SECONDS, LookAround, Stopwatch
 from lockstep.launch.secret import Secret
 from lockstep.launch.sockets import SocketAddress, connect, tune
 
-_MAGIC = b"LOCKSTP1"
+_MAGIC = b"LOCKSTP2"
 _NONCE_BYTES = 32
 _GREETING_BYTES = len(_MAGIC) + _NONCE_BYTES
 _PROOF_BYTES = 32
-_CALLER, _ANSWERER = b"lockstep caller 1", b"lockstep answerer 1"
+_CALLER, _ANSWERER = b"lockstep caller 2", b"lockstep answerer 2"
+_KNOWER = b"lockstep knower 2"
+
+OTHER_SECRET = "it has another secret than this host"
+OTHER_JOB = "it is of another job, with the same secret"
+_REFUSALS = {
+    text: hashlib.sha256(b"lockstep refusal 2: " + text.encode()).digest()
+    for text in (OTHER_SECRET, OTHER_JOB)
+}
 
 # A whole handshake takes three times the way there and back.
 HANDSHAKE_SECONDS = 10.0
@@ -76,22 +86,30 @@ def _call(secret: Secret, purpose: bytes) -> _Talk:
     caller = _greeting()
     answerer = yield caller, _GREETING_BYTES
     _check_greeting(answerer)
-    theirs = yield _proof(secret, _CALLER, purpose, caller, answerer), _PROOF_BYTES
-    if not hmac.compare_digest(theirs, _proof(secret, _ANSWERER, purpose, caller, answerer)):
-        raise HandshakeError("it has another secret, or is of another job")
-    return purpose
+    proofs = [_proof(secret, _KNOWER, b"", caller, answerer)]
+    proofs += [_proof(secret, _CALLER, purpose, caller, answerer)]
+    theirs = yield b"".join(proofs), _PROOF_BYTES
+    if hmac.compare_digest(theirs, _proof(secret, _ANSWERER, purpose, caller, answerer)):
+        return purpose
+    refusals = {answer: text for text, answer in _REFUSALS.items()}
+    raise HandshakeError(refusals.get(theirs, "it cannot prove that it knows the secret"))
 
 
 def _answer(secret: Secret, purposes: Collection[bytes]) -> _Talk:
     caller = yield b"", _GREETING_BYTES
     _check_greeting(caller)
     answerer = _greeting()
-    theirs = yield answerer, _PROOF_BYTES
-    for purpose in purposes:
-        if hmac.compare_digest(theirs, _proof(secret, _CALLER, purpose, caller, answerer)):
-            yield _proof(secret, _ANSWERER, purpose, caller, answerer), 0
-            return purpose
-    raise HandshakeError("it has another secret, or is of another job")
+    proofs = yield answerer, 2 * _PROOF_BYTES
+    known, theirs = proofs[:_PROOF_BYTES], proofs[_PROOF_BYTES:]
+    refusal = OTHER_SECRET
+    if hmac.compare_digest(known, _proof(secret, _KNOWER, b"", caller, answerer)):
+        refusal = OTHER_JOB
+        for purpose in purposes:
+            if hmac.compare_digest(theirs, _proof(secret, _CALLER, purpose, caller, answerer)):
+                yield _proof(secret, _ANSWERER, purpose, caller, answerer), 0
+                return purpose
+    yield _REFUSALS[refusal], 0
+    raise HandshakeError(refusal)
 
 
 class _Conversation:

@@ -8,14 +8,13 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from functools import lru_cache
+from collections.abc import Callable
 from queue import SimpleQueue
-from types import ModuleType
 from typing import Any
 
 from lockstep.errors import WorkerError, problem
 from lockstep.launch.scrap import Scrap
+from lockstep.pickling import search_path
 
 
 def start_interpreter(
@@ -43,6 +42,8 @@ def start_interpreter(
             lambda: subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
+                # Where there is none, the first file that is opened there would take its number.
+                stdout=subprocess.DEVNULL if sys.__stdout__ is None else None,
                 stderr=scrap.descriptor,
                 env=environment(threads),
                 pass_fds=descriptors,
@@ -63,42 +64,6 @@ def environment(threads: int | None) -> dict[str, str]:
     """The script's environment for processes with this many OpenMP threads."""
     own = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
     return {**os.environ, **own}
-
-
-def search_path() -> list[str]:
-    """``sys.path``, and where loaded modules came from that it no longer shows.
-
-    A relative entry ('' under ``python -c``) means another directory after ``os.chdir``; what was
-    imported through it must be found again. Such places come in its stead, before it.
-    """
-    # Looking at a thousand modules takes longer than many a call: only if there are others by now.
-    known = frozenset(map(os.path.abspath, sys.path))
-    return list(_search_path(tuple(sys.path), known, len(sys.modules)))
-
-
-@lru_cache(maxsize=1)
-def _search_path(entries: tuple[str, ...], known: frozenset[str], num_modules: int) -> list[str]:
-    unknown = dict.fromkeys(root for root in _roots() if root not in known)
-    lost = [root for root in unknown if not os.path.exists(os.path.join(root, "__init__.py"))]
-    relative = [index for index, entry in enumerate(entries) if not os.path.isabs(entry)]
-    at = relative[0] if relative else len(entries)
-    return [*entries[:at], *lost, *entries[at:]]
-
-
-def _roots() -> Iterator[str]:
-    """Directories that hold the top-level modules and packages loaded by now."""
-    for name, module in list(sys.modules.items()):
-        if "." in name or name == "__main__" or not isinstance(module, ModuleType):
-            continue
-        spec = getattr(module, "__spec__", None)
-        if spec is None or spec.name != name:
-            continue  # some extension modules of packages show up by their short name, too
-        for place in [*(spec.submodule_search_locations or [spec.origin])]:
-            if not isinstance(place, str) or not os.path.isabs(place):
-                continue  # built in or frozen
-            root, base = os.path.split(place)
-            if base.partition(".")[0] == name:
-                yield root
 
 
 _Request = tuple[Callable[[], Any], "SimpleQueue[Any]"]

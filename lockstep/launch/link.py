@@ -23,6 +23,9 @@ LOOK_AROUND_SECONDS = 0.02
 # is stopped (Ctrl-Z): what passed then is no waiting.
 _LONGEST_NAP_SECONDS = 5 * LOOK_AROUND_SECONDS
 
+# Longest try to tell others of a failure, who may be stopped.
+_FAREWELL_SECONDS = 5.0
+
 # Called every 20 ms of waiting with the seconds waited so far; raises to give up.
 LookAround = Callable[[float], None]
 
@@ -57,6 +60,12 @@ class Stopwatch:
 
 def wait_on(seconds: float) -> None:
     """Look around and see nothing to worry about."""
+
+
+def give_up(seconds: float) -> None:
+    """Look around, and after a moment be content with having tried."""
+    if seconds > _FAREWELL_SECONDS:
+        raise TimeoutError
 
 
 class Link:

@@ -21,6 +21,7 @@ import msgspec
 
 from lockstep.errors import HostError, problem
 from lockstep.launch.circle import Circle
+from lockstep.launch.hearsay import decode_hearsay
 from lockstep.launch.link import LOOK_AROUND_SECONDS, LookAround, Stopwatch
 
 NUM_PINGS = 20
@@ -264,6 +265,6 @@ def _until_all_come(waited_seconds: float) -> None:
 
 def _decoded(payload: bytes, host: str) -> HostSurvey:
     try:
-        return msgspec.json.decode(payload, type=HostSurvey)
+        return decode_hearsay(payload, HostSurvey)
     except msgspec.DecodeError as error:
         raise HostError(f"{host} sent what is no survey: {error}.") from error

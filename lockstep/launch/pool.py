@@ -15,13 +15,13 @@ from contextvars import ContextVar
 from functools import partial
 
 from lockstep.launch.team import Team
-from lockstep.launch.template import Template
+from lockstep.launch.template import FORKS, Template
 
 _Key = tuple[int, int | None, tuple[str, ...], int]
 _kept: ContextVar[dict[_Key, list[Team]] | None] = ContextVar("kept_teams", default=None)
 
-# What a template was made for, and the template; processes are state of the process, not of a task.
-_templates: dict[tuple[str, int | None, tuple[str, ...]], Template] = {}
+# By interpreter and threads; processes are state of the process, not of a task.
+_templates: dict[tuple[str, int | None], Template] = {}
 
 
 @contextmanager
@@ -62,6 +62,12 @@ def take_team(
     return Team(num_helpers, partial(warm_template, threads, preload), first_rank=first_rank)
 
 
+def expect_team(threads: int | None, preload: tuple[str, ...] = ()) -> None:
+    """A fresh team is going to be asked for: its template starts meanwhile."""
+    if FORKS:
+        warm_template(threads, preload)
+
+
 def give_back(team: Team, threads: int | None, preload: tuple[str, ...] = ()) -> None:
     """Done with a team: keep it for others who ask for the same, or end it."""
     pool = _kept.get()
@@ -75,12 +81,14 @@ def give_back(team: Team, threads: int | None, preload: tuple[str, ...] = ()) ->
 def warm_template(threads: int | None, preload: tuple[str, ...]) -> Template:
     """The template for helpers of this kind, started now if there is none.
 
-    One that came from another environment is dropped: it ends with the last of its helpers.
+    One that came from another environment is dropped: it ends with the last of its helpers. One
+    that lacks some of the modules imports them.
     """
-    key = (sys.executable, threads, preload)
+    key = (sys.executable, threads)
     template = _templates.get(key)
     if template is None or not (template.is_alive and template.is_current):
         template = Template(threads, preload)
         if template.forks:
             _templates[key] = template
+    template.load(preload)
     return template

@@ -13,6 +13,7 @@ from lockstep.cluster.place import Address, Place
 from lockstep.errors import HostError, Problems, problem
 from lockstep.launch.circle import Card, Circle, name_of
 from lockstep.launch.handshake import HANDSHAKE_SECONDS, Gate, purpose_of
+from lockstep.launch.hearsay import decode_hearsay
 from lockstep.launch.link import LOOK_AROUND_SECONDS
 from lockstep.launch.patience import OverError, Patience
 from lockstep.launch.secret import Secret
@@ -131,7 +132,7 @@ class Reception:
             HostError: it does not belong here; it is told, like all others.
         """
         try:
-            entry = msgspec.json.decode(frame.payload, type=Entry)
+            entry = decode_hearsay(frame.payload, Entry)
         except msgspec.DecodeError as error:
             raise HostError(f"A host at {wire.peer.name} sent what is no card: {error}.") from error
         if entry.host in self.wires and _has_gone(self.wires[entry.host]):

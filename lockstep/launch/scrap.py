@@ -1,14 +1,17 @@
 """Scraps: what a process writes to a descriptor for rank 0 to read, should it come to that."""
 
 import os
-import tempfile
+import sys
+from contextlib import suppress
+
+from lockstep.cluster.nameless_files import nameless_file
 
 
 class Scrap:
     """A file without a name: a process's errors while it starts, its stacks, its last words."""
 
     def __init__(self) -> None:
-        self.descriptor = _nameless_file()
+        self.descriptor = nameless_file("lockstep-scrap")
         self._read = 0
 
     def read_new(self) -> str:
@@ -35,8 +38,8 @@ class Scrap:
             self.descriptor = -1
 
 
-def _nameless_file() -> int:
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create("lockstep-scrap", os.MFD_CLOEXEC)
-    with tempfile.TemporaryFile() as file:
-        return os.dup(file.fileno())
+def show(text: str) -> None:
+    """Write on standard error, if that can be: to lose words there must not end training."""
+    if text and sys.stderr is not None:
+        with suppress(OSError, ValueError):  # a full disk, a closed pipe or stream
+            sys.stderr.write(text)

@@ -3,12 +3,18 @@
 It comes from the environment or from a file that nobody else can read: arguments of a command are
 seen by everybody on a machine. Only proofs are made with it; it is never sent, and it cannot be
 printed or pickled by mistake.
+
+Where all hosts are one machine, its user need not make one: there is a file of the user's own, that
+the first process which looks for it fills.
 """
 
+import fcntl
 import hmac
 import os
+import secrets
 import stat
 from collections.abc import Mapping
+from pathlib import Path
 from typing import NoReturn
 
 from lockstep.errors import HostError, problem
@@ -30,10 +36,12 @@ class Secret:
 
     Args:
         value: what all hosts know, and nobody else.
+        origin: where it is from, for messages.
     """
 
-    def __init__(self, value: bytes) -> None:
+    def __init__(self, value: bytes, origin: str = "") -> None:
         self._value = value
+        self.origin = origin
 
     def key(self, label: bytes) -> bytes:
         """A key for one use: who learns it learns nothing of the secret, nor of other keys."""
@@ -46,19 +54,26 @@ class Secret:
         raise TypeError("a secret is not sent anywhere")
 
 
-def find_secret(environ: Mapping[str, str]) -> Secret:
+def find_secret(environ: Mapping[str, str], *, is_one_machine: bool = False) -> Secret:
     """The secret that ``LOCKSTEP_SECRET`` holds, or the file that ``LOCKSTEP_SECRET_FILE`` names.
 
     White space around it does not count. If both are set, the first one is taken.
+
+    Args:
+        environ: the environment's variables.
+        is_one_machine: all who are to know it run here; where none is given, it is the user's own.
 
     Raises:
         HostError: there is none, it is too short, or others can read it.
     """
     if SECRET_VARIABLE in environ:
-        return _checked(os.fsencode(environ[SECRET_VARIABLE]), f"{SECRET_VARIABLE} is too short")
+        return _checked(os.fsencode(environ[SECRET_VARIABLE]), SECRET_VARIABLE)
     if SECRET_FILE_VARIABLE in environ:
         path = environ[SECRET_FILE_VARIABLE]
-        return _checked(_read(path), f"{path} ({SECRET_FILE_VARIABLE}) is too short")
+        return _checked(_read(path), f"{path} ({SECRET_FILE_VARIABLE})")
+    if is_one_machine:
+        path = _path_of_own(environ)
+        return _checked(_read_own(path), path)
     raise HostError(
         problem(
             "Hosts must share a secret, by which they know each other.",
@@ -68,17 +83,18 @@ def find_secret(environ: Mapping[str, str]) -> Secret:
     )
 
 
-def _checked(text: bytes, complaint: str) -> Secret:
+def _checked(text: bytes, origin: str) -> Secret:
     value = text.strip()
     if len(value) < _LEAST_BYTES:
         raise HostError(
             problem(
-                f"{complaint} for a secret: it must have {_LEAST_BYTES} characters or more.",
+                f"{origin} is too short for a secret: it must have {_LEAST_BYTES} characters or "
+                "more.",
                 received=f"{len(value)} characters",
                 fix=_HOW_TO_MAKE,
             )
         )
-    return Secret(value)
+    return Secret(value, origin)
 
 
 def _read(path: str) -> bytes:
@@ -94,6 +110,55 @@ def _read(path: str) -> bytes:
         os.close(descriptor)
 
 
+def _path_of_own(environ: Mapping[str, str]) -> str:
+    """Where the user's own secret lies: https://specifications.freedesktop.org/basedir."""
+    folder = environ.get("XDG_STATE_HOME", "")
+    if not os.path.isabs(folder):
+        home = environ.get("HOME") or os.path.expanduser("~")
+        folder = os.path.join(home, ".local", "state")
+    return os.path.join(folder, "lockstep", "secret")
+
+
+def _read_own(path: str) -> bytes:
+    """The user's own secret, made now if there is none; of processes at the same time, by one.
+
+    Raises:
+        HostError: there can be none, or the file is another user's, or open to others.
+    """
+    if not os.path.isabs(path):
+        raise _no_own(path, "no home folder")
+    try:
+        Path(path).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        descriptor = os.open(path, flags, 0o600)
+    except OSError as error:
+        raise _no_own(path, error.strerror or str(error)) from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)  # until it is closed
+        status = os.fstat(descriptor)
+        if status.st_uid != os.geteuid():
+            raise _no_own(path, f"a file of user {status.st_uid}")
+        _check_file(path, status)
+        if status.st_size == 0:
+            os.pwrite(descriptor, secrets.token_hex(32).encode() + b"\n", 0)
+        return os.pread(descriptor, _MOST_BYTES, 0)
+    except OSError as error:
+        raise _no_own(path, error.strerror or str(error)) from error
+    finally:
+        os.close(descriptor)
+
+
+def _no_own(path: str, received: str) -> HostError:
+    return HostError(
+        problem(
+            "Hosts that are one machine share a secret that lies in a file of the user's.",
+            received=f"{path}: {received}",
+            fix=f"Set XDG_STATE_HOME to a folder of your own, or {SECRET_FILE_VARIABLE} to a file "
+            "with a secret.",
+        )
+    )
+
+
 def _check_file(path: str, status: os.stat_result) -> None:
     """Look at the file that was opened, not at the name, which others might change meanwhile."""
     if not stat.S_ISREG(status.st_mode):
@@ -106,5 +171,5 @@ def _check_file(path: str, status: os.stat_result) -> None:
 
 
 def _unusable(path: str, received: str, fix: str) -> HostError:
-    what = f"{SECRET_FILE_VARIABLE} must name a file with a secret that its owner alone can read."
+    what = "A secret must lie in a file that its owner alone can read."
     return HostError(problem(what, received=f"{path}: {received}", fix=fix))

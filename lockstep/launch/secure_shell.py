@@ -85,7 +85,8 @@ def run_on_hosts(
     try:
         for host, orders in zip(hosts, all_orders, strict=True):
             command = shells.on(host, "-m", "lockstep.launch.held_script")
-            members.append(_Client(host.name, command, orders, shows_itself=not members))
+            prefix = f"[{host.name}] " if members else ""
+            members.append(_Client(host.name, command, orders, prefix))
         return watch(members)
     finally:
         for member in members:
@@ -99,19 +100,16 @@ class _Client(Member):
         host: the host's name.
         command: of ssh.
         orders: for the far end.
-        shows_itself: whether the client writes to our own output.
+        prefix: of its lines; see ``Relay``.
     """
 
-    def __init__(
-        self, host: str, command: tuple[str, ...], orders: Orders, *, shows_itself: bool
-    ) -> None:
+    def __init__(self, host: str, command: tuple[str, ...], orders: Orders, prefix: str) -> None:
         self.host = host
-        output = None if shows_itself else subprocess.PIPE
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
-            stdout=output,
-            stderr=output,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             bufsize=0,
             process_group=0,  # Ctrl-C in the terminal is for us, who pass it on
         )
@@ -120,9 +118,9 @@ class _Client(Member):
             (self._process.stdout, sys.stdout),
             (self._process.stderr, sys.stderr),
         ):
-            if source is not None:
-                os.set_blocking(source.fileno(), False)
-                self._relays[source] = Relay(f"[{host}] ", target)
+            assert source is not None
+            os.set_blocking(source.fileno(), False)
+            self._relays[source] = Relay(prefix, target)
         self._tell(orders.line())
 
     def attend(self) -> None:

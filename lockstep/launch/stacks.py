@@ -11,9 +11,17 @@ Linux only.
 import faulthandler
 import os
 import select
+import sys
 import threading
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+
+def stack_of(thread: int) -> str:
+    """The Python stack of a thread of this process, by its identifier."""
+    frame = sys._current_frames().get(thread)
+    return "".join(traceback.format_stack(frame)) if frame else "(the thread has ended)\n"
 
 
 def make_bell() -> int:

@@ -8,22 +8,23 @@ the next one is fresh. Where helpers come from, and what their end means, is the
 
 import os
 import pickle
-import sys
+import threading
 import time
-import traceback
 import weakref
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from typing import NoReturn
 
 from lockstep.errors import WorkerError
-from lockstep.launch.failure import unpack_failure
+from lockstep.launch.failure import pack_failure, trouble_of, unpack_failure
 from lockstep.launch.helper import CALL, DATA, FAIL, PING, READY, RETURN, reference_of
-from lockstep.launch.interpreter import search_path
-from lockstep.launch.link import LookAround, Message, Stopwatch, is_readable
+from lockstep.launch.link import LookAround, Message, Stopwatch, give_up, is_readable
 from lockstep.launch.origin import Origin
 from lockstep.launch.peer import is_stopped
-from lockstep.launch.scrap import Scrap
+from lockstep.launch.scrap import Scrap, show
+from lockstep.launch.stacks import stack_of
+from lockstep.pickling import search_path
 
 START_TIMEOUT_SECONDS = 120.0
 # Longest waits for processes that may just not be running: who is stopped is not waited for.
@@ -193,7 +194,7 @@ class Team:
                 raise self._too_late(watch.seconds)
             self._wait()
         for origin in {helper.origin for helper in self._helpers}:
-            sys.stderr.write(origin.read_new())
+            show(origin.read_new())
 
     def call(
         self,
@@ -262,22 +263,28 @@ class Team:
             if helper.has_failed() and is_awaited(helper.rank):
                 self._raise_trouble(helper)
 
-    def raise_timeout(self, waited_seconds: float) -> None:
+    def raise_timeout(self, waited_seconds: float) -> NoReturn:
         """Raise a WorkerError that shows what every rank is doing."""
+        self._raise_with_stacks(
+            f"waited {waited_seconds:.0f} s for its helpers",
+            "A rank hangs, or computes longer than the time allowed.",
+            threading.get_ident(),
+        )
+
+    def raise_slow_read(self, waited_seconds: float, thread: int) -> NoReturn:
+        """Raise a WorkerError where rank 0 is at one read for too long, in this thread."""
+        self._raise_with_stacks(
+            f"been reading samples for {waited_seconds:.0f} s",
+            "The dataset hangs, or takes longer than the time allowed.",
+            thread,
+        )
+
+    def tell_failure(self, error: BaseException) -> None:
+        """Tell all who still listen why the call ends, as far as they take it in at once."""
+        message = Message(FAIL, pack_failure(error))
         for helper in self._helpers:
-            if helper.has_failed():
-                self._raise_trouble(helper)
-        where = self._position(self._rank)
-        own = "".join(traceback.format_stack()[:-1])
-        shown = "".join(
-            f"\n--- rank {helper.rank} ({self._position(helper.rank)}) ---\n{stacks}"
-            for helper, stacks in zip(self._helpers, self._stacks(), strict=True)
-        )
-        raise WorkerError(
-            f"Rank {self._rank} has waited {waited_seconds:.0f} s for its helpers ({where}). "
-            f"A rank hangs, or computes longer than the time allowed. All ranks' stacks:\n"
-            f"--- rank {self._rank} ({where}) ---\n{own}{shown}"
-        )
+            with suppress(OSError, TimeoutError):
+                helper.link.send(message, give_up)
 
     def close(self) -> None:
         """End all helpers now."""
@@ -324,21 +331,32 @@ class Team:
 
     # --- trouble ---------------------------------------------------------------------------------
 
-    def _raise_trouble(self, helper: _Helper) -> None:
+    def _raise_trouble(self, helper: _Helper) -> NoReturn:
         """Raise what a helper died of: its exception, or what the kernel says."""
         where = self._position(helper.rank)
         for message in helper.inbox:
             if message.kind == FAIL:
-                failure = unpack_failure(message.payload)
-                raise WorkerError(
-                    f"Rank {helper.rank} failed ({where}): {failure.summary}\n"
-                    f"--- traceback of rank {helper.rank} ---\n{failure.text}"
-                ) from failure.error
+                raise trouble_of(f"rank {helper.rank}", unpack_failure(message.payload), where)
         reason = helper.origin.describe_end(helper.number)
         last_words = helper.scrap.read_new()
         raise WorkerError(
             f"Rank {helper.rank} (process {helper.pid}) ended ({where}): {reason}."
             + (f"\n--- last words of rank {helper.rank} ---\n{last_words}" if last_words else "")
+        )
+
+    def _raise_with_stacks(self, doing: str, remark: str, thread: int) -> NoReturn:
+        for helper in self._helpers:
+            if helper.has_failed():
+                self._raise_trouble(helper)
+        where = self._position(self._rank)
+        own = stack_of(thread)
+        shown = "".join(
+            f"\n--- rank {helper.rank} ({self._position(helper.rank)}) ---\n{stacks}"
+            for helper, stacks in zip(self._helpers, self._stacks(), strict=True)
+        )
+        raise WorkerError(
+            f"Rank {self._rank} has {doing} ({where}). {remark} All ranks' stacks:\n"
+            f"--- rank {self._rank} ({where}) ---\n{own}{shown}"
         )
 
     def _stacks(self) -> list[str]:

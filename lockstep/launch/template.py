@@ -28,6 +28,7 @@ from contextlib import suppress
 from importlib import import_module
 from types import FrameType
 
+from lockstep.cluster.memory_limits import Kills, memory_kills
 from lockstep.launch.failure import describe_exit
 from lockstep.launch.helper import STACKS_SIGNAL, die_with, name_process, serve_calls
 from lockstep.launch.interpreter import environment, start_interpreter
@@ -35,9 +36,9 @@ from lockstep.launch.link import Link, Message, is_readable
 from lockstep.launch.origin import Origin
 from lockstep.launch.scrap import Scrap
 
-FORK, SIGNAL = b"F", b"S"
+FORK, SIGNAL, LOAD = b"F", b"S", b"L"
 
-_FORKS = sys.platform == "linux"
+FORKS = sys.platform == "linux"
 _END_TIMEOUT_SECONDS = 5.0
 _DEATH_TIMEOUT_SECONDS = 5.0
 
@@ -69,13 +70,15 @@ class Template(Origin):
     stays_ready = True
 
     def __init__(self, threads: int | None, preload: tuple[str, ...]) -> None:
-        self.forks = _FORKS
-        self.is_warm = False  # until a helper has come from it
+        self.forks = FORKS
+        self.is_warm = False  # until a helper has come from it: it may still import
         self.threads = threads
+        self._loaded = set(preload)
         self._loaded_with = _variables_of_libraries()
         self.scrap = Scrap()
         self._numbers = itertools.count(1)
         self._statuses: dict[int, int] = {}
+        self._kills: dict[int, Kills | None] = {}  # when a helper started
         self._link, theirs = Link.pair()
         self._reports, reports = _report_pipe()
         code = (
@@ -107,10 +110,24 @@ class Template(Origin):
         """Whether its libraries were loaded in an environment like the script's now."""
         return self._loaded_with == _variables_of_libraries()
 
+    def load(self, modules: Sequence[str]) -> None:
+        """Have it import modules, unless it has, before it starts another helper.
+
+        One that cannot be imported is left to helpers: they say who needs it.
+        """
+        new = [module for module in modules if module not in self._loaded]
+        if new:
+            self._loaded.update(new)
+            self.is_warm = False  # it obeys when it has done so
+            self._send(Message(LOAD, pickle.dumps(new)))
+
     def start_helper(self, rank: int, scrap: Scrap) -> tuple[int, Link]:
         number = next(self._numbers)
+        self._kills[number] = memory_kills()
         ours, theirs = Link.pair()
-        stdio = [target for target in (1, 2) if _is_open(target)]
+        # Where the script was started without one, that number may be a file of its own by now.
+        streams = ((1, sys.__stdout__), (2, sys.__stderr__))
+        stdio = [number for number, stream in streams if stream is not None and _is_open(number)]
         payload = pickle.dumps((number, rank, stdio, environment(self.threads)))
         self._send(Message(FORK, payload, (theirs.fileno(), scrap.descriptor, *stdio)))
         theirs.close()
@@ -127,7 +144,7 @@ class Template(Origin):
         while time.monotonic() < deadline:
             status = self.status(number)
             if status is not None:
-                return describe_exit(status)
+                return describe_exit(status, self._kills.get(number), memory_kills())
             time.sleep(0.005)
         return "its link is closed"
 
@@ -250,15 +267,31 @@ def main(
     for inherited in (descriptor, reports):
         os.set_inheritable(inherited, False)
     link = Link(socket.socket(fileno=descriptor))
-    for module in preload:
-        import_module(module)
-    gc.collect()
-    gc.freeze()  # what is here now is here to stay: no helper's collector need look at it
+    _import(preload)
     with suppress(EOFError):  # the script has closed the link
         if forks:
             _Nursery(link, reports).run()
-        _become_helper(link.receive(), parent)
+        while (message := link.receive()).kind == LOAD:
+            _load(message)
+        _become_helper(message, parent)
     os._exit(0)  # there is nothing to tidy up, and much to tear down
+
+
+def _load(message: Message) -> None:
+    for module in pickle.loads(message.payload):
+        with suppress(Exception):
+            _import([module])
+
+
+def _import(modules: Sequence[str]) -> None:
+    gc.disable()  # it would look for garbage many times
+    try:
+        for module in modules:
+            import_module(module)
+    finally:
+        gc.collect()
+        gc.freeze()  # what is here now is here to stay: no helper's collector need look at it
+        gc.enable()
 
 
 class _Nursery:
@@ -289,6 +322,9 @@ class _Nursery:
     def _obey(self, message: Message) -> None:
         if message.kind == FORK:
             self._fork(message)
+            return
+        if message.kind == LOAD:
+            _load(message)
             return
         numbers, number_of_signal = pickle.loads(message.payload)
         for number in numbers:

@@ -7,7 +7,8 @@ import msgspec
 from lockstep.cluster.place import Address, Place
 from lockstep.errors import HostError, problem
 from lockstep.launch.circle import Card, Circle
-from lockstep.launch.handshake import HANDSHAKE_SECONDS, HandshakeError, call
+from lockstep.launch.handshake import HANDSHAKE_SECONDS, OTHER_SECRET, HandshakeError, call
+from lockstep.launch.hearsay import decode_hearsay
 from lockstep.launch.patience import OverError, Patience
 from lockstep.launch.reception import (
     CARD,
@@ -110,6 +111,15 @@ class Visit:
                 )
             )
         listed = "; ".join(f"{address}: {answer}" for address, answer in self.answers.items())
+        if OTHER_SECRET in self.answers.values():
+            return HostError(
+                problem(
+                    f"Host 0 and host {self.place.host} must have the same secret.",
+                    received=f"{listed}, whose secret is from {self.secret.origin}",
+                    fix="Give both the same one. If that is another job's host 0, give this job "
+                    "a rendezvous of its own.",
+                )
+            )
         return HostError(
             problem(
                 f"Host {self.place.host} must reach host 0 at the rendezvous within "
@@ -123,6 +133,6 @@ class Visit:
 
 def _decode(frame: Frame, kind: type[_T]) -> _T:
     try:
-        return msgspec.json.decode(frame.payload, type=kind)
+        return decode_hearsay(frame.payload, kind)
     except msgspec.DecodeError as error:
         raise HostError(f"Host 0 sent what has no place in a rendezvous: {error}.") from error

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from lockstep.errors import HostError, problem
+from lockstep.launch.farewell import decode_farewell, encode_farewell
 from lockstep.launch.link import LOOK_AROUND_SECONDS, LookAround, Stopwatch, is_readable, wait_on
 from lockstep.launch.sockets import VANISHED_SECONDS, is_unanswered
 from lockstep.units import format_bytes
@@ -69,7 +70,6 @@ class Wire:
     Attributes:
         peer: may be set once more is known.
         most_bytes: likewise.
-        was_told: the other host has said that it failed.
     """
 
     def __init__(self, sock: socket.socket, peer: Peer, most_bytes: int = MOST_BYTES) -> None:
@@ -83,7 +83,7 @@ class Wire:
         self._frames: deque[Frame] = deque()
         self._num_waiting_bytes = 0
         self._failure = ""  # why this wire is of no use any more
-        self.was_told = False
+        self._farewell = b""  # or what the other host has said of its failure
         self._has_left = False
 
     def fileno(self) -> int:
@@ -94,6 +94,11 @@ class Wire:
     def own_address(self) -> tuple[socket.AddressFamily, str]:
         """The family and address of this host on the interface that the wire uses."""
         return self._socket.family, self._socket.getsockname()[0]
+
+    @property
+    def was_told(self) -> bool:
+        """Whether the other host has said that it failed."""
+        return bool(self._farewell)
 
     def send(self, kind: bytes, payload: bytes = b"", look_around: LookAround = wait_on) -> None:
         """Send a frame; what a call that was given up has left is sent before it.
@@ -153,14 +158,16 @@ class Wire:
         except BlockingIOError:
             if is_unanswered(self._socket):
                 self._fail(f"nothing has come back for {VANISHED_SECONDS} s")
+        if self._farewell:
+            raise decode_farewell(self._farewell)
         if self._failure:
             raise HostError(self._failure)
 
-    def fail(self, text: str) -> None:
+    def fail(self, text: str, error: BaseException | None = None) -> None:
         """Tell the other host that this one has failed, and why, if it listens; and close."""
         # It may not be reading, and this host wants to end.
         with contextlib.suppress(HostError, TimeoutError):
-            self.send(ERROR, text.encode(errors="replace")[:_MOST_ERROR_BYTES], _give_up)
+            self.send(ERROR, encode_farewell(text, error, _MOST_ERROR_BYTES), _give_up)
         self.close()
 
     def close(self) -> None:
@@ -195,7 +202,7 @@ class Wire:
 
     @property
     def _is_over(self) -> bool:
-        return self._has_left or bool(self._failure)
+        return self._has_left or bool(self._failure) or self.was_told
 
     def _read(self) -> None:
         try:
@@ -230,7 +237,7 @@ class Wire:
     def _take_in(self, frame: Frame) -> None:
         self._kind, self._num_missing = None, _HEADER.size
         if frame.kind == ERROR:
-            self._failure, self.was_told = frame.payload.decode(errors="replace"), True
+            self._farewell = frame.payload
         elif frame.kind == GOODBYE:
             self._has_left = True
         else:

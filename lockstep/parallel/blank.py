@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from lockstep.comm.exchange import TensorSpec
+from lockstep.comm.gradients import TensorSpec
 from lockstep.comm.shared_memory import SharedRegion
 from lockstep.data.order import restore_streams, seed_streams, stream_seed, stream_states
 from lockstep.errors import ModelError, OptionError, problem

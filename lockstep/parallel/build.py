@@ -1,8 +1,8 @@
 """From a Plan to this rank's Worker.
 
-What ranks share is laid out first, the same for all: an ``ExchangeSpec`` for replicas, a
-``StageExchangeSpec`` for the stages of a pipeline. From it, and the memory made after it, each rank
-builds its own end.
+What ranks share is laid out first, the same for all: an ``ExchangeSpec``. From it, and the memory
+made after it, each rank builds its own end. A Plan without stages is one with a single stage that
+every rank holds, so that all parameters are in one group.
 """
 
 import socket
@@ -10,18 +10,18 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, product
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from lockstep.comm.board import Board
 from lockstep.comm.courier import Courier
-from lockstep.comm.exchange import Exchange, LocalExchange, TensorSpec
+from lockstep.comm.exchange import Exchange, ExchangeSpec, GroupSpec
 from lockstep.comm.gradient_rows import GradientSpec
-from lockstep.comm.host_exchange import HostExchange
+from lockstep.comm.gradients import TensorSpec
+from lockstep.comm.host_exchange import HostExchange, members_by_host
 from lockstep.comm.host_sums import pairs
-from lockstep.comm.shared_exchange import ExchangeSpec, SharedMemoryExchange
 from lockstep.comm.shared_memory import SharedRegion
 from lockstep.comm.wide_board import Crossing, WideBoard
 from lockstep.comm.wires import Wires
@@ -29,16 +29,12 @@ from lockstep.parallel.batch_norm import BatchNorms
 from lockstep.parallel.gradient_rules import GradientRules
 from lockstep.parallel.groups import ParameterGroup
 from lockstep.parallel.losses import LossAdapter
+from lockstep.parallel.model_passes import ModelPasses
+from lockstep.parallel.owned_group import OwnedGroup
 from lockstep.parallel.partition import Partition
-from lockstep.parallel.replica import Replica
-from lockstep.parallel.stage_exchange import (
-    GroupSpec,
-    StageExchange,
-    StageExchangeSpec,
-    StagesAbroad,
-)
-from lockstep.parallel.stage_mail import mail_spec
-from lockstep.parallel.stages import OwnedGroup, StageWorker
+from lockstep.parallel.passes import Passes
+from lockstep.parallel.stage_mail import MailSpec, StageMail, mail_spec
+from lockstep.parallel.stage_passes import StagePasses
 from lockstep.parallel.step_functions import StepFunction
 from lockstep.parallel.store import tensor_spec
 from lockstep.parallel.update import Updater
@@ -48,8 +44,6 @@ from lockstep.plan.lowering import lower_train
 from lockstep.plan.pipelines import stage_graph
 from lockstep.plan.program import Backward, BackwardInput, BackwardWeight, Forward, RankProgram
 from lockstep.plan.spec import LocalUpdate, Plan
-
-AnySpec = ExchangeSpec | StageExchangeSpec
 
 # Messages of one kind that may be in use at once in evaluation: the sender may be so far ahead.
 _SLOTS_IN_EVALUATION = 3
@@ -62,7 +56,7 @@ def exchange_spec(
     groups: Sequence[ParameterGroup],
     partitions: Mapping[bool, Partition],
     num_losses: int = 1,
-) -> AnySpec:
+) -> ExchangeSpec:
     """The layout of what ranks share: known before any process starts.
 
     Args:
@@ -78,24 +72,55 @@ def exchange_spec(
         for name, parameter in model.named_parameters()
         if parameter.requires_grad and updater is not None
     }
-    if plan.pipeline is not None:
-        return _stage_spec(plan, trained, groups, partitions)
     limits = {f"{layer.name}.weight".lstrip("."): layer.row_limit for layer in plan.layers}
+    if updater is None or not updater.is_elementwise:
+        limits = {}
+    group_specs = tuple(
+        _group_spec(plan, group, [trained[name] for name in group.names if name in trained], limits)
+        for group in groups
+    )
+    if plan.pipeline is None:
+        return ExchangeSpec(
+            num_ranks=plan.num_ranks,
+            share_ranks=tuple(map(plan.replica_of, range(plan.num_shares))),
+            groups=group_specs,
+            row_capacity=max(BatchNorms(model).row_length, num_losses),
+        )
+    graph = stage_graph(plan.pipeline)
+    last_stage = len(plan.pipeline.stages) - 1
     return ExchangeSpec(
         num_ranks=plan.num_ranks,
-        num_shares=plan.num_shares,
-        shares_per_row=plan.shares_per_row,
+        share_ranks=tuple(graph.rank_of(last_stage, share) for share in range(plan.num_shares)),
+        groups=group_specs,
+        mail_bytes=tuple(spec.num_bytes for spec in _mail_specs(plan, partitions).values()),
+    )
+
+
+def _group_spec(
+    plan: Plan,
+    group: ParameterGroup,
+    tensors: Sequence[TensorSpec],
+    limits: Mapping[str, int],
+) -> GroupSpec:
+    """A row for every few shares, or for each rank of a stage; none where a rank is alone."""
+    row_ranks: tuple[int, ...] = ()
+    per_row = 0 if plan.pipeline is not None else plan.shares_per_row
+    if plan.pipeline is None and not isinstance(plan.update, LocalUpdate):
+        row_ranks = tuple(map(plan.replica_of, range(0, plan.num_shares, per_row)))
+    elif len(group.ranks) > 1:
+        row_ranks = group.ranks
+    return GroupSpec(
+        ranks=group.ranks,
+        row_ranks=row_ranks,
+        shares_per_row=per_row,
         gradients=GradientSpec(
-            num_shares=plan.num_shares // plan.shares_per_row,
-            tensors=tuple(trained.values()),
+            num_shares=max(len(row_ranks), 1),
+            tensors=tuple(tensors),
             row_limits=tuple(
-                limits.get(name, 0)
-                if updater is not None and updater.is_elementwise and _has_rows(spec)
-                else 0
-                for name, spec in trained.items()
+                limits.get(tensor.name, 0) if row_ranks and per_row and _has_rows(tensor) else 0
+                for tensor in tensors
             ),
         ),
-        row_capacity=max(BatchNorms(model).row_length, num_losses),
     )
 
 
@@ -104,30 +129,15 @@ def _has_rows(spec: TensorSpec) -> bool:
     return len(spec.shape) == 2 and spec.stride == (spec.shape[1], 1)
 
 
-def _stage_spec(
-    plan: Plan,
-    trained: Mapping[str, TensorSpec],
-    groups: Sequence[ParameterGroup],
-    partitions: Mapping[bool, Partition],
-) -> StageExchangeSpec:
+def _mail_specs(plan: Plan, partitions: Mapping[bool, Partition]) -> dict[bool, MailSpec]:
+    """The mailboxes of stages, by whether the model is in training."""
     assert plan.pipeline is not None
     graph = stage_graph(plan.pipeline)
     slots = {True: _slots_in_training(plan), False: _SLOTS_IN_EVALUATION}
-    return StageExchangeSpec(
-        num_ranks=plan.num_ranks,
-        num_shares=plan.num_shares,
-        groups=tuple(
-            GroupSpec(
-                ranks=group.ranks,
-                tensors=tuple(trained[name] for name in group.names if name in trained),
-            )
-            for group in groups
-        ),
-        mail={
-            training: mail_spec(graph, partition, slots[training], training=training)
-            for training, partition in partitions.items()
-        },
-    )
+    return {
+        training: mail_spec(graph, partition, slots[training], training=training)
+        for training, partition in partitions.items()
+    }
 
 
 def _slots_in_training(plan: Plan) -> int:
@@ -205,131 +215,187 @@ class Neighbours:
 
 def build_exchange(
     plan: Plan,
-    spec: AnySpec,
+    spec: ExchangeSpec,
     region: SharedRegion | None,
     *,
     rank: int,
     look_around: Callable[[float], None],
     neighbours: Neighbours | None = None,
-) -> Exchange | StageExchange:
+) -> Exchange:
     """This rank's end of what the Plan's ranks share."""
-    if isinstance(plan.update, LocalUpdate):
-        return LocalExchange()
-    assert region is not None
+    if region is None:
+        return Exchange(spec, None, board=None, rank=rank)
     if neighbours is None:
         board = Board(region, rank=rank, num_ranks=plan.num_ranks, look_around=look_around)
-        if isinstance(spec, StageExchangeSpec):
-            return StageExchange(spec, region, board=board)
-        return SharedMemoryExchange(spec, region, board=board)
-    hosts = [plan.ranks_of_host(host) for host in range(plan.num_hosts)]
-    wires = Wires(neighbours.sockets, neighbours.names, look_around, neighbours.timeout_seconds)
-    wide_board = WideBoard(
-        region,
-        rank=rank,
-        hosts=plan.hosts,
-        look_around=look_around,
-        crossing=neighbours.crossing,
-    )
-    if isinstance(spec, StageExchangeSpec):
-        abroad = StagesAbroad(
-            host=neighbours.host,
-            hosts=hosts,
-            board=wide_board,
-            wires=wires,
-            courier=Courier(neighbours.mail_sockets, neighbours.names, look_around),
-            mirrored=neighbours.mirrored,
-        )
-        return StageExchange(spec, region, board=wide_board, abroad=abroad)
+        return Exchange(spec, region, board=board, rank=rank)
     return HostExchange(
         spec,
         region,
-        board=wide_board,
-        hosts=hosts,
+        board=WideBoard(
+            region,
+            rank=rank,
+            hosts=plan.hosts,
+            look_around=look_around,
+            crossing=neighbours.crossing,
+        ),
+        hosts=[plan.ranks_of_host(host) for host in range(plan.num_hosts)],
         host=neighbours.host,
-        wires=wires,
+        wires=Wires(neighbours.sockets, neighbours.names, look_around, neighbours.timeout_seconds),
         mirrored=neighbours.mirrored,
     )
 
 
 def build_worker(
     plan: Plan,
+    spec: ExchangeSpec,
+    region: SharedRegion | None,
     *,
     rank: int,
     model: nn.Module,
     loss: LossAdapter | None,
     updater: Updater | None,
-    exchange: Exchange | StageExchange,
-    spec: AnySpec,
     groups: Sequence[ParameterGroup],
     partitions: Mapping[bool, Partition],
     rules: GradientRules,
     functions: Sequence[StepFunction],
     seed: int,
     device: torch.device,
+    look_around: Callable[[float], None],
+    neighbours: Neighbours | None = None,
 ) -> Worker:
-    """Put a rank's parts together."""
-    if isinstance(spec, StageExchangeSpec):
-        assert isinstance(exchange, StageExchange)
-        exchange.divide(_divided_groups(spec, updater))
-        ruled = _ruled_buffers(plan, model, partitions, rank)
-        return StageWorker(
-            plan=plan,
-            rank=rank,
-            model=model,
-            loss=loss,
-            exchange=exchange,
-            updater=updater,
+    """Put a rank's parts together.
+
+    Args:
+        plan: the Plan.
+        spec: the layout of what ranks share, and
+        region: where it lies; None where one rank is alone.
+        rank: this rank.
+        model: this rank's model; its parameters may lie in memory shared with other ranks.
+        loss: the loss, adapted; None where only predictions are asked for.
+        updater: the optimizer; None where nothing is trained.
+        groups: the parameters, by the ranks that have them.
+        partitions: of the model in stages, by whether it is in training.
+        rules: for gradients.
+        functions: the user's own training steps, in the order of their turns, if there are any.
+        seed: of all random streams.
+        device: where the model is.
+        look_around: see ``Board``.
+        neighbours: what this rank has of other hosts, where there are several.
+    """
+    exchange = build_exchange(
+        plan, spec, region, rank=rank, look_around=look_around, neighbours=neighbours
+    )
+    divided = [_divided_pieces(plan, group, updater) for group in spec.groups]
+    for number, gradients in exchange.gradients.items():
+        gradients.divide(divided[number])
+    owned = _owned_groups(plan, spec, model, divided, rank)
+    options: dict[str, Any] = {
+        "plan": plan,
+        "rank": rank,
+        "model": model,
+        "loss": loss,
+        "exchange": exchange,
+        "trainable": [member for group in owned for member in group.members],
+        "rules": rules,
+        "seed": seed,
+        "device": device,
+    }
+    passes: Passes
+    if plan.pipeline is None:
+        passes = ModelPasses(group=spec.groups[0], functions=functions, **options)
+        ruled = frozenset(name for name, _ in model.named_buffers() if rank == 0)
+        held = None
+    else:
+        courier = _courier(neighbours, look_around)
+        passes = StagePasses(
+            stages=plan.pipeline.stages,
             partitions=partitions,
-            held=_held_names(plan, groups, partitions, rank) | ruled,
-            owned=_owned_groups(spec, updater, rank),
-            ruled=ruled,
-            rules=rules,
-            seed=seed,
-            device=device,
+            mail=_open_mail(plan, spec, partitions, exchange, region, courier),
+            courier=courier,
+            groups=owned,
+            **options,
         )
-    assert isinstance(exchange, Exchange)
-    divided = _divided_pieces(plan, spec, updater)
-    exchange.divide(divided)
-    owned = divided[rank]
-    return Replica(
+        ruled = _ruled_buffers(plan, model, partitions, rank)
+        held = _held_names(plan, groups, partitions, rank) | ruled
+    return Worker(
         plan=plan,
         rank=rank,
         model=model,
-        loss=loss,
         exchange=exchange,
+        passes=passes,
         updater=updater,
-        owned=owned,
-        blocks=block_sizes(spec.gradients.extents, spec.gradients.num_shares, owned),
+        groups=owned,
         rules=rules,
-        functions=functions,
-        seed=seed,
-        device=device,
         told_elsewhere=_told_elsewhere(plan, spec, rank),
+        held=held,
+        ruled=ruled,
     )
 
 
-def _divided_pieces(plan: Plan, spec: ExchangeSpec, updater: Updater | None) -> list[list[Piece]]:
-    """The pieces that each rank updates.
+def _courier(neighbours: Neighbours | None, look_around: Callable[[float], None]) -> Courier | None:
+    """Carries this rank's mail to other hosts, if there are any."""
+    if neighbours is None:
+        return None
+    return Courier(neighbours.mail_sockets, neighbours.names, look_around)
+
+
+def _open_mail(
+    plan: Plan,
+    spec: ExchangeSpec,
+    partitions: Mapping[bool, Partition],
+    exchange: Exchange,
+    region: SharedRegion | None,
+    courier: Courier | None,
+) -> dict[bool, StageMail]:
+    """This rank's view of the mailboxes, by whether the model is in training."""
+    assert region is not None
+    assert exchange.board is not None
+    opened: dict[bool, StageMail] = {}
+    first_box = 0
+    specs = _mail_specs(plan, partitions)
+    for (training, mail), offset in zip(specs.items(), spec.mail_offsets, strict=True):
+        opened[training] = StageMail(
+            mail,
+            region,
+            offset,
+            exchange.board,
+            ranks_here=exchange.ranks_here,
+            courier=courier,
+            first_box=first_box,
+        )
+        first_box += len(mail.boxes)
+    return opened
+
+
+def _divided_pieces(
+    plan: Plan, group: GroupSpec, updater: Updater | None
+) -> dict[int, list[Piece]]:
+    """The pieces of a group that each of its ranks updates.
 
     On several hosts, each updates its part of the parameters, and all of those whose factors are
     exchanged.
     """
     if updater is None:
-        return [[] for _ in range(plan.num_ranks)]
-    extents, num_rows = spec.gradients.extents, spec.gradients.num_shares
-    if plan.num_hosts == 1:
-        return updater.divide(extents, plan.num_ranks, num_rows)
+        return {rank: [] for rank in group.ranks}
+    extents, num_rows = group.gradients.extents, group.gradients.num_shares
     everywhere = [number for number, extent in enumerate(extents) if extent.row_elements]
+    if plan.num_hosts == 1 or not everywhere:
+        return dict(
+            zip(group.ranks, updater.divide(extents, len(group.ranks), num_rows), strict=True)
+        )
     others = [number for number, extent in enumerate(extents) if not extent.row_elements]
     divided = _renumbered(
-        updater.divide([extents[number] for number in others], plan.num_ranks, num_rows), others
+        updater.divide([extents[number] for number in others], len(group.ranks), num_rows), others
     )
-    for host in range(plan.num_hosts if everywhere else 0):
+    for host in range(plan.num_hosts):
         ranks = plan.ranks_of_host(host)
         own = updater.divide([extents[number] for number in everywhere], len(ranks), num_rows)
         for rank, pieces in zip(ranks, _renumbered(own, everywhere), strict=True):
             divided[rank] += pieces
-    return [sorted(pieces, key=lambda piece: piece.parameter) for pieces in divided]
+    return {
+        rank: sorted(pieces, key=lambda piece: piece.parameter)
+        for rank, pieces in zip(group.ranks, divided, strict=True)
+    }
 
 
 def _renumbered(divided: list[list[Piece]], numbers: Sequence[int]) -> list[list[Piece]]:
@@ -340,43 +406,40 @@ def _renumbered(divided: list[list[Piece]], numbers: Sequence[int]) -> list[list
     ]
 
 
+def _owned_groups(
+    plan: Plan,
+    spec: ExchangeSpec,
+    model: nn.Module,
+    divided: Sequence[Mapping[int, Sequence[Piece]]],
+    rank: int,
+) -> list[OwnedGroup]:
+    """The groups that a rank holds."""
+    parameters = dict(model.named_parameters())
+    hosts = [plan.ranks_of_host(host) for host in range(plan.num_hosts)]
+    return [
+        OwnedGroup(
+            number=number,
+            spec=group,
+            members=[parameters[tensor.name] for tensor in group.gradients.tensors],
+            pieces=pieces[rank],
+            blocks=block_sizes(group.gradients.extents, group.gradients.num_shares, pieces[rank]),
+            is_abroad=len(members_by_host(group.ranks, hosts)) > 1,
+        )
+        for number, (group, pieces) in enumerate(zip(spec.groups, divided, strict=True))
+        if rank in group.ranks
+    ]
+
+
 def _told_elsewhere(plan: Plan, spec: ExchangeSpec, rank: int) -> frozenset[str]:
     """Parameters that all hosts update alike, where host 0 tells of them."""
     if plan.host_of(rank) == 0:
         return frozenset()
-    gradients = spec.gradients
     return frozenset(
         tensor.name
-        for tensor, limit in zip(gradients.tensors, gradients.row_limits, strict=True)
+        for group in spec.groups
+        for tensor, limit in zip(group.gradients.tensors, group.gradients.row_limits, strict=True)
         if limit
     )
-
-
-def _divided_groups(
-    spec: StageExchangeSpec, updater: Updater | None
-) -> list[dict[int, list[Piece]]]:
-    """The pieces of each group that each of its ranks updates."""
-    if updater is None:
-        return [{} for _ in spec.groups]
-    return [
-        dict(
-            zip(
-                group.ranks,
-                updater.divide(group.gradients.extents, len(group.ranks), len(group.ranks)),
-                strict=True,
-            )
-        )
-        for group in spec.groups
-    ]
-
-
-def _owned_groups(spec: StageExchangeSpec, updater: Updater | None, rank: int) -> list[OwnedGroup]:
-    divided = _divided_groups(spec, updater)
-    return [
-        OwnedGroup(number=number, spec=group, pieces=pieces[rank])
-        for number, (group, pieces) in enumerate(zip(spec.groups, divided, strict=True))
-        if rank in pieces
-    ]
 
 
 def _held_names(

@@ -3,6 +3,7 @@
 All ranks call the same methods in the same order, as with collectives.
 """
 
+import math
 import os
 from abc import ABC, abstractmethod
 from typing import Any
@@ -14,10 +15,17 @@ from lockstep.parallel.parcel import pack, unpack
 
 
 class Control(ABC):
-    """One rank's end."""
+    """One rank's end.
+
+    Attributes:
+        rank: this rank.
+        num_ranks: how many there are.
+        timeout_seconds: longest wait for another rank.
+    """
 
     rank: int
     num_ranks: int
+    timeout_seconds: float = math.inf
 
     @abstractmethod
     def broadcast(self, obj: Any) -> Any:
@@ -63,7 +71,7 @@ class LeaderControl(Control):
 
     def __init__(self, team: Team, timeout_seconds: float) -> None:
         self._team = team
-        self._timeout = timeout_seconds
+        self.timeout_seconds = timeout_seconds
         self.num_ranks = team.num_helpers + 1
 
     def broadcast(self, obj: Any) -> Any:
@@ -73,7 +81,7 @@ class LeaderControl(Control):
         return obj
 
     def gather(self, obj: Any) -> list[Any]:
-        return [obj, *(_open(*message) for message in self._team.gather(self._timeout))]
+        return [obj, *(_open(*message) for message in self._team.gather(self.timeout_seconds))]
 
     def share(self, region: SharedRegion | None) -> SharedRegion:
         assert region is not None

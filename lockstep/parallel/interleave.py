@@ -52,7 +52,8 @@ class Interleaver:
         self._failure = None
         settings = torch.is_grad_enabled(), torch.get_num_threads(), TorchSettings.current()
         started = [
-            threading.Thread(target=self._run_body, args=(index, body, *settings))
+            # As daemons: a body that hangs, and was given up, must not keep the script from ending.
+            threading.Thread(target=self._run_body, args=(index, body, *settings), daemon=True)
             for index, body in enumerate(bodies)
         ]
         for thread in started:

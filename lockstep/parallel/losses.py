@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from lockstep.capture.seeding import seeded
 from lockstep.data.trees import Tree, tensors_of
 from lockstep.errors import LossError, problem
 from lockstep.units import first_few
@@ -107,10 +108,10 @@ class ShareLoss:
             if value.requires_grad
         ]
         if roots:
-            torch.autograd.backward(
+            seeded(
                 [value for value, _ in roots],
                 [_as_gradient(seed / denominator, value) for value, seed in roots],
-            )
+            ).backward()
 
 
 def _as_gradient(seed: torch.Tensor | float, value: torch.Tensor) -> torch.Tensor:

@@ -1,9 +1,9 @@
 """Parcels: objects on their way to another process, with their tensors in shared memory.
 
-A parcel is a pickle (cloudpickle: what ``__main__`` defines goes by value) in which every CPU
-tensor and large array is replaced by its place in a shared region. Parameters that lie in a store
-are replaced by their number there, so that both sides hold the same memory, and arrays in mapped
-files by their place in the file, which the receiver maps for itself.
+A parcel is a pickle (``lockstep.pickling``: what helpers cannot import goes by value) in which
+every CPU tensor and large array is replaced by its place in a shared region. Parameters that lie in
+a store are replaced by their number there, so that both sides hold the same memory, and arrays in
+mapped files by their place in the file, which the receiver maps for itself.
 """
 
 import copyreg
@@ -15,7 +15,6 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
-import cloudpickle
 import numpy as np
 import torch
 from torch import nn
@@ -25,6 +24,7 @@ from torch.optim import Optimizer
 from lockstep.comm.shared_memory import SharedRegion, dense_stride
 from lockstep.data.mapped_files import file_part
 from lockstep.parallel.deep_stack import with_deep_stack
+from lockstep.pickling import Pickler
 from lockstep.plan.layout import align
 
 _SMALL_ARRAY_BYTES = 4096
@@ -134,9 +134,9 @@ for _kind in (torch.memory_format, torch.layout):
 _Place = tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...]]
 
 
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is untyped
+class _Pickler(Pickler):
     def __init__(self, file: io.BytesIO, parameters: Sequence[torch.Tensor]) -> None:
-        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        super().__init__(file)
         self._numbers = {id(parameter): index for index, parameter in enumerate(parameters)}
         self._places: dict[int, tuple[Any, ...]] = {}
         self._keep: list[Any] = []  # an id is good only while its object lives

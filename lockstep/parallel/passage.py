@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from lockstep.capture.instructions import Input, Instruction, Output, run_instruction
+from lockstep.capture.seeding import seeded
 from lockstep.data.trees import Tree, tensors_of
 from lockstep.parallel.losses import ShareLoss
 from lockstep.parallel.partition import StagePart
@@ -133,7 +134,7 @@ class Passage:
                         roots.append(tensor)
                         gradients.append(gradient)
         if roots:
-            torch.autograd.backward(roots, gradients)
+            seeded(roots, gradients).backward()
         for leaves in self._leaves.values():
             leaves.complete()
 

@@ -12,7 +12,9 @@ rank does, and sends along where they stand after the read; the model's draws go
 A read that comes in another order than foreseen is made at once, by the rank.
 """
 
+import errno
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -39,13 +41,18 @@ from lockstep.data.order import (
 )
 from lockstep.data.read_ahead import Read
 from lockstep.data.sources import Batch, Source
+from lockstep.data.trees import tensors_of
 from lockstep.errors import DataError, WorkerError, problem
-from lockstep.launch.failure import pack_failure, unpack_failure
+from lockstep.launch.failure import add_note, pack_failure, unpack_failure
 from lockstep.launch.helper import die_with
 from lockstep.parallel.settings import TorchSettings
+from lockstep.units import format_bytes
 
 # A read that is under way is waited for this long at the end; its thread ends after it anyway.
 _END_TIMEOUT_SECONDS = 5.0
+
+# Where torch puts tensors that go from one process to another.
+_SHARED_FOLDER = "/dev/shm"
 
 # A fork of the rank: what a dataset holds open is there, and no __main__ is run again.
 _START_METHOD = "fork" if sys.platform == "linux" else None
@@ -279,7 +286,12 @@ class _Reading(Dataset[bytes]):
         after = stream_states()
         states = None if same_streams(before, after) else after
         # Here and not in the queue, where what cannot be packed would be lost without a word.
-        return _packed((batch, states, None))
+        try:
+            return _packed((batch, states, None))
+        except RuntimeError as error:
+            if os.strerror(errno.ENOSPC) in str(error):
+                add_note(error, _shortage(batch))
+            raise
 
 
 def _packed(answer: tuple[Batch | None, StreamStates | None, bytes | None]) -> bytes:
@@ -295,6 +307,17 @@ def _opened(answer: bytes) -> _Result:
         return _Result(error=found.error)
     return _Result(
         error=DataError(f"{found.summary}\n--- traceback of the reader ---\n{found.text}")
+    )
+
+
+def _shortage(batch: Batch) -> str:
+    parts = batch.inputs, batch.targets, batch.sample_weight
+    needed = sum(tensor.nbytes for tensor in tensors_of(parts))
+    free = shutil.disk_usage(_SHARED_FOLDER).free
+    return (
+        f"Processes that read ahead (lockstep.data.prefetch) put their batches into "
+        f"{_SHARED_FOLDER}: {format_bytes(needed)} each, and {format_bytes(free)} are free there. "
+        "Make it larger, or read in a thread: prefetch(dataset, workers=0)."
     )
 
 

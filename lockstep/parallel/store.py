@@ -13,7 +13,7 @@ from typing import Self
 import torch
 from torch import nn
 
-from lockstep.comm.exchange import TensorSpec
+from lockstep.comm.gradients import TensorSpec
 from lockstep.comm.shared_memory import SharedRegion, dense_stride
 from lockstep.errors import ModelError, problem
 from lockstep.parallel.allocator import temporary_memory
@@ -106,15 +106,15 @@ class ParameterStore(TensorStore):
             if not _same_memory(parameter, view)
         ]
         if moved:  # seldom, and this is asked after every step that a callback watches
-            _move_back(moved)
+            self._move_back(moved)
 
-
-@torch.no_grad()
-@temporary_memory()
-def _move_back(moved: Sequence[tuple[torch.Tensor, nn.Parameter]]) -> None:
-    for view, parameter in moved:
-        view.copy_(parameter.clone())  # it may be another view of the same memory
-        parameter.data = view
+    @torch.no_grad()
+    @temporary_memory()
+    def _move_back(self, moved: Sequence[tuple[torch.Tensor, nn.Parameter]]) -> None:
+        for view, parameter in moved:
+            overlaps = self.region.holds(parameter)  # it is another view of the same memory
+            view.copy_(parameter.clone() if overlaps else parameter)
+            parameter.data = view
 
 
 def _same_memory(tensor: torch.Tensor, view: torch.Tensor) -> bool:

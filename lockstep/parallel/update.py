@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from lockstep.comm.exchange import TensorSpec
+from lockstep.comm.gradients import TensorSpec
 from lockstep.plan.layout import Extent, Piece
 
 # Slots of one parameter: exp_avg, momentum_buffer, step, ...; tensors and plain numbers.

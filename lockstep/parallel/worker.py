@@ -1,14 +1,18 @@
 """The Worker: one rank's part of a Plan, run on real tensors.
 
-There are two. ``parallel.replica`` holds the whole model and works on its shares of each batch;
-``parallel.stages`` holds some of the model's layers and works on the microbatches that come by.
-What trains, evaluates and predicts with them (``train.fit_task``, ``train.tasks``) knows no
-difference.
+A training step is the rank's program (``plan.lowering``), action by action: passes over shares of
+the batch, which ``parallel.passes`` runs, and then
+
+    REDUCE  wait for all ranks; sum the gradients of the pieces that this rank updates
+    STEP    update these pieces
+    SYNC    wait until every rank has updated its own
+
+What trains, evaluates and predicts with a Worker (``train.fit_task``, ``train.tasks``) knows
+nothing of how the Plan divides the model.
 """
 
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,21 +20,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.comm.board import Board
-from lockstep.comm.exchange import ShareTotals
-from lockstep.data.order import evaluation_seed, share_seed
+from lockstep.comm.exchange import Exchange, ShareTotals
 from lockstep.data.read_ahead import Read
 from lockstep.data.sources import Batch, Source
-from lockstep.data.trees import Tree, map_tensors
-from lockstep.errors import LossError, NonFiniteLossError, problem
-from lockstep.parallel.gradient_rules import OnNonFinite
+from lockstep.data.trees import Tree
+from lockstep.errors import LossError, NonFiniteError, NonFiniteLossError, problem
+from lockstep.parallel.gradient_rules import GradientJudge, GradientRules, OnNonFinite
 from lockstep.parallel.losses import Sums
+from lockstep.parallel.owned_group import OwnedGroup
+from lockstep.parallel.passes import Observe, Passes, Run, Take
 from lockstep.parallel.update import Updater
-from lockstep.plan.shares import share_bounds
+from lockstep.plan.lowering import leaves_a_rank_idle
+from lockstep.plan.program import Action, Reduce, Step, Sync
 from lockstep.plan.spec import Plan
-
-# Called with (output, target) of every share whose output this rank computes.
-Observe = Callable[[Tree, Tree], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,24 +59,71 @@ class StepResult:
         return self.total / self.weight if self.weight else math.nan
 
 
-class Worker(ABC):
+class Worker:
     """Runs one rank of a Plan. Made by ``parallel.build``.
 
-    Attributes:
+    Args:
         plan: the Plan.
         rank: this rank.
         model: the model, as far as this rank has it.
+        exchange: this rank's end of the exchange.
+        passes: how it goes forward and backward.
         updater: the optimizer; None where nothing is trained.
+        groups: of parameters, those that this rank holds.
+        rules: for gradients.
+        told_elsewhere: see ``GradientJudge``.
+        held: names of the parameters and buffers that this rank has; None for all.
+        ruled: names of the buffers of which this rank has the values that count.
+
+    Attributes:
         board: where the ranks of the host wait for each other; None where there is one alone.
     """
 
-    plan: Plan
-    rank: int
-    model: nn.Module
-    updater: Updater | None
-    board: Board | None
+    def __init__(
+        self,
+        *,
+        plan: Plan,
+        rank: int,
+        model: nn.Module,
+        exchange: Exchange,
+        passes: Passes,
+        updater: Updater | None,
+        groups: Sequence[OwnedGroup],
+        rules: GradientRules,
+        told_elsewhere: frozenset[str] = frozenset(),
+        held: frozenset[str] | None = None,
+        ruled: frozenset[str] = frozenset(),
+    ) -> None:
+        self.plan = plan
+        self.rank = rank
+        self.model = model
+        self.exchange = exchange
+        self.board = exchange.board
+        self.passes = passes
+        self.updater = updater
+        self._groups = groups
+        self._held = held
+        self._ruled = ruled
+        self._pieces = [group.bound(is_alone=plan.num_ranks == 1) for group in groups]
+        bound = [piece for pieces in self._pieces for piece in pieces]
+        if updater is not None:
+            updater.bind(bound)
+        # What other hosts have updated, every rank of a group writes.
+        self._changes_weights = bool(bound) or any(group.is_abroad for group in groups)
+        if self.board is not None and not self._changes_weights:
+            self.board.own_nothing()
+        self._rules = rules
+        self._judge = GradientJudge(
+            rules,
+            bound,
+            [sizes for group in groups for sizes in group.blocks],
+            [name for name, _ in model.named_parameters()],
+            self.board,
+            told_elsewhere,
+        )
 
-    @abstractmethod
+    # --- training --------------------------------------------------------------------------------
+
     def train_step(
         self,
         source: Source,
@@ -91,18 +140,146 @@ class Worker(ABC):
             NonFiniteLossError: the loss is NaN or infinite; nothing has been updated.
             LossError: the loss function broke its contract.
         """
+        batch = Run(source, indices, self.plan.num_shares, step=step, observe=observe, turn=turn)
+        if self.updater is not None:
+            self.updater.turn = turn
+        if self.board is not None:
+            self.board.step = step
+        with self.passes.in_turn(turn):
+            return self._train(_Training(batch, step))
 
-    @abstractmethod
+    def _train(self, now: "_Training") -> StepResult:
+        self.passes.begin(now.batch)
+        try:
+            for actions in self.passes.program(now.batch.num_samples):
+                with span(*actions):
+                    self._run(now, actions)
+        except NonFiniteError:
+            self.passes.restore_buffers()
+            raise
+        if now.is_skipped:
+            self.passes.restore_buffers()
+        else:
+            self.passes.settle_buffers()
+        return now.result()
+
+    def _run(self, now: "_Training", actions: Sequence[Action]) -> None:
+        match actions[0]:
+            case Reduce():
+                self._reduce(now)
+            case Step():
+                self._step(now)
+            case Sync():
+                self.exchange.end_step()
+            case _:
+                self.passes.run(now.batch, actions)
+
+    def _reduce(self, now: "_Training") -> None:
+        batch = now.batch
+        self.passes.hand_in()
+        now.totals = self.exchange.collect(batch.num_filled)
+        if now.totals.is_refused:
+            self.passes.call.give_up_format()
+        if now.weight:
+            check_used(now.step, self.exchange.is_any_used())
+            now.is_skipped = refuses(
+                self._rules.on_nonfinite,
+                now.step,
+                batch.bounds,
+                now.totals.totals,
+                lambda share: self.passes.diagnose(batch, share),
+            )
+        factor = 1.0 if batch.num_filled == 1 or not now.weight else batch.num_samples / now.weight
+        factor /= self._rules.scale
+        for group, pieces in zip(self._groups, self._pieces, strict=True):
+            gradients = [None] * len(pieces) if now.is_void else self._reduced(group)
+            used = [gradient for gradient in gradients if gradient is not None]
+            if used and factor != 1.0:
+                torch._foreach_mul_(used, factor)
+            for bound, gradient in zip(pieces, gradients, strict=True):
+                bound.tensor.grad = gradient
+
+    def _reduced(self, group: OwnedGroup) -> list[torch.Tensor | None]:
+        return self.exchange.gradients[group.number].reduce(group.pieces)
+
+    def _step(self, now: "_Training") -> None:
+        assert self.updater is not None
+        if now.is_void:
+            return
+        now.is_skipped = not self._judge.settle(now.step)
+        if now.is_skipped:
+            return
+        board = self.board if self._changes_weights else None
+        with nullcontext() if board is None else board.updating(now.step):
+            self.updater.step()
+            for group in self._groups:
+                self.exchange.gradients[group.number].spread(
+                    {number: one.detach() for number, one in enumerate(group.members)},
+                    all_pieces=not self.updater.is_known,
+                )
+
+    def gradients(self) -> dict[str, torch.Tensor | None]:
+        """Gradients of the last step, summed over all shares; every name on one rank only."""
+        for group, pieces in zip(self._groups, self._pieces, strict=True):
+            sums = [bound.tensor.grad for bound in pieces]
+            self.exchange.gradients[group.number].gather(group.pieces, sums)
+        self.barrier()
+        return {
+            name: self.exchange.gradients[group.number].summed(index)
+            for group in self._groups
+            if group.spec.ranks[0] == self.rank
+            for index, name in enumerate(group.names)
+        }
+
+    def gather_slots(self) -> None:
+        """Bring what lies in the stores of slots to all hosts; every rank calls it."""
+        if self.plan.num_hosts == 1:
+            return
+        assert self.updater is not None
+        for group in self._groups:
+            numbers = {name: number for number, name in enumerate(group.names)}
+            for name, tensor in self.updater.stored() if group.is_abroad else ():
+                if name in numbers:
+                    self.exchange.gradients[group.number].spread(
+                        {numbers[name]: tensor.detach()}, all_pieces=True
+                    )
+        self.barrier()
+
+    # --- evaluation and prediction ---------------------------------------------------------------
+
+    @torch.no_grad()
     def evaluate_step(
         self, source: Source, indices: torch.Tensor, observe: Observe | None = None
     ) -> list[Sums]:
         """The sums of the shares of the batch at ``indices`` whose loss is known here."""
+        losses: list[Sums] = []
 
-    @abstractmethod
+        def take(share: int, batch: Batch, output: Tree) -> None:
+            losses.append(self.passes.loss_of(output, batch).sums)
+            if observe is not None:
+                observe(self.passes.shown(output), batch.targets)
+
+        self._infer(Run(source, indices, self.plan.num_shares), take)
+        return losses
+
+    @torch.no_grad()
     def predict_step(self, source: Source, indices: torch.Tensor) -> list[tuple[int, Tree]]:
         """(position in the batch, output) of the shares whose output is known here."""
+        outputs: list[tuple[int, Tree]] = []
+        run = Run(source, indices, self.plan.num_shares)
 
-    @abstractmethod
+        def take(share: int, batch: Batch, output: Tree) -> None:
+            outputs.append((run.bounds[share][0], self.passes.shown(output)))
+
+        self._infer(run, take)
+        return outputs
+
+    def _infer(self, run: Run, take: Take) -> None:
+        self.passes.begin(run)
+        self.passes.infer(run, take)
+
+    # --- what a rank has and reads ---------------------------------------------------------------
+
     def reads(self, indices: torch.Tensor, step: int | None = None, turn: int = 0) -> list[Read]:
         """What this rank is going to read of the batch at ``indices``, in this order.
 
@@ -111,60 +288,73 @@ class Worker(ABC):
             step: of training; None in evaluation and prediction.
             turn: see ``train_step``.
         """
+        run = Run(None, indices, self.plan.num_shares, step=step, turn=turn)
+        return self.passes.reads(run)
 
-    @abstractmethod
     def barrier(self) -> None:
         """Wait for all ranks."""
+        self.exchange.barrier()
 
-    @abstractmethod
-    def gradients(self, num_samples: int) -> dict[str, torch.Tensor | None]:
-        """Gradients of the last step, summed over all shares; every name on one rank only."""
-
-    def gather_slots(self) -> None:
-        """Bring what lies in the stores of slots to all hosts; every rank calls it."""
-        return
-
-    @abstractmethod
     def held_names(self) -> frozenset[str] | None:
         """Names of the parameters and buffers that this rank has; None for all of the model's."""
+        return self._held
 
-    @abstractmethod
     def ruled_buffers(self) -> dict[str, torch.Tensor]:
         """The buffers of which this rank has the values that count."""
+        return {name: buffer for name, buffer in self.model.named_buffers() if name in self._ruled}
+
+    def leaves_a_rank_idle(self, num_samples: int) -> bool:
+        """Whether some rank works on no share of such a batch, and sees no buffer change."""
+        return leaves_a_rank_idle(self.plan, num_samples)
 
     def close(self) -> None:
         """A task is done; every rank calls it."""
-        return
+        self.passes.close()
 
     def abandon(self) -> None:
         """A task has failed; whoever notices it calls this."""
-        return
+        self.passes.abandon()
 
-    @abstractmethod
-    def leaves_a_rank_idle(self, num_samples: int) -> bool:
-        """Whether some rank works on no share of such a batch, and sees no buffer change."""
+
+class _Training:
+    """A batch that is trained on: what has come of the step so far."""
+
+    def __init__(self, batch: Run, step: int) -> None:
+        self.batch = batch
+        self.step = step
+        self.totals = ShareTotals([], [])
+        self.is_skipped = False
+
+    @property
+    def weight(self) -> float:
+        """Of all shares' losses."""
+        return math.fsum(self.totals.weights)
+
+    @property
+    def is_void(self) -> bool:
+        """Nothing is to be updated."""
+        return self.is_skipped or not self.weight
+
+    def result(self) -> StepResult:
+        """What the step did; one that was left out had no loss."""
+        is_skipped = self.is_skipped
+        return StepResult(
+            total=0.0 if is_skipped else math.fsum(self.totals.totals),
+            weight=0.0 if is_skipped else self.weight,
+            num_samples=self.batch.num_samples,
+            is_skipped=is_skipped,
+            parts=[] if is_skipped else self.batch.parts,
+        )
 
 
 _NO_SPAN = nullcontext()
 
 
-def span(name: object) -> AbstractContextManager[Any]:
+def span(*parts: object) -> AbstractContextManager[Any]:
     """Shows as a block of that name where a trace is taken (``train.tracing``), else nothing."""
     if torch._C._autograd._profiler_enabled():
-        return torch.profiler.record_function(str(name))
+        return torch.profiler.record_function(" ".join(map(str, parts)))
     return _NO_SPAN
-
-
-def step_result(
-    totals: ShareTotals, num_samples: int, parts: list[Sums], *, is_skipped: bool
-) -> StepResult:
-    """What a step did, from the losses of its shares; one that was left out had none."""
-    total, weight = math.fsum(totals.totals), math.fsum(totals.weights)
-    if is_skipped:
-        total, weight, parts = 0.0, 0.0, []
-    return StepResult(
-        total=total, weight=weight, num_samples=num_samples, is_skipped=is_skipped, parts=parts
-    )
 
 
 def refuses(
@@ -226,51 +416,6 @@ def check_used(step: int, is_any_used: bool) -> None:
                 fix="Look for detach(), no_grad() or frozen parameters on the way to it.",
             )
         )
-
-
-def reads_of_shares(
-    shares: Iterable[int],
-    indices: torch.Tensor,
-    *,
-    num_shares: int,
-    dtype: torch.dtype,
-    seed: int,
-    step: int | None,
-    turn: int = 0,
-) -> list[Read]:
-    """The reads of some shares of a batch; see ``Worker.reads``."""
-    bounds = share_bounds(len(indices), num_shares)
-    return [
-        Read(
-            indices=indices[slice(*bounds[share])],
-            dtype=dtype,
-            seed=evaluation_seed(seed, int(indices[bounds[share][0]]))
-            if step is None
-            else share_seed(seed, step, share, turn),
-        )
-        for share in shares
-    ]
-
-
-def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """What users see of an output: values, in torch's own memory format."""
-    return tensor.detach().contiguous()
-
-
-def moved(batch: Batch, device: torch.device) -> Batch:
-    """A batch on another device."""
-    if device.type == "cpu":
-        return batch
-
-    def move(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(device, non_blocking=True)
-
-    return Batch(
-        inputs=map_tensors(move, batch.inputs),
-        targets=map_tensors(move, batch.targets),
-        sample_weight=map_tensors(move, batch.sample_weight),
-        num_samples=batch.num_samples,
-    )
 
 
 @contextmanager

@@ -38,6 +38,14 @@ def lower_forward(plan: Plan, rank: int, num_samples: int) -> RankProgram:
     return tuple(Forward(0, share) for share in _filled_shares(plan, rank, num_samples))
 
 
+def leaves_a_rank_idle(plan: Plan, num_samples: int) -> bool:
+    """Whether some rank works on no share of such a batch, and sees no buffer change."""
+    if plan.pipeline is None:
+        return not _filled_shares(plan, plan.num_ranks - 1, num_samples)
+    most = max(len(stage.ranks) for stage in plan.pipeline.stages)
+    return num_filled_shares(num_samples, plan.num_shares) < most
+
+
 def _filled_shares(plan: Plan, rank: int, num_samples: int) -> list[int]:
     filled = num_filled_shares(num_samples, plan.num_shares)
     mine = plan.shares_of(rank)

@@ -91,11 +91,16 @@ class MirroredHosts(Maker):
     def _placed(
         self, placement: LayerPlacement, layer: Layer, cluster: Cluster, batch_size: int
     ) -> LayerPlacement:
-        """A layer whose activations are exchanged only if that is faster over this network."""
+        """A layer whose activations are exchanged only if that is faster over this network.
+
+        Whoever has asked for a number of shares wants the bits that other numbers of hosts give, so
+        there the network does not decide.
+        """
         # Hosts that form the same gradient must come to the same bits.
         are_alike = len({host.arithmetic for host in cluster.hosts}) == 1
         if not placement.row_limit or (
-            are_alike and self._activations_pay(layer, cluster, batch_size)
+            are_alike
+            and (self.num_shares is not None or self._activations_pay(layer, cluster, batch_size))
         ):
             return placement
         return msgspec.structs.replace(placement, row_limit=0)

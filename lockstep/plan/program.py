@@ -62,7 +62,7 @@ class BackwardWeight:
 
 @dataclass(frozen=True)
 class Reduce:
-    """Sum this rank's slice of the gradients over all shares, in the order of the shares."""
+    """Sum this rank's slice of the gradients over all shares, in the order of ``plan.sum_tree``."""
 
     def __str__(self) -> str:
         return "REDUCE"

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import msgspec
 
+from lockstep.disk import writing
 from lockstep.errors import PlanError, Problems, problem
-from lockstep.plan.shares import shares_of_replica
+from lockstep.plan.shares import replica_of_share, shares_of_replica
 
 PLAN_VERSION = 1
 
@@ -199,6 +200,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         """The consecutive shares that a replica of the whole model computes."""
         return shares_of_replica(replica, self.num_replicas, self.num_shares, self.shares_per_row)
 
+    def replica_of(self, share: int) -> int:
+        """The replica of the whole model that computes a share."""
+        return replica_of_share(share, self.num_replicas, self.num_shares, self.shares_per_row)
+
     def to_json(self) -> bytes:
         """The Plan as indented JSON."""
         return msgspec.json.format(msgspec.json.encode(self), indent=2)
@@ -230,7 +235,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the Plan to a JSON file."""
-        Path(path).write_bytes(self.to_json() + b"\n")
+        text = self.to_json() + b"\n"
+        with writing(path, len(text)):
+            Path(path).write_bytes(text)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Plan":
@@ -242,6 +249,12 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         from lockstep.plan.tables import plan_table
 
         return plan_table(self)
+
+    def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
+        """What notebooks and IPython show."""
+        from lockstep.plan.tables import plan_html
+
+        return {"text/plain": str(self), "text/html": plan_html(self)}
 
 
 def _check_ranks(plan: Plan, problems: Problems) -> None:

@@ -1,6 +1,8 @@
 """Plans as tables for people."""
 
 import io
+from collections.abc import Iterator
+from html import escape
 
 from rich.console import Console
 from rich.table import Table
@@ -19,12 +21,38 @@ def plan_table(plan: Plan) -> str:
         file=text, width=100, color_system=None, force_terminal=False, force_jupyter=False
     )
     console.print(Text(_heading(plan)))
-    if plan.pipeline is not None:
-        console.print(_stages(plan, plan.pipeline))
-    console.print(_layers(plan))
+    for table in _tables(plan):
+        console.print(table)
     for note in plan.notes:
         console.print(Text(f"Note: {note}"))
     return "\n".join(line.rstrip() for line in text.getvalue().rstrip().splitlines())
+
+
+def plan_html(plan: Plan) -> str:
+    """The same for notebooks."""
+    heading = "<br>".join(map(escape, _heading(plan).splitlines()))
+    notes = "".join(f"<p>Note: {escape(note)}</p>" for note in plan.notes)
+    return f"<p>{heading}</p>{''.join(map(_html, _tables(plan)))}{notes}"
+
+
+def _html(table: Table) -> str:
+    heads = "".join(f"<th>{escape(str(column.header))}</th>" for column in table.columns)
+    aligned = [f'<td style="text-align: {column.justify}">' for column in table.columns]
+    rows = zip(*(column.cells for column in table.columns), strict=True)
+    lines = [
+        "".join(
+            f"{begin}{escape(str(cell))}</td>" for begin, cell in zip(aligned, row, strict=True)
+        )
+        for row in rows
+    ]
+    body = "".join(f"<tr>{line}</tr>" for line in lines)
+    return f"<table><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def _tables(plan: Plan) -> Iterator[Table]:
+    if plan.pipeline is not None:
+        yield _stages(plan, plan.pipeline)
+    yield _layers(plan)
 
 
 def _heading(plan: Plan) -> str:

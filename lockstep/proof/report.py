@@ -40,6 +40,8 @@ class Report:
             in which a fault spreads: loss, gradient, slot, parameter, buffer.
         undetermined: parameters whose gradient is zero but for rounding, or with how many of
             their elements.
+        undivided: what the strategy is for and the Plan did not divide, as a sentence; such a proof
+            says little. Empty where all was divided.
         notes: what a person should know besides.
     """
 
@@ -47,6 +49,7 @@ class Report:
     kinds: tuple[KindSummary, ...]
     differences: tuple[Comparison, ...]
     undetermined: tuple[str, ...]
+    undivided: str
     notes: tuple[str, ...]
 
     @property
@@ -83,9 +86,16 @@ class Report:
                 f"Undetermined: {', '.join(self.undetermined)}. Their gradients are zero but for "
                 "rounding, which the optimizer turns into steps; the reference took Lockstep's."
             )
-        yield from (Text(f"Note: {note}.") for note in self.notes)
+        yield from (Text(f"Note: {note.removesuffix('.')}.") for note in self.notes)
 
     def _verdict(self) -> Iterable[Text]:
+        if self.passed and self.undivided:
+            yield Text(
+                f"Passed, but {self.undivided}. What was computed is the same, to within "
+                f"{TOLERANCE:g}.",
+                style="bold yellow",
+            )
+            return
         if self.passed:
             yield Text(f"Passed: the same, to within {TOLERANCE:g}.", style="bold green")
             return
@@ -102,7 +112,11 @@ class Report:
 
 
 def make_report(
-    title: str, comparisons: Iterable[Comparison], undetermined: Iterable[str], notes: Iterable[str]
+    title: str,
+    comparisons: Iterable[Comparison],
+    undetermined: Iterable[str],
+    notes: Iterable[str],
+    undivided: str = "",
 ) -> Report:
     """Sum up what was compared."""
     comparisons = list(comparisons)
@@ -118,6 +132,7 @@ def make_report(
             sorted((one for one in comparisons if not one.agrees), key=_order_of_causes)
         ),
         undetermined=tuple(undetermined),
+        undivided=undivided,
         notes=tuple(notes),
     )
 

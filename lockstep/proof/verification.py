@@ -61,7 +61,7 @@ def verify_job(job: Job, strategy: StrategyLike, *, steps: int = 5, seed: int = 
         seed: of dropout and all other random numbers.
 
     Returns:
-        A report: ``report.passed``, and ``print(report)`` for the table.
+        A report: ``report.passed``, ``report.undivided``, and ``print(report)`` for the table.
 
     Raises:
         OptionError: an argument cannot be what it is.
@@ -69,6 +69,11 @@ def verify_job(job: Job, strategy: StrategyLike, *, steps: int = 5, seed: int = 
         LockstepError: whatever ``Trainer.fit`` raises for this job.
     """
     _check(job, strategy, steps, seed)
+    with torch.inference_mode(False):  # what is copied in it could not be trained
+        return _verify(job, strategy, steps, seed)
+
+
+def _verify(job: Job, strategy: StrategyLike, steps: int, seed: int) -> Report:
     ours, theirs = copy_in_double(job), copy_in_double(job)
     source = as_source(job.data)
     reference = Reference(
@@ -99,11 +104,14 @@ def verify_job(job: Job, strategy: StrategyLike, *, steps: int = 5, seed: int = 
         raise
     finally:
         restore_streams(states)
+    undivided = _undivided(trainer.plan)
+    reasons = trainer.plan.notes if undivided else ()
     report = make_report(
         _title(trainer.plan, steps, job.batch_size),
         proof.comparisons,
         proof.undetermined(),
-        [*reference.notes, *proof.notes()],
+        [*reference.notes, *proof.notes(), *reasons],
+        undivided,
     )
     return trainer.same_everywhere(report)  # rank 0 has compared
 
@@ -232,6 +240,17 @@ def _title(plan: Plan, steps: int, batch_size: int) -> str:
         f"{plan.strategy}, {mesh}, num_shares={plan.num_shares}, against a plain PyTorch loop: "
         f"{steps} {'step' if steps == 1 else 'steps'} of {batch_size} samples, float64"
     )
+
+
+def _undivided(plan: Plan) -> str:
+    """What there is to divide, where the Plan has it in one piece."""
+    if plan.pipeline is not None and len(plan.pipeline.stages) == 1:
+        if plan.num_ranks == 1:
+            return "nothing was divided: the plan has one stage, on one device"
+        return f"the model was not divided: the plan has one stage, on {plan.num_ranks} replicas"
+    if plan.mesh and plan.num_ranks == plan.num_shares == 1:
+        return "nothing was divided: the plan has one replica, with all of each batch"
+    return ""
 
 
 def _is_about_precision(error: Exception) -> bool:

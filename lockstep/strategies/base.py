@@ -68,9 +68,12 @@ class Strategy(ABC):
                     fix="Pass sample=(inputs, targets), or inputs alone.",
                 )
             )
+        import torch
+
         from lockstep.train.planning import Planning
 
-        return Planning(module).plan(maker, precision, samples, batch_size)[0]
+        with torch.inference_mode(False):  # to be trained, it is traced with gradients
+            return Planning(module).plan(maker, precision, samples, batch_size)[0]
 
     @property
     @abstractmethod

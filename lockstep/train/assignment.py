@@ -11,11 +11,12 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from lockstep.comm.exchange import ExchangeSpec
 from lockstep.comm.shared_memory import SharedRegion
 from lockstep.data.order import restore_streams, stream_states
 from lockstep.parallel.allocator import keep_freed_memory
 from lockstep.parallel.blank import initialize
-from lockstep.parallel.build import AnySpec, Neighbours, build_exchange, build_worker
+from lockstep.parallel.build import Neighbours, build_worker
 from lockstep.parallel.gradient_rules import GradientRules
 from lockstep.parallel.groups import ParameterGroup
 from lockstep.parallel.losses import LossAdapter
@@ -65,7 +66,7 @@ class Assignment:
 
 def make_worker(
     assignment: Assignment,
-    spec: AnySpec,
+    spec: ExchangeSpec,
     region: SharedRegion | None,
     *,
     rank: int,
@@ -82,28 +83,22 @@ def make_worker(
         look_around: see ``Board``.
         neighbours: what this rank has of other hosts, where there are several.
     """
-    exchange = build_exchange(
+    return build_worker(
         assignment.plan,
         spec,
         region,
         rank=rank,
-        look_around=look_around,
-        neighbours=neighbours,
-    )
-    return build_worker(
-        assignment.plan,
-        rank=rank,
         model=assignment.model,
         loss=assignment.loss,
         updater=assignment.updater,
-        exchange=exchange,
-        spec=spec,
         groups=assignment.groups,
         partitions=assignment.partitions,
         rules=assignment.rules,
         functions=assignment.functions,
         seed=assignment.seed,
         device=assignment.device,
+        look_around=look_around,
+        neighbours=neighbours,
     )
 
 

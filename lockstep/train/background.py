@@ -12,6 +12,8 @@ from concurrent.futures import Future, wait
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
+from lockstep.launch.stacks import stack_of
+
 _LOOK_AROUND_SECONDS = 0.02
 _PATIENCE_SECONDS = 2.0
 
@@ -41,6 +43,11 @@ class Background:
         future: Future[_T] = Future()
         self._jobs.put((future, act))
         return future
+
+    def stack(self) -> str:
+        """Where the thread is now."""
+        number = None if self._thread is None else self._thread.ident
+        return "" if number is None else stack_of(number)
 
     def close(self) -> None:
         """End the thread, with what it is at, if that does not take long."""

@@ -27,12 +27,12 @@ from lockstep.train.doubling import (
     Trial,
 )
 from lockstep.train.recollection import Recollection, file_path, key_of, recall, remember
+from lockstep.train.trainer_protocol import TrainerProtocol
 from lockstep.train.trials import Trials
 from lockstep.units import format_bytes, format_count, format_time
 
 if TYPE_CHECKING:
     from lockstep.plan.makers import Maker
-    from lockstep.train.trainer import Trainer
 
 # Samples of every replica in the first batch that is tried.
 _FIRST_SAMPLES = 8
@@ -129,7 +129,7 @@ class Training:
         options: what else has an influence on time or memory: anything whose ``repr`` says all.
     """
 
-    trainer: "Trainer"
+    trainer: TrainerProtocol
     loss: object
     maker: "Maker"
     source: Source

@@ -2,14 +2,12 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch import nn
 
 from lockstep.errors import OptionError, problem
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from lockstep.train.trainer import Trainer
+from lockstep.train.trainer_protocol import TrainerProtocol
 
 Logs = dict[str, Any]
 
@@ -31,8 +29,8 @@ class Callback:
     """
 
     is_observer: bool = False
-    trainer: "Trainer"
-    model: "nn.Module"
+    trainer: TrainerProtocol
+    model: nn.Module
 
     traced_steps: range | None = None
     """Steps of a ``fit``, from 0, whose traces of all ranks ``on_train_trace`` gets."""
@@ -44,7 +42,7 @@ class Callback:
         """
         return getattr(getattr(self, method), "__func__", None) is not getattr(Callback, method)
 
-    def set_trainer(self, trainer: "Trainer") -> None:
+    def set_trainer(self, trainer: TrainerProtocol) -> None:
         """Called before the first use in a ``fit``, ``evaluate`` or ``predict``."""
         self.trainer = trainer
         self.model = trainer.model

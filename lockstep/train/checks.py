@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.capture.layers import check_shapes
+from lockstep.capture.layers import check_modules
 from lockstep.data.sources import ArraySource, Source
 from lockstep.errors import (
     DataError,
@@ -184,7 +184,7 @@ def prepare_model(model: nn.Module, precision: str) -> None:
     Raises:
         ModelError: it cannot be.
     """
-    check_shapes(model)
+    check_modules(model)
     wanted = PARAMETER_DTYPES[precision]
     if precision == "fp64":
         model.double()

@@ -8,15 +8,18 @@ is made within another one (a callback's ``evaluate``) is that process's alone.
 Without a launcher there is no company, and all that is here does nothing.
 """
 
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
+import torch
 from torch import nn
 
 from lockstep.cluster.place import Reach
 from lockstep.cluster.topology import Cluster
+from lockstep.errors import LockstepError, ModelError, OptionError, problem, shorten_in_notebook
 from lockstep.parallel.update import Updater
 from lockstep.plan.makers import Maker
 from lockstep.plan.spec import Plan
@@ -56,6 +59,9 @@ class Company:
         self.follower: Follower | None = None
         self._hosts: Hosts | None = None  # of the call that is under way
         self._depth = 0  # calls within calls
+        self._entering = threading.Lock()
+        self._call = ""  # the outermost, and its thread
+        self._thread = 0
         self._is_at_work = False
 
     @property
@@ -85,21 +91,52 @@ class Company:
 
     @contextmanager
     def together(self, call: str) -> Iterator[Hosts | None]:
-        """Within the block all hosts make the same call.
+        """Within the block all hosts make the same call, in this thread.
+
+        Autograd is on, whatever the script has set around it: helpers know nothing of that.
 
         Args:
             call: its name, which must be the same everywhere.
 
         Raises:
-            OptionError: the strategy has no use for the other processes that there are.
+            OptionError: the strategy has no use for the other processes that there are; another
+                thread is in a call.
             HostError: a host does not come, makes another call, or fails.
+            ModelError: something cannot be changed, as it was made under inference_mode.
         """
-        self._depth += 1
+        with self._entering:
+            self.check_thread(call)
+            self._depth += 1
+            if self._depth == 1:
+                self._call, self._thread = call, threading.get_ident()
         try:
-            with nullcontext() if self._depth > 1 else self._meeting(call):
+            with (
+                torch.inference_mode(False),
+                nullcontext() if self._depth > 1 else self._meeting(call),
+                _telling_of_inference_tensors(),
+            ):
                 yield self.hosts
+        except BaseException as error:
+            shorten_in_notebook(error)
+            raise
         finally:
             self._depth -= 1
+
+    def check_thread(self, call: str) -> None:
+        """Refuse a call while another thread is in one: both would write to the same weights.
+
+        Raises:
+            OptionError: one is.
+        """
+        if self._depth and self._thread != threading.get_ident():
+            raise OptionError(
+                problem(
+                    "A model is trained, evaluated or saved by one thread at a time.",
+                    received=f"{call} while another thread is in {self._call}",
+                    fix="Wait for the other to return, or give each thread a model and Trainer of "
+                    "its own.",
+                )
+            )
 
     @contextmanager
     def _meeting(self, call: str) -> Iterator[None]:
@@ -166,3 +203,24 @@ class Company:
             batch_size, num_steps = self.hosts.from_chief((feed.batch_size, feed.num_steps))
             return replace(feed, batch_size=batch_size, num_steps=num_steps)
         return feed
+
+
+@contextmanager
+def _telling_of_inference_tensors() -> Iterator[None]:
+    """What torch says of them is of little use: where they come from is far from where they fail.
+
+    Raises:
+        ModelError: there are some.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, LockstepError) or "nference tensor" not in str(error):
+            raise
+        raise ModelError(
+            problem(
+                "What is made under torch.inference_mode() can never be trained or changed.",
+                received=str(error).partition(".")[0],
+                fix="Make the model, the loss and the optimizer outside of it, and compile there.",
+            )
+        ) from error

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,11 +18,8 @@ from lockstep.train.history import History
 from lockstep.train.interrupt import Interrupt
 from lockstep.train.progress import ProgressDisplay
 from lockstep.train.recipe import AnyUpdater
+from lockstep.train.trainer_protocol import TrainerProtocol
 from lockstep.train.waiting import ClockedSource, InputClock
-
-if TYPE_CHECKING:
-    from lockstep.train.trainer import Trainer
-
 
 _OF_MODULES = frozenset(vars(nn.Module()))
 
@@ -79,7 +76,7 @@ class FitConductor(FollowingConductor):
 
     def __init__(
         self,
-        trainer: "Trainer",
+        trainer: TrainerProtocol,
         callbacks: Sequence[Callback],
         display: ProgressDisplay | None,
         readopt: Callable[[], None],
@@ -102,6 +99,10 @@ class FitConductor(FollowingConductor):
     def stop_training(self) -> bool:  # type: ignore[override]  # an attribute in the base
         """Whether a callback wants training to end."""
         return self._trainer.stop_training
+
+    def announce(self, doing: str) -> None:
+        if self._display is not None:
+            self._display.announce(doing)
 
     def begin_train(self) -> None:
         """Before the first epoch."""

@@ -45,6 +45,9 @@ class Conductor:
     updater: Updater | None = None
     """Of the training that is conducted."""
 
+    def announce(self, doing: str) -> None:
+        """What is done before the first step, as it begins."""
+
     def hold_interrupts(self) -> None:
         """Steps begin: Ctrl-C must not cut one in half, but set ``is_interrupted``."""
 

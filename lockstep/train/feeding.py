@@ -13,6 +13,7 @@ Where reading draws random numbers it is done between steps instead (see ``data.
 it is done in one thread, so that what a generator opens (a database) it can go on to use.
 """
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -21,17 +22,20 @@ from typing import Any
 
 import torch
 
-from lockstep.comm.exchange import TensorSpec
+from lockstep.comm.gradients import TensorSpec
 from lockstep.comm.shared_memory import SharedRegion
 from lockstep.data.order import batch_bounds
 from lockstep.data.reading import Reading
 from lockstep.data.sources import ArraySource, Source
 from lockstep.data.trees import Tree, map_leaves, map_tensors, tensors_of
+from lockstep.errors import level_of_user
+from lockstep.launch.link import Stopwatch
 from lockstep.parallel.control import Control
 from lockstep.parallel.store import TensorStore, tensor_spec
 from lockstep.parallel.worker import Worker
 from lockstep.plan.layout import flat_offsets
 from lockstep.train.background import Background, is_done
+from lockstep.train.waiting import InputBoundWarning
 
 # A global batch: where its samples are, and which of them it has, in order.
 GlobalBatch = tuple[Source, torch.Tensor]
@@ -130,9 +134,9 @@ class SharedStream:
         ahead: Future[ArraySource | None] | None = None
         for number in count():
             slot, next_slot = slots[number % len(slots)], slots[(number + 1) % len(slots)]
-            batch = None if ahead is None else _awaited(ahead, control, gives_up)
+            batch = None if ahead is None else self._awaited(ahead, control, gives_up)
             if batch is None:  # not read ahead, or that was the end of a pass
-                batch = _awaited(self._read(reading.read, slot), control, gives_up)
+                batch = self._awaited(self._read(reading.read, slot), control, gives_up)
             if batch is None:
                 break
             slot.tell(control)
@@ -151,6 +155,42 @@ class SharedStream:
             return None if batch is None else slot.put(batch)
 
         return self._background.submit(read)
+
+    def _awaited(
+        self,
+        batch: "Future[ArraySource | None]",
+        control: Control,
+        gives_up: Callable[[], bool],
+    ) -> ArraySource | None:
+        """What the thread has read.
+
+        Warns:
+            InputBoundWarning: it takes longer than another rank would be waited for.
+
+        Raises:
+            Halt: on all ranks; the user wants out and need not wait for that.
+        """
+        watch, is_told = Stopwatch(), False
+
+        def looks_up() -> bool:
+            nonlocal is_told
+            if watch.tick() > control.timeout_seconds and not is_told:
+                is_told = True
+                self._tell_of_waiting(watch.seconds)
+            return gives_up()
+
+        if not is_done(batch, looks_up):
+            control.broadcast(_News(is_halt=True))
+            raise Halt
+        return batch.result()
+
+    def _tell_of_waiting(self, waited_seconds: float) -> None:
+        warnings.warn(
+            f"Rank 0 has waited {waited_seconds:.0f} s for the next batch, and waits on. The data "
+            f"is being read here:\n{self._background.stack()}",
+            InputBoundWarning,
+            stacklevel=level_of_user(),
+        )
 
 
 def sample_of(source: Source | SharedStream) -> Source | None:
@@ -281,20 +321,6 @@ def _follow(control: Control) -> Iterator[ArraySource]:
             regions[news.slot] = control.share(None)
         control.fill(regions[news.slot], _num_bytes(news.tree))
         yield _laid_out(news.tree, regions[news.slot])
-
-
-def _awaited(
-    batch: "Future[ArraySource | None]", control: Control, gives_up: Callable[[], bool]
-) -> ArraySource | None:
-    """What the thread has read.
-
-    Raises:
-        Halt: on all ranks; the user wants out and need not wait for that.
-    """
-    if not is_done(batch, gives_up):
-        control.broadcast(_News(is_halt=True))
-        raise Halt
-    return batch.result()
 
 
 def _specs_of(tree: Tree) -> list[TensorSpec]:

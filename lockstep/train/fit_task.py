@@ -14,9 +14,10 @@ from lockstep.data.read_ahead import Read
 from lockstep.data.sources import Source
 from lockstep.parallel.control import Control
 from lockstep.parallel.losses import ONE_LOSS, LossParts
+from lockstep.parallel.passes import Observe
 from lockstep.parallel.readers import reading_ahead
 from lockstep.parallel.update import PieceSlots
-from lockstep.parallel.worker import Observe, StepResult, Worker, modes_of
+from lockstep.parallel.worker import StepResult, Worker, modes_of
 from lockstep.train.conductor import Conductor, Logs, Snapshot
 from lockstep.train.ensemble import Ensemble, Renew, Resume
 from lockstep.train.feeding import GlobalBatch, Halt, SharedStream
@@ -319,7 +320,7 @@ def _joined(results: list[StepResult], *, is_told: bool) -> StepResult:
 def _record(ensemble: Ensemble, step: int, result: StepResult) -> None:
     worker, control = ensemble.worker, ensemble.control
     assert worker.updater is not None
-    gradients = worker.gradients(result.num_samples) if result.weight else {}
+    gradients = worker.gradients() if result.weight else {}
     ranks = control.gather(
         (_state(worker), worker.updater.slots(with_stored=True), dict(gradients))
     )

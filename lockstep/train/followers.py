@@ -13,8 +13,9 @@ import torch
 from torch import nn
 
 from lockstep.cluster.place import Place
-from lockstep.errors import HostError
+from lockstep.errors import HostError, WorkerError
 from lockstep.launch.attached import Attachment, attach
+from lockstep.launch.failure import as_raised
 from lockstep.launch.helper import HelperContext
 from lockstep.launch.secret import find_secret
 from lockstep.launch.team import Team
@@ -53,13 +54,20 @@ class Follower:
 
         Raises:
             WorkerError: the leader has ended, or given up.
+            BaseException: what has ended the leader's call, where it could say so.
         """
         if self._attachment is None or not self._attachment.is_open:
             self._attachment = attach(self._place, host_key(), timeout_seconds=self._timeout)
         with held_interrupts() as interrupt:
             interrupt.hold()  # the leader has been told, too, and ends with the step under way
-            while not (said := self._attachment.serve_call()).startswith(_CONCLUSION):
-                pass
+            try:
+                while not (said := self._attachment.serve_call()).startswith(_CONCLUSION):
+                    pass
+            except WorkerError as trouble:
+                error = as_raised(trouble)
+                if error is trouble:
+                    raise
+                raise error from error.__cause__
         result, values = _kept.pop(said)
         _set_values(model, values)
         return result

@@ -25,9 +25,11 @@ from lockstep.cluster.place import Place, Reach
 from lockstep.cluster.topology import Cluster, Host
 from lockstep.comm.codec import decode, encode
 from lockstep.comm.shared_memory import SharedRegion
-from lockstep.errors import HostError, OptionError, problem
+from lockstep.errors import HostError, OptionError, WorkerError, problem
 from lockstep.launch.attached import attach_team
 from lockstep.launch.circle import Card, Circle
+from lockstep.launch.failure import as_raised, causes_of, summary_of
+from lockstep.launch.hearsay import decode_hearsay
 from lockstep.launch.link import Stopwatch
 from lockstep.launch.rendezvous import meet
 from lockstep.launch.secret import find_secret
@@ -67,7 +69,7 @@ class Hosts:
         self.circle = circle
         self._wires: dict[WireKey, socket.socket] = {}
         self._wired: object = None  # for which Plan
-        hosts = [msgspec.json.decode(str(card.about["host"]), type=Host) for card in circle.cards]
+        hosts = [decode_hearsay(str(card.about["host"]), Host) for card in circle.cards]
         self.cluster = Cluster(hosts=tuple(hosts))
 
     @property
@@ -170,22 +172,23 @@ class Hosts:
         """Where the block fails on one host, it fails on all, and each says why.
 
         Raises:
-            HostError: another host has failed or is cut off, whichever rank here learned it first.
+            HostError: another host is cut off or has failed, whichever rank here learned it first.
+            Exception: of a type that all have, as another host has raised it.
         """
         try:
             yield
         except BaseException as error:
-            found = error
-            if (news := _news_of_another_host(error)) is not None:
-                found = self._explained(news)
-                _copy_notes(error, found)
+            found = self._explained(error) if isinstance(error, HostError) else error
             with suppress(OSError, HostError):  # the others may be gone
-                self.circle.fail(_said(found))
+                self.circle.fail(_said(found), found)
             self.close()
-            if found is error:
+            if found is not error:
+                found.__cause__ = error
+                for note in getattr(error, "__notes__", ()):
+                    found.add_note(note)
+            if (raised := as_raised(found)) is error:
                 raise
-            error.__cause__ = None  # which may be what is raised now
-            raise found from error
+            raise raised from raised.__cause__
 
     def _explained(self, news: HostError) -> HostError:
         """A connection that ends says little: another host may be about to say more."""
@@ -359,7 +362,7 @@ def _meet(place: Place, timeout_seconds: float) -> Circle:
     card = own_card(place)
     if place.num_hosts == 1:
         return Circle(host=0, cards=[card], star={}, secret=None)
-    secret = find_secret(os.environ)
+    secret = find_secret(os.environ, is_one_machine=place.is_one_machine)
     return meet(
         place, secret, card, timeout_seconds=timeout_seconds, look_around=lambda waited: None
     )
@@ -420,21 +423,12 @@ def find_num_ranks() -> int | None:
 _met: dict[Place, Hosts] = {}
 
 
-def _news_of_another_host(error: BaseException) -> HostError | None:
-    """What an error says of another host: itself, or what a helper learned and failed of."""
-    return next((one for one in (error, error.__cause__) if isinstance(one, HostError)), None)
-
-
 def _said(error: BaseException) -> str:
     """An error for the other hosts; what was learned of one of them says what it is by itself."""
-    kind = "" if isinstance(error, HostError) else type(error).__name__
-    return ": ".join(filter(None, (kind, str(error))))
-
-
-def _copy_notes(source: BaseException, target: BaseException) -> None:
-    if target is not source:
-        for note in getattr(source, "__notes__", ()):
-            target.add_note(note)
+    if isinstance(error, HostError):
+        return str(error)
+    rank = next((one for one in causes_of(error) if isinstance(one, WorkerError)), None)
+    return summary_of(error) if rank is None else str(rank)
 
 
 @atexit.register

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+from lockstep.data.divided import check_whole
 from lockstep.data.reading import Reading
 from lockstep.data.sources import Source, as_input_source, as_source
 from lockstep.data.streams import Stream, as_stream
@@ -117,8 +118,9 @@ def take_in(data: Any, wish: Wish) -> Feed:
 
     Raises:
         OptionError: what is asked cannot be had of such data.
-        DataError: it is no data, or the first batch cannot be read.
+        DataError: it is no data, a part of it only, or the first batch cannot be read.
     """
+    check_whole(data, wish.name)
     size = wish.default_batch_size if wish.batch_size is None else wish.batch_size
     stream = as_stream(data, name=wish.name, batch_size=size, with_targets=wish.with_targets)
     if stream is not None:

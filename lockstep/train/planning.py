@@ -42,11 +42,15 @@ _Traced = tuple[tuple[Trace, Mapping[int, int]], ...]
 _T = TypeVar("_T")
 
 _MOST_KEPT = 4
-_TRACED_SAMPLES = 3
+_TRACED_SAMPLES = 2
 
 
 def _as_made(plan: Plan) -> Plan:
     return plan
+
+
+def _silent(doing: str) -> None:
+    """Tell nobody."""
 
 
 class Planning:
@@ -74,6 +78,7 @@ class Planning:
         batch_size: int,
         cluster: Cluster | None = None,
         settle: Callable[[Plan], Plan] = _as_made,
+        announce: Callable[[str], None] = _silent,
     ) -> tuple[Plan, Partitions]:
         """A Plan, and the model in its stages, in training and in evaluation.
 
@@ -84,6 +89,7 @@ class Planning:
             batch_size: of the global batch.
             cluster: what there is; None is this host.
             settle: has the last word on the Plan. What was measured differs from host to host.
+            announce: told what is being done where it may take long.
 
         Raises:
             OptionError: there is no sample where one is needed.
@@ -101,34 +107,40 @@ class Planning:
                 )
             )
         inputs = self._placed(_sample(source, size, precision))
-        # With one thread, as ranks on cores will have.
-        computing = computing_in(precision, "cpu"), running_lstms(precision)
-        with computing[0], computing[1], num_threads(1), _without_fused_attention():
-            traced, graph = self._capture(inputs, precision)
+        computing = computing_in(precision, "cpu")
+        with computing, running_lstms(precision), _without_fused_attention():
+            traced, graph = self._capture(inputs, precision, announce)
         plan = settle(maker(graph, cluster, batch_size))
         return plan, {trace.training: partition(plan, trace, sizes) for trace, sizes in traced}
 
-    def _capture(self, inputs: Tree, precision: str) -> tuple[_Traced, LayerGraph]:
+    def _capture(
+        self, inputs: Tree, precision: str, announce: Callable[[str], None]
+    ) -> tuple[_Traced, LayerGraph]:
         """Traces and graph, for images with their channels last if the model takes them."""
         is_convolutional = any(isinstance(one, nn.Conv2d) for one in self._model.modules())
         # float64 is for proofs, and keeps to what the reference does.
         if is_convolutional and precision != "fp64" and not breaks_channels_last(self._model):
             images = map_tensors(channels_last, inputs)
             try:
-                traced = self._trace(images, precision)
-                graph = self._graph(traced[0][0], images)
+                traced = self._trace(images, precision, announce)
+                graph = self._graph(traced, images, announce)
                 return traced, msgspec.structs.replace(graph, channels_last=True)
             except RuntimeError as error:
                 if "stride" not in str(error):
                     raise
-        traced = self._trace(inputs, precision)
-        return traced, self._graph(traced[0][0], inputs)
+        traced = self._trace(inputs, precision, announce)
+        return traced, self._graph(traced, inputs, announce)
 
-    def _trace(self, inputs: Tree, precision: str) -> _Traced:
+    def _trace(self, inputs: Tree, precision: str, announce: Callable[[str], None]) -> _Traced:
         """Traces for training and evaluation, each with the sizes of its values."""
         # The number of samples changes nothing but sizes, so a few are enough to trace with.
         few = map_tensors(lambda tensor: tensor[:_TRACED_SAMPLES], inputs)
-        traces = self._kept(self._traces, (few, precision), lambda: trace_modes(self._model, few))
+
+        def trace() -> tuple[Trace, Trace]:
+            announce("Capturing the model")
+            return trace_modes(self._model, few)
+
+        traces = self._kept(self._traces, (few, precision), trace)
         return self._kept(
             self._sizes,
             (inputs, precision),
@@ -164,12 +176,15 @@ class Planning:
             return inputs
         return map_tensors(lambda tensor: tensor.to("meta"), inputs)
 
-    def _graph(self, trace: Trace, inputs: Tree) -> LayerGraph:
+    def _graph(self, traced: _Traced, inputs: Tree, announce: Callable[[str], None]) -> LayerGraph:
         """With the costs that were measured before, while the layers are the same."""
+        trace, sizes = traced[0]
         names = [layer.name for layer in trace.layers]
         known = self._measured
         if known is None or [layer.name for layer in known.layers] != names:
-            self._measured = capture_graph(self._model, trace, inputs)
+            announce(f"Measuring {len(names)} layers")
+            with num_threads(1):  # as ranks on cores will have
+                self._measured = capture_graph(self._model, trace, inputs, sizes)
             return self._measured
         inseparable = find_inseparable(self._model, trace, inputs)
         return msgspec.structs.replace(known, inseparable=inseparable)

@@ -27,6 +27,7 @@ from lockstep.cluster.memory_limits import memory_ceiling
 from lockstep.data.order import restore_streams, stream_states
 from lockstep.data.sources import Source
 from lockstep.data.trees import map_tensors
+from lockstep.disk import writing
 from lockstep.parallel.forward import DTYPES
 
 _FILE = Path("lockstep") / "batch_sizes.json"
@@ -77,7 +78,8 @@ def remember(key: str, found: Recollection) -> bool:
     content = msgspec.json.encode(_Content(version=_VERSION, sizes=sizes))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _replace(path, msgspec.json.format(content, indent=2) + b"\n")
+        with writing(path, len(content)):
+            _replace(path, msgspec.json.format(content, indent=2) + b"\n")
     except OSError as error:
         warnings.warn(
             f"The batch size that was found cannot be remembered: {error}. "

@@ -57,9 +57,6 @@ class Runner(ABC):
         batch_size: of the last training; None before.
     """
 
-    # Modules that helpers import before they are needed.
-    _preload: tuple[str, ...] = ()
-
     def __init__(
         self,
         model: nn.Module,
@@ -87,7 +84,6 @@ class Runner(ABC):
     def _begin_session(self, company: Company) -> None:
         self._company = company
         self._session = Session(self.timeout_seconds)
-        self._session.preload = self._preload
         self._finalizer = weakref.finalize(self, self._session.release)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -147,8 +143,8 @@ class Runner(ABC):
             return make()
         try:
             result = make()
-        except BaseException:
-            self._session.desert(hosts)
+        except BaseException as error:
+            self._session.desert(hosts, error)
             raise
         self._session.dismiss(result, self.model)
         return result
@@ -195,12 +191,16 @@ class Runner(ABC):
         if self._company.is_aside:
             session, planned = _nested(task), self._plan_for_one(batch_size)
         else:
-            session, planned = self._session, self._plan_for_all(task, batch_size)
+            planned = self._plan_for_all(task, batch_size, conductor.announce)
+            session = self._session
+            session.preload = self._preload
         assignment = self._assignment(task, loss, updater, *planned)
         with self._company.at_work() as hosts:
             return session.run(assignment, conductor, hosts)
 
-    def _plan_for_all(self, task: Task, batch_size: int) -> tuple[Plan, Partitions]:
+    def _plan_for_all(
+        self, task: Task, batch_size: int, announce: Callable[[str], None]
+    ) -> tuple[Plan, Partitions]:
         maker = self._maker()
         plan, partitions = self._planning.plan(
             maker,
@@ -209,6 +209,7 @@ class Runner(ABC):
             batch_size,
             self._company.cluster,
             lambda plan: self._company.agreed_plan(plan, maker),
+            announce,
         )
         self._plan = self._recipe.plan(plan)
         return self._plan, partitions
@@ -263,6 +264,11 @@ class Runner(ABC):
         if self.strategy is not None:
             maker = self.strategy.maker(self.precision)
         return self._recipe.maker(maker)
+
+    @property
+    def _preload(self) -> tuple[str, ...]:
+        """Modules that helpers are going to need, beside what all do."""
+        return ()
 
     @abstractmethod
     def _make_updater(self) -> Any:

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from lockstep.comm.exchange import TensorSpec
+from lockstep.comm.exchange import ExchangeSpec
+from lockstep.comm.gradients import TensorSpec
 from lockstep.comm.wide_board import Crossing
 from lockstep.launch.helper import HelperContext
-from lockstep.parallel.build import AnySpec, Neighbours, WireKey
+from lockstep.parallel.build import Neighbours, WireKey
 from lockstep.parallel.control import FollowerControl, open_region
 from lockstep.parallel.parcel import unpack
 from lockstep.parallel.store import TensorStore
@@ -86,7 +87,7 @@ class Call:
     num_groups: int
     stores: Sequence[tuple[tuple[int, ...], Sequence[TensorSpec]]]
     has_options: bool
-    spec: AnySpec
+    spec: ExchangeSpec
     payload: bytes
     abroad: Abroad | None
 

@@ -15,17 +15,18 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import cloudpickle
 from torch import nn
 
 from lockstep.comm.board import Board
+from lockstep.comm.exchange import ExchangeSpec
 from lockstep.comm.shared_memory import SharedRegion
 from lockstep.errors import OptionError, WorkerError, problem
+from lockstep.launch.failure import add_note, as_raised
 from lockstep.launch.link import MOST_DESCRIPTORS
-from lockstep.launch.pool import give_back, take_team
+from lockstep.launch.pool import expect_team, give_back, take_team
 from lockstep.launch.team import Team
 from lockstep.parallel.blank import forget_blanks
-from lockstep.parallel.build import AnySpec, WireKey, exchange_spec, wire_keys
+from lockstep.parallel.build import WireKey, exchange_spec, wire_keys
 from lockstep.parallel.control import LeaderControl, SoloControl
 from lockstep.parallel.groups import ParameterGroup
 from lockstep.parallel.host_control import HostControl
@@ -33,19 +34,20 @@ from lockstep.parallel.parcel import Parcel, parameters_in
 from lockstep.parallel.shipping import pack_named
 from lockstep.parallel.store import ParameterStore, TensorStore, check_separate, slot_spec
 from lockstep.parallel.worker import Worker
+from lockstep.pickling import dumps
 from lockstep.plan.spec import LocalUpdate, Plan
 from lockstep.train.assignment import Assignment, compute_settings, initialize_own, make_worker
 from lockstep.train.conductor import Conductor
 from lockstep.train.followers import call_conclude
 from lockstep.train.hosts import Hosts
 from lockstep.train.likeness import assignment_facts
+from lockstep.train.read_limit import ReadLimit
 from lockstep.train.serving import Abroad, Call, serve
 from lockstep.train.tasks import Task
 from lockstep.units import first_few
 
-# What every helper needs; the template imports it before any helper is born. The second is what
-# torch itself imports at the first backward.
-PRELOAD = ("lockstep.train.serving", "torch.fx.experimental.symbolic_shapes")
+# What every helper needs; the template imports it before any helper is born.
+PRELOAD = ("lockstep.train.serving",)
 
 # A rank that waits for other hosts hears after this time of a failure on its own.
 _PATIENCE_SECONDS = 1.0
@@ -87,8 +89,9 @@ class Session:
 
         Raises:
             ShippingError: a part of the assignment cannot be sent to helpers.
-            WorkerError: a helper failed.
+            WorkerError: a helper died or hung.
             HostError: another host failed, or is not what this one is.
+            BaseException: what a rank has raised, whichever it is.
         """
         with compute_settings(assignment.plan):
             if assignment.plan.num_ranks == 1:
@@ -103,7 +106,7 @@ class Session:
         if self._team is not None:
             call_conclude(self._team, result, model, self._timeout)
 
-    def desert(self, hosts: Hosts) -> None:
+    def desert(self, hosts: Hosts, error: BaseException) -> None:
         """After a call that has failed: end it for the processes that follow this one, too.
 
         In it they would take the next call for this one.
@@ -112,7 +115,8 @@ class Session:
             patience = min(_DISMISSAL_SECONDS, self._timeout)
             with suppress(WorkerError):  # they have not come: it has failed there, too
                 self._team = hosts.attach_team(hosts.place.num_processes - 1, 1, patience)
-        self.close()
+                self._is_attached = True
+        self.close(error)
         self._has_met = False
 
     def _run_alone(self, assignment: Assignment, conductor: Conductor) -> Any:
@@ -129,6 +133,10 @@ class Session:
         """Do the task with this host's ranks, of which this process is the first."""
         # Before any process starts: what cannot be sent, or finds no memory, shows here.
         here = assignment.plan.ranks_of_host(0 if hosts is None else hosts.host)
+        if self._team is None and len(here) > 1 and not (hosts is not None and hosts.has_followers):
+            expect_team(assignment.plan.threads_per_device, self._preload)
+        if not self._stores:
+            conductor.announce("Moving the model to shared memory")
         stores = self._adopt_all(assignment, here.start)
         spec = _spec(assignment)
         _check_loss(assignment)
@@ -136,7 +144,7 @@ class Session:
         worker = None
         try:
             region = spec.create(here)
-            team = self._take_team(assignment.plan, here, hosts)
+            team = self._take_team(assignment.plan, here, hosts, conductor.announce)
             watch = _Watch(team, self._timeout, here.start, hosts)
             wired = _Wired.of(hosts, assignment, self._timeout)
             worker = _leading_worker(assignment, spec, region, watch, stores, wired)
@@ -146,20 +154,25 @@ class Session:
             initialize_own(assignment, worker)
             forget_blanks(assignment.model)
             control = _control(team, assignment.plan, self._timeout, watch, hosts)
-            result = assignment.task.run(worker, control, conductor)
+            limit = worker.passes.reading = ReadLimit(self._timeout, team.raise_slow_read)
+            with limit.watched():
+                result = assignment.task.run(worker, control, conductor)
             worker.close()
             team.finish(self._timeout)
             if wired is not None:
                 _bring_groups(wired, assignment, stores)
-        except BaseException as error:
-            self.close()
+        except BaseException as trouble:
+            error = as_raised(trouble)
+            self.close(error)
             if worker is not None:
                 worker.abandon()
             if worker is not None and worker.updater is not None:
                 lost = worker.updater.recover()
                 has_older = assignment.plan.num_hosts > 1 and bool(worker.updater.slot_keys())
-                error.add_note(_state_of_training(worker.board, lost, has_older=has_older))
-            raise
+                add_note(error, _state_of_training(worker.board, lost, has_older=has_older))
+            if error is trouble:
+                raise
+            raise error from error.__cause__
         finally:
             parcel.close()
         return result
@@ -247,7 +260,9 @@ class Session:
             if store.is_elsewhere:
                 store.region.release_pages()
 
-    def _take_team(self, plan: Plan, here: range, hosts: Hosts | None) -> Team:
+    def _take_team(
+        self, plan: Plan, here: range, hosts: Hosts | None, announce: Callable[[str], None]
+    ) -> Team:
         """The other ranks of this host: the same as before, if they fit."""
         num_helpers, first_rank = len(here) - 1, here.start + 1
         if self._team is not None and not (
@@ -263,6 +278,7 @@ class Session:
                 self._team = hosts.attach_team(num_helpers, first_rank, self._timeout)
                 self._has_met = True
             else:
+                announce(f"Starting {num_helpers} helper{'s' if num_helpers > 1 else ''}")
                 self._team = take_team(
                     num_helpers, self._threads, self._preload, first_rank=first_rank
                 )
@@ -274,7 +290,7 @@ class Session:
         assignment: Assignment,
         stores: "Sequence[_Store]",
         parcel: Parcel,
-        spec: AnySpec,
+        spec: ExchangeSpec,
         region: SharedRegion,
         worker: Worker,
         wired: "_Wired | None",
@@ -295,16 +311,18 @@ class Session:
         _check_number(len(descriptors) + len(parcel.descriptors))
         team.call(
             serve,
-            # By value, what the script itself defines: outputs of a model may be of such a class.
-            cloudpickle.dumps(call),
+            # It may hold classes of the script's own: those of a model's outputs.
+            dumps(call),
             (*descriptors, *parcel.descriptors),
             position=_Position(assignment.task, worker.board),
             timeout_seconds=self._timeout,
         )
 
-    def close(self) -> None:
-        """End the helpers."""
+    def close(self, error: BaseException | None = None) -> None:
+        """End the helpers; those that go on with a script of their own are told of the error."""
         team, self._team = self._team, None
+        if team is not None and error is not None and self._is_attached:
+            team.tell_failure(error)
         if team is not None:
             team.close()
 
@@ -367,7 +385,7 @@ def _bring_groups(wired: _Wired, assignment: Assignment, stores: Sequence[_Store
 
 def _leading_worker(
     assignment: Assignment,
-    spec: AnySpec,
+    spec: ExchangeSpec,
     region: SharedRegion,
     watch: "_Watch",
     stores: Sequence[_Store],
@@ -568,7 +586,7 @@ def _members(
     return [[(name, parameters[name]) for name in group.names] for group in groups]
 
 
-def _spec(assignment: Assignment) -> AnySpec:
+def _spec(assignment: Assignment) -> ExchangeSpec:
     return exchange_spec(
         assignment.plan,
         assignment.model,

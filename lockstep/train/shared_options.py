@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from lockstep.comm.exchange import TensorSpec
+from lockstep.comm.gradients import TensorSpec
 
 Groups = list[dict[str, Any]]
 

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
-from rich.console import Console
+import torch
 from torch import nn, optim
 
 from lockstep.checkpoint.weights import load_weights, save_weights
@@ -57,10 +57,12 @@ from lockstep.train.intake import (
     take_in,
 )
 from lockstep.train.interrupt import held_interrupts
+from lockstep.train.known_modules import known_modules
 from lockstep.train.learning_rates import make_schedule
 from lockstep.train.likeness import data_facts
 from lockstep.train.metrics import Metrics
 from lockstep.train.optimizers import Optimizers, each_optimizer, make_optimizers
+from lockstep.train.output_console import OutputConsole
 from lockstep.train.progress import ProgressDisplay
 from lockstep.train.rate_rules import RateRule, rule_of
 from lockstep.train.recipe import AnyUpdater, Recipe
@@ -159,21 +161,22 @@ class Trainer(Runner):
             schedule=schedule,
             train_step=train_step,
         )
-        made, meta_model = _made(model, precision)
         strategy = strategy if strategy is not None else current_strategy()
-        super().__init__(
-            made,
-            meta_model=meta_model,
-            company=Company(strategy),
-            strategy=strategy,
-            recipe=recipe,
-            precision=precision,
-            seed=seed,
-        )
+        with torch.inference_mode(False):  # what is made there can never be trained
+            made, meta_model = _made(model, precision)
+            super().__init__(
+                made,
+                meta_model=meta_model,
+                company=Company(strategy),
+                strategy=strategy,
+                recipe=recipe,
+                precision=precision,
+                seed=seed,
+            )
+            self.optimizer = make_optimizers(optimizer, self.model, train_step)
         self.callbacks = list(callbacks)
         self.stop_training = False
         self.metrics = Metrics(metrics)
-        self.optimizer = make_optimizers(optimizer, self.model, train_step)
         self.schedule = None if schedule is None else make_schedule(schedule, self._one_optimizer)
         self._loss = None if loss is None else adapt_loss(loss, loss_weights)
         check_names(self._loss, self.schedule, self.metrics)
@@ -299,7 +302,7 @@ class Trainer(Runner):
             validation = _take_in_validation(validation_data, wish, feed)
         with closing_on_error(feed, validation):
             self._check_targets(loss, feed, validation)
-            console = Console(quiet=not verbose)
+            console = OutputConsole(quiet=not verbose)
             if search is not None:
                 feed = feed.resized(self._find_batch_size(search, loss, feed, validation, console))
             self._settle_batch_size(feed.batch_size, rule, console)
@@ -383,10 +386,11 @@ class Trainer(Runner):
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the model's weights and buffers, whole and by name, as safetensors.
 
+        The file appears whole or not at all, with the permissions of the one that it replaces.
         On several hosts all call it, and host 0 writes.
         """
-        self._initialize()
         with self._company.together("save") as hosts:
+            self._initialize()
             if self._is_chief:
                 save_weights(self.model, path)
             if hosts is not None:
@@ -399,11 +403,12 @@ class Trainer(Runner):
         On several hosts all call it, host 0 reads, and all get the weights.
 
         Raises:
-            CheckpointError: names or shapes do not fit the model; nothing is changed then.
+            CheckpointError: it is no such file, or names or shapes do not fit the model; nothing is
+                changed then.
         """
         self._check_not_averaged("load")
-        self._initialize()
         with self._company.together("load") as hosts:
+            self._initialize()
             if self._is_chief or self._company.follower is not None:
                 load_weights(self.model, path)
             if hosts is not None:
@@ -418,6 +423,7 @@ class Trainer(Runner):
         Raises:
             OptionError: nothing is averaged, or there was no update yet.
         """
+        self._company.check_thread("averaged")
         averages = self._recipe.averages
         if averages is None:
             raise OptionError(
@@ -437,9 +443,11 @@ class Trainer(Runner):
         orders and random streams; a schedule rests meanwhile. So what is trained next has the same
         bits as without the block. That takes memory for a second copy of weights and slots.
         """
+        self._company.check_thread("rewound")
         self._initialize()
-        weights = WeightCopy(self.model)
-        optimizers = [(one, OptimizerCopy(one)) for one in each_optimizer(self.optimizer)]
+        with torch.inference_mode(False):  # the optimizer gets these tensors, to step them
+            weights = WeightCopy(self.model)
+            optimizers = [(one, OptimizerCopy(one)) for one in each_optimizer(self.optimizer)]
         position = self._epochs_trained, self._steps_trained
         schedule, self.schedule = self.schedule, None  # whoever trains on trial sets the rate
         try:
@@ -491,7 +499,9 @@ class Trainer(Runner):
                 )
             )
 
-    def _settle_batch_size(self, batch_size: int, rule: RateRule | None, console: Console) -> None:
+    def _settle_batch_size(
+        self, batch_size: int, rule: RateRule | None, console: OutputConsole
+    ) -> None:
         self._maker().check_batch_size(batch_size)
         self.batch_size = batch_size
         if rule is not None and self.schedule is not None:
@@ -594,6 +604,11 @@ class Trainer(Runner):
                 self._company.share_values(self.model)
 
     @property
+    def _preload(self) -> tuple[str, ...]:
+        loss = None if self._loss is None else self._loss.loss
+        return known_modules([*self.model.modules(), loss, *self.metrics.by_name.values()])
+
+    @property
     def _one_optimizer(self) -> optim.Optimizer | None:
         """The optimizer, where there are not several."""
         one: optim.Optimizer | None = self.optimizer
@@ -616,7 +631,7 @@ class Trainer(Runner):
         loss: LossAdapter | None,
         feed: Feed,
         validation: Feed | None,
-        console: Console,
+        console: OutputConsole,
     ) -> int:
         """The batch size that the search finds, or remembers."""
         training = Training(

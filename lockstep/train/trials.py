@@ -20,16 +20,16 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from lockstep.comm.exchange import TensorSpec
+from lockstep.comm.gradients import TensorSpec
 from lockstep.comm.memory_usage import peak_memory
 from lockstep.data.excerpts import RepeatedSource, array_bytes, first_samples
 from lockstep.data.sources import Source
 from lockstep.errors import DeviceError, WorkerError
-from lockstep.launch.failure import Failure, pack_failure, unpack_failure
+from lockstep.launch.failure import MEMORY_RAN_OUT, Failure, pack_failure, unpack_failure
 from lockstep.launch.helper import HelperContext
 from lockstep.launch.team import Team
 from lockstep.launch.template import Template
@@ -42,9 +42,7 @@ from lockstep.parallel.store import tensor_spec
 from lockstep.train.callbacks import Callback, Logs
 from lockstep.train.doubling import Failed, Measured, TooLarge, Trial
 from lockstep.train.session import PRELOAD
-
-if TYPE_CHECKING:
-    from lockstep.train.trainer import Trainer
+from lockstep.train.trainer_protocol import TrainerProtocol
 
 _WARM_UP_STEPS = 2
 _FEWEST_STEPS, _MOST_STEPS = 3, 30
@@ -80,7 +78,7 @@ class Trials:
 
     def __init__(
         self,
-        trainer: "Trainer",
+        trainer: TrainerProtocol,
         source: Source,
         *,
         others: int,
@@ -204,7 +202,7 @@ _SHORTAGE_WORDS = (
 
 
 def is_shortage(error: BaseException | None) -> bool:
-    """Whether memory ran out: an exception says so, or the kernel has killed the process."""
+    """Whether memory ran out: an exception says so, or the kernel may have killed the process."""
     while error is not None:
         if isinstance(error, MemoryError | torch.OutOfMemoryError):
             return True
@@ -212,7 +210,7 @@ def is_shortage(error: BaseException | None) -> bool:
         if isinstance(error, RuntimeError | OSError | DeviceError):
             if any(word in text for word in _SHORTAGE_WORDS):
                 return True
-            if isinstance(error, WorkerError) and "killed by sigkill" in text:
+            if isinstance(error, WorkerError) and MEMORY_RAN_OUT in text:
                 return True
         error = error.__cause__
     return False
@@ -247,7 +245,7 @@ def _opened(payload: bytes, descriptors: Sequence[int], specs: Sequence[TensorSp
     return opened
 
 
-def _answer(trainer: "Trainer", message: bytes, descriptors: tuple[int, ...]) -> bytes:
+def _answer(trainer: TrainerProtocol, message: bytes, descriptors: tuple[int, ...]) -> bytes:
     batch_size, payload = pickle.loads(message)
     try:
         figures: object = _try_size(trainer, _opened(payload, descriptors), batch_size)
@@ -256,7 +254,7 @@ def _answer(trainer: "Trainer", message: bytes, descriptors: tuple[int, ...]) ->
     return pickle.dumps(figures)
 
 
-def _try_size(trainer: "Trainer", source: Source, batch_size: int) -> _Figures:
+def _try_size(trainer: TrainerProtocol, source: Source, batch_size: int) -> _Figures:
     assert trainer.optimizer is not None
     for group in trainer.optimizer.param_groups:
         if "lr" in group:

@@ -13,14 +13,15 @@ user's own object on the user's own Parameters, and that is exact whatever it do
 import functools
 import inspect
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn, optim
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from lockstep.comm.exchange import TensorSpec, cut_piece
+from lockstep.comm.gradients import TensorSpec, cut_piece
 from lockstep.errors import ModelError, OptionError, Problems, problem
 from lockstep.parallel.allocator import temporary_memory
 from lockstep.parallel.parcel import optimizer_contents, rebuild_optimizer
@@ -229,7 +230,10 @@ class TorchUpdater(Updater):
         whole = [(self.parameters[bound.name], bound.tensor) for bound in self._pieces]
         for parameter, tensor in whole:
             parameter.grad = tensor.grad
-        self.optimizer.step()
+        if self.is_known and _is_bare(self.optimizer):
+            _step_plainly(self.optimizer)
+        else:
+            self.optimizer.step()
         for parameter, tensor in whole:
             if parameter is not tensor:
                 parameter.grad = None
@@ -345,20 +349,41 @@ def _is_same(value: Any, place: torch.Tensor) -> bool:
     return isinstance(value, torch.Tensor) and value.data_ptr() == place.data_ptr()
 
 
-def _step_plainly(clone: optim.Optimizer) -> None:
-    """The step of one of torch's own optimizers, without what torch wraps it in.
+def _step_plainly(optimizer: optim.Optimizer) -> None:
+    """The step of one of torch's own optimizers that has no hooks, without what torch wraps it in.
 
-    The wrappers run hooks, which a clone has none of, and import torch.compile's machinery at the
-    first step: that doubles the time a helper needs to start.
+    The wrappers run hooks, and import torch.compile's machinery at the first step: a second.
     """
-    step = _plain_step(type(clone))  # type: ignore[arg-type]  # a class is hashable
-    with torch.set_grad_enabled(clone.defaults.get("differentiable", False)):
-        step(clone)
+    step = _plain_step(type(optimizer))  # type: ignore[arg-type]  # a class is hashable
+    with torch.set_grad_enabled(optimizer.defaults.get("differentiable", False)):
+        step(optimizer)
 
 
 @functools.cache
 def _plain_step(kind: Any) -> Any:
     return inspect.unwrap(kind.step)
+
+
+def _is_bare(optimizer: optim.Optimizer) -> bool:
+    """Whether what is around its ``step`` is all torch's, and does nothing."""
+    outermost: Any = type(optimizer).step
+    return (
+        outermost.__globals__["__name__"].startswith("torch.")
+        and "step" not in vars(optimizer)
+        and not _global_optimizer_pre_hooks
+        and not _global_optimizer_post_hooks
+    )
+
+
+@contextmanager
+def _without_compiler() -> Iterator[None]:
+    """Have torch's optimizers not import torch.compile's machinery as they are made: a second."""
+    wrapped = optim.Optimizer.add_param_group
+    optim.Optimizer.add_param_group = inspect.unwrap(wrapped)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        optim.Optimizer.add_param_group = wrapped  # type: ignore[method-assign]
 
 
 def make_optimizer(optimizer: Any, model: nn.Module) -> optim.Optimizer:
@@ -370,7 +395,8 @@ def make_optimizer(optimizer: Any, model: nn.Module) -> optim.Optimizer:
     if not isinstance(optimizer, optim.Optimizer):
         if not callable(optimizer):
             raise _no_optimizer(optimizer)
-        made = optimizer(model.parameters())
+        with _without_compiler():
+            made = optimizer(model.parameters())
         if not isinstance(made, optim.Optimizer):
             raise _no_optimizer(made)
         return make_optimizer(made, model)

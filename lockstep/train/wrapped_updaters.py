@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn, optim
 
-from lockstep.comm.exchange import TensorSpec, cut_piece
+from lockstep.comm.gradients import TensorSpec, cut_piece
 from lockstep.parallel.update import BoundPiece, PieceSlots, SlotKey, Updater
 from lockstep.plan.layout import Extent, Piece
 from lockstep.train.updaters import TorchUpdater

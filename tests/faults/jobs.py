@@ -87,11 +87,11 @@ def model_of(trainer: lockstep.Trainer) -> Net:
     return trainer.model
 
 
-def helpers_of(trainer: lockstep.Trainer) -> list[int]:
+def helpers_of(trainer: Any) -> list[int]:
     """Process ids, by rank from 1."""
     team = trainer._session._team
     assert team is not None
-    return team.pids()
+    return list(team.pids())
 
 
 def template_of(pid: int) -> int:

@@ -2,6 +2,9 @@
 
 import os
 import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,12 +22,20 @@ class TwoArguments(Exception):  # noqa: N818
 
     def __init__(self, one: int, two: int) -> None:
         super().__init__(f"{one} and {two}")
+        self.two = two
 
 
-class WithFile(Exception):  # noqa: N818
+class WithLock(Exception):  # noqa: N818
     def __init__(self) -> None:
-        super().__init__("it holds a file")
-        self.file = sys.stderr
+        super().__init__("it holds a lock")
+        self.lock = threading.Lock()
+
+
+@dataclass(frozen=True)
+class Frozen(Exception):  # noqa: N818
+    """Lets nobody set an attribute, be it a note."""
+
+    number: int
 
 
 class BadStr(Exception):  # noqa: N818
@@ -61,6 +72,28 @@ class Rows(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         if os.getpid() != self.script:
             raise AsAsked("in __getitem__")
+        return self.rows[index]
+
+
+def wait_to_be_told() -> None:
+    threading.Event().wait(1000)
+
+
+class SlowRows(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
+    """Acts in the script's process, when so many samples have been read there."""
+
+    def __init__(self, act: Callable[[], None], first: int = 6) -> None:
+        self.script, self.act, self.first, self.num_read = os.getpid(), act, first, 0
+        self.rows = list(zip(*make_data(), strict=True))
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if os.getpid() == self.script:
+            self.num_read += 1
+            if self.num_read > self.first:
+                self.act()
         return self.rows[index]
 
 

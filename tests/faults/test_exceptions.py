@@ -1,13 +1,15 @@
-"""An exception in a helper is one error on rank 0, that says where and shows the traceback."""
+"""An exception in a helper is raised on rank 0 as itself; a note says where, with its traceback."""
 
 import sys
 import time
+import traceback
 from collections.abc import Callable
 
 import pytest
 import torch
 
 from lockstep.errors import DataError, NonFiniteLossError, WorkerError
+from lockstep.launch.failure import as_raised, pack_failure, trouble_of, unpack_failure
 from tests.faults.jobs import BATCH_SIZE, fit, helpers_of, make_data, make_trainer, model_of
 from tests.faults.mishaps import (
     AsAsked,
@@ -15,25 +17,26 @@ from tests.faults.mishaps import (
     BadReduce,
     BadStr,
     FailingLoss,
+    Frozen,
     Rows,
     TwoArguments,
-    WithFile,
+    WithLock,
     fail,
     recurse,
 )
 from tests.faults.processes import is_alive
 
-ACTS: dict[str, tuple[Callable[[], None], type[BaseException] | None, str]] = {
+ACTS: dict[str, tuple[Callable[[], None], type[BaseException], str]] = {
     "plain": (lambda: fail(AsAsked("as asked")), AsAsked, "AsAsked: as asked"),
     "built in": (lambda: fail(ValueError("as asked")), ValueError, "ValueError: as asked"),
-    "two arguments": (lambda: fail(TwoArguments(1, 2)), None, "TwoArguments: 1 and 2"),
-    "unpicklable": (lambda: fail(WithFile()), None, "WithFile: it holds a file"),
+    "two arguments": (lambda: fail(TwoArguments(1, 2)), TwoArguments, "TwoArguments: 1 and 2"),
+    "unpicklable": (lambda: fail(WithLock()), WorkerError, "WithLock: it holds a lock"),
     "bad __str__": (lambda: fail(BadStr()), BadStr, "BadStr: <its __str__ raised SystemExit>"),
-    "bad __reduce__": (lambda: fail(BadReduce("as asked")), None, "BadReduce: as asked"),
-    "bad load": (lambda: fail(BadLoad("as asked")), None, "BadLoad: as asked"),
+    "bad __reduce__": (lambda: fail(BadReduce("as asked")), BadReduce, "BadReduce: as asked"),
+    "bad load": (lambda: fail(BadLoad("as asked")), BadLoad, "BadLoad: as asked"),
     "exit": (lambda: sys.exit(3), SystemExit, "SystemExit: 3"),
     "interrupt": (lambda: fail(KeyboardInterrupt()), KeyboardInterrupt, "KeyboardInterrupt"),
-    "huge": (lambda: fail(AsAsked("a" * 50_000_000)), None, "AsAsked: aaaa"),
+    "huge": (lambda: fail(AsAsked("a" * 50_000_000)), WorkerError, "AsAsked: aaaa"),
     "recursion": (recurse, RecursionError, "RecursionError: maximum recursion depth"),
 }
 
@@ -43,35 +46,76 @@ def test_an_exception_of_one_rank(name: str) -> None:
     act, kind, expected = ACTS[name]
     trainer = make_trainer(3, act, step=2)
     fit_begun = time.monotonic()
-    with pytest.raises(WorkerError) as caught:
+    with pytest.raises(BaseException) as caught:  # noqa: PT011  # some are no Exception
         fit(trainer)
     assert time.monotonic() - fit_begun < 30
-    message = str(caught.value)
+    error = caught.value
+    assert type(error) is kind
+    texts = [str(error)] if kind is WorkerError else []
+    message, weights = (*texts, *error.__notes__)
     rank = message[len("Rank ")]
-    assert message.startswith(f"Rank {rank} failed (in fit, step 2): {expected}")
+    where = f"Rank {rank} failed (in fit, step 2): {expected}"
+    assert message.startswith(where)
     assert f"--- traceback of rank {rank} ---\nTraceback (most recent call last):" in message
     assert "jobs.py" in message
     assert len(message) < 1_000_000
-    assert (caught.value.__cause__ and type(caught.value.__cause__)) is kind
+    assert weights.startswith("The weights are")
+    if kind is not WorkerError:
+        assert isinstance(error.__cause__, WorkerError)
+        assert str(error.__cause__).startswith(where[:70])
+        assert "traceback" not in str(error.__cause__)
     model_of(trainer).act = None
     fit(trainer)
     assert all(parameter.isfinite().all() for parameter in trainer.model.parameters())
 
 
+def causes(error: BaseException | None) -> list[str]:
+    """Of an error: types of what it comes from, and of rank 1's what that says."""
+    found = []
+    while error is not None:
+        found.append(str(error) if isinstance(error, WorkerError) else type(error).__name__)
+        error = error.__cause__
+    return found
+
+
 def test_an_exception_in_the_data() -> None:
-    message = r"Rank 1 failed \(in fit, step 0\): DataError: Sample \d+ .*AsAsked: in __getitem__"
-    with pytest.raises(WorkerError, match=message) as caught:
+    with pytest.raises(DataError, match=r"Sample \d+ .*AsAsked: in __getitem__") as caught:
         make_trainer(2).fit(Rows(), batch_size=BATCH_SIZE, verbose=0)
-    assert isinstance(caught.value.__cause__, DataError)
-    assert isinstance(caught.value.__cause__.__cause__, AsAsked)
+    assert causes(caught.value) == [
+        "DataError",
+        "AsAsked",
+        f"Rank 1 failed (in fit, step 0): DataError: {caught.value}",
+    ]
 
 
 def test_an_exception_in_the_loss() -> None:
     trainer = make_trainer(2, loss=FailingLoss())
-    with pytest.raises(WorkerError, match=r"Rank 1 failed \(in fit, step 0\).*in the loss"):
+    with pytest.raises(AsAsked, match="in the loss") as caught:
         fit(trainer)
-    with pytest.raises(WorkerError, match=r"Rank 1 failed \(in evaluate\).*in the loss"):
+    assert causes(caught.value)[1] == "Rank 1 failed (in fit, step 0): AsAsked: in the loss"
+    with pytest.raises(AsAsked, match="in the loss") as caught:
         trainer.evaluate(make_data())
+    assert causes(caught.value)[1] == "Rank 1 failed (in evaluate): AsAsked: in the loss"
+
+
+@pytest.mark.parametrize("on", ["helpers", "rank 0"])
+def test_one_except_clause_catches_what_any_rank_raises(on: str) -> None:
+    trainer = make_trainer(2, lambda: fail(TwoArguments(3, 4)), on=on)
+    try:
+        fit(trainer)
+    except TwoArguments as error:
+        caught = error
+    assert (str(caught), caught.two) == ("3 and 4", 4)
+
+
+def test_the_error_reads_well() -> None:
+    with pytest.raises(AsAsked) as caught:
+        fit(make_trainer(2, lambda: fail(AsAsked("as asked"))))
+    shown = "".join(traceback.format_exception(caught.value))
+    assert shown.count("Rank 1 failed (in fit, step 0): AsAsked: as asked") == 2
+    assert shown.count("--- traceback of rank 1 ---") == 1
+    assert shown.index("WorkerError: Rank 1") < shown.index("direct cause")
+    assert "During handling" not in shown
 
 
 def test_a_class_of_the_script_comes_home_as_itself() -> None:
@@ -79,11 +123,20 @@ def test_a_class_of_the_script_comes_home_as_itself() -> None:
     kind: type[Exception] = type("Homemade", (Exception,), {"__module__": "__main__"})
     sys.modules["__main__"].__dict__["Homemade"] = kind
     try:
-        with pytest.raises(WorkerError) as caught:
+        with pytest.raises(kind, match="as asked"):
             fit(make_trainer(2, lambda: fail(kind("as asked"))))
     finally:
         del sys.modules["__main__"].__dict__["Homemade"]
-    assert isinstance(caught.value.__cause__, kind)
+
+
+def test_an_exception_that_lets_no_attribute_be_set_can_be_told_of_all_the_same() -> None:
+    one = Frozen(7)
+    BaseException.__setattr__(one, "__cause__", ValueError("the cause"))
+    failure = unpack_failure(pack_failure(one))
+    error = as_raised(trouble_of("rank 1", failure, "in fit"))
+    assert error == one
+    assert causes(error) == ["Frozen", "ValueError", "Rank 1 failed (in fit): Frozen: 7"]
+    assert "Frozen: 7\n--- traceback of rank 1 ---\n" in error.__notes__[0]
 
 
 def test_the_other_helpers_end_at_once() -> None:
@@ -91,7 +144,7 @@ def test_the_other_helpers_end_at_once() -> None:
     fit(trainer)
     before = helpers_of(trainer)
     model_of(trainer).act = lambda: fail(AsAsked())
-    with pytest.raises(WorkerError):
+    with pytest.raises(AsAsked):
         fit(trainer)
     assert not any(is_alive(pid) for pid in before)
 

@@ -1,16 +1,28 @@
 """A rank that does not answer: an error in time, which shows what every rank is doing."""
 
 import os
+import re
 import signal
 import threading
 import time
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 import lockstep
 from lockstep.errors import WorkerError
-from tests.faults.jobs import fit, helpers_of, make_data, make_trainer, sleep_forever, warm_up
+from tests.faults.jobs import (
+    BATCH_SIZE,
+    fit,
+    helpers_of,
+    make_data,
+    make_trainer,
+    sleep_forever,
+    warm_up,
+)
+from tests.faults.mishaps import SlowRows, wait_to_be_told
 from tests.faults.processes import is_alive
 
 SECONDS = 6.0  # more than a step takes on a busy machine
@@ -87,3 +99,34 @@ def test_a_stopped_script_has_not_waited() -> None:
     began = time.monotonic()
     fit(make_trainer(2, stop_the_script, step=1, timeout_seconds=SECONDS))
     assert time.monotonic() - began > STOPPED_SECONDS
+
+
+def test_a_dataset_that_hangs_on_rank_0() -> None:
+    warm_up(2)
+    trainer = make_trainer(2, timeout_seconds=SECONDS)
+    before = signal.getsignal(signal.SIGURG)
+    began = time.monotonic()
+    with pytest.raises(WorkerError) as caught:
+        trainer.fit(SlowRows(wait_to_be_told), batch_size=BATCH_SIZE, shuffle=False, verbose=0)
+    assert time.monotonic() - began < LIMIT
+    message = str(caught.value)
+    assert re.match(r"Rank 0 has been reading samples for \d+ s \(in fit, step 1\)", message)
+    own, other = message.split("--- rank 0 (in fit, step 1) ---\n")[1].split("--- rank 1 ")
+    assert "wait_to_be_told" in own
+    assert "in barrier" in other
+    assert any("as step 0 has left them" in note for note in caught.value.__notes__)
+    assert signal.getsignal(signal.SIGURG) is before
+    fit(trainer)
+
+
+def test_a_read_in_a_thread_of_several_shares_that_hangs_on_rank_0() -> None:
+    """BatchNorm has the shares of a rank run in threads of their own."""
+    warm_up(2)
+    trainer = lockstep.Trainer(
+        nn.Sequential(nn.Linear(16, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)),
+        loss=nn.CrossEntropyLoss(),
+        optimizer=torch.optim.SGD,
+        strategy=lockstep.MirroredStrategy(2, num_shares=4, timeout_seconds=SECONDS),
+    )
+    with pytest.raises(WorkerError, match=r"(?s)Rank 0 has been reading.*wait_to_be_told"):
+        trainer.fit(SlowRows(wait_to_be_told), batch_size=BATCH_SIZE, verbose=0)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 import lockstep
 from lockstep.errors import WorkerError
+from lockstep.train.waiting import InputBoundWarning
 from tests.faults.jobs import make_data, make_trainer, warm_up
 from tests.faults.processes import wait_until
 from tests.faults.test_interrupt import check_same
@@ -112,15 +113,19 @@ def test_a_helper_that_dies_while_data_is_waited_for_is_noticed() -> None:
 
 
 @pytest.mark.thorough
-def test_data_may_take_longer_than_a_helper_is_waited_for() -> None:
+def test_data_may_take_longer_than_a_helper_is_waited_for_and_it_is_told_where() -> None:
     warm_up(2)
     timeout_seconds = 6.0  # more than a busy machine takes for a step
     trainer = make_trainer(2, timeout_seconds=timeout_seconds)
 
     def slowly() -> Iterator[Any]:
         yield BATCHES[0]
-        time.sleep(timeout_seconds + 1.0)
+        wait_until(lambda: len(caught) > 0, 60)
         yield BATCHES[1]
 
-    history: lockstep.History = trainer.fit(slowly, verbose=0)
+    with pytest.warns(InputBoundWarning) as caught:
+        history: lockstep.History = trainer.fit(slowly, verbose=0)
     assert history.epoch == [0]
+    assert str(caught[0].message).startswith("Rank 0 has waited 6 s for the next batch")
+    assert "in slowly\n" in str(caught[0].message)
+    assert caught[0].filename == __file__

@@ -149,7 +149,7 @@ def test_failing_fits_leak_nothing() -> None:
 class _Look(lockstep.Callback):
     """Looks at something during a fit."""
 
-    def __init__(self, look: Callable[[lockstep.Trainer], object]) -> None:
+    def __init__(self, look: Callable[[Any], object]) -> None:
         self._look = look
         self.seen: list[object] = []
 

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 from torch import Tensor
 
-from lockstep.capture.graph import capture_graph
+from lockstep.capture.graph import capture_graph, value_bytes
 from lockstep.capture.layers import capture_layers
 from lockstep.capture.tracing import trace_modes
 from lockstep.cluster.topology import Cluster, Device, Host
@@ -74,7 +74,8 @@ def capture_with_fixed_costs(job: Case, size: int) -> LayerGraph:
     """For a microbatch of ``size``; with what was measured, no Plan would be the same twice."""
     model = job.make_model()
     sample = map_tensors(lambda tensor: single(tensor[:size]), job.inputs)
-    graph = capture_graph(model, trace_modes(model, sample)[0], sample)
+    trace = trace_modes(model, sample)[0]
+    graph = capture_graph(model, trace, sample, value_bytes(trace, model, sample))
     layers = tuple(
         msgspec.structs.replace(
             layer,

@@ -3,6 +3,7 @@
 import os
 import pickle
 import random
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -11,15 +12,16 @@ import torch
 from torch import Tensor
 
 from lockstep.comm.board import LINE_BYTES, Board
-from lockstep.comm.exchange import Gradients, TensorSpec
+from lockstep.comm.exchange import Exchange, ExchangeSpec, GroupSpec
 from lockstep.comm.gradient_rows import GradientSpec
-from lockstep.comm.shared_exchange import ExchangeSpec, SharedMemoryExchange
+from lockstep.comm.gradients import Gradients, TensorSpec
 from lockstep.comm.shared_memory import SharedRegion
 from lockstep.launch.helper import HelperContext
 from lockstep.launch.pool import take_team
 from lockstep.launch.team import Team
 from lockstep.parallel.control import FollowerControl, LeaderControl, open_region
 from lockstep.plan.layout import elementwise_slices
+from lockstep.plan.shares import replica_of_share
 
 TIMEOUT_SECONDS = 180.0
 PRELOAD = ("lockstep.train.session",)
@@ -177,13 +179,11 @@ def make_spec(num_ranks: int, num_shares: int) -> ExchangeSpec:
         for number, shape in enumerate(SHAPES)
     )
     gradients = GradientSpec(num_shares=num_shares, tensors=tensors, row_limits=(0,) * len(tensors))
-    return ExchangeSpec(
-        num_ranks=num_ranks,
-        shares_per_row=1,
-        num_shares=num_shares,
-        gradients=gradients,
-        row_capacity=5,
+    ranks = tuple(replica_of_share(share, num_ranks, num_shares) for share in range(num_shares))
+    group = GroupSpec(
+        ranks=tuple(range(num_ranks)), gradients=gradients, row_ranks=ranks, shares_per_row=1
     )
+    return ExchangeSpec(num_ranks=num_ranks, share_ranks=ranks, groups=(group,), row_capacity=5)
 
 
 def make_gradients(share: int, step: int) -> Gradients:
@@ -209,22 +209,23 @@ def exchange_gradients(
     """Steps with random delays; every step's whole summed gradients as this rank sees them."""
     spec = make_spec(num_ranks, num_shares)
     board = Board(region, rank=rank, num_ranks=num_ranks, look_around=look_around)
-    exchange = SharedMemoryExchange(spec, region, board=board)
-    mine = elementwise_slices(spec.gradients.extents, num_ranks, num_shares)[rank]
+    exchange = Exchange(spec, region, board=board, rank=rank)
+    mine = elementwise_slices(spec.groups[0].gradients.extents, num_ranks, num_shares)[rank]
     dice = random.Random(f"{seed} {rank}")
     steps = []
     for step in range(num_steps):
         exchange.begin_pass()
         for share in range(num_shares):
-            if exchange._rank_of(share) == rank:
+            if spec.share_ranks[share] == rank:
                 delay(dice)
-                exchange.put(share, make_gradients(share, step), float(share), 1.0)
+                exchange.put(0, share, make_gradients(share, step))
+                exchange.put_loss(share, float(share), 1.0)
         totals = exchange.collect(num_shares)
         assert totals.totals == [float(share) for share in range(num_shares)]
         delay(dice)
-        exchange.reduce(mine, num_shares)
+        exchange.gradients[0].reduce(mine)
         exchange.barrier()
-        summed = [exchange.summed(number, num_shares) for number in range(len(SHAPES))]
+        summed = [exchange.gradients[0].summed(number) for number in range(len(SHAPES))]
         steps.append([None if total is None else total.clone() for total in summed])
         exchange.barrier()
     return steps
@@ -241,7 +242,7 @@ def exchange_rows(
     """Rows of one share per rank; returns how often the gathered rows were not all ranks' own."""
     spec = make_spec(num_ranks, num_ranks)
     board = Board(region, rank=rank, num_ranks=num_ranks, look_around=look_around)
-    exchange = SharedMemoryExchange(spec, region, board=board)
+    exchange = Exchange(spec, region, board=board, rank=rank)
     dice = random.Random(f"{seed} {rank}")
     wrong = 0
     for number in range(num_rounds):
@@ -331,3 +332,8 @@ def print_variable(context: HelperContext, body: bytes, descriptors: tuple[int, 
 
 def raise_error(context: HelperContext, body: bytes, descriptors: tuple[int, ...]) -> bytes:
     raise ArithmeticError("as the test wants")
+
+
+def tell_modules(context: HelperContext, body: bytes, descriptors: tuple[int, ...]) -> bytes:
+    context.send(str(body.decode() in sys.modules).encode())
+    return b""

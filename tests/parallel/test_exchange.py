@@ -7,6 +7,7 @@ import torch
 
 from lockstep.launch.team import Team
 from tests.parallel import calls
+from tests.sums import tree_sum
 
 
 @pytest.fixture(params=[2, 4])
@@ -17,14 +18,9 @@ def team(request: pytest.FixtureRequest) -> Iterator[Team]:
 
 
 def expected_sums(num_shares: int, step: int) -> list[torch.Tensor | None]:
-    """The gradients added one by one in the order of the shares."""
-    sums: list[torch.Tensor | None] = [None] * len(calls.SHAPES)
-    for share in range(num_shares):
-        for number, gradient in enumerate(calls.make_gradients(share, step)):
-            if gradient is not None:
-                before = sums[number]
-                sums[number] = gradient if before is None else before + gradient
-    return sums
+    """The gradients, summed in the tree over the shares."""
+    gradients = [calls.make_gradients(share, step) for share in range(num_shares)]
+    return [tree_sum(column) for column in zip(*gradients, strict=True)]
 
 
 @pytest.mark.parametrize("num_shares", [4, 5])

@@ -8,7 +8,7 @@ import pytest
 
 from lockstep.cluster.place import Address
 from lockstep.comm.shared_memory import SharedRegion
-from lockstep.errors import HostError, WorkerError
+from lockstep.errors import DataError, HostError, WorkerError
 from lockstep.launch.rendezvous import meet
 from lockstep.train.hosts import Hosts, own_card
 from tests.circles import SECONDS, SECRET, address, place, together
@@ -58,30 +58,82 @@ def noted(error: BaseException) -> list[str]:
     return list(getattr(error, "__notes__", ()))
 
 
-def test_what_a_helper_learned_of_another_host_is_raised_as_such(hosts: list[Hosts]) -> None:
+def test_what_is_seen_of_another_host_is_raised_as_such(hosts: list[Hosts]) -> None:
     """As when a cable is pulled: rank 0 may wait for rank 1, which waits for the other host."""
     learned = HostError("Host 1 must come to the same step")
     trouble = WorkerError("Rank 1 failed")
     with pytest.raises(HostError) as raised:
-        failing(hosts[0], trouble, learned)
+        failing(hosts[0], learned, trouble)
     assert raised.value is learned
     assert noted(learned) == [NOTE]
     assert learned.__cause__ is trouble
-    assert trouble.__cause__ is None  # or the two would be each other's cause
     with pytest.raises(HostError, match="failed: Host 1 must come to the same step"):
         failing(hosts[1], HostError("it has closed the connection"))
 
 
-def test_what_another_host_says_goes_before_what_is_seen_of_it(hosts: list[Hosts]) -> None:
+class Special(KeyError):  # noqa: N818
+    """Only its base is known to all hosts."""
+
+
+class Strange(Exception):  # noqa: N818
+    """Not even that."""
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "text"),
+    [
+        (ValueError("a bad day"), ValueError, "a bad day"),
+        (KeyError("name"), KeyError, "'name'"),
+        (
+            FileNotFoundError(2, "No such file", "x"),
+            FileNotFoundError,
+            "[Errno 2] No such file: 'x'",
+        ),
+        (RuntimeError(b"bytes"), RuntimeError, "b'bytes'"),
+        (DataError("Sample 7"), DataError, "Sample 7"),
+        (Special("name"), KeyError, "\"Special: 'name'\""),
+        (
+            UnicodeDecodeError("utf-8", b"x", 0, 1, "bad"),
+            UnicodeError,
+            "UnicodeDecodeError: 'utf-8'",
+        ),
+        (ValueError(f"\x1b[31m{2**70}"), ValueError, "\\x1b[31m1180591620717411303424"),
+        (ValueError("half: \ud800"), ValueError, "half: ?"),
+        (Strange("a bad day"), HostError, "Host 0 (node) failed: Strange: a bad day"),
+        (WorkerError("Rank 1 was killed"), HostError, "failed: Rank 1 was killed"),
+        (SystemExit(3), HostError, "failed: SystemExit: 3"),
+        (KeyboardInterrupt(), HostError, "failed: KeyboardInterrupt: "),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_one_host_raises_has_the_same_type_on_the_others(
+    error: BaseException, kind: type[BaseException], text: str, hosts: list[Hosts]
+) -> None:
+    """Where all have the type: nothing from another host is unpickled."""
+    name = hosts[0].circle.cards[0].about["name"]
     seen = HostError("Host 0 no longer takes part: it has closed the connection")
-    mistake, said = together(
-        lambda: failing(hosts[0], ValueError("a bad day")),
-        lambda: failing(hosts[1], WorkerError("Rank 3 failed"), seen),
+    own, found = together(lambda: failing(hosts[0], error), lambda: failing(hosts[1], seen))
+    assert own is error
+    assert type(found) is kind
+    assert text.replace("node", str(name)) in str(found)
+    if kind is HostError:
+        assert noted(found) == [NOTE]
+    else:
+        assert isinstance(found.__cause__, HostError)
+        assert found.__cause__.__cause__ is seen
+        assert noted(found) == [str(found.__cause__), NOTE]
+        assert f"Host 0 ({name}) failed: {type(error).__name__}: " in noted(found)[0]
+
+
+def test_what_a_helper_of_another_host_has_raised_names_the_rank(hosts: list[Hosts]) -> None:
+    error = ValueError("a bad day")
+    error.__cause__ = WorkerError("Rank 3 failed (in fit, step 2): ValueError: a bad day")
+    _, found = together(
+        lambda: failing(hosts[0], error, error.__cause__),
+        lambda: failing(hosts[1], HostError("it has closed the connection")),
     )
-    assert isinstance(mistake, ValueError)
-    assert isinstance(said, HostError)
-    assert "ValueError: a bad day" in str(said)
-    assert noted(said) == [NOTE]
+    assert isinstance(found, ValueError)
+    assert "failed: Rank 3 failed (in fit, step 2): ValueError: a bad day" in noted(found)[0]
 
 
 def test_an_error_of_this_host_stays_what_it_is(hosts: list[Hosts]) -> None:

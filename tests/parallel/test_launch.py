@@ -237,7 +237,7 @@ def test_a_fork_that_fails_is_reported(
 
 def test_without_forks(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on macOS: each helper is an interpreter of its own."""
-    monkeypatch.setattr(template_module, "_FORKS", False)
+    monkeypatch.setattr(template_module, "FORKS", False)
     before = num_descriptors()
     team = Team(2, partial(Template, 1, ()))
     pids = team.pids()
@@ -257,3 +257,26 @@ def test_without_forks(monkeypatch: pytest.MonkeyPatch) -> None:
     wait_until(lambda: not any(is_alive(pid) for pid in pids), 15)
     del team
     assert num_descriptors() <= before
+
+
+def test_a_template_imports_once_for_all_later_helpers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What cannot be imported there does it no harm."""
+    (tmp_path / "imported_once.py").write_text(
+        "with open(__file__ + '.log', 'a') as log:\n    log.write('x')\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    template = Template(None, ())
+    try:
+        start_and_end(lambda: template)
+        template.load(["imported_once", "no_such_module"])
+        template.load(["imported_once"])
+        team = Team(2, lambda: template)
+        call(team, calls.tell_modules, b"imported_once")
+        assert [payload for payload, _ in team.gather(60)] == [b"True"] * 2
+        team.finish(60)
+        team.close()
+    finally:
+        template.close()
+    assert (tmp_path / "imported_once.py.log").read_text() == "x"

@@ -270,9 +270,8 @@ class Kill(lockstep.Callback):
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         if batch == 1:
-            team = self.trainer._session._team
-            assert team is not None
-            os.kill(team.pids()[0], signal.SIGKILL)
+            trainer: Any = self.trainer
+            os.kill(trainer._session._team.pids()[0], signal.SIGKILL)
 
 
 def test_a_killed_stage_is_an_error_and_the_next_fit_works() -> None:

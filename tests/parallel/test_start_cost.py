@@ -1,18 +1,96 @@
-"""What a helper must not do between its birth and its first step: import for seconds."""
+"""What must not be done before the first step: import for seconds."""
 
 import sys
+from pathlib import Path
 
+import pytest
+import torch
+import torchmetrics
+from torch import nn
+
+import lockstep
 from lockstep.launch.pool import keep_teams
+from lockstep.train import session
+from lockstep.train.known_modules import known_modules
 from tests.faults.jobs import fit, make_trainer
 from tests.faults.mishaps import fail
+from tests.faults.processes import run
+
+# Torch imports the first for its own optimizers, settings and decorators, unless asked not to, and
+# the second for gradients that backward starts from.
+SLOW = ("torch._dynamo", "sympy")
 
 
 def check_imports() -> None:
-    """Torch imports this for its own optimizers, settings and decorators, unless asked not to."""
-    if "torch._dynamo" in sys.modules:
-        fail(AssertionError("torch._dynamo was imported"))
+    found = [name for name in SLOW if name in sys.modules]
+    if found:
+        fail(AssertionError(f"{found} were imported"))
 
 
 def test_the_first_steps_of_a_helper_do_not_import_for_seconds() -> None:
     with keep_teams():  # whose teams are all fresh: torch's own recomputation imports it
         fit(make_trainer(2, check_imports, step=2))
+
+
+SCRIPT = """
+import sys
+from functools import partial
+import torch
+from torch import nn
+import lockstep
+
+trainer = lockstep.Trainer(
+    nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1)),
+    loss=nn.MSELoss(),
+    optimizer=partial(torch.optim.{optimizer}, lr=0.1),
+    strategy=lockstep.{strategy},
+)
+trainer.fit((torch.ones(64, 8), torch.ones(64, 1)), verbose=0)
+print([name for name in {slow} if name in sys.modules])
+"""
+
+
+@pytest.mark.parametrize(
+    ("strategy", "optimizer"),
+    [
+        ("SingleDeviceStrategy()", "Adam"),
+        ("MirroredStrategy(2)", "SGD"),
+        ("PipelineStrategy(2)", "AdamW"),
+    ],
+)
+def test_nor_do_those_of_the_script(strategy: str, optimizer: str, tmp_path: Path) -> None:
+    source = SCRIPT.format(strategy=strategy, optimizer=optimizer, slow=SLOW)
+    assert run(source, directory=tmp_path) == "[]\n"
+
+
+def test_what_metrics_need_is_imported_before_helpers_are_born(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = []
+    take_team = session.take_team
+
+    def take(num: int, threads: int | None, preload: tuple[str, ...], *, first_rank: int) -> object:
+        asked.append(preload)
+        return take_team(num, threads, preload, first_rank=first_rank)
+
+    monkeypatch.setattr(session, "take_team", take)
+    for metrics in ({}, {"accuracy": torchmetrics.Accuracy(task="multiclass", num_classes=3)}):
+        trainer = lockstep.Trainer(
+            nn.Linear(4, 3),
+            loss=nn.CrossEntropyLoss(),
+            metrics=metrics,
+            strategy=lockstep.MirroredStrategy(2),
+        )
+        trainer.evaluate((torch.ones(4, 4), torch.zeros(4, dtype=torch.long)))
+    assert asked == [session.PRELOAD, (*session.PRELOAD, "torchmetrics.classification.accuracy")]
+
+
+def test_modules_of_users_are_not_imported_before_they_are_sent() -> None:
+    class Own(nn.Module):
+        pass
+
+    class OwnMetric(torchmetrics.MeanMetric):
+        pass
+
+    assert known_modules([nn.Linear(1, 1), Own(), OwnMetric(), None]) == ()
+    assert known_modules([torchmetrics.MeanMetric()]) == ("torchmetrics.aggregation",)

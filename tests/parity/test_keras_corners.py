@@ -4,7 +4,9 @@ In float32, as users run it.
 """
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -347,3 +349,81 @@ def test_what_ranks_do_not_hear_of_is_refused(
 
     with pytest.raises(OptionError, match="In the midst of an epoch"):
         fitted(model, callbacks=[Changes()])
+
+
+# --- what scripts have around calls ---------------------------------------------------------------
+
+STRATEGIES: dict[str, Callable[[], lockstep.Strategy]] = {
+    "single": lockstep.SingleDeviceStrategy,
+    "mirrored": partial(lockstep.MirroredStrategy, devices=2),
+    "pipeline": partial(lockstep.PipelineStrategy, stages=2, microbatches=3),
+}
+
+
+def dense() -> list[Any]:
+    return [layers.Dense(6, activation="relu"), layers.Dense(1)]
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_calls_without_autograd_are_as_those_with_it(mode: Any, name: str) -> None:
+    results, models = [], []
+    for around in (nullcontext, mode):
+        with STRATEGIES[name]().scope():
+            model = stacked(*dense())
+        zoo.set_weights(model)
+        with around():
+            found = fitted(model, epochs=2, validation_data=(X, Y))
+            evaluated = model.evaluate(X, Y, verbose=0), model.train_on_batch(X, Y)
+            outputs = model.predict(X, verbose=0)
+        fitted(model)
+        results.append((found, evaluated, outputs.tolist()))
+        models.append(model)
+    assert results[0] == results[1]
+    assert zoo.distance(*models) == 0
+
+
+def test_what_is_made_for_inference_cannot_be_trained() -> None:
+    def built() -> Model:
+        return keras.Sequential([keras.Input((8,)), *dense()])
+
+    with lockstep.MirroredStrategy(devices=2).scope():
+        with torch.inference_mode():
+            model = built()
+        model.compile("sgd", "mse")
+        other = built()
+        with torch.inference_mode():
+            other.compile("sgd", "mse")
+    for one in (model, other):
+        with pytest.raises(ModelError, match=r"inference_mode.*Make the model"):
+            fitted(one)
+
+
+def test_a_torch_module_that_divides_the_work() -> None:
+    with lockstep.MirroredStrategy(devices=2).scope():
+        wrapped = layers.TorchModuleWrapper(torch.nn.DataParallel(torch.nn.Linear(8, 1)))
+        model = stacked(wrapped)
+    with pytest.raises(ModelError, match=r"DataParallel would do so, too.*module\.module is what"):
+        fitted(model)
+
+
+def test_a_second_thread_is_refused() -> None:
+    refused: list[str] = []
+
+    def evaluate() -> None:
+        try:
+            model.evaluate(X, Y, verbose=0)
+        except OptionError as error:
+            refused.append(str(error))
+
+    def in_another_thread(epoch: int, logs: Any) -> None:
+        model.evaluate(X, Y, verbose=0)  # here it may be
+        with ThreadPoolExecutor(1) as other:
+            other.submit(evaluate).result()
+
+    with lockstep.MirroredStrategy(devices=2).scope():
+        model = stacked(*dense())
+    callback = keras.callbacks.LambdaCallback(on_epoch_end=in_another_thread)
+    assert len(fitted(model, epochs=2, callbacks=[callback])["loss"]) == 2
+    assert len(refused) == 2
+    assert "evaluate while another thread is in fit" in refused[0]

@@ -11,6 +11,7 @@ import pytest
 import torch
 from keras import layers
 from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
 
 import lockstep
 from lockstep.errors import DataError, OptionError
@@ -110,6 +111,19 @@ def test_evaluation_and_prediction(strategy: lockstep.Strategy, name: str) -> No
     np.testing.assert_allclose(other, one, rtol=1e-6)
     one, other = (each.predict(*DATA[name]()[0], verbose=0) for each in (plain, model))
     np.testing.assert_allclose(other, one, rtol=1e-9)
+
+
+def test_a_loader_with_a_part_of_the_data(strategy: lockstep.Strategy) -> None:
+    with strategy.scope():
+        model = zoo.compiled(zoo.sequential)
+    rows = loader().dataset
+    part: Any = DataLoader(rows, BATCH, sampler=DistributedSampler(rows, num_replicas=2, rank=0))
+    for call in (model.fit, model.evaluate, model.predict):
+        with pytest.raises(DataError, match=r"`x` must give all samples.*DistributedSampler"):
+            call(part, verbose=0)
+    with pytest.raises(DataError, match="`validation_data` must give all samples"):
+        model.fit(X, Y, validation_data=part, verbose=0)
+    assert model.optimizer.iterations.value == 0
 
 
 def test_no_samples(strategy: lockstep.Strategy) -> None:

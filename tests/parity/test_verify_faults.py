@@ -21,7 +21,7 @@ import lockstep
 from lockstep.parallel.batch_norm import BatchNorms
 from lockstep.parallel.function_losses import FunctionAdapter
 from lockstep.parallel.losses import ShareLoss
-from lockstep.parallel.replica import Replica
+from lockstep.parallel.worker import Worker
 from lockstep.proof.comparison import Comparison
 from lockstep.proof.report import Report
 from lockstep.train import recipe, trainer
@@ -30,7 +30,7 @@ from lockstep.train.updaters import TorchUpdater
 from tests.zoo import IGNORED, Case, TiedGPT, build_seeded, case
 
 Fire = Callable[[], None]
-Fault = Callable[[Replica, Fire], None]
+Fault = Callable[[Worker, Fire], None]
 
 
 # --- planting -----------------------------------------------------------------------------------
@@ -178,7 +178,7 @@ def test_a_loss_that_is_no_mean_over_samples(marker: Path) -> None:
 # --- BatchNorm ----------------------------------------------------------------------------------
 
 
-def norms_of(worker: Replica) -> dict[str, nn.Module]:
+def norms_of(worker: Worker) -> dict[str, nn.Module]:
     return {
         name: layer
         for name, layer in worker.model.named_modules()
@@ -186,7 +186,7 @@ def norms_of(worker: Replica) -> dict[str, nn.Module]:
     }
 
 
-def put_back_first_norm(worker: Replica, fire: Fire) -> None:
+def put_back_first_norm(worker: Worker, fire: Fire) -> None:
     """The running statistics of one layer stay as they were before the second step."""
     train_step, norm = worker.train_step, norms_of(worker)["5"]
 
@@ -214,7 +214,7 @@ def test_a_stale_buffer(plant: Callable[[Fault, int | None], None], marker: Path
     assert (first(report).rank, first(report).step) == (1, 1)
 
 
-def take_own_statistics(worker: Replica, fire: Fire) -> None:
+def take_own_statistics(worker: Worker, fire: Fire) -> None:
     """A running mean that saw the rank's own share only."""
     train_step, norm = worker.train_step, norms_of(worker)["1"]
     seen: list[Tensor] = []
@@ -240,10 +240,11 @@ def test_a_buffer_of_the_own_share(
     assert {one.kind for one in report.differences} == {"buffer"}
 
 
-def forget_norms(worker: Replica, fire: Fire) -> None:
+def forget_norms(worker: Worker, fire: Fire) -> None:
     """Every share is normalised by itself."""
-    assert worker._norms
-    worker._norms = BatchNorms(nn.Identity())
+    passes: Any = worker.passes
+    assert passes._norms
+    passes._norms = BatchNorms(nn.Identity())
     fire()
 
 
@@ -291,7 +292,7 @@ def test_a_step_on_unused_parameters(marker: Path, monkeypatch: pytest.MonkeyPat
     assert places(report, "gradient", 0) == set()
 
 
-def skip_an_update(worker: Replica, fire: Fire) -> None:
+def skip_an_update(worker: Worker, fire: Fire) -> None:
     """A rank forgets its slice of the third update."""
     updater = worker.updater
     assert updater is not None
@@ -323,8 +324,8 @@ def test_a_slice_that_is_not_updated(
 # --- random streams -----------------------------------------------------------------------------
 
 
-def take_another_seed(worker: Replica, fire: Fire) -> None:
-    worker._seed += 1
+def take_another_seed(worker: Worker, fire: Fire) -> None:
+    worker.passes._seed += 1
     fire()
 
 
@@ -334,7 +335,7 @@ def test_dropout_of_another_seed(plant: Callable[[Fault, int | None], None], mar
     assert (first(report).kind, first(report).step) == ("loss", 0)
 
 
-def repeat_first_streams(worker: Replica, fire: Fire) -> None:
+def repeat_first_streams(worker: Worker, fire: Fire) -> None:
     """Every step drops what the first has dropped."""
     train_step = worker.train_step
 
@@ -357,23 +358,23 @@ def test_dropout_that_never_changes(
 
 
 def break_gradient(
-    worker: Replica, fire: Fire, breaks: Callable[[Tensor], Tensor | None], name: str, step: int
+    worker: Worker, fire: Fire, breaks: Callable[[Tensor], Tensor | None], name: str, step: int
 ) -> None:
     names = [key for key, value in worker.model.named_parameters() if value.requires_grad]
     put, calls = worker.exchange.put, iter(range(100))
 
-    def faulty(share: int, gradients: Any, *totals: Any) -> None:
+    def faulty(group: int, row: int, gradients: Any) -> None:
         if next(calls) == step:
             index = names.index(name)
             gradients = list(gradients)
             gradients[index] = breaks(gradients[index])
             fire()
-        put(share, gradients, *totals)
+        put(group, row, gradients)
 
     vars(worker.exchange)["put"] = faulty
 
 
-def drop_gradient(worker: Replica, fire: Fire) -> None:
+def drop_gradient(worker: Worker, fire: Fire) -> None:
     break_gradient(worker, fire, lambda gradient: None, "2.weight", 2)
 
 
@@ -388,7 +389,7 @@ def test_a_gradient_that_a_share_does_not_hand_in(
     assert places(report, "parameter", 2) == {("2.weight", 0), ("2.weight", 1)}
 
 
-def bend_gradient(worker: Replica, fire: Fire) -> None:
+def bend_gradient(worker: Worker, fire: Fire) -> None:
     """A fault of the twelfth digit of one element."""
 
     def bend(gradient: Tensor) -> Tensor:
@@ -407,7 +408,7 @@ def test_a_fault_of_one_element(plant: Callable[[Fault, int | None], None], mark
     assert 1e-12 < first(report).relative < 1e-9
 
 
-def spoil_gradient(worker: Replica, fire: Fire) -> None:
+def spoil_gradient(worker: Worker, fire: Fire) -> None:
     break_gradient(worker, fire, lambda gradient: gradient * torch.nan, "0.bias", 1)
 
 
@@ -420,7 +421,7 @@ def test_numbers_that_are_none(plant: Callable[[Fault, int | None], None], marke
     assert "not finite" in first(report).remark
 
 
-def drop_key_bias(worker: Replica, fire: Fire) -> None:
+def drop_key_bias(worker: Worker, fire: Fire) -> None:
     name = "blocks.0.attention.query_key_value.bias"
     break_gradient(worker, fire, torch.zeros_like, name, 1)
 

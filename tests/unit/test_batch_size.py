@@ -14,8 +14,9 @@ from torch.utils.data import Dataset
 
 import lockstep
 from lockstep import errors
-from lockstep.cluster.memory_limits import FreeMemory
+from lockstep.cluster.memory_limits import FreeMemory, Kills
 from lockstep.data.sources import as_source
+from lockstep.launch.failure import describe_exit
 from lockstep.train import batch_size as batch_sizes
 from lockstep.train.callbacks import stopping
 from lockstep.train.doubling import Doubling, Measured, Trial
@@ -357,13 +358,17 @@ def test_what_cannot_be_sent_to_a_trial_is_named() -> None:
 
 
 def test_shortages_are_told_from_failures() -> None:
-    killed = errors.WorkerError("Rank 1 (process 7) ended (in fit): killed by SIGKILL; the kernel")
+    end = "Rank 1 (process 7) ended (in fit): {}."
+    killed = errors.WorkerError(end.format(describe_exit(-9)))
+    known = Kills(0, "this host"), Kills(1, "this host")
+    starved = errors.WorkerError(end.format(describe_exit(-9, *known)))
+    murdered = errors.WorkerError(end.format(describe_exit(-9, known[0], known[0])))
     crashed = errors.WorkerError("Rank 1 (process 7) ended (in fit): killed by SIGSEGV.")
     wrapped = errors.WorkerError("Rank 1 failed (in fit, step 0): MemoryError: ")
     outer = RuntimeError("a step failed")
     outer.__cause__ = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried")
-    assert all(map(is_shortage, (killed, wrapped, outer, MemoryError())))
-    assert not any(map(is_shortage, (crashed, ValueError("out of memory lane"), None)))
+    assert all(map(is_shortage, (killed, starved, wrapped, outer, MemoryError())))
+    assert not any(map(is_shortage, (murdered, crashed, ValueError("out of memory lane"), None)))
 
 
 # --- arguments ----------------------------------------------------------------------------------

@@ -59,12 +59,12 @@ def test_the_steps_of_all_ranks_are_there_on_one_clock(
     for rank in range(devices):
         for step in range(8):
             assert len(blocks(events, rank, f"step {step}")) == (step in (3, 4)), (rank, step)
-        assert len(blocks(events, rank, "Forward")) == 2
+        assert len(blocks(events, rank, f"0F{rank}")) == 2
         assert len(blocks(events, rank, "aten::linear")) == 4
         # All begin a step after its data is known, and none ends it before the last has updated.
         begin, end = blocks(events, rank, "step 3")[0]
         for other in range(devices):
-            update, _ = blocks(events, other, "Step")[0]
+            update, _ = blocks(events, other, "STEP")[0]
             assert begin < update < end, "the ranks' clocks differ"
     names = {event["args"]["name"] for event in events if event["name"] == "process_name"}
     assert {name.partition(":")[0] for name in names} == {f"rank {rank}" for rank in range(devices)}

@@ -1,6 +1,7 @@
 """Saved weights: whole tensors by name, readable by others, written whole or not at all."""
 
 import os
+import socket
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -213,20 +214,42 @@ def test_weights_are_loaded_in_another_precision(tmp_path: Path) -> None:
     assert torch.equal(wide.weight, model.weight.double())
 
 
+def alias(path: Path, *names: str) -> None:
+    """Save a Linear with other names for tensors, which follow in turn."""
+    metadata = {f"alias:{name}": first for name, first in zip(names[::2], names[1::2], strict=True)}
+    save_file(nn.Linear(3, 2).state_dict(), path, metadata)
+
+
 NO_CHECKPOINTS: dict[str, Callable[[Path], object]] = {
     "not there": lambda path: None,
     "empty": lambda path: path.write_bytes(b""),
     "text": lambda path: path.write_text("weights " * 100),
     "a pickle of torch.save": lambda path: torch.save(nn.Linear(3, 2).state_dict(), path),
     "a directory": lambda path: path.mkdir(),
+    "a pipe": os.mkfifo,
+    "a link to itself": lambda path: path.symlink_to(path),
+    "an alias of nothing": lambda path: alias(path, "head", "tail"),
+    "an alias of an alias": lambda path: alias(path, "head", "weight", "tail", "head"),
+    "an alias of a tensor": lambda path: alias(path, "bias", "weight"),
+    "a huge header": lambda path: path.write_bytes(b"\xff" * 64),
+    "a header that is no table": lambda path: path.write_bytes((2).to_bytes(8, "little") + b"[]"),
 }
 
 
 @pytest.mark.parametrize("name", NO_CHECKPOINTS)
 def test_what_is_no_checkpoint_is_refused_by_name(name: str, tmp_path: Path) -> None:
     NO_CHECKPOINTS[name](tmp_path / "weights")
-    with pytest.raises(CheckpointError, match="weights must be a safetensors file"):
-        load_weights(nn.Linear(3, 2), tmp_path / "weights")
+    model = nn.Linear(3, 2)
+    before = copy_of(model)
+    with pytest.raises(CheckpointError, match=r"weights must be a safetensors file\. Received: .+"):
+        load_weights(model, tmp_path / "weights")
+    assert_same_state(model, before)
+
+
+@pytest.mark.parametrize("path", [None, 3, b"weights", "", "a\0b", ["weights"]])
+def test_what_is_no_path_is_refused(path: Any) -> None:
+    with pytest.raises(CheckpointError, match=r"must be a safetensors file\. Received: .+"):
+        load_weights(nn.Linear(3, 2), path)
 
 
 def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
@@ -287,8 +310,75 @@ def test_a_file_has_the_permissions_of_any_new_file(tmp_path: Path) -> None:
     assert len(modes) == 1
 
 
+@pytest.mark.parametrize("mode", [0o600, 0o640, 0o666, 0o444])
+def test_a_save_keeps_the_mode_of_the_file_it_replaces(mode: int, tmp_path: Path) -> None:
+    path = tmp_path / "weights"
+    save_weights(nn.Linear(3, 2), path)
+    path.chmod(mode)
+    save_weights(nn.Linear(30, 20), path)
+    assert stat.S_IMODE(path.stat().st_mode) == mode
+    load_weights(nn.Linear(30, 20), path)
+
+
+def test_a_new_file_follows_the_umask_and_is_never_open_to_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+    write = weights._write
+
+    def look(tensors: Any, metadata: Any, file: Any) -> None:
+        seen.append(stat.S_IMODE(os.fstat(file.fileno()).st_mode))
+        write(tensors, metadata, file)
+
+    monkeypatch.setattr(weights, "_write", look)
+    before = os.umask(0o027)
+    try:
+        save_weights(nn.Linear(3, 2), tmp_path / "weights")
+        (tmp_path / "weights").chmod(0o606)
+        save_weights(nn.Linear(3, 2), tmp_path / "weights")
+        assert os.umask(0o027) == 0o027  # as the user has set it
+    finally:
+        os.umask(before)
+    assert seen == [0o640, 0o600]
+    assert stat.S_IMODE((tmp_path / "weights").stat().st_mode) == 0o606
+
+
+def test_a_link_stays_and_leads_to_the_new_file(tmp_path: Path) -> None:
+    (tmp_path / "runs").mkdir()
+    link = tmp_path / "latest"
+    link.symlink_to("runs/third")
+    for size in (3, 5):  # where the file is new, and where it is replaced
+        save_weights(nn.Linear(size, 2), link)
+        assert link.is_symlink()
+        load_weights(nn.Linear(size, 2), tmp_path / "runs" / "third")
+    assert os.listdir(tmp_path / "runs") == ["third"]
+
+
+def make_socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as made:
+        made.bind(str(path))
+
+
+@pytest.mark.parametrize(
+    ("make", "kind"),
+    [(Path.mkdir, "a folder"), (os.mkfifo, "a pipe"), (make_socket, "a device or socket")],
+)
+def test_nothing_but_a_file_is_replaced(
+    make: Callable[[Path], None], kind: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "weights"
+    make(path)
+    before = path.stat().st_mode
+    with pytest.raises(CheckpointError, match=f"into a file. Received: {path}, {kind}"):
+        save_weights(nn.Linear(3, 2), path)
+    assert path.stat().st_mode == before
+    assert os.listdir(tmp_path) == ["weights"]
+
+
 def test_a_folder_that_is_not_there_is_the_systems_error(tmp_path: Path) -> None:
     path = tmp_path / "nowhere" / "weights"
-    with pytest.raises(FileNotFoundError) as caught:
-        save_weights(case("mlp").make_model(), path)
-    assert caught.value.filename == str(path)  # the user's, not a temporary one
+    (tmp_path / "link").symlink_to(path)
+    for given in (path, tmp_path / "link"):
+        with pytest.raises(FileNotFoundError) as caught:
+            save_weights(case("mlp").make_model(), given)
+        assert caught.value.filename == str(given)  # the user's, not a temporary one

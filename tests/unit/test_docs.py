@@ -4,16 +4,19 @@ import importlib.util
 import os
 import re
 import shlex
+import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from lockstep.cli.main import _make_parser
 from tests import warm
-from tests.launching import STRICT
+from tests.launching import STRICT_BUT_KERAS
 from tests.netns import HostProcess
 from tests.pages import Page, PageError, read_page
+from tools.api_reference import anchor
 
 ROOT = Path(__file__).parents[2]
 PATHS = [
@@ -21,14 +24,21 @@ PATHS = [
     ROOT / "CONTRIBUTING.md",
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
+PACKAGE = ROOT / "lockstep"
+CHINESE = ROOT / "README.zh.md"
 PAGES = {str(path.relative_to(ROOT)): read_page(path.read_text()) for path in PATHS}
-SCRIPTS = [name for name, page in PAGES.items() if any(block.is_python for block in page.blocks)]
+# Its blocks are programs of their own, which test_docs_migrating.py runs.
+PROGRAMS = "docs/migrating.md"
+SCRIPTS = [
+    name
+    for name, page in PAGES.items()
+    if name != PROGRAMS and any(block.is_python for block in page.blocks)
+]
 CASES = [(name, need) for name in SCRIPTS for need in ("", *PAGES[name].needs)]
-COMMANDS = [(name, command) for name, page in PAGES.items() for command in page.commands]
+COMMANDS = [
+    (name, command) for name, page in PAGES.items() if name != PROGRAMS for command in page.commands
+]
 TARGETS = re.findall(r"^([a-z][\w-]*):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
-
-# Of its own variables, whenever one becomes an array.
-KERAS_SAYS = "__array__ implementation doesn't accept a copy keyword"
 
 # Longest time for one page.
 TIMEOUT_SECONDS = 300
@@ -37,7 +47,7 @@ TIMEOUT_SECONDS = 300
 def run(arguments: list[str], folder: Path, *, like: str = "torch") -> str:
     """Run Python in a folder of its own, as a reader with one core would; returns what it says."""
     own = {"COLUMNS": "200", "XDG_CACHE_HOME": str(folder / "cache")}
-    words = [sys.executable, *STRICT, "-W", f"ignore:{KERAS_SAYS}", *arguments]
+    words = [sys.executable, *STRICT_BUT_KERAS, *arguments]
     process = HostProcess(words, {**os.environ, **warm.VARIABLES, **own}, folder, like=like)
     try:
         status, out, err = process.finish(TIMEOUT_SECONDS)
@@ -92,10 +102,73 @@ def test_a_command_is_there(name: str, command: str, tmp_path: Path) -> None:
         assert words[0] in ("pip", "python"), command
 
 
-def test_links_between_pages_lead_to_files() -> None:
-    for path in PATHS:
-        for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", path.read_text()):
-            assert (path.parent / link).exists(), (path, link)
+def undefined_names(script: str) -> str:
+    """What a script uses and does not define or import; empty if nothing."""
+    done = subprocess.run(
+        [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F821", "--quiet", "-"],
+        input=script,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    return done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_page_needs_nothing_that_is_hidden(name: str) -> None:
+    shown = replace(PAGES[name], blocks=PAGES[name].visible)
+    assert not undefined_names(shown.script(dict.fromkeys(shown.needs, True)))
+
+
+@pytest.mark.parametrize("name", [*SCRIPTS, PROGRAMS])
+def test_a_block_can_be_pasted_or_the_page_says_what_it_continues(name: str) -> None:
+    lines = (ROOT / name).read_text().splitlines()
+    for block in PAGES[name].visible:
+        if block.is_python and undefined_names(f"{block.text}\n"):
+            before = "\n".join(lines[: block.line]).lower()
+            assert "continu" in before, f"{name}, line {block.line}"
+
+
+def test_links_between_pages_lead_to_files_and_headings() -> None:
+    for path in (*PATHS, CHINESE):
+        for link, heading in re.findall(r"\]\(([^)#:]*)(?:#([^)]*))?\)", path.read_text()):
+            target = path.parent / link if link else path
+            assert target.exists(), (path, link)
+            assert not heading or heading in anchors(target), (path, link, heading)
+
+
+def anchors(path: Path) -> set[str]:
+    return {anchor(line) for line in re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE)}
+
+
+def file_named(name: str) -> Path:
+    """A file of the repository or of the package, by its path there."""
+    return next((path for path in (ROOT / name, PACKAGE / name) if path.exists()), ROOT / name)
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_files_that_a_page_names_are_there(name: str) -> None:
+    """And what they are said to hold: `plan/spec.py` (`Plan`)."""
+    text = (ROOT / name).read_text()
+    for file in re.findall(r"`((?:\w+/)+\w+\.py)\b", text):
+        assert file_named(file).exists(), file
+    for file, part in re.findall(r"`((?:\w+/)*\w+\.py)` \(`(\w+)`", text):
+        assert re.search(rf"\b{part}\b", file_named(file).read_text()), (file, part)
+
+
+# --- the README in Chinese ----------------------------------------------------------------------
+
+
+def test_both_readmes_have_the_same_code_and_links() -> None:
+    texts = [(ROOT / "README.md").read_text(), CHINESE.read_text()]
+    one, other = ([(block.kind, block.text) for block in read_page(text).visible] for text in texts)
+    assert one == other
+    # Code in the text, such as the strategies' arguments, is the same, whatever its order.
+    prose = [re.sub(r"^```.*?^```$|<!--.*?-->", "", text, flags=re.M | re.S) for text in texts]
+    for pattern in (r"`[^`]+`", r"\]\(([^)]+)\)"):
+        one_set, other_set = (set(re.findall(pattern, text)) for text in prose)
+        languages = {"README.md", "README.zh.md"}
+        assert one_set - languages == other_set - languages
 
 
 # --- how pages are read -------------------------------------------------------------------------
@@ -103,12 +176,9 @@ def test_links_between_pages_lead_to_files() -> None:
 TEXT = """\
 # A page
 
-<!-- setup
-x = 1
--->
-
 ```python
 # job.py
+x = 1
 y = x + 1
 ```
 
@@ -143,13 +213,14 @@ def test_a_page_is_a_script_at_the_lines_of_the_page() -> None:
     lines = TEXT.splitlines()
     kept = {number: line for number, line in enumerate(script.splitlines()) if line}
     assert kept == {number: lines[number] for number in kept}
-    assert list(kept.values()) == ["x = 1", "# job.py", "y = x + 1", "print(y)"]
+    assert list(kept.values()) == ["# job.py", "x = 1", "y = x + 1", "print(y)"]
     assert "import nothing_like_it" in page.script({"nothing_like_it": True, "os": True})
 
 
 def test_a_page_has_files_outputs_and_commands() -> None:
     page = read_page(TEXT)
-    assert page.files == {"job.py": "# job.py\ny = x + 1"}
+    assert page.files == {"job.py": "# job.py\nx = 1\ny = x + 1"}
+    assert len(page.visible) == len(page.blocks) - 1
     assert page.outputs == ("2",)
     assert page.commands == ("make test", "lockstep demo")
 
@@ -158,7 +229,7 @@ def test_a_page_has_files_outputs_and_commands() -> None:
     ("text", "message"),
     [
         ("```python\nx = 1\n", "line 1: no ``` ends"),
-        ("\n<!-- setup\nx = 1\n", "line 2: no --> ends"),
+        ("\n<!-- check\nx = 1\n", "line 2: no --> ends"),
         ("<!-- nedes os -->\n```python\nx = 1\n```\n", "nedes os --> means nothing"),
     ],
 )

@@ -369,3 +369,20 @@ def test_what_is_no_address_is_refused(text: str) -> None:
 @pytest.mark.parametrize("text", ["a:1", "10.0.0.1:65535", "[::1]:80", "my-host.example:29400"])
 def test_addresses_are_written_as_they_are_read(text: str) -> None:
     assert str(Address.parse(text)) == text
+
+
+@pytest.mark.parametrize(
+    ("workers", "more", "expected"),
+    [
+        (["127.0.0.1:1111", "127.0.0.1:2222"], {}, True),
+        (["localhost:1111", "[::1]:2222"], {}, True),
+        (["localhost:1111", "10.0.0.1:2222"], {}, False),
+        (["node:1111", "localhost:2222"], {}, False),
+        (["localhost:1", "localhost:2"], {"LOCKSTEP_RENDEZVOUS": "10.0.0.1:3"}, False),
+    ],
+)
+def test_tf_config_of_the_tutorials_is_one_machine(
+    workers: list[str], more: dict[str, str], expected: bool
+) -> None:
+    place = place_in({**tf_config({"worker": workers}), **more})
+    assert place.is_one_machine is expected

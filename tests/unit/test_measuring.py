@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lockstep.capture import measuring
 from lockstep.capture.measuring import LayerMeasure, measure_layers
 from lockstep.capture.tracing import trace_model
 from lockstep.data.order import stream_states
@@ -190,3 +191,25 @@ def test_on_the_meta_device_operations_are_counted() -> None:
         NUM_SAMPLES * 200 * FLOAT,
     )
     assert last.parameter_bytes == (200 * 50 + 50) * FLOAT
+
+
+def test_what_takes_long_is_run_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once to be warm, once to be timed."""
+
+    class Counting(nn.Module):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            Counting.calls += 1
+            return x * 2
+
+    def count_calls(enough_seconds: float) -> int:
+        monkeypatch.setattr(measuring, "_ENOUGH_SECONDS", enough_seconds)
+        model, inputs = nn.Sequential(Counting(), nn.Linear(4, 4)), torch.ones(3, 4)
+        trace = trace_model(model, inputs, training=True, atomic={"0": "to be seen"})
+        Counting.calls = 0
+        measure_layers(model, trace, inputs)
+        return Counting.calls
+
+    assert count_calls(0.0) == 2
+    assert count_calls(3600.0) == 4

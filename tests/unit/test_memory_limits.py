@@ -4,10 +4,17 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.cluster.memory_limits import FreeMemory, free_memory, memory_ceiling
+from lockstep.cluster.memory_limits import (
+    FreeMemory,
+    Kills,
+    free_memory,
+    memory_ceiling,
+    memory_kills,
+)
 from lockstep.comm import shared_memory
 from lockstep.comm.shared_memory import SharedRegion
 from lockstep.errors import DeviceError
+from lockstep.launch.failure import MEMORY_RAN_OUT, describe_exit
 
 GIB = 1 << 30
 
@@ -98,3 +105,44 @@ def test_a_region_that_is_too_large_is_refused_before_it_is_taken(
     with pytest.raises(DeviceError, match=r"needs 62\.0 MiB more"):
         region.reserve(1 << 20, 62 << 20)
     region.reserve(1 << 20, 2 << 20)
+
+
+def test_the_kernels_count_of_kills_is_that_of_the_innermost_group(tmp_path: Path) -> None:
+    assert memory_kills(tmp_path) is None
+    write(tmp_path, {"proc/vmstat": "pgfault 5\noom_kill 9\n"})
+    assert memory_kills(tmp_path) == Kills(9, "this host")
+    write(
+        tmp_path,
+        {
+            "proc/self/cgroup": "4:memory:/job\n0::/",
+            "sys/fs/cgroup/memory/memory.oom_control": "oom_kill 7",
+            "sys/fs/cgroup/memory/job/memory.oom_control": "oom_kill_disable 0\noom_kill 2",
+        },
+    )
+    assert memory_kills(tmp_path) == Kills(2, "this control group")
+    write(
+        tmp_path,
+        {
+            "proc/self/cgroup": "0::/pod",
+            "sys/fs/cgroup/pod/memory.events": "oom 3\noom_kill 1\noom_group_kill 0",
+        },
+    )
+    assert memory_kills(tmp_path) == Kills(1, "this control group")
+
+
+def test_a_process_that_was_killed_is_said_to_have_run_out_of_memory_where_that_is_known() -> None:
+    none, one, three = (Kills(count, "this control group") for count in (0, 1, 3))
+    assert describe_exit(-9, none, one) == (
+        "killed by SIGKILL: memory ran out, for which the kernel has killed a process of this "
+        "control group meanwhile"
+    )
+    assert "has killed 2 processes" in describe_exit(-9, one, three)
+    assert describe_exit(-9, three, three) == (
+        "killed by SIGKILL (by kill -9, or what does the same: memory did not run out, says the "
+        "kernel)"
+    )
+    unknown = "killed by SIGKILL (by kill -9; or by the kernel, if memory ran out)"
+    assert describe_exit(-9) == describe_exit(-9, Kills(0, "this host"), one) == unknown
+    assert MEMORY_RAN_OUT not in describe_exit(-9, three, three)
+    assert describe_exit(-15, none, one) == "killed by SIGTERM"
+    assert describe_exit(3) == "it left with exit status 3"

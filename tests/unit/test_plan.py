@@ -170,3 +170,15 @@ def test_of_many_layers_the_first_are_shown_and_the_rest_summed() -> None:
     assert shown == [f"layer{number}." for number in range(40)]
     assert "and 5 more layers" in lines[-1]
     assert lines[-1].split()[-1] == "60"
+
+
+def test_a_notebook_shows_a_plan_as_its_table() -> None:
+    plan = make_plan(layers=(make_layer("<first>"), make_layer("second")), notes=("a & b",))
+    shown = plan._repr_mimebundle_()
+    assert shown["text/plain"] == str(plan)
+    html = shown["text/html"]
+    assert "<p>Plan: mirrored, data 2, fp32<br>Devices: cpu:0, cpu:1" in html
+    assert "<th>layer</th><th>kind</th><th>parameters</th>" in html
+    assert '<td style="text-align: left">&lt;first&gt;</td>' in html
+    assert '<td style="text-align: right">12</td>' in html
+    assert html.endswith("<p>Note: a &amp; b</p>")

@@ -1,7 +1,11 @@
-"""The progress display: a line per epoch in a file, a bar on a terminal, nothing with verbose=0."""
+"""The progress display: a bar on a terminal and in notebooks, lines in a file, else nothing."""
 
 import io
+import re
+import sys
 import time
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +13,10 @@ from rich.console import Console
 from torch import nn
 
 import lockstep
-from lockstep.train.progress import REFRESH_SECONDS, ProgressDisplay
+from lockstep.train import progress, screen
+from lockstep.train.progress import ProgressDisplay
+from lockstep.train.screen import REFRESH_SECONDS
+from tests.faults.processes import wait_until
 
 
 def show(console: Console) -> None:
@@ -64,6 +71,157 @@ def test_the_number_of_steps_may_be_unknown_until_the_first_epoch_has_ended() ->
     assert "2/3" in written[1]
     assert "left" in written[1]
     assert "5/5" in written[2]
+
+
+def test_what_is_done_before_the_first_step_is_on_the_terminal_until_then() -> None:
+    file = io.StringIO()
+    display = ProgressDisplay(epochs=1, steps=4, console=terminal(file))
+    for doing in ("Capturing the model", "Starting 3 helpers"):
+        display.announce(doing)
+        assert shown(file) == [f"{doing} ..."]
+    display.begin_epoch(0)
+    assert shown(file)[0].endswith("0/4 First step")
+    display.end_step(0, total=50.0, weight=100.0, samples=100)
+    assert "First step" not in shown(file)[0]
+    display.end_epoch({"loss": 0.5})
+    assert shown(file)[0].startswith("Epoch 1/1  ")
+    assert len(shown(file)) == 1
+
+
+def test_what_is_shown_in_place_is_gone_after_an_error() -> None:
+    file = io.StringIO()
+    display = ProgressDisplay(epochs=1, steps=4, console=terminal(file))
+    display.announce("Capturing the model")
+    display.close()
+    assert shown(file) == []
+
+
+def terminal(file: io.StringIO) -> Console:
+    return Console(file=file, width=120, force_terminal=True, color_system=None)
+
+
+def shown(file: io.StringIO) -> list[str]:
+    """The lines that a terminal shows by now, as far as rich's way to write needs it."""
+    lines = [""]
+    for part in re.findall(r"\x1b\[[?\d]*[A-Za-z]|\r|\n|[^\x1b\r\n]+", file.getvalue()):
+        if part == "\x1b[1A":
+            lines.pop()
+        elif part == "\x1b[2K":
+            lines[-1] = ""
+        elif part == "\n":
+            lines.append("")
+        elif not part.startswith(("\x1b", "\r")):
+            lines[-1] += part
+    return [line.rstrip() for line in lines if line.strip()]
+
+
+def test_a_file_is_told_of_what_takes_long_as_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(screen, "LONG_SECONDS", 0.0)
+    file = io.StringIO()
+    display = ProgressDisplay(epochs=1, steps=4, console=Console(file=file, width=120))
+    display.announce("Measuring 38 layers")
+    wait_until(lambda: file.getvalue() == "Measuring 38 layers ...\n", 30)
+    display.begin_epoch(0)
+    wait_until(lambda: file.getvalue().endswith("First step ...\n"), 30)
+    display.end_step(0, total=50.0, weight=100.0, samples=100)
+    display.close()
+    assert len(file.getvalue().splitlines()) == 2
+
+
+def test_a_file_is_not_told_of_what_is_done_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(screen, "LONG_SECONDS", 3600.0)
+    file = io.StringIO()
+    display = ProgressDisplay(epochs=1, steps=1, console=Console(file=file, width=120))
+    display.announce("Measuring 38 layers")
+    display.begin_epoch(0)
+    display.end_step(0, total=50.0, weight=100.0, samples=100)
+    display.say("validating")
+    display.end_epoch({"loss": 0.5})
+    display.close()
+    assert len(file.getvalue().splitlines()) == 1
+
+
+def test_a_file_gets_lines_within_an_epoch_less_and_less_often(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    file, now = io.StringIO(), [1000.0]
+    for module in (progress, screen):
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    display = ProgressDisplay(epochs=2, steps=200, console=Console(file=file, width=200))
+    for epoch in range(2):
+        display.begin_epoch(epoch)
+        for step in range(200):
+            now[0] += 1.0
+            display.end_step(step, total=50.0, weight=100.0, samples=100)
+        display.end_epoch({"loss": 0.5})
+    lines = file.getvalue().splitlines()
+    first, second = ["10/200", "30/200", "70/200", "150/200", "3:20"], ["160/200", "3:20"]
+    assert [line.split()[2] for line in lines] == first + second
+    assert lines[1] == "Epoch 1/2  30/200  loss 0.5000  100 samples/s  2:50 left"
+
+
+def test_a_notebook_gets_one_output_that_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    outputs: list[list[dict[str, str]]] = []
+    monkeypatch.setitem(sys.modules, "IPython", ModuleType("IPython"))
+    module = ModuleType("IPython.display")
+    module.display = lambda contents, **how: Output(outputs, contents, how)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "IPython.display", module)
+    file = io.StringIO()
+    show(Console(file=file, width=120, force_jupyter=True))
+    (contents,) = outputs
+    texts = [one["text/plain"] for one in contents]
+    assert texts[0] == "Epoch  1/10  0/4  First step"
+    assert re.fullmatch(r"Epoch  1/10  1/4  loss 0.5000  [\d,]+ samples/s  0.0 s left", texts[1])
+    assert "Epoch  1/10  4/4  validating" in texts
+    assert texts[-1] == ""
+    assert (
+        '<progress value="4" max="4">'
+        in contents[texts.index("Epoch  1/10  4/4  validating")]["text/html"]
+    )
+    assert len(file.getvalue().splitlines()) == 2
+
+
+class Output:
+    """What ``IPython.display.display`` returns."""
+
+    def __init__(
+        self, outputs: list[list[dict[str, str]]], contents: dict[str, str], how: dict[str, bool]
+    ) -> None:
+        assert how == {"raw": True, "display_id": True}
+        self.contents = [contents]
+        outputs.append(self.contents)
+
+    def update(self, contents: dict[str, str], *, raw: bool) -> None:
+        assert raw
+        self.contents.append(contents)
+
+
+def test_what_a_pipeline_does_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(ProgressDisplay, "announce", lambda display, doing: said.append(doing))
+    trainer = make_trainer(lockstep.PipelineStrategy(stages=2, microbatches=2))
+    data = torch.ones(6, 3), torch.ones(6, 1)
+    trainer.fit(data, verbose=0)
+    assert said == []
+    trainer = make_trainer(lockstep.PipelineStrategy(stages=2, microbatches=2))
+    trainer.fit(data)
+    assert said == [
+        "Capturing the model",
+        "Measuring 3 layers",
+        "Moving the model to shared memory",
+        "Starting 1 helper",
+    ]
+    trainer.fit(data)
+    assert len(said) == 4
+
+
+def make_trainer(strategy: Any) -> lockstep.Trainer:
+    return lockstep.Trainer(
+        nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 1)),
+        loss=nn.MSELoss(),
+        optimizer=torch.optim.SGD,
+        strategy=strategy,
+    )
 
 
 @pytest.mark.parametrize("verbose", [0, 1])

@@ -1,8 +1,10 @@
-"""A secret is found, is fit to be one, and does not show."""
+"""A secret is found, or made for one machine; is fit to be one, and does not show."""
 
 import copy
 import os
 import pickle
+import stat
+import threading
 import traceback
 from pathlib import Path
 
@@ -74,3 +76,71 @@ def test_it_does_not_show() -> None:
         with pytest.raises(TypeError, match="not sent anywhere") as caught:
             send(secret)
         assert TEXT not in "".join(traceback.format_exception(caught.value))
+
+
+# --- where all hosts are one machine -------------------------------------------------------------
+
+
+def own_secret(folder: Path) -> Secret:
+    return find_secret({"XDG_STATE_HOME": str(folder)}, is_one_machine=True)
+
+
+def test_one_machine_makes_a_secret_of_its_users_own_once(tmp_path: Path) -> None:
+    first = own_secret(tmp_path / "state")
+    path = tmp_path / "state" / "lockstep" / "secret"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    assert len(path.read_text()) == 65
+    assert first.origin == str(path)
+    assert own_secret(tmp_path / "state").key(b"x") == first.key(b"x")
+    at_home = find_secret({"HOME": str(tmp_path), "XDG_STATE_HOME": "rel"}, is_one_machine=True)
+    assert at_home.origin == str(tmp_path / ".local" / "state" / "lockstep" / "secret")
+    assert at_home.key(b"x") != first.key(b"x")
+
+
+def test_of_many_that_begin_at_once_one_makes_it(tmp_path: Path) -> None:
+    all_there = threading.Barrier(16)
+    found: set[bytes] = set()
+
+    def begin() -> None:
+        all_there.wait(30)
+        found.add(own_secret(tmp_path).key(b"x"))
+
+    threads = [threading.Thread(target=begin) for _ in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert len(found) == 1
+
+
+def test_a_secret_that_was_given_comes_first(tmp_path: Path) -> None:
+    environ = {"LOCKSTEP_SECRET": TEXT, "XDG_STATE_HOME": str(tmp_path)}
+    assert find_secret(environ, is_one_machine=True).key(b"x") == Secret(TEXT.encode()).key(b"x")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_that_may_not_be_the_users_own_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own_secret(tmp_path)
+    path = tmp_path / "lockstep" / "secret"
+    path.chmod(0o644)
+    with pytest.raises(HostError, match=r"open to others.*chmod 600"):
+        own_secret(tmp_path)
+    path.chmod(0o600)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+        with pytest.raises(
+            HostError, match=f"secret: a file of user {os.getuid()}.*XDG_STATE_HOME"
+        ):
+            own_secret(tmp_path)
+    path.write_text("short")
+    with pytest.raises(HostError, match="secret is too short"):
+        own_secret(tmp_path)
+    path.rename(tmp_path / "secret")
+    path.symlink_to(tmp_path / "secret")
+    with pytest.raises(HostError, match="symbolic links"):
+        own_secret(tmp_path)
+    with pytest.raises(HostError, match="Not a directory"):
+        own_secret(tmp_path / "secret")

@@ -1,7 +1,7 @@
 """The Trainer's own promises: state that lasts, callbacks that reach all ranks, clear errors."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torchmetrics
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.utils.data import TensorDataset
 
 import lockstep
@@ -401,6 +401,21 @@ BEFORE_ANY_PROCESS: dict[str, tuple[Callable[[], object], str, str]] = {
         "without any",
     ),
     "lazy": (lambda: make_trainer(model=nn.LazyLinear(3)), "ModelError", "weight"),
+    "wrapped": (
+        lambda: make_trainer(model=nn.DataParallel(make_model())),
+        "ModelError",
+        "a DataParallel. Pass the model without it: model.module is",
+    ),
+    "wrapped within": (
+        lambda: make_trainer(model=nn.Sequential(nn.DataParallel(nn.Linear(4, 3)))),
+        "ModelError",
+        "DataParallel at '0'. Pass the model without it: 0.module is",
+    ),
+    "wrapped, for a plan": (
+        lambda: lockstep.MirroredStrategy(2).plan(nn.DataParallel(make_model()), batch_size=8),
+        "ModelError",
+        "a DataParallel",
+    ),
     "double": (lambda: make_trainer(model=make_model().double()), "ModelError", "float64"),
 }
 
@@ -420,6 +435,29 @@ def test_one_clear_error_before_any_process_starts(
     assert received in message
     assert "Received:" in message
     assert message.rstrip().endswith(".")
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    """torch's process group, of this process alone."""
+    store = distributed.HashStore()  # type: ignore[attr-defined]  # torch does not list it
+    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("is_within", [False, True])
+@pytest.mark.parametrize("name", ["DistributedDataParallel", "FSDPModule"])
+def test_models_that_torch_divides_are_refused(name: str, is_within: bool) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    wrap: Any = nn.parallel.DistributedDataParallel if name[0] == "D" else fully_shard
+    model: nn.Module = wrap(nn.Linear(4, 3))
+    with pytest.raises(errors.ModelError, match=f"{name}.*Received: .*{name}.*(module|_shard)"):
+        make_trainer(model=nn.Sequential(model) if is_within else model)
 
 
 def matrix_loss(output: Tensor, target: Tensor) -> Tensor:

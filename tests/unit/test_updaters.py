@@ -4,8 +4,10 @@ Ranks are played one after the other in this process: each has the updater as it
 helper, and Parameters of its own in the memory of the first rank's.
 """
 
+import functools
 import operator
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,8 +15,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn, optim
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from lockstep.comm.exchange import cut_piece
+import lockstep
+from lockstep.comm.gradients import cut_piece
 from lockstep.errors import ModelError, OptionError
 from lockstep.parallel.parcel import pack, unpack
 from lockstep.parallel.store import ParameterStore, TensorStore, tensor_spec
@@ -433,6 +437,31 @@ def test_what_is_unknown_is_stepped_whole_by_the_first_rank(name: str, num_ranks
     assert_same_values(parameters, whole)
     assert_same_slots(optimizer, reference, parameters, whole)
     assert all(parameter.grad is None for parameter in parameters.values())
+
+
+@pytest.mark.parametrize("place", ["a hook of all optimizers", "around the class's step"])
+def test_what_is_put_around_the_steps_of_all_optimizers_is_done_on_one_device(
+    place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = []
+    original = optim.SGD.step
+
+    @functools.wraps(original)
+    def step(*arguments: Any) -> Any:
+        steps.append(1)
+        return original(*arguments)
+
+    trainer = lockstep.Trainer(
+        nn.Linear(3, 1), loss=nn.MSELoss(), optimizer=partial(optim.SGD, lr=0.1)
+    )
+    with ExitStack() as stack:
+        if place == "a hook of all optimizers":
+            hook = register_optimizer_step_post_hook(lambda *_: steps.append(1))
+            stack.callback(hook.remove)
+        else:
+            monkeypatch.setattr(optim.SGD, "step", step)
+        trainer.fit((torch.ones(4, 3), torch.ones(4, 1)), batch_size=2, verbose=0)
+    assert len(steps) == 2
 
 
 # --- the user's optimizer -----------------------------------------------------------------------

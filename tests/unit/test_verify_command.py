@@ -89,7 +89,44 @@ def test_a_job_that_does_not(file: Path, capsys: pytest.CaptureFixture[str]) -> 
 def test_options_reach_the_proof(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["verify", f"{file}:make_job", "--strategy", "single", "--steps", "2", "--seed", "7"]
     assert main(command) == 0
-    assert "single device, one device, num_shares=1" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "single device, one device, num_shares=1" in shown
+    assert "Passed: the same" in shown  # it has nothing to divide
+
+
+UNDIVIDED = {
+    "a pipeline of one stage": (
+        ["--strategy", "pipeline"],
+        "Note: 1 stage: ",
+        "Passed, but nothing was divided: the plan has one stage, on one device. What was",
+    ),
+    "a pipeline of one stage, as asked": (
+        ["--strategy", "pipeline", "--devices", "1"],
+        "Note: With",
+        "Passed, but nothing was divided: the plan has one stage, on one device. What was",
+    ),
+    "replicas of one stage": (
+        ["--strategy", "hybrid", "--data", "2", "--devices", "1"],
+        "Note: With",
+        "Passed, but the model was not divided: the plan has one stage, on 2 replicas. What was",
+    ),
+    "one replica": (
+        ["--devices", "1"],
+        "",
+        "Passed, but nothing was divided: the plan has one replica, with all of each batch. What",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNDIVIDED)
+def test_a_plan_that_divides_nothing_has_not_just_passed(
+    name: str, file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options, note, verdict = UNDIVIDED[name]
+    assert main(["verify", f"{file}:make_job", *options]) == 3
+    shown = " ".join(capsys.readouterr().out.split())
+    assert note in shown
+    assert verdict in shown
 
 
 MISTAKES = {

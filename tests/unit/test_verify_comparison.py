@@ -278,3 +278,9 @@ def test_below_its_title_a_report_is_at_most_100_columns_wide() -> None:
     assert "\x1b" not in str(report)
     assert "[bold]" in str(report)  # a name is no markup
     assert "no measure" in str(report)
+
+
+def test_a_report_of_a_difference_where_nothing_was_divided() -> None:
+    report = make_report("one", [comparison("loss", 1, 0.5)], [], [], "nothing was divided: one")
+    assert not report.passed
+    assert "Passed" not in str(report)

@@ -24,6 +24,8 @@ from lockstep.plan.spec import Plan
 from lockstep.train.changes import ChangeWatch, SettingsWatch, structure
 from lockstep.train.conductor import Logs
 from lockstep.train.interrupt import Interrupt
+from lockstep.train.output_console import OutputConsole
+from lockstep.train.screen import Screen, make_screen
 
 # Of Keras's own callbacks, those that look on at steps, and wait for nothing.
 _ONLOOKERS = ("History", "ProgbarLogger")
@@ -68,8 +70,12 @@ def steps_between_metrics(callbacks: Any, *methods: str, shows_bar: bool = True)
     """
     if any_acts_in(callbacks, *methods):
         return 1
-    bars = [one for one in callbacks.callbacks if isinstance(one, ProgbarLogger)]
-    return _STEPS_BETWEEN_SHOWS if shows_bar and any(bar.verbose == 1 for bar in bars) else 0
+    has_bar = shows_bar and any(bar.verbose == 1 for bar in _progress_bars(callbacks))
+    return _STEPS_BETWEEN_SHOWS if has_bar else 0
+
+
+def _progress_bars(callbacks: Any) -> list[ProgbarLogger]:
+    return [one for one in callbacks.callbacks if isinstance(one, ProgbarLogger)]
 
 
 def _is_foreign(callback: Any) -> bool:
@@ -193,6 +199,9 @@ class KerasFitConductor(EvaluationConductor):
         self._seen = LossMeans()  # the loss so far in the epoch
         self._told = LossMeans()  # this, and the parts of several losses
         self._has_news = False
+        self._screen: Screen | None = None  # until Keras's own bar is there
+        if any(bar.verbose for bar in _progress_bars(callbacks)):
+            self._screen = make_screen(OutputConsole())
         self.logs: Logs = {}
         self.updater: KerasUpdater | None = None
 
@@ -206,10 +215,20 @@ class KerasFitConductor(EvaluationConductor):
         """Whether the user wants training to end."""
         return self._interrupt.is_requested
 
+    def announce(self, doing: str) -> None:
+        if self._screen is not None:
+            self._screen.announce(doing)
+
+    def close(self) -> None:
+        """Leave the screen in order, whatever happened."""
+        if self._screen is not None:
+            self._screen.close()
+
     def hold_interrupts(self) -> None:
         self._interrupt.hold()
 
     def begin_epoch(self, epoch: int) -> None:
+        self.close()
         self._model.reset_metrics()
         self._callbacks.on_epoch_begin(epoch)
         self._settings.begin_epoch()

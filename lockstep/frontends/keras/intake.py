@@ -14,6 +14,7 @@ from keras.src.trainers.data_adapters import data_adapter_utils
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 from keras.src.trainers.epoch_iterator import EpochIterator
 
+from lockstep.data.divided import check_whole
 from lockstep.data.reading import Reading
 from lockstep.data.sources import ArraySource, Source, array_source
 from lockstep.data.streams import Stream
@@ -60,10 +61,11 @@ def take_in(
         is_read_here: what is read batch by batch is read by this process, and not on another host.
 
     Raises:
-        DataError: there are no samples.
+        DataError: there are no samples, or not all of them.
         OptionError: nothing says how large the batches of arrays are.
         ValueError: Keras's own, for what is no data or does not fit together.
     """
+    check_whole(x, name)
     iterator = EpochIterator(
         x,
         y,

@@ -1,7 +1,7 @@
 """The Trainer of a Keras model: plans, processes and steps are those of any model."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -109,8 +109,6 @@ class KerasTrainer(Runner):
     """
 
     model: KerasModel
-    # What a helper of a Keras model needs, beside what all need.
-    _preload = ("lockstep.frontends.keras.preloading",)
 
     def __init__(self, module: KerasModel, strategy: StrategyLike, company: Company) -> None:
         super().__init__(
@@ -190,7 +188,8 @@ class KerasTrainer(Runner):
             conductor = self._conductor(callbacks, interrupt)
             self._maker().check_batch_size(feed.batch_size)
             self.batch_size = feed.batch_size
-            self._train(task, loss, conductor, feed.batch_size)
+            with closing(conductor):
+                self._train(task, loss, conductor, feed.batch_size)
             self._company.share_values(self.model, conductor.updater)
         return conductor.logs if isinstance(conductor, KerasFitConductor) else {}
 
@@ -324,6 +323,10 @@ class KerasTrainer(Runner):
     @property
     def _torch_optimizers(self) -> list[optim.Optimizer]:
         return []
+
+    @property
+    def _preload(self) -> tuple[str, ...]:
+        return ("lockstep.frontends.keras.preloading",)
 
     def _run(
         self, task: Task, loss: Any, updater: Any, conductor: Conductor, batch_size: int

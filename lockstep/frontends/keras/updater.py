@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from keras import device, optimizers
 
-from lockstep.comm.exchange import cut_piece
+from lockstep.comm.gradients import cut_piece
 from lockstep.frontends.keras.fused_adam import step_bare_adam, use_fused_adam
 from lockstep.frontends.keras.optimizer_copy import (
     Slot,

@@ -1,0 +1,302 @@
+"""Passes of a rank that holds the whole model, over its shares of each batch.
+
+    0F0     read share 0, run the model and the loss on it
+    0B0     backward; put the share's gradients where the exchange has them
+
+Where a layer needs the whole batch (BatchNorm), a rank's shares run together, layer by layer.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from itertools import groupby
+from typing import Any
+
+import torch
+
+from lockstep.comm.exchange import GroupSpec
+from lockstep.data.order import StreamStates, restore_streams, stream_states
+from lockstep.data.sources import Batch
+from lockstep.data.trees import Tree
+from lockstep.parallel.batch_norm import BatchNorms, GlobalStatistics
+from lockstep.parallel.buffers import Buffers, Kept
+from lockstep.parallel.diagnosis import Diagnosis
+from lockstep.parallel.interleave import Interleaver
+from lockstep.parallel.losses import JointLoss, ShareLoss
+from lockstep.parallel.passes import Passes, Run, Take
+from lockstep.parallel.step_functions import StepFunction
+from lockstep.plan.lowering import lower_forward, lower_train
+from lockstep.plan.program import Action, Backward, Forward
+from lockstep.plan.spec import LocalUpdate
+
+# The only group of a Plan without stages.
+_GROUP = 0
+
+
+class ModelPasses(Passes):
+    """Passes over the whole model.
+
+    Args:
+        group: of the parameters: all of them are in one.
+        functions: the user's own training steps, in the order of their turns, if there are any.
+        options: see ``Passes``.
+    """
+
+    def __init__(
+        self, *, group: GroupSpec, functions: Sequence[StepFunction], **options: Any
+    ) -> None:
+        super().__init__(**options)
+        self._group = group
+        self._functions = functions
+        self._norms = BatchNorms(self._model)
+        self._interleaver = Interleaver(
+            partial(_keep_own, self._buffers), partial(_restore_own, self._buffers)
+        )
+        self._losses: dict[int, ShareLoss] = {}
+        self._joint: dict[int, JointLoss] = {}  # they wait for the weights of all shares
+        self._refused: dict[int, bool] = {}  # the Plan's memory format, by share
+        # Where this rank has several shares of a batch, each starts from the same buffers.
+        self._isolates_buffers = False
+        self._left_buffers: dict[int, Kept] = {}
+
+    def _lowered(self, num_samples: int) -> Sequence[tuple[Action, ...]]:
+        return _together(
+            lower_train(self._plan, self._rank, num_samples),
+            interleaved=self._plan.interleaved,
+            forward_first=self._loss is not None and bool(self._loss.parts),
+        )
+
+    @property
+    def _forms_gradients(self) -> bool:
+        # What is compiled has its own backward, and alone there is nothing to save.
+        return not (isinstance(self._plan.update, LocalUpdate) or self._plan.compiled)
+
+    # --- training --------------------------------------------------------------------------------
+
+    def in_turn(self, turn: int) -> AbstractContextManager[Any]:
+        return self._functions[turn].training(self._model) if self._functions else nullcontext()
+
+    def begin(self, run: Run) -> None:
+        if not run.is_training and self._norms.use_batch_statistics:
+            self._exchange.barrier()  # rows of the last pass may still be read
+        super().begin(run)
+        mine = self._plan.shares_of(self._rank)
+        self._isolates_buffers = (
+            run.is_training
+            and bool(self._buffers)
+            and mine.start + 1 < min(mine.stop, run.num_filled)
+        )
+        self._left_buffers = {}
+
+    def run(self, run: Run, actions: Sequence[Action]) -> None:
+        shares = _shares_of(actions)
+        if isinstance(actions[0], Forward):
+            self._run_together(run, shares, partial(self._forward, run))
+        else:
+            self._settle_weights(run)
+            with self._linears.taken(partial(self._put_product, shares)):
+                self._backward(run, shares)
+
+    def _forward(self, run: Run, share: int) -> None:
+        self._seed_streams(run, share)
+        body = self._compute_by_function if self._functions else self._compute
+        self._refused[share] = self.call.attempt(partial(body, run, share))
+
+    def _compute_by_function(self, run: Run, share: int) -> None:
+        batch = self._read(run, share)
+        with self.call.computing():
+            self._losses[share] = self._functions[run.turn].loss_of(self._model, batch)
+
+    def _compute(self, run: Run, share: int) -> None:
+        batch, output = self._output(run, share)
+        loss = self.loss_of(output, batch)
+        if isinstance(loss, JointLoss):
+            self._joint[share] = loss
+        else:
+            self._losses[share] = loss
+        if run.observe is not None:
+            run.observe(self.shown(output), batch.targets)
+
+    def _settle_weights(self, run: Run) -> None:
+        """Several losses: all shares' weights are known now, and with them what each share adds."""
+        if not self._joint:
+            return
+        mine, joint = sorted(self._joint), self._joint
+        rows = [joint[share].weights for share in mine]
+        if run.num_filled > 1:
+            for share, row in zip(mine, rows, strict=True):
+                weights = torch.tensor(row, dtype=torch.float64)
+                self._exchange.offer(share, weights, last=share == mine[-1])
+            rows = self._exchange.offered(mine[-1], len(rows[0]), run.num_filled).tolist()
+        weights_of_all = [math.fsum(column) for column in zip(*rows, strict=True)]
+        for share in mine:
+            self._losses[share] = joint[share].settled(weights_of_all, run.num_samples)
+        self._joint = {}
+
+    def _put_product(
+        self, shares: list[int], number: int, inputs: torch.Tensor, gradients: torch.Tensor
+    ) -> None:
+        row = self._row_of(shares[self._interleaver.current])
+        self._exchange.put_product(_GROUP, row, number, inputs, gradients)
+
+    def _row_of(self, share: int) -> int:
+        return share // max(self._group.shares_per_row, 1)
+
+    def _backward(self, run: Run, shares: list[int]) -> None:
+        backward = partial(self._backward_of, run)
+        if len(shares) == 1:
+            self._run_together(run, shares, backward)
+            self._put(run, shares[0], [parameter.grad for parameter in self._trainable])
+            return
+        taken: dict[int, list[torch.Tensor | None]] = {
+            share: [None] * len(self._trainable) for share in shares
+        }
+        with self._taking_gradients(lambda: taken[shares[self._interleaver.current]]):
+            self._run_together(run, shares, backward)
+        for share in shares:
+            self._put(run, share, taken[share])
+
+    def _backward_of(self, run: Run, share: int) -> None:
+        loss = self._losses[share]
+        denominator = self._denominator(run, loss)
+        if denominator > 0:
+            loss.backward(denominator)
+
+    def _put(self, run: Run, share: int, gradients: list[torch.Tensor | None]) -> None:
+        loss = self._losses.pop(share)
+        if loss.parts:
+            run.parts.append(loss.parts)
+        refused = self._refused.pop(share)
+        self._exchange.put(_GROUP, self._row_of(share), gradients)
+        self._exchange.put_loss(share, loss.total, loss.weight, refused)
+        if self._plan.num_shares > 1:
+            self._clear_gradients()
+
+    @contextmanager
+    def _taking_gradients(self, taken: Callable[[], list[torch.Tensor | None]]) -> Iterator[None]:
+        """Within the block, gradients go where ``taken`` says as soon as they are there."""
+
+        def take(index: int, parameter: torch.Tensor) -> None:
+            # Once per share, but for reentrant checkpoints, which go backward bit by bit.
+            own, gradient = taken(), parameter.grad
+            if gradient is None:  # handed to the exchange as factors
+                return
+            before = own[index]
+            own[index] = gradient if before is None else before + gradient
+            parameter.grad = None
+
+        handles = [
+            parameter.register_post_accumulate_grad_hook(partial(take, index))
+            for index, parameter in enumerate(self._trainable)
+            if parameter.requires_grad  # others have their turn later
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def settle_buffers(self) -> None:
+        if self._isolates_buffers:  # those that the first share has left count
+            self._buffers.restore(self._left_buffers[min(self._left_buffers)])
+
+    def diagnose(self, run: Run, share: int) -> str:
+        """The rank that works on the share looks once more."""
+        place = Diagnosis.nothing
+        if share in self._plan.shares_of(self._rank):
+            self._seed_streams(run, share)
+            place = Diagnosis(self._model).of(
+                partial(self._read, run, share), partial(self._try, run)
+            )
+            self.restore_buffers()
+        board = self._exchange.board
+        told = [[place]] if board is None else board.tell([place])
+        return Diagnosis(self._model).text(max(number for (number,) in told))
+
+    def _try(self, run: Run, batch: Batch) -> object:
+        """Run the model once more, to look at it."""
+        if self._functions:
+            return self._functions[run.turn].loss_of(self._model, batch)
+        return self.call(batch.inputs)
+
+    # --- evaluation and prediction ---------------------------------------------------------------
+
+    def infer(self, run: Run, take: Take) -> None:
+        actions = lower_forward(self._plan, self._rank, run.num_samples)
+        for group in _together(actions, interleaved=self._plan.interleaved):
+            self._run_together(run, _shares_of(group), partial(self._infer_share, run, take))
+
+    def _infer_share(self, run: Run, take: Take, share: int) -> None:
+        self._seed_streams(run, share)
+        if self.call.attempt(lambda: take(share, *self._output(run, share))):
+            self.call.give_up_format()
+
+    def shares_read(self, num_samples: int, *, training: bool) -> Iterable[int]:
+        return _shares_of(lower_forward(self._plan, self._rank, num_samples))
+
+    # --- shared ----------------------------------------------------------------------------------
+
+    def _run_together(self, run: Run, shares: list[int], body: Callable[[int], None]) -> None:
+        """Run ``body`` for shares at once: BatchNorm sees the whole batch, buffers change once."""
+
+        def run_share(share: int) -> None:
+            statistics = self._global_statistics(run, share, is_last=share == shares[-1])
+            with statistics, self._linears.applied(), self.call.applied():
+                if not self._isolates_buffers:
+                    body(share)
+                    return
+                self._buffers.restore(self._left_buffers.get(share, self._first_buffers))
+                body(share)
+                self._left_buffers[share] = self._buffers.keep()
+
+        self._interleaver.run([partial(run_share, share) for share in shares])
+
+    def _global_statistics(
+        self, run: Run, share: int, *, is_last: bool
+    ) -> AbstractContextManager[Any]:
+        if run.num_filled == 1 or not self._norms:
+            return nullcontext()
+
+        def gather(row: torch.Tensor) -> torch.Tensor:
+            self._exchange.offer(share, row, last=is_last)
+            self._interleaver.meet()
+            return self._exchange.offered(share, len(row), run.num_filled)
+
+        return GlobalStatistics(self._norms, gather).applied(is_compiled=self._plan.compiled)
+
+    def _output(self, run: Run, share: int) -> tuple[Batch, Tree]:
+        """A share's samples, and what the model makes of them."""
+        batch = self._read(run, share)
+        return batch, self.call(batch.inputs)
+
+
+def _keep_own(buffers: Buffers) -> tuple[StreamStates, Kept]:
+    """What each of the shares that run together has for itself."""
+    return stream_states(), buffers.keep()
+
+
+def _restore_own(buffers: Buffers, kept: tuple[StreamStates, Kept]) -> None:
+    restore_streams(kept[0])
+    buffers.restore(kept[1])
+
+
+def _shares_of(actions: Iterable[Action]) -> list[int]:
+    return [action.microbatch for action in actions if isinstance(action, Forward | Backward)]
+
+
+def _together(
+    program: Sequence[Action], *, interleaved: bool, forward_first: bool = False
+) -> list[tuple[Action, ...]]:
+    """A program as groups of actions that run together.
+
+    Args:
+        program: of a rank.
+        interleaved: consecutive passes of one kind do.
+        forward_first: no share goes backward before the losses of all shares are known.
+    """
+    if not interleaved:
+        groups: list[tuple[Action, ...]] = [(action,) for action in program]
+    else:
+        groups = [tuple(group) for _, group in groupby(program, type)]
+    return sorted(groups, key=lambda group: forward_first and not isinstance(group[0], Forward))

@@ -1,0 +1,56 @@
+"""A group of parameters as one of its ranks has it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from lockstep.comm.exchange import GroupSpec
+from lockstep.comm.gradients import cut_piece
+from lockstep.parallel.update import BoundPiece
+from lockstep.plan.layout import Piece
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnedGroup:
+    """A group of parameters that this rank holds, and what it updates of them.
+
+    Attributes:
+        number: the group's.
+        spec: the group's trainable parameters.
+        members: these, in their order.
+        pieces: those that this rank updates.
+        blocks: of each piece, the sizes of the blocks that its norm is taken of.
+        is_abroad: the group is on several hosts.
+    """
+
+    number: int
+    spec: GroupSpec
+    members: Sequence[torch.Tensor]
+    pieces: Sequence[Piece]
+    blocks: Sequence[Sequence[int]]
+    is_abroad: bool
+
+    @property
+    def names(self) -> list[str]:
+        """Of the parameters."""
+        return [tensor.name for tensor in self.spec.gradients.tensors]
+
+    def bound(self, *, is_alone: bool) -> list[BoundPiece]:
+        """The pieces, as an updater steps them.
+
+        Args:
+            is_alone: no other rank maps the parameters' memory: they themselves are stepped.
+        """
+        bound = []
+        for piece in self.pieces:
+            member = self.members[piece.parameter]
+            cut = cut_piece(member.detach(), piece).requires_grad_()
+            bound.append(
+                BoundPiece(
+                    name=self.names[piece.parameter],
+                    piece=piece,
+                    tensor=member if is_alone else cut,
+                )
+            )
+        return bound

@@ -1,0 +1,286 @@
+"""Passes: how a rank goes forward and backward, for a Worker that does the rest of a step.
+
+There are two kinds. ``parallel.model_passes`` runs the whole model on the rank's shares of each
+batch; ``parallel.stage_passes`` runs some of its layers on the microbatches that come by.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep.comm.exchange import Exchange
+from lockstep.data.order import evaluation_seed, seed_streams, share_seed
+from lockstep.data.read_ahead import Read
+from lockstep.data.sources import Batch, Source
+from lockstep.data.trees import Tree, map_tensors
+from lockstep.parallel.buffers import Buffers, Kept
+from lockstep.parallel.forward import DTYPES, ModelCall
+from lockstep.parallel.gradient_rules import GradientRules
+from lockstep.parallel.linear import LinearLayers
+from lockstep.parallel.losses import JointLoss, LossAdapter, ShareLoss, Sums
+from lockstep.plan.program import Action
+from lockstep.plan.shares import num_filled_shares, share_bounds
+from lockstep.plan.spec import Plan
+
+# Elements of a linear layer's weight, from where on its gradient is formed apart from autograd:
+# below, the calls that this takes cost more than a copy.
+LARGE_WEIGHT = 1 << 14
+
+# Sizes of batches whose programs are kept.
+_MOST_PROGRAMS = 8
+
+# Called with (output, target) of every share whose output this rank computes.
+Observe = Callable[[Tree, Tree], None]
+
+# Called with the share, its batch, and the model's output for it.
+Take = Callable[[int, Batch, Tree], None]
+
+
+class Run:
+    """A batch on its way: its shares, and what has come of them so far.
+
+    Args:
+        source: where its samples are; None where none are going to be read.
+        indices: theirs.
+        num_shares: it is divided into.
+        step: of training; None in evaluation and prediction.
+        observe: is shown the outputs.
+        turn: of several functions that train on it, the one that does now.
+    """
+
+    def __init__(
+        self,
+        source: Source | None,
+        indices: torch.Tensor,
+        num_shares: int,
+        *,
+        step: int | None = None,
+        observe: Observe | None = None,
+        turn: int = 0,
+    ) -> None:
+        self.source = source
+        self.indices = indices
+        self.step = step
+        self.observe = observe
+        self.turn = turn
+        self.num_samples = len(indices)
+        self.bounds = share_bounds(self.num_samples, num_shares)
+        self.num_filled = num_filled_shares(self.num_samples, num_shares)
+        self.parts: list[Sums] = []  # of several losses, share by share
+
+    @property
+    def is_training(self) -> bool:
+        """Whether it is trained on."""
+        return self.step is not None
+
+    def indices_of(self, share: int) -> torch.Tensor:
+        """The samples of a share."""
+        return self.indices[slice(*self.bounds[share])]
+
+    def seed_of(self, share: int, seed: int) -> int:
+        """Of a share's random streams."""
+        if self.step is None:
+            return evaluation_seed(seed, int(self.indices[self.bounds[share][0]]))
+        return share_seed(seed, self.step, share, self.turn)
+
+
+class Passes(ABC):
+    """A rank's passes.
+
+    Args:
+        plan: the Plan.
+        rank: this rank.
+        model: the model; parameters that this rank has not may be on the meta device.
+        loss: the loss, adapted; None where only predictions are asked for.
+        exchange: this rank's end of the exchange.
+        trainable: the parameters that this rank trains, in one order.
+        rules: for gradients.
+        seed: of all random streams.
+        device: where the model is.
+
+    Attributes:
+        call: how the model is called.
+        reading: entered around every read of samples.
+    """
+
+    reading: AbstractContextManager[object] = nullcontext()
+
+    def __init__(
+        self,
+        *,
+        plan: Plan,
+        rank: int,
+        model: nn.Module,
+        loss: LossAdapter | None,
+        exchange: Exchange,
+        trainable: Sequence[torch.Tensor],
+        rules: GradientRules,
+        seed: int,
+        device: torch.device,
+    ) -> None:
+        self.call = ModelCall(model, plan, device)
+        self._plan = plan
+        self._rank = rank
+        self._model = model
+        self._loss = loss
+        self._exchange = exchange
+        self._trainable = trainable
+        self._rules = rules
+        self._seed = seed
+        self._device = device
+        self._dtype = DTYPES[plan.precision]
+        self._buffers = Buffers(model)
+        self._first_buffers = Kept([], [])  # those that the step began with
+        self._programs: dict[int, Sequence[tuple[Action, ...]]] = {}
+        self._linears = LinearLayers(
+            {
+                number: parameter
+                for number, parameter in enumerate(trainable)
+                if parameter.dim() == 2
+                and parameter.numel() >= LARGE_WEIGHT
+                and self._forms_gradients
+            }
+        )
+
+    @property
+    def _forms_gradients(self) -> bool:
+        """Whether gradients of linear layers are formed apart from autograd."""
+        return True
+
+    # --- training --------------------------------------------------------------------------------
+
+    def program(self, num_samples: int) -> Sequence[tuple[Action, ...]]:
+        """This rank's program for a batch; actions that run together are together."""
+        if num_samples not in self._programs:
+            if len(self._programs) == _MOST_PROGRAMS:
+                self._programs.clear()
+            self._programs[num_samples] = self._lowered(num_samples)
+        return self._programs[num_samples]
+
+    @abstractmethod
+    def _lowered(self, num_samples: int) -> Sequence[tuple[Action, ...]]:
+        """The program."""
+
+    @abstractmethod
+    def run(self, run: Run, actions: Sequence[Action]) -> None:
+        """Run passes of a batch."""
+
+    def in_turn(self, turn: int) -> AbstractContextManager[Any]:
+        """Around the step of one of several functions that take turns."""
+        return nullcontext()
+
+    def begin(self, run: Run) -> None:
+        """Another batch is on its way."""
+        # Autocast keeps cast weights until its outermost block ends, and that may be around us.
+        torch.clear_autocast_cache()
+        self._linears.begin_pass()
+        self._exchange.begin_pass()
+        if run.is_training:
+            self._first_buffers = self._buffers.keep()
+            self._clear_gradients()
+
+    def hand_in(self) -> None:
+        """All passes are done: have the exchange know of gradients that it does not know of yet."""
+        return
+
+    def restore_buffers(self) -> None:
+        """The step was left out: have the buffers be what it began with."""
+        self._buffers.restore(self._first_buffers)
+
+    def settle_buffers(self) -> None:
+        """The step was taken: have the buffers be what one pass over the whole batch had left."""
+        return
+
+    @abstractmethod
+    def diagnose(self, run: Run, share: int) -> str:
+        """Where a share's values cease to be finite; every rank asks."""
+
+    # --- evaluation and prediction ---------------------------------------------------------------
+
+    @abstractmethod
+    def infer(self, run: Run, take: Take) -> None:
+        """Run the model forward on a batch; ``take`` gets what is known on this rank."""
+
+    @abstractmethod
+    def shares_read(self, num_samples: int, *, training: bool) -> Iterable[int]:
+        """The shares whose samples this rank reads, in this order."""
+
+    def reads(self, run: Run) -> list[Read]:
+        """What this rank is going to read of a batch, in this order."""
+        return [
+            Read(
+                indices=run.indices_of(share),
+                dtype=self._dtype,
+                seed=run.seed_of(share, self._seed),
+            )
+            for share in self.shares_read(run.num_samples, training=run.is_training)
+        ]
+
+    def close(self) -> None:
+        """A task is done; every rank calls it."""
+        return
+
+    def abandon(self) -> None:
+        """A task has failed; whoever notices it calls this."""
+        return
+
+    # --- parts -----------------------------------------------------------------------------------
+
+    def loss_of(self, output: Tree, batch: Batch) -> ShareLoss | JointLoss:
+        """The loss of a share."""
+        assert self._loss is not None
+        return self._loss(
+            output, batch.targets, batch.sample_weight, batch.num_samples, batch.inputs
+        )
+
+    def shown(self, output: Tree) -> Tree:
+        """What users see of an output: values, in torch's own memory format."""
+        return map_tensors(_plain, output)
+
+    def _clear_gradients(self) -> None:
+        for parameter in self._model.parameters():
+            parameter.grad = None
+
+    def _seed_streams(self, run: Run, share: int) -> None:
+        seed_streams(run.seed_of(share, self._seed))
+
+    def _read(self, run: Run, share: int) -> Batch:
+        assert run.source is not None
+        with self.reading:
+            batch = run.source.read(run.indices_of(share), self._dtype)
+        return moved(batch, self._device)
+
+    def _denominator(self, run: Run, loss: ShareLoss | None) -> float:
+        """What a share's loss is divided by before it goes backward.
+
+        Alone, a share knows the whole weight; among others it divides by the samples, and the sum
+        over the shares is corrected once all weights are known.
+        """
+        weight = float(run.num_samples)
+        if loss is not None and run.num_filled == 1:
+            weight = loss.weight
+        return weight / self._rules.scale
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous()
+
+
+def moved(batch: Batch, device: torch.device) -> Batch:
+    """A batch on another device."""
+    if device.type == "cpu":
+        return batch
+
+    def move(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(device, non_blocking=True)
+
+    return Batch(
+        inputs=map_tensors(move, batch.inputs),
+        targets=map_tensors(move, batch.targets),
+        sample_weight=map_tensors(move, batch.sample_weight),
+        num_samples=batch.num_samples,
+    )

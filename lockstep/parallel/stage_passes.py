@@ -1,0 +1,241 @@
+"""Passes of a rank that holds some of the model's layers, over the microbatches that come by.
+
+    1F0     run stage 1 on microbatch 0: receive what it needs, send on what others need
+    1B0     backward: receive the gradients of what was sent, send on those of what was received
+    1I0     the same without the gradients of large weights, for which
+    1W0     follows later, when there is time
+
+Values are received when the first instruction needs them, and gradients are sent as soon as they
+are complete. So two branches that meet late run at the same time.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from lockstep.comm.courier import Courier
+from lockstep.comm.gradient_rows import multiply
+from lockstep.data.sources import Batch
+from lockstep.data.trees import Tree, map_tensors
+from lockstep.parallel.diagnosis import Diagnosis
+from lockstep.parallel.forward import channels_last, narrowed
+from lockstep.parallel.losses import JointLoss, ShareLoss
+from lockstep.parallel.owned_group import OwnedGroup
+from lockstep.parallel.partition import Partition
+from lockstep.parallel.passage import Passage
+from lockstep.parallel.passes import Passes, Run, Take
+from lockstep.parallel.stage_mail import StageMail
+from lockstep.plan.lowering import lower_forward, lower_train
+from lockstep.plan.program import Action, Backward, BackwardInput, BackwardWeight, Forward
+from lockstep.plan.spec import Stage
+
+
+class StagePasses(Passes):
+    """Passes over stages.
+
+    Args:
+        stages: all of the Plan's.
+        partitions: of the model, by whether it is in training.
+        mail: from and to other stages, likewise.
+        courier: carries mail to other hosts; None where there are none.
+        groups: of parameters, those that this rank holds.
+        options: see ``Passes``.
+    """
+
+    def __init__(
+        self,
+        *,
+        stages: Sequence[Stage],
+        partitions: Mapping[bool, Partition],
+        mail: Mapping[bool, StageMail],
+        courier: Courier | None,
+        groups: Sequence[OwnedGroup],
+        **options: Any,
+    ) -> None:
+        super().__init__(**options)
+        self._stages = stages
+        self._partitions = partitions
+        self._mail = mail
+        self._courier = courier
+        self._groups = groups
+        self._passages: dict[tuple[int, int], Passage] = {}
+
+    def _lowered(self, num_samples: int) -> Sequence[tuple[Action, ...]]:
+        return [(action,) for action in lower_train(self._plan, self._rank, num_samples)]
+
+    # --- training --------------------------------------------------------------------------------
+
+    def begin(self, run: Run) -> None:
+        super().begin(run)
+        self._passages.clear()
+        self._mail[run.is_training].begin_pass(run.num_filled)
+
+    def run(self, run: Run, actions: Sequence[Action]) -> None:
+        for action in actions:
+            _HANDLERS[type(action)](self, run, action)
+
+    def _forward(self, run: Run, action: Forward) -> None:
+        stage, share = action.stage, action.microbatch
+        self._seed_streams(run, share)
+        batch = self._read_for(run, stage, share)
+        mail = self._mail[True]
+        mail.receive_stream(stage, share)
+        passage = self._passages[stage, share] = self._passage(run, stage, share)
+        output = self._output(passage, batch, recompute=self._stages[stage].recompute)
+        if stage == self._last_stage:
+            assert batch is not None
+            passage.loss = _settled(run, self.loss_of(output, batch))
+            self._exchange.put_loss(share, passage.loss.total, passage.loss.weight)
+            if run.observe is not None:
+                run.observe(self.shown(output), batch.targets)
+        mail.send_stream(stage, share)
+
+    def _backward(self, run: Run, action: Backward) -> None:
+        passage = self._passages.pop((action.stage, action.microbatch))
+        self._go_backward(run, passage)
+        passage.end()
+
+    def _backward_input(self, run: Run, action: BackwardInput) -> None:
+        passage = self._passages[action.stage, action.microbatch]
+        with self._linears.taken(lambda *factors: passage.defer(*factors)):
+            self._go_backward(run, passage)
+
+    @torch.no_grad()
+    def _backward_weight(self, run: Run, action: BackwardWeight) -> None:
+        passage = self._passages.pop((action.stage, action.microbatch))
+        for number, inputs, output_gradients in passage.deferred:
+            parameter = self._trainable[number]
+            adds = parameter.grad is not None
+            if parameter.grad is None:
+                parameter.grad = torch.empty_like(parameter)
+            multiply(parameter.grad, output_gradients, inputs, adds=adds)
+        passage.end()
+
+    def _go_backward(self, run: Run, passage: Passage) -> None:
+        with self._linears.applied(), self.call.applied():
+            passage.backward(self._denominator(run, passage.loss))
+
+    def hand_in(self) -> None:
+        for group in self._groups:
+            row = group.spec.ranks.index(self._rank)
+            self._exchange.put(group.number, row, [one.grad for one in group.members])
+
+    def diagnose(self, run: Run, share: int) -> str:
+        """The first weight that is not finite, of all ranks' weights."""
+        diagnosis = Diagnosis(self._model)
+        place, board = diagnosis.of_weights(self._trainable), self._exchange.board
+        told = [[place]] if board is None else board.tell([place])
+        return diagnosis.text(max(number for (number,) in told))
+
+    # --- evaluation and prediction ---------------------------------------------------------------
+
+    def infer(self, run: Run, take: Take) -> None:
+        mail = self._mail[False]
+        for action in lower_forward(self._plan, self._rank, run.num_samples):
+            assert isinstance(action, Forward)
+            stage, share = action.stage, action.microbatch
+            self._seed_streams(run, share)
+            batch = self._read_for(run, stage, share)
+            mail.receive_stream(stage, share)
+            passage = self._passage(run, stage, share)
+            output = self._output(passage, batch, recompute=False)
+            if stage == self._last_stage:
+                assert batch is not None
+                take(share, batch, output)
+            mail.send_stream(stage, share)
+            passage.end()
+
+    def shares_read(self, num_samples: int, *, training: bool) -> Iterable[int]:
+        program: Sequence[Action] = lower_forward(self._plan, self._rank, num_samples)
+        if training:
+            program = [action for actions in self.program(num_samples) for action in actions]
+        return [
+            action.microbatch
+            for action in program
+            if isinstance(action, Forward) and self._needs_batch(action.stage, training=training)
+        ]
+
+    def close(self) -> None:
+        if self._courier is not None:
+            self._courier.close()
+
+    def abandon(self) -> None:
+        if self._courier is not None:
+            self._courier.abandon()
+
+    # --- shared ----------------------------------------------------------------------------------
+
+    @property
+    def _last_stage(self) -> int:
+        return len(self._stages) - 1
+
+    def _needs_batch(self, stage: int, *, training: bool) -> bool:
+        """Whether a stage has use for a microbatch's samples."""
+        part = self._partitions[training].parts[stage]
+        begins_stream = part.draws and part.stream_from is None  # reading may draw, too
+        return part.uses_inputs or begins_stream or stage == self._last_stage
+
+    def _read_for(self, run: Run, stage: int, share: int) -> Batch | None:
+        """A microbatch's samples, where the stage has use for them."""
+        is_needed = self._needs_batch(stage, training=run.is_training)
+        return self._read(run, share) if is_needed else None
+
+    def _passage(self, run: Run, stage: int, share: int) -> Passage:
+        partition = self._partitions[run.is_training]
+        return Passage(
+            stage=stage,
+            share=share,
+            part=partition.parts[stage],
+            instructions=partition.instructions,
+            model=self._model,
+            mail=self._mail[run.is_training],
+        )
+
+    def _output(self, passage: Passage, batch: Batch | None, *, recompute: bool) -> Tree:
+        """Run a passage forward; returns the model's output if it has it."""
+        inputs = None if batch is None else narrowed(batch.inputs, self._plan.precision)
+        if self.call.channels_last:
+            inputs = map_tensors(channels_last, inputs)
+        with self._linears.applied(), self.call.applied(), self.call.computing():
+            if recompute:
+                kept = self._buffers.keep()
+                output, *_ = checkpoint(
+                    passage.forward,
+                    inputs,
+                    use_reentrant=False,
+                    context_fn=lambda: (nullcontext(), self._buffers.as_in(kept)),
+                )
+            else:
+                output, *_ = passage.forward(inputs)
+        return self.call.widened(output)
+
+    def shown(self, output: Tree) -> Tree:
+        """What users may keep: copies of what an earlier stage has sent."""
+
+        def show(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.clone() if self._exchange.lends(tensor) else tensor
+
+        return map_tensors(show, super().shown(output))
+
+
+def _settled(run: Run, loss: ShareLoss | JointLoss) -> ShareLoss:
+    """A microbatch's loss, ready to go backward; of several losses, if that can be."""
+    settled = loss
+    if isinstance(settled, JointLoss):
+        alone = run.num_filled == 1
+        settled = settled.settled(settled.weights, run.num_samples) if alone else settled.joined()
+    if settled.parts:
+        run.parts.append(settled.parts)
+    return settled
+
+
+# By action, and not in the class: a cycle would keep its shared memory until the collector runs.
+_HANDLERS: dict[type[Action], Callable[[StagePasses, Run, Any], None]] = {
+    Forward: StagePasses._forward,
+    Backward: StagePasses._backward,
+    BackwardInput: StagePasses._backward_input,
+    BackwardWeight: StagePasses._backward_weight,
+}

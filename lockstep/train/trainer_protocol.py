@@ -1,0 +1,75 @@
+"""What callbacks, and what works for a Trainer, see of it.
+
+A protocol and not the class, so that these need not import the Trainer that imports them.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+from torch import nn
+
+from lockstep.plan.spec import Plan
+
+
+class TrainerProtocol(Protocol):
+    """A ``Trainer``, as others see it; see there.
+
+    Attributes:
+        model: what is trained.
+        optimizer: what updates it; None where it is not trained.
+        metrics: by name.
+        callbacks: called during every ``fit``.
+        schedule: of the learning rate, or None.
+        stop_training: set to True to end training after the step under way.
+        strategy: where and how it trains; None for one device.
+        precision: of training.
+        seed: of all random numbers in training.
+        batch_size: of the last ``fit``; None before.
+    """
+
+    model: nn.Module
+    optimizer: Any
+    metrics: Any
+    callbacks: list[Any]
+    schedule: Any
+    stop_training: bool
+    strategy: Any
+    precision: str
+    seed: int
+    batch_size: int | None
+
+    @property
+    def plan(self) -> Plan:
+        """The Plan of the last call."""
+
+    @property
+    def timeout_seconds(self) -> float:
+        """Longest wait for a helper."""
+
+    def log_names(self) -> list[str]:
+        """Names of the values that an epoch may have in the history."""
+
+    @property
+    def fit(self) -> Callable[..., Any]:
+        """Train."""
+
+    def evaluate(self, data: Any, *, batch_size: int | None = None) -> dict[str, Any]:
+        """Loss and metrics over data."""
+
+    def predict(self, inputs: Any, *, batch_size: int | None = None) -> Any:
+        """The model's outputs."""
+
+    def save(self, path: Any) -> None:
+        """Write the weights."""
+
+    def load(self, path: Any) -> None:
+        """Read weights."""
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Within the block the model has the averaged weights."""
+
+    def rewound(self) -> AbstractContextManager[None]:
+        """Within the block train on trial."""
+
+    def __getstate__(self) -> dict[str, Any]: ...

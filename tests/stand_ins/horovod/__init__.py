@@ -1,0 +1,1 @@
+"""Stands in for Horovod, which cannot be built here; see ``docs/migrating.md``."""

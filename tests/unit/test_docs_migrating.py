@@ -1,0 +1,114 @@
+"""The programs of docs/migrating.md: each runs as typed, and all come to the same weights."""
+
+import importlib.util
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from tests.launching import STRICT_BUT_KERAS, clean_environment
+from tests.pages import read_page
+from tests.thorough import core_of
+
+ROOT = Path(__file__).parents[2]
+PAGE = read_page((ROOT / "docs" / "migrating.md").read_text())
+NEEDS = {block.file: block.needs for block in PAGE.blocks}
+PROGRAMS = [name for name in PAGE.files if name.startswith(("before_", "after_"))]
+STAND_INS = ROOT / "tests" / "stand_ins"
+STOOD_IN_FOR = ("horovod",)
+TIMEOUT_SECONDS = 240
+
+# They train in float32, and sum in their own orders: within 5e-7 of float64 when measured.
+LARGEST_DIFFERENCE = 1e-5
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[Tensor]:
+    """The weights, by a loop in float64."""
+    task: dict[str, Any] = {}
+    with torch.random.fork_rng(devices=()):
+        exec(PAGE.files["task.py"], task)
+        model = task["make_model"]().double()
+    x, y = task["x"].double(), task["y"]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(5):
+        for inputs, targets in zip(x.split(100), y.split(100), strict=True):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(inputs), targets).backward()
+            optimizer.step()
+    assert (model(x).argmax(1) == y).double().mean() > 0.9, "there is something to learn"
+    return [parameter.detach().float() for parameter in model.parameters()]
+
+
+def arguments_of(command: str) -> list[str]:
+    """How this interpreter does what is typed."""
+    words = shlex.split(command)
+    torchrun = [sys.executable, "-m", "torch.distributed.run"]
+    if words[0] == "torchrun":
+        return [*torchrun, *words[1:]]
+    if words[0] == "horovodrun":
+        return [*torchrun, "--standalone", "--nproc-per-node", words[2], words[-1]]
+    assert words[0] == "python", command
+    strict = STRICT_BUT_KERAS if words[-1].startswith("after_") else ()  # others may warn
+    return [sys.executable, *strict, *words[1:]]
+
+
+def weights_in(folder: Path) -> list[Tensor]:
+    """What a program has saved, in the order of the model's parameters."""
+    (path,) = folder.glob("weights.*")
+    if path.suffix == ".keras":
+        import keras
+
+        weights = keras.models.load_model(path).get_weights()
+        return [torch.from_numpy(weight.T.copy()) for weight in weights]
+    state = load_file(path) if path.suffix == ".safetensors" else torch.load(path)
+    return [state[name] for name in ("0.weight", "0.bias", "2.weight", "2.bias")]
+
+
+@pytest.mark.parametrize(
+    "command", core_of(PAGE.commands, lambda command: "_loop" in command or "_ddp" in command)
+)
+def test_a_program_comes_to_the_weights(
+    command: str, expected: list[Tensor], tmp_path: Path
+) -> None:
+    needs = [need for need in NEEDS[shlex.split(command)[-1]] if need not in STOOD_IN_FOR]
+    for need in needs:
+        if importlib.util.find_spec(need) is None:
+            pytest.skip(f"{need} is not installed")
+    for name, text in PAGE.files.items():
+        (tmp_path / name).write_text(f"{text}\n")
+    environment = clean_environment()
+    environment.pop("KERAS_BACKEND", None)
+    done = subprocess.run(
+        arguments_of(command),
+        cwd=tmp_path,
+        env={
+            **environment,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(STAND_INS),
+            "HF_HUB_OFFLINE": "1",
+            "KERAS_HOME": str(tmp_path),  # a file there may name another backend
+            "TF_CPP_MIN_LOG_LEVEL": "3",
+        },
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_SECONDS,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    for found, wanted in zip(weights_in(tmp_path), expected, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=LARGEST_DIFFERENCE)
+
+
+def test_every_program_has_a_command_and_its_counterpart() -> None:
+    assert {shlex.split(command)[-1] for command in PAGE.commands} == set(PROGRAMS)
+    befores = {name.removeprefix("before_") for name in PROGRAMS if name.startswith("before_")}
+    afters = {name.removeprefix("after_") for name in PROGRAMS if name.startswith("after_")}
+    assert befores == afters
+    assert len(befores) == 7
