@@ -8,7 +8,7 @@ format, from the same random streams and buffers, and so does everything after t
 """
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -17,7 +17,11 @@ from torch import nn
 from lockstep.data.order import restore_streams, stream_states
 from lockstep.data.trees import Tree, map_tensors
 from lockstep.parallel.buffers import Buffers
-from lockstep.parallel.processor import breaks_channels_last, has_slow_bfloat16_attention
+from lockstep.parallel.processor import (
+    breaks_channels_last,
+    has_slow_bfloat16_attention,
+    lacks_lstm,
+)
 from lockstep.parallel.redirection import Redirection
 from lockstep.plan.spec import Plan
 
@@ -34,6 +38,7 @@ DTYPES = {
 PARAMETER_DTYPES = {**DTYPES, "bf16": torch.bfloat16}
 
 _attention = Redirection("scaled_dot_product_attention")
+_lstm = Redirection("lstm", torch._VF)
 
 _LOW_PRECISION = {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}
 
@@ -109,12 +114,15 @@ class ModelCall:
         """
         self._given_up.add(self._model.training)
 
-    def applied(self) -> AbstractContextManager[None]:
+    def applied(self) -> AbstractContextManager[Any]:
         """Around a pass, forward or backward, in which the model or parts of it are called."""
-        is_slow = self._device.type == "cpu" and has_slow_bfloat16_attention()
-        if self._plan.precision not in _LOW_PRECISION or not is_slow:
-            return nullcontext()
-        return _attention.to(attend_in_float32, is_compiled=self._plan.compiled)
+        is_compiled = self._plan.compiled
+        stack = ExitStack()
+        if self._plan.precision in _LOW_PRECISION and self._device.type == "cpu":
+            stack.enter_context(running_lstms(self._plan.precision, is_compiled=is_compiled))
+            if has_slow_bfloat16_attention():
+                stack.enter_context(_attention.to(attend_in_float32, is_compiled=is_compiled))
+        return stack
 
 
 def attend_in_float32(
@@ -139,6 +147,25 @@ def attend_in_float32(
 def _widened_mask(argument: Any) -> Any:
     is_mask = isinstance(argument, torch.Tensor) and argument.is_floating_point()
     return argument.float() if is_mask else argument
+
+
+def running_lstms(precision: str, *, is_compiled: bool = False) -> AbstractContextManager[None]:
+    """Around passes on the CPU: LSTMs that it lacks in this precision run in float32."""
+    dtype = _LOW_PRECISION.get(precision)
+    if dtype is None or not lacks_lstm(dtype):
+        return nullcontext()
+    return _lstm.to(run_lstm_in_float32, is_compiled=is_compiled)
+
+
+def run_lstm_in_float32(*args: Any) -> tuple[torch.Tensor, ...]:
+    """``torch.lstm`` under autocast: in float32, with results in less."""
+    if not torch.is_autocast_enabled("cpu"):
+        plain: tuple[torch.Tensor, ...] = _lstm.plain(*args)
+        return plain
+    dtype = torch.get_autocast_dtype("cpu")
+    with torch.autocast("cpu", enabled=False):
+        results = _lstm.plain(*map_tensors(_widened, args))
+    return tuple(result.to(dtype) for result in results)
 
 
 def computing_in(precision: str, device_type: str) -> AbstractContextManager[Any]:

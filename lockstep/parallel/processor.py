@@ -28,6 +28,23 @@ def has_slow_bfloat16_attention() -> bool:
     return _is_amd()
 
 
+@functools.cache
+def lacks_lstm(dtype: torch.dtype) -> bool:
+    """Whether torch cannot run an LSTM under autocast to this type here.
+
+    It asks oneDNN for one, which has none in bfloat16 for processors without AVX-512, and none in
+    float16 for most. So one is tried.
+    """
+    zeros = torch.zeros(1, 1, 1)
+    weights = [torch.zeros(4, 1), torch.zeros(4, 1), torch.zeros(4), torch.zeros(4)]
+    try:
+        with torch.no_grad(), torch.autocast("cpu", dtype=dtype):
+            torch.lstm(zeros, (zeros, zeros), weights, True, 1, 0.0, False, False, False)
+    except RuntimeError:
+        return True
+    return False
+
+
 def breaks_channels_last(model: nn.Module) -> bool:
     """Whether training a model on images with their channels last would corrupt memory here.
 

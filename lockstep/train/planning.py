@@ -26,7 +26,7 @@ from lockstep.data.sources import Source
 from lockstep.data.trees import Tree, map_tensors
 from lockstep.errors import OptionError, problem
 from lockstep.graph.layer_graph import LayerGraph
-from lockstep.parallel.forward import DTYPES, channels_last, computing_in, narrowed
+from lockstep.parallel.forward import DTYPES, channels_last, computing_in, narrowed, running_lstms
 from lockstep.parallel.parcel import describe
 from lockstep.parallel.partition import Partition, partition
 from lockstep.parallel.processor import breaks_channels_last
@@ -107,7 +107,8 @@ class Planning:
                 )
             )
         inputs = self._placed(_sample(source, size, precision))
-        with computing_in(precision, "cpu"), _without_fused_attention():
+        computing = computing_in(precision, "cpu")
+        with computing, running_lstms(precision), _without_fused_attention():
             traced, graph = self._capture(inputs, precision, announce)
         plan = settle(maker(graph, cluster, batch_size))
         return plan, {trace.training: partition(plan, trace, sizes) for trace, sizes in traced}
