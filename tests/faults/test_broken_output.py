@@ -61,7 +61,9 @@ def run(command: str, source: str, directory: Path) -> "subprocess.CompletedProc
 def expected(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     directory = tmp_path_factory.mktemp("expected")
     done = run("{command}", SCRIPT, directory)
-    assert (done.returncode, done.stderr, len(done.stdout.splitlines())) == (0, "", 40)
+    # A slow start is spoken of, too.
+    epochs = [line for line in done.stdout.splitlines() if line.startswith("Epoch")]
+    assert (done.returncode, done.stderr, len(epochs)) == (0, "", 40)
     return (directory / "weights").read_bytes()
 
 
