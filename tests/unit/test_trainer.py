@@ -1,7 +1,7 @@
 """The Trainer's own promises: state that lasts, callbacks that reach all ranks, clear errors."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torchmetrics
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import lockstep
@@ -437,25 +437,30 @@ def test_one_clear_error_before_any_process_starts(
     assert message.rstrip().endswith(".")
 
 
-@pytest.fixture
-def group() -> Iterator[None]:
-    """torch's process group, of this process alone."""
-    store = distributed.HashStore()  # type: ignore[attr-defined]  # torch does not list it
-    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        distributed.destroy_process_group()
+def wrapped_for_torch() -> nn.Module:
+    """A model in torch's wrapper, without the process group that making one takes."""
+    wrapper: Any = nn.parallel.DistributedDataParallel.__new__(nn.parallel.DistributedDataParallel)
+    nn.Module.__init__(wrapper)
+    wrapper.module = nn.Linear(4, 3)
+    return wrapper  # type: ignore[no-any-return]
 
 
-@pytest.mark.usefixtures("group")
+def sharded_by_torch() -> nn.Module:
+    """A model as ``fully_shard`` leaves it: of a class that derives from its own."""
+    from torch.distributed.fsdp import FSDPModule
+
+    model: Any = nn.Linear(4, 3)
+    model.__class__ = type("FSDPLinear", (FSDPModule, nn.Linear), {})
+    return model  # type: ignore[no-any-return]
+
+
+TORCH_DIVIDES = {"DistributedDataParallel": wrapped_for_torch, "FSDPModule": sharded_by_torch}
+
+
 @pytest.mark.parametrize("is_within", [False, True])
-@pytest.mark.parametrize("name", ["DistributedDataParallel", "FSDPModule"])
+@pytest.mark.parametrize("name", TORCH_DIVIDES)
 def test_models_that_torch_divides_are_refused(name: str, is_within: bool) -> None:
-    from torch.distributed.fsdp import fully_shard
-
-    wrap: Any = nn.parallel.DistributedDataParallel if name[0] == "D" else fully_shard
-    model: nn.Module = wrap(nn.Linear(4, 3))
+    model = TORCH_DIVIDES[name]()
     with pytest.raises(errors.ModelError, match=f"{name}.*Received: .*{name}.*(module|_shard)"):
         make_trainer(model=nn.Sequential(model) if is_within else model)
 
