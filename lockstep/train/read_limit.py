@@ -66,6 +66,7 @@ class ReadLimit:
             yield
         finally:
             self._has_ended.set()
+            looking.join(_LONGEST_NAP_SECONDS)  # unless it cannot write what it has to tell
             if before is not None:
                 signal.signal(_SIGNAL, before)
 

@@ -246,23 +246,36 @@ def test_a_failure_in_a_stage_is_one_error_with_its_rank() -> None:
     trainer = make_trainer(lockstep.PipelineStrategy(cuts=["1"], microbatches=2), model)
     bad = X.clone()
     bad[47] = 1e12
-    with pytest.raises(LockstepError, match=r"Rank 1 failed \(in fit, step 3\).*as asked"):
+    with pytest.raises(ValueError, match=r"Rank 1 failed \(in fit, step 3\).*as asked"):
         trainer.fit((bad, Y), batch_size=15, shuffle=False, verbose=0)
     assert trainer.fit((X, Y), batch_size=10, verbose=0).history["loss"]
 
 
 class ByNumber(nn.Module):
-    """Does something else with two samples than with more."""
+    """Does something else with so many samples than with others."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
 
     def forward(self, x: Tensor) -> Tensor:
-        return x * 2 if x.shape[0] == 2 else x
+        return x * 2 if x.shape[0] == self.number else x
 
 
 def test_what_is_decided_by_sizes_otherwise_than_before_is_an_error() -> None:
-    model = nn.Sequential(nn.Linear(6, 8), ByNumber(), nn.Linear(8, 3))
+    model = nn.Sequential(nn.Linear(6, 8), ByNumber(7), nn.Linear(8, 3))
     trainer = make_trainer(lockstep.PipelineStrategy(cuts=["2"], microbatches=2), model)
-    with pytest.raises(LockstepError, match=r"eq\(2, 2\), which was False then"):
+    with pytest.raises(LockstepError, match=r"eq\(7, 7\), which was False then"):
         trainer.fit((X, Y), batch_size=15, shuffle=False, verbose=0)
+
+
+@pytest.mark.parametrize("number", [2, 5])
+def test_what_is_decided_by_a_size_that_is_traced_is_decided_anew(number: int) -> None:
+    """Models are traced with 2 and with 5 samples: where they differ, a module is called whole."""
+    model = nn.Sequential(nn.Linear(6, 8), ByNumber(number), nn.Linear(8, 3))
+    trainer = make_trainer(lockstep.PipelineStrategy(cuts=["2"], microbatches=2), model)
+    trainer.fit((X, Y), batch_size=10, shuffle=False, verbose=0)
+    assert "what it does depends on the number of samples" in "".join(trainer.plan.notes)
 
 
 class Kill(lockstep.Callback):

@@ -399,6 +399,8 @@ def test_attention_that_is_computed_again_is_the_same() -> None:
 @pytest.mark.thorough
 @pytest.mark.timeout(900)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, in what it imports
+# torch hides this one itself, but not from those who make errors of warnings.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("name", ["mlp", "cnn_batch_norm"])
 def test_a_compiled_model_trains_the_same(name: str) -> None:
     one = case(name)
