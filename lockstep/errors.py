@@ -192,12 +192,13 @@ def short_traceback(error: BaseException) -> list[str]:
     That goes for what a helper has told of its own, too. Frames in which Lockstep itself has raised
     what is no ``LockstepError`` stay.
     """
+    is_brought = isinstance(error.__cause__, WorkerError | HostError)  # raised on another rank
     blocks = list(_blocks("".join(traceback.format_exception(error)).splitlines()))
     runs = [(kind, [block for _, block in run]) for kind, run in groupby(blocks, key=_kind)]
     shown: list[str] = []
     for (kind, run), (_, after) in zip(runs, [*runs[1:], ("", [[""]])], strict=True):
         goes_on = after[0][0].lstrip(" |").startswith(("File ", __name__))
-        if kind == "own" and goes_on:
+        if kind == "own" and (goes_on or is_brought):
             shown.append(f"  [{len(run)} frames of Lockstep]")
         elif kind != "shell":
             shown += [line for block in run for line in block]

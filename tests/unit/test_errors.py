@@ -17,7 +17,6 @@ from lockstep.errors import (
     LockstepError,
     OptionError,
     Problems,
-    WorkerError,
     problem,
     short_traceback,
     shorten_in_notebook,
@@ -149,11 +148,14 @@ def test_a_notebook_shows_the_users_own_error_with_the_users_frames(
     assert own_frames(traceback_of(error))  # what a debugger sees is all there
 
 
-def test_a_notebook_shows_what_a_helper_tells_without_its_frames() -> None:
+def test_a_notebook_shows_what_a_helper_tells_without_its_frames(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    in_notebook(monkeypatch)
     error = fail(Refusing(on_helpers=True), devices=2)
-    assert isinstance(error, WorkerError)
+    assert isinstance(error, ValueError)
     assert own_frames(traceback_of(error))
-    lines = error._render_traceback_()
+    lines = error._render_traceback_()  # type: ignore[attr-defined]
     assert not own_frames(lines)
     assert "--- traceback of rank 1 ---" in lines
     assert sum("in forward" in line for line in lines) == 1

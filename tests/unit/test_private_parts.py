@@ -9,6 +9,7 @@ import ast
 import re
 from collections.abc import Iterator
 from functools import cache
+from importlib import import_module
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,12 @@ FUNCTIONS = (
     "utils._python_dispatch.TorchDispatchMode",
 )
 
+OBJECTS = (
+    "_VF",
+    "optim.optimizer._global_optimizer_post_hooks",
+    "optim.optimizer._global_optimizer_pre_hooks",
+)
+
 # Attributes of objects, which do not follow ``torch.`` in the code.
 ATTRIBUTES = {
     "module": (
@@ -70,6 +77,7 @@ ATTRIBUTES = {
 # Of Python itself.
 OF_PYTHON = {
     "_args_from_interpreter_flags",
+    "_current_frames",
     "_exit",
     "_fields",
     "_getframe",
@@ -103,6 +111,12 @@ def test_torch_has(name: str) -> None:
     assert callable(attrgetter(name)(torch))
 
 
+@pytest.mark.parametrize("name", OBJECTS)
+def test_torch_holds(name: str) -> None:
+    module, _, own_name = f"torch.{name}".rpartition(".")
+    assert hasattr(import_module(module), own_name)
+
+
 @pytest.mark.parametrize(
     ("holder", "name"), [(holder, name) for holder, names in ATTRIBUTES.items() for name in names]
 )
@@ -115,7 +129,7 @@ def test_no_others_are_used() -> None:
         path.relative_to(PACKAGE): ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")
     }
     own = {name for tree in trees.values() for name in _defined(tree)}
-    known = {f"torch.{name}" for name in FUNCTIONS} | OF_PYTHON
+    known = {f"torch.{name}" for name in (*FUNCTIONS, *OBJECTS)} | OF_PYTHON
     known |= {name for names in ATTRIBUTES.values() for name in names}
     others = {
         f"{path}:{line}: {name}"
