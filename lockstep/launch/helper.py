@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 from lockstep.launch.failure import pack_failure
 from lockstep.launch.link import Link, LookAround, Message
 
-CALL, DATA, RETURN, FAIL, PING, READY = b"C", b"D", b"R", b"F", b"P", b"Y"
+CALL, DATA, RETURN, FAIL, PING, READY, FORGET = b"C", b"D", b"R", b"F", b"P", b"Y", b"G"
 
 # Sent by the script's process when a wait takes too long; see ``Team.raise_timeout``.
 STACKS_SIGNAL = signal.SIGUSR1
@@ -49,10 +49,16 @@ class Leader(ABC):
 
 
 class HelperContext:
-    """What a called function gets: who it is, and the way to rank 0."""
+    """What a called function gets: who it is, and the way to rank 0.
+
+    Attributes:
+        rank: this helper's.
+        kept: what calls leave for later ones, by name.
+    """
 
     def __init__(self, rank: int, leader: Leader) -> None:
         self.rank = rank
+        self.kept: dict[str, Any] = {}
         self._leader = leader
 
     def send(self, payload: bytes, descriptors: tuple[int, ...] = ()) -> None:
@@ -116,6 +122,8 @@ def serve_calls(rank: int, link: Link, scrap_descriptor: int, parent: int) -> No
                 link.send(ready)
             elif message.kind == CALL:
                 link.send(_answer(context, message))
+            elif message.kind == FORGET:
+                context.kept.clear()
             # Anything else is for a call that has failed here, as rank 0 will see.
     except (EOFError, OSError):  # rank 0 has closed the link: there is nothing left to do
         link.close()

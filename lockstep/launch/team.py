@@ -18,7 +18,7 @@ from typing import NoReturn
 
 from lockstep.errors import WorkerError
 from lockstep.launch.failure import pack_failure, trouble_of, unpack_failure
-from lockstep.launch.helper import CALL, DATA, FAIL, PING, READY, RETURN, reference_of
+from lockstep.launch.helper import CALL, DATA, FAIL, FORGET, PING, READY, RETURN, reference_of
 from lockstep.launch.link import LookAround, Message, Stopwatch, give_up, is_readable
 from lockstep.launch.origin import Origin
 from lockstep.launch.peer import is_stopped
@@ -285,6 +285,11 @@ class Team:
         for helper in self._helpers:
             with suppress(OSError, TimeoutError):
                 helper.link.send(message, give_up)
+
+    def forget(self) -> None:
+        """Have the helpers keep nothing of earlier calls."""
+        with suppress(WorkerError):  # it ends those that do not hear
+            self.broadcast(b"", kind=FORGET)
 
     def close(self) -> None:
         """End all helpers now."""

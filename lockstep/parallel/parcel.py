@@ -92,6 +92,11 @@ def describe_values(obj: Any, parameters: Sequence[torch.Tensor] = ()) -> object
     return text, [(tensor.data_ptr(), tensor._version) for _, tensor in pickler.tensors]
 
 
+def has_tensors(obj: Any) -> bool:
+    """Whether an object holds or refers to tensors, be it in a closure."""
+    return bool(_pickled(obj, ())[1].tensors)
+
+
 def parameters_in(obj: Any, parameters: Sequence[torch.Tensor]) -> list[int]:
     """The numbers of those parameters that an object holds or refers to, be it in a closure."""
     return sorted(_pickled(obj, parameters)[1].found)

@@ -123,6 +123,17 @@ class Updater(ABC):
         """Have the front end's optimizer know what that of another host knew."""
         raise NotImplementedError
 
+    def changing(self) -> Any:
+        """What a step or the script changes beside weights and stored slots, for ``set_changing``.
+
+        None where that is not all that it changes.
+        """
+        return None
+
+    def set_changing(self, changing: Any) -> None:
+        """Take over what ``changing`` of another rank gave, on the pieces that are bound."""
+        raise NotImplementedError
+
     def recover(self) -> list[str]:
         """After a failure give the front end's optimizer what this rank knows of the slots.
 

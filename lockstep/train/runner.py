@@ -34,6 +34,7 @@ from lockstep.train.planning import Partitions, Planning
 from lockstep.train.recipe import AnyUpdater, Recipe
 from lockstep.train.renewal import Form
 from lockstep.train.session import Session
+from lockstep.train.standing import StandingCalls
 from lockstep.train.tasks import Task
 from lockstep.train.updaters import check_divisible
 
@@ -56,6 +57,9 @@ class Runner(ABC):
         optimizer: what updates the model; None where it is not trained.
         batch_size: of the last training; None before.
     """
+
+    _sight: object = None
+    """What model, loss and metrics are in a call, to be compared by the next; None if unknown."""
 
     def __init__(
         self,
@@ -83,12 +87,13 @@ class Runner(ABC):
 
     def _begin_session(self, company: Company) -> None:
         self._company = company
+        self._standing = StandingCalls()
         self._session = Session(self.timeout_seconds)
         self._finalizer = weakref.finalize(self, self._session.release)
 
     def __getstate__(self) -> dict[str, Any]:
         """What a runner of another process needs."""
-        own = ("_company", "_session", "_finalizer")
+        own = ("_company", "_session", "_standing", "_finalizer")
         return {name: value for name, value in vars(self).items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -196,7 +201,7 @@ class Runner(ABC):
             session.preload = self._preload
         assignment = self._assignment(task, loss, updater, *planned)
         with self._company.at_work() as hosts:
-            return session.run(assignment, conductor, hosts)
+            return session.run(assignment, conductor, hosts, self._standing, self._sight)
 
     def _plan_for_all(
         self, task: Task, batch_size: int, announce: Callable[[str], None]

@@ -5,6 +5,7 @@ import pickle
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,6 +20,7 @@ from lockstep.parallel.parcel import unpack
 from lockstep.parallel.store import TensorStore
 from lockstep.train.assignment import Assignment, compute_settings, initialize_own, make_worker
 from lockstep.train.conductor import Conductor
+from lockstep.train.standing import News, Standing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,33 +78,36 @@ class Call:
     parcel's.
 
     Attributes:
+        name: of the task.
         num_groups: of parameters.
         stores: of parameters, then of slots, then of options: the ranks that map it, its tensors.
         has_options: there is a store of options.
         spec: the layout of the exchange.
         payload: the parcel with the assignment.
         abroad: the other hosts, if there are any.
+        keeps: the call may be made again (``train.standing``).
     """
 
+    name: str
     num_groups: int
     stores: Sequence[tuple[tuple[int, ...], Sequence[TensorSpec]]]
     has_options: bool
     spec: ExchangeSpec
     payload: bytes
     abroad: Abroad | None
+    keeps: bool
 
 
 def serve(context: HelperContext, body: bytes, descriptors: tuple[int, ...]) -> bytes:
     """A helper's part of ``Session.run``."""
     call: Call = pickle.loads(body)
+    context.kept.pop(call.name, None)
     rank = context.rank
     region = open_region(descriptors[0])
     rest = descriptors[1:]
     stored, rest = rest[: len(call.stores)], rest[len(call.stores) :]
     num_wires = 0 if call.abroad is None else len(call.abroad.wires)
     wires, packed = rest[:num_wires], rest[num_wires:]
-    # All helpers get one parcel, but each has buffers of its own in it.
-    parcels = [open_region(number, private=True) for number in packed]
     # Of parameters and slots, what other ranks alone have stays there.
     opened = [
         _open_store(own, number, is_here=rank in ranks, is_ours=rank == ranks[0])
@@ -113,9 +118,7 @@ def serve(context: HelperContext, body: bytes, descriptors: tuple[int, ...]) -> 
         *(nn.Parameter(view, requires_grad=False) for view in parameters),
         *(view for views in opened[call.num_groups :] for view in views),
     ]
-    assignment: Assignment = unpack(call.payload, next(iter(parcels), None), tensors)
-    for each in parcels:
-        each.close()
+    assignment: Assignment = _unpacked(call.payload, packed, tensors)
     neighbours = _open_wires(call, rank, wires, opened)
     with assignment.settings.applied(), compute_settings(assignment.plan):
         worker = make_worker(
@@ -128,16 +131,45 @@ def serve(context: HelperContext, body: bytes, descriptors: tuple[int, ...]) -> 
         )
         has_hosts = call.abroad is not None
         control = FollowerControl(context, rank, assignment.plan.num_ranks, has_hosts=has_hosts)
-        try:
-            initialize_own(assignment, worker)
-            assignment.task.run(worker, control, Conductor())
-            worker.close()
-        except BaseException:
-            worker.abandon()
-            raise
+        part = Standing(assignment=assignment, worker=worker, control=control)
+        _take_part(part)
     for end in () if neighbours is None else neighbours.all_sockets:
         end.close()
+    if call.keeps:
+        context.kept[call.name] = part
     return b""
+
+
+def serve_again(context: HelperContext, body: bytes, descriptors: tuple[int, ...]) -> bytes:
+    """A helper's part of a call whose like it has kept."""
+    news: News = _unpacked(body, descriptors)
+    part: Standing = context.kept[news.name]
+    part.hear(news)
+    with part.assignment.settings.applied(), compute_settings(part.assignment.plan):
+        _take_part(part)
+    return b""
+
+
+def _unpacked(
+    payload: bytes, descriptors: Sequence[int], tensors: Sequence[torch.Tensor] = ()
+) -> Any:
+    """What is in a parcel. All helpers get the same, but each has buffers of its own in it."""
+    regions = [open_region(number, private=True) for number in descriptors]
+    found = unpack(payload, next(iter(regions), None), tensors)
+    for each in regions:
+        each.close()
+    return found
+
+
+def _take_part(part: Standing) -> None:
+    """Do this rank's part of a task."""
+    try:
+        initialize_own(part.assignment, part.worker)
+        part.assignment.task.run(part.worker, part.control, Conductor())
+        part.worker.close()
+    except BaseException:
+        part.worker.abandon()
+        raise
 
 
 def _open_wires(

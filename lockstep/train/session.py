@@ -9,8 +9,8 @@ On several hosts the script's process of each leads that host's ranks, with a se
 
 import socket
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -30,7 +30,7 @@ from lockstep.parallel.build import WireKey, exchange_spec, wire_keys
 from lockstep.parallel.control import LeaderControl, SoloControl
 from lockstep.parallel.groups import ParameterGroup
 from lockstep.parallel.host_control import HostControl
-from lockstep.parallel.parcel import Parcel, parameters_in
+from lockstep.parallel.parcel import Parcel, pack, parameters_in
 from lockstep.parallel.shipping import pack_named
 from lockstep.parallel.store import ParameterStore, TensorStore, check_separate, slot_spec
 from lockstep.parallel.worker import Worker
@@ -42,7 +42,8 @@ from lockstep.train.followers import call_conclude
 from lockstep.train.hosts import Hosts
 from lockstep.train.likeness import assignment_facts
 from lockstep.train.read_limit import ReadLimit
-from lockstep.train.serving import Abroad, Call, serve
+from lockstep.train.serving import Abroad, Call, serve, serve_again
+from lockstep.train.standing import Footing, News, StandingCalls, may_stand
 from lockstep.train.tasks import Task
 from lockstep.units import first_few
 
@@ -79,13 +80,22 @@ class Session:
         self._is_attached = False  # the team is of processes that a launcher has started
         self._has_met = False  # they have come to the call under way
 
-    def run(self, assignment: Assignment, conductor: Conductor, hosts: Hosts | None = None) -> Any:
+    def run(
+        self,
+        assignment: Assignment,
+        conductor: Conductor,
+        hosts: Hosts | None = None,
+        calls: StandingCalls | None = None,
+        sight: object = None,
+    ) -> Any:
         """Do the task on all ranks; returns what this process's part returns.
 
         Args:
             assignment: the task, and all that it needs.
             conductor: of this process.
             hosts: where the Plan has several, each calls this with an assignment of its own.
+            calls: what is kept of earlier calls, and of this one.
+            sight: see ``Footing``; None where nothing is to be kept.
 
         Raises:
             ShippingError: a part of the assignment cannot be sent to helpers.
@@ -99,7 +109,8 @@ class Session:
             if hosts is not None:
                 hosts.check_equal(assignment_facts(assignment))
                 hosts.share_values(assignment.model, assignment.updater)
-            return self._lead(assignment, conductor, hosts)
+            sight = None if hosts is not None else sight
+            return self._lead(assignment, conductor, hosts, calls or StandingCalls(), sight)
 
     def dismiss(self, result: Any, model: nn.Module) -> None:
         """Let the processes that follow this one go on, with a call's result and the weights."""
@@ -129,7 +140,14 @@ class Session:
         _heed(conductor, worker)
         return assignment.task.run(worker, SoloControl(), conductor)
 
-    def _lead(self, assignment: Assignment, conductor: Conductor, hosts: Hosts | None) -> Any:
+    def _lead(
+        self,
+        assignment: Assignment,
+        conductor: Conductor,
+        hosts: Hosts | None,
+        calls: StandingCalls,
+        sight: object,
+    ) -> Any:
         """Do the task with this host's ranks, of which this process is the first."""
         # Before any process starts: what cannot be sent, or finds no memory, shows here.
         here = assignment.plan.ranks_of_host(0 if hosts is None else hosts.host)
@@ -138,43 +156,81 @@ class Session:
         if not self._stores:
             conductor.announce("Moving the model to shared memory")
         stores = self._adopt_all(assignment, here.start)
-        spec = _spec(assignment)
-        _check_loss(assignment)
-        parcel = _pack(assignment, [store for _, store in stores])
-        worker = None
-        try:
+        name = assignment.task.name
+        footing = Footing.of(assignment, sight, [store for _, store in stores])
+        part: _Part | None = calls.find(name, footing)
+        if part is not None and part.team is self._team and part.team.answers():
+            keeps = True
+            result = self._conduct(part, conductor, partial(self._recall, part, assignment))
+        else:
+            spec = _spec(assignment)
+            _check_loss(assignment)
+            keeps = calls.is_repeated(name, footing) and may_stand(assignment, spec)
+            with closing(_pack(assignment, [store for _, store in stores])) as parcel:
+                part = self._prepared(assignment, conductor, hosts, stores, spec, here)
+                call = partial(self._call, part, parcel, keeps=keeps)
+                result = self._conduct(part, conductor, call)
+        calls.keep(name, footing, part if keeps and not part.is_halted else None)
+        return result
+
+    def _prepared(
+        self,
+        assignment: Assignment,
+        conductor: Conductor,
+        hosts: Hosts | None,
+        stores: "Sequence[_Store]",
+        spec: ExchangeSpec,
+        here: range,
+    ) -> "_Part":
+        """This process's part of a call, and all ranks that it leads."""
+        with self._ending_team():
             region = spec.create(here)
             team = self._take_team(assignment.plan, here, hosts, conductor.announce)
             watch = _Watch(team, self._timeout, here.start, hosts)
             wired = _Wired.of(hosts, assignment, self._timeout)
             worker = _leading_worker(assignment, spec, region, watch, stores, wired)
             watch.watch(worker.board)
-            self._call(team, assignment, stores, parcel, spec, region, worker, wired)
-            _heed(conductor, worker)
-            initialize_own(assignment, worker)
-            forget_blanks(assignment.model)
-            control = _control(team, assignment.plan, self._timeout, watch, hosts)
-            limit = worker.passes.reading = ReadLimit(self._timeout, team.raise_slow_read)
-            with limit.watched():
-                result = assignment.task.run(worker, control, conductor)
-            worker.close()
-            team.finish(self._timeout)
-            if wired is not None:
-                _bring_groups(wired, assignment, stores)
+        return _Part(
+            assignment=assignment,
+            team=team,
+            worker=worker,
+            control=_control(team, assignment.plan, self._timeout, watch, hosts),
+            stores=stores,
+            region=region,
+            spec=spec,
+            wired=wired,
+        )
+
+    @contextmanager
+    def _ending_team(self, part: "_Part | None" = None) -> Iterator[None]:
+        """A call that fails within the block ends the helpers, and says what it leaves."""
+        try:
+            yield
         except BaseException as trouble:
             error = as_raised(trouble)
             self.close(error)
-            if worker is not None:
-                worker.abandon()
-            if worker is not None and worker.updater is not None:
-                lost = worker.updater.recover()
-                has_older = assignment.plan.num_hosts > 1 and bool(worker.updater.slot_keys())
-                add_note(error, _state_of_training(worker.board, lost, has_older=has_older))
+            if part is not None:
+                part.abandon(error)
             if error is trouble:
                 raise
             raise error from error.__cause__
-        finally:
-            parcel.close()
+
+    def _conduct(self, part: "_Part", conductor: Conductor, call: Callable[[], None]) -> Any:
+        """Call the helpers, and do this process's part of the task."""
+        assignment, worker, team = part.assignment, part.worker, part.team
+        with self._ending_team(part):
+            call()
+            _heed(conductor, worker)
+            initialize_own(assignment, worker)
+            forget_blanks(assignment.model)
+            limit = worker.passes.reading = ReadLimit(self._timeout, team.raise_slow_read)
+            with limit.watched():
+                result = assignment.task.run(worker, part.control, conductor)
+            worker.close()
+            team.finish(self._timeout)
+            if part.wired is not None:
+                _bring_groups(part.wired, assignment, part.stores)
+            _heed(Conductor(), worker)  # what is kept of a call must not know who conducted it
         return result
 
     def _adopt_all(self, assignment: Assignment, leader: int) -> "list[_Store]":
@@ -284,37 +340,45 @@ class Session:
                 )
         return self._team
 
-    def _call(
-        self,
-        team: Team,
-        assignment: Assignment,
-        stores: "Sequence[_Store]",
-        parcel: Parcel,
-        spec: ExchangeSpec,
-        region: SharedRegion,
-        worker: Worker,
-        wired: "_Wired | None",
-    ) -> None:
+    def _call(self, part: "_Part", parcel: Parcel, *, keeps: bool) -> None:
         """Send the helpers their parts."""
+        assignment, wired = part.assignment, part.wired
         call = Call(
+            name=assignment.task.name,
             num_groups=len(assignment.groups),
-            stores=[(ranks, store.specs) for ranks, store in stores],
+            stores=[(ranks, store.specs) for ranks, store in part.stores],
             has_options=_has_options(assignment),
-            spec=spec,
+            spec=part.spec,
             payload=parcel.payload,
             abroad=None if wired is None else wired.abroad,
+            keeps=keeps,
         )
-        regions = [region, *(store.region for _, store in stores)]
+        regions = [part.region, *(store.region for _, store in part.stores)]
         descriptors = [each.descriptor for each in regions]
         if wired is not None:
             descriptors += [end.fileno() for end in wired.sockets.values()]
         _check_number(len(descriptors) + len(parcel.descriptors))
-        team.call(
-            serve,
-            # It may hold classes of the script's own: those of a model's outputs.
-            dumps(call),
-            (*descriptors, *parcel.descriptors),
-            position=_Position(assignment.task, worker.board),
+        # The call may hold classes of the script's own: those of a model's outputs.
+        self._send(part, serve, dumps(call), (*descriptors, *parcel.descriptors))
+
+    def _recall(self, part: "_Part", assignment: Assignment) -> None:
+        """Send the helpers what is new in a call whose like they have kept."""
+        with closing(pack(News.of(assignment))) as parcel:
+            part.assignment.task.renew(assignment.task.fields())
+            self._send(part, serve_again, parcel.payload, parcel.descriptors)
+
+    def _send(
+        self,
+        part: "_Part",
+        function: Callable[..., bytes],
+        body: bytes,
+        descriptors: tuple[int, ...],
+    ) -> None:
+        part.team.call(
+            function,
+            body,
+            descriptors,
+            position=_Position(part.assignment.task, part.worker.board),
             timeout_seconds=self._timeout,
         )
 
@@ -332,6 +396,7 @@ class Session:
         if team is not None and self._is_attached:
             team.close()
         elif team is not None:
+            team.forget()
             give_back(team, self._threads, self._preload)
 
     @property
@@ -341,6 +406,35 @@ class Session:
 
 # A store, and the ranks that map it.
 _Store = tuple[tuple[int, ...], TensorStore]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Part:
+    """This process's part of a call, as the first rank of its host."""
+
+    assignment: Assignment
+    team: Team
+    worker: Worker
+    control: LeaderControl
+    stores: Sequence[_Store]
+    region: SharedRegion
+    spec: ExchangeSpec
+    wired: "_Wired | None"
+
+    @property
+    def is_halted(self) -> bool:
+        """Whether the ranks were told to stop: for good, as far as their board is concerned."""
+        board = self.worker.board
+        return board is not None and board.is_halted
+
+    def abandon(self, error: BaseException) -> None:
+        """The call has failed, and the helpers have ended: note in the error what is left."""
+        worker = self.worker
+        worker.abandon()
+        if worker.updater is not None:
+            lost = worker.updater.recover()
+            has_older = self.assignment.plan.num_hosts > 1 and bool(worker.updater.slot_keys())
+            add_note(error, _state_of_training(worker.board, lost, has_older=has_older))
 
 
 @dataclass(frozen=True, kw_only=True)

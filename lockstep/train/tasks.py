@@ -5,8 +5,8 @@ does anything: callbacks, progress, the user's metrics.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from itertools import islice
 from typing import Any, ClassVar
 
@@ -30,11 +30,25 @@ class Task(ABC):
 
     Attributes:
         name: of the call that it is, for messages.
+        kept: names of the fields that are a part of what a call stands on (``train.standing``).
         source: the data that it runs the model on.
     """
 
     name: ClassVar[str]
+    kept: ClassVar[frozenset[str]] = frozenset()
     source: Source | SharedStream
+
+    def fields(self) -> dict[str, Any]:
+        """Those that may be others in the next call."""
+        return {
+            each.name: getattr(self, each.name)
+            for each in fields(self)  # type: ignore[arg-type]  # every task is a dataclass
+            if each.init and each.name not in self.kept
+        }
+
+    def renew(self, fields: Mapping[str, Any]) -> None:
+        """Have the fields of another call."""
+        vars(self).update(fields)
 
     @abstractmethod
     def run(self, worker: Worker, control: Control, conductor: Conductor) -> Any:

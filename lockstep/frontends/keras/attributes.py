@@ -36,25 +36,30 @@ class Attributes:
 
     Args:
         model: a model for which ``are_enough`` holds.
+        others: what else is looked at, such as an optimizer.
     """
 
-    def __init__(self, model: Any) -> None:
-        layers = model._flatten_layers()
-        self._seen = [each for one in (*layers, *model.variables) for each in _seen_of(one)]
+    def __init__(self, model: Any, *others: Any) -> None:
+        objects = (*model._flatten_layers(), *model.variables, *others)
+        self._seen = [each for one in objects for each in _seen_of(one)]
 
     @staticmethod
-    def are_enough(model: Any) -> bool:
+    def are_enough(model: Any, *others: Any) -> bool:
         """Whether all layers, and all that these have options in, are Keras's own."""
         return all(
-            _is_own(one) and all(map(_is_known, _attributes_of(one).values()))
-            for one in (*model._flatten_layers(), *model.variables)
+            is_own(one) and all(map(is_known, attributes_of(one).values()))
+            for one in (*model._flatten_layers(), *model.variables, *others)
         )
+
+    def values(self) -> Iterator[Any]:
+        """All that was seen; of lists and dicts what they hold, too."""
+        return (value for _, value in self._seen)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Attributes) or len(self._seen) != len(other._seen):
             return False
         return all(
-            name == other_name and _is_same(value, other_value)
+            name == other_name and (value is other_value or _is_same(value, other_value))
             for (name, value), (other_name, other_value) in zip(
                 self._seen, other._seen, strict=True
             )
@@ -114,18 +119,19 @@ def foreign_parts(model: Any) -> list[Any]:
         found += [one.value for one in weights if isinstance(one, keras.Variable)]
     for layer in model._flatten_layers():
         found += [value for value in vars(layer).values() if isinstance(value, FunctionType)]
-    return [one for one in found if _is_foreign(one)]
+    return [one for one in found if is_foreign(one)]
 
 
-def _is_foreign(value: Any) -> bool:
+def is_foreign(value: Any) -> bool:
+    """Whether it is the user's, and may look at anything."""
     if isinstance(value, FunctionType):
         return not str(value.__module__).startswith("keras.src.")
-    return not (isinstance(value, str | keras.Variable | None) or _is_own(value))
+    return not (isinstance(value, str | keras.Variable | None) or is_own(value))
 
 
 def _seen_of(obj: Any) -> _Seen:
     seen: _Seen = [("", obj)]
-    for name, value in _attributes_of(obj).items():
+    for name, value in attributes_of(obj).items():
         if isinstance(value, _WITH_OPTIONS):
             seen += [("", value), *vars(value).items()]
         elif isinstance(value, Mapping):
@@ -138,7 +144,7 @@ def _seen_of(obj: Any) -> _Seen:
     return seen
 
 
-def _attributes_of(obj: Any) -> dict[str, Any]:
+def attributes_of(obj: Any) -> dict[str, Any]:
     """All, but for those of a layer that helpers do not get, or get anew."""
     own: dict[str, Any] = vars(obj)
     if not isinstance(obj, KerasSaveable):
@@ -157,20 +163,21 @@ def _is_same(value: Any, other: Any) -> bool:
     return value is other
 
 
-def _is_own(obj: Any) -> bool:
+def is_own(obj: Any) -> bool:
+    """Whether it is of a class of Keras's own."""
     return type(obj).__module__.startswith("keras.src.")
 
 
-def _is_known(value: Any) -> bool:
+def is_known(value: Any) -> bool:
     """Whether a value ends where it is looked at: others have attributes of their own."""
     if isinstance(value, _WITH_OPTIONS):
-        return _is_own(value) and all(isinstance(one, _PLAIN) for one in vars(value).values())
+        return is_own(value) and all(isinstance(one, _PLAIN) for one in vars(value).values())
     if isinstance(value, Mapping | list | tuple):
-        return all(map(_is_known, value.values() if isinstance(value, Mapping) else value))
+        return all(map(is_known, value.values() if isinstance(value, Mapping) else value))
     if isinstance(value, FunctionType):  # a user's may look at anything
-        return not _is_foreign(value)
+        return not is_foreign(value)
     if isinstance(value, functools.partial):
-        return all(map(_is_known, (value.func, value.args, value.keywords)))
+        return all(map(is_known, (value.func, value.args, value.keywords)))
     if isinstance(value, MethodType):
         return isinstance(value.__self__, KerasSaveable)
     if isinstance(value, KerasSaveable | torch.Tensor) or not hasattr(value, "__dict__"):

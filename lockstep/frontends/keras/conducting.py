@@ -25,7 +25,7 @@ from lockstep.train.changes import ChangeWatch, SettingsWatch, structure
 from lockstep.train.conductor import Logs
 from lockstep.train.interrupt import Interrupt
 
-# Of Keras's own callbacks, those that look on at steps, and wait for nothing.
+# Of Keras's own callbacks, those that look on.
 _ONLOOKERS = ("History", "ProgbarLogger")
 
 # A progress bar shows the loss of every step, and metrics, which ranks have to add up, now and
@@ -39,13 +39,12 @@ def acts_in(callback: Any, *methods: str) -> bool:
     Those of Keras that do so when they were told to (a ``ModelCheckpoint`` by its ``save_freq``)
     are asked.
     """
-    if type(callback).__module__.startswith("keras.src.callbacks"):
-        kind = type(callback).__name__
-        if kind in _ONLOOKERS:
-            return False
+    if _looks_on(callback):
+        return False
+    if _is_own(callback):
         if getattr(callback, "save_freq", None) == "epoch":
             return False
-        if kind == "TensorBoard" and callback.update_freq == "epoch":
+        if type(callback).__name__ == "TensorBoard" and callback.update_freq == "epoch":
             return False
     return any(
         getattr(getattr(callback, method), "__func__", None) is not getattr(Callback, method)
@@ -74,9 +73,17 @@ def steps_between_metrics(callbacks: Any, *methods: str, shows_bar: bool = True)
 
 def _is_foreign(callback: Any) -> bool:
     """Whether it may change anything: those that come with Keras change values and options."""
-    kind = type(callback)
-    is_own = kind.__module__.startswith("keras.src.callbacks") and kind.__name__ != "LambdaCallback"
-    return not is_own
+    return not _is_own(callback) or type(callback).__name__ == "LambdaCallback"
+
+
+def _is_own(callback: Any) -> bool:
+    """Whether it comes with Keras."""
+    return type(callback).__module__.startswith("keras.src.callbacks")
+
+
+def _looks_on(callback: Any) -> bool:
+    """Whether it is one of Keras's that change nothing, and wait for nothing."""
+    return _is_own(callback) and type(callback).__name__ in _ONLOOKERS
 
 
 def may_stop(callbacks: Any, loop: str) -> bool:
@@ -188,7 +195,10 @@ class KerasFitConductor(EvaluationConductor):
         self._interrupt = interrupt
         self._plan = plan
         self._has_foreign = any(map(_is_foreign, callbacks.callbacks))
-        self._settings = SettingsWatch(partial(with_settings, module.model), NO_SETTINGS)
+        self._has_actors = not all(map(_looks_on, callbacks.callbacks))
+        self._settings: SettingsWatch | None = None
+        if self._has_foreign:
+            self._settings = SettingsWatch(partial(with_settings, module.model), NO_SETTINGS)
         self._foreign_parts: list[Any] = []
         self._seen = LossMeans()  # the loss so far in the epoch
         self._told = LossMeans()  # this, and the parts of several losses
@@ -212,8 +222,9 @@ class KerasFitConductor(EvaluationConductor):
     def begin_epoch(self, epoch: int) -> None:
         self._model.reset_metrics()
         self._callbacks.on_epoch_begin(epoch)
-        self._settings.begin_epoch()
-        self._foreign_parts = foreign_parts(self._model)
+        if self._settings is not None:
+            self._settings.begin_epoch()
+            self._foreign_parts = foreign_parts(self._model)
         names = [metric.name for metric in _loss_metrics(self._model)]
         self._seen, self._told = LossMeans(), LossMeans(names)
 
@@ -269,6 +280,7 @@ class KerasFitConductor(EvaluationConductor):
     def _act_on_values(self, act: Callable[[], None]) -> None:
         """Act, and refuse changes that other ranks hear of where an epoch begins or ends only."""
         parts, slots = self._look_at_foreign_parts(), self._versions_of_slots()
+        assert self._settings is not None
         self._settings.over(act)  # which knows their names
         if self._look_at_foreign_parts() != parts:
             raise OptionError(
@@ -292,6 +304,9 @@ class KerasFitConductor(EvaluationConductor):
             )
 
     def watch(self, act: Callable[[], None], *, in_epoch: bool) -> dict[str, torch.Tensor]:
+        if not self._has_actors:
+            act()
+            return {}
         if in_epoch and self._has_foreign and self._plan().num_ranks > 1:
             act = partial(self._act_on_values, act)
         return self._watch.over(act, in_epoch=in_epoch, plan=self._plan())

@@ -86,6 +86,7 @@ class KerasFitTask(FitTask):
     """
 
     stops_before_steps = False
+    kept = frozenset(("loss", "metrics"))
     metrics: KerasMetrics
     loss: KerasLoss
     evaluation: Evaluation | None = None
@@ -164,6 +165,7 @@ class KerasEvaluateTask(Task):
     """Losses and metrics over data, every sample once."""
 
     name = "evaluate"
+    kept = frozenset(("loss", "metrics"))
     evaluation: Evaluation
     metrics: KerasMetrics
     loss: KerasLoss

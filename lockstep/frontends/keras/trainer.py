@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from torch import optim
 
 from lockstep.data.sources import ArraySource, Source
-from lockstep.data.trees import Tree, concatenate
+from lockstep.data.trees import Tree, concatenate, tensors_of
 from lockstep.errors import ModelError, problem
 from lockstep.frontends.keras.additions import find_additions
 from lockstep.frontends.keras.attributes import NO_SETTINGS, with_settings
@@ -27,6 +27,7 @@ from lockstep.frontends.keras.metrics import KerasMetrics
 from lockstep.frontends.keras.model import KerasModel, giving_losses
 from lockstep.frontends.keras.settings import random_seed
 from lockstep.frontends.keras.shipping import reduce
+from lockstep.frontends.keras.sights import Lookout, Sight
 from lockstep.frontends.keras.tasks import (
     Evaluation,
     KerasEvaluateTask,
@@ -121,6 +122,10 @@ class KerasTrainer(Runner):
             precision=module.precision,
             seed=random_seed(),
         )
+        self._lookout = Lookout(module)
+        self._sight: Sight | None = None
+        self._has_looked = False  # since ranks have run the model
+        self._updater: tuple[Sight | None, KerasUpdater] | None = None
         self._known: _Known | None = None
         self._can_predict = False
 
@@ -132,6 +137,7 @@ class KerasTrainer(Runner):
         self, feed: Feed, evaluation: Evaluation | None, options: FitOptions, callbacks: Any
     ) -> Logs:
         """Train on data; the last epoch's values."""
+        self._has_looked = False
         model = self.model.model
         self.optimizer = model.optimizer
         sources = [feed.source, *([] if evaluation is None else [evaluation.source])]
@@ -213,6 +219,7 @@ class KerasTrainer(Runner):
 
     def evaluate(self, evaluation: Evaluation, feed: Feed, callbacks: Any) -> Logs:
         """Losses and metrics over data."""
+        self._has_looked = False
         loss, metrics = self._loss_and_metrics(feed.source, looks=False, trains=False)
         tells_each, stops = self._company.from_chief(
             (evaluation.tells_each, may_stop(callbacks, "test"))
@@ -226,6 +233,7 @@ class KerasTrainer(Runner):
 
     def predict(self, feed: Feed, callbacks: Any) -> Tree:
         """The model's outputs for data, in its order."""
+        self._has_looked = False
         self._look_before_predicting(feed.source)
         tells, stops = self._company.from_chief(
             (any_acts_in(callbacks, "on_predict_batch_end"), may_stop(callbacks, "predict"))
@@ -249,22 +257,27 @@ class KerasTrainer(Runner):
 
         Args:
             sources: the data.
-            looks: what layers add is looked at anew, and not only if the model has changed.
+            looks: what layers add is looked at anew, unless all can be seen and is as it was.
             trains: the model is going to be trained.
         """
         model = self.model.model
         samples = [sample for sample in map(sample_of, sources) if isinstance(sample, ArraySource)]
         is_divided = not isinstance(self._maker(), SingleDevice)
+        sight = self._look()
         key = (
-            model._compile_loss,
-            [_has_weights(one) for one in samples],
-            settings_of(with_settings(model), NO_SETTINGS) if is_divided else None,
-            [one.requires_grad for one in self.model.parameters()],
+            [_form(one) for one in samples],
+            sight
+            or (
+                model._compile_loss,
+                settings_of(with_settings(model), NO_SETTINGS) if is_divided else None,
+                [one.requires_grad for one in self.model.parameters()],
+            ),
         )
         # Hosts look together, and always: what one of them remembers, another may not.
         known = self._known
         is_known = known is not None and known.key == key and (known.trains or not trains)
-        if looks or not is_known or self._company.hosts is not None:
+        looks = (looks and sight is None) or self._company.hosts is not None
+        if looks or not is_known:
             own = self._find_additions(samples, is_divided=is_divided, trains=trains)
             found = self._company.from_chief(own)
             assert found is not None
@@ -317,7 +330,20 @@ class KerasTrainer(Runner):
                     fix="Call compile again after setting `trainable`.",
                 )
             )
-        return KerasUpdater(self.optimizer, self.model.variables)
+        sight, updater = self._updater or (None, None)
+        if updater is None or sight is None or sight is not self._look():
+            updater = KerasUpdater(self.optimizer, self.model.variables)
+            self._updater = self._look(), updater
+        return updater
+
+    def _look(self) -> Sight | None:
+        """See whether the model is what the last call has found, once before ranks run it."""
+        if not self._has_looked:
+            before, self._sight = self._sight, self._lookout.look()
+            self._has_looked = True
+            if self._sight is None or self._sight is not before:
+                self.model.look_anew()
+        return self._sight
 
     @property
     def _torch_optimizers(self) -> list[optim.Optimizer]:
@@ -332,7 +358,7 @@ class KerasTrainer(Runner):
     ) -> Any:
         if self._company.hosts is not None:
             self._company.check_equal(self._keras_facts())
-        self.model.look_anew()
+        self._look()
         try:
             with (
                 self._frozen_as_keras(),
@@ -342,6 +368,7 @@ class KerasTrainer(Runner):
             ):
                 return super()._run(task, loss, updater, conductor, batch_size)
         finally:
+            self._has_looked = False
             self.model.model._clear_losses()
 
     @contextmanager
@@ -390,9 +417,11 @@ class KerasTrainer(Runner):
         return facts
 
 
-def _has_weights(samples: ArraySource) -> bool:
+def _form(samples: ArraySource) -> object:
+    """The shapes and dtypes of what there is of each sample."""
     _, weights = samples.targets
-    return weights is not None
+    tensors = tensors_of((samples.inputs, samples.targets))
+    return weights is not None, [(one.shape[1:], one.dtype) for one in tensors]
 
 
 def _layer_path(layer: Any) -> str:

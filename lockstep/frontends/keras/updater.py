@@ -88,13 +88,18 @@ class KerasUpdater(Updater):
 
     def __getstate__(self) -> dict[str, Any]:
         """What helpers need: the values of slots, but for those that lie in the store."""
-        values = {
+        own = {"optimizer": None, "owner": None, "_slots": {}, "_values": self._unshared()}
+        lists: dict[str, Any] = {"_pieces": [], "_stepped": [], "_active_slots": []}
+        state = {**vars(self), **own, "_active": None, "_idle": None, **lists}
+        return state if self.is_known else {**state, "_template": None}
+
+    def _unshared(self) -> dict[_Key, torch.Tensor]:
+        """The values of the slots that do not lie in the store."""
+        return {
             key: variable.value.detach()
             for key, variable in self._slots.items()
             if key not in self._store
         }
-        state = {**vars(self), "optimizer": None, "owner": None, "_slots": {}, "_values": values}
-        return state if self.is_known else {**state, "_template": None}
 
     def _own_slots(self) -> dict[_Key, Any]:
         """The variables of the user's optimizer, by what they are."""
@@ -282,6 +287,17 @@ class KerasUpdater(Updater):
         set_options(self.optimizer, state["options"][0])
         for variable, value in zip(self.optimizer._variables, state["values"], strict=True):
             variable.assign(value)
+
+    def changing(self) -> Any:
+        if not self.is_elementwise or self.optimizer.use_ema:
+            return None
+        return {"options": self.options(), "values": self._unshared()}
+
+    @torch.no_grad()
+    def set_changing(self, changing: Any) -> None:
+        self.set_options(changing["options"])
+        for key, value in changing["values"].items():
+            self._whole(key).copy_(value)
 
     def unshared_slots(self) -> list[Any]:
         """The variables of the user's optimizer that other ranks have copies of."""
