@@ -1,4 +1,4 @@
-"""A helper's side of a session: it opens what it is sent, runs the task, and keeps nothing."""
+"""A helper's side of a session: it opens what it is sent, and runs the task."""
 
 import os
 import pickle
