@@ -42,7 +42,7 @@ class Peer:
     """The host at the other end, for messages.
 
     Attributes:
-        host: its number.
+        host: its number; below 0 where it has not told it yet.
         name: what it is called, and where it is: "node-b, 10.0.0.2".
     """
 
@@ -50,7 +50,7 @@ class Peer:
     name: str
 
     def __str__(self) -> str:
-        return f"Host {self.host} ({self.name})"
+        return f"the host at {self.name}" if self.host < 0 else f"Host {self.host} ({self.name})"
 
 
 class Frame(NamedTuple):
