@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.launch import handshake
+from lockstep.launch import handshake, sockets
 
 # What a caller and an answerer send in a handshake: greeting and proofs; greeting and proof.
 HANDSHAKE_BYTES = (72 + 64, 72 + 32)
@@ -142,10 +142,9 @@ class Proxy:
 
 def detour(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
     """Have all calls of this process go through a proxy of this machine."""
-    genuine = handshake.connect
 
     def connect(family: int, where: Any, *arguments: Any) -> socket.socket:
-        sock = genuine(family, ("127.0.0.1", port), *arguments)
+        sock = sockets.connect(family, ("127.0.0.1", port), *arguments)
         sock.send(_TARGET.pack(socket.inet_aton(where[0]), where[1]))
         return sock
 

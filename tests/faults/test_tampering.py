@@ -204,8 +204,8 @@ def test_training_through_a_proxy_that_changes_nothing() -> None:
 # The ranks of host 0 are 0 and 1, and each has a partner on host 1: a wire of the process that
 # leads, and one of a helper's.
 TENSORS = [Fault(number, way, 50_000, bit=7) for number in (1, 2) for way in (THERE, BACK)]
-MESSAGES = [Fault(0, way, 20_000, bit=0) for way in (THERE, BACK)]
-LATER = [Fault(number, BACK, 900_000, bit=3) for number in (1, 2)]  # in the second call of fit
+MESSAGES = [Fault(0, way, 5_000, bit=0) for way in (THERE, BACK)]
+LATER = [Fault(number, BACK, 300_000, bit=3) for number in (1, 2)]  # in the second call of fit
 FAULTS = {
     f"{name} {number}": fault
     for name, faults in (("tensors", TENSORS), ("messages", MESSAGES), ("later", LATER))
