@@ -1,5 +1,6 @@
 """Records come out as they were sealed, or not at all."""
 
+import contextlib
 import itertools
 import os
 import random
@@ -10,7 +11,7 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.channel import records
+from lockstep.channel import channel, records
 from lockstep.channel.channel import Channel
 from lockstep.channel.keys import Keys
 from lockstep.channel.records import HEADER_BYTES, MOST_BYTES, Opener, Sealer, TamperedError
@@ -162,6 +163,39 @@ def test_what_was_sent_back_or_in_another_task_is_refused() -> None:
         other.close()
         end.close()
         victim.close()
+
+
+def test_what_travels_cannot_be_read() -> None:
+    stream = b"".join(sealed([b"known words " * 100] * 2))
+    assert b"known" not in stream
+    assert stream[HEADER_BYTES : len(stream) // 2] != stream[len(stream) // 2 + HEADER_BYTES :]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_parts_of_all_sizes_become_records_and_come_out_in_order(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many bytes the reader takes at a time; and none is left in the channel."""
+    monkeypatch.setattr(channel, "MOST_BYTES", 64)
+    generator = random.Random(seed)
+    sizes = [generator.choice([0, 1, 5, 63, 64, 65, 1000, 20_000]) for _ in range(60)]
+    parts = [generator.randbytes(size) for size in sizes]
+    left, right = channels()
+    left.put(*parts)
+    found = b""
+    is_flushed = False
+    while len(found) < sum(sizes):
+        is_flushed = left.flush()
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                found += right.receive(generator.choice([1, 7, 64, 5000]))
+    assert found == b"".join(parts)
+    assert is_flushed
+    assert not left.has_unsent
+    left.close()
+    with pytest.raises(ConnectionError, match="closed"):
+        right.receive(1)
+    right.close()
 
 
 def test_a_task_goes_on_with_the_keys_that_follow() -> None:
