@@ -12,15 +12,14 @@ that nothing of it is left on the wire for the next.
 
 import os
 import select
-import socket
 import struct
 import threading
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from time import monotonic
 
-from lockstep.errors import HostError, problem
+from lockstep.channel.channel import Channel, lost
 
 _MESSAGE, _DONE, _GOODBYE = range(3)
 # Kind, mailbox, number of the message, its readers at the other end, payload bytes.
@@ -33,19 +32,19 @@ class Courier:
     """One rank's courier. It starts when it is made, and ends with ``close``.
 
     Args:
-        sockets: connected and non-blocking, by the rank at the other end.
+        channels: by the rank at the other end.
         names: of the hosts of these ranks, for messages.
         look_around: see ``Board``.
     """
 
     def __init__(
         self,
-        sockets: Mapping[int, socket.socket],
+        channels: Mapping[int, Channel],
         names: Mapping[int, str],
         look_around: Callable[[float], None],
     ) -> None:
         self._look_around = look_around
-        self._state = _State(sockets, names)
+        self._state = _State(channels, names)
         self._thread = threading.Thread(
             target=_run, args=(self._state,), name="lockstep-courier", daemon=True
         )
@@ -145,8 +144,8 @@ class _State:
         has_ended: the thread has come to its end.
     """
 
-    def __init__(self, sockets: Mapping[int, socket.socket], names: Mapping[int, str]) -> None:
-        self.ends = {rank: _End(end, names[rank]) for rank, end in sockets.items()}
+    def __init__(self, channels: Mapping[int, Channel], names: Mapping[int, str]) -> None:
+        self.ends = {rank: _End(channel, names[rank]) for rank, channel in channels.items()}
         self.news = threading.Condition()
         self.inbox: dict[tuple[int, int, int], _Letter] = {}
         self.sent: dict[tuple[int, int], int] = {}
@@ -163,9 +162,7 @@ class _State:
         """Have the thread send a frame."""
         end, header = self.ends[rank], _HEADER.pack(kind, box, number, readers, len(payload))
         with self.news:
-            end.unsent.append(memoryview(header))
-            if payload:
-                end.unsent.append(memoryview(payload))
+            end.channel.put(header, payload)
         self.ring()
 
     def ring(self) -> None:
@@ -178,7 +175,7 @@ class _State:
         with self.news:
             return self.is_abandoned or (
                 self.is_leaving
-                and all(end.has_left and not end.unsent for end in self.ends.values())
+                and all(end.has_left and not end.channel.has_unsent for end in self.ends.values())
             )
 
     def wait(self) -> list[int]:
@@ -189,11 +186,11 @@ class _State:
         for rank, end in self.ends.items():
             with self.news:
                 events = (0 if end.has_left else select.POLLIN) | (
-                    select.POLLOUT if end.unsent else 0
+                    select.POLLOUT if end.channel.has_unsent else 0
                 )
             if events:
-                poller.register(end.socket, events)
-                ranks[end.socket.fileno()] = rank
+                poller.register(end.channel, events)
+                ranks[end.channel.fileno()] = rank
         ready = [descriptor for descriptor, _ in poller.poll()]
         if self._bell in ready:
             os.eventfd_read(self._bell)
@@ -207,12 +204,11 @@ class _State:
 
 
 class _End:
-    """One wire: what is to be sent, and the frame that is coming in."""
+    """One wire, and the frame that is coming in."""
 
-    def __init__(self, end: socket.socket, name: str) -> None:
-        self.socket = end
+    def __init__(self, channel: Channel, name: str) -> None:
+        self.channel = channel
         self.name = name
-        self.unsent: deque[memoryview] = deque()
         self.has_left = False
         self._header: tuple[int, int, int, int] | None = None
         self._part = bytearray(_HEADER.size)
@@ -223,12 +219,10 @@ class _End:
         while True:
             if self._filled < len(self._part):
                 try:
-                    count = self.socket.recv_into(memoryview(self._part)[self._filled :])
+                    part = memoryview(self._part)[self._filled :]
+                    self._filled += self.channel.receive_into(part)
                 except BlockingIOError:
                     return None
-                if count == 0:
-                    raise ConnectionError("it has closed the connection")
-                self._filled += count
                 continue
             if self._header is None:
                 *header, size = _HEADER.unpack(self._part)
@@ -257,7 +251,7 @@ def _serve(state: _State, rank: int) -> None:
     """Send and receive on a wire what can be now."""
     end = state.ends[rank]
     try:
-        _send(state, end)
+        end.channel.flush()
         while not end.has_left and (frame := end.receive()) is not None:
             kind, box, number, num_readers, payload = frame
             with state.news:
@@ -269,23 +263,4 @@ def _serve(state: _State, rank: int) -> None:
                     end.has_left = True
                 state.news.notify_all()
     except OSError as error:
-        raise HostError(
-            problem(
-                f"{end.name} no longer takes part.",
-                received=error.strerror or str(error),
-                fix="Look at that host's output for the cause.",
-            )
-        ) from error
-
-
-def _send(state: _State, end: _End) -> None:
-    while end.unsent:
-        head = end.unsent[0]
-        try:
-            count = end.socket.send(head)
-        except BlockingIOError:
-            return
-        with state.news:
-            end.unsent.popleft()
-            if count < len(head):
-                end.unsent.appendleft(head[count:])
+        raise lost(end.name, error) from error

@@ -5,14 +5,13 @@ which order. Both directions move at once, or two ranks that send to each other 
 """
 
 import select
-import socket
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from time import monotonic
 
 import torch
 
+from lockstep.channel.channel import Channel, lost
 from lockstep.errors import HostError, problem
 from lockstep.units import format_seconds
 
@@ -21,30 +20,13 @@ Buffers = Mapping[int, Sequence[torch.Tensor]]
 
 _LOOK_AROUND_SECONDS = 0.02
 _LONGEST_NAP_SECONDS = 5 * _LOOK_AROUND_SECONDS
-_MOST_AT_ONCE = 64  # buffers of one call; the kernel takes 1,024
-
-
-@dataclass
-class _Queue:
-    """Bytes on their way through one peer in one direction."""
-
-    views: deque[memoryview] = field(default_factory=deque)
-
-    def advance(self, num_bytes: int) -> None:
-        while num_bytes:
-            head = self.views[0]
-            taken = min(num_bytes, len(head))
-            num_bytes -= taken
-            self.views.popleft()
-            if taken < len(head):
-                self.views.appendleft(head[taken:])
 
 
 class Wires:
     """One rank's peers.
 
     Args:
-        sockets: connected and non-blocking, by the rank at the other end.
+        channels: by the rank at the other end.
         names: of the hosts of these ranks, for messages.
         look_around: called every 20 ms of waiting with the seconds waited so far; it raises if
             waiting on is in vain.
@@ -53,12 +35,12 @@ class Wires:
 
     def __init__(
         self,
-        sockets: Mapping[int, socket.socket],
+        channels: Mapping[int, Channel],
         names: Mapping[int, str],
         look_around: Callable[[float], None],
         timeout_seconds: float,
     ) -> None:
-        self._sockets = dict(sockets)
+        self._channels = dict(channels)
         self._names = names
         self._look_around = look_around
         self._timeout = timeout_seconds
@@ -71,24 +53,28 @@ class Wires:
             receives: dense tensors by rank, which are written to.
 
         Raises:
-            HostError: another host is gone, or time is up.
+            HostError: another host is gone, what came is not what it sent, or time is up.
         """
-        going, coming = _queues(sends), _queues(receives)
+        coming = {peer: _views(tensors) for peer, tensors in receives.items()}
+        for peer, tensors in sends.items():
+            self._channels[peer].put(*_views(tensors))
         poller = select.poll()
-        peers = {self._sockets[peer].fileno(): peer for peer in {*going, *coming}}
-        for descriptor, peer in peers.items():
-            poller.register(descriptor, _events(peer, going, coming))
+        peers = {self._channels[peer].fileno(): peer for peer in {*sends, *receives}}
+        # Before the first wait, too: something may have come with what was received last.
+        for descriptor, peer in list(peers.items()):
+            if events := self._move(peer, coming):
+                poller.register(descriptor, events)
+            else:
+                del peers[descriptor]
         waited, last = 0.0, monotonic()
-        while going or coming:
+        while peers:
             ready = poller.poll(_LOOK_AROUND_SECONDS * 1000)
             for descriptor, _ in ready:
-                peer = peers[descriptor]
-                self._move(peer, going, coming)
-                events = _events(peer, going, coming)
-                if events:
+                if events := self._move(peers[descriptor], coming):
                     poller.modify(descriptor, events)
                 else:
                     poller.unregister(descriptor)
+                    del peers[descriptor]
             now = monotonic()
             # Where bytes move nobody waits.
             waited, last = (
@@ -96,46 +82,24 @@ class Wires:
                 now,
             )
             if waited > self._timeout:
-                raise self._too_late({*going, *coming}, waited)
+                raise self._too_late(peers.values(), waited)
             if not ready:
                 self._look_around(waited)
 
     def close(self) -> None:
         """Close this rank's ends."""
-        while self._sockets:
-            self._sockets.popitem()[1].close()
+        while self._channels:
+            self._channels.popitem()[1].close()
 
-    def _move(self, peer: int, going: dict[int, _Queue], coming: dict[int, _Queue]) -> None:
-        """Send and receive over a wire what can be now."""
+    def _move(self, peer: int, coming: Mapping[int, deque[memoryview]]) -> int:
+        """Send and receive over a wire what can be now; returns what to poll for."""
+        channel, views = self._channels[peer], coming.get(peer)
         try:
-            if peer in coming:
-                self._receive(peer, coming)
-            if peer in going:
-                self._send(peer, going)
+            has_received = not views or _receive(channel, views)
+            has_sent = channel.flush()
         except OSError as error:
-            raise self._gone(peer, error.strerror or type(error).__name__) from error
-
-    def _receive(self, peer: int, coming: dict[int, _Queue]) -> None:
-        queue, end = coming[peer], self._sockets[peer]
-        while queue.views:
-            try:
-                count = end.recv_into(queue.views[0])
-            except BlockingIOError:
-                return
-            if count == 0:
-                raise self._gone(peer, "it has closed the connection")
-            queue.advance(count)
-        del coming[peer]
-
-    def _send(self, peer: int, going: dict[int, _Queue]) -> None:
-        queue, end = going[peer], self._sockets[peer]
-        while queue.views:
-            parts = [queue.views[index] for index in range(min(len(queue.views), _MOST_AT_ONCE))]
-            try:
-                queue.advance(end.sendmsg(parts))
-            except BlockingIOError:
-                return
-        del going[peer]
+            raise lost(self._names[peer], error) from error
+        return (0 if has_sent else select.POLLOUT) | (0 if has_received else select.POLLIN)
 
     def _too_late(self, peers: Iterable[int], waited: float) -> HostError:
         names = dict.fromkeys(self._names[peer] for peer in sorted(peers))
@@ -149,27 +113,23 @@ class Wires:
             )
         )
 
-    def _gone(self, peer: int, reason: str) -> HostError:
-        return HostError(
-            problem(
-                f"{self._names[peer]} no longer takes part.",
-                received=reason,
-                fix="Look at that host's output for the cause.",
-            )
-        )
 
-
-def _queues(buffers: Buffers) -> dict[int, _Queue]:
+def _views(tensors: Iterable[torch.Tensor]) -> deque[memoryview]:
     """What has bytes to move."""
-    found = {
-        peer: _Queue(deque(view for view in map(bytes_of, tensors) if len(view)))
-        for peer, tensors in buffers.items()
-    }
-    return {peer: queue for peer, queue in found.items() if queue.views}
+    return deque(view for view in map(bytes_of, tensors) if len(view))
 
 
-def _events(peer: int, going: Mapping[int, _Queue], coming: Mapping[int, _Queue]) -> int:
-    return (select.POLLOUT if peer in going else 0) | (select.POLLIN if peer in coming else 0)
+def _receive(channel: Channel, views: deque[memoryview]) -> bool:
+    """Fill views with what has come; whether all are full, and none is left."""
+    try:
+        while views:
+            num_bytes = channel.receive_into(views[0])
+            views[0] = views[0][num_bytes:]
+            if not views[0]:
+                views.popleft()
+    except BlockingIOError:
+        return False
+    return True
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from lockstep.channel.channel import Channel
 from lockstep.errors import HostError, problem
 from lockstep.launch.link import LookAround, Stopwatch, is_readable, wait_on
 from lockstep.launch.secret import Secret
@@ -160,7 +161,7 @@ class Circle:
 
     def open_wires(
         self, counts: Counts, timeout_seconds: float, look_around: LookAround = wait_on
-    ) -> dict[int, list[socket.socket]]:
+    ) -> dict[int, list[Channel]]:
         """Open more connections, pair by pair. All hosts ask for the same ones.
 
         Args:
@@ -169,8 +170,8 @@ class Circle:
             look_around: called while waiting.
 
         Returns:
-            Sockets by other host; number k of a pair is the same connection on both sides. They
-            are authenticated, do not block, and belong to the caller.
+            Channels by other host; number k of a pair is the same connection on both sides. They
+            belong to the caller.
 
         Raises:
             HostError: another host did not connect, failed, or is gone.

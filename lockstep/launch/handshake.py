@@ -2,7 +2,7 @@
 
 Four messages of fixed sizes, before anything else is read::
 
-    caller    greeting: what this is, and 32 random bytes
+    caller    greeting: what this is, 32 random bytes, and an X25519 key of this one time
     answerer  greeting: the same
     caller    proofs    HMAC-SHA256 over both greetings; and over the purpose and both greetings
     answerer  proof     over the purpose and both greetings, with another key; or a refusal
@@ -17,8 +17,10 @@ to host 1) is agreed before and never sent, so a proof counts for one thing only
 Both sides are written as talks that know no socket: each step says what to send and how many bytes
 to wait for. ``Gate`` holds many of them at a time, so that one who is slow keeps nobody waiting.
 
-What follows on the connection is neither encrypted nor signed: whoever can change what travels
-between the hosts can take over a connection after its handshake.
+What follows on the connection is sealed (``lockstep.channel``), with keys that come of the secret,
+of what the two X25519 keys have in common, and of all that the proofs are about. So whoever stands
+between the hosts can neither read nor change it, and who records it and learns the secret later
+cannot read it either.
 """
 
 import hashlib
@@ -31,21 +33,26 @@ import time
 from collections.abc import Collection, Generator
 from dataclasses import dataclass
 
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+
+from lockstep.channel.channel import Channel
+from lockstep.channel.keys import Keys
 from lockstep.launch.link import LOOK_AROUND_SECONDS, LookAround, Stopwatch
 from lockstep.launch.secret import Secret
 from lockstep.launch.sockets import SocketAddress, connect, tune
 
-_MAGIC = b"LOCKSTP2"
+_MAGIC = b"LOCKSTP3"
 _NONCE_BYTES = 32
-_GREETING_BYTES = len(_MAGIC) + _NONCE_BYTES
+_PUBLIC_KEY_BYTES = 32
+_GREETING_BYTES = len(_MAGIC) + _NONCE_BYTES + _PUBLIC_KEY_BYTES
 _PROOF_BYTES = 32
-_CALLER, _ANSWERER = b"lockstep caller 2", b"lockstep answerer 2"
-_KNOWER = b"lockstep knower 2"
+_CALLER, _ANSWERER = b"lockstep caller 3", b"lockstep answerer 3"
+_KNOWER, _SEALER = b"lockstep knower 3", b"lockstep sealer 3"
 
 OTHER_SECRET = "it has another secret than this host"
 OTHER_JOB = "it is of another job, with the same secret"
 _REFUSALS = {
-    text: hashlib.sha256(b"lockstep refusal 2: " + text.encode()).digest()
+    text: hashlib.sha256(b"lockstep refusal 3: " + text.encode()).digest()
     for text in (OTHER_SECRET, OTHER_JOB)
 }
 
@@ -54,8 +61,9 @@ HANDSHAKE_SECONDS = 10.0
 _MOST_PENDING = 128
 _MOST_ACCEPTED_AT_ONCE = 64
 
-# Yields (what to send, how many bytes to wait for), is sent those; returns the purpose.
-_Talk = Generator[tuple[bytes, int], bytes, bytes]
+# Yields (what to send, how many bytes to wait for), is sent those; returns the purpose, and the
+# keys for what follows.
+_Talk = Generator[tuple[bytes, int], bytes, tuple[bytes, Keys]]
 
 
 class HandshakeError(Exception):
@@ -73,32 +81,52 @@ def _proof(secret: Secret, role: bytes, purpose: bytes, caller: bytes, answerer:
     return hmac.digest(secret.key(role), message, "sha256")
 
 
-def _greeting() -> bytes:
-    return _MAGIC + os.urandom(_NONCE_BYTES)
+def _greeting(key: X25519PrivateKey) -> bytes:
+    return _MAGIC + os.urandom(_NONCE_BYTES) + key.public_key().public_bytes_raw()
 
 
-def _check_greeting(greeting: bytes) -> None:
-    if not greeting.startswith(_MAGIC):
-        raise HandshakeError("it does not speak Lockstep's protocol")
+def _their_greeting(own: bytes) -> Generator[tuple[bytes, int], bytes, bytes]:
+    """Send this side's, if it is time, and hear the other's."""
+    magic = yield own, len(_MAGIC)
+    if magic != _MAGIC:  # told at once, be the rest as long as it may
+        raise HandshakeError("it does not speak Lockstep's protocol, or another version of it")
+    return magic + (yield b"", _GREETING_BYTES - len(_MAGIC))
+
+
+def _shared(key: X25519PrivateKey, greeting: bytes) -> bytes:
+    """What nobody knows but who has made one of two keys."""
+    try:
+        return key.exchange(X25519PublicKey.from_public_bytes(greeting[-_PUBLIC_KEY_BYTES:]))
+    except ValueError as error:  # of few that are no keys
+        raise HandshakeError("it sent what is no key") from error
+
+
+def _material(
+    secret: Secret, purpose: bytes, caller: bytes, answerer: bytes, shared: bytes
+) -> bytes:
+    """What the keys for all that follows are made of."""
+    message = purpose_of(purpose, caller, answerer, shared)
+    return hmac.digest(secret.key(_SEALER), message, "sha256")
 
 
 def _call(secret: Secret, purpose: bytes) -> _Talk:
-    caller = _greeting()
-    answerer = yield caller, _GREETING_BYTES
-    _check_greeting(answerer)
+    key = X25519PrivateKey.generate()
+    caller = _greeting(key)
+    answerer = yield from _their_greeting(caller)
     proofs = [_proof(secret, _KNOWER, b"", caller, answerer)]
     proofs += [_proof(secret, _CALLER, purpose, caller, answerer)]
     theirs = yield b"".join(proofs), _PROOF_BYTES
     if hmac.compare_digest(theirs, _proof(secret, _ANSWERER, purpose, caller, answerer)):
-        return purpose
+        material = _material(secret, purpose, caller, answerer, _shared(key, answerer))
+        return purpose, Keys.agreed(material, is_caller=True)
     refusals = {answer: text for text, answer in _REFUSALS.items()}
     raise HandshakeError(refusals.get(theirs, "it cannot prove that it knows the secret"))
 
 
 def _answer(secret: Secret, purposes: Collection[bytes]) -> _Talk:
-    caller = yield b"", _GREETING_BYTES
-    _check_greeting(caller)
-    answerer = _greeting()
+    caller = yield from _their_greeting(b"")
+    key = X25519PrivateKey.generate()
+    answerer = _greeting(key)
     proofs = yield answerer, 2 * _PROOF_BYTES
     known, theirs = proofs[:_PROOF_BYTES], proofs[_PROOF_BYTES:]
     refusal = OTHER_SECRET
@@ -106,10 +134,19 @@ def _answer(secret: Secret, purposes: Collection[bytes]) -> _Talk:
         refusal = OTHER_JOB
         for purpose in purposes:
             if hmac.compare_digest(theirs, _proof(secret, _CALLER, purpose, caller, answerer)):
+                material = _material(secret, purpose, caller, answerer, _shared(key, caller))
                 yield _proof(secret, _ANSWERER, purpose, caller, answerer), 0
-                return purpose
+                return purpose, Keys.agreed(material, is_caller=False)
     yield _REFUSALS[refusal], 0
     raise HandshakeError(refusal)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Guest:
+    """One who has proved that he knows the secret, and what his connection is for."""
+
+    channel: Channel
+    purpose: bytes
 
 
 class _Conversation:
@@ -120,26 +157,26 @@ class _Conversation:
         self._talk = talk
         self._received = bytearray()
         self._unsent, self._num_wanted = next(talk)
-        self.purpose = b""
+        self._guest: Guest | None = None  # once the handshake is done
 
     @property
     def events(self) -> int:
         """What to poll for."""
         return select.POLLOUT if self._unsent else select.POLLIN
 
-    def advance(self) -> bool:
-        """Go on as far as it goes now; whether the handshake is done.
+    def advance(self) -> Guest | None:
+        """Go on as far as it goes now; who is at the other end, once the handshake is done.
 
         Raises:
             HandshakeError: the other side failed it.
             OSError: the connection broke.
         """
         try:
-            while not self.purpose:
+            while self._guest is None:
                 self._step()
         except BlockingIOError:
-            return False
-        return True
+            return None
+        return self._guest
 
     def _step(self) -> None:
         while self._unsent:
@@ -153,7 +190,8 @@ class _Conversation:
         try:
             self._unsent, self._num_wanted = self._talk.send(bytes(self._received))
         except StopIteration as end:
-            self.purpose = end.value
+            purpose, keys = end.value
+            self._guest = Guest(channel=Channel(self.socket, keys), purpose=purpose)
         self._received.clear()
 
 
@@ -165,7 +203,7 @@ def call(
     *,
     seconds: float,
     look_around: LookAround,
-) -> socket.socket:
+) -> Channel:
     """Connect to one who is to know the secret, too.
 
     Args:
@@ -182,30 +220,22 @@ def call(
     """
     sock = connect(family, where, seconds, look_around)
     try:
-        _converse(_Conversation(sock, _call(secret, purpose)), seconds, look_around)
+        return _converse(_Conversation(sock, _call(secret, purpose)), seconds, look_around)
     except BaseException:
         sock.close()
         raise
-    return sock
 
 
-def _converse(conversation: _Conversation, seconds: float, look_around: LookAround) -> None:
+def _converse(conversation: _Conversation, seconds: float, look_around: LookAround) -> Channel:
     watch = Stopwatch()
     poller = select.poll()
-    while not conversation.advance():
+    while (guest := conversation.advance()) is None:
         poller.register(conversation.socket, conversation.events)
         if not poller.poll(LOOK_AROUND_SECONDS * 1000):
             look_around(watch.tick())
         if watch.tick() > seconds:
             raise HandshakeError("it did not finish the handshake in time")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Guest:
-    """One who has proved that he knows the secret, and what his connection is for."""
-
-    socket: socket.socket
-    purpose: bytes
+    return guest.channel
 
 
 class Gate:
@@ -287,7 +317,8 @@ class Gate:
     def _advance(self, descriptor: int) -> list[Guest]:
         conversation, _ = self._pending[descriptor]
         try:
-            if not conversation.advance():
+            guest = conversation.advance()
+            if guest is None:
                 self._poller.modify(descriptor, conversation.events)
                 return []
         except HandshakeError as error:
@@ -296,17 +327,16 @@ class Gate:
         except OSError as error:
             self._refuse(descriptor, error.strerror or str(error))
             return []
-        return self._welcome(descriptor)
+        return self._welcome(descriptor, guest)
 
-    def _welcome(self, descriptor: int) -> list[Guest]:
-        conversation, _ = self._pending[descriptor]
-        if conversation.purpose not in self.purposes:
+    def _welcome(self, descriptor: int, guest: Guest) -> list[Guest]:
+        if guest.purpose not in self.purposes:
             self._refuse(descriptor, "its place was taken")
             return []
         if self._once:
-            self.purposes.discard(conversation.purpose)
+            self.purposes.discard(guest.purpose)
         self._forget(descriptor)
-        return [Guest(socket=conversation.socket, purpose=conversation.purpose)]
+        return [guest]
 
     def _refuse_oldest(self, why: str) -> None:
         self._refuse(next(iter(self._pending)), why)

@@ -9,16 +9,16 @@ long way), training that opens several is faster than is said here.
 """
 
 import select
-import socket
 import statistics
 import struct
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from itertools import combinations
 
 import msgspec
 
+from lockstep.channel.channel import Channel, lost
 from lockstep.errors import HostError, problem
 from lockstep.launch.circle import Circle
 from lockstep.launch.hearsay import decode_hearsay
@@ -94,13 +94,13 @@ def survey_network(
         HostError: another host failed, is gone, or keeps silent.
     """
     pairs = list(combinations(range(circle.num_hosts), 2))
-    sockets = circle.open_wires(dict.fromkeys(pairs, 1), timeout_seconds=SILENCE_SECONDS)
+    channels = circle.open_wires(dict.fromkeys(pairs, 1), timeout_seconds=SILENCE_SECONDS)
     with ExitStack() as stack:
         talks = {
             host: Conversation(
-                stack.enter_context(mine[0]), circle.name_of(host), circle.look_around
+                stack.enter_context(closing(mine[0])), circle.name_of(host), circle.look_around
             )
-            for host, mine in sockets.items()
+            for host, mine in channels.items()
         }
         reports = []
         for first, second in pairs:
@@ -146,26 +146,24 @@ class Conversation:
     """A connection to another host that carries plain bytes; nobody waits on it for ever.
 
     Args:
-        sock: connected, authenticated and not blocking.
+        channel: the connection.
         peer: the host at the other end, for messages.
         look_around: called while waiting; raises to give up.
     """
 
-    def __init__(self, sock: socket.socket, peer: str, look_around: LookAround) -> None:
-        self._socket = sock
+    def __init__(self, channel: Channel, peer: str, look_around: LookAround) -> None:
+        self._channel = channel
         self._peer = peer
         self._look_around = look_around
 
     def send(self, data: bytes | memoryview) -> None:
         """Send all of it."""
-        view = memoryview(data)
-        while view:
-            try:
-                view = view[self._socket.send(view) :]
-            except BlockingIOError:
+        self._channel.put(data)
+        try:
+            while not self._channel.flush():
                 self._wait(select.POLLOUT)
-            except OSError as error:
-                raise self._gone(error.strerror or str(error)) from error
+        except OSError as error:
+            raise lost(self._peer, error) from error
 
     def receive(self, num_bytes: int) -> bytes:
         """Wait for so many bytes."""
@@ -178,26 +176,20 @@ class Conversation:
         """Wait for some bytes; returns how many came."""
         while True:
             try:
-                num_bytes = self._socket.recv_into(buffer)
+                return self._channel.receive_into(buffer)
             except BlockingIOError:
                 self._wait(select.POLLIN)
             except OSError as error:
-                raise self._gone(error.strerror or str(error)) from error
-            else:
-                if num_bytes == 0:
-                    raise self._gone("it has closed the connection")
-                return num_bytes
+                raise lost(self._peer, error) from error
 
     def _wait(self, events: int) -> None:
         poller, watch = select.poll(), Stopwatch()
-        poller.register(self._socket, events)
+        poller.register(self._channel, events)
         while not poller.poll(LOOK_AROUND_SECONDS * 1000):
             self._look_around(watch.tick())
             if watch.seconds > SILENCE_SECONDS:
-                raise self._gone(f"nothing got through for {SILENCE_SECONDS:.0f} s")
-
-    def _gone(self, why: str) -> HostError:
-        return HostError(f"{self._peer} no longer answers: {why}.")
+                why = f"nothing got through for {SILENCE_SECONDS:.0f} s"
+                raise HostError(f"{self._peer} no longer answers: {why}.")
 
 
 def _ping(talk: Conversation, clock: Clock) -> tuple[float, float]:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 import msgspec
 
+from lockstep.channel.channel import Channel
 from lockstep.cluster.place import Address, Place
 from lockstep.errors import HostError, Problems, problem
 from lockstep.launch.circle import Card, Circle, name_of
@@ -83,8 +84,8 @@ class Reception:
 
     def _go_on(self, gate: Gate) -> None:
         for guest in gate.admit(LOOK_AROUND_SECONDS):
-            peer = Peer(host=_NOBODY, name=address_of(guest.socket))
-            self.entering[Wire(guest.socket, peer, _MOST_CARD_BYTES)] = time.monotonic()
+            peer = Peer(host=_NOBODY, name=address_of(guest.channel))
+            self.entering[Wire(guest.channel, peer, _MOST_CARD_BYTES)] = time.monotonic()
         before = self.missing
         self._forget_who_left()
         for wire, since in list(self.entering.items()):
@@ -113,8 +114,10 @@ class Reception:
     def _take_card(self, wire: Wire, since: float) -> None:
         try:
             frame = wire.take_one()
-        except HostError:  # gone before it said which one it is; it may come again
-            self._turn_away(wire)
+        except HostError:
+            if wire.was_tampered_with:
+                raise
+            self._turn_away(wire)  # gone before it said which one it is; it may come again
             return
         if frame is not None:
             self._enter(wire, frame)
@@ -261,9 +264,16 @@ def _difference(own: Mapping[str, str], theirs: Mapping[str, str], host: int) ->
 
 
 def _has_gone(wire: Wire) -> bool:
+    """Whether a host that was let in is there no more. It may come again.
+
+    Raises:
+        HostError: the connection was tampered with, in whichever direction.
+    """
     try:
         return wire.take_one() is not None  # who talks out of turn is none of ours
     except HostError:
+        if wire.was_tampered_with or wire.was_told:
+            raise
         return True
 
 
@@ -283,9 +293,9 @@ def reason_of(error: Exception) -> str:
     return (isinstance(error, OSError) and error.strerror) or str(error)
 
 
-def address_of(sock: socket.socket) -> str:
+def address_of(channel: Channel) -> str:
     """Of the other end."""
     try:
-        return str(sock.getpeername()[0])
+        return str(channel.socket.getpeername()[0])
     except OSError:  # it has gone again
         return "an unknown address"

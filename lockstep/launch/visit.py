@@ -6,7 +6,7 @@ import msgspec
 
 from lockstep.cluster.place import Address, Place
 from lockstep.errors import HostError, problem
-from lockstep.launch.circle import Card, Circle
+from lockstep.launch.circle import Card, Circle, name_of
 from lockstep.launch.handshake import HANDSHAKE_SECONDS, OTHER_SECRET, HandshakeError, call
 from lockstep.launch.hearsay import decode_hearsay
 from lockstep.launch.patience import OverError, Patience
@@ -61,7 +61,7 @@ class Visit:
             return None
         for family, where in found:
             try:
-                sock = call(
+                channel = call(
                     family,
                     where,
                     self.secret,
@@ -72,7 +72,7 @@ class Visit:
             except (HandshakeError, OSError) as error:
                 self.answers[str(address)] = reason_of(error)
                 continue
-            circle = self._stay(Wire(sock, Peer(host=0, name=address_of(sock))), str(address))
+            circle = self._stay(Wire(channel, Peer(host=0, name=address_of(channel))), str(address))
             if circle:
                 return circle
         return None
@@ -81,7 +81,8 @@ class Visit:
         """Hand in the card, and wait for the others; None if host 0 goes away without a word.
 
         Raises:
-            HostError: host 0 has said why there will be no circle.
+            HostError: host 0 has said why there will be no circle, or something else came than it
+                has sent.
         """
         entry = Entry(host=self.place.host, num_hosts=self.place.num_hosts, card=self.card)
         try:
@@ -90,8 +91,10 @@ class Visit:
                 self.missing = _decode(frame, list[int])
             cards = _decode(frame, list[Card])
         except HostError as error:
+            if wire.was_tampered_with:
+                wire.fail(f"{name_of(self.place.host, self.card)} failed: {error}")
             wire.close()
-            if wire.was_told:
+            if wire.was_told or wire.was_tampered_with:
                 raise
             self.answers[address], self.missing = str(error), []
             return None

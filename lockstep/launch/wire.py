@@ -1,4 +1,4 @@
-"""A wire: framed messages over an authenticated TCP connection to another host.
+"""A wire: framed messages over a sealed connection to another host.
 
 Frames are a kind, a length, and bytes: nothing is unpickled. No call blocks in the kernel for long:
 whoever waits looks around 50 times a second, and gives up by raising (as on a ``Link``).
@@ -16,6 +16,8 @@ from collections import deque
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from lockstep.channel.channel import Channel, tampered
+from lockstep.channel.records import TamperedError
 from lockstep.errors import HostError, problem
 from lockstep.launch.farewell import decode_farewell, encode_farewell
 from lockstep.launch.link import LOOK_AROUND_SECONDS, LookAround, Stopwatch, is_readable, wait_on
@@ -27,7 +29,6 @@ GOODBYE = b"."
 
 MOST_BYTES = 1 << 36
 _HEADER = struct.Struct("!cQ")  # kind, payload bytes
-_JOINED_BYTES = 1 << 16  # payloads up to this size go out in one piece with their header
 _CHUNK_BYTES = 1 << 20
 # So much is read before anyone asks for it, to see an ERROR behind it.
 _READ_AHEAD_BYTES = 1 << 26
@@ -41,7 +42,7 @@ class Peer:
     """The host at the other end, for messages.
 
     Attributes:
-        host: its number.
+        host: its number; below 0 where it has not told it yet.
         name: what it is called, and where it is: "node-b, 10.0.0.2".
     """
 
@@ -49,7 +50,7 @@ class Peer:
     name: str
 
     def __str__(self) -> str:
-        return f"Host {self.host} ({self.name})"
+        return f"the host at {self.name}" if self.host < 0 else f"Host {self.host} ({self.name})"
 
 
 class Frame(NamedTuple):
@@ -63,22 +64,23 @@ class Wire:
     """One end of a connection.
 
     Args:
-        sock: connected, authenticated, and not blocking; now the wire's.
+        channel: the connection; now the wire's.
         peer: who is at the other end.
         most_bytes: of a frame.
 
     Attributes:
         peer: may be set once more is known.
         most_bytes: likewise.
+        was_tampered_with: something else has come than the other host sent.
     """
 
-    def __init__(self, sock: socket.socket, peer: Peer, most_bytes: int = MOST_BYTES) -> None:
+    def __init__(self, channel: Channel, peer: Peer, most_bytes: int = MOST_BYTES) -> None:
         self.peer = peer
         self.most_bytes = most_bytes
-        self._socket = sock
-        self._unsent: deque[memoryview] = deque()
+        self.was_tampered_with = False
+        self._channel = channel
         self._kind: bytes | None = None  # of the frame that is coming in, once its header is there
-        self._chunks: list[bytes] = []
+        self._chunks: list[memoryview] = []
         self._num_missing = _HEADER.size
         self._frames: deque[Frame] = deque()
         self._num_waiting_bytes = 0
@@ -88,12 +90,13 @@ class Wire:
 
     def fileno(self) -> int:
         """The socket's descriptor."""
-        return self._socket.fileno()
+        return self._channel.fileno()
 
     @property
     def own_address(self) -> tuple[socket.AddressFamily, str]:
         """The family and address of this host on the interface that the wire uses."""
-        return self._socket.family, self._socket.getsockname()[0]
+        sock = self._channel.socket
+        return sock.family, sock.getsockname()[0]
 
     @property
     def was_told(self) -> bool:
@@ -108,9 +111,7 @@ class Wire:
         """
         if len(payload) > self.most_bytes:
             raise self._oversized(f"{self.peer} cannot be sent so much at once.", len(payload))
-        header = _HEADER.pack(kind, len(payload))
-        parts = [header + payload] if len(payload) <= _JOINED_BYTES else [header, payload]
-        self._unsent += [memoryview(part) for part in parts if part]
+        self._channel.put(_HEADER.pack(kind, len(payload)), payload)
         watch = Stopwatch()
         poller = select.poll()
         poller.register(self, select.POLLOUT)
@@ -156,7 +157,7 @@ class Wire:
             while not self._is_over and self._num_waiting_bytes < _READ_AHEAD_BYTES:
                 self._read()
         except BlockingIOError:
-            if is_unanswered(self._socket):
+            if is_unanswered(self._channel.socket):
                 self._fail(f"nothing has come back for {VANISHED_SECONDS} s")
         if self._farewell:
             raise decode_farewell(self._farewell)
@@ -175,30 +176,22 @@ class Wire:
         self._failure = self._failure or f"The connection to {self.peer} is closed on this side."
         # Nothing more to read, or nobody to say goodbye to: as good.
         with contextlib.suppress(OSError):
-            if not self._unsent:
-                self._socket.send(_HEADER.pack(GOODBYE, 0))
+            if not self._channel.has_unsent:
+                self._channel.put(_HEADER.pack(GOODBYE, 0))
+                self._channel.flush()
             # Where something is left unread, closing throws away what was sent, too.
             for _ in range(_MOST_DRAINS):
-                if not self._socket.recv(_CHUNK_BYTES):
+                if not self._channel.socket.recv(_CHUNK_BYTES):
                     break
-        self._socket.close()
+        self._channel.close()
 
     def _flush(self) -> bool:
         """Send what there is room for; whether all is sent."""
         try:
-            while self._unsent:
-                view = self._unsent[0]
-                rest = view[self._socket.send(view) :]
-                if rest:
-                    self._unsent[0] = rest
-                else:
-                    self._unsent.popleft()
-        except BlockingIOError:
-            return False
+            return self._channel.flush()
         except OSError as error:
             self.look()  # it may have said why before it closed the connection
             raise self._gone(error.strerror or str(error)) from error
-        return True
 
     @property
     def _is_over(self) -> bool:
@@ -206,14 +199,14 @@ class Wire:
 
     def _read(self) -> None:
         try:
-            data = self._socket.recv(min(self._num_missing, _CHUNK_BYTES))
+            data = self._channel.receive(self._num_missing)
         except BlockingIOError:
             raise
+        except TamperedError as error:
+            self._failure, self.was_tampered_with = tampered(str(self.peer), error), True
+            return
         except OSError as error:
             self._fail(error.strerror or str(error))
-            return
-        if not data:
-            self._fail("it has closed the connection")
             return
         self._chunks.append(data)
         self._num_missing -= len(data)

@@ -6,7 +6,6 @@ handshake is for one wire: with a token that is made for this one time, the pair
 """
 
 import os
-import socket
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from lockstep.channel.channel import Channel
 from lockstep.errors import HostError, problem
 from lockstep.launch.handshake import Gate, HandshakeError, call, purpose_of
 from lockstep.launch.link import LOOK_AROUND_SECONDS, LookAround, Stopwatch
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _TOKEN_BYTES = 16
 
 Counts = Mapping[tuple[int, int], int]
-_Sockets = dict[int, list[socket.socket]]
+_Channels = dict[int, list[Channel]]
 
 
 class _Notice(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,7 +58,7 @@ class _Wiring:
         self.circle.look_around()
         self.look_around(self.watch.tick())
 
-    def call(self, host: int, notice: _Notice, number: int) -> socket.socket:
+    def call(self, host: int, notice: _Notice, number: int) -> Channel:
         """Wire ``number`` to a host with a lower number."""
         assert notice.where is not None
         family, _ = self.circle.interface
@@ -81,13 +81,15 @@ class _Wiring:
                 time.sleep(LOOK_AROUND_SECONDS)
                 self.look()
 
-    def accept(self, gate: Gate, expected: Mapping[bytes, tuple[int, int]], into: _Sockets) -> None:
+    def accept(
+        self, gate: Gate, expected: Mapping[bytes, tuple[int, int]], into: _Channels
+    ) -> None:
         """Let in the wires of hosts with higher numbers; purposes are known by host and number."""
-        numbered: dict[tuple[int, int], socket.socket] = {}
+        numbered: dict[tuple[int, int], Channel] = {}
         try:
             while gate.purposes:
                 for guest in gate.admit(LOOK_AROUND_SECONDS):
-                    numbered[expected[guest.purpose]] = guest.socket
+                    numbered[expected[guest.purpose]] = guest.channel
                 self.look()
                 if gate.purposes and self.watch.seconds > self.timeout_seconds:
                     missing = sorted({expected[purpose][0] for purpose in gate.purposes})
@@ -116,7 +118,7 @@ def open_wires(
     *,
     timeout_seconds: float,
     look_around: LookAround,
-) -> _Sockets:
+) -> _Channels:
     """Open wires; see ``Circle.open_wires``. The time begins once all hosts are at it."""
     host = circle.host
     assert all(0 <= low < high < circle.num_hosts for low, high in counts)
@@ -128,7 +130,7 @@ def open_wires(
         for number in range(count)
     }
     gate = _open_gate(circle, secret, expected) if expected else None
-    opened: _Sockets = {}
+    opened: _Channels = {}
     try:
         notices = _exchange_notices(circle, gate, token, counts, look_around)
         wiring = _Wiring(
@@ -144,9 +146,9 @@ def open_wires(
         if gate:
             wiring.accept(gate, expected, opened)
     except BaseException:
-        for sockets in opened.values():
-            for sock in sockets:
-                sock.close()
+        for channels in opened.values():
+            for channel in channels:
+                channel.close()
         raise
     finally:
         if gate:

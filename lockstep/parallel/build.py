@@ -5,7 +5,6 @@ made after it, each rank builds its own end. A Plan without stages is one with a
 every rank holds, so that all parameters are in one group.
 """
 
-import socket
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from lockstep.channel.channel import Channel
 from lockstep.comm.board import Board
 from lockstep.comm.courier import Courier
 from lockstep.comm.exchange import Exchange, ExchangeSpec, GroupSpec
@@ -192,8 +192,8 @@ class Neighbours:
     Attributes:
         host: this host.
         names: of other ranks' hosts, for messages.
-        sockets: this rank's for sums, by the rank at the other end.
-        mail_sockets: likewise for what stages send.
+        channels: this rank's for sums, by the rank at the other end.
+        mail_channels: likewise for what stages send.
         crossing: to the other hosts' leaders; None unless this rank leads its host.
         mirrored: see ``HostExchange``.
         timeout_seconds: longest wait for another host.
@@ -201,16 +201,16 @@ class Neighbours:
 
     host: int
     names: Mapping[int, str]
-    sockets: Mapping[int, socket.socket]
-    mail_sockets: Mapping[int, socket.socket]
+    channels: Mapping[int, Channel]
+    mail_channels: Mapping[int, Channel]
     crossing: Crossing | None
     mirrored: Sequence[torch.Tensor]
     timeout_seconds: float
 
     @property
-    def all_sockets(self) -> list[socket.socket]:
+    def all_channels(self) -> list[Channel]:
         """Whatever they are for."""
-        return [*self.sockets.values(), *self.mail_sockets.values()]
+        return [*self.channels.values(), *self.mail_channels.values()]
 
 
 def build_exchange(
@@ -240,7 +240,7 @@ def build_exchange(
         ),
         hosts=[plan.ranks_of_host(host) for host in range(plan.num_hosts)],
         host=neighbours.host,
-        wires=Wires(neighbours.sockets, neighbours.names, look_around, neighbours.timeout_seconds),
+        wires=Wires(neighbours.channels, neighbours.names, look_around, neighbours.timeout_seconds),
         mirrored=neighbours.mirrored,
     )
 
@@ -336,7 +336,7 @@ def _courier(neighbours: Neighbours | None, look_around: Callable[[float], None]
     """Carries this rank's mail to other hosts, if there are any."""
     if neighbours is None:
         return None
-    return Courier(neighbours.mail_sockets, neighbours.names, look_around)
+    return Courier(neighbours.mail_channels, neighbours.names, look_around)
 
 
 def _open_mail(

@@ -8,7 +8,6 @@ be equal, or the difference is named; values (weights, slots, options) are those
 import atexit
 import hashlib
 import os
-import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -19,6 +18,7 @@ import msgspec
 import torch
 from torch import nn, optim
 
+from lockstep.channel.channel import Channel
 from lockstep.cluster.devices import discover
 from lockstep.cluster.environment import find_place
 from lockstep.cluster.place import Place, Reach
@@ -67,7 +67,7 @@ class Hosts:
         self.timeout_seconds = timeout_seconds
         self.place = place
         self.circle = circle
-        self._wires: dict[WireKey, socket.socket] = {}
+        self._wires: dict[WireKey, Channel] = {}
         self._wired: object = None  # for which Plan
         hosts = [decode_hearsay(str(card.about["host"]), Host) for card in circle.cards]
         self.cluster = Cluster(hosts=tuple(hosts))
@@ -148,11 +148,12 @@ class Hosts:
 
     def open_wires(
         self, plan: Plan, keys: Iterable[WireKey], timeout_seconds: float
-    ) -> dict[WireKey, socket.socket]:
+    ) -> dict[WireKey, Channel]:
         """This host's wires between pairs of ranks; they stay open for the next time.
 
         Returns:
-            Sockets by the ranks at this end and at the other, and by their use.
+            Channels by the ranks at this end and at the other, and by their use; with new keys
+            each time, since the records of the last time were counted where that rank is.
         """
         ordered = sorted(keys)
         if (plan.hosts, ordered) != self._wired:
@@ -169,6 +170,8 @@ class Hosts:
                     ranks = (low, high) if self.host < other else (high, low)
                     self._wires[*ranks, use] = end
             self._wired = plan.hosts, ordered
+        else:
+            self._wires = {key: channel.renewed() for key, channel in self._wires.items()}
         return self._wires
 
     @contextmanager

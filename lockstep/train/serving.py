@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from lockstep.channel.channel import Channel
+from lockstep.channel.keys import Keys
 from lockstep.comm.exchange import ExchangeSpec
 from lockstep.comm.gradients import TensorSpec
 from lockstep.comm.wide_board import Crossing
@@ -30,20 +32,20 @@ class Abroad:
     Attributes:
         host: this host.
         names: of the hosts of all ranks.
-        wires: of each of this host's, the ranks at this end and at the other and its use, in the
-            order in which their descriptors are sent.
+        wires: the keys of each of this host's, by the ranks at this end and at the other and its
+            use; in the order in which their descriptors are sent.
         timeout_seconds: longest wait for another host.
     """
 
     host: int
     names: Mapping[int, str]
-    wires: tuple[WireKey, ...]
+    wires: Mapping[WireKey, Keys]
     timeout_seconds: float
 
     def neighbours(
         self,
         rank: int,
-        sockets: Sequence[socket.socket],
+        channels: Sequence[Channel],
         mirrored: Sequence[torch.Tensor],
         crossing: Crossing | None = None,
     ) -> Neighbours:
@@ -51,19 +53,19 @@ class Abroad:
 
         Args:
             rank: counted over all hosts.
-            sockets: those of its wires, in their order.
+            channels: those of its wires, in their order.
             mirrored: see ``Neighbours``.
             crossing: see ``Neighbours``.
         """
         own = [wire for wire in self.wires if wire[0] == rank]
-        by_use: dict[str, dict[int, socket.socket]] = {"sums": {}, "mail": {}}
-        for (_, other, use), end in zip(own, sockets, strict=True):
+        by_use: dict[str, dict[int, Channel]] = {"sums": {}, "mail": {}}
+        for (_, other, use), end in zip(own, channels, strict=True):
             by_use[use][other] = end
         return Neighbours(
             host=self.host,
             names=self.names,
-            sockets=by_use["sums"],
-            mail_sockets=by_use["mail"],
+            channels=by_use["sums"],
+            mail_channels=by_use["mail"],
             crossing=crossing,
             mirrored=mirrored,
             timeout_seconds=self.timeout_seconds,
@@ -133,7 +135,7 @@ def serve(context: HelperContext, body: bytes, descriptors: tuple[int, ...]) -> 
         control = FollowerControl(context, rank, assignment.plan.num_ranks, has_hosts=has_hosts)
         part = Standing(assignment=assignment, worker=worker, control=control)
         _take_part(part)
-    for end in () if neighbours is None else neighbours.all_sockets:
+    for end in () if neighbours is None else neighbours.all_channels:
         end.close()
     if call.keeps:
         context.kept[call.name] = part
@@ -178,13 +180,13 @@ def _open_wires(
     """This rank's wires; the other ranks' are closed here."""
     if call.abroad is None:
         return None
-    sockets = []
-    for (own, _, _), number in zip(call.abroad.wires, descriptors, strict=True):
+    channels = []
+    for ((own, _, _), keys), number in zip(call.abroad.wires.items(), descriptors, strict=True):
         if own == rank:
-            sockets.append(socket.socket(fileno=number))
+            channels.append(Channel(socket.socket(fileno=number), keys))
         else:
             os.close(number)
-    return call.abroad.neighbours(rank, sockets, opened[-1] if call.has_options else ())
+    return call.abroad.neighbours(rank, channels, opened[-1] if call.has_options else ())
 
 
 def _open_store(

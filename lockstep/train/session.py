@@ -8,7 +8,6 @@ own objects. Of a small call that is made again and again, ranks keep what is th
 On several hosts the script's process of each leads that host's ranks, with a session of its own.
 """
 
-import socket
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
@@ -18,6 +17,7 @@ from typing import Any
 
 from torch import nn
 
+from lockstep.channel.channel import Channel
 from lockstep.comm.board import Board
 from lockstep.comm.exchange import ExchangeSpec
 from lockstep.comm.shared_memory import SharedRegion
@@ -357,7 +357,7 @@ class Session:
         regions = [part.region, *(store.region for _, store in part.stores)]
         descriptors = [each.descriptor for each in regions]
         if wired is not None:
-            descriptors += [end.fileno() for end in wired.sockets.values()]
+            descriptors += [end.fileno() for end in wired.channels.values()]
         _check_number(len(descriptors) + len(parcel.descriptors))
         # The call may hold classes of the script's own: those of a model's outputs.
         self._send(part, serve, dumps(call), (*descriptors, *parcel.descriptors))
@@ -445,12 +445,12 @@ class _Wired:
     Attributes:
         hosts: all hosts.
         abroad: what this host's ranks are told of them.
-        sockets: this host's wires, by the ranks at this end and at the other, and by their use.
+        channels: this host's wires, by the ranks at this end and at the other, and by their use.
     """
 
     hosts: Hosts
     abroad: Abroad
-    sockets: Mapping[WireKey, socket.socket]
+    channels: Mapping[WireKey, Channel]
 
     @classmethod
     def of(
@@ -460,12 +460,15 @@ class _Wired:
         plan, groups = assignment.plan, assignment.groups
         if hosts is None or plan.num_hosts == 1:
             return None
-        sockets = hosts.open_wires(plan, wire_keys(plan, groups), timeout_seconds)
+        channels = hosts.open_wires(plan, wire_keys(plan, groups), timeout_seconds)
         names = {rank: hosts.names[plan.host_of(rank)] for rank in range(plan.num_ranks)}
         abroad = Abroad(
-            host=hosts.host, names=names, wires=tuple(sockets), timeout_seconds=timeout_seconds
+            host=hosts.host,
+            names=names,
+            wires={key: channel.keys for key, channel in channels.items()},
+            timeout_seconds=timeout_seconds,
         )
-        return cls(hosts=hosts, abroad=abroad, sockets=sockets)
+        return cls(hosts=hosts, abroad=abroad, channels=channels)
 
 
 def _bring_groups(wired: _Wired, assignment: Assignment, stores: Sequence[_Store]) -> None:
@@ -491,7 +494,7 @@ def _leading_worker(
     if wired is not None:
         mirrored = [stores[-1][1].views[0]] if _has_options(assignment) else []
         crossing = wired.hosts.crossing(watch.look_around)
-        own = [end for (rank, _, _), end in wired.sockets.items() if rank == watch.first_rank]
+        own = [end for (rank, _, _), end in wired.channels.items() if rank == watch.first_rank]
         neighbours = wired.abroad.neighbours(watch.first_rank, own, mirrored, crossing)
     return make_worker(
         assignment,

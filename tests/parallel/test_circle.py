@@ -1,6 +1,5 @@
 """Hosts tell each other what they are to know, and who of them has failed, by name."""
 
-import select
 import socket
 import threading
 import time
@@ -11,9 +10,11 @@ from typing import Any
 
 import pytest
 
+from lockstep.channel.channel import Channel
 from lockstep.errors import HostError
 from lockstep.launch import wire, wiring
 from lockstep.launch.circle import Circle
+from tests.channels import receive, send
 from tests.circles import (
     SECONDS,
     address,
@@ -44,7 +45,7 @@ def give_up(waited_seconds: float) -> None:
 def die(circle: Circle) -> None:
     """Close the connections as the kernel does when a process is killed."""
     for each in circle._star.values():
-        each._socket.close()
+        each._channel.close()
 
 
 def wait_for_error(circle: Circle) -> str:
@@ -221,16 +222,11 @@ def test_checks_of_different_things(circles: list[Circle]) -> None:
         assert "The Plan = 'x' on Host 0 (node0); The data = 'x' on Host 1" in message
 
 
-def receive(sock: socket.socket) -> bytes:
-    assert select.select([sock], [], [], SECONDS)[0]
-    return sock.recv(100)
-
-
-def close(opened: list[dict[int, list[socket.socket]]]) -> None:
+def close(opened: list[dict[int, list[Channel]]]) -> None:
     for wires in opened:
-        for socks in wires.values():
-            for sock in socks:
-                sock.close()
+        for channels in wires.values():
+            for channel in channels:
+                channel.close()
 
 
 @pytest.mark.parametrize(
@@ -255,23 +251,23 @@ def test_wires_are_the_same_connections_on_both_sides(
         assert [len(wires) for wires in pairs] == [count, count]
         for number, (left, right) in enumerate(zip(*pairs, strict=True)):
             for one, other in ((left, right), (right, left)):
-                assert not one.getblocking()
-                assert not one.get_inheritable()
-                assert one.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
-                assert one.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
-                one.send(b"%d %d %d" % (low, high, number))
+                assert not one.socket.getblocking()
+                assert not one.socket.get_inheritable()
+                assert one.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+                assert one.socket.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+                send(one, b"%d %d %d" % (low, high, number))
                 assert receive(other) == b"%d %d %d" % (low, high, number)
     close(opened)
     on_all(circles, lambda circle: circle.check("Afterwards", "the circle still works", give_up))
 
 
 def test_wires_of_two_openings_are_apart(circles: list[Circle]) -> None:
-    def open_twice(circle: Circle) -> list[dict[int, list[socket.socket]]]:
+    def open_twice(circle: Circle) -> list[dict[int, list[Channel]]]:
         return [circle.open_wires({(0, 2): 2}, SECONDS, give_up) for _ in range(2)]
 
     first, _, third = on_all(circles, open_twice)
     for number in range(2):
-        first[number][2][1].send(b"%d" % number)
+        send(first[number][2][1], b"%d" % number)
         assert receive(third[number][0][1]) == b"%d" % number
     close(first + third)
 
@@ -294,7 +290,7 @@ def test_who_cannot_connect_is_named(
     """As with a firewall between hosts 1 and 2."""
     genuine = wiring._Wiring.call
 
-    def blocked(self: Any, host: int, *args: Any) -> socket.socket:
+    def blocked(self: Any, host: int, *args: Any) -> Channel:
         if (host, self.circle.host) == (1, 2):
             assert has_given_up.wait(SECONDS)
             raise self.too_late([host], "Connection timed out")
@@ -373,7 +369,7 @@ def test_circles_over_ipv6() -> None:
     where = type(address())(name="::1", port=address().port)
     both = together(*(partial(enter, host, 2, where) for host in range(2)))
     opened = on_all(both, lambda circle: circle.open_wires({(0, 1): 1}, SECONDS, give_up))
-    assert opened[0][1][0].family is socket.AF_INET6
+    assert opened[0][1][0].socket.family is socket.AF_INET6
     close(opened)
     for circle in both:
         circle.close()

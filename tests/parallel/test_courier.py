@@ -1,6 +1,5 @@
 """Couriers: messages between ranks of different hosts, here threads with socket pairs."""
 
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -9,8 +8,10 @@ from itertools import combinations
 
 import pytest
 
+from lockstep.channel.channel import Channel
 from lockstep.comm.courier import _HEADER, Courier
 from lockstep.errors import HostError
+from tests.channels import channels, send
 from tests.circles import num_descriptors
 
 SECONDS = 20.0
@@ -22,14 +23,11 @@ def be_patient(waited_seconds: float) -> None:
 
 
 @contextmanager
-def connected(num_ranks: int) -> Iterator[list[dict[int, socket.socket]]]:
-    """For each rank its sockets, by the rank at the other end."""
-    ends: list[dict[int, socket.socket]] = [{} for _ in range(num_ranks)]
+def connected(num_ranks: int) -> Iterator[list[dict[int, Channel]]]:
+    """For each rank its channels, by the rank at the other end."""
+    ends: list[dict[int, Channel]] = [{} for _ in range(num_ranks)]
     for one, other in combinations(range(num_ranks), 2):
-        ends[one][other], ends[other][one] = socket.socketpair()
-    for own in ends:
-        for end in own.values():
-            end.setblocking(False)
+        ends[one][other], ends[other][one] = channels()
     try:
         yield ends
     finally:
@@ -38,7 +36,7 @@ def connected(num_ranks: int) -> Iterator[list[dict[int, socket.socket]]]:
                 end.close()
 
 
-def couriers_of(ends: list[dict[int, socket.socket]]) -> list[Courier]:
+def couriers_of(ends: list[dict[int, Channel]]) -> list[Courier]:
     return [Courier(own, NAMES, be_patient) for own in ends]
 
 
@@ -130,6 +128,7 @@ def test_tasks_follow_one_another_on_the_same_wires() -> None:
                         assert courier.take(0, 1, other) == b"%d %d" % (task, other)
                         courier.acknowledge(0, 1, other)
             close_all(couriers)
+            ends = [{rank: end.renewed() for rank, end in own.items()} for own in ends]
 
 
 def test_a_host_that_is_gone_is_named() -> None:
@@ -155,7 +154,7 @@ def test_whoever_closes_hears_what_became_of_the_rest() -> None:
 def test_a_thread_that_fails_is_heard_by_whoever_waits() -> None:
     with connected(2) as ends:
         courier = Courier(ends[0], NAMES, be_patient)
-        ends[1][0].send(_HEADER.pack(0, 0, 1, 1, 1 << 60))  # more than any memory holds
+        send(ends[1][0], _HEADER.pack(0, 0, 1, 1, 1 << 60))  # more than any memory holds
         with pytest.raises((MemoryError, OverflowError)):
             courier.take(0, 1, 1)
         courier.abandon()
@@ -171,7 +170,7 @@ def test_what_is_abandoned_while_frames_come_in_leaves_nothing(
         with connected(5) as ends:
             courier = Courier(ends[0], dict.fromkeys(ends[0], "Host"), be_patient)
             for each in ends[1:]:
-                each[0].send(bytes(5))
+                send(each[0], bytes(5))
             courier.abandon()
     assert not failed
     assert num_descriptors() == before

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import select
 import socket
 import threading
 import time
@@ -10,18 +9,21 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import pytest
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
+from lockstep.channel.channel import Channel
 from lockstep.launch import handshake, reception
 from lockstep.launch.circle import Circle
 from lockstep.launch.handshake import Gate, Guest, HandshakeError, call, purpose_of
 from lockstep.launch.secret import Secret
 from lockstep.launch.sockets import listen
+from tests import channels
 from tests.circles import SECONDS, SECRET, address, enter, num_descriptors, together
 
 PURPOSE = purpose_of("rendezvous", "job")
 OTHER_SECRET = Secret(b"what somebody made up, at length")
 NUM_ATTACKS = 10_000
-GREETING_BYTES, PROOFS_BYTES = 40, 64
+GREETING_BYTES, PROOFS_BYTES = 72, 64
 
 Where = tuple[str, int]
 
@@ -30,7 +32,7 @@ def wait(waited_seconds: float) -> None:
     assert waited_seconds < SECONDS
 
 
-def dial(where: Where, secret: Secret = SECRET, purpose: bytes = PURPOSE) -> socket.socket:
+def dial(where: Where, secret: Secret = SECRET, purpose: bytes = PURPOSE) -> Channel:
     return call(socket.AF_INET, where, secret, purpose, seconds=SECONDS, look_around=wait)
 
 
@@ -71,29 +73,27 @@ def test_both_sides_get_the_same_connection() -> None:
         guests, caller = together(partial(admit, opened, 1), partial(dial, opened.address))
         (guest,) = guests
         assert guest.purpose == PURPOSE
-        for left, right in ((guest.socket, caller), (caller, guest.socket)):
-            left.send(b"hello")
-            assert select.select([right], [], [], SECONDS)[0]
-            assert right.recv(100) == b"hello"
+        for left, right in ((guest.channel, caller), (caller, guest.channel)):
+            channels.send(left, b"hello")
+            assert channels.receive(right) == b"hello"
             assert not os.get_inheritable(left.fileno())
-            assert not left.getblocking()
-            assert left.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
-            assert left.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
-        guest.socket.close()
+            assert not left.socket.getblocking()
+            assert left.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+            assert left.socket.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        guest.channel.close()
         caller.close()
 
 
 def test_what_comes_right_after_the_handshake_is_not_lost() -> None:
-    def talk_on(where: Where) -> socket.socket:
-        sock = dial(where)
-        sock.send(b"first words")
-        return sock
+    def talk_on(where: Where) -> Channel:
+        channel = dial(where)
+        channels.send(channel, b"first words")
+        return channel
 
     with gate(PURPOSE) as opened:
         guests, caller = together(partial(admit, opened, 1), partial(talk_on, opened.address))
-        assert select.select([guests[0].socket], [], [], SECONDS)[0]
-        assert guests[0].socket.recv(100) == b"first words"
-        guests[0].socket.close()
+        assert channels.receive(guests[0].channel) == b"first words"
+        guests[0].channel.close()
         caller.close()
 
 
@@ -125,7 +125,7 @@ def test_a_purpose_that_is_good_for_once() -> None:
         assert opened.purposes == set()
         _, second = together(partial(admit, opened, 0, 1), partial(dial, opened.address))
         assert isinstance(second, HandshakeError)
-        guests[0].socket.close()
+        guests[0].channel.close()
         caller.close()
 
 
@@ -176,7 +176,7 @@ def test_one_who_is_slow_keeps_nobody_waiting_and_has_to_go() -> None:
         assert silent.recv(1) == b""
         stop.set()
         thread.join(SECONDS)
-        guests[0].socket.close()
+        guests[0].channel.close()
         caller.close()
 
 
@@ -187,7 +187,7 @@ def test_a_crowd_makes_room_for_one_of_ours() -> None:
             stack.enter_context(socket.create_connection(opened.address, SECONDS))
         guests, caller = together(partial(admit, opened, 1), partial(dial, opened.address))
         assert opened.num_refused >= num_idle - handshake._MOST_PENDING
-        guests[0].socket.close()
+        guests[0].channel.close()
         caller.close()
 
 
@@ -247,7 +247,8 @@ def talk(sock: socket.socket, secret: Secret, purpose: bytes, spoil: int | None 
     theirs = receive_greeting(sock)
     if not theirs:
         return b""
-    proof = bytearray(steps.send(theirs)[0])
+    steps.send(theirs[:8])
+    proof = bytearray(steps.send(theirs[8:])[0])
     if spoil is not None:
         proof[spoil // 8 % PROOFS_BYTES] ^= 1 << spoil % 8
     send(sock, bytes(proof))
@@ -272,18 +273,18 @@ def babble(sock: socket.socket, number: int) -> bytes:
 
 
 def babble_politely(sock: socket.socket, number: int) -> bytes:
-    send(sock, handshake._MAGIC + os.urandom(32 + PROOFS_BYTES))
+    send(sock, handshake._MAGIC + os.urandom(64 + PROOFS_BYTES))
     return receive(sock)
 
 
 def break_off(sock: socket.socket, number: int) -> bytes:
-    send(sock, (handshake._MAGIC + os.urandom(32 + PROOFS_BYTES - 1))[: number % 103])
+    send(sock, (handshake._MAGIC + os.urandom(64 + PROOFS_BYTES - 1))[: number % 135])
     sock.shutdown(socket.SHUT_WR)
     return receive(sock)
 
 
 def reflect(sock: socket.socket, number: int) -> bytes:
-    send(sock, handshake._greeting())
+    send(sock, handshake._greeting(X25519PrivateKey.generate()))
     theirs = receive_greeting(sock)
     send(sock, 2 * theirs[-32:])
     return theirs + receive(sock)
@@ -321,7 +322,7 @@ def record_one() -> bytes:
             partial(admit, opened, 1), partial(dial, tap.getsockname()), listen_in
         )
         assert heard is None
-        guests[0].socket.close()
+        guests[0].channel.close()
         caller.close()
     assert len(recorded) == GREETING_BYTES + PROOFS_BYTES
     return bytes(recorded)

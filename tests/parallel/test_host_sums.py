@@ -1,13 +1,13 @@
 """Sums over hosts: ranks as threads, hosts as regions of their own, wires as socket pairs."""
 
 import random
-import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
 
+from lockstep.channel.channel import Channel
 from lockstep.comm.gradient_rows import GradientRows, GradientSpec
 from lockstep.comm.gradients import TensorSpec
 from lockstep.comm.host_sums import HostSums, pairs, partner
@@ -15,6 +15,7 @@ from lockstep.comm.shared_memory import SharedRegion
 from lockstep.comm.wires import Wires
 from lockstep.errors import HostError
 from lockstep.plan.layout import elementwise_slices
+from tests.channels import channels, send
 from tests.sums import tree_sum
 
 SECONDS = 20.0
@@ -66,16 +67,13 @@ class World:
             for region, ranks in zip(regions, self.hosts, strict=True)
         ]
         self.barriers = [threading.Barrier(count, timeout=SECONDS) for count in counts]
-        self.sockets: list[dict[int, socket.socket]] = [{} for _ in range(self.num_ranks)]
+        self.channels: list[dict[int, Channel]] = [{} for _ in range(self.num_ranks)]
         for low, high in pairs(self.hosts):
-            one, other = socket.socketpair()
-            one.setblocking(False)
-            other.setblocking(False)
-            self.sockets[low][high], self.sockets[high][low] = one, other
+            self.channels[low][high], self.channels[high][low] = channels()
         self.pieces = elementwise_slices(self.spec.extents, self.num_ranks, self.num_ranks)
 
     def close(self) -> None:
-        for own in self.sockets:
+        for own in self.channels:
             for end in own.values():
                 end.close()
 
@@ -89,7 +87,7 @@ class World:
             rank=rank,
             hosts=self.hosts,
             rows_of=lambda ranks: range(ranks[0], ranks[-1] + 1),
-            wires=Wires(self.sockets[rank], names, be_patient, SECONDS),
+            wires=Wires(self.channels[rank], names, be_patient, SECONDS),
             is_everywhere=[False] * len(SHAPES),
             meet_here=lambda: None,
         )
@@ -204,9 +202,7 @@ def test_what_a_rank_has_updated_comes_to_all_hosts(world: World) -> None:
 
 def test_large_tensors_pass_each_other() -> None:
     """Both ends send more than sockets hold, at once."""
-    left, right = socket.socketpair()
-    for end in (left, right):
-        end.setblocking(False)
+    left, right = channels()
     numbers = [torch.arange(3_000_000) + start for start in (0, 7)]
     found = [torch.empty_like(each) for each in numbers]
     wires = [
@@ -232,10 +228,9 @@ def test_large_tensors_pass_each_other() -> None:
 
 
 def test_a_host_that_hangs_up_is_named() -> None:
-    left, right = socket.socketpair()
-    left.setblocking(False)
+    left, right = channels()
     wires = Wires({5: left}, {5: "Host 1 (node1)"}, be_patient, SECONDS)
-    right.send(bytes(random.Random(0).randbytes(100)))
+    send(right, random.Random(0).randbytes(100))
     right.close()
     with pytest.raises(HostError, match=r"Host 1 \(node1\) no longer takes part.*has closed"):
         wires.transfer({}, {5: [torch.empty(1000)]})

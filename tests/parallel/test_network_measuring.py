@@ -11,6 +11,7 @@ from typing import TypeVar
 
 import pytest
 
+from lockstep.channel.channel import Channel
 from lockstep.cluster.place import Address, Place
 from lockstep.errors import HostError
 from lockstep.launch import network_measuring
@@ -24,6 +25,7 @@ from lockstep.launch.network_measuring import (
 )
 from lockstep.launch.rendezvous import meet
 from lockstep.launch.secret import Secret
+from tests.channels import sealed
 
 T = TypeVar("T")
 
@@ -41,19 +43,17 @@ def in_peace(waited_seconds: float) -> None:
 
 
 @pytest.fixture
-def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
+def ends() -> Iterator[tuple[Channel, Channel]]:
     """A TCP connection that does not block."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         near = socket.create_connection(listener.getsockname())
         far, _ = listener.accept()
     with near, far:
-        near.setblocking(False)
-        far.setblocking(False)
-        yield near, far
+        yield sealed(near, far)
 
 
 def test_a_pair_measures_its_way_and_its_clocks(
-    ends: tuple[socket.socket, socket.socket],
+    ends: tuple[Channel, Channel],
 ) -> None:
     near, far = (Conversation(end, "The other", in_peace) for end in ends)
     with ThreadPoolExecutor(1) as pool:
@@ -67,7 +67,7 @@ def test_a_pair_measures_its_way_and_its_clocks(
     assert report.back > 10e6
 
 
-def test_bytes_count_when_they_arrive(ends: tuple[socket.socket, socket.socket]) -> None:
+def test_bytes_count_when_they_arrive(ends: tuple[Channel, Channel]) -> None:
     """The reader says that it is slow: how fast the sender was rid of them is no matter."""
     bytes_per_second = 4e6
     near = Conversation(ends[0], "The other", in_peace)
@@ -78,31 +78,29 @@ def test_bytes_count_when_they_arrive(ends: tuple[socket.socket, socket.socket])
     assert measured == pytest.approx(bytes_per_second)
 
 
-def say_slowly(sock: socket.socket, bytes_per_second: float) -> None:
+def say_slowly(channel: Channel, bytes_per_second: float) -> None:
     """The reading side of ``_pour`` by hand; the times that it tells are of a rate of its own."""
-    sock.setblocking(True)
-    sock.settimeout(TIMEOUT_SECONDS)
-    with sock.makefile("rb") as file:
-        while (num_bytes := struct.unpack("!Q", file.read(8))[0]) > 0:
-            assert len(file.read(num_bytes)) == num_bytes
-            sock.sendall(struct.pack("!d", num_bytes / bytes_per_second))
+    talk = Conversation(channel, "The other", in_peace)
+    while (num_bytes := struct.unpack("!Q", talk.receive(8))[0]) > 0:
+        assert len(talk.receive(num_bytes)) == num_bytes
+        talk.send(struct.pack("!d", num_bytes / bytes_per_second))
 
 
-def test_who_closes_the_connection_is_named(ends: tuple[socket.socket, socket.socket]) -> None:
+def test_who_closes_the_connection_is_named(ends: tuple[Channel, Channel]) -> None:
     ends[1].close()
-    with pytest.raises(HostError, match=r"Host 1 \(b\) no longer answers: .*(closed|reset)"):
+    with pytest.raises(HostError, match=r"Host 1 \(b\) no longer takes part.*(closed|reset)"):
         measure_pair(Conversation(ends[0], "Host 1 (b)", in_peace), (0, 1), MEASURING_SECONDS)
 
 
 def test_who_keeps_silent_is_named(
-    ends: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
+    ends: tuple[Channel, Channel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(network_measuring, "SILENCE_SECONDS", 0.2)
     with pytest.raises(HostError, match=r"Host 1 \(b\) no longer answers: nothing got through"):
         measure_pair(Conversation(ends[0], "Host 1 (b)", in_peace), (0, 1), MEASURING_SECONDS)
 
 
-def test_waiting_can_be_given_up(ends: tuple[socket.socket, socket.socket]) -> None:
+def test_waiting_can_be_given_up(ends: tuple[Channel, Channel]) -> None:
     def give_up(waited_seconds: float) -> None:
         raise HostError("Host 2 failed: so it is")
 

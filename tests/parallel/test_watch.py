@@ -1,8 +1,8 @@
 """What rank 0 hears of its helpers while it waits: at once where it needs one, else soon."""
 
-import socket
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ from lockstep.comm.wires import Wires
 from lockstep.errors import WorkerError
 from lockstep.launch.team import Team
 from lockstep.train.session import _Watch
+from tests.channels import channels
 from tests.faults.processes import wait_until
 from tests.parallel import calls
 
@@ -48,9 +49,8 @@ def test_a_failure_is_heard_wherever_rank_0_waits(where: str, failed_team: Team)
     region = SharedRegion.create(4096)
     board = Board(region, rank=0, num_ranks=2, look_around=watch.look_around)
     watch.watch(board)
-    here, there = socket.socketpair()
-    here.setblocking(False)
-    with here, there:
+    here, there = channels()
+    with closing(here), closing(there):
         courier = Courier({RANK_ABROAD: here}, NAMES, watch.look_around)
         wires = Wires({RANK_ABROAD: here}, NAMES, watch.look_around, SECONDS)
         if where == "a wire":

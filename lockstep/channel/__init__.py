@@ -1,0 +1,1 @@
+"""Sealed connections between hosts."""

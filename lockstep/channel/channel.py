@@ -1,0 +1,142 @@
+"""A channel: a connection to another host, of which all that travels is sealed.
+
+It neither blocks nor waits. Whoever sends puts parts in, and flushes until all have gone; whoever
+receives takes what has come, and polls where nothing has. Nothing is handed out before it is known
+to be what the other host has sent.
+"""
+
+import socket
+from collections import deque
+
+from lockstep.channel.keys import Keys
+from lockstep.channel.records import MOST_BYTES, Opener, Sealer, TamperedError
+from lockstep.errors import HostError, problem
+
+
+class Channel:
+    """One end of a connection.
+
+    Args:
+        sock: connected and not blocking; now the channel's.
+        keys: of this end.
+
+    Attributes:
+        socket: for what concerns no bytes.
+        keys: with which it began.
+    """
+
+    def __init__(self, sock: socket.socket, keys: Keys) -> None:
+        self.socket = sock
+        self.keys = keys
+        self._sealer = Sealer(keys.sending)
+        self._opener = Opener(keys.receiving)
+        self._unsealed: deque[memoryview] = deque()
+        self._unsent: deque[memoryview] = deque()  # of the record that is on its way
+        self._opened = memoryview(b"")
+
+    def fileno(self) -> int:
+        """The socket's descriptor."""
+        return self.socket.fileno()
+
+    def close(self) -> None:
+        """Close this end."""
+        self.socket.close()
+
+    def renewed(self) -> "Channel":
+        """The same connection for its next task, which may be another process's."""
+        return Channel(self.socket, self.keys.next())
+
+    @property
+    def has_unsent(self) -> bool:
+        """Whether there is something to flush."""
+        return bool(self._unsealed or self._unsent)
+
+    def put(self, *parts: bytes | memoryview) -> None:
+        """Have these bytes sent, which must not change until they are. Sends nothing by itself."""
+        self._unsealed += [memoryview(part) for part in parts if len(part)]
+
+    def flush(self) -> bool:
+        """Send what there is room for; whether all is sent.
+
+        Raises:
+            OSError: the connection is broken.
+        """
+        try:
+            while self.has_unsent:
+                if not self._unsent:
+                    self._unsent += map(memoryview, self._sealer.seal(self._next_content()))
+                _drop(self._unsent, self.socket.sendmsg(self._unsent))
+        except BlockingIOError:
+            return False
+        return True
+
+    def receive(self, most: int) -> memoryview:
+        """Up to so many bytes of what has come, and at least one.
+
+        Raises:
+            BlockingIOError: nothing has come.
+            TamperedError: it is not what the other end sent.
+            OSError: the connection is closed or broken.
+        """
+        while not self._opened:
+            num_bytes = self.socket.recv_into(self._opener.room)
+            if num_bytes == 0:
+                raise ConnectionError("it has closed the connection")
+            self._opened = memoryview(self._opener.take_in(num_bytes))
+        taken, self._opened = self._opened[:most], self._opened[most:]
+        return taken
+
+    def receive_into(self, buffer: memoryview) -> int:
+        """Fill the beginning of a buffer with what has come; as ``receive``."""
+        taken = self.receive(len(buffer))
+        buffer[: len(taken)] = taken
+        return len(taken)
+
+    def _next_content(self) -> bytes | memoryview:
+        """Of the next record: part of something large, or many small things together."""
+        parts: list[memoryview] = []
+        room = MOST_BYTES
+        while self._unsealed and room:
+            part = self._unsealed.popleft()
+            if len(part) > room:
+                self._unsealed.appendleft(part[room:])
+            parts.append(part[:room])
+            room -= len(parts[-1])
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def _drop(parts: deque[memoryview], num_bytes: int) -> None:
+    """Forget the first bytes of some buffers."""
+    while num_bytes:
+        part = parts.popleft()
+        if num_bytes < len(part):
+            parts.appendleft(part[num_bytes:])
+        num_bytes -= min(num_bytes, len(part))
+
+
+def lost(host: str, error: OSError) -> HostError:
+    """The error for a connection that is of no use any more.
+
+    Args:
+        host: at its other end.
+        error: what it ended of.
+    """
+    if isinstance(error, TamperedError):
+        return HostError(tampered(host, error))
+    return HostError(
+        problem(
+            f"{host} no longer takes part.",
+            received=error.strerror or str(error) or type(error).__name__,
+            fix="Look at that host's output for the cause.",
+        )
+    )
+
+
+def tampered(host: str, error: TamperedError) -> str:
+    """What to say where something else came than a host has sent."""
+    return problem(
+        f"What came from {host} is not what it sent: the connection was tampered with, or is "
+        "broken.",
+        received=str(error),
+        fix="See what is between these hosts, and who.",
+    )
