@@ -1,9 +1,9 @@
 """A session: running one task on all ranks of a Plan.
 
 The script's process is rank 0 and computes; helpers are called with everything they need
-(``train.serving`` is their side). All that lasts (weights, optimizer, position) lies in the script's
-own objects. Of a small call that is made again and again, ranks keep what is the same each time
-(``train.standing``).
+(``train.serving`` is their side). All that lasts (weights, optimizer, position) lies in the
+script's own objects. Of a small call that is made again and again, ranks keep what is the same
+each time (``train.standing``).
 
 On several hosts the script's process of each leads that host's ranks, with a session of its own.
 """

@@ -28,8 +28,13 @@ def check_imports() -> None:
         fail(AssertionError(f"{found} were imported"))
 
 
-def test_the_first_steps_of_a_helper_do_not_import_for_seconds() -> None:
-    with keep_teams():  # whose teams are all fresh: torch's own recomputation imports it
+def test_the_first_steps_of_a_helper_do_not_import_for_seconds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # The template and the helpers of other tests may have imported it: Keras does, and torch's own
+    # recomputation.
+    monkeypatch.setattr(pool, "_templates", {})
+    with keep_teams():
         fit(make_trainer(2, check_imports, step=2))
 
 
