@@ -25,6 +25,7 @@ from typing import Protocol
 
 from lockstep.launch.helper import die_with
 from lockstep.launch.script import Script
+from tests import seed
 
 # What the interpreters of each kind have imported. Dynamo comes with the first optimizer.
 KINDS = {
@@ -220,6 +221,7 @@ def _run(order: Order, out: int, err: int, *, parent: int) -> int:
     is_module = words[0] == "-m"
     if is_module:
         del words[0]
+    seed.plant()
     return Script(target=words[0], is_module=is_module, arguments=tuple(words[1:])).run()
 
 
