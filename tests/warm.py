@@ -1,8 +1,10 @@
 """Scripts that start in an instant: forks of an interpreter that has imported what they need.
 
 A fresh interpreter takes seconds for torch, Keras and what these import at their first use, and a
-page or a host is a script of its own. ``make test`` forks them from one warm process for each kind,
-which has run nothing; ``make test-all``, and pytest by itself, start them as users do.
+page or a host is a script of its own. They are forked from one warm process for each kind, which
+has run nothing. Of every kind of script some start as users start them: those of tests marked
+``fresh``, all under a launcher (torchrun, ``lockstep run``, srun, ...), and those that something is
+done to while they start.
 """
 
 import atexit
@@ -39,7 +41,7 @@ _ROOT = Path(__file__).parents[1]
 _MOST_BYTES = 1 << 18
 _CLONE_NEWNET = 0x40000000
 
-# Whether scripts are started so; ``conftest`` sets it.
+# Whether scripts are started so; ``conftest`` sets it for every test.
 is_on = False
 
 
