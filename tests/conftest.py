@@ -13,6 +13,7 @@ from hypothesis import settings
 from xdist.scheduler import LoadFileScheduling
 
 from lockstep.launch.pool import keep_teams
+from lockstep.train import session
 from tests import warm
 from tests.netns import Hosts, NoHostsError, connected_hosts
 
@@ -55,7 +56,11 @@ def one_thread() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def helper_pool() -> Iterator[None]:
-    """Helpers are started once per number of devices, and anew after a failure."""
+    """Helpers are started once per number of devices, and anew after a failure.
+
+    One that gets a class of a test file imports the file, and with it what takes longest to import.
+    """
+    session.PRELOAD += ("torchmetrics",)
     with keep_teams():
         yield
 
