@@ -213,7 +213,7 @@ def _run(order: Order, out: int, err: int, *, parent: int) -> int:
     sys.path[1:1] = [
         path
         for path in order.environment.get("PYTHONPATH", "").split(os.pathsep)
-        if path not in sys.path
+        if path not in sys.path[1:]  # the first gives way to the script's folder
     ]
     words = list(order.words)
     while words[0] == "-W":
