@@ -1,10 +1,10 @@
-"""A template that starts in an instant, in a script that is a fork itself (``warm``).
+"""Templates that start in an instant, in a script that is a fork itself (``warm``).
 
 Helpers come from a template, an interpreter of its own (``lockstep.launch.template``), which takes
-as long to import torch as the script took. A script that is a fork of a warm interpreter has a
-sibling for it: a fork that has run nothing either, and waits to be told what a template is told on
-its command line. It is the script's child, as a template is: one dies with the other. Only the
-first template of a script comes so, and only if its libraries need no other variables.
+as long to import torch as the script took. A script that is a fork of a warm interpreter has seeds:
+forks that have run nothing either, each of which waits to be told what a template is told on its
+command line. They are the script's children, as a template is: they die with it. Later templates of
+a script, and those whose libraries need other variables, start as they do for users.
 """
 
 import fcntl
@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any, NoReturn
 
@@ -27,17 +27,18 @@ from lockstep.pickling import search_path
 _MOST_BYTES = 1 << 18
 _MOST_DESCRIPTORS = 8
 
+# A script that looks for a batch size starts a template more for each search.
+_NUM_SEEDS = 3
+
+_Seed = tuple[int, socket.socket]  # its process id, and the link to it
+
 
 def plant() -> None:
-    """Fork a seed of this process, which must have run nothing, and use it for a template."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    """Fork seeds of this process, which must have run nothing, and use them for templates."""
     script = os.getpid()
-    pid = os.fork()
-    if pid == 0:
-        ours.close()
-        _wait(theirs, script)
-    theirs.close()
-    seeds = [(pid, ours)]
+    seeds: list[_Seed] = []
+    for _ in range(_NUM_SEEDS):
+        seeds.append(_fork(script, [link for _, link in seeds]))
     loaded_with = template._variables_of_libraries()
     start_fresh = interpreter.start_interpreter
 
@@ -51,6 +52,17 @@ def plant() -> None:
         return _Sprout(*seeds.pop(), code, descriptors, scrap, variables)
 
     vars(template)["start_interpreter"] = start
+
+
+def _fork(script: int, others: Sequence[socket.socket]) -> _Seed:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    pid = os.fork()
+    if pid == 0:
+        for each in (ours, *others):
+            each.close()
+        _wait(theirs, script)
+    theirs.close()
+    return pid, ours
 
 
 class _Sprout(subprocess.Popen[bytes]):
