@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import traceback
+import warnings
 from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any, NoReturn
@@ -30,7 +31,9 @@ _MOST_DESCRIPTORS = 8
 # A script that looks for a batch size starts a template more for each search.
 _NUM_SEEDS = 3
 
-_Seed = tuple[int, socket.socket]  # its process id, and the link to it
+# Its process id, and the descriptor of the link to it: a socket that nobody closed would be warned
+# of when the script ends.
+_Seed = tuple[int, int]
 
 
 def plant() -> None:
@@ -54,15 +57,17 @@ def plant() -> None:
     vars(template)["start_interpreter"] = start
 
 
-def _fork(script: int, others: Sequence[socket.socket]) -> _Seed:
+def _fork(script: int, others: Sequence[int]) -> _Seed:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    pid = os.fork()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # OpenBLAS has threads, and stops them
+        pid = os.fork()
     if pid == 0:
-        for each in (ours, *others):
-            each.close()
+        for each in (ours.detach(), *others):
+            os.close(each)
         _wait(theirs, script)
     theirs.close()
-    return pid, ours
+    return pid, ours.detach()
 
 
 class _Sprout(subprocess.Popen[bytes]):
@@ -71,7 +76,7 @@ class _Sprout(subprocess.Popen[bytes]):
     def __init__(
         self,
         pid: int,
-        link: socket.socket,
+        link: int,
         code: str,
         descriptors: tuple[int, ...],
         scrap: Scrap,
@@ -87,8 +92,8 @@ class _Sprout(subprocess.Popen[bytes]):
 
     def _execute_child(self, *_: Any) -> None:
         """Tell the seed, in place of starting a program."""
-        with self._link:
-            socket.send_fds(self._link, [self._order], self._given)
+        with socket.socket(fileno=self._link) as link:
+            socket.send_fds(link, [self._order], self._given)
         self.pid = self._seed
         self._child_created = True
 
