@@ -1,6 +1,7 @@
 """One pool of helper processes for all tests, one thread per process."""
 
 import faulthandler
+import gc
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -12,6 +13,7 @@ from hypothesis import settings
 from xdist.scheduler import LoadFileScheduling
 
 from lockstep.launch.pool import keep_teams
+from lockstep.train import session
 from tests import warm
 from tests.netns import Hosts, NoHostsError, connected_hosts
 
@@ -41,8 +43,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: _FOLDERS.index(item.path.parent.name))
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    warm.is_on = config.option.markexpr == "not thorough"
+@pytest.hookimpl(tryfirst=True)  # before fixtures, which may start scripts for many tests
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Scripts are forks of warm interpreters, but for those of tests marked ``fresh``."""
+    warm.is_on = item.get_closest_marker("fresh") is None
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -52,9 +56,20 @@ def one_thread() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def helper_pool() -> Iterator[None]:
-    """Helpers are started once per number of devices, and anew after a failure."""
+    """Helpers are started once per number of devices, and anew after a failure.
+
+    One that gets a class of a test file imports the file, and with it what takes longest to import.
+    """
+    session.PRELOAD += ("torchmetrics",)
     with keep_teams():
         yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_trainers_of_other_files() -> Iterator[None]:
+    """A trainer in a cycle has helpers until somebody looks for garbage, which may take long."""
+    yield
+    gc.collect()
 
 
 @pytest.fixture

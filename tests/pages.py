@@ -22,6 +22,8 @@ from dataclasses import dataclass
 _FENCE = re.compile(r"^```(\w*)$")
 _HIDDEN = re.compile(r"^<!-- check$")
 _NOTE = re.compile(r"^<!-- (.*) -->$")
+_CHOICE = r"^\s*(import|from) lockstep\b|KERAS_BACKEND"
+_KERAS = r"^\s*(import|from) keras\b"
 _FILE = re.compile(r"^# (\w+\.py)$")
 
 
@@ -112,6 +114,13 @@ class Page:
             for line in lines
             if line.startswith("$ ")
         )
+
+
+def imports_lockstep_first(script: str) -> bool:
+    """Whether Keras finds its backend chosen: by ``lockstep``, or in the environment."""
+    found = [re.search(pattern, script, re.MULTILINE) for pattern in (_CHOICE, _KERAS)]
+    choice, keras = found
+    return keras is None or (choice is not None and choice.start() < keras.start())
 
 
 def read_page(text: str) -> Page:

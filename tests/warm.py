@@ -1,8 +1,10 @@
 """Scripts that start in an instant: forks of an interpreter that has imported what they need.
 
 A fresh interpreter takes seconds for torch, Keras and what these import at their first use, and a
-page or a host is a script of its own. ``make test`` forks them from one warm process for each kind,
-which has run nothing; ``make test-all``, and pytest by itself, start them as users do.
+page or a host is a script of its own. They are forked from one warm process for each kind, which
+has run nothing. Of every kind of script some start as users start them: those of tests marked
+``fresh``, all under a launcher (torchrun, ``lockstep run``, srun, ...), and those that something is
+done to while they start.
 """
 
 import atexit
@@ -25,6 +27,7 @@ from typing import Protocol
 
 from lockstep.launch.helper import die_with
 from lockstep.launch.script import Script
+from tests import seed
 
 # What the interpreters of each kind have imported. Dynamo comes with the first optimizer.
 KINDS = {
@@ -38,7 +41,7 @@ _ROOT = Path(__file__).parents[1]
 _MOST_BYTES = 1 << 18
 _CLONE_NEWNET = 0x40000000
 
-# Whether scripts are started so; ``conftest`` sets it.
+# Whether scripts are started so; ``conftest`` sets it for every test.
 is_on = False
 
 
@@ -210,7 +213,7 @@ def _run(order: Order, out: int, err: int, *, parent: int) -> int:
     sys.path[1:1] = [
         path
         for path in order.environment.get("PYTHONPATH", "").split(os.pathsep)
-        if path not in sys.path
+        if path not in sys.path[1:]  # the first gives way to the script's folder
     ]
     words = list(order.words)
     while words[0] == "-W":
@@ -220,6 +223,7 @@ def _run(order: Order, out: int, err: int, *, parent: int) -> int:
     is_module = words[0] == "-m"
     if is_module:
         del words[0]
+    seed.plant()
     return Script(target=words[0], is_module=is_module, arguments=tuple(words[1:])).run()
 
 

@@ -117,7 +117,7 @@ def serve_calls(rank: int, link: Link, scrap_descriptor: int, parent: int) -> No
     try:
         link.send(ready)
         while True:
-            message = link.receive(Idleness(leader.look_around))
+            message = link.receive(Idleness(leader.look_around), is_idle=True)
             if message.kind == PING:
                 link.send(ready)
             elif message.kind == CALL:

@@ -2,7 +2,7 @@
 
 The socket is inherited by the helper at its start: nobody else can reach it, which is why its
 messages may be unpickled. No call blocks in the kernel for long: whoever waits looks around 50
-times a second, and gives up by raising.
+times a second, and gives up by raising. Only one that has nothing else to do looks around less.
 """
 
 import array
@@ -19,6 +19,9 @@ from typing import Protocol
 
 LOOK_AROUND_SECONDS = 0.02
 
+# The same for one that is idle: a script may keep many helpers, which should cost it nothing.
+IDLE_LOOK_AROUND_SECONDS = 1.0
+
 # Most that the time from one look around to the next counts for. The clock runs on while the script
 # is stopped (Ctrl-Z): what passed then is no waiting.
 _LONGEST_NAP_SECONDS = 5 * LOOK_AROUND_SECONDS
@@ -26,7 +29,8 @@ _LONGEST_NAP_SECONDS = 5 * LOOK_AROUND_SECONDS
 # Longest try to tell others of a failure, who may be stopped.
 _FAREWELL_SECONDS = 5.0
 
-# Called every 20 ms of waiting with the seconds waited so far; raises to give up.
+# Called every 20 ms of waiting, or every second of idleness, with the seconds waited so far; raises
+# to give up.
 LookAround = Callable[[float], None]
 
 _HEADER = struct.Struct("<cBQ")  # kind, number of descriptors, payload bytes
@@ -116,15 +120,20 @@ class Link:
             ancillary = []  # descriptors go with the first byte
             parts = _without(parts, sent)
 
-    def receive(self, look_around: LookAround = wait_on) -> Message:
+    def receive(self, look_around: LookAround = wait_on, *, is_idle: bool = False) -> Message:
         """Wait for a whole message.
+
+        Args:
+            look_around: called again and again meanwhile.
+            is_idle: whether there is nothing else to do: after a second it is called once a second.
 
         Raises:
             EOFError: the other end is closed.
         """
         watch = Stopwatch()
         while (message := self.take_one()) is None:
-            if not is_readable([self]):
+            rests = is_idle and watch.seconds > IDLE_LOOK_AROUND_SECONDS
+            if not is_readable([self], IDLE_LOOK_AROUND_SECONDS if rests else LOOK_AROUND_SECONDS):
                 look_around(watch.tick())
         return message
 

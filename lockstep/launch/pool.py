@@ -4,8 +4,8 @@ Helpers are forked from a template that lives as long as the script, so that the
 interpreter and its imports are paid once (see ``template``).
 
 By default every trainer has a team of its own, fresh, and ended with it. Inside ``keep_teams``
-teams go on living and serve the next that asks for their size. A kept helper has the modules it
-imported, so this is for code that does not change meanwhile.
+teams go on living and serve the next that asks for their size, but for those that are too many. A
+kept helper has the modules it imported, so this is for code that does not change meanwhile.
 """
 
 import sys
@@ -16,6 +16,9 @@ from functools import partial
 
 from lockstep.launch.team import Team
 from lockstep.launch.template import FORKS, Template
+
+# Idle teams of a kind that are kept: as many as trainers commonly take turns.
+_MOST_IDLE = 2
 
 _Key = tuple[int, int | None, tuple[str, ...], int]
 _kept: ContextVar[dict[_Key, list[Team]] | None] = ContextVar("kept_teams", default=None)
@@ -70,10 +73,11 @@ def expect_team(threads: int | None, preload: tuple[str, ...] = ()) -> None:
 
 def give_back(team: Team, threads: int | None, preload: tuple[str, ...] = ()) -> None:
     """Done with a team: keep it for others who ask for the same, or end it."""
+    key = (team.num_helpers, threads, preload, team.first_rank)
     pool = _kept.get()
-    if pool is not None and team.is_alive:
-        key = (team.num_helpers, threads, preload, team.first_rank)
-        pool.setdefault(key, []).append(team)
+    idle = None if pool is None else pool.setdefault(key, [])
+    if idle is not None and team.is_alive and len(idle) < _MOST_IDLE:
+        idle.append(team)
     else:
         team.close()
 

@@ -49,7 +49,7 @@ from lockstep.train.tasks import Task
 from lockstep.units import first_few
 
 # What every helper needs; the template imports it before any helper is born.
-PRELOAD = ("lockstep.train.serving",)
+PRELOAD: tuple[str, ...] = ("lockstep.train.serving",)
 
 # A rank that waits for other hosts hears after this time of a failure on its own.
 _PATIENCE_SECONDS = 1.0

@@ -108,6 +108,31 @@ def test_idle_helpers_are_asked_before_they_are_used(team: Team) -> None:
     assert (team.is_alive, team.answers()) == (False, False)
 
 
+def num_naps(pid: int) -> int:
+    """How often a process has gone to sleep so far."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(status.partition("voluntary_ctxt_switches:")[2].split()[0])
+
+
+def test_idle_helpers_sleep(team: Team) -> None:
+    """A hundred of them would take a core if each looked around 50 times a second."""
+    assert team.answers()
+    time.sleep(2.5)
+    before = [num_naps(pid) for pid in team.pids()]
+    time.sleep(1.0)
+    assert all(num_naps(pid) - naps < 10 for pid, naps in zip(team.pids(), before, strict=True))
+    assert team.answers()
+
+
+def test_no_more_teams_are_kept_than_take_turns() -> None:
+    with keep_teams():
+        teams = [take_team(1, 1) for _ in range(4)]
+        pids = [team.pids()[0] for team in teams]
+        for team in teams:
+            give_back(team, 1)
+        wait_until(lambda: sum(map(is_alive, pids)) == 2, 15)
+
+
 def test_kept_teams_serve_the_next() -> None:
     with keep_teams():
         first = take_team(1, 1)

@@ -37,8 +37,11 @@ def assert_same_bits(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
     assert different == []
 
 
-@pytest.mark.parametrize("precision", core_of(["fp32", "fp64"], ["fp32"]))
-@pytest.mark.parametrize("devices", core_of([2, 3, 4], [3]))
+# The tree of a sum does not depend on what is summed: fp64 needs no more than one row.
+@pytest.mark.parametrize(
+    ("devices", "precision"),
+    core_of([(2, "fp32"), (3, "fp32"), (4, "fp32"), (3, "fp64")], [(3, "fp32")]),
+)
 @pytest.mark.parametrize("name", NAMES)
 def test_four_shares_give_the_same_bits_on_any_number_of_replicas(
     name: str, devices: int, precision: str

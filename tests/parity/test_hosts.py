@@ -135,6 +135,7 @@ for gbit_per_second in ({FAST_NETWORK}, {SLOW_NETWORK}):
 """
 
 
+@pytest.mark.fresh
 @pytest.mark.thorough
 def test_the_speed_of_the_network_decides_what_crosses_it(
     make_hosts: MakeHosts, tmp_path: Path

@@ -66,7 +66,11 @@ except lockstep.LockstepError as error:
 
 
 @pytest.mark.parametrize(
-    ("first", "inside"), [("import keras", "pass"), ("", "import keras")], ids=["before", "within"]
+    ("first", "inside"),
+    [
+        pytest.param("import keras", "pass", id="before"),
+        pytest.param("", "import keras", id="within", marks=pytest.mark.thorough),
+    ],
 )
 def test_another_backend(tmp_path: Path, first: str, inside: str) -> None:
     script = tmp_path / "script.py"

@@ -106,6 +106,7 @@ print(json.dumps([
 """
 
 
+@pytest.mark.fresh
 @pytest.mark.thorough
 @pytest.mark.timeout(500)
 def test_what_hosts_do_not_have_alike_is_named(tmp_path: Path) -> None:

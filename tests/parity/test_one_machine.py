@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from tests.launchers import BEGINNING, lines_of_all, on_loopback
 
 SECONDS = 120.0
@@ -18,6 +20,7 @@ tell([trainer.plan.num_hosts, trainer.model.weight.tolist()])
 """
 
 
+@pytest.mark.fresh
 def test_workers_at_this_machines_addresses_need_no_secret(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)

@@ -113,7 +113,7 @@ def test_a_folder_that_is_not_there_is_made(tmp_path: Path) -> None:
 # --- TensorBoard --------------------------------------------------------------------------------
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def no_tensorflow() -> Iterator[None]:
     """TensorBoard's own switch: its readers do not import TensorFlow where there is one.
 

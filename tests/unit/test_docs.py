@@ -15,7 +15,7 @@ from lockstep.cli.main import _make_parser
 from tests import warm
 from tests.launching import STRICT_BUT_KERAS
 from tests.netns import HostProcess
-from tests.pages import Page, PageError, read_page
+from tests.pages import Page, PageError, imports_lockstep_first, read_page
 from tools.api_reference import anchor
 
 ROOT = Path(__file__).parents[2]
@@ -34,7 +34,13 @@ SCRIPTS = [
     for name, page in PAGES.items()
     if name != PROGRAMS and any(block.is_python for block in page.blocks)
 ]
-CASES = [(name, need) for name in SCRIPTS for need in ("", *PAGES[name].needs)]
+# Of torch and of Keras, a page runs in an interpreter that is as new as its reader's.
+FRESH = ("README.md", "docs/keras.md")
+CASES = [
+    pytest.param(name, need, marks=pytest.mark.fresh if name in FRESH and not need else ())
+    for name in SCRIPTS
+    for need in ("", *PAGES[name].needs)
+]
 COMMANDS = [
     (name, command) for name, page in PAGES.items() if name != PROGRAMS for command in page.commands
 ]
@@ -112,6 +118,16 @@ def undefined_names(script: str) -> str:
         timeout=60,
     )
     return done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("name", [*SCRIPTS, PROGRAMS])
+def test_lockstep_is_imported_before_keras(name: str) -> None:
+    """It chooses Keras's backend, which a fork of a warm interpreter has chosen already."""
+    page = PAGES[name]
+    programs = [text for name, text in page.files.items() if not name.startswith("before_")]
+    whole = [] if name == PROGRAMS else [page.script(dict.fromkeys(page.needs, True))]
+    for text in (*programs, *whole):
+        assert imports_lockstep_first(text), text
 
 
 @pytest.mark.parametrize("name", SCRIPTS)

@@ -2,8 +2,8 @@
 
 import importlib.util
 import shlex
-import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from tests import warm
 from tests.launching import STRICT_BUT_KERAS, clean_environment
+from tests.netns import HostProcess
 from tests.pages import read_page
 from tests.thorough import core_of
 
@@ -59,6 +61,13 @@ def arguments_of(command: str) -> list[str]:
     return [sys.executable, *strict, *words[1:]]
 
 
+def like(argv: Sequence[str]) -> str | None:
+    """The kind of warm interpreter that may run it: a launcher starts processes of its own."""
+    if "torch.distributed.run" in argv:
+        return None
+    return "keras" if "import keras" in PAGE.files[argv[-1]] else "torch"
+
+
 def weights_in(folder: Path) -> list[Tensor]:
     """What a program has saved, in the order of the model's parameters."""
     (path,) = folder.glob("weights.*")
@@ -85,23 +94,19 @@ def test_a_program_comes_to_the_weights(
         (tmp_path / name).write_text(f"{text}\n")
     environment = clean_environment()
     environment.pop("KERAS_BACKEND", None)
-    done = subprocess.run(
-        arguments_of(command),
-        cwd=tmp_path,
-        env={
-            **environment,
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": str(STAND_INS),
-            "HF_HUB_OFFLINE": "1",
-            "KERAS_HOME": str(tmp_path),  # a file there may name another backend
-            "TF_CPP_MIN_LOG_LEVEL": "3",
-        },
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_SECONDS,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    own = {
+        "PYTHONPATH": str(STAND_INS),
+        "HF_HUB_OFFLINE": "1",
+        "KERAS_HOME": str(tmp_path),  # a file there may name another backend
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+    }
+    argv = arguments_of(command)
+    process = HostProcess(argv, {**environment, **warm.VARIABLES, **own}, tmp_path, like=like(argv))
+    try:
+        status, out, err = process.finish(TIMEOUT_SECONDS)
+    finally:
+        process.close()
+    assert status == 0, out + err
     for found, wanted in zip(weights_in(tmp_path), expected, strict=True):
         torch.testing.assert_close(found, wanted, rtol=0, atol=LARGEST_DIFFERENCE)
 

@@ -8,6 +8,7 @@ import pytest
 
 from tests import warm
 from tests.netns import HostProcess
+from tests.pages import imports_lockstep_first
 from tests.thorough import core_of
 
 FOLDER = Path(__file__).parents[2] / "examples" / "keras"
@@ -19,6 +20,7 @@ PROGRAMS = sorted(path.name for path in FOLDER.glob("*.py") if path.name != "dig
     "name", core_of(PROGRAMS, ["mirrored_mlp.py", "hybrid.py", "plain_pytorch.py"])
 )
 def test_example(name: str) -> None:
+    assert imports_lockstep_first((FOLDER / name).read_text())  # a warm interpreter has Keras
     kept = {key: value for key, value in os.environ.items() if key != "KERAS_BACKEND"}
     own = {"PYTHONPATH": str(FOLDER.parents[1]), "TF_CPP_MIN_LOG_LEVEL": "3"}
     environment = {**kept, **warm.VARIABLES, **own}

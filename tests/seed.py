@@ -1,0 +1,151 @@
+"""Templates that start in an instant, in a script that is a fork itself (``warm``).
+
+Helpers come from a template, an interpreter of its own (``lockstep.launch.template``), which takes
+as long to import torch as the script took. A script that is a fork of a warm interpreter has seeds:
+forks that have run nothing either, each of which waits to be told what a template is told on its
+command line. They are the script's children, as a template is: they die with it. Later templates of
+a script, and those whose libraries need other variables, start as they do for users.
+"""
+
+import fcntl
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import traceback
+import warnings
+from collections.abc import Mapping, Sequence
+from types import ModuleType
+from typing import Any, NoReturn
+
+from lockstep.launch import interpreter, template
+from lockstep.launch.helper import die_with
+from lockstep.launch.scrap import Scrap
+from lockstep.pickling import search_path
+
+_MOST_BYTES = 1 << 18
+_MOST_DESCRIPTORS = 8
+
+# A script that looks for a batch size starts a template more for each search.
+_NUM_SEEDS = 3
+
+# Its process id, and the descriptor of the link to it: a socket that nobody closed would be warned
+# of when the script ends.
+_Seed = tuple[int, int]
+
+
+def plant() -> None:
+    """Fork seeds of this process, which must have run nothing, and use them for templates."""
+    script = os.getpid()
+    seeds: list[_Seed] = []
+    for _ in range(_NUM_SEEDS):
+        seeds.append(_fork(script, [link for _, link in seeds]))
+    loaded_with = template._variables_of_libraries()
+    start_fresh = interpreter.start_interpreter
+
+    def start(
+        code: str, descriptors: tuple[int, ...], scrap: Scrap, threads: int | None
+    ) -> "subprocess.Popen[bytes]":
+        variables = interpreter.environment(threads)
+        fits = all(variables.get(name) == value for name, value in loaded_with.items())
+        if os.getpid() != script or not seeds or not fits:
+            return start_fresh(code, descriptors, scrap, threads)
+        return _Sprout(*seeds.pop(), code, descriptors, scrap, variables)
+
+    vars(template)["start_interpreter"] = start
+
+
+def _fork(script: int, others: Sequence[int]) -> _Seed:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # OpenBLAS has threads, and stops them
+        pid = os.fork()
+    if pid == 0:
+        for each in (ours.detach(), *others):
+            os.close(each)
+        _wait(theirs, script)
+    theirs.close()
+    return pid, ours.detach()
+
+
+class _Sprout(subprocess.Popen[bytes]):
+    """The template's process, as if it had been started with a command line."""
+
+    def __init__(
+        self,
+        pid: int,
+        link: int,
+        code: str,
+        descriptors: tuple[int, ...],
+        scrap: Scrap,
+        variables: Mapping[str, str],
+    ) -> None:
+        self._seed, self._link = pid, link
+        out = [] if sys.__stdout__ is None else [1]
+        targets = [2, *out, *descriptors]
+        path, directory = search_path(), os.getcwd()
+        self._order = pickle.dumps((code, path, targets, directory, dict(variables)))
+        self._given = (scrap.descriptor, *out, *descriptors)
+        super().__init__(["python"])
+
+    def _execute_child(self, *_: Any) -> None:
+        """Tell the seed, in place of starting a program."""
+        with socket.socket(fileno=self._link) as link:
+            socket.send_fds(link, [self._order], self._given)
+        self.pid = self._seed
+        self._child_created = True
+
+
+# --- in the seed ----------------------------------------------------------------------------------
+
+
+def _wait(link: socket.socket, script: int) -> NoReturn:
+    """Become a template when the script wants one; ends with the script."""
+    status = 1
+    try:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        os.setpgid(0, 0)  # Ctrl-C in the terminal is for the script
+        die_with(script)
+        with link:
+            order, received, *_ = socket.recv_fds(link, _MOST_BYTES, _MOST_DESCRIPTORS)
+        if order:
+            _become(received, *pickle.loads(order))
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(status)  # it must never go on with the script's work
+
+
+def _become(
+    received: list[int],
+    code: str,
+    path: list[str],
+    targets: list[int],
+    directory: str,
+    variables: Mapping[str, str],
+) -> None:
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for target in (0, 1):
+        os.dup2(nothing, target)
+    os.close(nothing)
+    _move(received, targets)
+    os.environ.clear()
+    os.environ.update(variables)
+    os.chdir(directory)
+    sys.path[:] = path
+    main = sys.modules["__main__"] = ModuleType("__main__")
+    exec(code, vars(main))
+
+
+def _move(descriptors: list[int], targets: list[int]) -> None:
+    """Give open files other numbers, none of which may be in the way of another."""
+    beyond = max([*descriptors, *targets]) + 1
+    high = [fcntl.fcntl(each, fcntl.F_DUPFD, beyond) for each in descriptors]
+    for each in descriptors:
+        os.close(each)
+    for each, target in zip(high, targets, strict=True):
+        os.dup2(each, target)
+        os.close(each)
