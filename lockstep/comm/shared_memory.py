@@ -13,12 +13,13 @@ what the fork writes nobody else sees.
 """
 
 import ctypes
+import math
 import mmap
 import os
 import tempfile
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Self
+from typing import Any, Self
 
 import torch
 
@@ -104,13 +105,7 @@ class SharedRegion:
             shape: its shape.
             stride: its strides in elements; the elements must be dense.
         """
-        count = 1
-        for extent in shape:
-            count *= extent
-        if count == 0:
-            return torch.empty(tuple(shape), dtype=dtype)
-        flat = torch.frombuffer(self.memory, dtype=dtype, count=count, offset=offset_bytes)
-        return flat.as_strided(tuple(shape), tuple(stride))
+        return tensor_in(self.memory, offset_bytes, dtype, shape, stride)
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor lies in the region, be it a view or by way of another library."""
@@ -127,6 +122,17 @@ class SharedRegion:
     def close(self) -> None:
         """Give up the descriptor; the mapping lives as long as tensors use it."""
         self.memory.close_descriptor()
+
+
+def tensor_in(
+    memory: Any, offset_bytes: int, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]
+) -> torch.Tensor:
+    """A tensor that lies in memory that can be written to; see ``SharedRegion.tensor``."""
+    count = math.prod(shape)
+    if count == 0:
+        return torch.empty(tuple(shape), dtype=dtype)
+    flat = torch.frombuffer(memory, dtype=dtype, count=count, offset=offset_bytes)
+    return flat.as_strided(tuple(shape), tuple(stride))
 
 
 def dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:

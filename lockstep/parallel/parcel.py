@@ -1,14 +1,16 @@
 """Parcels: objects on their way to another process, with their tensors in shared memory.
 
 A parcel is a pickle (``lockstep.pickling``: what helpers cannot import goes by value) in which
-every CPU tensor and large array is replaced by its place in a shared region. Parameters that lie in
-a store are replaced by their number there, so that both sides hold the same memory, and arrays in
-mapped files by their place in the file, which the receiver maps for itself.
+every CPU tensor and large array is replaced by its place in a shared region, or, where all of them
+are small, in bytes that follow the pickle. Parameters that lie in a store are replaced by their
+number there, so that both sides hold the same memory, and arrays in mapped files by their place in
+the file, which the receiver maps for itself.
 """
 
 import copyreg
 import io
 import pickle
+import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -21,13 +23,16 @@ from torch import nn
 from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 
-from lockstep.comm.shared_memory import SharedRegion, dense_stride
+from lockstep.comm.shared_memory import SharedRegion, dense_stride, tensor_in
 from lockstep.data.mapped_files import file_part
 from lockstep.parallel.deep_stack import with_deep_stack
 from lockstep.pickling import Pickler
 from lockstep.plan.layout import align
 
 _SMALL_ARRAY_BYTES = 4096
+# Tensors of so many bytes are sent, and not shared: to map a region takes longer than to copy them.
+_MOST_SENT_BYTES = 1 << 17
+_LENGTH = struct.Struct("!Q")  # of what is sent, before it and the pickle
 
 # How an object is reduced for pickling, as ``__reduce_ex__`` gives it; NotImplemented for others.
 Reduce = Callable[[Any], Any]
@@ -46,7 +51,7 @@ def reducing(reduce: Reduce) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Parcel:
-    """A packed object: pickled bytes, and a region for its tensors, if it has any."""
+    """A packed object: bytes, and a region for its tensors, if they are large."""
 
     payload: bytes
     region: SharedRegion | None
@@ -72,13 +77,14 @@ def pack(obj: Any, parameters: Sequence[torch.Tensor] = ()) -> Parcel:
     Raises:
         Exception: whatever pickling a part of the object raises.
     """
-    payload, pickler = _pickled(obj, parameters)
-    if not pickler.tensors:
-        return Parcel(payload, None)
-    region = SharedRegion.create(pickler.num_bytes)
-    for (offset, dtype, shape, stride), tensor in pickler.tensors:
-        region.tensor(offset, dtype, shape, stride).copy_(tensor)
-    return Parcel(payload, region)
+    text, pickler = _pickled(obj, parameters)
+    is_sent = pickler.num_bytes <= _MOST_SENT_BYTES
+    region = None if is_sent else SharedRegion.create(pickler.num_bytes)
+    memory: Any = _own_memory(pickler.num_bytes) if region is None else region.memory
+    for place, tensor in pickler.tensors:
+        tensor_in(memory, *place).copy_(tensor)
+    sent = bytes(memory) if is_sent else b""
+    return Parcel(_LENGTH.pack(len(sent)) + sent + text, region)
 
 
 def describe(obj: Any, parameters: Sequence[torch.Tensor] = ()) -> bytes:
@@ -121,8 +127,17 @@ def _dumped(obj: Any, parameters: Sequence[torch.Tensor]) -> tuple[bytes, "_Pick
 def unpack(
     payload: bytes, region: SharedRegion | None, parameters: Sequence[torch.Tensor] = ()
 ) -> Any:
-    """The object that ``pack`` packed; its tensors lie in the region."""
-    return _Unpickler(io.BytesIO(payload), region, parameters).load()
+    """The object that ``pack`` packed; its tensors lie in the region, or in memory of their own."""
+    (length,), start = _LENGTH.unpack_from(payload), _LENGTH.size
+    memory: Any = _own_memory(length) if region is None else region.memory
+    if region is None:
+        memory[:] = np.frombuffer(payload, np.uint8, length, start)
+    return _Unpickler(io.BytesIO(payload[start + length :]), memory, parameters).load()
+
+
+def _own_memory(num_bytes: int) -> Any:
+    """Memory that begins where torch has tensors begin: what a kernel computes may depend on it."""
+    return torch.empty(num_bytes, dtype=torch.uint8).numpy()
 
 
 def _reduce_constant(constant: torch.memory_format | torch.layout) -> Any:
@@ -193,11 +208,9 @@ class _Pickler(Pickler):
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(
-        self, file: io.BytesIO, region: SharedRegion | None, parameters: Sequence[torch.Tensor]
-    ) -> None:
+    def __init__(self, file: io.BytesIO, memory: Any, parameters: Sequence[torch.Tensor]) -> None:
         super().__init__(file)
-        self._region = region
+        self._memory = memory
         self._parameters = parameters
         self._loaded: dict[tuple[Any, ...], Any] = {}
 
@@ -214,8 +227,7 @@ class _Unpickler(pickle.Unpickler):
             (part,) = details
             return part.open_tensor() if kind == "file tensor" else part.open()
         offset, dtype, shape, stride, *rest = details
-        assert self._region is not None
-        tensor = self._region.tensor(offset, dtype, shape, stride)
+        tensor = tensor_in(self._memory, offset, dtype, shape, stride)
         if kind == "array":
             return tensor.numpy()
         if kind == "parameter-like":

@@ -66,6 +66,8 @@ class Updater(ABC):
 
     is_elementwise = False  # whether ``divide`` may cut parameters
     is_known: bool = False  # whether it leaves parameters alone that have no gradient
+    # Whether every slot lies in the store, or is the same on all ranks.
+    shares_all: bool = False
     owner: object = None  # whose slots these are: the front end's optimizer
     turn = 0  # of several optimizers, which one steps
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from lockstep.parallel.control import Control
+from lockstep.parallel.update import PieceSlots
 from lockstep.parallel.worker import Worker
 from lockstep.train.conductor import Conductor
 from lockstep.train.feeding import Halt
@@ -132,10 +133,16 @@ class Ensemble:
 
     def show_slots(self) -> None:
         """Callbacks find the optimizer's slots where they look for them."""
-        assert self.worker.updater is not None
+        self.conductor.take_slots(self.gathered_slots())
+
+    def gathered_slots(self) -> list[PieceSlots]:
+        """What rank 0 has not of the slots; what lies in stores all hosts have afterwards."""
+        updater = self.worker.updater
+        assert updater is not None
         self.worker.gather_slots()
-        gathered = self.control.gather(self.worker.updater.slots())
-        self.conductor.take_slots([part for parts in gathered for part in parts])
+        if updater.shares_all:
+            return []
+        return [part for parts in self.control.gather(updater.slots()) for part in parts]
 
     def show_traces(self, tracer: StepTracer) -> None:
         """Whoever has asked for traces gets those of all ranks."""

@@ -133,13 +133,10 @@ class FitTask(Task):
             ):  # training has ended, or goes on anew, before the last of the steps
                 ensemble.show_traces(tracer)
         ensemble.collect_buffers()
-        assert worker.updater is not None
-        worker.gather_slots()
-        gathered = control.gather(worker.updater.slots())
         return FitResult(
             num_epochs=progress.num_epochs,
             num_steps=progress.num_steps,
-            slots=[part for parts in gathered for part in parts],
+            slots=ensemble.gathered_slots(),
             resume=resume,
         )
 

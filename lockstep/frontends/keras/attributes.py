@@ -16,7 +16,7 @@ from keras.src.layers.layer import Layer
 from keras.src.saving.keras_saveable import KerasSaveable
 
 from lockstep.frontends.keras.model import KerasModel
-from lockstep.frontends.keras.shipping import COMPILED, kept_attributes, reduce
+from lockstep.frontends.keras.shipping import COMPILED, left_attributes, reduce
 from lockstep.parallel.parcel import describe_values, reducing
 
 _PLAIN = (bool, int, float, str, bytes, type(None))
@@ -149,10 +149,9 @@ def attributes_of(obj: Any) -> dict[str, Any]:
     own: dict[str, Any] = vars(obj)
     if not isinstance(obj, KerasSaveable):
         return own
+    left = left_attributes(obj)
     return {
-        name: own[name]
-        for name, value in kept_attributes(obj).items()
-        if own[name] is value and name not in _OF_CALLS
+        name: value for name, value in own.items() if name not in left and name not in _OF_CALLS
     }
 
 

@@ -8,6 +8,7 @@ What stays behind is what only the driver needs: of a model, what ``compile`` ha
 """
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 from keras.src.layers.layer import Layer
@@ -27,6 +28,9 @@ from lockstep.frontends.keras.bound_methods import METHODS
 
 # Made by ``Layer.__new__`` around methods of the same name, for layers that are still to be built.
 _WRAPPERS = ("build", "quantize")
+
+# The losses that layers have added.
+_OF_LAST_CALL = ("_losses", "_loss_ids")
 
 # What ``compile`` and ``fit`` give a model, and callbacks set of it.
 COMPILED = (
@@ -82,13 +86,27 @@ def kept_attributes(obj: KerasSaveable) -> dict[str, Any]:
     """What a helper gets of an object."""
     if not isinstance(obj, Layer):
         return dict(vars(obj))
-    left: tuple[str, ...] = _WRAPPERS
-    if isinstance(obj, Model):
-        left = (*left, *COMPILED, "_lockstep", *METHODS)
-    elif isinstance(obj, IndexLookup):
-        left = (*left, *_TABLES)
+    left = left_attributes(obj)
     kept = {name: value for name, value in vars(obj).items() if name not in left}
-    return {**kept, "_losses": [], "_loss_ids": set()}  # those of the last call
+    return {**kept, "_losses": [], "_loss_ids": set()}
+
+
+def left_attributes(obj: KerasSaveable) -> frozenset[str]:
+    """The names of attributes that a helper does not get, or gets anew."""
+    kind: Any = type(obj)
+    return _left_of(kind)
+
+
+@lru_cache
+def _left_of(kind: Any) -> frozenset[str]:
+    if not issubclass(kind, Layer):
+        return frozenset()
+    left: tuple[str, ...] = (*_WRAPPERS, *_OF_LAST_CALL)
+    if issubclass(kind, Model):
+        left = (*left, *COMPILED, "_lockstep", *METHODS)
+    elif issubclass(kind, IndexLookup):
+        left = (*left, *_TABLES)
+    return frozenset(left)
 
 
 def _blank(kind: Any) -> Any:

@@ -71,6 +71,7 @@ class KerasUpdater(Updater):
         is_all = len(known) == len(optimizer._trainable_variables)
         self.is_known = is_all and _is_known(optimizer)
         self.is_elementwise = self.is_known and is_elementwise(optimizer, variables.values())
+        self.shares_all = self.is_elementwise and not optimizer.use_ema
         self._template = unbuilt(optimizer)
         self._undecayed = {
             name
@@ -289,7 +290,7 @@ class KerasUpdater(Updater):
             variable.assign(value)
 
     def changing(self) -> Any:
-        if not self.is_elementwise or self.optimizer.use_ema:
+        if not self.shares_all:
             return None
         return {"options": self.options(), "values": self._unshared()}
 
