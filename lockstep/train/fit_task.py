@@ -108,6 +108,9 @@ class FitTask(Task):
     loss_parts: LossParts = ONE_LOSS
     turns: LossParts = ONE_LOSS
 
+    def sources(self) -> list[Source | SharedStream]:
+        return [self.source, *([] if self.validation is None else [self.validation])]
+
     def run(self, worker: Worker, control: Control, conductor: Conductor) -> FitResult:
         """Train until the last epoch, or until a callback or Ctrl-C ends it."""
         ensemble = Ensemble(worker=worker, control=control, conductor=conductor)

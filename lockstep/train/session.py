@@ -8,32 +8,25 @@ each time (``train.standing``).
 On several hosts the script's process of each leads that host's ranks, with a session of its own.
 """
 
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from torch import nn
 
-from lockstep.channel.channel import Channel
-from lockstep.comm.board import Board
 from lockstep.comm.exchange import ExchangeSpec
 from lockstep.comm.shared_memory import SharedRegion
-from lockstep.errors import OptionError, WorkerError, problem
+from lockstep.data.sources import ArraySource
+from lockstep.errors import WorkerError
 from lockstep.launch.failure import add_note, as_raised
-from lockstep.launch.link import MOST_DESCRIPTORS
 from lockstep.launch.pool import expect_team, give_back, take_team
 from lockstep.launch.team import Team
 from lockstep.parallel.blank import forget_blanks
-from lockstep.parallel.build import WireKey, exchange_spec, wire_keys
 from lockstep.parallel.control import LeaderControl, SoloControl
-from lockstep.parallel.groups import ParameterGroup
 from lockstep.parallel.host_control import HostControl
-from lockstep.parallel.parcel import Parcel, pack, parameters_in
-from lockstep.parallel.shipping import pack_named
-from lockstep.parallel.store import ParameterStore, TensorStore, check_separate, slot_spec
+from lockstep.parallel.parcel import Parcel, pack
 from lockstep.parallel.worker import Worker
 from lockstep.pickling import dumps
 from lockstep.plan.spec import LocalUpdate, Plan
@@ -42,19 +35,17 @@ from lockstep.train.conductor import Conductor
 from lockstep.train.followers import call_conclude
 from lockstep.train.hosts import Hosts
 from lockstep.train.likeness import assignment_facts
+from lockstep.train.packing import check_loss, check_number, pack_assignment, spec_of
 from lockstep.train.read_limit import ReadLimit
-from lockstep.train.serving import Abroad, Call, serve, serve_again
+from lockstep.train.serving import Call, serve, serve_again
 from lockstep.train.standing import Footing, News, StandingCalls, may_stand
-from lockstep.train.tasks import Task
-from lockstep.units import first_few
+from lockstep.train.stores import Mapped, Stores, has_options, options_store
+from lockstep.train.watch import Position, Watch, state_of_training
+from lockstep.train.wired import Wired, bring_groups
 
 # What every helper needs; the template imports it before any helper is born.
 PRELOAD: tuple[str, ...] = ("lockstep.train.serving",)
 
-# A rank that waits for other hosts hears after this time of a failure on its own.
-_PATIENCE_SECONDS = 1.0
-# With other hosts, rank 0 waits so much longer than its helpers do.
-_HEAD_START_SECONDS = 5.0
 # Longest wait, after a call that has failed early, for followers that are still to come to it.
 _DISMISSAL_SECONDS = 10.0
 
@@ -67,15 +58,14 @@ class Session:
 
     Attributes:
         preload: modules that helpers should have imported, beside what all need.
+        stores: of the model.
     """
 
     preload: tuple[str, ...] = ()
 
     def __init__(self, timeout_seconds: float) -> None:
         self._timeout = timeout_seconds
-        self._stores: list[ParameterStore] = []  # one per group of parameters
-        self._slots: list[TensorStore] = []
-        self._slots_owner: Callable[[], object] = lambda: None
+        self.stores = Stores()
         self._team: Team | None = None
         self._threads: int | None = None
         self._is_attached = False  # the team is of processes that a launcher has started
@@ -132,9 +122,9 @@ class Session:
         self._has_met = False
 
     def _run_alone(self, assignment: Assignment, conductor: Conductor) -> Any:
-        spec = _spec(assignment)
+        spec = spec_of(assignment)
         if assignment.updater is not None:
-            _options_store(assignment)
+            options_store(assignment)
         is_alone = isinstance(assignment.plan.update, LocalUpdate)
         region = None if is_alone else spec.create()
         worker = make_worker(assignment, spec, region, rank=0, look_around=lambda waited: None)
@@ -154,9 +144,9 @@ class Session:
         here = assignment.plan.ranks_of_host(0 if hosts is None else hosts.host)
         if self._team is None and len(here) > 1 and not (hosts is not None and hosts.has_followers):
             expect_team(assignment.plan.threads_per_device, self._preload)
-        if not self._stores:
+        if not self.stores:
             conductor.announce("Moving the model to shared memory")
-        stores = self._adopt_all(assignment, here.start)
+        stores = self.stores.adopt_all(assignment, here.start)
         name = assignment.task.name
         footing = Footing.of(assignment, sight, [store for _, store in stores])
         part: _Part | None = calls.find(name, footing)
@@ -164,10 +154,10 @@ class Session:
             keeps = True
             result = self._conduct(part, conductor, partial(self._recall, part, assignment))
         else:
-            spec = _spec(assignment)
-            _check_loss(assignment)
+            spec = spec_of(assignment)
+            check_loss(assignment)
             keeps = calls.is_repeated(name, footing) and may_stand(assignment, spec)
-            with closing(_pack(assignment, [store for _, store in stores])) as parcel:
+            with closing(pack_assignment(assignment, [store for _, store in stores])) as parcel:
                 part = self._prepared(assignment, conductor, hosts, stores, spec, here)
                 call = partial(self._call, part, parcel, keeps=keeps)
                 result = self._conduct(part, conductor, call)
@@ -179,7 +169,7 @@ class Session:
         assignment: Assignment,
         conductor: Conductor,
         hosts: Hosts | None,
-        stores: "Sequence[_Store]",
+        stores: Sequence[Mapped],
         spec: ExchangeSpec,
         here: range,
     ) -> "_Part":
@@ -187,8 +177,8 @@ class Session:
         with self._ending_team():
             region = spec.create(here)
             team = self._take_team(assignment.plan, here, hosts, conductor.announce)
-            watch = _Watch(team, self._timeout, here.start, hosts)
-            wired = _Wired.of(hosts, assignment, self._timeout)
+            watch = Watch(team, self._timeout, here.start, hosts)
+            wired = Wired.of(hosts, assignment, self._timeout)
             worker = _leading_worker(assignment, spec, region, watch, stores, wired)
             watch.watch(worker.board)
         return _Part(
@@ -225,97 +215,16 @@ class Session:
             initialize_own(assignment, worker)
             forget_blanks(assignment.model)
             limit = worker.passes.reading = ReadLimit(self._timeout, team.raise_slow_read)
-            with limit.watched():
+            # What lies in memory is read at once.
+            may_hang = not all(isinstance(one, ArraySource) for one in assignment.task.sources())
+            with limit.watched() if may_hang else nullcontext():
                 result = assignment.task.run(worker, part.control, conductor)
             worker.close()
             team.finish(self._timeout)
             if part.wired is not None:
-                _bring_groups(part.wired, assignment, part.stores)
+                bring_groups(part.wired, assignment, part.stores)
             _heed(Conductor(), worker)  # what is kept of a call must not know who conducted it
         return result
-
-    def _adopt_all(self, assignment: Assignment, leader: int) -> "list[_Store]":
-        """The stores of parameters, then of slots, then of options.
-
-        Args:
-            assignment: what they are for.
-            leader: this process's rank.
-        """
-        ranks = [group.ranks for group in assignment.groups]
-        stores: list[_Store] = [*zip(ranks, self._adopt(assignment, leader), strict=True)]
-        if assignment.updater is not None:
-            stores += zip(ranks, self._adopt_slots(assignment, leader), strict=True)
-            stores += _options_store(assignment)
-        return stores
-
-    def _adopt(self, assignment: Assignment, leader: int) -> Sequence[ParameterStore]:
-        """Have the parameters of each group lie in a store of theirs."""
-        model, groups = assignment.model, assignment.groups
-        members = _members(model, groups)
-        if not (
-            len(self._stores) == len(members)
-            and all(
-                store.region.is_shared and store.fits(own)
-                for store, own in zip(self._stores, members, strict=True)
-            )
-        ):
-            check_separate(model.named_parameters(), model.named_buffers())
-            self._stores = [
-                ParameterStore.adopt(
-                    own,
-                    are_blank=bool(assignment.blank),
-                    is_reserved=_is_reserved(assignment, group, leader),
-                )
-                for own, group in zip(members, groups, strict=True)
-            ]
-        for store, own, group in zip(self._stores, members, groups, strict=True):
-            store.readopt(own)
-            store.is_elsewhere = leader not in group.ranks
-        self.release_pages()
-        return self._stores
-
-    def _adopt_slots(self, assignment: Assignment, leader: int) -> list[TensorStore]:
-        updater = assignment.updater
-        assert updater is not None
-        parameters = dict(assignment.model.named_parameters())
-        all_keys = updater.slot_keys()
-        keys = [
-            [key for key in all_keys if key.parameter in group.names] for group in assignment.groups
-        ]
-        specs = [tuple(slot_spec(key, parameters[key.parameter]) for key in own) for own in keys]
-        if not (
-            [store.specs for store in self._slots] == specs
-            and all(store.region.is_shared for store in self._slots)
-            and self._slots_owner() is updater.owner
-        ):
-            self._slots = [
-                TensorStore.create(own, is_reserved=_is_reserved(assignment, group, leader))
-                for own, group in zip(specs, assignment.groups, strict=True)
-            ]
-            self._slots_owner = weakref.ref(updater.owner)
-        updater.store_slots(
-            {
-                key: view
-                for own, store in zip(keys, self._slots, strict=True)
-                for key, view in zip(own, store.views, strict=True)
-            }
-        )
-        for slots, group in zip(self._slots, assignment.groups, strict=True):
-            slots.is_elsewhere = leader not in group.ranks
-        self.release_pages()
-        return self._slots
-
-    def readopt(self, model: nn.Module) -> None:
-        """Bring parameters that a callback moved back into their stores."""
-        parameters = dict(model.named_parameters())
-        for store in self._stores:
-            store.readopt([(spec.name, parameters[spec.name]) for spec in store.specs])
-
-    def release_pages(self) -> None:
-        """Keep no page here of what other ranks alone have."""
-        for store in (*self._stores, *self._slots):
-            if store.is_elsewhere:
-                store.region.release_pages()
 
     def _take_team(
         self, plan: Plan, here: range, hosts: Hosts | None, announce: Callable[[str], None]
@@ -348,7 +257,7 @@ class Session:
             name=assignment.task.name,
             num_groups=len(assignment.groups),
             stores=[(ranks, store.specs) for ranks, store in part.stores],
-            has_options=_has_options(assignment),
+            has_options=has_options(assignment),
             spec=part.spec,
             payload=parcel.payload,
             abroad=None if wired is None else wired.abroad,
@@ -358,14 +267,15 @@ class Session:
         descriptors = [each.descriptor for each in regions]
         if wired is not None:
             descriptors += [end.fileno() for end in wired.channels.values()]
-        _check_number(len(descriptors) + len(parcel.descriptors))
+        check_number(len(descriptors) + len(parcel.descriptors))
         # The call may hold classes of the script's own: those of a model's outputs.
         self._send(part, serve, dumps(call), (*descriptors, *parcel.descriptors))
 
     def _recall(self, part: "_Part", assignment: Assignment) -> None:
         """Send the helpers what is new in a call whose like they have kept."""
-        with closing(pack(News.of(assignment))) as parcel:
-            part.assignment.task.renew(assignment.task.fields())
+        news = News.of(assignment, part.assignment)
+        with closing(pack(news)) as parcel:
+            part.assignment.task.renew(news.changes)
             self._send(part, serve_again, parcel.payload, parcel.descriptors)
 
     def _send(
@@ -379,7 +289,7 @@ class Session:
             function,
             body,
             descriptors,
-            position=_Position(part.assignment.task, part.worker.board),
+            position=Position(part.assignment.task, part.worker.board),
             timeout_seconds=self._timeout,
         )
 
@@ -405,10 +315,6 @@ class Session:
         return PRELOAD + self.preload
 
 
-# A store, and the ranks that map it.
-_Store = tuple[tuple[int, ...], TensorStore]
-
-
 @dataclass(frozen=True, kw_only=True)
 class _Part:
     """This process's part of a call, as the first rank of its host."""
@@ -417,10 +323,10 @@ class _Part:
     team: Team
     worker: Worker
     control: LeaderControl
-    stores: Sequence[_Store]
+    stores: Sequence[Mapped]
     region: SharedRegion
     spec: ExchangeSpec
-    wired: "_Wired | None"
+    wired: Wired | None
 
     @property
     def is_halted(self) -> bool:
@@ -435,64 +341,21 @@ class _Part:
         if worker.updater is not None:
             lost = worker.updater.recover()
             has_older = self.assignment.plan.num_hosts > 1 and bool(worker.updater.slot_keys())
-            add_note(error, _state_of_training(worker.board, lost, has_older=has_older))
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Wired:
-    """Other hosts, with wires to them.
-
-    Attributes:
-        hosts: all hosts.
-        abroad: what this host's ranks are told of them.
-        channels: this host's wires, by the ranks at this end and at the other, and by their use.
-    """
-
-    hosts: Hosts
-    abroad: Abroad
-    channels: Mapping[WireKey, Channel]
-
-    @classmethod
-    def of(
-        cls, hosts: Hosts | None, assignment: Assignment, timeout_seconds: float
-    ) -> "_Wired | None":
-        """Have the wires that a Plan needs, if it has several hosts."""
-        plan, groups = assignment.plan, assignment.groups
-        if hosts is None or plan.num_hosts == 1:
-            return None
-        channels = hosts.open_wires(plan, wire_keys(plan, groups), timeout_seconds)
-        names = {rank: hosts.names[plan.host_of(rank)] for rank in range(plan.num_ranks)}
-        abroad = Abroad(
-            host=hosts.host,
-            names=names,
-            wires={key: channel.keys for key, channel in channels.items()},
-            timeout_seconds=timeout_seconds,
-        )
-        return cls(hosts=hosts, abroad=abroad, channels=channels)
-
-
-def _bring_groups(wired: _Wired, assignment: Assignment, stores: Sequence[_Store]) -> None:
-    """Have every host know the parameters and slots that it has no rank for."""
-    plan = assignment.plan
-    for ranks, store in stores:
-        having = {plan.host_of(rank) for rank in ranks}
-        if len(having) < plan.num_hosts:
-            is_here = wired.hosts.host in having
-            wired.hosts.bring(store.region, min(having), is_here=is_here)
+            add_note(error, state_of_training(worker.board, lost, has_older=has_older))
 
 
 def _leading_worker(
     assignment: Assignment,
     spec: ExchangeSpec,
     region: SharedRegion,
-    watch: "_Watch",
-    stores: Sequence[_Store],
-    wired: _Wired | None,
+    watch: "Watch",
+    stores: Sequence[Mapped],
+    wired: Wired | None,
 ) -> Worker:
     """The worker of this process, the first of its host."""
     neighbours = None
     if wired is not None:
-        mirrored = [stores[-1][1].views[0]] if _has_options(assignment) else []
+        mirrored = [stores[-1][1].views[0]] if has_options(assignment) else []
         crossing = wired.hosts.crossing(watch.look_around)
         own = [end for (rank, _, _), end in wired.channels.items() if rank == watch.first_rank]
         neighbours = wired.abroad.neighbours(watch.first_rank, own, mirrored, crossing)
@@ -507,7 +370,7 @@ def _leading_worker(
 
 
 def _control(
-    team: Team, plan: Plan, timeout_seconds: float, watch: "_Watch", hosts: Hosts | None
+    team: Team, plan: Plan, timeout_seconds: float, watch: "Watch", hosts: Hosts | None
 ) -> LeaderControl:
     if hosts is None or plan.num_hosts == 1:
         return LeaderControl(team, timeout_seconds)
@@ -525,193 +388,3 @@ def _heed(conductor: Conductor, worker: Worker) -> None:
     """Have all ranks stop together when the user wants rank 0 to."""
     if worker.board is not None:
         worker.board.wants_halt = lambda: conductor.is_interrupted
-
-
-def _state_of_training(board: Board | None, lost: list[str], *, has_older: bool) -> str:
-    """For whoever goes on after an error: what the helpers have left, now that they have ended.
-
-    Args:
-        board: this host's.
-        lost: parameters whose slots are lost.
-        has_older: other hosts have slots, of which there are older ones here.
-    """
-    assert board is not None
-    last = board.last_update
-    if last is None:
-        return (
-            "The weights were being updated: some slices are one step ahead of the others. "
-            "Load weights that were saved before you go on."
-        )
-    if last < 0:
-        return "The weights are whole, as fit has found them."
-    whole = f"The weights are whole, as step {last} has left them"
-    if has_older:
-        return (
-            f"{whole}. Of the optimizer's slots those that other hosts update are older: load a "
-            "state that was saved, or make a new optimizer."
-        )
-    whole += ", and so is the optimizer"
-    return f"{whole}, but for the slots of {', '.join(lost)}: lost." if lost else f"{whole}."
-
-
-class _Watch:
-    """What rank 0 looks after while it waits at the board."""
-
-    def __init__(
-        self, team: Team, timeout_seconds: float, first_rank: int, hosts: Hosts | None
-    ) -> None:
-        self.first_rank = first_rank
-        self._team = team
-        self._timeout = timeout_seconds
-        self._hosts = hosts
-        self._board: Callable[[], Board | None] = lambda: None
-
-    def watch(self, board: Board | None) -> None:
-        """Say where waiting takes place."""
-        if board is not None:
-            # The board knows this object. A cycle would keep its memory until the collector runs.
-            self._board = weakref.ref(board)
-
-    def look_around(self, waited_seconds: float) -> None:
-        """Raise if waiting on is in vain."""
-        self._team.look_around(partial(self._is_awaited, waited_seconds))
-        if self._hosts is not None:
-            self._hosts.look_around(waited_seconds)
-            if self._hosts.circle.awaited:
-                return  # time is up when they say so
-        # A helper that waits for another host says which one, so its time has to be up first.
-        margin = 0.0 if self._hosts is None else _HEAD_START_SECONDS
-        if waited_seconds > self._timeout + margin:
-            self._team.raise_timeout(waited_seconds)
-
-    def _is_awaited(self, waited_seconds: float, rank: int) -> bool:
-        board = self._board()
-        if board is None:
-            return False
-        if board.is_waiting:
-            return board.is_awaited(rank)
-        # At a wire or a courier it waits for other hosts, and they may wait for any rank of this
-        # one. Not at once: rank 0 may be about to fail of the same, by itself.
-        return waited_seconds > _PATIENCE_SECONDS
-
-
-class _Position:
-    """Where ranks are, for messages."""
-
-    def __init__(self, task: Task, board: Board | None) -> None:
-        self._name = task.name
-        self._board = board
-
-    def __call__(self, rank: int) -> str:
-        step = -1 if self._board is None else self._board.step_of(rank)
-        return f"in {self._name}, step {step}" if step >= 0 else f"in {self._name}"
-
-
-def _check_loss(assignment: Assignment) -> None:
-    """Refuse a loss that looks at parameters which its stage has not.
-
-    Raises:
-        OptionError: with their names.
-    """
-    pipeline = assignment.plan.pipeline
-    if pipeline is None or assignment.loss is None:
-        return
-    last = set(pipeline.stages[-1].ranks)
-    elsewhere = {
-        name for group in assignment.groups if not last <= set(group.ranks) for name in group.names
-    }
-    named = list(assignment.model.named_parameters())
-    try:
-        numbers = parameters_in(assignment.loss.loss, [parameter for _, parameter in named])
-    except Exception:  # it cannot be sent: packing names what and why
-        return
-    strange = [named[number][0] for number in numbers if named[number][0] in elsewhere]
-    if strange:
-        raise OptionError(
-            problem(
-                "In a pipeline the loss is computed by the last stage, which has its own "
-                "parameters only.",
-                received=f"a loss that uses {first_few(strange)}",
-                fix="Leave penalties on weights to the optimizer (weight_decay), or use a data "
-                "parallel strategy.",
-            )
-        )
-
-
-def _check_number(num_regions: int) -> None:
-    """As many regions as one message carries are enough for a hundred stages.
-
-    Raises:
-        OptionError: there are more.
-    """
-    if num_regions > MOST_DESCRIPTORS:
-        raise OptionError(
-            problem(
-                f"A plan can have at most {MOST_DESCRIPTORS} regions of shared memory: two for "
-                "each set of stages that have parameters in common.",
-                received=f"{num_regions}",
-                fix="Use fewer stages.",
-            )
-        )
-
-
-def _is_reserved(assignment: Assignment, group: ParameterGroup, leader: int) -> bool:
-    """Whether the leader takes the memory of a group: where there is something to move in."""
-    return not assignment.blank or leader in group.ranks
-
-
-def _has_options(assignment: Assignment) -> bool:
-    """Whether options of the optimizer may change at every step."""
-    updater = assignment.updater
-    return updater is not None and updater.options_spec() is not None
-
-
-def _options_store(assignment: Assignment) -> list[_Store]:
-    """A store for options of the optimizer that may change at every step, if they may."""
-    updater = assignment.updater
-    spec = None if updater is None else updater.options_spec()
-    if updater is None or spec is None:
-        return []
-    store = TensorStore.create([spec])
-    updater.share_options(store.views[0])
-    return [(tuple(range(assignment.plan.num_ranks)), store)]
-
-
-def _members(
-    model: nn.Module, groups: Sequence[ParameterGroup]
-) -> list[list[tuple[str, nn.Parameter]]]:
-    parameters = dict(model.named_parameters())
-    return [[(name, parameters[name]) for name in group.names] for group in groups]
-
-
-def _spec(assignment: Assignment) -> ExchangeSpec:
-    return exchange_spec(
-        assignment.plan,
-        assignment.model,
-        assignment.updater,
-        assignment.groups,
-        assignment.partitions,
-        1 if assignment.loss is None else len(assignment.loss.parts.factors),
-    )
-
-
-def _pack(assignment: Assignment, stores: Sequence[TensorStore]) -> Parcel:
-    """Pack an assignment, but for what lies in the stores.
-
-    Raises:
-        ShippingError: a part of it cannot be sent; with the part's name.
-    """
-    parts: dict[str, Any] = {
-        "the model": assignment.model,
-        "the loss": assignment.loss and assignment.loss.loss,
-        **{f"the {name}": value for name, value in vars(assignment.task).items()},
-        "the optimizer": assignment.updater,
-        "train_step": [each.function for each in assignment.functions],
-    }
-    parameters = dict(assignment.model.named_parameters())
-    known = [
-        parameters.get(spec.name, view)
-        for store in stores
-        for spec, view in zip(store.specs, store.views, strict=True)
-    ]
-    return pack_named(assignment, parts, known)

@@ -8,7 +8,8 @@ changes beside weights and slots. A call on another footing is sent in full, and
 dropped.
 """
 
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,12 +32,12 @@ class Footing:
         sight: what the model, the loss and the metrics are, as the front end sees them: the very
             same object where it sees the same. None where it does not see all.
         values: all else that is compared by what it is.
-        objects: all else that must be the very same.
+        objects: all else that must be the very same; known of, but not kept.
     """
 
     sight: object
     values: tuple[Any, ...]
-    objects: tuple[object, ...]
+    objects: tuple[Callable[[], object], ...]
 
     @classmethod
     def of(cls, assignment: Assignment, sight: object, memory: Sequence[object]) -> "Footing":
@@ -45,7 +46,7 @@ class Footing:
         Args:
             assignment: the assignment.
             sight: see the class.
-            memory: where parameters and slots lie, and the helpers that map it.
+            memory: where parameters and slots lie.
         """
         one = assignment
         return cls(
@@ -54,7 +55,7 @@ class Footing:
                 *(one.plan, one.seed, one.device, one.settings, one.groups, one.blank),
                 *(one.rules, one.functions, type(one.task)),
             ),
-            objects=(one.model, one.updater, *memory),
+            objects=tuple(map(_reference, (one.model, one.updater, *memory))),
         )
 
     def is_as(self, other: "Footing | None") -> bool:
@@ -69,8 +70,16 @@ class Footing:
         )
 
 
-def _is(one: object, other: object) -> bool:
-    return one is other
+def _reference(obj: object) -> Callable[[], object]:
+    return _nobody if obj is None else weakref.ref(obj)
+
+
+def _nobody() -> object:
+    return _nobody  # is only itself, as what is referred to is
+
+
+def _is(one: Callable[[], object], other: Callable[[], object]) -> bool:
+    return one() is not None and one() is other()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,23 +88,23 @@ class News:
 
     Attributes:
         name: of the call.
-        fields: of the task.
+        changes: of the task's fields.
         buffers: the model's, in their order.
         changing: see ``Updater.changing``.
     """
 
     name: str
-    fields: Mapping[str, Any]
+    changes: Mapping[str, Any]
     buffers: Sequence[torch.Tensor]
     changing: Any
 
     @classmethod
-    def of(cls, assignment: Assignment) -> "News":
-        """What an assignment says."""
+    def of(cls, assignment: Assignment, kept: Assignment) -> "News":
+        """What an assignment says that one like it did not."""
         updater = assignment.updater
         return cls(
             name=assignment.task.name,
-            fields=assignment.task.fields(),
+            changes=assignment.task.changes_from(kept.task),
             buffers=list(assignment.model.buffers()),
             changing=None if updater is None else updater.changing(),
         )
@@ -113,7 +122,7 @@ class Standing:
     def hear(self, news: News) -> None:
         """On a helper: go on from what rank 0 has now."""
         assignment = self.assignment
-        assignment.task.renew(news.fields)
+        assignment.task.renew(news.changes)
         for buffer, value in zip(assignment.model.buffers(), news.buffers, strict=True):
             buffer.copy_(value)
         if assignment.updater is not None:
@@ -133,8 +142,12 @@ class StandingCalls:
 
     def find(self, name: str, footing: Footing) -> Any:
         """What was kept of a call on this footing; None where nothing was."""
-        known, part = self._kept.pop(name, (None, None))
-        return part if footing.is_as(known) else None
+        known, part = self._kept.get(name, (None, None))
+        if footing.is_as(known):
+            return part
+        if known is not None:  # something has changed, and may have for other calls, too
+            self._kept.clear()
+        return None
 
     def is_repeated(self, name: str, footing: Footing) -> bool:
         """Whether the last call of this name stood on this footing, too. Asked once per call."""
@@ -143,8 +156,11 @@ class StandingCalls:
         return footing.is_as(known)
 
     def keep(self, name: str, footing: Footing, part: Any) -> None:
-        """Keep a call; None keeps nothing but its footing."""
-        self._kept[name] = footing, part
+        """Keep a call, or with None nothing of it."""
+        if part is None:
+            self._kept.pop(name, None)
+        else:
+            self._kept[name] = footing, part
 
 
 def may_stand(assignment: Assignment, spec: ExchangeSpec) -> bool:

@@ -38,17 +38,19 @@ class Task(ABC):
     kept: ClassVar[frozenset[str]] = frozenset()
     source: Source | SharedStream
 
-    def fields(self) -> dict[str, Any]:
-        """Those that may be others in the next call."""
-        return {
-            each.name: getattr(self, each.name)
-            for each in fields(self)  # type: ignore[arg-type]  # every task is a dataclass
-            if each.init and each.name not in self.kept
-        }
+    def sources(self) -> list[Source | SharedStream]:
+        """All data that is read."""
+        return [self.source]
 
-    def renew(self, fields: Mapping[str, Any]) -> None:
+    def changes_from(self, other: "Task") -> dict[str, Any]:
+        """The fields in which this call differs from another one like it, but for what is kept."""
+        names = [each.name for each in fields(self) if each.init]  # type: ignore[arg-type]
+        own = {name: getattr(self, name) for name in names if name not in self.kept}
+        return {name: one for name, one in own.items() if not _is_same(one, getattr(other, name))}
+
+    def renew(self, changes: Mapping[str, Any]) -> None:
         """Have the fields of another call."""
-        vars(self).update(fields)
+        vars(self).update(changes)
 
     @abstractmethod
     def run(self, worker: Worker, control: Control, conductor: Conductor) -> Any:
@@ -70,6 +72,13 @@ class EvaluateTask(Task):
         return evaluate(
             worker, control, self.source, self.batch_size, self.metrics, self.loss_parts
         )
+
+
+def _is_same(one: object, other: object) -> bool:
+    """Whether it goes without saying that they are equal."""
+    if isinstance(one, bool | int | float | str | tuple | range):
+        return type(one) is type(other) and one == other
+    return one is other
 
 
 # Outputs, with the number of their first sample.

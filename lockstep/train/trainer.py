@@ -397,7 +397,7 @@ class Trainer(Runner):
                 save_weights(self.model, path)
             if hosts is not None:
                 hosts.wait()  # so that what comes after finds the file, where all hosts see it
-        self._session.release_pages()
+        self._session.stores.release_pages()
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Read weights that ``save`` wrote under any strategy, into the model.
@@ -579,7 +579,7 @@ class Trainer(Runner):
                     self,
                     self.callbacks,
                     display,
-                    lambda: self._session.readopt(self.model),
+                    lambda: self._session.stores.readopt(self.model),
                     on_snapshot,
                     interrupt,
                 )

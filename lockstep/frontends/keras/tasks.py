@@ -96,6 +96,9 @@ class KerasFitTask(FitTask):
     watches_validation: bool = False
     _results: list[StepResult] = field(default_factory=list, init=False)  # of this epoch
 
+    def sources(self) -> list[Source | SharedStream]:
+        return [self.source, *([] if self.evaluation is None else [self.evaluation.source])]
+
     def _indices(self, epoch: int) -> Iterator[torch.Tensor]:
         assert not isinstance(self.source, SharedStream)
         size, samples = self.batch_size, len(self.source)

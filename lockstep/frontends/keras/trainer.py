@@ -206,7 +206,7 @@ class KerasTrainer(Runner):
         return KerasFitConductor(
             self.model,
             callbacks,
-            ChangeWatch(self.model, lambda: self._session.readopt(self.model)),
+            ChangeWatch(self.model, lambda: self._session.stores.readopt(self.model)),
             interrupt,
             plan=lambda: self.plan,
         )

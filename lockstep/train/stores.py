@@ -1,0 +1,137 @@
+"""Stores: where a host's ranks have parameters, slots and options in common, from call to call."""
+
+import weakref
+from collections.abc import Callable, Sequence
+
+from torch import nn
+
+from lockstep.parallel.groups import ParameterGroup
+from lockstep.parallel.store import ParameterStore, TensorStore, check_separate, slot_spec
+from lockstep.train.assignment import Assignment
+
+# A store, and the ranks that map it.
+Mapped = tuple[tuple[int, ...], TensorStore]
+
+
+class Stores:
+    """A model's parameters, one store per group, and the slots of its optimizer."""
+
+    def __init__(self) -> None:
+        self._parameters: list[ParameterStore] = []
+        self._slots: list[TensorStore] = []
+        self._slots_owner: Callable[[], object] = lambda: None
+
+    def __bool__(self) -> bool:
+        return bool(self._parameters)
+
+    def adopt_all(self, assignment: Assignment, leader: int) -> list[Mapped]:
+        """The stores of parameters, then of slots, then of options.
+
+        Args:
+            assignment: what they are for.
+            leader: this process's rank.
+        """
+        ranks = [group.ranks for group in assignment.groups]
+        stores: list[Mapped] = [*zip(ranks, self._adopt(assignment, leader), strict=True)]
+        if assignment.updater is not None:
+            stores += zip(ranks, self._adopt_slots(assignment, leader), strict=True)
+            stores += options_store(assignment)
+        return stores
+
+    def _adopt(self, assignment: Assignment, leader: int) -> Sequence[ParameterStore]:
+        """Have the parameters of each group lie in a store of theirs."""
+        model, groups = assignment.model, assignment.groups
+        members = _members(model, groups)
+        if not (
+            len(self._parameters) == len(members)
+            and all(
+                store.region.is_shared and store.fits(own)
+                for store, own in zip(self._parameters, members, strict=True)
+            )
+        ):
+            check_separate(model.named_parameters(), model.named_buffers())
+            self._parameters = [
+                ParameterStore.adopt(
+                    own,
+                    are_blank=bool(assignment.blank),
+                    is_reserved=_is_reserved(assignment, group, leader),
+                )
+                for own, group in zip(members, groups, strict=True)
+            ]
+        for store, own, group in zip(self._parameters, members, groups, strict=True):
+            store.readopt(own)
+            store.is_elsewhere = leader not in group.ranks
+        self.release_pages()
+        return self._parameters
+
+    def _adopt_slots(self, assignment: Assignment, leader: int) -> list[TensorStore]:
+        updater = assignment.updater
+        assert updater is not None
+        parameters = dict(assignment.model.named_parameters())
+        all_keys = updater.slot_keys()
+        keys = [
+            [key for key in all_keys if key.parameter in group.names] for group in assignment.groups
+        ]
+        specs = [tuple(slot_spec(key, parameters[key.parameter]) for key in own) for own in keys]
+        if not (
+            [store.specs for store in self._slots] == specs
+            and all(store.region.is_shared for store in self._slots)
+            and self._slots_owner() is updater.owner
+        ):
+            self._slots = [
+                TensorStore.create(own, is_reserved=_is_reserved(assignment, group, leader))
+                for own, group in zip(specs, assignment.groups, strict=True)
+            ]
+            self._slots_owner = weakref.ref(updater.owner)
+        updater.store_slots(
+            {
+                key: view
+                for own, store in zip(keys, self._slots, strict=True)
+                for key, view in zip(own, store.views, strict=True)
+            }
+        )
+        for slots, group in zip(self._slots, assignment.groups, strict=True):
+            slots.is_elsewhere = leader not in group.ranks
+        self.release_pages()
+        return self._slots
+
+    def readopt(self, model: nn.Module) -> None:
+        """Bring parameters that a callback moved back into their stores."""
+        parameters = dict(model.named_parameters())
+        for store in self._parameters:
+            store.readopt([(spec.name, parameters[spec.name]) for spec in store.specs])
+
+    def release_pages(self) -> None:
+        """Keep no page here of what other ranks alone have."""
+        for store in (*self._parameters, *self._slots):
+            if store.is_elsewhere:
+                store.region.release_pages()
+
+
+def _is_reserved(assignment: Assignment, group: ParameterGroup, leader: int) -> bool:
+    """Whether the leader takes the memory of a group: where there is something to move in."""
+    return not assignment.blank or leader in group.ranks
+
+
+def has_options(assignment: Assignment) -> bool:
+    """Whether options of the optimizer may change at every step."""
+    updater = assignment.updater
+    return updater is not None and updater.options_spec() is not None
+
+
+def options_store(assignment: Assignment) -> list[Mapped]:
+    """A store for options of the optimizer that may change at every step, if they may."""
+    updater = assignment.updater
+    spec = None if updater is None else updater.options_spec()
+    if updater is None or spec is None:
+        return []
+    store = TensorStore.create([spec])
+    updater.share_options(store.views[0])
+    return [(tuple(range(assignment.plan.num_ranks)), store)]
+
+
+def _members(
+    model: nn.Module, groups: Sequence[ParameterGroup]
+) -> list[list[tuple[str, nn.Parameter]]]:
+    parameters = dict(model.named_parameters())
+    return [[(name, parameters[name]) for name in group.names] for group in groups]

@@ -1,0 +1,95 @@
+"""What rank 0 looks after while it waits for helpers, and what it says of a call that failed."""
+
+import weakref
+from collections.abc import Callable
+from functools import partial
+
+from lockstep.comm.board import Board
+from lockstep.launch.team import Team
+from lockstep.train.hosts import Hosts
+from lockstep.train.tasks import Task
+
+# A rank that waits for other hosts hears after this time of a failure on its own.
+_PATIENCE_SECONDS = 1.0
+# With other hosts, rank 0 waits so much longer than its helpers do.
+_HEAD_START_SECONDS = 5.0
+
+
+class Watch:
+    """What rank 0 looks after while it waits at the board."""
+
+    def __init__(
+        self, team: Team, timeout_seconds: float, first_rank: int, hosts: Hosts | None
+    ) -> None:
+        self.first_rank = first_rank
+        self._team = team
+        self._timeout = timeout_seconds
+        self._hosts = hosts
+        self._board: Callable[[], Board | None] = lambda: None
+
+    def watch(self, board: Board | None) -> None:
+        """Say where waiting takes place."""
+        if board is not None:
+            # The board knows this object. A cycle would keep its memory until the collector runs.
+            self._board = weakref.ref(board)
+
+    def look_around(self, waited_seconds: float) -> None:
+        """Raise if waiting on is in vain."""
+        self._team.look_around(partial(self._is_awaited, waited_seconds))
+        if self._hosts is not None:
+            self._hosts.look_around(waited_seconds)
+            if self._hosts.circle.awaited:
+                return  # time is up when they say so
+        # A helper that waits for another host says which one, so its time has to be up first.
+        margin = 0.0 if self._hosts is None else _HEAD_START_SECONDS
+        if waited_seconds > self._timeout + margin:
+            self._team.raise_timeout(waited_seconds)
+
+    def _is_awaited(self, waited_seconds: float, rank: int) -> bool:
+        board = self._board()
+        if board is None:
+            return False
+        if board.is_waiting:
+            return board.is_awaited(rank)
+        # At a wire or a courier it waits for other hosts, and they may wait for any rank of this
+        # one. Not at once: rank 0 may be about to fail of the same, by itself.
+        return waited_seconds > _PATIENCE_SECONDS
+
+
+class Position:
+    """Where ranks are, for messages."""
+
+    def __init__(self, task: Task, board: Board | None) -> None:
+        self._name = task.name
+        self._board = board
+
+    def __call__(self, rank: int) -> str:
+        step = -1 if self._board is None else self._board.step_of(rank)
+        return f"in {self._name}, step {step}" if step >= 0 else f"in {self._name}"
+
+
+def state_of_training(board: Board | None, lost: list[str], *, has_older: bool) -> str:
+    """For whoever goes on after an error: what the helpers have left, now that they have ended.
+
+    Args:
+        board: this host's.
+        lost: parameters whose slots are lost.
+        has_older: other hosts have slots, of which there are older ones here.
+    """
+    assert board is not None
+    last = board.last_update
+    if last is None:
+        return (
+            "The weights were being updated: some slices are one step ahead of the others. "
+            "Load weights that were saved before you go on."
+        )
+    if last < 0:
+        return "The weights are whole, as fit has found them."
+    whole = f"The weights are whole, as step {last} has left them"
+    if has_older:
+        return (
+            f"{whole}. Of the optimizer's slots those that other hosts update are older: load a "
+            "state that was saved, or make a new optimizer."
+        )
+    whole += ", and so is the optimizer"
+    return f"{whole}, but for the slots of {', '.join(lost)}: lost." if lost else f"{whole}."
