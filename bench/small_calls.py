@@ -1,10 +1,10 @@
 """What a call takes that does little: Keras's methods with 32 samples, plain and distributed.
 
 An MLP 784-256-256-10 with Adam and accuracy; two replicas, one thread each, against plain Keras
-with two threads, in turn. ``--against`` runs another checkout of Lockstep, too, in a process of its
-own.
+with two threads, in turn. Each round is a process; ``--against`` runs another checkout of Lockstep,
+too, in turn with this one.
 
-Run: ``python bench/small_calls.py [--rounds 5] [--calls 40] [--against ../before]``
+Run: ``python bench/small_calls.py [--rounds 3] [--calls 40] [--against ../before]``
 """
 
 import argparse
@@ -20,6 +20,9 @@ from typing import Any
 
 SAMPLES = 32
 METHODS = ("predict", "predict_on_batch", "train_on_batch", "test_on_batch", "fit")
+
+# A process makes so many rounds of its own, and one before that starts and builds.
+_INNER_ROUNDS = 2
 
 # Seconds of calls, by method and by who made them.
 Times = dict[str, dict[str, list[float]]]
@@ -53,7 +56,7 @@ def calls_of(model: Any) -> dict[str, Callable[[], object]]:
     }
 
 
-def run(rounds: int, calls: int) -> Times:
+def run(calls: int) -> Times:
     """Time calls of both models in turn."""
     os.environ["KERAS_BACKEND"] = "torch"
     import torch
@@ -65,11 +68,11 @@ def run(rounds: int, calls: int) -> Times:
         mirrored = calls_of(make_model())
     both = {"plain": calls_of(make_model()), "two replicas": mirrored}
     times: Times = {method: {who: [] for who in both} for method in METHODS}
-    for number in range(rounds + 1):
+    for number in range(_INNER_ROUNDS + 1):
         for method in METHODS:
             for who, own in both.items():
                 found = [_timed(own[method]) for _ in range(calls)]
-                if number:  # the first round starts and builds
+                if number:
                     times[method][who].append(statistics.median(found))
     return times
 
@@ -83,13 +86,21 @@ def _timed(call: Callable[[], object]) -> float:
 def measure(checkout: Path, options: argparse.Namespace) -> Times:
     """The times that a checkout takes, in a process of its own."""
     command = [sys.executable, __file__, "--inner"]
-    command += ["--rounds", str(options.rounds), "--calls", str(options.calls)]
+    command += ["--calls", str(options.calls)]
     environment = {**os.environ, "PYTHONPATH": str(checkout)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         sys.exit(f"{checkout} failed:\n{done.stderr}")
     found: Times = json.loads(done.stdout.splitlines()[-1])
     return found
+
+
+def joined(runs: list[Times]) -> Times:
+    """The times of all rounds."""
+    return {
+        method: {who: [one for run in runs for one in run[method][who]] for who in by_who}
+        for method, by_who in runs[0].items()
+    }
 
 
 def report(runs: Mapping[str, Times]) -> None:
@@ -109,18 +120,22 @@ def _figures(seconds: list[float]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--calls", type=int, default=40)
     parser.add_argument("--against", type=Path)
     parser.add_argument("--inner", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.inner:
-        print(json.dumps(run(options.rounds, options.calls)))
+        print(json.dumps(run(options.calls)))
         return
     checkouts = {"this": Path(__file__).parents[1]}
     if options.against is not None:
         checkouts = {"before": options.against.resolve(), **checkouts}
-    report({name: measure(checkout, options) for name, checkout in checkouts.items()})
+    runs: dict[str, list[Times]] = {name: [] for name in checkouts}
+    for _ in range(options.rounds):
+        for name, checkout in checkouts.items():
+            runs[name].append(measure(checkout, options))
+    report({name: joined(found) for name, found in runs.items()})
 
 
 if __name__ == "__main__":

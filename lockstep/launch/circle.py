@@ -7,7 +7,7 @@ Whoever waits here, or only looks, learns that another host has failed, with its
 on what it hears to all the others. A host that ends because of an error of its own calls ``fail``,
 one that is done calls ``close``; where neither comes, as after a kill, the host counts as gone.
 
-Meant for what is small or rare: tensors take wires of their own (``open_wires``).
+Meant for what is small or rare: tensors take wires of their own (``launch.wiring``).
 """
 
 import socket
@@ -17,12 +17,10 @@ from dataclasses import dataclass
 
 import msgspec
 
-from lockstep.channel.channel import Channel
 from lockstep.errors import HostError, problem
 from lockstep.launch.link import LookAround, Stopwatch, is_readable, wait_on
 from lockstep.launch.secret import Secret
 from lockstep.launch.wire import Frame, Wire
-from lockstep.launch.wiring import Counts, open_wires
 from lockstep.units import first_few
 
 _EXCHANGE = b"E"
@@ -70,7 +68,7 @@ class Circle:
         self.cards = list(cards)
         self.num_hosts = len(self.cards)
         self._star = dict(star)
-        self._secret = secret
+        self.secret = secret
         self.has_told = False
         self.awaited: tuple[int, ...] = ()
 
@@ -88,7 +86,7 @@ class Circle:
             HostError: another host failed, left, is gone, or calls something else; so everywhere.
         """
         members = range(self.num_hosts if among is None else among)
-        with self._telling_others():
+        with self.telling_others():
             if self.host == 0:
                 return self._exchange_for_all(payload, look_around, members)
             self._send(0, _EXCHANGE, payload, look_around)
@@ -103,7 +101,7 @@ class Circle:
         Raises:
             HostError: as of ``exchange``.
         """
-        with self._telling_others():
+        with self.telling_others():
             if self.host != 0:
                 return self._receive(_BROADCAST, look_around)
             assert payload is not None
@@ -117,7 +115,7 @@ class Circle:
         Raises:
             HostError: as of ``exchange``.
         """
-        with self._telling_others():
+        with self.telling_others():
             if self.host != 0:
                 self._send(0, _GATHER, payload, look_around)
                 return []
@@ -155,37 +153,9 @@ class Circle:
         Raises:
             HostError: one has failed, or is gone.
         """
-        with self._telling_others():
+        with self.telling_others():
             for wire in self._star.values():
                 wire.look()
-
-    def open_wires(
-        self, counts: Counts, timeout_seconds: float, look_around: LookAround = wait_on
-    ) -> dict[int, list[Channel]]:
-        """Open more connections, pair by pair. All hosts ask for the same ones.
-
-        Args:
-            counts: how many for hosts (g, h), g < h; pairs that are not named get none.
-            timeout_seconds: until all of them must be there.
-            look_around: called while waiting.
-
-        Returns:
-            Channels by other host; number k of a pair is the same connection on both sides. They
-            belong to the caller.
-
-        Raises:
-            HostError: another host did not connect, failed, or is gone.
-        """
-        if self._secret is None:
-            return {}
-        with self._telling_others():
-            return open_wires(
-                self,
-                self._secret,
-                counts,
-                timeout_seconds=timeout_seconds,
-                look_around=look_around,
-            )
 
     @property
     def interface(self) -> tuple[socket.AddressFamily, str]:
@@ -270,7 +240,7 @@ class Circle:
         )
 
     @contextmanager
-    def _telling_others(self) -> Iterator[None]:
+    def telling_others(self) -> Iterator[None]:
         """Host 0 passes on what it learns of one host to all the others."""
         try:
             yield

@@ -23,6 +23,7 @@ from lockstep.errors import HostError, problem
 from lockstep.launch.circle import Circle
 from lockstep.launch.hearsay import decode_hearsay
 from lockstep.launch.link import LOOK_AROUND_SECONDS, LookAround, Stopwatch
+from lockstep.launch.wiring import open_wires
 
 NUM_PINGS = 20
 MEASURING_SECONDS = 0.5  # of each direction, about
@@ -94,7 +95,7 @@ def survey_network(
         HostError: another host failed, is gone, or keeps silent.
     """
     pairs = list(combinations(range(circle.num_hosts), 2))
-    channels = circle.open_wires(dict.fromkeys(pairs, 1), timeout_seconds=SILENCE_SECONDS)
+    channels = open_wires(circle, dict.fromkeys(pairs, 1), timeout_seconds=SILENCE_SECONDS)
     with ExitStack() as stack:
         talks = {
             host: Conversation(

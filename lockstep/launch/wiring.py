@@ -9,20 +9,17 @@ import os
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from lockstep.channel.channel import Channel
 from lockstep.errors import HostError, problem
+from lockstep.launch.circle import Circle
 from lockstep.launch.handshake import Gate, HandshakeError, call, purpose_of
-from lockstep.launch.link import LOOK_AROUND_SECONDS, LookAround, Stopwatch
+from lockstep.launch.link import LOOK_AROUND_SECONDS, LookAround, Stopwatch, wait_on
 from lockstep.launch.secret import Secret
 from lockstep.launch.sockets import listen
 from lockstep.units import format_seconds
-
-if TYPE_CHECKING:
-    from lockstep.launch.circle import Circle
 
 _TOKEN_BYTES = 16
 
@@ -48,7 +45,7 @@ class _Notice(msgspec.Struct, frozen=True, kw_only=True):
 class _Wiring:
     """One opening of wires, as a host goes through it."""
 
-    circle: "Circle"
+    circle: Circle
     secret: Secret
     watch: Stopwatch
     timeout_seconds: float
@@ -112,14 +109,36 @@ class _Wiring:
 
 
 def open_wires(
-    circle: "Circle",
+    circle: Circle, counts: Counts, timeout_seconds: float, look_around: LookAround = wait_on
+) -> dict[int, list[Channel]]:
+    """Open connections, pair by pair. All hosts of a circle ask for the same ones.
+
+    Args:
+        circle: the hosts.
+        counts: how many for hosts (g, h), g < h; pairs that are not named get none.
+        timeout_seconds: until all of them must be there, from when all hosts are at it.
+        look_around: called while waiting.
+
+    Returns:
+        Channels by other host; number k of a pair is the same connection on both sides. They
+        belong to the caller.
+
+    Raises:
+        HostError: another host did not connect, failed, or is gone.
+    """
+    if circle.secret is None:
+        return {}
+    with circle.telling_others():
+        return _opened(circle, circle.secret, counts, timeout_seconds, look_around)
+
+
+def _opened(
+    circle: Circle,
     secret: Secret,
     counts: Counts,
-    *,
     timeout_seconds: float,
     look_around: LookAround,
 ) -> _Channels:
-    """Open wires; see ``Circle.open_wires``. The time begins once all hosts are at it."""
     host = circle.host
     assert all(0 <= low < high < circle.num_hosts for low, high in counts)
     token = os.urandom(_TOKEN_BYTES)
@@ -160,7 +179,7 @@ def _purpose(token: bytes, low: int, high: int, number: int) -> bytes:
     return purpose_of("wire", token, low, high, number)
 
 
-def _open_gate(circle: "Circle", secret: Secret, purposes: Iterable[bytes]) -> Gate:
+def _open_gate(circle: Circle, secret: Secret, purposes: Iterable[bytes]) -> Gate:
     family, address = circle.interface
     try:
         return Gate(listen(family, (address, 0)), secret, set(purposes), once=True)
@@ -175,7 +194,7 @@ def _open_gate(circle: "Circle", secret: Secret, purposes: Iterable[bytes]) -> G
 
 
 def _exchange_notices(
-    circle: "Circle", gate: Gate | None, token: bytes, counts: Counts, look_around: LookAround
+    circle: Circle, gate: Gate | None, token: bytes, counts: Counts, look_around: LookAround
 ) -> list[_Notice]:
     wanted = sorted((*pair, count) for pair, count in counts.items() if count)
     where = (gate.address[0], gate.address[1]) if gate else None

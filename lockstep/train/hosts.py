@@ -34,6 +34,7 @@ from lockstep.launch.link import Stopwatch
 from lockstep.launch.rendezvous import meet
 from lockstep.launch.secret import find_secret
 from lockstep.launch.team import Team
+from lockstep.launch.wiring import open_wires
 from lockstep.parallel.build import WireKey
 from lockstep.parallel.update import Updater
 from lockstep.plan.spec import Plan
@@ -162,8 +163,8 @@ class Hosts:
             for key in ordered:
                 by_hosts.setdefault((plan.host_of(key[0]), plan.host_of(key[1])), []).append(key)
             counts = {hosts: len(own) for hosts, own in by_hosts.items()}
-            for other, ends in self.circle.open_wires(
-                counts, timeout_seconds, self.look_around
+            for other, ends in open_wires(
+                self.circle, counts, timeout_seconds, self.look_around
             ).items():
                 own = by_hosts[min(self.host, other), max(self.host, other)]
                 for (low, high, use), end in zip(own, ends, strict=True):

@@ -20,6 +20,7 @@ from lockstep.cluster.place import Address
 from lockstep.comm.wires import Wires
 from lockstep.errors import HostError
 from lockstep.launch.circle import Circle
+from lockstep.launch.wiring import open_wires
 from tests.circles import SECONDS, address, enter, together
 from tests.launchers import on_loopback
 from tests.proxy import BACK, THERE, Fault, Proxy, detour
@@ -61,7 +62,7 @@ def give_up(waited_seconds: float) -> None:
 def train(circle: Circle, rest: Rest) -> str:
     """What hosts do, and see whether they get what the other one has sent."""
     other = 1 - circle.host
-    (channels,) = circle.open_wires({(0, 1): 2}, SECONDS, give_up).values()
+    (channels,) = open_wires(circle, {(0, 1): 2}, SECONDS, give_up).values()
     names = dict.fromkeys((0, 1), circle.name_of(other))
     wires = Wires(dict(enumerate(channels)), names, lambda waited: circle.look_around(), SECONDS)
     try:

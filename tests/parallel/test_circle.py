@@ -14,6 +14,7 @@ from lockstep.channel.channel import Channel
 from lockstep.errors import HostError
 from lockstep.launch import wire, wiring
 from lockstep.launch.circle import Circle
+from lockstep.launch.wiring import open_wires
 from tests.channels import receive, send
 from tests.circles import (
     SECONDS,
@@ -242,7 +243,7 @@ def test_wires_are_the_same_connections_on_both_sides(
     counts: dict[tuple[int, int], int], circles: list[Circle]
 ) -> None:
     num_open, listening = num_descriptors(), listening_ports()
-    opened = on_all(circles, lambda circle: circle.open_wires(counts, SECONDS, give_up))
+    opened = on_all(circles, lambda circle: open_wires(circle, counts, SECONDS, give_up))
     assert listening_ports() <= listening
     assert num_descriptors() == num_open + 2 * sum(counts.values())
     for low, high in combinations(range(3), 2):
@@ -263,7 +264,7 @@ def test_wires_are_the_same_connections_on_both_sides(
 
 def test_wires_of_two_openings_are_apart(circles: list[Circle]) -> None:
     def open_twice(circle: Circle) -> list[dict[int, list[Channel]]]:
-        return [circle.open_wires({(0, 2): 2}, SECONDS, give_up) for _ in range(2)]
+        return [open_wires(circle, {(0, 2): 2}, SECONDS, give_up) for _ in range(2)]
 
     first, _, third = on_all(circles, open_twice)
     for number in range(2):
@@ -276,7 +277,7 @@ def test_all_must_ask_for_the_same_wires(circles: list[Circle]) -> None:
     counts = [{(0, 1): 1}, {(0, 1): 1}, {(0, 2): 1}]
     num_open = num_descriptors()
     calls = [
-        partial(circle.open_wires, counts[circle.host], SECONDS, give_up) for circle in circles
+        partial(open_wires, circle, counts[circle.host], SECONDS, give_up) for circle in circles
     ]
     for message in together(*(partial(error_of, call) for call in calls)):
         assert "the same wires" in message
@@ -300,16 +301,16 @@ def test_who_cannot_connect_is_named(
 
     def wait_in_vain() -> str:
         try:
-            return error_of(partial(circles[1].open_wires, counts, 0.5, give_up))
+            return error_of(partial(open_wires, circles[1], counts, 0.5, give_up))
         finally:
             has_given_up.set()
 
     counts, has_given_up = {(0, 2): 1, (1, 2): 2}, threading.Event()
     num_open, listening = num_descriptors(), listening_ports()
     results = together(
-        partial(circles[0].open_wires, counts, SECONDS, give_up),
+        partial(open_wires, circles[0], counts, SECONDS, give_up),
         wait_in_vain,
-        partial(error_of, partial(circles[2].open_wires, counts, SECONDS, give_up)),
+        partial(error_of, partial(open_wires, circles[2], counts, SECONDS, give_up)),
     )
     close(results[:1])
     assert "Host 2 (node2) must be connected with Host 1 (node1) within 0.5 s." in results[1]
@@ -336,7 +337,7 @@ def test_a_failure_while_wires_are_opened(
             return str(error)
         return wait_for_error(circles[1])
 
-    calls = [partial(circle.open_wires, {(0, 2): 1}, SECONDS, give_up) for circle in circles]
+    calls = [partial(open_wires, circle, {(0, 2): 1}, SECONDS, give_up) for circle in circles]
     results = together(partial(error_of, calls[0]), hear, partial(error_of, calls[2]))
     failure = "Host 2 (node2) failed: no space left"
     assert results == [failure, failure, "on host 2"]
@@ -350,7 +351,7 @@ def test_waiting_for_wires_can_be_given_up(circles: list[Circle]) -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        circles[0].open_wires({(0, 1): 1}, SECONDS, impatient)
+        open_wires(circles[0], {(0, 1): 1}, SECONDS, impatient)
     assert listening_ports() <= listening
     assert num_descriptors() == num_open
 
@@ -368,7 +369,7 @@ def has_ipv6() -> bool:
 def test_circles_over_ipv6() -> None:
     where = type(address())(name="::1", port=address().port)
     both = together(*(partial(enter, host, 2, where) for host in range(2)))
-    opened = on_all(both, lambda circle: circle.open_wires({(0, 1): 1}, SECONDS, give_up))
+    opened = on_all(both, lambda circle: open_wires(circle, {(0, 1): 1}, SECONDS, give_up))
     assert opened[0][1][0].socket.family is socket.AF_INET6
     close(opened)
     for circle in both:

@@ -28,6 +28,7 @@ from lockstep.launch.secret import Secret
 from lockstep.launch.sockets import resolve
 from lockstep.launch.visit import Visit
 from lockstep.launch.wire import Frame, Wire
+from lockstep.launch.wiring import open_wires
 from tests.circles import (
     SECONDS,
     SECRET,
@@ -110,7 +111,7 @@ def test_one_host_needs_neither_secret_nor_socket() -> None:
     assert circle.broadcast(b"x") == b"x"
     circle.check("The Plan", "x")
     circle.look_around()
-    assert circle.open_wires({}, 1.0) == {}
+    assert open_wires(circle, {}, 1.0) == {}
     circle.close()
 
 
