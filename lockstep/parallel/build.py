@@ -39,11 +39,12 @@ from lockstep.parallel.step_functions import StepFunction
 from lockstep.parallel.store import tensor_spec
 from lockstep.parallel.update import Updater
 from lockstep.parallel.worker import Worker
+from lockstep.plan.decision import LocalUpdate
 from lockstep.plan.layout import Piece, block_sizes
 from lockstep.plan.lowering import lower_train
 from lockstep.plan.pipelines import stage_graph
 from lockstep.plan.program import Backward, BackwardInput, BackwardWeight, Forward, RankProgram
-from lockstep.plan.spec import LocalUpdate, Plan
+from lockstep.plan.spec import Plan
 
 # Messages of one kind that may be in use at once in evaluation: the sender may be so far ahead.
 _SLOTS_IN_EVALUATION = 3

@@ -26,9 +26,9 @@ from lockstep.parallel.interleave import Interleaver
 from lockstep.parallel.losses import JointLoss, ShareLoss
 from lockstep.parallel.passes import Passes, Run, Take
 from lockstep.parallel.step_functions import StepFunction
+from lockstep.plan.decision import LocalUpdate
 from lockstep.plan.lowering import lower_forward, lower_train
 from lockstep.plan.program import Action, Backward, Forward
-from lockstep.plan.spec import LocalUpdate
 
 # The only group of a Plan without stages.
 _GROUP = 0

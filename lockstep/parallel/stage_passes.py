@@ -28,9 +28,9 @@ from lockstep.parallel.partition import Partition
 from lockstep.parallel.passage import Passage
 from lockstep.parallel.passes import Passes, Run, Take
 from lockstep.parallel.stage_mail import StageMail
+from lockstep.plan.decision import Stage
 from lockstep.plan.lowering import lower_forward, lower_train
 from lockstep.plan.program import Action, Backward, BackwardInput, BackwardWeight, Forward
-from lockstep.plan.spec import Stage
 
 
 class StagePasses(Passes):

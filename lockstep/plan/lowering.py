@@ -1,10 +1,11 @@
 """Lowering: from a Plan to each rank's program for a batch of a given size."""
 
+from lockstep.plan.decision import LocalUpdate
 from lockstep.plan.pipelines import stage_graph
 from lockstep.plan.program import Action, Backward, Forward, RankProgram, Reduce, Step, Sync
 from lockstep.plan.schedules import forward_schedule, make_schedule
 from lockstep.plan.shares import num_filled_shares
-from lockstep.plan.spec import LocalUpdate, Plan
+from lockstep.plan.spec import Plan
 
 
 def lower_train(plan: Plan, rank: int, num_samples: int) -> RankProgram:

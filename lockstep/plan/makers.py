@@ -12,7 +12,8 @@ import msgspec
 from lockstep.cluster.topology import MAX_CPU_REPLICAS_PER_CORE, Cluster
 from lockstep.errors import DeviceError, OptionError, problem
 from lockstep.graph.layer_graph import Layer, LayerGraph, ParameterInfo
-from lockstep.plan.spec import Axis, LayerPlacement, LocalUpdate, Plan, SlicedUpdate
+from lockstep.plan.decision import Axis, LayerPlacement, LocalUpdate, SlicedUpdate
+from lockstep.plan.spec import Plan
 
 
 class Maker(ABC):

@@ -10,8 +10,9 @@ import msgspec
 
 from lockstep.cluster.topology import Cluster, Host
 from lockstep.graph.layer_graph import Layer, LayerGraph
+from lockstep.plan.decision import LayerPlacement, SlicedUpdate
 from lockstep.plan.makers import Maker, Mirrored, matrix_of, num_mirrored_replicas
-from lockstep.plan.spec import LayerPlacement, Plan, SlicedUpdate
+from lockstep.plan.spec import Plan
 
 # Of networks that nobody has told of.
 DEFAULT_GBIT_PER_SECOND = 10.0

@@ -22,19 +22,19 @@ from lockstep.plan.cuts import (
     choose_num_stages,
     describe_cut,
 )
-from lockstep.plan.host_ranks import ranks_per_host
-from lockstep.plan.makers import Maker
-from lockstep.plan.schedules import StageGraph, make_schedule
-from lockstep.plan.simulation import StageCosts, Timeline, run_programs
-from lockstep.plan.spec import (
+from lockstep.plan.decision import (
     Axis,
     LayerPlacement,
     Pipeline,
-    Plan,
     Stage,
     StagedUpdate,
     StagePrediction,
 )
+from lockstep.plan.host_ranks import ranks_per_host
+from lockstep.plan.makers import Maker
+from lockstep.plan.schedules import StageGraph, make_schedule
+from lockstep.plan.simulation import StageCosts, Timeline, run_programs
+from lockstep.plan.spec import Plan
 from lockstep.units import format_time
 
 # Copying a tensor to memory that all processes of a host see; measured at 5 to 6 GB/s.

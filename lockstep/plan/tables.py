@@ -8,13 +8,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lockstep.plan.spec import LayerPlacement, LocalUpdate, Pipeline, Plan, Stage
+from lockstep.plan.decision import Decision, LayerPlacement, LocalUpdate, Pipeline, Stage
 from lockstep.units import format_bytes, format_count, format_time
 
 _MOST_LAYERS = 40
 
 
-def plan_table(plan: Plan) -> str:
+def plan_table(plan: Decision) -> str:
     """The Plan as text: a heading, its layers, its notes."""
     text = io.StringIO()
     console = Console(
@@ -28,7 +28,7 @@ def plan_table(plan: Plan) -> str:
     return "\n".join(line.rstrip() for line in text.getvalue().rstrip().splitlines())
 
 
-def plan_html(plan: Plan) -> str:
+def plan_html(plan: Decision) -> str:
     """The same for notebooks."""
     heading = "<br>".join(map(escape, _heading(plan).splitlines()))
     notes = "".join(f"<p>Note: {escape(note)}</p>" for note in plan.notes)
@@ -49,13 +49,13 @@ def _html(table: Table) -> str:
     return f"<table><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table>"
 
 
-def _tables(plan: Plan) -> Iterator[Table]:
+def _tables(plan: Decision) -> Iterator[Table]:
     if plan.pipeline is not None:
         yield _stages(plan, plan.pipeline)
     yield _layers(plan)
 
 
-def _heading(plan: Plan) -> str:
+def _heading(plan: Decision) -> str:
     mesh = " x ".join(f"{axis.name} {axis.size}" for axis in plan.mesh) or "one device"
     threads = ""
     if plan.threads_per_device is not None:
@@ -70,7 +70,7 @@ def _heading(plan: Plan) -> str:
     )
 
 
-def _devices(plan: Plan) -> str:
+def _devices(plan: Decision) -> str:
     """The ranks' devices, host by host where there are several."""
     if not plan.hosts:
         return ", ".join(plan.devices)
@@ -80,7 +80,7 @@ def _devices(plan: Plan) -> str:
     )
 
 
-def _work(plan: Plan) -> str:
+def _work(plan: Decision) -> str:
     """How a batch is divided, and how parameters are updated."""
     if plan.pipeline is not None:
         return (
@@ -96,7 +96,7 @@ def _work(plan: Plan) -> str:
     return f"Shares of each batch: {plan.num_shares}{together}; parameters {update}"
 
 
-def _stages(plan: Plan, pipeline: Pipeline) -> Table:
+def _stages(plan: Decision, pipeline: Pipeline) -> Table:
     table = Table("stage", "ranks", "first layer", box=None, pad_edge=False)
     for heading in ("layers", "parameters", "forward", "backward", "activations", "sends"):
         table.add_column(heading, justify="right")
@@ -126,7 +126,7 @@ def _predicted(stage: Stage) -> tuple[str, ...]:
     )
 
 
-def _layers(plan: Plan) -> Table:
+def _layers(plan: Decision) -> Table:
     table = Table("layer", "kind", box=None, pad_edge=False)
     table.add_column("parameters", justify="right")
     table.add_column("stage", justify="right")

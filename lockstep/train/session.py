@@ -29,7 +29,8 @@ from lockstep.parallel.host_control import HostControl
 from lockstep.parallel.parcel import Parcel, pack
 from lockstep.parallel.worker import Worker
 from lockstep.pickling import dumps
-from lockstep.plan.spec import LocalUpdate, Plan
+from lockstep.plan.decision import LocalUpdate
+from lockstep.plan.spec import Plan
 from lockstep.train.assignment import Assignment, compute_settings, initialize_own, make_worker
 from lockstep.train.conductor import Conductor
 from lockstep.train.followers import call_conclude

@@ -6,18 +6,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
-from lockstep.plan.spec import (
+from lockstep.plan.decision import (
     Axis,
     LayerPlacement,
     LocalUpdate,
     Pipeline,
-    Plan,
     SlicedUpdate,
     Stage,
     StagedUpdate,
     StagePrediction,
     Update,
 )
+from lockstep.plan.spec import Plan
 
 NAMES = st.text(st.characters(exclude_categories=["Cs", "Cc"]), max_size=120)
 SECONDS = st.floats(0, 1e5)

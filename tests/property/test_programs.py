@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.errors import PlanError
+from lockstep.plan.decision import Axis, LocalUpdate, SlicedUpdate
 from lockstep.plan.lowering import lower_forward, lower_train
 from lockstep.plan.program import (
     Backward,
@@ -20,7 +21,7 @@ from lockstep.plan.program import (
     format_program,
     parse_program,
 )
-from lockstep.plan.spec import Axis, LocalUpdate, Plan, SlicedUpdate
+from lockstep.plan.spec import Plan
 
 NUMBERS = st.integers(0, 10_000)
 ACTIONS = st.one_of(

@@ -18,7 +18,7 @@ def modules() -> dict[str, Path]:
 
 
 def imports_of(path: Path, known: dict[str, Path]) -> Iterator[str]:
-    """The files of ours that a file imports: of ``from a import b`` that of ``a.b``, if it is one."""
+    """The files of ours that a file imports; ``from a import b`` may import ``a.b``."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (one.name for one in node.names if one.name in known)

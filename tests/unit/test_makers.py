@@ -9,8 +9,8 @@ from lockstep.cluster.devices import discover, memory_bytes, usable_cores
 from lockstep.cluster.topology import MAX_CPU_REPLICAS_PER_CORE, Cluster, Device, Host
 from lockstep.errors import DeviceError, OptionError
 from lockstep.graph.layer_graph import Layer, LayerGraph, ParameterInfo
+from lockstep.plan.decision import LocalUpdate, SlicedUpdate
 from lockstep.plan.makers import MAX_DEFAULT_REPLICAS, Mirrored, SingleDevice, num_mirrored_replicas
-from lockstep.plan.spec import LocalUpdate, SlicedUpdate
 
 
 def make_cluster(cores: int) -> Cluster:

@@ -7,9 +7,10 @@ import lockstep
 from lockstep.cluster.topology import Cluster, Host
 from lockstep.errors import DeviceError, OptionError, PlanError
 from lockstep.graph.layer_graph import Layer, LayerGraph, ParameterInfo
+from lockstep.plan.decision import LocalUpdate
 from lockstep.plan.host_ranks import ranks_per_host
 from lockstep.plan.many_hosts import MirroredHosts
-from lockstep.plan.spec import LocalUpdate, Plan
+from lockstep.plan.spec import Plan
 
 
 def make_cluster(*cores: int, given: tuple[int | None, ...] = (), alike: bool = True) -> Cluster:

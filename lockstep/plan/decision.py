@@ -1,0 +1,278 @@
+"""The decision that a Plan is: what goes where, as pure data.
+
+It is keyed by layer names and logical ranks, and holds the decision only, never the options of the
+search that led to it.
+"""
+
+import math
+
+import msgspec
+
+from lockstep.errors import PlanError, Problems
+from lockstep.plan.shares import replica_of_share, shares_of_replica
+
+PLAN_VERSION = 1
+
+
+class Axis(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One axis of the device mesh, such as ``data`` of size 2."""
+
+    name: str
+    size: int
+
+
+class LayerPlacement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where a layer lives, and what its replicas exchange.
+
+    Attributes:
+        name: fully qualified name.
+        kind: the module's class name.
+        num_parameters: elements of its own parameters.
+        stage: data parallel plans have one, which every replica holds.
+        row_limit: as long as the batch gives the layer at most this many rows, its replicas
+            exchange inputs and output gradients, and each forms its own rows of the weight's
+            gradient; with more rows, and with 0, they exchange and sum gradients.
+    """
+
+    name: str
+    kind: str
+    num_parameters: int
+    stage: int
+    row_limit: int = 0
+
+
+class LocalUpdate(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="local"
+):
+    """The only replica adds up and steps on its own gradients."""
+
+
+class SlicedUpdate(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="sliced"
+):
+    """Replicas of one host share the parameters' memory; each sums and steps its own slice."""
+
+
+class StagedUpdate(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="staged"
+):
+    """Each stage's parameters are updated by the ranks that hold it.
+
+    Where several ranks hold a stage, or use a parameter that stages have in common, each sums and
+    steps its slice.
+    """
+
+
+Update = LocalUpdate | SlicedUpdate | StagedUpdate
+
+
+class StagePrediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a stage was expected to take when the Plan was made, for one microbatch.
+
+    Attributes:
+        forward_seconds: of its forward pass, its sending and receiving included.
+        backward_seconds: of its backward pass, likewise.
+        activation_bytes: kept from forward to backward.
+        received_bytes: what it gets of other stages in a forward pass.
+        sent_bytes: what it makes for other stages in a forward pass.
+    """
+
+    forward_seconds: float
+    backward_seconds: float
+    activation_bytes: int
+    received_bytes: int
+    sent_bytes: int
+
+
+class Stage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A run of layers that live together.
+
+    Attributes:
+        ranks: those that hold it; they take turns with the microbatches.
+        needs: stages before it that it needs something of.
+        recompute: its activations are not kept but computed again in backward.
+        predicted: what it is expected to take.
+    """
+
+    ranks: tuple[int, ...]
+    needs: tuple[int, ...] = ()
+    recompute: bool = False
+    predicted: StagePrediction | None = None
+
+
+class Pipeline(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A model in stages.
+
+    Attributes:
+        schedule: the order of the passes; see ``plan.schedules``.
+        stages: in the order of the model's layers.
+    """
+
+    schedule: str
+    stages: tuple[Stage, ...]
+
+
+class Decision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How to train one model on given devices.
+
+    Attributes:
+        strategy: the maker's name, for people.
+        mesh: axes of the device mesh, outermost first; ranks count through it in row-major order.
+        devices: the device of each rank.
+        threads_per_device: compute threads of each rank; None leaves the process's setting.
+        num_shares: parts into which every global batch is divided; see ``plan.shares``.
+        shares_per_row: consecutive shares whose gradients are added up as they come, in one row of
+            memory, before the sum over all rows: more save memory.
+        interleaved: a rank's shares run together, layer by layer, because layers take statistics
+            over the whole batch.
+        layers: every layer and its stage.
+        update: how gradients meet and parameters change.
+        precision: ``"fp32"`` or ``"fp64"``; ``"bf16-mixed"`` or ``"fp16-mixed"``: parameters,
+            updates and losses in float32, the model's own arithmetic in less where that is safe
+            (autocast); ``"bf16"``: parameters in bfloat16, updates in float32.
+        compiled: each rank compiles the model (torch.compile).
+        channels_last: images run through the model with their channels together in memory.
+        pipeline: the stages, where the model is cut into some; the shares of a batch are then its
+            microbatches.
+        hosts: the number of ranks on each of several hosts, in order; empty for one host. Inputs
+            and output gradients that replicas exchange (``LayerPlacement.row_limit``) go to all
+            hosts then, and every host updates all of that weight.
+        notes: what a person should know about this plan.
+        version: of this format.
+
+    Raises:
+        PlanError: the parts contradict one another.
+    """
+
+    strategy: str
+    mesh: tuple[Axis, ...]
+    devices: tuple[str, ...]
+    threads_per_device: int | None
+    num_shares: int
+    interleaved: bool
+    layers: tuple[LayerPlacement, ...]
+    update: Update
+    precision: str
+    channels_last: bool = False
+    shares_per_row: int = 1
+    compiled: bool = False
+    pipeline: Pipeline | None = None
+    hosts: tuple[int, ...] = ()
+    notes: tuple[str, ...] = ()
+    version: int = PLAN_VERSION
+
+    def __post_init__(self) -> None:
+        problems = Problems()
+        _check_ranks(self, problems)
+        _check_shares(self, problems)
+        _check_stages(self, problems)
+        problems.raise_if_any(PlanError)
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes that take part."""
+        return len(self.devices)
+
+    @property
+    def num_replicas(self) -> int:
+        """Copies of the model that train on different shares."""
+        return next((axis.size for axis in self.mesh if axis.name == "data"), 1)
+
+    @property
+    def num_hosts(self) -> int:
+        """Hosts that take part."""
+        return max(len(self.hosts), 1)
+
+    def ranks_of_host(self, host: int) -> range:
+        """The consecutive ranks on a host."""
+        hosts = self.hosts or (self.num_ranks,)
+        start = sum(hosts[:host])
+        return range(start, start + hosts[host])
+
+    def host_of(self, rank: int) -> int:
+        """The host that a rank is on."""
+        return next(host for host in range(self.num_hosts) if rank in self.ranks_of_host(host))
+
+    def shares_of(self, replica: int) -> range:
+        """The consecutive shares that a replica of the whole model computes."""
+        return shares_of_replica(replica, self.num_replicas, self.num_shares, self.shares_per_row)
+
+    def replica_of(self, share: int) -> int:
+        """The replica of the whole model that computes a share."""
+        return replica_of_share(share, self.num_replicas, self.num_shares, self.shares_per_row)
+
+
+def _check_ranks(plan: Decision, problems: Problems) -> None:
+    sizes = [axis.size for axis in plan.mesh]
+    if min(sizes, default=1) < 1 or math.prod(sizes) != plan.num_ranks:
+        problems.add(
+            "The sizes of the mesh's axes must multiply to the number of devices.",
+            received=f"axes of {sizes} with {plan.num_ranks} devices",
+            fix="Name one device per rank.",
+        )
+    if plan.hosts and (min(plan.hosts) < 1 or sum(plan.hosts) != plan.num_ranks):
+        problems.add(
+            "Every rank must be on a host, and every host have a rank.",
+            received=f"hosts with {plan.hosts} ranks and {plan.num_ranks} devices",
+            fix="Give the number of ranks on each host.",
+        )
+    if plan.threads_per_device is not None and plan.threads_per_device < 1:
+        problems.add(
+            "A device must compute with at least one thread.",
+            received=f"threads_per_device={plan.threads_per_device}",
+            fix="Use null for the process's own setting.",
+        )
+
+
+def _check_shares(plan: Decision, problems: Problems) -> None:
+    if plan.num_shares < plan.num_replicas:
+        problems.add(
+            "Every replica must have a share of the batch.",
+            received=f"num_shares={plan.num_shares} with {plan.num_replicas} replicas",
+            fix=f"Use num_shares >= {plan.num_replicas}.",
+        )
+    if isinstance(plan.update, LocalUpdate) and (
+        plan.num_ranks != 1 or plan.num_shares != plan.shares_per_row
+    ):
+        problems.add(
+            "A local update sees the gradients of one rank and one row of shares only.",
+            received=f"{plan.num_ranks} ranks, num_shares={plan.num_shares}, "
+            f"shares_per_row={plan.shares_per_row}",
+            fix='Use an update of type "sliced".',
+        )
+    num_rows, left_over = divmod(plan.num_shares, max(plan.shares_per_row, 1))
+    if plan.shares_per_row != 1 and (
+        plan.shares_per_row < 1 or left_over or num_rows < plan.num_replicas
+    ):
+        problems.add(
+            "Shares come in rows, at least one for each replica.",
+            received=f"shares_per_row={plan.shares_per_row} with num_shares={plan.num_shares} on "
+            f"{plan.num_replicas} replicas",
+            fix="Use shares_per_row=1.",
+        )
+
+
+def _check_stages(plan: Decision, problems: Problems) -> None:
+    num_stages = 1 if plan.pipeline is None else len(plan.pipeline.stages)
+    strange = sorted({layer.stage for layer in plan.layers} - set(range(num_stages)))
+    if strange:
+        problems.add(
+            "Every layer must be in one of the Plan's stages.",
+            received=f"layers in stage {', '.join(map(str, strange))} of {num_stages}",
+            fix="Number stages from 0.",
+        )
+    if (plan.pipeline is not None) != isinstance(plan.update, StagedUpdate):
+        problems.add(
+            "Stages, and only they, are updated stage by stage.",
+            received=f"{num_stages} stages with an update of type {type(plan.update).__name__}",
+            fix='Use an update of type "staged" with a pipeline.',
+        )
+    if plan.pipeline is None:
+        return
+    held = {rank for stage in plan.pipeline.stages for rank in stage.ranks}
+    if held != set(range(plan.num_ranks)):
+        problems.add(
+            "Every rank must hold a stage, and every stage be held by ranks of the Plan.",
+            received=f"stages on ranks {sorted(held)} with {plan.num_ranks} devices",
+            fix="Name one device per rank, and each rank in some stage.",
+        )
