@@ -42,7 +42,7 @@ from lockstep.parallel.worker import Worker
 from lockstep.plan.decision import LocalUpdate
 from lockstep.plan.layout import Piece, block_sizes
 from lockstep.plan.lowering import lower_train
-from lockstep.plan.pipelines import stage_graph
+from lockstep.plan.prediction import stage_graph
 from lockstep.plan.program import Backward, BackwardInput, BackwardWeight, Forward, RankProgram
 from lockstep.plan.spec import Plan
 

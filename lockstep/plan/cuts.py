@@ -21,12 +21,9 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from operator import add
 
-from lockstep.errors import OptionError, PlanError, Problems, problem
+from lockstep.errors import PlanError, Problems, problem
 from lockstep.graph.layer_graph import Flow
-from lockstep.units import first_few, format_bytes, format_time
-
-# Fewer stages are taken when more would not shorten the step by more than this.
-_WORTH_A_STAGE = 0.01
+from lockstep.units import first_few, format_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,7 +147,7 @@ def best_cut(problem: CutProblem, num_stages: int) -> Cut:
         PlanError: there are not so many layers, or no cutting is within the memory limit.
     """
     _check_num_stages(problem, num_stages)
-    _check_memory(problem, num_stages)
+    check_memory(problem, num_stages)
     clock = _clock_of(problem)
     limit = _sufficient_ticks(problem, clock, num_stages)
     times = ((row.start, row.ticks) for row in _rows(problem, clock, limit))
@@ -162,32 +159,6 @@ def best_cut(problem: CutProblem, num_stages: int) -> Cut:
     )
     _, starts = _best_path(traffic, len(problem.layers), num_stages, add, never=never)
     return describe_cut(problem, starts)
-
-
-def choose_num_stages(
-    problem: CutProblem, num_devices: int, num_microbatches: int
-) -> tuple[int, str]:
-    """How many stages, at most one per device, make a step shortest, and why, in a sentence.
-
-    A step of m microbatches through k stages takes m + k - 1 times what the slowest stage does
-    (1F1B: Narayanan et al. 2021, section 2.2). Fewer stages are preferred where they take at most
-    1% longer. Numbers of stages that exceed the memory limit are left out.
-
-    Raises:
-        OptionError: no devices or no microbatches.
-        PlanError: the model does not fit into the memory of so many devices.
-    """
-    _check_counts(num_devices, num_microbatches)
-    most = min(num_devices, len(problem.layers))
-    _check_memory(problem, most)
-    fewest = _fewest_stages(problem, problem.memory_limit_bytes)
-    steps = {
-        count: _step_times(problem, best_cut(problem, count), num_microbatches)
-        for count in range(fewest, most + 1)
-    }
-    enough = (1 + _WORTH_A_STAGE) * min(step.seconds for step in steps.values())
-    chosen = min(count for count, step in steps.items() if step.seconds <= enough)
-    return chosen, _reason(chosen, steps, num_devices)
 
 
 # --- exact costs ----------------------------------------------------------------------------------
@@ -368,32 +339,10 @@ def _even_starts(layer_ticks: Sequence[int], num_stages: int) -> list[int]:
     return starts
 
 
-# --- predicted steps ----------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class _StepTimes:
-    """A step's predicted time, and how much of it the slowest stage spends on transfers."""
-
-    seconds: float
-    transfer_seconds: float
-
-
-def _step_times(problem: CutProblem, cut: Cut, num_microbatches: int) -> _StepTimes:
-    slowest = cut.stage_seconds.index(cut.slowest)
-    num_bytes = cut.stage_bytes_received[slowest] + cut.stage_bytes_sent[slowest]
-    # The first microbatch takes this long from stage to stage before the last has work.
-    num_rounds = num_microbatches + len(cut.starts) - 1
-    return _StepTimes(
-        seconds=num_rounds * cut.slowest,
-        transfer_seconds=num_rounds * 2 * problem.seconds_per_byte * num_bytes,
-    )
-
-
 # --- memory ---------------------------------------------------------------------------------------
 
 
-def _fewest_stages(problem: CutProblem, limit_bytes: int | None) -> int:
+def fewest_stages(problem: CutProblem, limit_bytes: int | None) -> int:
     """Stages that are needed to stay within ``limit_bytes``, which each layer by itself does."""
     if limit_bytes is None:
         return 1
@@ -411,11 +360,16 @@ def _needed_bytes(problem: CutProblem, num_stages: int) -> int:
     most = sum(layer.memory_bytes for layer in problem.layers)
     # More room never needs more stages; fewer stages than asked for can be cut further.
     return least + bisect_left(
-        range(least, most), True, key=lambda limit: _fewest_stages(problem, limit) <= num_stages
+        range(least, most), True, key=lambda limit: fewest_stages(problem, limit) <= num_stages
     )
 
 
-def _check_memory(cut_problem: CutProblem, num_stages: int) -> None:
+def check_memory(cut_problem: CutProblem, num_stages: int) -> None:
+    """See that so many stages can stay within the memory limit.
+
+    Raises:
+        PlanError: they cannot.
+    """
     limit = cut_problem.memory_limit_bytes
     if limit is None:
         return
@@ -424,7 +378,7 @@ def _check_memory(cut_problem: CutProblem, num_stages: int) -> None:
         return
     largest = max(layer.memory_bytes for layer in cut_problem.layers)
     if largest <= limit:
-        fix = f"Use {_fewest_stages(cut_problem, limit)} stages or more, on a device each."
+        fix = f"Use {fewest_stages(cut_problem, limit)} stages or more, on a device each."
     else:
         fix = (
             f"One layer alone needs {_exact_bytes(largest)}: "
@@ -432,7 +386,7 @@ def _check_memory(cut_problem: CutProblem, num_stages: int) -> None:
         )
     raise PlanError(
         problem(
-            f"{_counted(num_stages, 'stage')} of this model, however cut, "
+            f"{counted(num_stages, 'stage')} of this model, however cut, "
             f"need {_exact_bytes(needed)} of memory on some device.",
             received=f"memory_limit_bytes={limit} ({format_bytes(limit)})",
             fix=fix,
@@ -454,7 +408,7 @@ def _check_starts(starts: Sequence[int], num_layers: int) -> None:
     if not (starts and starts[0] == 0 and rising):
         raise PlanError(
             problem(
-                f"Stages start at rising indices of the {_counted(num_layers, 'layer')}, from 0.",
+                f"Stages start at rising indices of the {counted(num_layers, 'layer')}, from 0.",
                 received=f"starts={tuple(starts)}",
                 fix="Give every stage a layer.",
             )
@@ -467,52 +421,17 @@ def _check_num_stages(cut_problem: CutProblem, num_stages: int) -> None:
         raise PlanError(
             problem(
                 "Every stage holds a layer at least.",
-                received=f"{_counted(num_stages, 'stage')} of {_counted(num_layers, 'layer')}",
+                received=f"{counted(num_stages, 'stage')} of {counted(num_layers, 'layer')}",
                 fix=f"Use 1 to {num_layers} stages." if num_layers > 1 else "Use 1 stage.",
             )
         )
 
 
-def _check_counts(num_devices: int, num_microbatches: int) -> None:
-    problems = Problems()
-    for name, count in (("num_devices", num_devices), ("num_microbatches", num_microbatches)):
-        if count < 1:
-            problems.add(
-                "A pipeline has at least one of each.",
-                received=f"{name}={count}",
-                fix=f"Use {name}=1 or more.",
-            )
-    problems.raise_if_any(OptionError)
-
-
 # --- names and texts ------------------------------------------------------------------------------
 
 
-def _reason(chosen: int, steps: dict[int, _StepTimes], num_devices: int) -> str:
-    """One sentence: the step with ``chosen`` stages, and with one fewer and one more."""
-    fewer, more = chosen - 1, chosen + 1
-    others = []
-    if fewer in steps:
-        others.append(f"{_counted(fewer, 'stage')} would take {_step_text(steps[fewer])}")
-    elif fewer:
-        others.append(f"{_counted(fewer, 'stage')} would not fit in memory")
-    if more in steps:
-        others.append(f"{_counted(more, 'stage')} would take {_step_text(steps[more])}")
-    elif chosen == num_devices:
-        others.append(f"there {'is' if chosen == 1 else 'are'} {_counted(chosen, 'device')}")
-    else:
-        others.append(f"the model has {_counted(chosen, 'layer')}")
-    step = _step_text(steps[chosen], " a step")
-    return f"{_counted(chosen, 'stage')}: {step}; {' and '.join(others)}."
-
-
-def _step_text(step: _StepTimes, what: str = "") -> str:
-    text = f"{format_time(step.seconds)}{what}"
-    transfer = step.transfer_seconds
-    return f"{text} ({format_time(transfer)} of it communication)" if transfer else text
-
-
-def _counted(count: int, noun: str) -> str:
+def counted(count: int, noun: str) -> str:
+    """A number with its noun."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 

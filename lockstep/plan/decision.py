@@ -113,32 +113,7 @@ class Pipeline(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How to train one model on given devices.
-
-    Attributes:
-        strategy: the maker's name, for people.
-        mesh: axes of the device mesh, outermost first; ranks count through it in row-major order.
-        devices: the device of each rank.
-        threads_per_device: compute threads of each rank; None leaves the process's setting.
-        num_shares: parts into which every global batch is divided; see ``plan.shares``.
-        shares_per_row: consecutive shares whose gradients are added up as they come, in one row of
-            memory, before the sum over all rows: more save memory.
-        interleaved: a rank's shares run together, layer by layer, because layers take statistics
-            over the whole batch.
-        layers: every layer and its stage.
-        update: how gradients meet and parameters change.
-        precision: ``"fp32"`` or ``"fp64"``; ``"bf16-mixed"`` or ``"fp16-mixed"``: parameters,
-            updates and losses in float32, the model's own arithmetic in less where that is safe
-            (autocast); ``"bf16"``: parameters in bfloat16, updates in float32.
-        compiled: each rank compiles the model (torch.compile).
-        channels_last: images run through the model with their channels together in memory.
-        pipeline: the stages, where the model is cut into some; the shares of a batch are then its
-            microbatches.
-        hosts: the number of ranks on each of several hosts, in order; empty for one host. Inputs
-            and output gradients that replicas exchange (``LayerPlacement.row_limit``) go to all
-            hosts then, and every host updates all of that weight.
-        notes: what a person should know about this plan.
-        version: of this format.
+    """How to train one model on given devices; ``Plan`` explains the attributes.
 
     Raises:
         PlanError: the parts contradict one another.

@@ -1,7 +1,7 @@
 """Lowering: from a Plan to each rank's program for a batch of a given size."""
 
 from lockstep.plan.decision import LocalUpdate
-from lockstep.plan.pipelines import stage_graph
+from lockstep.plan.prediction import stage_graph
 from lockstep.plan.program import Action, Backward, Forward, RankProgram, Reduce, Step, Sync
 from lockstep.plan.schedules import forward_schedule, make_schedule
 from lockstep.plan.shares import num_filled_shares

@@ -14,14 +14,7 @@ from lockstep.cluster.topology import Cluster, num_devices
 from lockstep.errors import OptionError, PlanError, problem
 from lockstep.graph.layer_graph import Flow, Layer, LayerCosts, LayerGraph
 from lockstep.plan.cut_places import stages_from_names, stages_from_scopes
-from lockstep.plan.cuts import (
-    Cut,
-    CutProblem,
-    LayerCost,
-    best_cut,
-    choose_num_stages,
-    describe_cut,
-)
+from lockstep.plan.cuts import Cut, CutProblem, LayerCost, best_cut, describe_cut
 from lockstep.plan.decision import (
     Axis,
     LayerPlacement,
@@ -32,9 +25,9 @@ from lockstep.plan.decision import (
 )
 from lockstep.plan.host_ranks import ranks_per_host
 from lockstep.plan.makers import Maker
-from lockstep.plan.schedules import StageGraph, make_schedule
-from lockstep.plan.simulation import StageCosts, Timeline, run_programs
+from lockstep.plan.prediction import predict
 from lockstep.plan.spec import Plan
+from lockstep.plan.stage_counts import choose_num_stages
 from lockstep.units import format_time
 
 # Copying a tensor to memory that all processes of a host see; measured at 5 to 6 GB/s.
@@ -272,36 +265,6 @@ class Pipelined(Maker):
             return (Axis(name="rank", size=num_ranks),)
         pipe = Axis(name="pipe", size=num_ranks // self.replicas)
         return (pipe,) if self.replicas == 1 else (Axis(name="data", size=self.replicas), pipe)
-
-
-def stage_graph(pipeline: Pipeline) -> StageGraph:
-    """The stages as schedules see them."""
-    return StageGraph(
-        ranks=tuple(stage.ranks for stage in pipeline.stages),
-        edges=tuple(
-            sorted(
-                (before, number)
-                for number, stage in enumerate(pipeline.stages)
-                for before in stage.needs
-            )
-        ),
-    )
-
-
-def predict(pipeline: Pipeline, num_microbatches: int) -> Timeline:
-    """The passes of a step with the times that the Plan expects; updates take none."""
-    graph = stage_graph(pipeline)
-    programs = make_schedule(pipeline.schedule, graph, num_microbatches)
-    return run_programs(programs, graph, [_stage_costs(stage) for stage in pipeline.stages])
-
-
-def _stage_costs(stage: Stage) -> StageCosts:
-    assert stage.predicted is not None
-    forward, backward = stage.predicted.forward_seconds, stage.predicted.backward_seconds
-    # Both parts of a backward pass multiply as many numbers.
-    half = backward / 2
-    again = forward if stage.recompute else 0.0
-    return StageCosts(forward=forward, backward_input=half + again, backward_weight=half)
 
 
 # --- layers as cuts see them ----------------------------------------------------------------------

@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn, optim
 
 from lockstep.errors import OptionError, Problems, problem
-from lockstep.train.updaters import make_optimizer
+from lockstep.train.optimizer_checks import make_optimizer
 
 
 class Optimizers(dict[str, optim.Optimizer]):

@@ -29,6 +29,7 @@ from lockstep.train.ensemble import Resume
 from lockstep.train.feeding import sample_of
 from lockstep.train.fit_task import FitResult, FitTask
 from lockstep.train.intake import DEFAULT_BATCH_SIZE
+from lockstep.train.optimizer_checks import check_divisible
 from lockstep.train.optimizers import each_optimizer
 from lockstep.train.planning import Partitions, Planning
 from lockstep.train.recipe import AnyUpdater, Recipe
@@ -36,7 +37,6 @@ from lockstep.train.renewal import Form
 from lockstep.train.session import Session
 from lockstep.train.standing import StandingCalls
 from lockstep.train.tasks import Task
-from lockstep.train.updaters import check_divisible
 
 _T = TypeVar("_T")
 

@@ -13,8 +13,8 @@ user's own object on the user's own Parameters, and that is exact whatever it do
 import functools
 import inspect
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -22,7 +22,6 @@ from torch import nn, optim
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from lockstep.comm.gradients import TensorSpec, cut_piece
-from lockstep.errors import ModelError, OptionError, Problems, problem
 from lockstep.parallel.allocator import temporary_memory
 from lockstep.parallel.parcel import optimizer_contents, rebuild_optimizer
 from lockstep.parallel.update import (
@@ -34,7 +33,6 @@ from lockstep.parallel.update import (
     assemble_slots,
 )
 from lockstep.plan.layout import Extent, Piece, elementwise_slices, whole_parameters
-from lockstep.plan.spec import Plan
 from lockstep.train.shared_options import SharedOptions, options_spec
 
 # Treat every element by itself. Exact types: a subclass may do anything.
@@ -375,87 +373,6 @@ def _is_bare(optimizer: optim.Optimizer) -> bool:
     )
 
 
-@contextmanager
-def _without_compiler() -> Iterator[None]:
-    """Have torch's optimizers not import torch.compile's machinery as they are made: a second."""
-    wrapped = optim.Optimizer.add_param_group
-    optim.Optimizer.add_param_group = inspect.unwrap(wrapped)  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        optim.Optimizer.add_param_group = wrapped  # type: ignore[method-assign]
-
-
-def make_optimizer(optimizer: Any, model: nn.Module) -> optim.Optimizer:
-    """The user's optimizer: an instance over the model's parameters, or a class or function.
-
-    Raises:
-        OptionError: it is neither, or steps on other parameters than the model's.
-    """
-    if not isinstance(optimizer, optim.Optimizer):
-        if not callable(optimizer):
-            raise _no_optimizer(optimizer)
-        with _without_compiler():
-            made = optimizer(model.parameters())
-        if not isinstance(made, optim.Optimizer):
-            raise _no_optimizer(made)
-        return make_optimizer(made, model)
-    if isinstance(optimizer, optim.LBFGS | optim.SparseAdam):
-        raise OptionError(
-            problem(
-                "LBFGS evaluates the loss several times per step and SparseAdam needs sparse "
-                "gradients: neither fits a step on summed gradients.",
-                received=type(optimizer).__name__,
-                fix="Use another optimizer, such as torch.optim.AdamW.",
-            )
-        )
-    _check_parameters(optimizer, model)
-    _widen_slots(optimizer)
-    return optimizer
-
-
-def _no_optimizer(received: object) -> OptionError:
-    return OptionError(
-        problem(
-            "`optimizer` must be a torch optimizer over model.parameters(), or make one from them.",
-            received=type(received).__name__,
-            fix="Pass functools.partial(torch.optim.Adam, lr=1e-3), for example.",
-        )
-    )
-
-
-def _check_parameters(optimizer: optim.Optimizer, model: nn.Module) -> None:
-    problems = Problems()
-    own = {id(parameter) for parameter in model.parameters()}
-    strange = sum(
-        id(parameter) not in own
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-    )
-    if strange:
-        problems.add(
-            "The optimizer must hold the model's own parameters.",
-            received=f"{strange} tensors that are none of them",
-            fix="Make it from model.parameters() of the model given to the Trainer.",
-        )
-    problems.raise_if_any(OptionError)
-
-
-def _widen_slots(optimizer: optim.Optimizer) -> None:
-    """Slots made before the model became float64 follow it, as in ``Optimizer.load_state_dict``."""
-    if type(optimizer) not in ELEMENTWISE | PARAMETERWISE:
-        return
-    for parameter, slots in optimizer.state.items():
-        for slot, value in slots.items():
-            if (
-                parameter.dtype == torch.float64
-                and isinstance(value, torch.Tensor)
-                and value.is_floating_point()
-                and slot != "step"
-            ):
-                slots[slot] = value.double()
-
-
 def _is_known(optimizer: optim.Optimizer) -> bool:
     """Whether its class alone says what a step does: no hooks, no ``step`` of its own."""
     step = vars(optimizer).get("step")
@@ -465,49 +382,6 @@ def _is_known(optimizer: optim.Optimizer) -> bool:
         and not optimizer._optimizer_step_post_hooks
         and (step is None or hasattr(step, "_wrapped_by_lr_sched"))
     )
-
-
-def check_divisible(model: nn.Module, optimizer: object, plan: Plan, *, is_known: bool) -> None:
-    """Refuse what cannot be divided as the Plan says.
-
-    Raises:
-        ModelError: hooks that would see a share's gradients.
-        OptionError: an optimizer that stages cannot step for themselves.
-    """
-    if plan.num_shares > 1:
-        check_hooks(model)
-    if plan.pipeline is not None and not is_known:
-        raise OptionError(
-            problem(
-                "The stages of a pipeline each step their own parameters, which is known to be "
-                "right only for optimizers of PyTorch or Keras that look at one parameter at a "
-                "time.",
-                received=type(optimizer).__name__,
-                fix="Use one of torch.optim, or of keras.optimizers without global_clipnorm, or a "
-                "data parallel strategy.",
-            )
-        )
-
-
-def check_hooks(model: nn.Module) -> None:
-    """Refuse gradient hooks on parameters where gradients come in shares.
-
-    Raises:
-        ModelError: with the parameters' names.
-    """
-    names = [
-        name
-        for name, parameter in model.named_parameters()
-        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
-    ]
-    if names:
-        raise ModelError(
-            problem(
-                "Gradient hooks on parameters would see the gradient of a share, not of the batch.",
-                received=f"hooks on {', '.join(names)}",
-                fix="Remove them, or train with SingleDeviceStrategy.",
-            )
-        )
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:

@@ -24,13 +24,8 @@ from lockstep.parallel.parcel import pack, unpack
 from lockstep.parallel.store import ParameterStore, TensorStore, tensor_spec
 from lockstep.parallel.update import BoundPiece, PieceSlots, assemble_slots
 from lockstep.plan.layout import Extent, Piece
-from lockstep.train.updaters import (
-    ELEMENTWISE,
-    PARAMETERWISE,
-    TorchUpdater,
-    check_hooks,
-    make_optimizer,
-)
+from lockstep.train.optimizer_checks import check_hooks, make_optimizer
+from lockstep.train.updaters import ELEMENTWISE, PARAMETERWISE, TorchUpdater
 
 Parameters = dict[str, nn.Parameter]
 MakeOptimizer = Callable[[Any], optim.Optimizer]
