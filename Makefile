@@ -4,7 +4,7 @@ BIN := .venv/bin
 # Hundreds of interpreters are started: all but the first read what was compiled.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all check lint format api-docs bench bench-hosts bench-input bench-overhead bench-pipelines bench-starting clean
+.PHONY: demo test test-all check lint format api-docs bench bench-hosts bench-input bench-overhead bench-pipelines bench-small-calls bench-starting clean
 demo: .venv/.installed-demo
 	$(BIN)/lockstep demo
 
@@ -51,6 +51,10 @@ bench-input: .venv/.installed-demo
 # Time to the first step, by what is done until then; prints a table.
 bench-starting: .venv/.installed-demo
 	$(BIN)/python bench/starting.py
+
+# Keras's methods with few samples, plain and on two replicas; prints a table.
+bench-small-calls: .venv/.installed-dev
+	$(BIN)/python bench/small_calls.py
 
 # What progress, metrics and callbacks add to a step; prints a table.
 bench-overhead: .venv/.installed-demo
