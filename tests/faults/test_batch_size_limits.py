@@ -127,6 +127,7 @@ def test_a_trial_whose_allocations_fail_is_too_large(tmp_path: Path, as_script: 
     assert "took 96" in printed
 
 
+@pytest.mark.thorough
 def test_no_size_that_fits_is_an_error(tmp_path: Path) -> None:
     limit = 3 << 30
     source = script(RESTRICT.format(limit), most=0, ballast=2 * limit)

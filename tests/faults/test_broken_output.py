@@ -16,6 +16,7 @@ import lockstep
 from tests.faults.jobs import make_data, make_trainer
 from tests.faults.processes import JOB, TIMEOUT_SECONDS
 from tests.launching import STRICT
+from tests.thorough import core_of
 
 # Where there is no output, C code writes to these numbers all the same.
 SCRIPT = (
@@ -67,7 +68,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     return (directory / "weights").read_bytes()
 
 
-@pytest.mark.parametrize("name", OUTPUTS)
+@pytest.mark.parametrize("name", core_of(OUTPUTS, ["closed"]))
 def test_a_broken_output_ends_no_training(name: str, expected: bytes, tmp_path: Path) -> None:
     done = run(OUTPUTS[name], SCRIPT, tmp_path)
     assert (tmp_path / "weights").read_bytes() == expected, done.stderr
@@ -102,6 +103,7 @@ ERRORS: dict[str, Callable[[], Exception]] = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize("name", ERRORS)
 def test_a_terminal_that_is_gone(name: str, devices: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -195,6 +195,7 @@ del trainer, closed
     assert run(source, directory=tmp_path) == "untouched True\nkept True\n"
 
 
+@pytest.mark.thorough
 def test_a_script_that_ends_says_nothing(tmp_path: Path) -> None:
     """Though the trainer and its memory live until the interpreter has taken itself apart."""
     script = tmp_path / "script.py"

@@ -155,6 +155,7 @@ def test_where_all_ranks_fail_alike_the_error_is_rank_0s_own() -> None:
             fit(make_trainer(4, lambda: fail(AsAsked("as asked")), step=step, on="all"), epochs=3)
 
 
+@pytest.mark.thorough
 def test_a_loss_that_is_not_finite_is_told_by_rank_0() -> None:
     inputs, targets = make_data()
     for sample in range(0, BATCH_SIZE, 2):

@@ -30,6 +30,7 @@ STOPPED_SECONDS = 8.0
 LIMIT = 60.0  # the helpers' start included
 
 
+@pytest.mark.thorough
 def test_a_rank_that_sleeps_in_forward() -> None:
     warm_up(3)
     trainer = make_trainer(3, sleep_forever, step=1, timeout_seconds=SECONDS)
@@ -119,6 +120,7 @@ def test_a_dataset_that_hangs_on_rank_0() -> None:
     fit(trainer)
 
 
+@pytest.mark.thorough
 def test_a_read_in_a_thread_of_several_shares_that_hangs_on_rank_0() -> None:
     """BatchNorm has the shares of a rank run in threads of their own."""
     warm_up(2)

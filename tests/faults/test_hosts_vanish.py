@@ -60,7 +60,8 @@ def assert_nothing_is_left(hosts: Hosts, *indices: int) -> None:
     wait_until(lambda: not any(map(hosts.pids, indices)), 15, lambda: "processes are left")
 
 
-@pytest.mark.parametrize("devices", core_of([1, 2], [1]))
+@pytest.mark.thorough
+@pytest.mark.parametrize("devices", [1, 2])
 def test_a_host_whose_cable_is_pulled_is_named(make_hosts: MakeHosts, devices: int) -> None:
     hosts = make_hosts(2)
     processes = begin(hosts, "link", devices=devices, patience=PATIENCE)

@@ -51,6 +51,7 @@ def test_a_killed_script_leaves_no_reader(workers: int, tmp_path: Path) -> None:
         wait_until(lambda: not script.others(), 15, lambda: f"left: {script.others()}")
 
 
+@pytest.mark.thorough
 def test_a_killed_helper_leaves_no_reader(tmp_path: Path) -> None:
     end = """
 try:

@@ -105,6 +105,7 @@ def check_no_leak(act: Callable[[], None], num_times: int) -> None:
         assert (num_descriptors(), num_maps(), sorted(children_of(os.getpid()))) == before
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("no_collector")
 def test_fits_leak_nothing() -> None:
     trainer = make_trainer(3)

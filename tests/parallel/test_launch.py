@@ -260,6 +260,7 @@ def test_a_fork_that_fails_is_reported(
     os.close(writer)
 
 
+@pytest.mark.thorough
 def test_without_forks(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on macOS: each helper is an interpreter of its own."""
     monkeypatch.setattr(template_module, "FORKS", False)

@@ -174,6 +174,7 @@ def after_tracing(path: Path) -> list[dict[str, int]]:
     return [{**record, "kept": record["kept"] - before} for record in mine]
 
 
+@pytest.mark.thorough
 def test_each_process_keeps_the_parameters_of_its_stage_only(tmp_path: Path) -> None:
     gc.collect()
     before = {os.getpid(): shared_bytes()}  # what earlier tests have left here

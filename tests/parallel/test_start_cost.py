@@ -16,6 +16,7 @@ from lockstep.train.known_modules import known_modules
 from tests.faults.jobs import fit, make_trainer
 from tests.faults.mishaps import fail
 from tests.faults.processes import run
+from tests.thorough import core_of
 
 # Torch imports the first for its own optimizers, settings and decorators, unless asked not to, and
 # the second for gradients that backward starts from.
@@ -58,17 +59,21 @@ print([name for name in {slow} if name in sys.modules])
 
 @pytest.mark.parametrize(
     ("strategy", "optimizer"),
-    [
-        ("SingleDeviceStrategy()", "Adam"),
-        ("MirroredStrategy(2)", "SGD"),
-        ("PipelineStrategy(2)", "AdamW"),
-    ],
+    core_of(
+        [
+            ("SingleDeviceStrategy()", "Adam"),
+            ("MirroredStrategy(2)", "SGD"),
+            ("PipelineStrategy(2)", "AdamW"),
+        ],
+        lambda strategy, _: strategy.startswith("Pipeline"),
+    ),
 )
 def test_nor_do_those_of_the_script(strategy: str, optimizer: str, tmp_path: Path) -> None:
     source = SCRIPT.format(strategy=strategy, optimizer=optimizer, slow=SLOW)
     assert run(source, directory=tmp_path) == "[]\n"
 
 
+@pytest.mark.thorough
 def test_what_metrics_need_is_imported_before_helpers_are_born(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -6,6 +6,7 @@ from collections import OrderedDict
 from typing import Any, NamedTuple
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -91,6 +92,7 @@ def test_random_bytes(payload: bytes) -> None:
     read(payload)
 
 
+@pytest.mark.thorough
 @settings(max_examples=1000)
 @given(st.data())
 def test_mutated_bytes(data: st.DataObject) -> None:

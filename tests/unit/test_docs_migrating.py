@@ -81,7 +81,7 @@ def weights_in(folder: Path) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(
-    "command", core_of(PAGE.commands, lambda command: "_loop" in command or "_ddp" in command)
+    "command", core_of(PAGE.commands, lambda command: "_loop" in command or "after_ddp" in command)
 )
 def test_a_program_comes_to_the_weights(
     command: str, expected: list[Tensor], tmp_path: Path

@@ -258,6 +258,7 @@ def test_a_callback_may_evaluate_a_stream_meanwhile(devices: int) -> None:
     assert_equal(watched, plain)
 
 
+@pytest.mark.thorough
 def test_a_stream_that_nobody_closes_ends_its_thread() -> None:
     stream = as_stream(lambda: iter(BATCHES), name="data", batch_size=1)
     assert stream is not None

@@ -16,9 +16,7 @@ PROGRAMS = sorted(path.name for path in FOLDER.glob("*.py") if path.name != "dig
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    "name", core_of(PROGRAMS, ["mirrored_mlp.py", "hybrid.py", "plain_pytorch.py"])
-)
+@pytest.mark.parametrize("name", core_of(PROGRAMS, ["mirrored_mlp.py", "plain_pytorch.py"]))
 def test_example(name: str) -> None:
     assert imports_lockstep_first((FOLDER / name).read_text())  # a warm interpreter has Keras
     kept = {key: value for key, value in os.environ.items() if key != "KERAS_BACKEND"}

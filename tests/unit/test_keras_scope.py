@@ -148,6 +148,7 @@ def test_mixed_precision(strategy: lockstep.Strategy) -> None:
     assert model.predict(X, verbose=0).dtype == plain.predict(X, verbose=0).dtype
 
 
+@pytest.mark.thorough
 def test_float32_as_users_run_it() -> None:
     x, y = zoo.vectors(100).astype("float32"), zoo.classes(100)
     for name, make in zoo.MODELS.items():

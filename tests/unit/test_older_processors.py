@@ -55,6 +55,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.thorough
 def test_convolutions_and_lstms_train_without_avx512(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -342,6 +342,7 @@ def start_filling(path: Path) -> "subprocess.Popen[str]":
     )
 
 
+@pytest.mark.thorough
 def test_many_processes_make_and_fill_one_file(tmp_path: Path) -> None:
     started = [start_filling(tmp_path / "cached") for _ in range(3)]
     for process in started:
