@@ -128,6 +128,7 @@ class Runner(ABC):
 
     def close(self) -> None:
         """End the helper processes now instead of with the trainer."""
+        self._standing = StandingCalls()
         self._session.close()
 
     # --- with all processes --------------------------------------------------------------------
