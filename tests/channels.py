@@ -17,7 +17,7 @@ def sealed(left: socket.socket, right: socket.socket) -> tuple[Channel, Channel]
     return Channel(left, CALLER), Channel(right, ANSWERER)
 
 
-def channels() -> tuple[Channel, Channel]:
+def channel_pair() -> tuple[Channel, Channel]:
     """Two ends in this process, of no network."""
     return sealed(*socket.socketpair())
 

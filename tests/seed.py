@@ -21,8 +21,8 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 from lockstep.launch import interpreter, template
+from lockstep.launch.diagnostics import DiagnosticsFile
 from lockstep.launch.helper import die_with
-from lockstep.launch.scrap import Scrap
 from lockstep.pickling import search_path
 
 _MOST_BYTES = 1 << 18
@@ -46,13 +46,13 @@ def plant() -> None:
     start_fresh = interpreter.start_interpreter
 
     def start(
-        code: str, descriptors: tuple[int, ...], scrap: Scrap, threads: int | None
+        code: str, descriptors: tuple[int, ...], diagnostics: DiagnosticsFile, threads: int | None
     ) -> "subprocess.Popen[bytes]":
         variables = interpreter.environment(threads)
         fits = all(variables.get(name) == value for name, value in loaded_with.items())
         if os.getpid() != script or not seeds or not fits:
-            return start_fresh(code, descriptors, scrap, threads)
-        return _Sprout(*seeds.pop(), code, descriptors, scrap, variables)
+            return start_fresh(code, descriptors, diagnostics, threads)
+        return _Sprout(*seeds.pop(), code, descriptors, diagnostics, variables)
 
     vars(template)["start_interpreter"] = start
 
@@ -79,7 +79,7 @@ class _Sprout(subprocess.Popen[bytes]):
         link: int,
         code: str,
         descriptors: tuple[int, ...],
-        scrap: Scrap,
+        diagnostics: DiagnosticsFile,
         variables: Mapping[str, str],
     ) -> None:
         self._seed, self._link = pid, link
@@ -87,7 +87,7 @@ class _Sprout(subprocess.Popen[bytes]):
         targets = [2, *out, *descriptors]
         path, directory = search_path(), os.getcwd()
         self._order = pickle.dumps((code, path, targets, directory, dict(variables)))
-        self._given = (scrap.descriptor, *out, *descriptors)
+        self._given = (diagnostics.descriptor, *out, *descriptors)
         super().__init__(["python"])
 
     def _execute_child(self, *_: Any) -> None:

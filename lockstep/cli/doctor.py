@@ -19,7 +19,7 @@ from lockstep.cli.verdict import Finding, judge, network_advice
 from lockstep.cluster.environment import find_place
 from lockstep.cluster.place import Place
 from lockstep.errors import HostError, OptionError, problem
-from lockstep.launch.circle import Card, Circle
+from lockstep.launch.control_group import Card, ControlGroup
 from lockstep.launch.hearsay import decode_hearsay
 from lockstep.launch.network_measuring import MEASURING_SECONDS, HostSurvey, survey_network
 from lockstep.launch.rendezvous import meet
@@ -83,32 +83,34 @@ def _examine_all(
 ) -> int:
     card = Card(facts=_FACTS, about={"name": report.name, "devices": report.num_devices})
     with _saying(f"Waiting for {place.num_hosts - 1} more at {place.rendezvous[0]}"):
-        circle = meet(place, secret, card, timeout_seconds=options.timeout)
+        control_group = meet(place, secret, card, timeout_seconds=options.timeout)
     try:
         with _saying("Measuring the network"):
-            reports = _gather_reports(circle, report)
-            surveys = survey_network(circle, options.seconds)
-        if circle.host == 0:
+            reports = _gather_reports(control_group, report)
+            surveys = survey_network(control_group, options.seconds)
+        if control_group.host == 0:
             status = _conclude(reports, surveys)
-            circle.broadcast(str(status).encode())
+            control_group.broadcast(str(status).encode())
             return status
-        Console().print(f"Host {circle.host} is examined: host 0 shows what was found.")
-        return 0 if circle.broadcast() == b"0" else 1
+        Console().print(f"Host {control_group.host} is examined: host 0 shows what was found.")
+        return 0 if control_group.broadcast() == b"0" else 1
     except BaseException as error:
-        circle.fail(str(error) or type(error).__name__)
+        control_group.fail(str(error) or type(error).__name__)
         raise
     finally:
-        circle.close()
+        control_group.close()
 
 
-def _gather_reports(circle: Circle, report: HostReport) -> list[HostReport]:
+def _gather_reports(control_group: ControlGroup, report: HostReport) -> list[HostReport]:
     """Those of all hosts, on host 0."""
     reports = []
-    for host, payload in enumerate(circle.gather(msgspec.json.encode(report))):
+    for host, payload in enumerate(control_group.gather(msgspec.json.encode(report))):
         try:
             reports.append(decode_hearsay(payload, HostReport))
         except msgspec.DecodeError as error:
-            raise HostError(f"{circle.name_of(host)} sent what is no report: {error}.") from error
+            raise HostError(
+                f"{control_group.name_of(host)} sent what is no report: {error}."
+            ) from error
     return reports
 
 

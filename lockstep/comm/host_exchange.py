@@ -14,8 +14,8 @@ import torch
 from lockstep.comm.exchange import Exchange, ExchangeSpec
 from lockstep.comm.host_sums import HostSums
 from lockstep.comm.shared_memory import SharedRegion
+from lockstep.comm.tensor_channels import TensorChannels
 from lockstep.comm.wide_board import WideBoard
-from lockstep.comm.wires import Wires
 
 # Part of what ranks share, and the lines of it that a host's ranks write.
 _Lines = tuple[Any, Sequence[int]]
@@ -30,7 +30,7 @@ class HostExchange(Exchange):
         board: this host's, in the region.
         hosts: the ranks of each host.
         host: this host.
-        wires: this rank's, for sums of gradients.
+        channels: this rank's, for sums of gradients.
         mirrored: tensors in shared memory whose values on host 0 all hosts get in every step.
     """
 
@@ -44,7 +44,7 @@ class HostExchange(Exchange):
         board: WideBoard,
         hosts: Sequence[range],
         host: int,
-        wires: Wires,
+        channels: TensorChannels,
         mirrored: Sequence[torch.Tensor] = (),
     ) -> None:
         super().__init__(spec, region, board=board, rank=board.rank, ranks_here=hosts[host])
@@ -64,7 +64,7 @@ class HostExchange(Exchange):
                 rank=board.rank,
                 hosts=self._abroad[number],
                 rows_of=group.rows_of,
-                wires=wires,
+                channels=channels,
                 is_everywhere=[limit > 0 for limit in group.gradients.row_limits],
                 meet_here=board.barrier_here,
             )

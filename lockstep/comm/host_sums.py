@@ -5,7 +5,7 @@ shares (``plan.sum_tree``). Each piece of a parameter is updated by one rank of 
 hosts send it their sums of that piece, and it adds them up in the same tree. After the update it
 sends the piece to all other hosts. Where a host's shares are one subtree, as powers of two are, it
 sends and receives per step 2 (n - 1) / n of the parameters' bytes, for n hosts; that is the least
-for gradients that are summed, and every wire carries its part at once.
+for gradients that are summed, and every channel carries its part at once.
 
 Whom a rank talks to: on every other host it has a partner, who sends it that host's sums of its
 pieces and gets its pieces after the update. With as many ranks everywhere, partners have the same
@@ -23,7 +23,7 @@ import torch
 
 from lockstep.comm.gradient_rows import GradientRows, add_up
 from lockstep.comm.gradients import Gradients, GroupGradients, cut_piece
-from lockstep.comm.wires import Wires
+from lockstep.comm.tensor_channels import TensorChannels
 from lockstep.plan.layout import Piece
 
 _Tensors = dict[int, list[torch.Tensor]]
@@ -61,7 +61,7 @@ class HostSums(GroupGradients):
         rank: this rank.
         hosts: the ranks of each host that take part, in ascending order over all hosts.
         rows_of: the rows of gradients of consecutive ranks of one host.
-        wires: this rank's.
+        channels: this rank's.
         is_everywhere: by parameter, whether every host updates all of it.
         meet_here: waits for the ranks of this host.
     """
@@ -73,7 +73,7 @@ class HostSums(GroupGradients):
         rank: int,
         hosts: Sequence[Sequence[int]],
         rows_of: Callable[[Sequence[int]], range],
-        wires: Wires,
+        channels: TensorChannels,
         is_everywhere: Sequence[bool],
         meet_here: Callable[[], None],
     ) -> None:
@@ -83,7 +83,7 @@ class HostSums(GroupGradients):
         self._hosts = hosts
         self._host = next(host for host, ranks in enumerate(hosts) if rank in ranks)
         self._rows_of = rows_of
-        self._wires = wires
+        self._channels = channels
         self._is_everywhere = is_everywhere
         self._others = [host for host, ranks in enumerate(hosts) if ranks and host != self._host]
         self._partners = {host: partner(rank, hosts, host) for host in self._others}
@@ -117,7 +117,7 @@ class HostSums(GroupGradients):
         sends, receives, partials = self._partial_sums(pieces)
         if any(self._is_everywhere):
             self._add_factors(sends, receives)
-        self._wires.transfer(sends, receives)
+        self._channels.transfer(sends, receives)
         if any(self._is_everywhere):
             self._meet_here()  # for the factors that other ranks have received
         results = [
@@ -198,7 +198,7 @@ class HostSums(GroupGradients):
                 if number in tensors and is_changed and not self._is_everywhere[number]:
                     yield cut_piece(tensors[number], piece)
 
-        self._wires.transfer(
+        self._channels.transfer(
             {peer: list(pieces_of(self._rank)) for peer in self._partners.values()},
             {client: list(pieces_of(client)) for client in self._clients},
         )

@@ -28,6 +28,7 @@ from contextlib import contextmanager, suppress
 
 from lockstep.cluster.place import Place
 from lockstep.errors import WorkerError, problem
+from lockstep.launch.diagnostics import DiagnosticsFile
 from lockstep.launch.failure import pack_failure, trouble_of, unpack_failure
 from lockstep.launch.helper import (
     CALL,
@@ -41,14 +42,13 @@ from lockstep.launch.helper import (
     function_at,
 )
 from lockstep.launch.link import Link, LookAround, Message, give_up
-from lockstep.launch.meeting import Attendee, meet_followers, meet_leader
+from lockstep.launch.local_rendezvous import Attendee, meet_followers, meet_leader
 from lockstep.launch.origin import Origin
 from lockstep.launch.peer import Peer
-from lockstep.launch.scrap import Scrap
 from lockstep.launch.stacks import make_bell, ring, told_stacks
 from lockstep.launch.team import Team
 
-# From the leader, once: the follower's rank, with descriptors of its scrap and its bell.
+# From the leader, once: the follower's rank, with descriptors of its diagnostics file and its bell.
 WELCOME = b"W"
 
 
@@ -104,14 +104,14 @@ class _Followers(Origin):
         self._peers: dict[int, Peer] = {}
         self._bells: dict[int, int] = {}
 
-    def start_helper(self, rank: int, scrap: Scrap) -> tuple[int, Link]:
+    def start_helper(self, rank: int, diagnostics: DiagnosticsFile) -> tuple[int, Link]:
         bell = make_bell()
         number = min(self._coming)
         attendee = self._coming.pop(number)
         self._peers[number], self._bells[number] = attendee.peer, bell
         link = Link(attendee.sock)
         with suppress(OSError):  # it is gone: that shows in the first call
-            link.send(Message(WELCOME, str(rank).encode(), (scrap.descriptor, bell)))
+            link.send(Message(WELCOME, str(rank).encode(), (diagnostics.descriptor, bell)))
         return number, link
 
     def note_ready(self) -> None:
@@ -175,7 +175,7 @@ class Attachment:
     def __init__(self, leader: Attendee) -> None:
         self._leader = _LeadingProcess(leader)
         self._rank = 0  # until the leader says it
-        self._descriptors: list[int] = []  # of the scrap and the bell
+        self._descriptors: list[int] = []  # of the diagnostics file and the bell
         self._finalizer = weakref.finalize(self, _hang_up, self._leader, self._descriptors)
         _living.add(self)
 
@@ -222,8 +222,8 @@ class Attachment:
 
     def _run(self, call: Message) -> bytes:
         target, path, directory, body = pickle.loads(call.payload)
-        scrap, bell = self._descriptors
-        with told_stacks(bell, scrap), _search_path(path), _working_directory(directory):
+        diagnostics, bell = self._descriptors
+        with told_stacks(bell, diagnostics), _search_path(path), _working_directory(directory):
             try:
                 function = function_at(target)
             except BaseException:

@@ -11,8 +11,8 @@ The caller proves first: whoever comes without the secret gets random bytes, a r
 closed connection. The first proof tells another secret from another purpose, and the refusal says
 which of the two it was: so both sides know. The random bytes are new each time, so what was
 recorded once proves nothing later; each direction has its own key, so what was sent to somebody
-proves nothing when sent back to him. The purpose (this job's rendezvous; the third wire from host 0
-to host 1) is agreed before and never sent, so a proof counts for one thing only.
+proves nothing when sent back to him. The purpose (this job's rendezvous; the third channel from
+host 0 to host 1) is agreed before and never sent, so a proof counts for one thing only.
 
 Both sides are written as talks that know no socket: each step says what to send and how many bytes
 to wait for. ``Gate`` holds many of them at a time, so that one who is slow keeps nobody waiting.

@@ -95,19 +95,19 @@ class _Parent(Leader):
             leave()
 
 
-def serve_calls(rank: int, link: Link, scrap_descriptor: int, parent: int) -> None:
+def serve_calls(rank: int, link: Link, diagnostics_descriptor: int, parent: int) -> None:
     """Serve calls until the link closes.
 
     Args:
         rank: this helper's.
         link: to rank 0.
-        scrap_descriptor: a file for stacks, when they are asked for and when this process crashes.
+        diagnostics_descriptor: a file for stacks, when asked for and when this process crashes.
         parent: the process that this one dies with.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the script, which tells us
     name_process(f"lockstep:{rank}")
-    faulthandler.enable(file=scrap_descriptor)
-    faulthandler.register(STACKS_SIGNAL, file=scrap_descriptor, all_threads=True, chain=False)
+    faulthandler.enable(file=diagnostics_descriptor)
+    faulthandler.register(STACKS_SIGNAL, file=diagnostics_descriptor, all_threads=True, chain=False)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True)  # helpers are killed: they flush nothing then

@@ -13,19 +13,19 @@ from queue import SimpleQueue
 from typing import Any
 
 from lockstep.errors import WorkerError, problem
-from lockstep.launch.scrap import Scrap
+from lockstep.launch.diagnostics import DiagnosticsFile
 from lockstep.pickling import search_path
 
 
 def start_interpreter(
-    code: str, descriptors: tuple[int, ...], scrap: Scrap, threads: int | None
+    code: str, descriptors: tuple[int, ...], diagnostics: DiagnosticsFile, threads: int | None
 ) -> "subprocess.Popen[bytes]":
     """Start a fresh interpreter that runs ``code``.
 
     Args:
         code: Python source; ``lockstep`` and all that the script can import can be imported.
         descriptors: passed on under their own numbers.
-        scrap: takes the standard error.
+        diagnostics: takes the standard error.
         threads: OpenMP threads it starts with; None leaves the environment's setting.
 
     Raises:
@@ -44,7 +44,7 @@ def start_interpreter(
                 stdin=subprocess.DEVNULL,
                 # Where there is none, the first file that is opened there would take its number.
                 stdout=subprocess.DEVNULL if sys.__stdout__ is None else None,
-                stderr=scrap.descriptor,
+                stderr=diagnostics.descriptor,
                 env=environment(threads),
                 pass_fds=descriptors,
                 process_group=0,  # Ctrl-C in the terminal is for the script, which then ends us

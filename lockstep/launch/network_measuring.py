@@ -20,10 +20,10 @@ import msgspec
 
 from lockstep.channel.channel import Channel, lost
 from lockstep.errors import HostError, problem
-from lockstep.launch.circle import Circle
+from lockstep.launch.control_group import ControlGroup
 from lockstep.launch.hearsay import decode_hearsay
 from lockstep.launch.link import LOOK_AROUND_SECONDS, LookAround, Stopwatch
-from lockstep.launch.wiring import open_wires
+from lockstep.launch.pair_channels import open_channels
 
 NUM_PINGS = 20
 MEASURING_SECONDS = 0.5  # of each direction, about
@@ -79,12 +79,12 @@ class HostSurvey(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def survey_network(
-    circle: Circle, seconds: float = MEASURING_SECONDS, clock: Clock = time.time
+    control_group: ControlGroup, seconds: float = MEASURING_SECONDS, clock: Clock = time.time
 ) -> list[HostSurvey]:
-    """Measure every pair of hosts. Called by all hosts of a circle of several.
+    """Measure every pair of hosts. Called by all hosts of a control group of several.
 
     Args:
-        circle: of the hosts.
+        control_group: of the hosts.
         seconds: of each pair and direction, about.
         clock: this host's.
 
@@ -94,25 +94,29 @@ def survey_network(
     Raises:
         HostError: another host failed, is gone, or keeps silent.
     """
-    pairs = list(combinations(range(circle.num_hosts), 2))
-    channels = open_wires(circle, dict.fromkeys(pairs, 1), timeout_seconds=SILENCE_SECONDS)
+    pairs = list(combinations(range(control_group.num_hosts), 2))
+    channels = open_channels(
+        control_group, dict.fromkeys(pairs, 1), timeout_seconds=SILENCE_SECONDS
+    )
     with ExitStack() as stack:
         talks = {
             host: Conversation(
-                stack.enter_context(closing(mine[0])), circle.name_of(host), circle.look_around
+                stack.enter_context(closing(mine[0])),
+                control_group.name_of(host),
+                control_group.look_around,
             )
             for host, mine in channels.items()
         }
         reports = []
         for first, second in pairs:
-            circle.exchange(b"", _until_all_come)
-            if circle.host == first:
+            control_group.exchange(b"", _until_all_come)
+            if control_group.host == first:
                 reports.append(measure_pair(talks[second], (first, second), seconds, clock))
-            elif circle.host == second:
+            elif control_group.host == second:
                 answer_pair(talks[first], seconds, clock)
-        own = HostSurvey(address=circle.interface[1], pairs=tuple(reports))
-        said = circle.gather(msgspec.json.encode(own), _until_all_come)
-    return [_decoded(payload, circle.name_of(host)) for host, payload in enumerate(said)]
+        own = HostSurvey(address=control_group.interface[1], pairs=tuple(reports))
+        said = control_group.gather(msgspec.json.encode(own), _until_all_come)
+    return [_decoded(payload, control_group.name_of(host)) for host, payload in enumerate(said)]
 
 
 def measure_pair(

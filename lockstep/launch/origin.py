@@ -8,8 +8,8 @@ asked for its stacks depends on whose process it is: one of ours, forked from a 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
+from lockstep.launch.diagnostics import DiagnosticsFile
 from lockstep.launch.link import Link
-from lockstep.launch.scrap import Scrap
 
 
 class Origin(ABC):
@@ -23,12 +23,12 @@ class Origin(ABC):
     stays_ready: bool
 
     @abstractmethod
-    def start_helper(self, rank: int, scrap: Scrap) -> tuple[int, Link]:
+    def start_helper(self, rank: int, diagnostics: DiagnosticsFile) -> tuple[int, Link]:
         """A helper, which will say READY on the link; returns its number and the link to it.
 
         Args:
             rank: the helper's.
-            scrap: takes its stacks.
+            diagnostics: takes its stacks.
         """
 
     @abstractmethod
@@ -51,7 +51,7 @@ class Origin(ABC):
             number: the helper's.
             rank: its rank.
             reason: what is known: that it has ended, that time is up.
-            said: what it has written to its scrap.
+            said: what it has written to its diagnostics file.
         """
 
     @abstractmethod
@@ -60,7 +60,7 @@ class Origin(ABC):
 
     @abstractmethod
     def ask_for_stacks(self, number: int) -> None:
-        """Have a helper write its stacks to its scrap, if it can."""
+        """Have a helper write its stacks to its diagnostics file, if it can."""
 
     @abstractmethod
     def end(self, numbers: Sequence[int]) -> None:

@@ -1,21 +1,21 @@
 """The rendezvous: how the leading processes of all hosts find each other.
 
-Host 0 listens where the launcher says, at the address of that one interface (``Reception``). The
-others call, again and again (``Visit``): host 0 may start later, and its name may not be known yet.
-After the handshake each hands in its card. Once all have come, and all cards go together, host 0
-gives everybody all cards, and stops listening.
+Host 0 listens where the launcher says, at the address of that one interface (``RendezvousServer``).
+The others call, again and again (``RendezvousClient``): host 0 may start later, and its name may
+not be known yet. After the handshake each hands in its card. Once all have come, and all cards go
+together, host 0 gives everybody all cards, and stops listening.
 
 Meanwhile whoever was let in is told whom the others wait for, so each can name the missing ones. A
-host that goes away again before the circle is closed may come back.
+host that goes away again before the control group is closed may come back.
 """
 
 from lockstep.cluster.place import Place
-from lockstep.launch.circle import Card, Circle
+from lockstep.launch.control_group import Card, ControlGroup
 from lockstep.launch.link import LookAround, Stopwatch, wait_on
 from lockstep.launch.patience import Patience
-from lockstep.launch.reception import Reception
+from lockstep.launch.rendezvous_client import RendezvousClient
+from lockstep.launch.rendezvous_server import RendezvousServer
 from lockstep.launch.secret import Secret
-from lockstep.launch.visit import Visit
 
 
 def meet(
@@ -25,7 +25,7 @@ def meet(
     *,
     timeout_seconds: float,
     look_around: LookAround = wait_on,
-) -> Circle:
+) -> ControlGroup:
     """Meet the other hosts of the job. Called by the process that leads its host.
 
     Args:
@@ -40,9 +40,9 @@ def meet(
     """
     assert place.leads
     if place.num_hosts == 1:
-        return Circle(host=0, cards=[card], star={}, secret=None)
+        return ControlGroup(host=0, cards=[card], star={}, secret=None)
     assert secret is not None
     patience = Patience(watch=Stopwatch(), timeout_seconds=timeout_seconds, look_around=look_around)
     if place.host == 0:
-        return Reception(place, secret, card, patience).hold()
-    return Visit(place, secret, card, patience).pay()
+        return RendezvousServer(place, secret, card, patience).hold()
+    return RendezvousClient(place, secret, card, patience).pay()

@@ -35,11 +35,11 @@ def ring(bell: int) -> None:
 
 
 @contextmanager
-def told_stacks(bell: int, scrap: int) -> Iterator[None]:
-    """Within the block, write the stacks of all threads to ``scrap`` whenever ``bell`` rings."""
+def told_stacks(bell: int, diagnostics: int) -> Iterator[None]:
+    """Within the block, write the stacks of all threads there whenever ``bell`` rings."""
     end = make_bell()
     thread = threading.Thread(
-        target=_tell_stacks, args=(bell, scrap, end), name="lockstep-stacks", daemon=True
+        target=_tell_stacks, args=(bell, diagnostics, end), name="lockstep-stacks", daemon=True
     )
     try:
         thread.start()
@@ -53,12 +53,12 @@ def told_stacks(bell: int, scrap: int) -> Iterator[None]:
         thread.join()
 
 
-def _tell_stacks(bell: int, scrap: int, end: int) -> None:
+def _tell_stacks(bell: int, diagnostics: int, end: int) -> None:
     poller = select.poll()
     poller.register(bell, select.POLLIN)
     poller.register(end, select.POLLIN)
     while end not in (rung := [descriptor for descriptor, _ in poller.poll()]):
         assert rung == [bell]
         os.eventfd_read(bell)
-        faulthandler.dump_traceback(file=scrap, all_threads=True)
+        faulthandler.dump_traceback(file=diagnostics, all_threads=True)
     os.close(end)  # here: who has rung it may have gone on after Ctrl-C

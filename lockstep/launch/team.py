@@ -17,12 +17,12 @@ from contextlib import suppress
 from typing import NoReturn
 
 from lockstep.errors import WorkerError
+from lockstep.launch.diagnostics import DiagnosticsFile, show
 from lockstep.launch.failure import pack_failure, trouble_of, unpack_failure
 from lockstep.launch.helper import CALL, DATA, FAIL, FORGET, PING, READY, RETURN, reference_of
 from lockstep.launch.link import LookAround, Message, Stopwatch, give_up, is_readable
 from lockstep.launch.origin import Origin
 from lockstep.launch.peer import is_stopped
-from lockstep.launch.scrap import Scrap, show
 from lockstep.launch.stacks import stack_of
 from lockstep.pickling import search_path
 
@@ -42,8 +42,8 @@ class _Helper:
         self.inbox: deque[Message] = deque()
         self.pid = 0
         self.is_ready = False  # until it says that it can take a call
-        self.scrap = Scrap()
-        self.number, self.link = origin.start_helper(rank, self.scrap)
+        self.diagnostics = DiagnosticsFile()
+        self.number, self.link = origin.start_helper(rank, self.diagnostics)
         self.is_closed = False
 
     def pump(self) -> None:
@@ -89,7 +89,7 @@ class _Helper:
     def close(self) -> None:
         """Give up this end's descriptors, and those of messages that nobody has read."""
         self.link.close()
-        self.scrap.close()
+        self.diagnostics.close()
         for message in self.inbox:
             for descriptor in message.descriptors:
                 os.close(descriptor)
@@ -343,7 +343,7 @@ class Team:
             if message.kind == FAIL:
                 raise trouble_of(f"rank {helper.rank}", unpack_failure(message.payload), where)
         reason = helper.origin.describe_end(helper.number)
-        last_words = helper.scrap.read_new()
+        last_words = helper.diagnostics.read_new()
         raise WorkerError(
             f"Rank {helper.rank} (process {helper.pid}) ended ({where}): {reason}."
             + (f"\n--- last words of rank {helper.rank} ---\n{last_words}" if last_words else "")
@@ -367,20 +367,20 @@ class Team:
     def _stacks(self) -> list[str]:
         """What every helper does now: its threads' Python stacks."""
         for helper in self._helpers:
-            helper.scrap.read_new()
+            helper.diagnostics.read_new()
             helper.origin.ask_for_stacks(helper.number)
         watch = Stopwatch()
         seen, has_answered = 0, False
         while watch.tick() < _STACKS_TIMEOUT_SECONDS:
             time.sleep(_STACKS_PAUSE_SECONDS)
-            before, seen = seen, sum(helper.scrap.num_bytes for helper in self._helpers)
+            before, seen = seen, sum(helper.diagnostics.num_bytes for helper in self._helpers)
             if has_answered and seen == before:  # nothing more is coming
                 break
             has_answered = all(
-                helper.scrap.has_new or is_stopped(helper.pid) for helper in self._helpers
+                helper.diagnostics.has_new or is_stopped(helper.pid) for helper in self._helpers
             )
         return [
-            helper.scrap.read_new()
+            helper.diagnostics.read_new()
             or "(no answer: the process is stopped, or deep in a system call)\n"
             for helper in self._helpers
         ]
@@ -411,7 +411,7 @@ def _directory() -> str | None:
 
 
 def _no_start(helper: _Helper, reason: str) -> WorkerError:
-    said = helper.scrap.read_new()
+    said = helper.diagnostics.read_new()
     message = helper.origin.describe_absence(helper.number, helper.rank, reason, said)
     return WorkerError(message)
 

@@ -29,12 +29,12 @@ from importlib import import_module
 from types import FrameType
 
 from lockstep.cluster.memory_limits import Kills, memory_kills
+from lockstep.launch.diagnostics import DiagnosticsFile
 from lockstep.launch.failure import describe_exit
 from lockstep.launch.helper import STACKS_SIGNAL, die_with, name_process, serve_calls
 from lockstep.launch.interpreter import environment, start_interpreter
 from lockstep.launch.link import Link, Message, is_readable
 from lockstep.launch.origin import Origin
-from lockstep.launch.scrap import Scrap
 
 FORK, SIGNAL, LOAD = b"F", b"S", b"L"
 
@@ -75,7 +75,7 @@ class Template(Origin):
         self.threads = threads
         self._loaded = set(preload)
         self._loaded_with = _variables_of_libraries()
-        self.scrap = Scrap()
+        self.diagnostics = DiagnosticsFile()
         self._numbers = itertools.count(1)
         self._statuses: dict[int, int] = {}
         self._kills: dict[int, Kills | None] = {}  # when a helper started
@@ -86,18 +86,20 @@ class Template(Origin):
             f"main({theirs.fileno()}, {reports}, {os.getpid()}, {preload!r}, forks={self.forks})"
         )
         try:
-            self._process = start_interpreter(code, (theirs.fileno(), reports), self.scrap, threads)
+            self._process = start_interpreter(
+                code, (theirs.fileno(), reports), self.diagnostics, threads
+            )
         except BaseException:
             self._link.close()
             os.close(self._reports)
-            self.scrap.close()
+            self.diagnostics.close()
             raise
         finally:
             theirs.close()
             os.close(reports)
         _living.add(self)
         self._finalizer = weakref.finalize(
-            self, _end_process, self._process, self._link, self._reports, self.scrap
+            self, _end_process, self._process, self._link, self._reports, self.diagnostics
         )
 
     @property
@@ -121,7 +123,7 @@ class Template(Origin):
             self.is_warm = False  # it obeys when it has done so
             self._send(Message(LOAD, pickle.dumps(new)))
 
-    def start_helper(self, rank: int, scrap: Scrap) -> tuple[int, Link]:
+    def start_helper(self, rank: int, diagnostics: DiagnosticsFile) -> tuple[int, Link]:
         number = next(self._numbers)
         self._kills[number] = memory_kills()
         ours, theirs = Link.pair()
@@ -129,7 +131,7 @@ class Template(Origin):
         streams = ((1, sys.__stdout__), (2, sys.__stderr__))
         stdio = [number for number, stream in streams if stream is not None and _is_open(number)]
         payload = pickle.dumps((number, rank, stdio, environment(self.threads)))
-        self._send(Message(FORK, payload, (theirs.fileno(), scrap.descriptor, *stdio)))
+        self._send(Message(FORK, payload, (theirs.fileno(), diagnostics.descriptor, *stdio)))
         theirs.close()
         return number, ours
 
@@ -155,7 +157,7 @@ class Template(Origin):
         )
 
     def read_new(self) -> str:
-        return self.scrap.read_new()  # warnings of imports, most likely
+        return self.diagnostics.read_new()  # warnings of imports, most likely
 
     def ask_for_stacks(self, number: int) -> None:
         self.signal([number], STACKS_SIGNAL)
@@ -195,7 +197,7 @@ class Template(Origin):
         """In a fork of the script: the template is not ours, our ends of its files are."""
         if self._finalizer.detach():
             self._process.returncode = 0  # keeps it from being waited for, and from warning
-            _close(self._link, self._reports, self.scrap)
+            _close(self._link, self._reports, self.diagnostics)
 
     def _send(self, message: Message) -> None:
         with suppress(OSError):  # its death shows in ``status``
@@ -216,18 +218,18 @@ def _report_pipe() -> tuple[int, int]:
 
 
 def _end_process(
-    process: "subprocess.Popen[bytes]", link: Link, reports: int, scrap: Scrap
+    process: "subprocess.Popen[bytes]", link: Link, reports: int, diagnostics: DiagnosticsFile
 ) -> None:
     process.kill()
     with suppress(subprocess.TimeoutExpired):
         process.wait(_END_TIMEOUT_SECONDS)
-    _close(link, reports, scrap)
+    _close(link, reports, diagnostics)
 
 
-def _close(link: Link, reports: int, scrap: Scrap) -> None:
+def _close(link: Link, reports: int, diagnostics: DiagnosticsFile) -> None:
     link.close()
     os.close(reports)
-    scrap.close()
+    diagnostics.close()
 
 
 def _variables_of_libraries() -> dict[str, str]:
@@ -383,8 +385,8 @@ def _become_helper(message: Message, parent: int) -> None:
     _, rank, stdio, variables = pickle.loads(message.payload)
     os.environ.clear()
     os.environ.update(variables)
-    socket_descriptor, scrap_descriptor, *outputs = message.descriptors
+    socket_descriptor, diagnostics_descriptor, *outputs = message.descriptors
     for output, target in zip(outputs, stdio, strict=True):
         os.dup2(output, target)
         os.close(output)
-    serve_calls(rank, Link(socket.socket(fileno=socket_descriptor)), scrap_descriptor, parent)
+    serve_calls(rank, Link(socket.socket(fileno=socket_descriptor)), diagnostics_descriptor, parent)

@@ -16,15 +16,15 @@ from torch import nn
 
 from lockstep.channel.channel import Channel
 from lockstep.comm.board import Board
-from lockstep.comm.courier import Courier
 from lockstep.comm.exchange import Exchange, ExchangeSpec, GroupSpec
 from lockstep.comm.gradient_rows import GradientSpec
 from lockstep.comm.gradients import TensorSpec
 from lockstep.comm.host_exchange import HostExchange, members_by_host
 from lockstep.comm.host_sums import pairs
+from lockstep.comm.mail_channels import MailChannels
 from lockstep.comm.shared_memory import SharedRegion
+from lockstep.comm.tensor_channels import TensorChannels
 from lockstep.comm.wide_board import Crossing, WideBoard
-from lockstep.comm.wires import Wires
 from lockstep.parallel.batch_norm import BatchNorms
 from lockstep.parallel.gradient_rules import GradientRules
 from lockstep.parallel.groups import ParameterGroup
@@ -167,14 +167,14 @@ def _most_in_flight(program: RankProgram) -> int:
 
 
 # Two ranks of different hosts, the lower one first, and what goes between them.
-WireUse = Literal["sums", "mail"]
-WireKey = tuple[int, int, WireUse]
+ChannelUse = Literal["sums", "mail"]
+ChannelKey = tuple[int, int, ChannelUse]
 
 
-def wire_keys(plan: Plan, groups: Sequence[ParameterGroup]) -> set[WireKey]:
-    """The wires that a Plan needs."""
+def channel_keys(plan: Plan, groups: Sequence[ParameterGroup]) -> set[ChannelKey]:
+    """The channels that a Plan needs."""
     hosts = [plan.ranks_of_host(host) for host in range(plan.num_hosts)]
-    keys: set[WireKey] = set()
+    keys: set[ChannelKey] = set()
     for group in groups:
         members = [[rank for rank in ranks if rank in group.ranks] for ranks in hosts]
         keys |= {(low, high, "sums") for low, high in pairs([own for own in members if own])}
@@ -241,7 +241,9 @@ def build_exchange(
         ),
         hosts=[plan.ranks_of_host(host) for host in range(plan.num_hosts)],
         host=neighbours.host,
-        wires=Wires(neighbours.channels, neighbours.names, look_around, neighbours.timeout_seconds),
+        channels=TensorChannels(
+            neighbours.channels, neighbours.names, look_around, neighbours.timeout_seconds
+        ),
         mirrored=neighbours.mirrored,
     )
 
@@ -307,12 +309,12 @@ def build_worker(
         ruled = frozenset(name for name, _ in model.named_buffers() if rank == 0)
         held = None
     else:
-        courier = _courier(neighbours, look_around)
+        mail_channels = _mail_channels(neighbours, look_around)
         passes = StagePasses(
             stages=plan.pipeline.stages,
             partitions=partitions,
-            mail=_open_mail(plan, spec, partitions, exchange, region, courier),
-            courier=courier,
+            mail=_open_mail(plan, spec, partitions, exchange, region, mail_channels),
+            mail_channels=mail_channels,
             groups=owned,
             **options,
         )
@@ -333,11 +335,13 @@ def build_worker(
     )
 
 
-def _courier(neighbours: Neighbours | None, look_around: Callable[[float], None]) -> Courier | None:
+def _mail_channels(
+    neighbours: Neighbours | None, look_around: Callable[[float], None]
+) -> MailChannels | None:
     """Carries this rank's mail to other hosts, if there are any."""
     if neighbours is None:
         return None
-    return Courier(neighbours.mail_channels, neighbours.names, look_around)
+    return MailChannels(neighbours.mail_channels, neighbours.names, look_around)
 
 
 def _open_mail(
@@ -346,7 +350,7 @@ def _open_mail(
     partitions: Mapping[bool, Partition],
     exchange: Exchange,
     region: SharedRegion | None,
-    courier: Courier | None,
+    mail_channels: MailChannels | None,
 ) -> dict[bool, StageMail]:
     """This rank's view of the mailboxes, by whether the model is in training."""
     assert region is not None
@@ -361,7 +365,7 @@ def _open_mail(
             offset,
             exchange.board,
             ranks_here=exchange.ranks_here,
-            courier=courier,
+            mail_channels=mail_channels,
             first_box=first_box,
         )
         first_box += len(mail.boxes)

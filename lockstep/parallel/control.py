@@ -11,7 +11,7 @@ from typing import Any
 from lockstep.comm.shared_memory import SharedRegion
 from lockstep.launch.helper import HelperContext
 from lockstep.launch.team import Team
-from lockstep.parallel.parcel import pack, unpack
+from lockstep.parallel.serialization import pack, unpack
 
 
 class Control(ABC):
@@ -75,9 +75,9 @@ class LeaderControl(Control):
         self.num_ranks = team.num_helpers + 1
 
     def broadcast(self, obj: Any) -> Any:
-        parcel = pack(obj)
-        self._team.broadcast(parcel.payload, parcel.descriptors)
-        parcel.close()
+        serialized = pack(obj)
+        self._team.broadcast(serialized.payload, serialized.descriptors)
+        serialized.close()
         return obj
 
     def gather(self, obj: Any) -> list[Any]:
@@ -111,9 +111,9 @@ class FollowerControl(Control):
         return _open(*self._context.receive())
 
     def gather(self, obj: Any) -> list[Any]:
-        parcel = pack(obj)
-        self._context.send(parcel.payload, parcel.descriptors)
-        parcel.close()
+        serialized = pack(obj)
+        self._context.send(serialized.payload, serialized.descriptors)
+        serialized.close()
         return []
 
     def share(self, region: SharedRegion | None) -> SharedRegion:

@@ -9,7 +9,7 @@ from typing import Any
 
 from lockstep.comm.codec import decode, encode
 from lockstep.comm.shared_memory import SharedRegion
-from lockstep.launch.circle import Circle
+from lockstep.launch.control_group import ControlGroup
 from lockstep.launch.team import Team
 from lockstep.parallel.control import LeaderControl
 
@@ -22,7 +22,7 @@ class HostControl(LeaderControl):
 
     Args:
         team: this host's other ranks.
-        circle: the other hosts.
+        control_group: the other hosts.
         rank: this rank, and
         num_ranks: how many there are, on all hosts.
         timeout_seconds: longest wait for a helper.
@@ -32,7 +32,7 @@ class HostControl(LeaderControl):
     def __init__(
         self,
         team: Team,
-        circle: Circle,
+        control_group: ControlGroup,
         *,
         rank: int,
         num_ranks: int,
@@ -42,31 +42,31 @@ class HostControl(LeaderControl):
         super().__init__(team, timeout_seconds)
         self.rank = rank
         self.num_ranks = num_ranks
-        self._circle = circle
+        self._control_group = control_group
         self._look_around = look_around
 
     def broadcast(self, obj: Any) -> Any:
-        leads = self._circle.host == 0
-        payload = self._circle.broadcast(encode(obj) if leads else None, self._look_around)
+        leads = self._control_group.host == 0
+        payload = self._control_group.broadcast(encode(obj) if leads else None, self._look_around)
         return super().broadcast(obj if leads else decode(payload))
 
     def gather(self, obj: Any) -> list[Any]:
         own = super().gather(obj)
-        told = self._circle.gather(encode(own), self._look_around)
+        told = self._control_group.gather(encode(own), self._look_around)
         return [*own, *(each for payload in told[1:] for each in decode(payload))] if told else []
 
     def share(self, region: SharedRegion | None) -> SharedRegion:
-        leads = self._circle.host == 0
+        leads = self._control_group.host == 0
         size = None if region is None else str(region.num_bytes).encode()
-        size = self._circle.broadcast(size, self._look_around)
+        size = self._control_group.broadcast(size, self._look_around)
         return super().share(region if leads else SharedRegion.create(int(size)))
 
     def fill(self, region: SharedRegion, num_bytes: int) -> None:
         for start in range(0, num_bytes, _PART_BYTES):
             stop = min(start + _PART_BYTES, num_bytes)
-            leads = self._circle.host == 0
+            leads = self._control_group.host == 0
             part = bytes(region.memory[start:stop]) if leads else None
-            part = self._circle.broadcast(part, self._look_around)
+            part = self._control_group.broadcast(part, self._look_around)
             if not leads:
                 region.memory[start:stop] = part
         self._team.broadcast(b"")

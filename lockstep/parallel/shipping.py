@@ -11,12 +11,14 @@ import torch
 from torch import nn
 
 from lockstep.errors import LockstepError, ShippingError, problem
-from lockstep.parallel.parcel import Parcel, pack
+from lockstep.parallel.serialization import SerializedObject, pack
 
 _DEEPEST = 20
 
 
-def pack_named(obj: Any, parts: Mapping[str, Any], parameters: Sequence[torch.Tensor]) -> Parcel:
+def pack_named(
+    obj: Any, parts: Mapping[str, Any], parameters: Sequence[torch.Tensor]
+) -> SerializedObject:
     """Pack an object; see ``parcel.pack``.
 
     Args:

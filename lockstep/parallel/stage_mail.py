@@ -7,7 +7,7 @@ training one for each user's gradient of a value on the way back.
 Messages are numbered by what their stage has computed on their rank, so sender and readers know the
 number without asking.
 
-What goes to another host, or comes from there, a courier carries.
+What goes to another host, or comes from there, a mail thread carries.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ import torch
 
 from lockstep.comm.board import Board
 from lockstep.comm.codec import decode, encode
-from lockstep.comm.courier import Courier
+from lockstep.comm.mail_channels import MailChannels
 from lockstep.comm.mailboxes import Mailbox, MailboxSpec
 from lockstep.comm.shared_memory import SharedRegion
 from lockstep.data.trees import tensors_of
@@ -100,8 +100,8 @@ class StageMail:
         offset_bytes: from where on.
         board: to wait at.
         ranks_here: those of this host.
-        courier: to the others; None where there are none.
-        first_box: the number of the first mailbox, as couriers count them.
+        mail_channels: to the others; None where there are none.
+        first_box: the number of the first mailbox, as mail threads count them.
     """
 
     def __init__(
@@ -112,11 +112,11 @@ class StageMail:
         board: Board,
         *,
         ranks_here: range,
-        courier: Courier | None = None,
+        mail_channels: MailChannels | None = None,
         first_box: int = 0,
     ) -> None:
         self._ranks_here = ranks_here
-        self._courier = courier
+        self._mail_channels = mail_channels
         self._numbers = {key: number for number, key in enumerate(spec.boxes, first_box)}
         self._specs = spec.boxes
         self._graph = spec.graph
@@ -198,10 +198,10 @@ class StageMail:
             self._boxes[key].put(message, tree, here)
         abroad = [rank for rank in readers if rank not in self._ranks_here]
         if abroad:
-            assert self._courier is not None
+            assert self._mail_channels is not None
             payload = encode((tree, [each.requires_grad for each in tensors_of(tree)]))
             num_slots = self._specs[key].num_slots
-            self._courier.put(self._numbers[key], message, payload, abroad, num_slots)
+            self._mail_channels.put(self._numbers[key], message, payload, abroad, num_slots)
 
     def _take(self, kind: str, number: int, stage: int, share: int) -> Any:
         sender = self._graph.rank_of(stage, share)
@@ -209,8 +209,8 @@ class StageMail:
         message = self._number(stage, share)
         if sender in self._ranks_here:
             return self._boxes[key].take(message, sender)
-        assert self._courier is not None
-        tree, flags = decode(self._courier.take(self._numbers[key], message, sender))
+        assert self._mail_channels is not None
+        tree, flags = decode(self._mail_channels.take(self._numbers[key], message, sender))
         for tensor, needs_gradient in zip(tensors_of(tree), flags, strict=True):
             tensor.requires_grad_(needs_gradient)
         return tree
@@ -222,8 +222,8 @@ class StageMail:
         if sender in self._ranks_here:
             self._boxes[key].give_back(message, reader)
             return
-        assert self._courier is not None
-        self._courier.acknowledge(self._numbers[key], message, sender)
+        assert self._mail_channels is not None
+        self._mail_channels.acknowledge(self._numbers[key], message, sender)
 
     def _number(self, stage: int, share: int) -> int:
         sent = self._sent[stage]

@@ -16,16 +16,16 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from lockstep.comm.courier import Courier
 from lockstep.comm.gradient_rows import multiply
+from lockstep.comm.mail_channels import MailChannels
 from lockstep.data.sources import Batch
 from lockstep.data.trees import Tree, map_tensors
 from lockstep.parallel.diagnosis import Diagnosis
 from lockstep.parallel.forward import channels_last, narrowed
 from lockstep.parallel.losses import JointLoss, ShareLoss
+from lockstep.parallel.microbatch_run import MicrobatchRun
 from lockstep.parallel.owned_group import OwnedGroup
 from lockstep.parallel.partition import Partition
-from lockstep.parallel.passage import Passage
 from lockstep.parallel.passes import Passes, Run, Take
 from lockstep.parallel.stage_mail import StageMail
 from lockstep.plan.decision import Stage
@@ -40,7 +40,7 @@ class StagePasses(Passes):
         stages: all of the Plan's.
         partitions: of the model, by whether it is in training.
         mail: from and to other stages, likewise.
-        courier: carries mail to other hosts; None where there are none.
+        mail_channels: carries mail to other hosts; None where there are none.
         groups: of parameters, those that this rank holds.
         options: see ``Passes``.
     """
@@ -51,7 +51,7 @@ class StagePasses(Passes):
         stages: Sequence[Stage],
         partitions: Mapping[bool, Partition],
         mail: Mapping[bool, StageMail],
-        courier: Courier | None,
+        mail_channels: MailChannels | None,
         groups: Sequence[OwnedGroup],
         **options: Any,
     ) -> None:
@@ -59,9 +59,9 @@ class StagePasses(Passes):
         self._stages = stages
         self._partitions = partitions
         self._mail = mail
-        self._courier = courier
+        self._mail_channels = mail_channels
         self._groups = groups
-        self._passages: dict[tuple[int, int], Passage] = {}
+        self._microbatch_runs: dict[tuple[int, int], MicrobatchRun] = {}
 
     def _lowered(self, num_samples: int) -> Sequence[tuple[Action, ...]]:
         return [(action,) for action in lower_train(self._plan, self._rank, num_samples)]
@@ -70,7 +70,7 @@ class StagePasses(Passes):
 
     def begin(self, run: Run) -> None:
         super().begin(run)
-        self._passages.clear()
+        self._microbatch_runs.clear()
         self._mail[run.is_training].begin_pass(run.num_filled)
 
     def run(self, run: Run, actions: Sequence[Action]) -> None:
@@ -83,40 +83,42 @@ class StagePasses(Passes):
         batch = self._read_for(run, stage, share)
         mail = self._mail[True]
         mail.receive_stream(stage, share)
-        passage = self._passages[stage, share] = self._passage(run, stage, share)
-        output = self._output(passage, batch, recompute=self._stages[stage].recompute)
+        microbatch_run = self._microbatch_runs[stage, share] = self._microbatch_run(
+            run, stage, share
+        )
+        output = self._output(microbatch_run, batch, recompute=self._stages[stage].recompute)
         if stage == self._last_stage:
             assert batch is not None
-            passage.loss = _settled(run, self.loss_of(output, batch))
-            self._exchange.put_loss(share, passage.loss.total, passage.loss.weight)
+            microbatch_run.loss = _settled(run, self.loss_of(output, batch))
+            self._exchange.put_loss(share, microbatch_run.loss.total, microbatch_run.loss.weight)
             if run.observe is not None:
                 run.observe(self.shown(output), batch.targets)
         mail.send_stream(stage, share)
 
     def _backward(self, run: Run, action: Backward) -> None:
-        passage = self._passages.pop((action.stage, action.microbatch))
-        self._go_backward(run, passage)
-        passage.end()
+        microbatch_run = self._microbatch_runs.pop((action.stage, action.microbatch))
+        self._go_backward(run, microbatch_run)
+        microbatch_run.end()
 
     def _backward_input(self, run: Run, action: BackwardInput) -> None:
-        passage = self._passages[action.stage, action.microbatch]
-        with self._linears.taken(lambda *factors: passage.defer(*factors)):
-            self._go_backward(run, passage)
+        microbatch_run = self._microbatch_runs[action.stage, action.microbatch]
+        with self._linears.taken(lambda *factors: microbatch_run.defer(*factors)):
+            self._go_backward(run, microbatch_run)
 
     @torch.no_grad()
     def _backward_weight(self, run: Run, action: BackwardWeight) -> None:
-        passage = self._passages.pop((action.stage, action.microbatch))
-        for number, inputs, output_gradients in passage.deferred:
+        microbatch_run = self._microbatch_runs.pop((action.stage, action.microbatch))
+        for number, inputs, output_gradients in microbatch_run.deferred:
             parameter = self._trainable[number]
             adds = parameter.grad is not None
             if parameter.grad is None:
                 parameter.grad = torch.empty_like(parameter)
             multiply(parameter.grad, output_gradients, inputs, adds=adds)
-        passage.end()
+        microbatch_run.end()
 
-    def _go_backward(self, run: Run, passage: Passage) -> None:
+    def _go_backward(self, run: Run, microbatch_run: MicrobatchRun) -> None:
         with self._linears.applied(), self.call.applied():
-            passage.backward(self._denominator(run, passage.loss))
+            microbatch_run.backward(self._denominator(run, microbatch_run.loss))
 
     def hand_in(self) -> None:
         for group in self._groups:
@@ -140,13 +142,13 @@ class StagePasses(Passes):
             self._seed_streams(run, share)
             batch = self._read_for(run, stage, share)
             mail.receive_stream(stage, share)
-            passage = self._passage(run, stage, share)
-            output = self._output(passage, batch, recompute=False)
+            microbatch_run = self._microbatch_run(run, stage, share)
+            output = self._output(microbatch_run, batch, recompute=False)
             if stage == self._last_stage:
                 assert batch is not None
                 take(share, batch, output)
             mail.send_stream(stage, share)
-            passage.end()
+            microbatch_run.end()
 
     def shares_read(self, num_samples: int, *, training: bool) -> Iterable[int]:
         program: Sequence[Action] = lower_forward(self._plan, self._rank, num_samples)
@@ -159,12 +161,12 @@ class StagePasses(Passes):
         ]
 
     def close(self) -> None:
-        if self._courier is not None:
-            self._courier.close()
+        if self._mail_channels is not None:
+            self._mail_channels.close()
 
     def abandon(self) -> None:
-        if self._courier is not None:
-            self._courier.abandon()
+        if self._mail_channels is not None:
+            self._mail_channels.abandon()
 
     # --- shared ----------------------------------------------------------------------------------
 
@@ -183,9 +185,9 @@ class StagePasses(Passes):
         is_needed = self._needs_batch(stage, training=run.is_training)
         return self._read(run, share) if is_needed else None
 
-    def _passage(self, run: Run, stage: int, share: int) -> Passage:
+    def _microbatch_run(self, run: Run, stage: int, share: int) -> MicrobatchRun:
         partition = self._partitions[run.is_training]
-        return Passage(
+        return MicrobatchRun(
             stage=stage,
             share=share,
             part=partition.parts[stage],
@@ -194,8 +196,10 @@ class StagePasses(Passes):
             mail=self._mail[run.is_training],
         )
 
-    def _output(self, passage: Passage, batch: Batch | None, *, recompute: bool) -> Tree:
-        """Run a passage forward; returns the model's output if it has it."""
+    def _output(
+        self, microbatch_run: MicrobatchRun, batch: Batch | None, *, recompute: bool
+    ) -> Tree:
+        """Run a microbatch run forward; returns the model's output if it has it."""
         inputs = None if batch is None else narrowed(batch.inputs, self._plan.precision)
         if self.call.channels_last:
             inputs = map_tensors(channels_last, inputs)
@@ -203,13 +207,13 @@ class StagePasses(Passes):
             if recompute:
                 kept = self._buffers.keep()
                 output, *_ = checkpoint(
-                    passage.forward,
+                    microbatch_run.forward,
                     inputs,
                     use_reentrant=False,
                     context_fn=lambda: (nullcontext(), self._buffers.as_in(kept)),
                 )
             else:
-                output, *_ = passage.forward(inputs)
+                output, *_ = microbatch_run.forward(inputs)
         return self.call.widened(output)
 
     def shown(self, output: Tree) -> Tree:

@@ -16,7 +16,7 @@ from torch import nn, optim
 
 from lockstep.errors import ModelError, OptionError, Problems, problem
 from lockstep.parallel.loss_options import check_loss
-from lockstep.parallel.parcel import optimizer_contents, rebuild_optimizer
+from lockstep.parallel.serialization import optimizer_contents, rebuild_optimizer
 
 
 @dataclass(frozen=True)

@@ -43,8 +43,8 @@ from lockstep.proof.reference import Record, Reference
 from lockstep.proof.report import Report, make_report
 from lockstep.train.callbacks import Callback, Logs
 from lockstep.train.checks import check_strategy
-from lockstep.train.company import StrategyLike
 from lockstep.train.conductor import Snapshot
+from lockstep.train.job_context import StrategyLike
 from lockstep.train.trainer import Trainer
 
 

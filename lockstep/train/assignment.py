@@ -1,7 +1,7 @@
 """Assignments: what a rank is given to do, and how it becomes a Worker.
 
-The script's process makes one; helpers get it by parcel. On several hosts each makes its own, and
-they are compared (``train.hosts``).
+The script's process makes one; helpers get a copy. On several hosts each makes its own, and they
+are compared (``train.hosts``).
 """
 
 from collections.abc import Callable, Iterator, Mapping

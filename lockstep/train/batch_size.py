@@ -1,8 +1,8 @@
 """``fit(batch_size="auto")``: the batch size that a training wants on this machine.
 
 What was found before for the same training on the same machine is taken from a file
-(``recollection``). Else sizes are tried (``doubling``), each for a few steps in a process that may
-die (``trials``). Everything is said on screen, and what is taken is ``trainer.batch_size``.
+(``batch_size_cache``). Else sizes are tried (``doubling``), each for a few steps in a process that
+may die (``trials``). Everything is said on screen, and what is taken is ``trainer.batch_size``.
 
 Not covered: what a larger batch does to the model. It makes fewer updates of an epoch, so two sizes
 are two trainings. ``learning_rate`` has rules for that, which are applied only when asked for.
@@ -17,6 +17,7 @@ from lockstep.cluster.memory_limits import free_memory
 from lockstep.data.excerpts import array_bytes
 from lockstep.data.sources import Source
 from lockstep.errors import DeviceError, OptionError, Problems, problem
+from lockstep.train.batch_size_cache import BatchSizeCache, file_path, key_of, recall, remember
 from lockstep.train.doubling import (
     LARGEST_PART,
     Doubling,
@@ -26,7 +27,6 @@ from lockstep.train.doubling import (
     TooLarge,
     Trial,
 )
-from lockstep.train.recollection import Recollection, file_path, key_of, recall, remember
 from lockstep.train.trainer_protocol import TrainerProtocol
 from lockstep.train.trials import Trials
 from lockstep.units import format_bytes, format_count, format_time
@@ -216,7 +216,7 @@ def _takes(maker: "Maker", batch_size: int) -> bool:
     return True
 
 
-def _still_holds(known: Recollection, num_samples: int, limit_bytes: int | None) -> bool:
+def _still_holds(known: BatchSizeCache, num_samples: int, limit_bytes: int | None) -> bool:
     """Whether what was found is right for data of this length and the memory that is free now."""
     is_bounded = known.num_samples is not None and known.num_samples < num_samples
     return (
@@ -233,7 +233,7 @@ def _search(
     floor: int,
     limit_bytes: int | None,
     display: "_Display",
-) -> Recollection:
+) -> BatchSizeCache:
     num_samples = len(training.source)
     most = min(options.largest or num_samples, num_samples)
     with Trials(
@@ -257,7 +257,7 @@ def _search(
         raise found.error
     if isinstance(found, TooLarge):
         raise _too_large(found)
-    return Recollection(
+    return BatchSizeCache(
         batch_size=found.batch_size,
         seconds_per_step=found.seconds_per_step,
         peak_bytes=found.peak_bytes,
@@ -296,12 +296,12 @@ class _Display:
             f"{format_bytes(trial.peak_bytes):>10}"
         )
 
-    def say_found(self, found: Recollection, objective: Objective, *, is_kept: bool) -> None:
+    def say_found(self, found: BatchSizeCache, objective: Objective, *, is_kept: bool) -> None:
         """The search is over."""
         kept = f" (remembered in {file_path()})" if is_kept else ""
         self._say(f"batch_size {found.batch_size}: {_SAYS[objective]}{kept}")
 
-    def say_recalled(self, known: Recollection) -> None:
+    def say_recalled(self, known: BatchSizeCache) -> None:
         """There was no need for a search."""
         self._say(
             f"batch_size {known.batch_size}: found before for this model and machine "

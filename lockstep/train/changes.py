@@ -13,7 +13,7 @@ import torch
 from torch import nn, optim
 
 from lockstep.errors import OptionError, problem
-from lockstep.parallel.parcel import describe
+from lockstep.parallel.serialization import describe
 from lockstep.plan.spec import Plan
 from lockstep.train.copies import WeightCopy
 from lockstep.train.optimizers import Optimizers, each_optimizer

@@ -20,7 +20,7 @@ from lockstep.launch.helper import HelperContext
 from lockstep.launch.secret import find_secret
 from lockstep.launch.team import Team
 from lockstep.parallel.control import open_region
-from lockstep.parallel.parcel import pack, unpack
+from lockstep.parallel.serialization import pack, unpack
 from lockstep.train.interrupt import held_interrupts
 
 _CONCLUSION = b"conclusion"
@@ -84,16 +84,16 @@ def call_conclude(team: Team, result: Any, model: nn.Module, timeout_seconds: fl
         name: tensor.detach()
         for name, tensor in (*model.named_parameters(), *model.named_buffers())
     }
-    parcel = pack((result, values))
+    serialized = pack((result, values))
     team.call(
         conclude,
-        parcel.payload,
-        parcel.descriptors,
+        serialized.payload,
+        serialized.descriptors,
         position=lambda rank: "at the end of a call",
         timeout_seconds=timeout_seconds,
     )
     team.finish(timeout_seconds)
-    parcel.close()
+    serialized.close()
 
 
 def conclude(context: HelperContext, body: bytes, descriptors: tuple[int, ...]) -> bytes:

@@ -27,15 +27,15 @@ from lockstep.comm.codec import decode, encode
 from lockstep.comm.shared_memory import SharedRegion
 from lockstep.errors import HostError, OptionError, WorkerError, problem
 from lockstep.launch.attached import attach_team
-from lockstep.launch.circle import Card, Circle
+from lockstep.launch.control_group import Card, ControlGroup
 from lockstep.launch.failure import as_raised, causes_of, summary_of
 from lockstep.launch.hearsay import decode_hearsay
 from lockstep.launch.link import Stopwatch
+from lockstep.launch.pair_channels import open_channels
 from lockstep.launch.rendezvous import meet
 from lockstep.launch.secret import find_secret
 from lockstep.launch.team import Team
-from lockstep.launch.wiring import open_wires
-from lockstep.parallel.build import WireKey
+from lockstep.parallel.build import ChannelKey
 from lockstep.parallel.update import Updater
 from lockstep.plan.spec import Plan
 from lockstep.train.fit_task import FitTask
@@ -58,30 +58,30 @@ class Hosts:
 
     Args:
         place: this process's.
-        circle: the hosts' leaders.
+        control_group: the hosts' leaders.
 
     Attributes:
         timeout_seconds: longest wait for another host.
     """
 
-    def __init__(self, place: Place, circle: Circle, timeout_seconds: float) -> None:
+    def __init__(self, place: Place, control_group: ControlGroup, timeout_seconds: float) -> None:
         self.timeout_seconds = timeout_seconds
         self.place = place
-        self.circle = circle
-        self._wires: dict[WireKey, Channel] = {}
-        self._wired: object = None  # for which Plan
-        hosts = [decode_hearsay(str(card.about["host"]), Host) for card in circle.cards]
+        self.control_group = control_group
+        self._channels: dict[ChannelKey, Channel] = {}
+        self._connected: object = None  # for which Plan
+        hosts = [decode_hearsay(str(card.about["host"]), Host) for card in control_group.cards]
         self.cluster = Cluster(hosts=tuple(hosts))
 
     @property
     def host(self) -> int:
         """The number of this host."""
-        return self.circle.host
+        return self.control_group.host
 
     @property
     def names(self) -> list[str]:
         """Of all hosts, for messages."""
-        return [self.circle.name_of(host) for host in range(self.circle.num_hosts)]
+        return [self.control_group.name_of(host) for host in range(self.control_group.num_hosts)]
 
     def look_around(self, waited_seconds: float) -> None:
         """See whether waiting on is in vain.
@@ -89,11 +89,11 @@ class Hosts:
         Raises:
             HostError: another host has failed, is gone, or does not come to where this one waits.
         """
-        self.circle.look_around()
+        self.control_group.look_around()
         # Host 0 knows whom all wait for, so it has the first word.
         patience = self.timeout_seconds + (_HEAD_START_SECONDS if self.host else 0.0)
-        if waited_seconds > patience and self.circle.awaited:
-            names = " and ".join(self.names[host] for host in self.circle.awaited)
+        if waited_seconds > patience and self.control_group.awaited:
+            names = " and ".join(self.names[host] for host in self.control_group.awaited)
             raise HostError(
                 problem(
                     f"{names} must come to the same call, and the same step, within "
@@ -107,7 +107,7 @@ class Hosts:
     def from_chief(self, obj: Any) -> Any:
         """Host 0's object, on every host."""
         leads = self.host == 0
-        payload = self.circle.broadcast(encode(obj) if leads else None, self.look_around)
+        payload = self.control_group.broadcast(encode(obj) if leads else None, self.look_around)
         return obj if leads else decode(payload)
 
     def from_all(self, obj: Any) -> list[Any]:
@@ -144,36 +144,36 @@ class Hosts:
         )
 
     def crossing(self, look_around: LookAround) -> "LeaderCrossing":
-        """The circle, as a board uses it."""
-        return LeaderCrossing(self.circle, look_around)
+        """The control group, as a board uses it."""
+        return LeaderCrossing(self.control_group, look_around)
 
-    def open_wires(
-        self, plan: Plan, keys: Iterable[WireKey], timeout_seconds: float
-    ) -> dict[WireKey, Channel]:
-        """This host's wires between pairs of ranks; they stay open for the next time.
+    def open_channels(
+        self, plan: Plan, keys: Iterable[ChannelKey], timeout_seconds: float
+    ) -> dict[ChannelKey, Channel]:
+        """This host's channels between pairs of ranks; they stay open for the next time.
 
         Returns:
             Channels by the ranks at this end and at the other, and by their use; with new keys
             each time, since the records of the last time were counted where that rank is.
         """
         ordered = sorted(keys)
-        if (plan.hosts, ordered) != self._wired:
-            self._close_wires()
-            by_hosts: dict[tuple[int, int], list[WireKey]] = {}
+        if (plan.hosts, ordered) != self._connected:
+            self._close_channels()
+            by_hosts: dict[tuple[int, int], list[ChannelKey]] = {}
             for key in ordered:
                 by_hosts.setdefault((plan.host_of(key[0]), plan.host_of(key[1])), []).append(key)
             counts = {hosts: len(own) for hosts, own in by_hosts.items()}
-            for other, ends in open_wires(
-                self.circle, counts, timeout_seconds, self.look_around
+            for other, ends in open_channels(
+                self.control_group, counts, timeout_seconds, self.look_around
             ).items():
                 own = by_hosts[min(self.host, other), max(self.host, other)]
                 for (low, high, use), end in zip(own, ends, strict=True):
                     ranks = (low, high) if self.host < other else (high, low)
-                    self._wires[*ranks, use] = end
-            self._wired = plan.hosts, ordered
+                    self._channels[*ranks, use] = end
+            self._connected = plan.hosts, ordered
         else:
-            self._wires = {key: channel.renewed() for key, channel in self._wires.items()}
-        return self._wires
+            self._channels = {key: channel.renewed() for key, channel in self._channels.items()}
+        return self._channels
 
     @contextmanager
     def failing_together(self) -> Iterator[None]:
@@ -188,7 +188,7 @@ class Hosts:
         except BaseException as error:
             found = self._explained(error) if isinstance(error, HostError) else error
             with suppress(OSError, HostError):  # the others may be gone
-                self.circle.fail(_said(found), found)
+                self.control_group.fail(_said(found), found)
             self.close()
             if found is not error:
                 found.__cause__ = error
@@ -200,12 +200,12 @@ class Hosts:
 
     def _explained(self, news: HostError) -> HostError:
         """A connection that ends says little: another host may be about to say more."""
-        if self.circle.has_told:
+        if self.control_group.has_told:
             return news
         watch = Stopwatch()
         try:
             while watch.tick() < _EXPLANATION_SECONDS:
-                self.circle.look_around()
+                self.control_group.look_around()
                 sleep(_PAUSE_SECONDS)
         except HostError as reason:
             return reason
@@ -213,14 +213,14 @@ class Hosts:
 
     def close(self) -> None:
         """Part from the other hosts; the next call meets them anew."""
-        self._close_wires()
-        self.circle.close()
+        self._close_channels()
+        self.control_group.close()
         _met.pop(self.place, None)
 
-    def _close_wires(self) -> None:
-        while self._wires:
-            self._wires.popitem()[1].close()
-        self._wired = None
+    def _close_channels(self) -> None:
+        while self._channels:
+            self._channels.popitem()[1].close()
+        self._connected = None
 
     # --- being alike -----------------------------------------------------------------------------
 
@@ -319,7 +319,7 @@ class Hosts:
         return len(set(self._exchanged(digest))) > 1
 
     def _exchanged(self, payload: bytes) -> list[bytes]:
-        return self.circle.exchange(payload, self.look_around)
+        return self.control_group.exchange(payload, self.look_around)
 
     @torch.no_grad()
     def _share_tensor(self, tensor: torch.Tensor) -> None:
@@ -331,17 +331,17 @@ class Hosts:
 class LeaderCrossing:
     """See ``comm.wide_board.Crossing``."""
 
-    def __init__(self, circle: Circle, look_around: LookAround) -> None:
-        self._circle = circle
+    def __init__(self, control_group: ControlGroup, look_around: LookAround) -> None:
+        self._control_group = control_group
         self._look_around = look_around
 
     def exchange(self, payload: bytes, among: int | None = None) -> list[bytes]:
         """The payloads of the first ``among`` hosts."""
-        return self._circle.exchange(payload, self._look_around, among=among)
+        return self._control_group.exchange(payload, self._look_around, among=among)
 
     def broadcast(self, payload: bytes | None) -> bytes:
         """Host 0's payload."""
-        return self._circle.broadcast(payload, self._look_around)
+        return self._control_group.broadcast(payload, self._look_around)
 
 
 def find_hosts(timeout_seconds: float, reach: Reach = "all hosts") -> Hosts | None:
@@ -366,10 +366,10 @@ def find_hosts(timeout_seconds: float, reach: Reach = "all hosts") -> Hosts | No
     return _met[place]
 
 
-def _meet(place: Place, timeout_seconds: float) -> Circle:
+def _meet(place: Place, timeout_seconds: float) -> ControlGroup:
     card = own_card(place)
     if place.num_hosts == 1:
-        return Circle(host=0, cards=[card], star={}, secret=None)
+        return ControlGroup(host=0, cards=[card], star={}, secret=None)
     secret = find_secret(os.environ, is_one_machine=place.is_one_machine)
     return meet(
         place, secret, card, timeout_seconds=timeout_seconds, look_around=lambda waited: None

@@ -7,7 +7,7 @@ from lockstep.comm.exchange import ExchangeSpec
 from lockstep.errors import OptionError, problem
 from lockstep.launch.link import MOST_DESCRIPTORS
 from lockstep.parallel.build import exchange_spec
-from lockstep.parallel.parcel import Parcel, parameters_in
+from lockstep.parallel.serialization import SerializedObject, parameters_in
 from lockstep.parallel.shipping import pack_named
 from lockstep.parallel.store import TensorStore
 from lockstep.train.assignment import Assignment
@@ -26,7 +26,7 @@ def spec_of(assignment: Assignment) -> ExchangeSpec:
     )
 
 
-def pack_assignment(assignment: Assignment, stores: Sequence[TensorStore]) -> Parcel:
+def pack_assignment(assignment: Assignment, stores: Sequence[TensorStore]) -> SerializedObject:
     """Pack an assignment, but for what lies in the stores.
 
     Raises:

@@ -27,9 +27,9 @@ from lockstep.data.trees import Tree, map_tensors
 from lockstep.errors import OptionError, problem
 from lockstep.graph.layer_graph import LayerGraph
 from lockstep.parallel.forward import DTYPES, channels_last, computing_in, narrowed, running_lstms
-from lockstep.parallel.parcel import describe
 from lockstep.parallel.partition import Partition, partition
 from lockstep.parallel.processor import breaks_channels_last
+from lockstep.parallel.serialization import describe
 from lockstep.parallel.settings import num_threads
 from lockstep.plan.makers import Maker
 from lockstep.plan.spec import Plan

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
 
-from lockstep.launch.scrap import show
+from lockstep.launch.diagnostics import show
 from lockstep.launch.stacks import stack_of
 
 _SIGNAL = signal.SIGURG

@@ -23,12 +23,12 @@ from lockstep.plan.makers import Maker, SingleDevice
 from lockstep.plan.spec import Plan
 from lockstep.train.assignment import Assignment
 from lockstep.train.checks import check_device
-from lockstep.train.company import DEFAULT_TIMEOUT_SECONDS, Company, StrategyLike
 from lockstep.train.conductor import Conductor
 from lockstep.train.ensemble import Resume
 from lockstep.train.feeding import sample_of
 from lockstep.train.fit_task import FitResult, FitTask
 from lockstep.train.intake import DEFAULT_BATCH_SIZE
+from lockstep.train.job_context import DEFAULT_TIMEOUT_SECONDS, JobContext, StrategyLike
 from lockstep.train.optimizer_checks import check_divisible
 from lockstep.train.optimizers import each_optimizer
 from lockstep.train.planning import Partitions, Planning
@@ -66,7 +66,7 @@ class Runner(ABC):
         model: nn.Module,
         *,
         meta_model: nn.Module,
-        company: Company,
+        job_context: JobContext,
         strategy: StrategyLike | None,
         recipe: Recipe,
         precision: str,
@@ -83,27 +83,27 @@ class Runner(ABC):
         self._steps_trained = 0
         self._plan: Plan | None = None
         self._planning = Planning(meta_model)
-        self._begin_session(company)
+        self._begin_session(job_context)
 
-    def _begin_session(self, company: Company) -> None:
-        self._company = company
+    def _begin_session(self, job_context: JobContext) -> None:
+        self._job_context = job_context
         self._standing = StandingCalls()
         self._session = Session(self.timeout_seconds)
         self._finalizer = weakref.finalize(self, self._session.release)
 
     def __getstate__(self) -> dict[str, Any]:
         """What a runner of another process needs."""
-        own = ("_company", "_session", "_standing", "_finalizer")
+        own = ("_job_context", "_session", "_standing", "_finalizer")
         return {name: value for name, value in vars(self).items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self._begin_session(Company(self.strategy))
+        self._begin_session(JobContext(self.strategy))
 
     @property
     def timeout_seconds(self) -> float:
         """Longest wait for a helper: the strategy's."""
-        return self._company.timeout_seconds
+        return self._job_context.timeout_seconds
 
     @property
     def plan(self) -> Plan:
@@ -135,16 +135,16 @@ class Runner(ABC):
 
     def _call(self, name: str, make: Callable[[], _T]) -> _T:
         """Make a call together with all processes that there are; its result, on all of them."""
-        with self._company.together(name):
+        with self._job_context.together(name):
             return self._shared(make)
 
     def _shared(self, make: Callable[[], _T]) -> _T:
         """What the processes that lead their hosts come to, on those that follow them, too."""
-        company = self._company
-        if company.follower is not None:
-            followed: _T = company.follow(self.model)
+        job_context = self._job_context
+        if job_context.follower is not None:
+            followed: _T = job_context.follow(self.model)
             return followed
-        hosts = company.hosts
+        hosts = job_context.hosts
         if hosts is None or not hosts.has_followers:
             return make()
         try:
@@ -157,7 +157,7 @@ class Runner(ABC):
 
     @property
     def _is_chief(self) -> bool:
-        return self._company.is_chief
+        return self._job_context.is_chief
 
     # --- tasks ---------------------------------------------------------------------------------
 
@@ -174,11 +174,11 @@ class Runner(ABC):
         while resume is not None and resume.epoch < task.epochs:
             task = replace(task, start=resume, first_step=first_step)
             conductor.updater = updater = self._make_updater()
-            hosts = self._company.hosts if task.watched else None
+            hosts = self._job_context.hosts if task.watched else None
             before = None if hosts is None else Form(self.model, self._torch_optimizers)
             result: FitResult = self._run(task, loss, updater, conductor, batch_size)
             if result.resume is None:  # else the optimizer has them, with the callback's changes
-                conductor.take_slots(self._company.from_chief(result.slots))
+                conductor.take_slots(self._job_context.from_chief(result.slots))
             elif hosts is not None and before is not None:
                 hosts.share_changes(self.model, self._torch_optimizers, before)
             first_step += result.num_steps
@@ -194,14 +194,14 @@ class Runner(ABC):
         conductor: Conductor,
         batch_size: int,
     ) -> Any:
-        if self._company.is_aside:
+        if self._job_context.is_aside:
             session, planned = _nested(task), self._plan_for_one(batch_size)
         else:
             planned = self._plan_for_all(task, batch_size, conductor.announce)
             session = self._session
             session.preload = self._preload
         assignment = self._assignment(task, loss, updater, *planned)
-        with self._company.at_work() as hosts:
+        with self._job_context.at_work() as hosts:
             return session.run(assignment, conductor, hosts, self._standing, self._sight)
 
     def _plan_for_all(
@@ -213,8 +213,8 @@ class Runner(ABC):
             self.precision,
             sample_of(task.source),
             batch_size,
-            self._company.cluster,
-            lambda plan: self._company.agreed_plan(plan, maker),
+            self._job_context.cluster,
+            lambda plan: self._job_context.agreed_plan(plan, maker),
             announce,
         )
         self._plan = self._recipe.plan(plan)

@@ -16,9 +16,9 @@ from lockstep.comm.exchange import ExchangeSpec
 from lockstep.comm.gradients import TensorSpec
 from lockstep.comm.wide_board import Crossing
 from lockstep.launch.helper import HelperContext
-from lockstep.parallel.build import Neighbours, WireKey
+from lockstep.parallel.build import ChannelKey, Neighbours
 from lockstep.parallel.control import FollowerControl, open_region
-from lockstep.parallel.parcel import unpack
+from lockstep.parallel.serialization import unpack
 from lockstep.parallel.store import TensorStore
 from lockstep.train.assignment import Assignment, compute_settings, initialize_own, make_worker
 from lockstep.train.conductor import Conductor
@@ -32,14 +32,14 @@ class Abroad:
     Attributes:
         host: this host.
         names: of the hosts of all ranks.
-        wires: the keys of each of this host's, by the ranks at this end and at the other and its
+        channels: the keys of each of this host's, by the ranks at this end and at the other and its
             use; in the order in which their descriptors are sent.
         timeout_seconds: longest wait for another host.
     """
 
     host: int
     names: Mapping[int, str]
-    wires: Mapping[WireKey, Keys]
+    channels: Mapping[ChannelKey, Keys]
     timeout_seconds: float
 
     def neighbours(
@@ -53,11 +53,11 @@ class Abroad:
 
         Args:
             rank: counted over all hosts.
-            channels: those of its wires, in their order.
+            channels: those of its channels, in their order.
             mirrored: see ``Neighbours``.
             crossing: see ``Neighbours``.
         """
-        own = [wire for wire in self.wires if wire[0] == rank]
+        own = [channel for channel in self.channels if channel[0] == rank]
         by_use: dict[str, dict[int, Channel]] = {"sums": {}, "mail": {}}
         for (_, other, use), end in zip(own, channels, strict=True):
             by_use[use][other] = end
@@ -76,8 +76,8 @@ class Abroad:
 class Call:
     """What helpers are called with, beside descriptors.
 
-    These are, in this order: the exchange's region, the stores', the wires to other hosts, and the
-    parcel's.
+    These are, in this order: the exchange's region, the stores', the channels to other hosts, and
+    the serialized object's.
 
     Attributes:
         name: of the task.
@@ -85,7 +85,7 @@ class Call:
         stores: of parameters, then of slots, then of options: the ranks that map it, its tensors.
         has_options: there is a store of options.
         spec: the layout of the exchange.
-        payload: the parcel with the assignment.
+        payload: the serialized object with the assignment.
         abroad: the other hosts, if there are any.
         keeps: the call may be made again (``train.standing``).
     """
@@ -108,8 +108,8 @@ def serve(context: HelperContext, body: bytes, descriptors: tuple[int, ...]) -> 
     region = open_region(descriptors[0])
     rest = descriptors[1:]
     stored, rest = rest[: len(call.stores)], rest[len(call.stores) :]
-    num_wires = 0 if call.abroad is None else len(call.abroad.wires)
-    wires, packed = rest[:num_wires], rest[num_wires:]
+    num_channels = 0 if call.abroad is None else len(call.abroad.channels)
+    channels, packed = rest[:num_channels], rest[num_channels:]
     # Of parameters and slots, what other ranks alone have stays there.
     opened = [
         _open_store(own, number, is_here=rank in ranks, is_ours=rank == ranks[0])
@@ -121,7 +121,7 @@ def serve(context: HelperContext, body: bytes, descriptors: tuple[int, ...]) -> 
         *(view for views in opened[call.num_groups :] for view in views),
     ]
     assignment: Assignment = _unpacked(call.payload, packed, tensors)
-    neighbours = _open_wires(call, rank, wires, opened)
+    neighbours = _open_channels(call, rank, channels, opened)
     with assignment.settings.applied(), compute_settings(assignment.plan):
         worker = make_worker(
             assignment,
@@ -155,7 +155,7 @@ def serve_again(context: HelperContext, body: bytes, descriptors: tuple[int, ...
 def _unpacked(
     payload: bytes, descriptors: Sequence[int], tensors: Sequence[torch.Tensor] = ()
 ) -> Any:
-    """What is in a parcel. All helpers get the same, but each has buffers of its own in it."""
+    """What was serialized. All helpers get the same, but each has buffers of its own in it."""
     regions = [open_region(number, private=True) for number in descriptors]
     found = unpack(payload, next(iter(regions), None), tensors)
     for each in regions:
@@ -174,14 +174,14 @@ def _take_part(part: Standing) -> None:
         raise
 
 
-def _open_wires(
+def _open_channels(
     call: Call, rank: int, descriptors: Sequence[int], opened: Sequence[Sequence[torch.Tensor]]
 ) -> Neighbours | None:
-    """This rank's wires; the other ranks' are closed here."""
+    """This rank's channels; the other ranks' are closed here."""
     if call.abroad is None:
         return None
     channels = []
-    for ((own, _, _), keys), number in zip(call.abroad.wires.items(), descriptors, strict=True):
+    for ((own, _, _), keys), number in zip(call.abroad.channels.items(), descriptors, strict=True):
         if own == rank:
             channels.append(Channel(socket.socket(fileno=number), keys))
         else:

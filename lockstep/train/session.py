@@ -26,13 +26,14 @@ from lockstep.launch.team import Team
 from lockstep.parallel.blank import forget_blanks
 from lockstep.parallel.control import LeaderControl, SoloControl
 from lockstep.parallel.host_control import HostControl
-from lockstep.parallel.parcel import Parcel, pack
+from lockstep.parallel.serialization import SerializedObject, pack
 from lockstep.parallel.worker import Worker
 from lockstep.pickling import dumps
 from lockstep.plan.decision import LocalUpdate
 from lockstep.plan.spec import Plan
 from lockstep.train.assignment import Assignment, compute_settings, initialize_own, make_worker
 from lockstep.train.conductor import Conductor
+from lockstep.train.connected import Connected, bring_groups
 from lockstep.train.followers import call_conclude
 from lockstep.train.hosts import Hosts
 from lockstep.train.likeness import assignment_facts
@@ -42,7 +43,6 @@ from lockstep.train.serving import Call, serve, serve_again
 from lockstep.train.standing import Footing, News, StandingCalls, may_stand
 from lockstep.train.stores import Mapped, Stores, has_options, options_store
 from lockstep.train.watch import Position, Watch, state_of_training
-from lockstep.train.wired import Wired, bring_groups
 
 # What every helper needs; the template imports it before any helper is born.
 PRELOAD: tuple[str, ...] = ("lockstep.train.serving",)
@@ -158,9 +158,9 @@ class Session:
             spec = spec_of(assignment)
             check_loss(assignment)
             keeps = calls.is_repeated(name, footing) and may_stand(assignment, spec)
-            with closing(pack_assignment(assignment, [store for _, store in stores])) as parcel:
+            with closing(pack_assignment(assignment, [store for _, store in stores])) as serialized:
                 part = self._prepared(assignment, conductor, hosts, stores, spec, here)
-                call = partial(self._call, part, parcel, keeps=keeps)
+                call = partial(self._call, part, serialized, keeps=keeps)
                 result = self._conduct(part, conductor, call)
         calls.keep(name, footing, part if keeps and not part.is_halted else None)
         return result
@@ -179,8 +179,8 @@ class Session:
             region = spec.create(here)
             team = self._take_team(assignment.plan, here, hosts, conductor.announce)
             watch = Watch(team, self._timeout, here.start, hosts)
-            wired = Wired.of(hosts, assignment, self._timeout)
-            worker = _leading_worker(assignment, spec, region, watch, stores, wired)
+            connected = Connected.of(hosts, assignment, self._timeout)
+            worker = _leading_worker(assignment, spec, region, watch, stores, connected)
             watch.watch(worker.board)
         return _Part(
             assignment=assignment,
@@ -190,7 +190,7 @@ class Session:
             stores=stores,
             region=region,
             spec=spec,
-            wired=wired,
+            connected=connected,
         )
 
     @contextmanager
@@ -222,8 +222,8 @@ class Session:
                 result = assignment.task.run(worker, part.control, conductor)
             worker.close()
             team.finish(self._timeout)
-            if part.wired is not None:
-                bring_groups(part.wired, assignment, part.stores)
+            if part.connected is not None:
+                bring_groups(part.connected, assignment, part.stores)
             _heed(Conductor(), worker)  # what is kept of a call must not know who conducted it
         return result
 
@@ -251,33 +251,33 @@ class Session:
                 )
         return self._team
 
-    def _call(self, part: "_Part", parcel: Parcel, *, keeps: bool) -> None:
+    def _call(self, part: "_Part", serialized: SerializedObject, *, keeps: bool) -> None:
         """Send the helpers their parts."""
-        assignment, wired = part.assignment, part.wired
+        assignment, connected = part.assignment, part.connected
         call = Call(
             name=assignment.task.name,
             num_groups=len(assignment.groups),
             stores=[(ranks, store.specs) for ranks, store in part.stores],
             has_options=has_options(assignment),
             spec=part.spec,
-            payload=parcel.payload,
-            abroad=None if wired is None else wired.abroad,
+            payload=serialized.payload,
+            abroad=None if connected is None else connected.abroad,
             keeps=keeps,
         )
         regions = [part.region, *(store.region for _, store in part.stores)]
         descriptors = [each.descriptor for each in regions]
-        if wired is not None:
-            descriptors += [end.fileno() for end in wired.channels.values()]
-        check_number(len(descriptors) + len(parcel.descriptors))
+        if connected is not None:
+            descriptors += [end.fileno() for end in connected.channels.values()]
+        check_number(len(descriptors) + len(serialized.descriptors))
         # The call may hold classes of the script's own: those of a model's outputs.
-        self._send(part, serve, dumps(call), (*descriptors, *parcel.descriptors))
+        self._send(part, serve, dumps(call), (*descriptors, *serialized.descriptors))
 
     def _recall(self, part: "_Part", assignment: Assignment) -> None:
         """Send the helpers what is new in a call whose like they have kept."""
         news = News.of(assignment, part.assignment)
-        with closing(pack(news)) as parcel:
+        with closing(pack(news)) as serialized:
             part.assignment.task.renew(news.changes)
-            self._send(part, serve_again, parcel.payload, parcel.descriptors)
+            self._send(part, serve_again, serialized.payload, serialized.descriptors)
 
     def _send(
         self,
@@ -327,7 +327,7 @@ class _Part:
     stores: Sequence[Mapped]
     region: SharedRegion
     spec: ExchangeSpec
-    wired: Wired | None
+    connected: Connected | None
 
     @property
     def is_halted(self) -> bool:
@@ -351,15 +351,15 @@ def _leading_worker(
     region: SharedRegion,
     watch: "Watch",
     stores: Sequence[Mapped],
-    wired: Wired | None,
+    connected: Connected | None,
 ) -> Worker:
     """The worker of this process, the first of its host."""
     neighbours = None
-    if wired is not None:
+    if connected is not None:
         mirrored = [stores[-1][1].views[0]] if has_options(assignment) else []
-        crossing = wired.hosts.crossing(watch.look_around)
-        own = [end for (rank, _, _), end in wired.channels.items() if rank == watch.first_rank]
-        neighbours = wired.abroad.neighbours(watch.first_rank, own, mirrored, crossing)
+        crossing = connected.hosts.crossing(watch.look_around)
+        own = [end for (rank, _, _), end in connected.channels.items() if rank == watch.first_rank]
+        neighbours = connected.abroad.neighbours(watch.first_rank, own, mirrored, crossing)
     return make_worker(
         assignment,
         spec,
@@ -377,7 +377,7 @@ def _control(
         return LeaderControl(team, timeout_seconds)
     return HostControl(
         team,
-        hosts.circle,
+        hosts.control_group,
         rank=watch.first_rank,
         num_ranks=plan.num_ranks,
         timeout_seconds=timeout_seconds,

@@ -41,7 +41,6 @@ from lockstep.train.checks import (
     log_names,
     prepare_model,
 )
-from lockstep.train.company import Company, StrategyLike
 from lockstep.train.conducting import FitConductor, FollowingConductor
 from lockstep.train.conductor import Conductor
 from lockstep.train.copies import OptimizerCopy, WeightCopy
@@ -57,6 +56,7 @@ from lockstep.train.intake import (
     take_in,
 )
 from lockstep.train.interrupt import held_interrupts
+from lockstep.train.job_context import JobContext, StrategyLike
 from lockstep.train.known_modules import known_modules
 from lockstep.train.learning_rates import make_schedule
 from lockstep.train.metrics import Metrics
@@ -167,7 +167,7 @@ class Trainer(Runner):
             super().__init__(
                 made,
                 meta_model=meta_model,
-                company=Company(strategy),
+                job_context=JobContext(strategy),
                 strategy=strategy,
                 recipe=recipe,
                 precision=precision,
@@ -298,7 +298,7 @@ class Trainer(Runner):
             first_epoch=self._epochs_trained,
             is_read_here=self._is_chief,
         )
-        feed = self._company.agreed_feed(take_in(data, wish))
+        feed = self._job_context.agreed_feed(take_in(data, wish))
         verbose = verbose if self._is_chief else 0
         with closing_on_error(feed):
             validation = _take_in_validation(validation_data, wish, feed)
@@ -332,10 +332,10 @@ class Trainer(Runner):
         (batch_size,) = check_counts({"batch_size": batch_size})
         loss = self._need_loss("evaluate")
         wish = Wish(name="data", batch_size=batch_size, seed=self.seed, is_read_here=self._is_chief)
-        feed = self._company.agreed_feed(take_in(data, wish))
+        feed = self._job_context.agreed_feed(take_in(data, wish))
         check_targets(sample_of(feed.source), loss, self.metrics)
         # Within a fit, the user's metrics are busy with the training data.
-        metrics = copy.deepcopy(self.metrics) if self._company.is_aside else self.metrics
+        metrics = copy.deepcopy(self.metrics) if self._job_context.is_aside else self.metrics
         task = EvaluateTask(
             source=feed.source,
             batch_size=feed.batch_size,
@@ -347,7 +347,7 @@ class Trainer(Runner):
             callback.on_test_begin()
         with closing(feed):
             logs: Logs = self._run(task, loss, None, Conductor(), feed.batch_size)
-        logs = self._company.from_chief(logs)
+        logs = self._job_context.from_chief(logs)
         for callback in self._own_callbacks:
             callback.on_test_end(logs)
         return logs
@@ -375,7 +375,7 @@ class Trainer(Runner):
             with_targets=False,
             is_read_here=self._is_chief,
         )
-        feed = self._company.agreed_feed(take_in(inputs, wish))
+        feed = self._job_context.agreed_feed(take_in(inputs, wish))
         for callback in self._own_callbacks:
             callback.set_trainer(self)
             callback.on_predict_begin()
@@ -391,7 +391,7 @@ class Trainer(Runner):
         The file appears whole or not at all, with the permissions of the one that it replaces.
         On several hosts all call it, and host 0 writes.
         """
-        with self._company.together("save") as hosts:
+        with self._job_context.together("save") as hosts:
             self._initialize()
             if self._is_chief:
                 save_weights(self.model, path)
@@ -409,9 +409,9 @@ class Trainer(Runner):
                 changed then.
         """
         self._check_not_averaged("load")
-        with self._company.together("load") as hosts:
+        with self._job_context.together("load") as hosts:
             self._initialize()
-            if self._is_chief or self._company.follower is not None:
+            if self._is_chief or self._job_context.follower is not None:
                 load_weights(self.model, path)
             if hosts is not None:
                 hosts.share_values(self.model, None)
@@ -425,7 +425,7 @@ class Trainer(Runner):
         Raises:
             OptionError: nothing is averaged, or there was no update yet.
         """
-        self._company.check_thread("averaged")
+        self._job_context.check_thread("averaged")
         averages = self._recipe.averages
         if averages is None:
             raise OptionError(
@@ -445,7 +445,7 @@ class Trainer(Runner):
         orders and random streams; a schedule rests meanwhile. So what is trained next has the same
         bits as without the block. That takes memory for a second copy of weights and slots.
         """
-        self._company.check_thread("rewound")
+        self._job_context.check_thread("rewound")
         self._initialize()
         with torch.inference_mode(False):  # the optimizer gets these tensors, to step them
             weights = WeightCopy(self.model)
@@ -467,7 +467,7 @@ class Trainer(Runner):
 
         All call it. It may be made of numbers, texts, tensors, tuples, lists, dicts, dataclasses.
         """
-        return self._call("same_everywhere", lambda: self._company.from_chief(result))
+        return self._call("same_everywhere", lambda: self._job_context.from_chief(result))
 
     # --- parts -----------------------------------------------------------------------------------
 
@@ -478,12 +478,12 @@ class Trainer(Runner):
 
     def _check_alone(self, search: BatchSizeSearch | None) -> None:
         """Refuse what one host alone can do."""
-        hosts = self._company.hosts
+        hosts = self._job_context.hosts
         if hosts is not None and search is not None:
             raise OptionError(
                 problem(
                     "A batch size is searched on one host.",
-                    received=f"batch_size={search!r} with {hosts.circle.num_hosts} hosts",
+                    received=f"batch_size={search!r} with {hosts.control_group.num_hosts} hosts",
                     fix="Start the script once for that; then pass the number on all hosts.",
                 )
             )
@@ -556,12 +556,12 @@ class Trainer(Runner):
             loss_parts=ONE_LOSS if loss is None else loss.parts,
             turns=self._recipe.turns,
         )
-        if self._company.hosts is None:
+        if self._job_context.hosts is None:
             return task
         schedule = None if self.schedule is None else self.schedule.every
         facts = {"the schedule": schedule, "the Trainer's options": self._recipe}
-        check_same_data(self._company.hosts, task.validation, "validation_data")
-        return self._company.hosts.agree_on_task(task, facts)
+        check_same_data(self._job_context.hosts, task.validation, "validation_data")
+        return self._job_context.hosts.agree_on_task(task, facts)
 
     def _conduct(
         self,
@@ -590,19 +590,19 @@ class Trainer(Runner):
                 conductor.close()
             # Schedules have moved on host 0 alone, and some optimizers have stepped there. Also
             # where Ctrl-C now ends the call on one host, all have got all.
-            self._company.share_values(self.model, conductor.updater)
-        history: History = self._company.from_chief(conductor.history)
-        self._company.share_values(self.model)  # of layers that other hosts alone have
+            self._job_context.share_values(self.model, conductor.updater)
+        history: History = self._job_context.from_chief(conductor.history)
+        self._job_context.share_values(self.model)  # of layers that other hosts alone have
         conductor.end_train()
         self._end_together(task)
         return history
 
     def _end_together(self, task: FitTask) -> None:
         """A call ends well only where it does so on all hosts."""
-        if self._company.hosts is not None:
-            self._company.hosts.wait()
+        if self._job_context.hosts is not None:
+            self._job_context.hosts.wait()
             if task.watched:  # ``on_train_end`` may have set weights
-                self._company.share_values(self.model)
+                self._job_context.share_values(self.model)
 
     @property
     def _preload(self) -> tuple[str, ...]:
@@ -681,7 +681,7 @@ class Trainer(Runner):
     def _predict(self, feed: Feed) -> Tree:
         task = PredictTask(source=feed.source, batch_size=feed.batch_size)
         parts = self._run(task, None, None, Conductor(), feed.batch_size)
-        return self._company.from_chief(concatenate(parts) if self._is_chief else None)
+        return self._job_context.from_chief(concatenate(parts) if self._is_chief else None)
 
     def _predict_none(self, feed: Feed) -> Tree:
         """No samples: outputs of the right kind and shape, found with one made-up sample."""

@@ -35,7 +35,7 @@ from lockstep.launch.team import Team
 from lockstep.launch.template import Template
 from lockstep.parallel.blank import blank_names, blank_parameters
 from lockstep.parallel.control import open_region
-from lockstep.parallel.parcel import unpack
+from lockstep.parallel.serialization import unpack
 from lockstep.parallel.settings import TorchSettings, num_threads
 from lockstep.parallel.shipping import pack_named
 from lockstep.parallel.store import tensor_spec
@@ -93,10 +93,10 @@ class Trials:
         blank = blank_names(model)
         named = [(name, one) for name, one in model.named_parameters() if name in blank]
         parts = {f"the {name.lstrip('_')}": part for name, part in trainer.__getstate__().items()}
-        self._parcel = pack_named(trainer, parts, [one for _, one in named])
+        self._serialized = pack_named(trainer, parts, [one for _, one in named])
         self._body = pickle.dumps(
             (
-                self._parcel.payload,
+                self._serialized.payload,
                 [tensor_spec(name, one) for name, one in named],
                 torch.get_num_threads(),
                 TorchSettings.current(),
@@ -111,7 +111,7 @@ class Trials:
 
     def __exit__(self, *error: object) -> None:
         self._end_process()
-        self._parcel.close()
+        self._serialized.close()
         if self._template is not None:
             self._template.close()
 
@@ -123,17 +123,17 @@ class Trials:
         """
         self._batch_size = batch_size
         excerpt = first_samples(self._source, batch_size)
-        parcel = pack_named(excerpt, {"the data": excerpt}, ())
+        serialized = pack_named(excerpt, {"the data": excerpt}, ())
         try:
             team = self._process()
-            payload = pickle.dumps((batch_size, parcel.payload))
-            team.broadcast(payload, parcel.descriptors)
+            payload = pickle.dumps((batch_size, serialized.payload))
+            team.broadcast(payload, serialized.descriptors)
             ((answer, _),) = team.gather(self._timeout)
         except WorkerError as error:
             self._end_process()
             return _judged(batch_size, str(error).partition("\n")[0], error.__cause__ or error)
         finally:
-            parcel.close()
+            serialized.close()
         figures = pickle.loads(answer)
         if not isinstance(figures, _Figures):
             self._end_process()
@@ -158,7 +158,7 @@ class Trials:
             self._team.call(
                 serve_trials,
                 self._body,
-                self._parcel.descriptors,
+                self._serialized.descriptors,
                 position=lambda rank: f"in a trial of batch_size {self._batch_size}",
                 timeout_seconds=self._timeout,
             )
@@ -237,7 +237,7 @@ def _volunteer() -> None:
 
 
 def _opened(payload: bytes, descriptors: Sequence[int], specs: Sequence[TensorSpec] = ()) -> Any:
-    """What came in a parcel; parameters without values yet are made here."""
+    """What came in a serialized object; parameters without values yet are made here."""
     region = open_region(descriptors[0], private=True) if descriptors else None
     opened = unpack(payload, region, blank_parameters(specs))
     if region is not None:

@@ -23,7 +23,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from lockstep.comm.gradients import TensorSpec, cut_piece
 from lockstep.parallel.allocator import temporary_memory
-from lockstep.parallel.parcel import optimizer_contents, rebuild_optimizer
+from lockstep.parallel.serialization import optimizer_contents, rebuild_optimizer
 from lockstep.parallel.update import (
     BoundPiece,
     PieceSlots,

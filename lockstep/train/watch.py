@@ -38,7 +38,7 @@ class Watch:
         self._team.look_around(partial(self._is_awaited, waited_seconds))
         if self._hosts is not None:
             self._hosts.look_around(waited_seconds)
-            if self._hosts.circle.awaited:
+            if self._hosts.control_group.awaited:
                 return  # time is up when they say so
         # A helper that waits for another host says which one, so its time has to be up first.
         margin = 0.0 if self._hosts is None else _HEAD_START_SECONDS
@@ -51,8 +51,8 @@ class Watch:
             return False
         if board.is_waiting:
             return board.is_awaited(rank)
-        # At a wire or a courier it waits for other hosts, and they may wait for any rank of this
-        # one. Not at once: rank 0 may be about to fail of the same, by itself.
+        # It waits for other hosts, and they may wait for any rank of this one. Not at once: rank 0
+        # may be about to fail of the same, by itself.
         return waited_seconds > _PATIENCE_SECONDS
 
 

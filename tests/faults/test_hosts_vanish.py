@@ -251,7 +251,7 @@ def test_attacks_do_no_harm(make_hosts: MakeHosts, tmp_path: Path) -> None:
         for port in sorted(ports(hosts, host, _ESTABLISHED))
     ]
     assert (hosts.address(0), PORT) in targets
-    assert len(targets) == 5  # the star and a wire per rank, whose ends on host 0 have one port
+    assert len(targets) == 5  # the star and a channel per rank, whose ends on host 0 have one port
     late = attack(hosts, NUM_ATTACKS, targets)
     assert late.wait_for_line("ACCEPTED") == "0"
     assert int(early.wait_for_line("ACCEPTED")) > 0

@@ -17,11 +17,11 @@ import pytest
 import torch
 
 from lockstep.cluster.place import Address
-from lockstep.comm.wires import Wires
+from lockstep.comm.tensor_channels import TensorChannels
 from lockstep.errors import HostError
-from lockstep.launch.circle import Circle
-from lockstep.launch.wiring import open_wires
-from tests.circles import SECONDS, address, enter, together
+from lockstep.launch.control_group import ControlGroup
+from lockstep.launch.pair_channels import open_channels
+from tests.control_groups import SECONDS, address, enter, together
 from tests.launchers import on_loopback
 from tests.proxy import BACK, THERE, Fault, Proxy, detour
 from tests.thorough import core_of
@@ -59,41 +59,43 @@ def give_up(waited_seconds: float) -> None:
     assert waited_seconds < SECONDS
 
 
-def train(circle: Circle, rest: Rest) -> str:
+def train(group: ControlGroup, rest: Rest) -> str:
     """What hosts do, and see whether they get what the other one has sent."""
-    other = 1 - circle.host
-    (channels,) = open_wires(circle, {(0, 1): 2}, SECONDS, give_up).values()
-    names = dict.fromkeys((0, 1), circle.name_of(other))
-    wires = Wires(dict(enumerate(channels)), names, lambda waited: circle.look_around(), SECONDS)
+    other = 1 - group.host
+    (opened,) = open_channels(group, {(0, 1): 2}, SECONDS, give_up).values()
+    names = dict.fromkeys((0, 1), group.name_of(other))
+    channels = TensorChannels(
+        dict(enumerate(opened)), names, lambda waited: group.look_around(), SECONDS
+    )
     try:
         for step in range(NUM_STEPS):
             found = {
                 rank: [torch.empty_like(each) for each in own]
                 for rank, own in tensors(other, step).items()
             }
-            wires.transfer(tensors(circle.host, step), found)
+            channels.transfer(tensors(group.host, step), found)
             for rank, expected in tensors(other, step).items():
                 if not all(map(torch.equal, found[rank], expected)):
                     raise WrongError(f"tensors of step {step}")
-            told = circle.exchange(message(circle.host, step), give_up)
+            told = group.exchange(message(group.host, step), give_up)
             if told != [message(host, step) for host in (0, 1)]:
                 raise WrongError(f"messages of step {step}")
         rest()
-        circle.exchange(b"", give_up)
+        group.exchange(b"", give_up)
     finally:
-        wires.close()
+        channels.close()
     return "right"
 
 
 def host(number: int, where: Address, rest: Rest) -> str:
-    circle = enter(number, 2, where)
+    group = enter(number, 2, where)
     try:
-        return train(circle, rest)
+        return train(group, rest)
     except BaseException as error:
-        circle.fail(str(error), error)
+        group.fail(str(error), error)
         raise
     finally:
-        circle.close()
+        group.close()
 
 
 @contextmanager
@@ -202,7 +204,7 @@ def test_training_through_a_proxy_that_changes_nothing() -> None:
     assert first[0] == 0
 
 
-# The ranks of host 0 are 0 and 1, and each has a partner on host 1: a wire of the process that
+# The ranks of host 0 are 0 and 1, and each has a partner on host 1: a channel of the process that
 # leads, and one of a helper's.
 TENSORS = [Fault(number, way, 50_000, bit=7) for number in (1, 2) for way in (THERE, BACK)]
 MESSAGES = [Fault(0, way, 5_000, bit=0) for way in (THERE, BACK)]

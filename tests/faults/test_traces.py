@@ -117,7 +117,7 @@ def test_fits_leak_nothing() -> None:
 
     check_no_leak(act, NUM_FITS)
     for pid in helpers_of(trainer):
-        # The standard streams, the link, the scrap; nothing of the template or of each other.
+        # The standard streams, the link, the diagnostics; nothing of the template or others.
         assert len(os.listdir(f"/proc/{pid}/fd")) == 5
         assert Path(f"/proc/{pid}/maps").read_text().count("memfd:lockstep") == 0
 

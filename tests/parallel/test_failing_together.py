@@ -11,7 +11,7 @@ from lockstep.comm.shared_memory import SharedRegion
 from lockstep.errors import DataError, HostError, WorkerError
 from lockstep.launch.rendezvous import meet
 from lockstep.train.hosts import Hosts, own_card
-from tests.circles import SECONDS, SECRET, address, place, together
+from tests.control_groups import SECONDS, SECRET, address, place, together
 
 NOTE = "The weights are those of step 3."
 
@@ -27,11 +27,11 @@ def hosts() -> Iterator[list[Hosts]]:
 
 def enter(host: int, where: Address) -> Hosts:
     own = place(host, 2, where)
-    circle = meet(own, SECRET, own_card(own), timeout_seconds=SECONDS)
-    return Hosts(own, circle, SECONDS)
+    group = meet(own, SECRET, own_card(own), timeout_seconds=SECONDS)
+    return Hosts(own, group, SECONDS)
 
 
-@pytest.mark.parametrize("what", ["a large message", "values to bring", "wires"])
+@pytest.mark.parametrize("what", ["a large message", "values to bring", "channels"])
 def test_a_host_that_is_stuck_is_not_waited_for_longer_than_allowed(
     what: str, hosts: list[Hosts]
 ) -> None:
@@ -42,7 +42,7 @@ def test_a_host_that_is_stuck_is_not_waited_for_longer_than_allowed(
     waits: dict[str, Callable[[], Any]] = {
         "a large message": lambda: stuck.from_chief(bytes(1 << 26)),
         "values to bring": lambda: stuck.bring(SharedRegion.create(1 << 12), 1, is_here=True),
-        "wires": lambda: stuck.open_wires(plan, [(0, 1, "sums")], 0.5),
+        "channels": lambda: stuck.open_channels(plan, [(0, 1, "sums")], 0.5),
     }
     with pytest.raises(HostError, match="Host 1 "):
         waits[what]()
@@ -110,7 +110,7 @@ def test_what_one_host_raises_has_the_same_type_on_the_others(
     error: BaseException, kind: type[BaseException], text: str, hosts: list[Hosts]
 ) -> None:
     """Where all have the type: nothing from another host is unpickled."""
-    name = hosts[0].circle.cards[0].about["name"]
+    name = hosts[0].control_group.cards[0].about["name"]
     seen = HostError("Host 0 no longer takes part: it has closed the connection")
     own, found = together(lambda: failing(hosts[0], error), lambda: failing(hosts[1], seen))
     assert own is error

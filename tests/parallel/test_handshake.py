@@ -12,13 +12,13 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 from lockstep.channel.channel import Channel
-from lockstep.launch import handshake, reception
-from lockstep.launch.circle import Circle
+from lockstep.launch import handshake, rendezvous_server
+from lockstep.launch.control_group import ControlGroup
 from lockstep.launch.handshake import Gate, Guest, HandshakeError, call, purpose_of
 from lockstep.launch.secret import Secret
 from lockstep.launch.sockets import listen
 from tests import channels
-from tests.circles import SECONDS, SECRET, address, enter, num_descriptors, together
+from tests.control_groups import SECONDS, SECRET, address, enter, num_descriptors, together
 
 PURPOSE = purpose_of("rendezvous", "job")
 OTHER_SECRET = Secret(b"what somebody made up, at length")
@@ -260,7 +260,7 @@ def guess(sock: socket.socket, number: int) -> bytes:
 
 
 def misdirect(sock: socket.socket, number: int) -> bytes:
-    return talk(sock, SECRET, purpose_of("wire", bytes(16), 0, 1, number))
+    return talk(sock, SECRET, purpose_of("channel", bytes(16), 0, 1, number))
 
 
 def spoil(sock: socket.socket, number: int) -> bytes:
@@ -350,7 +350,7 @@ def test_ten_thousand_attacks_on_a_rendezvous(monkeypatch: pytest.MonkeyPatch) -
             super().__init__(*args, **options)  # type: ignore[arg-type]
             gates.append(self)
 
-    monkeypatch.setattr(reception, "Gate", WatchedGate)
+    monkeypatch.setattr(rendezvous_server, "Gate", WatchedGate)
     attacks = [
         guess,
         misdirect,
@@ -382,7 +382,7 @@ def test_ten_thousand_attacks_on_a_rendezvous(monkeypatch: pytest.MonkeyPatch) -
                 attack(target, attacks, range(10**9))
         return counts
 
-    def come_last() -> Circle:
+    def come_last() -> ControlGroup:
         assert has_refused_all.wait(2 * SECONDS)
         return enter(2, 3, where, timeout=SECONDS)
 
@@ -392,16 +392,14 @@ def test_ten_thousand_attacks_on_a_rendezvous(monkeypatch: pytest.MonkeyPatch) -
         come_last,
         besiege,
     )
-    circles, counts = results[:3], results[3]
-    assert all(isinstance(circle, Circle) for circle in circles), results
+    groups, counts = results[:3], results[3]
+    assert all(isinstance(group, ControlGroup) for group in groups), results
     assert sum(counts) == NUM_ATTACKS
     assert gates[0].num_refused >= NUM_ATTACKS
-    assert [each.about["name"] for each in circles[0].cards] == ["node0", "node1", "node2"]
+    assert [each.about["name"] for each in groups[0].cards] == ["node0", "node1", "node2"]
     payloads = [b"from %d" % host for host in range(3)]
-    exchanged = together(
-        *(partial(circle.exchange, b"from %d" % circle.host) for circle in circles)
-    )
+    exchanged = together(*(partial(group.exchange, b"from %d" % group.host) for group in groups))
     assert exchanged == [payloads] * 3
-    for circle in circles:
-        circle.close()
+    for group in groups:
+        group.close()
     assert num_descriptors() == num_open

@@ -1,4 +1,4 @@
-"""Sums over hosts: ranks as threads, hosts as regions of their own, wires as socket pairs."""
+"""Sums over hosts: ranks as threads, hosts as regions of their own, channels as socket pairs."""
 
 import random
 import threading
@@ -12,10 +12,10 @@ from lockstep.comm.gradient_rows import GradientRows, GradientSpec
 from lockstep.comm.gradients import TensorSpec
 from lockstep.comm.host_sums import HostSums, pairs, partner
 from lockstep.comm.shared_memory import SharedRegion
-from lockstep.comm.wires import Wires
+from lockstep.comm.tensor_channels import TensorChannels
 from lockstep.errors import HostError
 from lockstep.plan.layout import elementwise_slices
-from tests.channels import channels, send
+from tests.channels import channel_pair, send
 from tests.sums import tree_sum
 
 SECONDS = 20.0
@@ -69,7 +69,7 @@ class World:
         self.barriers = [threading.Barrier(count, timeout=SECONDS) for count in counts]
         self.channels: list[dict[int, Channel]] = [{} for _ in range(self.num_ranks)]
         for low, high in pairs(self.hosts):
-            self.channels[low][high], self.channels[high][low] = channels()
+            self.channels[low][high], self.channels[high][low] = channel_pair()
         self.pieces = elementwise_slices(self.spec.extents, self.num_ranks, self.num_ranks)
 
     def close(self) -> None:
@@ -87,7 +87,7 @@ class World:
             rank=rank,
             hosts=self.hosts,
             rows_of=lambda ranks: range(ranks[0], ranks[-1] + 1),
-            wires=Wires(self.channels[rank], names, be_patient, SECONDS),
+            channels=TensorChannels(self.channels[rank], names, be_patient, SECONDS),
             is_everywhere=[False] * len(SHAPES),
             meet_here=lambda: None,
         )
@@ -132,7 +132,7 @@ def be_patient(waited_seconds: float) -> None:
 
 @pytest.mark.parametrize("counts", LAYOUTS)
 def test_partners_are_on_both_sides(counts: tuple[int, ...]) -> None:
-    """Who has a partner on a host is a client of that partner; every pair has one wire."""
+    """Who has a partner on a host is a client of that partner; every pair has one channel."""
     hosts = hosts_of(counts)
     found = set()
     for ranks in hosts:
@@ -202,16 +202,16 @@ def test_what_a_rank_has_updated_comes_to_all_hosts(world: World) -> None:
 
 def test_large_tensors_pass_each_other() -> None:
     """Both ends send more than sockets hold, at once."""
-    left, right = channels()
+    left, right = channel_pair()
     numbers = [torch.arange(3_000_000) + start for start in (0, 7)]
     found = [torch.empty_like(each) for each in numbers]
-    wires = [
-        Wires({1: left}, {1: "host 1"}, be_patient, SECONDS),
-        Wires({0: right}, {0: "host 0"}, be_patient, SECONDS),
+    own_ends = [
+        TensorChannels({1: left}, {1: "host 1"}, be_patient, SECONDS),
+        TensorChannels({0: right}, {0: "host 0"}, be_patient, SECONDS),
     ]
     threads = [
         threading.Thread(
-            target=wires[own].transfer,
+            target=own_ends[own].transfer,
             args=({1 - own: list(numbers[own].split(999_999))}, {1 - own: [found[own]]}),
         )
         for own in (0, 1)
@@ -223,15 +223,15 @@ def test_large_tensors_pass_each_other() -> None:
         assert not thread.is_alive()
     assert torch.equal(found[0], numbers[1])
     assert torch.equal(found[1], numbers[0])
-    for wire in wires:
-        wire.close()
+    for channel in own_ends:
+        channel.close()
 
 
 def test_a_host_that_hangs_up_is_named() -> None:
-    left, right = channels()
-    wires = Wires({5: left}, {5: "Host 1 (node1)"}, be_patient, SECONDS)
+    left, right = channel_pair()
+    channels = TensorChannels({5: left}, {5: "Host 1 (node1)"}, be_patient, SECONDS)
     send(right, random.Random(0).randbytes(100))
     right.close()
     with pytest.raises(HostError, match=r"Host 1 \(node1\) no longer takes part.*has closed"):
-        wires.transfer({}, {5: [torch.empty(1000)]})
-    wires.close()
+        channels.transfer({}, {5: [torch.empty(1000)]})
+    channels.close()

@@ -19,7 +19,7 @@ from lockstep.launch.link import Link, Message
 from lockstep.launch.pool import give_back, keep_teams, take_team, warm_template
 from lockstep.launch.team import Team
 from lockstep.launch.template import Template
-from tests.circles import num_descriptors
+from tests.control_groups import num_descriptors
 from tests.faults.processes import is_alive, wait_until
 from tests.parallel import calls
 from tests.thorough import core_of

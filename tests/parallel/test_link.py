@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.launch.link import Link, Message, Stopwatch, is_readable
-from tests.circles import num_descriptors
+from tests.control_groups import num_descriptors
 from tests.thorough import core_of
 
 SECONDS = 20.0

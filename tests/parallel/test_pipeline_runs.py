@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import lockstep
 from lockstep.errors import LockstepError, OptionError
-from lockstep.parallel.passage import Passage
+from lockstep.parallel.microbatch_run import MicrobatchRun
 from tests.thorough import core_of
 from tests.zoo import case
 
@@ -548,14 +548,14 @@ def test_a_loss_that_looks_at_weights_of_another_stage_is_refused() -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
-def test_no_passage_waits_for_the_garbage_collector(schedule: str) -> None:
+def test_no_microbatch_run_waits_for_the_garbage_collector(schedule: str) -> None:
     trainer = make_trainer(lockstep.PipelineStrategy(2, None, 4, schedule))
     trainer.fit((X, Y), batch_size=16, verbose=0)
     gc.collect()
     gc.disable()
     try:
         trainer.fit((X, Y), batch_size=16, verbose=0)
-        assert not [one for one in gc.get_objects() if type(one) is Passage]
+        assert not [one for one in gc.get_objects() if type(one) is MicrobatchRun]
     finally:
         gc.enable()
 

@@ -18,18 +18,18 @@ import pytest
 
 from lockstep.cluster.place import Address, Place
 from lockstep.errors import HostError
-from lockstep.launch import reception, visit
-from lockstep.launch.circle import Card, Circle
+from lockstep.launch import rendezvous_client, rendezvous_server
+from lockstep.launch.control_group import Card, ControlGroup
+from lockstep.launch.framed_channel import Frame, FramedChannel
 from lockstep.launch.link import Stopwatch
+from lockstep.launch.pair_channels import open_channels
 from lockstep.launch.patience import Patience
-from lockstep.launch.reception import Reception
 from lockstep.launch.rendezvous import meet
+from lockstep.launch.rendezvous_client import RendezvousClient
+from lockstep.launch.rendezvous_server import RendezvousServer
 from lockstep.launch.secret import Secret
 from lockstep.launch.sockets import resolve
-from lockstep.launch.visit import Visit
-from lockstep.launch.wire import Frame, Wire
-from lockstep.launch.wiring import open_wires
-from tests.circles import (
+from tests.control_groups import (
     SECONDS,
     SECRET,
     address,
@@ -47,7 +47,7 @@ from tests.circles import (
 
 def close(results: Iterable[Any]) -> None:
     for result in results:
-        assert isinstance(result, Circle), result
+        assert isinstance(result, ControlGroup), result
         result.close()
 
 
@@ -61,13 +61,13 @@ def messages(results: Iterable[Any]) -> list[str]:
 def entered(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Set once a host has handed in its card to host 0."""
     event = threading.Event()
-    genuine = Reception._enter
+    genuine = RendezvousServer._enter
 
-    def enter_and_tell(self: Reception, wire: Wire, frame: Frame) -> None:
-        genuine(self, wire, frame)
+    def enter_and_tell(self: RendezvousServer, channel: FramedChannel, frame: Frame) -> None:
+        genuine(self, channel, frame)
         event.set()
 
-    monkeypatch.setattr(Reception, "_enter", enter_and_tell)
+    monkeypatch.setattr(RendezvousServer, "_enter", enter_and_tell)
     return event
 
 
@@ -95,33 +95,33 @@ def patience(is_up: Callable[[], bool]) -> Patience:
 
 @pytest.mark.parametrize("num_hosts", [1, 2, 5])
 def test_everybody_gets_all_cards(num_hosts: int) -> None:
-    circles = form(num_hosts)
-    for host, circle in enumerate(circles):
-        assert (circle.host, circle.num_hosts) == (host, num_hosts)
-        assert circle.cards == [card(other) for other in range(num_hosts)]
-        assert circle.name_of(num_hosts - 1) == f"Host {num_hosts - 1} (node{num_hosts - 1})"
-    close(circles)
+    groups = form(num_hosts)
+    for host, group in enumerate(groups):
+        assert (group.host, group.num_hosts) == (host, num_hosts)
+        assert group.cards == [card(other) for other in range(num_hosts)]
+        assert group.name_of(num_hosts - 1) == f"Host {num_hosts - 1} (node{num_hosts - 1})"
+    close(groups)
 
 
 def test_one_host_needs_neither_secret_nor_socket() -> None:
     num_open = num_descriptors()
-    circle = meet(place(0, 1), None, card(0), timeout_seconds=0.0)
+    group = meet(place(0, 1), None, card(0), timeout_seconds=0.0)
     assert num_descriptors() == num_open
-    assert circle.exchange(b"x") == circle.gather(b"x") == [b"x"]
-    assert circle.broadcast(b"x") == b"x"
-    circle.check("The Plan", "x")
-    circle.look_around()
-    assert open_wires(circle, {}, 1.0) == {}
-    circle.close()
+    assert group.exchange(b"x") == group.gather(b"x") == [b"x"]
+    assert group.broadcast(b"x") == b"x"
+    group.check("The Plan", "x")
+    group.look_around()
+    assert open_channels(group, {}, 1.0) == {}
+    group.close()
 
 
 def test_nothing_listens_afterwards_and_no_descriptor_is_left() -> None:
     num_open, listening = num_descriptors(), listening_ports()
     where = address()
-    circles = together(*(partial(enter, host, 3, where) for host in range(3)))
+    groups = together(*(partial(enter, host, 3, where) for host in range(3)))
     assert listening_ports() <= listening
-    assert num_descriptors() == num_open + 4  # two wires, both ends here
-    close(circles)
+    assert num_descriptors() == num_open + 4  # two channels, both ends here
+    close(groups)
     assert num_descriptors() == num_open
 
 
@@ -146,7 +146,7 @@ def test_host_0_listens_at_its_address_only() -> None:
 def test_the_others_may_come_first() -> None:
     where = address()
 
-    def late() -> Circle:
+    def late() -> ControlGroup:
         time.sleep(0.7)
         return enter(0, 3, where)
 
@@ -162,14 +162,14 @@ def test_a_name_may_become_known_later(monkeypatch: pytest.MonkeyPatch) -> None:
             raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
         return resolve(Address(name="127.0.0.1", port=name.port))
 
-    monkeypatch.setattr(reception, "resolve", resolve_late)
-    monkeypatch.setattr(visit, "resolve", resolve_late)
+    monkeypatch.setattr(rendezvous_server, "resolve", resolve_late)
+    monkeypatch.setattr(rendezvous_client, "resolve", resolve_late)
     close(together(*(partial(enter, host, 2, where) for host in range(2))))
 
 
 def test_the_first_candidate_that_is_free_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also when others listen at the candidates before it, and say nothing or nonsense."""
-    monkeypatch.setattr(visit, "_CALL_SECONDS", 0.5)
+    monkeypatch.setattr(rendezvous_client, "_CALL_SECONDS", 0.5)
     with contextlib.ExitStack() as stack:
         silent, rude = (stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in "12")
         rude.settimeout(SECONDS)
@@ -221,8 +221,12 @@ def test_missing_hosts_are_named_on_all_that_came() -> None:
 
 def test_a_host_that_was_let_in_names_the_missing_ones_itself() -> None:
     where = address()
-    host_0 = Reception(place(0, 3, where), SECRET, card(0), patience(lambda: host_0.left != ""))
-    host_2 = Visit(place(2, 3, where), SECRET, card(2), patience(lambda: host_2.missing == [1]))
+    host_0 = RendezvousServer(
+        place(0, 3, where), SECRET, card(0), patience(lambda: host_0.left != "")
+    )
+    host_2 = RendezvousClient(
+        place(2, 3, where), SECRET, card(2), patience(lambda: host_2.missing == [1])
+    )
     first, second = together(host_0.hold, host_2.pay)
     assert "nothing from host 1, on host 2" in str(second)
     assert "nothing from hosts 1, 2; Host 2 (node2, 127.0.0.1) came and left again" in str(first)
@@ -257,15 +261,15 @@ def be_refused(where: Address, own: Place, secret: Secret) -> list[Any]:
     def is_refused() -> bool:
         return "another" in caller.answers.get(str(where), "")
 
-    def pay() -> Circle:
+    def pay() -> ControlGroup:
         try:
             return caller.pay()
         finally:
             has_left.set()
 
     has_left = threading.Event()
-    caller = Visit(own, secret, card(1), patience(is_refused))
-    host_0 = Reception(place(0, 2, where), SECRET, card(0), patience(has_left.is_set))
+    caller = RendezvousClient(own, secret, card(1), patience(is_refused))
+    host_0 = RendezvousServer(place(0, 2, where), SECRET, card(0), patience(has_left.is_set))
     return together(host_0.hold, pay)
 
 
@@ -286,7 +290,7 @@ def test_facts_that_differ_are_named_on_all_hosts(entered: threading.Event) -> N
         assert "Host 2 (old) at 127.0.0.1" in message
 
 
-def meet_later(entered: threading.Event, own: Place, own_card: Card) -> Circle:
+def meet_later(entered: threading.Event, own: Place, own_card: Card) -> ControlGroup:
     """As the last: host 0 dismisses all, and who came then would not hear of it."""
     assert entered.wait(SECONDS)
     return meet(own, SECRET, own_card, timeout_seconds=SECONDS)
@@ -315,12 +319,12 @@ def test_numbers_that_cannot_be(
 def test_a_host_that_dies_before_all_are_there_may_come_again(entered: threading.Event) -> None:
     where = address()
     script = (
-        "from tests.circles import Address, enter\n"
+        "from tests.control_groups import Address, enter\n"
         f"enter(1, 3, Address(name='127.0.0.1', port={where.port}))"
     )
     came_again = threading.Event()
 
-    def come_twice() -> Circle:
+    def come_twice() -> ControlGroup:
         path = {"PYTHONPATH": os.pathsep.join(sys.path)}
         with subprocess.Popen([sys.executable, "-c", script], env=os.environ | path) as process:
             while not is_connected(where.port):
@@ -331,7 +335,7 @@ def test_a_host_that_dies_before_all_are_there_may_come_again(entered: threading
         came_again.set()
         return enter(1, 3, where)
 
-    def come_last() -> Circle:
+    def come_last() -> ControlGroup:
         assert came_again.wait(2 * SECONDS)
         return enter(2, 3, where)
 

@@ -14,7 +14,7 @@ from lockstep.errors import DataError, HostError
 from lockstep.train import same_data
 from lockstep.train.hosts import Hosts
 from lockstep.train.same_data import check_same_data
-from tests.circles import address, together
+from tests.control_groups import address, together
 from tests.map_datasets import AsRead, Rows
 from tests.parallel.test_failing_together import enter
 

@@ -16,8 +16,8 @@ from lockstep.channel.channel import Channel
 from lockstep.channel.keys import Keys
 from lockstep.channel.records import HEADER_BYTES, MOST_BYTES, Opener, Sealer, TamperedError
 from lockstep.launch import handshake
-from tests.channels import ANSWERER, CALLER, channels, receive, send
-from tests.circles import SECRET
+from tests.channels import ANSWERER, CALLER, channel_pair, receive, send
+from tests.control_groups import SECRET
 
 KEY = bytes(range(32))
 CONTENTS = st.lists(st.binary(min_size=1, max_size=100), min_size=1, max_size=6)
@@ -152,11 +152,11 @@ def test_each_direction_and_each_task_has_a_key_of_its_own() -> None:
 
 
 def test_what_was_sent_back_or_in_another_task_is_refused() -> None:
-    left, right = channels()
+    left, right = channel_pair()
     send(left, b"a record")
     recorded = right.socket.recv(1000)
     for victim, keys in ((left, left.keys), (right, right.keys.next())):
-        other, end = channels()
+        other, end = channel_pair()
         other.socket.send(recorded)
         with pytest.raises(TamperedError):
             receive(Channel(end.socket, keys))
@@ -180,7 +180,7 @@ def test_parts_of_all_sizes_become_records_and_come_out_in_order(
     generator = random.Random(seed)
     sizes = [generator.choice([0, 1, 5, 63, 64, 65, 1000, 20_000]) for _ in range(60)]
     parts = [generator.randbytes(size) for size in sizes]
-    left, right = channels()
+    left, right = channel_pair()
     left.put(*parts)
     found = b""
     is_flushed = False
@@ -199,7 +199,7 @@ def test_parts_of_all_sizes_become_records_and_come_out_in_order(
 
 
 def test_a_task_goes_on_with_the_keys_that_follow() -> None:
-    left, right = channels()
+    left, right = channel_pair()
     for number in range(3):
         send(left, b"to task %d" % number)
         assert receive(right) == b"to task %d" % number

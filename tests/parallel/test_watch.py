@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from lockstep.comm.board import Board
-from lockstep.comm.courier import Courier
+from lockstep.comm.mail_channels import MailChannels
 from lockstep.comm.shared_memory import SharedRegion
-from lockstep.comm.wires import Wires
+from lockstep.comm.tensor_channels import TensorChannels
 from lockstep.errors import WorkerError
 from lockstep.launch.team import Team
 from lockstep.train.watch import Watch
-from tests.channels import channels
+from tests.channels import channel_pair
 from tests.faults.processes import wait_until
 from tests.parallel import calls
 
@@ -34,38 +34,40 @@ def failed_team() -> Iterator[Team]:
     team.close()
 
 
-def waits(board: Board, courier: Courier, wires: Wires) -> dict[str, Callable[[], Any]]:
+def waits(
+    board: Board, mail_channels: MailChannels, channels: TensorChannels
+) -> dict[str, Callable[[], Any]]:
     return {
-        "the courier": lambda: courier.take(0, 1, RANK_ABROAD),
-        "a wire": lambda: wires.transfer({}, {RANK_ABROAD: [torch.zeros(4)]}),
+        "the mail thread": lambda: mail_channels.take(0, 1, RANK_ABROAD),
+        "a channel": lambda: channels.transfer({}, {RANK_ABROAD: [torch.zeros(4)]}),
         "the board": lambda: board.wait_for(1, 1),
     }
 
 
-@pytest.mark.parametrize("where", ["the courier", "a wire", "the board"])
+@pytest.mark.parametrize("where", ["the mail thread", "a channel", "the board"])
 def test_a_failure_is_heard_wherever_rank_0_waits(where: str, failed_team: Team) -> None:
     """Another host may wait for the rank that has failed, and rank 0 for that host."""
     watch = Watch(failed_team, SECONDS, 0, None)
     region = SharedRegion.create(4096)
     board = Board(region, rank=0, num_ranks=2, look_around=watch.look_around)
     watch.watch(board)
-    here, there = channels()
+    here, there = channel_pair()
     with closing(here), closing(there):
-        courier = Courier({RANK_ABROAD: here}, NAMES, watch.look_around)
-        wires = Wires({RANK_ABROAD: here}, NAMES, watch.look_around, SECONDS)
-        if where == "a wire":
-            courier.abandon()  # one of the two reads
+        mail_channels = MailChannels({RANK_ABROAD: here}, NAMES, watch.look_around)
+        channels = TensorChannels({RANK_ABROAD: here}, NAMES, watch.look_around, SECONDS)
+        if where == "a channel":
+            mail_channels.abandon()  # one of the two reads
         began = time.monotonic()
         with pytest.raises(WorkerError, match="Rank 1 failed"):
-            waits(board, courier, wires)[where]()
+            waits(board, mail_channels, channels)[where]()
         assert time.monotonic() - began < SECONDS / 2
-        courier.abandon()
+        mail_channels.abandon()
 
 
 class _OtherHosts:
     """Nothing is awaited of them."""
 
-    class circle:  # noqa: N801  # stands in for an attribute
+    class control_group:  # noqa: N801  # stands in for an attribute
         awaited = False
 
     def look_around(self, waited_seconds: float) -> None:

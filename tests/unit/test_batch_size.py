@@ -18,9 +18,9 @@ from lockstep.cluster.memory_limits import FreeMemory, Kills
 from lockstep.data.sources import as_source
 from lockstep.launch.failure import describe_exit
 from lockstep.train import batch_size as batch_sizes
+from lockstep.train.batch_size_cache import BatchSizeCache, file_path
 from lockstep.train.callbacks import stopping
 from lockstep.train.doubling import Doubling, Measured, Trial
-from lockstep.train.recollection import Recollection, file_path
 from lockstep.train.trials import Trials, is_shortage
 from tests.thorough import core_of
 
@@ -72,9 +72,9 @@ def forget_trials(monkeypatch: pytest.MonkeyPatch, found: int) -> list[int]:
     """Find a size without any process; returns how long the data of every search was."""
     searched: list[int] = []
 
-    def search(training: batch_sizes.Training, *rest: object) -> Recollection:
+    def search(training: batch_sizes.Training, *rest: object) -> BatchSizeCache:
         searched.append(len(training.source))
-        return Recollection(
+        return BatchSizeCache(
             batch_size=found,
             seconds_per_step=1.0,
             peak_bytes=1000,

@@ -20,7 +20,7 @@ from lockstep.checkpoint import weights
 from lockstep.disk import writing
 from lockstep.errors import DataError, DeviceError
 from lockstep.parallel import readers
-from lockstep.train import recollection
+from lockstep.train import batch_size_cache
 from tests.map_datasets import Rows
 
 FULL = "/dev/full"  # whatever is written to it finds no room
@@ -104,12 +104,12 @@ def test_tensorboards_file_is_named(tmp_path: Path) -> None:
 
 def test_the_file_of_batch_sizes_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(recollection, "_replace", no_space)
-    found = recollection.Recollection(
+    monkeypatch.setattr(batch_size_cache, "_replace", no_space)
+    found = batch_size_cache.BatchSizeCache(
         batch_size=1, seconds_per_step=1.0, peak_bytes=1, num_samples=None
     )
     with pytest.warns(UserWarning, match=r"\(.* B to write, .*batch_sizes.json'"):
-        assert not recollection.remember("key", found)
+        assert not batch_size_cache.remember("key", found)
 
 
 def test_caches_say_what_they_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,11 +6,11 @@ import msgspec
 import pytest
 
 from lockstep.errors import HostError, printable
-from lockstep.launch.circle import Card
+from lockstep.launch.control_group import Card
 from lockstep.launch.fleet import Relay
 from lockstep.launch.hearsay import decode_hearsay
-from lockstep.launch.reception import Entry, peer_of
-from tests.circles import form, together
+from lockstep.launch.rendezvous_server import Entry, peer_of
+from tests.control_groups import form, together
 
 TITLE = "\x1b]0;a title\x07"
 CLIPBOARD = "\x1b]52;c;cm0gLXJm\x1b\\"
@@ -28,12 +28,12 @@ def test_the_error_of_another_host_and_its_name_have_no_control_characters() -> 
     card = msgspec.json.encode(Card(facts={}, about={"name": f"node{TITLE}"}))
     peer = peer_of(1, decode_hearsay(card, Card), "10.0.0.2")
     assert str(peer) == "Host 1 (node\\x1b]0;a title\\x07, 10.0.0.2)"
-    circles = form(3)
-    circles[1].cards[1].about["name"] = f"evil{TITLE}"  # type: ignore[index]  # a dict
-    circles[1].fail(f"ValueError: {CLIPBOARD}")
-    errors = together(*(lambda own=own: own.exchange(b"") for own in (circles[0], circles[2])))
-    for circle in circles:
-        circle.close()
+    groups = form(3)
+    groups[1].cards[1].about["name"] = f"evil{TITLE}"  # type: ignore[index]  # a dict
+    groups[1].fail(f"ValueError: {CLIPBOARD}")
+    errors = together(*(lambda own=own: own.exchange(b"") for own in (groups[0], groups[2])))
+    for group in groups:
+        group.close()
     for error in errors:
         assert isinstance(error, HostError)
         assert str(error) == (

@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 import lockstep
 from lockstep.data.mapped_files import file_part
 from lockstep.data.sources import as_source
-from lockstep.parallel.parcel import Parcel, pack, unpack
+from lockstep.parallel.serialization import SerializedObject, pack, unpack
 
 ROWS = 4000  # more than a page, so that views begin in other pages
 
@@ -38,18 +38,18 @@ VIEWS: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("name", VIEWS)
 def test_views_arrive_as_they_are(name: str, mapped: Any) -> None:
     view = VIEWS[name](mapped)
-    parcel = pack({"array": view})
-    assert parcel.region is None
-    assert len(parcel.payload) < 2000
-    arrived = unpack(parcel.payload, None)["array"]
+    serialized = pack({"array": view})
+    assert serialized.region is None
+    assert len(serialized.payload) < 2000
+    arrived = unpack(serialized.payload, None)["array"]
     assert np.array_equal(arrived, view)
     assert arrived.strides == view.strides
     assert not arrived.flags.writeable
 
 
 def test_what_two_parts_share_arrives_as_one(mapped: Any) -> None:
-    parcel = pack([mapped, mapped])
-    first, second = unpack(parcel.payload, None)
+    serialized = pack([mapped, mapped])
+    first, second = unpack(serialized.payload, None)
     assert first is second
 
 
@@ -65,9 +65,9 @@ def test_raw_maps_of_a_part_of_a_file_and_records_arrive(tmp_path: Path) -> None
 
 def test_a_source_of_mapped_arrays_is_sent_by_its_place(mapped: Any) -> None:
     source = as_source((mapped, mapped[:, 0], mapped[:, 1]))
-    parcel = pack(source)
-    assert parcel.region is None
-    arrived = unpack(parcel.payload, None)
+    serialized = pack(source)
+    assert serialized.region is None
+    arrived = unpack(serialized.payload, None)
     indices = torch.tensor([3999, 0, 1234])
     batch, expected = (one.read(indices, torch.float64) for one in (arrived, source))
     assert torch.equal(batch.inputs, expected.inputs)
@@ -89,9 +89,9 @@ class Rows(Dataset[Any]):
 
 
 def test_a_dataset_of_the_users_keeps_its_map(mapped: Any) -> None:
-    parcel = pack(as_source(Rows(mapped)))
-    assert parcel.region is None
-    batch = unpack(parcel.payload, None).read(torch.tensor([7]), torch.float32)
+    serialized = pack(as_source(Rows(mapped)))
+    assert serialized.region is None
+    batch = unpack(serialized.payload, None).read(torch.tensor([7]), torch.float32)
     assert batch.targets.item() == 21
 
 
@@ -127,8 +127,8 @@ NOT_IN_A_FILE: dict[str, Callable[[Any], Any]] = {
 def test_what_is_not_in_the_file_is_sent_as_it_is(name: str, mapped: Any) -> None:
     value = NOT_IN_A_FILE[name](mapped)
     assert file_part(value) is None
-    parcel: Parcel = pack([value])
-    (arrived,) = unpack(parcel.payload, parcel.region)
+    serialized: SerializedObject = pack([value])
+    (arrived,) = unpack(serialized.payload, serialized.region)
     assert np.array_equal(arrived, value)
 
 

@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 import lockstep
 from lockstep.comm.gradients import cut_piece
 from lockstep.errors import ModelError, OptionError
-from lockstep.parallel.parcel import pack, unpack
+from lockstep.parallel.serialization import pack, unpack
 from lockstep.parallel.store import ParameterStore, TensorStore, tensor_spec
 from lockstep.parallel.update import BoundPiece, PieceSlots, assemble_slots
 from lockstep.plan.layout import Extent, Piece
@@ -84,11 +84,11 @@ class Ranks:
         self.slot_store = TensorStore.create(specs)
         self.leader.store_slots(dict(zip(keys, self.slot_store.views, strict=True)))
         own, stored = list(parameters.values()), self.slot_store.views
-        parcel = pack(self.leader, [*own, *stored])
+        serialized = pack(self.leader, [*own, *stored])
         updaters = [self.leader]
         for _ in range(num_ranks - 1):
             theirs = [nn.Parameter(one.detach()) for one in own]
-            updaters.append(unpack(parcel.payload, parcel.region, [*theirs, *stored]))
+            updaters.append(unpack(serialized.payload, serialized.region, [*theirs, *stored]))
         extents = [tensor_spec(name, value).extent for name, value in parameters.items()]
         self.ranks = [
             self._bind(updater, updater.divide(extents, num_ranks, num_ranks)[rank])

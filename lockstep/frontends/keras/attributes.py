@@ -17,7 +17,7 @@ from keras.src.saving.keras_saveable import KerasSaveable
 
 from lockstep.frontends.keras.model import KerasModel
 from lockstep.frontends.keras.shipping import COMPILED, left_attributes, reduce
-from lockstep.parallel.parcel import describe_values, reducing
+from lockstep.parallel.serialization import describe_values, reducing
 
 _PLAIN = (bool, int, float, str, bytes, type(None))
 # Helpers of a layer that have options of their own.

@@ -17,7 +17,7 @@ from lockstep.frontends.keras.attributes import NO_SETTINGS, described, foreign_
 from lockstep.frontends.keras.model import KerasModel
 from lockstep.frontends.keras.tasks import BatchLosses, KerasConductor, LossMeans
 from lockstep.frontends.keras.updater import KerasUpdater
-from lockstep.parallel.parcel import describe_values
+from lockstep.parallel.serialization import describe_values
 from lockstep.parallel.update import PieceSlots
 from lockstep.parallel.worker import StepResult
 from lockstep.plan.spec import Plan

@@ -28,10 +28,10 @@ from lockstep.frontends.keras.settings import random_seed
 from lockstep.frontends.keras.tasks import Evaluation
 from lockstep.frontends.keras.trainer import FitOptions, KerasTrainer
 from lockstep.plan.spec import Plan
-from lockstep.train.company import Company, StrategyLike
 from lockstep.train.conductor import Logs
 from lockstep.train.feeding import sample_of
 from lockstep.train.intake import Feed
+from lockstep.train.job_context import JobContext, StrategyLike
 
 
 class Methods:
@@ -45,7 +45,7 @@ class Methods:
     def __init__(self, model: Any, strategy: StrategyLike) -> None:
         self._model = model
         self.strategy = strategy
-        self._company = Company(strategy)
+        self._job_context = JobContext(strategy)
         self._trainer: KerasTrainer | None = None
 
     @property
@@ -135,7 +135,7 @@ class Methods:
             trainer = self._trainer_for(feed)
             train = partial(self._fit_with_callbacks, trainer, feed, validation, options, listed)
             history = trainer.on_all_processes(train)
-            if not self._company.is_chief:
+            if not self._job_context.is_chief:
                 vars(model.history).update(history)
         return getattr(model, "history", None)
 
@@ -168,7 +168,7 @@ class Methods:
         trainer.finish_fit()
         history = getattr(model, "history", None)  # a list of callbacks may come without one
         found = {} if history is None else {"epoch": history.epoch, "history": history.history}
-        return self._company.from_chief(found)
+        return self._job_context.from_chief(found)
 
     def evaluate(
         self,
@@ -231,7 +231,7 @@ class Methods:
                 batch_size=batch_size,
                 steps=steps,
                 resets="never",
-                prepare=None if self._company.is_chief else self._build_by_calling,
+                prepare=None if self._job_context.is_chief else self._build_by_calling,
             )
             trainer = self._trainer_for(feed)
             listed = self._callback_list(callbacks, verbose, epochs=1, steps=feed.num_steps)
@@ -287,7 +287,7 @@ class Methods:
     ) -> Logs:
         """Train without anything around."""
         self._model.stop_training = False
-        return self._company.from_chief(trainer.fit(feed, None, options, callbacks))
+        return self._job_context.from_chief(trainer.fit(feed, None, options, callbacks))
 
     def test_on_batch(
         self, x: Any, y: Any = None, sample_weight: Any = None, return_dict: bool = False
@@ -311,16 +311,16 @@ class Methods:
     @contextmanager
     def _same_call_everywhere(self, call: str) -> Iterator[ExitStack]:
         """Within the block all processes make the same call; data that is taken in is read."""
-        with self._company.together(call), ExitStack() as feeds:
+        with self._job_context.together(call), ExitStack() as feeds:
             yield feeds
 
     def _take_in(self, feeds: ExitStack, *data: Any, name: str = "x", **options: Any) -> Feed:
         """Data, closed with ``feeds``."""
         feed = take_in(
-            *data, name=name, seed=random_seed(), is_read_here=self._company.is_chief, **options
+            *data, name=name, seed=random_seed(), is_read_here=self._job_context.is_chief, **options
         )
         feeds.callback(feed.close)
-        return self._company.agreed_feed(feed, name)
+        return self._job_context.agreed_feed(feed, name)
 
     def _evaluates_after(self, epoch: int, validation_freq: Any) -> bool:
         """Whether an epoch ends with an evaluation."""
@@ -351,7 +351,7 @@ class Methods:
 
     def _leave_mode(self) -> None:
         """Have the model in evaluation mode, as Keras leaves it, unless a ``fit`` goes on."""
-        self._model.train(self._company.is_aside)
+        self._model.train(self._job_context.is_aside)
 
     def _trainer_for(self, feed: Feed) -> KerasTrainer:
         """The Trainer of the model."""
@@ -363,12 +363,12 @@ class Methods:
             batch = source.read(torch.arange(min(2, len(source))), torch.get_default_dtype())
             self._call_once(batch.inputs[0])
         if self._trainer is None or not is_model_of(self._trainer.model, model):
-            self._trainer = KerasTrainer(KerasModel(model), self.strategy, self._company)
+            self._trainer = KerasTrainer(KerasModel(model), self.strategy, self._job_context)
         self._trainer.seed = random_seed()
         return self._trainer
 
     def _callback_list(self, callbacks: Any, verbose: Any, **params: Any) -> Any:
-        if not self._company.is_chief:  # callbacks and progress are where rank 0 is
+        if not self._job_context.is_chief:  # callbacks and progress are where rank 0 is
             callbacks, verbose = None, 0
         if isinstance(callbacks, CallbackList):
             return callbacks

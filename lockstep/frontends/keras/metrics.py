@@ -23,7 +23,7 @@ from lockstep.train.metrics import Metrics
 from lockstep.units import first_few
 
 # Functions of Keras's that return one number for a batch.
-_ACROSS_SAMPLES = ("circle", "dice", "tversky")
+_ACROSS_SAMPLES = ("control group", "dice", "tversky")
 
 # A share's outputs, masks, targets and sample weights.
 _Seen = tuple[Tree, Tree, Tree, Tree]

@@ -58,7 +58,7 @@ _Fill = Callable[[Any, Any], None]
 
 
 def reduce(obj: Any) -> Any:
-    """How an object is pickled, if it is one of Keras's; see ``parallel.parcel.reducing``."""
+    """How an object of Keras's is pickled; see ``parallel.serialization.reducing``."""
     fill: _Fill
     state: Any
     if isinstance(obj, IndexLookup):

@@ -25,7 +25,7 @@ from lockstep.frontends.keras.attributes import (
 from lockstep.frontends.keras.model import KerasModel
 from lockstep.frontends.keras.settings import KerasSettings
 from lockstep.frontends.keras.shipping import reduce
-from lockstep.parallel.parcel import describe, has_tensors, reducing
+from lockstep.parallel.serialization import describe, has_tensors, reducing
 
 
 @dataclass(frozen=True)

@@ -35,16 +35,16 @@ from lockstep.frontends.keras.tasks import (
     KerasPredictTask,
 )
 from lockstep.frontends.keras.updater import KerasUpdater, is_elementwise
-from lockstep.parallel.parcel import reducing
+from lockstep.parallel.serialization import reducing
 from lockstep.plan.makers import SingleDevice
 from lockstep.train.changes import ChangeWatch, settings_of
-from lockstep.train.company import Company, StrategyLike
 from lockstep.train.conducting import FollowingConductor
 from lockstep.train.conductor import Conductor, Logs
 from lockstep.train.ensemble import Resume
 from lockstep.train.feeding import SharedStream, sample_of
 from lockstep.train.intake import Feed
 from lockstep.train.interrupt import Interrupt, held_interrupts
+from lockstep.train.job_context import JobContext, StrategyLike
 from lockstep.train.likeness import Facts, said
 from lockstep.train.recipe import Recipe
 from lockstep.train.runner import Runner
@@ -111,11 +111,11 @@ class KerasTrainer(Runner):
 
     model: KerasModel
 
-    def __init__(self, module: KerasModel, strategy: StrategyLike, company: Company) -> None:
+    def __init__(self, module: KerasModel, strategy: StrategyLike, job_context: JobContext) -> None:
         super().__init__(
             module,
             meta_model=module,
-            company=company,
+            job_context=job_context,
             strategy=strategy,
             # As Keras, which has a callback that looks at losses.
             recipe=Recipe(precision=module.precision, on_nonfinite="ignore"),
@@ -146,7 +146,7 @@ class KerasTrainer(Runner):
         )
         begins = any_acts_in(callbacks, "on_train_batch_begin", "on_batch_begin")
         # Callbacks are on host 0, and one may have found where an earlier run has ended.
-        start: _Start = self._company.from_chief(
+        start: _Start = self._job_context.from_chief(
             _Start(
                 epoch=options.initial_epoch,
                 step=int(model.optimizer._iterations.value),
@@ -187,21 +187,21 @@ class KerasTrainer(Runner):
             watches_validation=start.watches_validation,
             tells_each=start.tells_each,
         )
-        if self._company.hosts is not None:
+        if self._job_context.hosts is not None:
             facts = {"`evaluates`": options.evaluates}
-            task = self._company.hosts.agree_on_task(task, facts)  # type: ignore[assignment]  # of the same class
+            task = self._job_context.hosts.agree_on_task(task, facts)  # type: ignore[assignment]  # of the same class
         with held_interrupts() as interrupt:
             conductor = self._conductor(callbacks, interrupt)
             self._maker().check_batch_size(feed.batch_size)
             self.batch_size = feed.batch_size
             self._train(task, loss, conductor, feed.batch_size)
-            self._company.share_values(self.model, conductor.updater)
+            self._job_context.share_values(self.model, conductor.updater)
         return conductor.logs if isinstance(conductor, KerasFitConductor) else {}
 
     def _conductor(
         self, callbacks: Any, interrupt: Interrupt
     ) -> KerasFitConductor | FollowingConductor:
-        if not self._company.is_chief:
+        if not self._job_context.is_chief:
             return FollowingConductor(interrupt)
         return KerasFitConductor(
             self.model,
@@ -213,29 +213,29 @@ class KerasTrainer(Runner):
 
     def finish_fit(self) -> None:
         """End a ``fit`` on all hosts, with what callbacks have set at its end."""
-        if self._company.hosts is not None:
-            self._company.hosts.wait()
-            self._company.share_values(self.model)
+        if self._job_context.hosts is not None:
+            self._job_context.hosts.wait()
+            self._job_context.share_values(self.model)
 
     def evaluate(self, evaluation: Evaluation, feed: Feed, callbacks: Any) -> Logs:
         """Losses and metrics over data."""
         self._has_looked = False
         loss, metrics = self._loss_and_metrics(feed.source, looks=False, trains=False)
-        tells_each, stops = self._company.from_chief(
+        tells_each, stops = self._job_context.from_chief(
             (evaluation.tells_each, may_stop(callbacks, "test"))
         )
         evaluation = replace(evaluation, tells_each=tells_each, may_stop=stops)
         task = KerasEvaluateTask(evaluation=evaluation, metrics=metrics, loss=loss)
-        is_chief = self._company.is_chief
+        is_chief = self._job_context.is_chief
         conductor = EvaluationConductor(self.model.model, callbacks) if is_chief else Conductor()
         found: Logs = self._run(task, loss, None, conductor, feed.batch_size)
-        return self._company.from_chief(found)
+        return self._job_context.from_chief(found)
 
     def predict(self, feed: Feed, callbacks: Any) -> Tree:
         """The model's outputs for data, in its order."""
         self._has_looked = False
         self._look_before_predicting(feed.source)
-        tells, stops = self._company.from_chief(
+        tells, stops = self._job_context.from_chief(
             (any_acts_in(callbacks, "on_predict_batch_end"), may_stop(callbacks, "predict"))
         )
         task = KerasPredictTask(
@@ -245,10 +245,12 @@ class KerasTrainer(Runner):
             tells=tells,
             may_stop=stops,
         )
-        is_chief = self._company.is_chief
+        is_chief = self._job_context.is_chief
         conductor = PredictionConductor(self.model.model, callbacks) if is_chief else Conductor()
         parts = self._run(task, None, None, conductor, feed.batch_size)
-        return self._company.from_chief(concatenate(parts) if self._company.is_chief else None)
+        return self._job_context.from_chief(
+            concatenate(parts) if self._job_context.is_chief else None
+        )
 
     def _loss_and_metrics(
         self, *sources: Source | SharedStream, looks: bool, trains: bool
@@ -276,10 +278,10 @@ class KerasTrainer(Runner):
         # Hosts look together, and always: what one of them remembers, another may not.
         known = self._known
         is_known = known is not None and known.key == key and (known.trains or not trains)
-        looks = (looks and sight is None) or self._company.hosts is not None
+        looks = (looks and sight is None) or self._job_context.hosts is not None
         if looks or not is_known:
             own = self._find_additions(samples, is_divided=is_divided, trains=trains)
-            found = self._company.from_chief(own)
+            found = self._job_context.from_chief(own)
             assert found is not None
             self._known = known = _Known(key, found, trains)
         assert known is not None
@@ -294,7 +296,7 @@ class KerasTrainer(Runner):
         sample = sample_of(source)
         is_divided = not isinstance(self._maker(), SingleDevice)
         is_known = self._known is not None or self._can_predict
-        if is_divided and not is_known and self._company.is_chief:
+        if is_divided and not is_known and self._job_context.is_chief:
             if isinstance(sample, ArraySource):
                 self.model.look_anew()
                 check_predictions(self.model, sample)
@@ -304,7 +306,7 @@ class KerasTrainer(Runner):
         self, samples: Sequence[ArraySource], *, is_divided: bool, trains: bool
     ) -> Additions | None:
         """What layers add to the loss, where rank 0 is."""
-        if not self._company.is_chief:
+        if not self._job_context.is_chief:
             return None
         self.model.look_anew()
         compiled = self.model.model._compile_loss
@@ -356,14 +358,14 @@ class KerasTrainer(Runner):
     def _run(
         self, task: Task, loss: Any, updater: Any, conductor: Conductor, batch_size: int
     ) -> Any:
-        if self._company.hosts is not None:
-            self._company.check_equal(self._keras_facts())
+        if self._job_context.hosts is not None:
+            self._job_context.check_equal(self._keras_facts())
         self._look()
         try:
             with (
                 self._frozen_as_keras(),
                 giving_losses(self.model, loss is not None),
-                self._counts_kept() if self._company.is_aside else nullcontext(),
+                self._counts_kept() if self._job_context.is_aside else nullcontext(),
                 reducing(reduce),
             ):
                 return super()._run(task, loss, updater, conductor, batch_size)

@@ -9,10 +9,10 @@ from itertools import combinations
 import pytest
 
 from lockstep.channel.channel import Channel
-from lockstep.comm.courier import _HEADER, Courier
+from lockstep.comm.mail_channels import _HEADER, MailChannels
 from lockstep.errors import HostError
-from tests.channels import channels, send
-from tests.circles import num_descriptors
+from tests.channels import channel_pair, send
+from tests.control_groups import num_descriptors
 
 SECONDS = 20.0
 NAMES = {rank: f"Host {rank} (node{rank})" for rank in range(3)}
@@ -27,7 +27,7 @@ def connected(num_ranks: int) -> Iterator[list[dict[int, Channel]]]:
     """For each rank its channels, by the rank at the other end."""
     ends: list[dict[int, Channel]] = [{} for _ in range(num_ranks)]
     for one, other in combinations(range(num_ranks), 2):
-        ends[one][other], ends[other][one] = channels()
+        ends[one][other], ends[other][one] = channel_pair()
     try:
         yield ends
     finally:
@@ -36,12 +36,12 @@ def connected(num_ranks: int) -> Iterator[list[dict[int, Channel]]]:
                 end.close()
 
 
-def couriers_of(ends: list[dict[int, Channel]]) -> list[Courier]:
-    return [Courier(own, NAMES, be_patient) for own in ends]
+def couriers_of(ends: list[dict[int, Channel]]) -> list[MailChannels]:
+    return [MailChannels(own, NAMES, be_patient) for own in ends]
 
 
-def close_all(couriers: list[Courier]) -> None:
-    threads = [threading.Thread(target=courier.close) for courier in couriers]
+def close_all(couriers: list[MailChannels]) -> None:
+    threads = [threading.Thread(target=mail_channels.close) for mail_channels in couriers]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -92,8 +92,8 @@ def test_readers_on_one_rank_take_the_same_message() -> None:
         left, right = couriers_of(ends)
         for number in (1, 2):
             left.put(0, number, b"%d" % number, [1, 1], num_slots=2)
-        left.put(7, 1, b"later on the same wire", [1], num_slots=1)
-        assert right.take(7, 1, 0) == b"later on the same wire"
+        left.put(7, 1, b"later on the same channel", [1], num_slots=1)
+        assert right.take(7, 1, 0) == b"later on the same channel"
         for number in (1, 2):
             assert [right.take(0, number, 0) for _ in range(2)] == [b"%d" % number] * 2
         sent = threading.Event()
@@ -114,19 +114,19 @@ def test_readers_on_one_rank_take_the_same_message() -> None:
         close_all([left, right])
 
 
-def test_tasks_follow_one_another_on_the_same_wires() -> None:
+def test_tasks_follow_one_another_on_the_same_channels() -> None:
     """Whoever says goodbye first: nothing of one task is found in the next."""
     with connected(3) as ends:
         for task in range(40):
             couriers = couriers_of(ends)
-            for rank, courier in enumerate(couriers):
+            for rank, mail_channels in enumerate(couriers):
                 others = [other for other in range(3) if other != rank]
-                courier.put(0, 1, b"%d %d" % (task, rank), others, num_slots=1)
-            for rank, courier in enumerate(couriers):
+                mail_channels.put(0, 1, b"%d %d" % (task, rank), others, num_slots=1)
+            for rank, mail_channels in enumerate(couriers):
                 for other in range(3):
                     if other != rank and (task + rank) % 2:  # some are never taken
-                        assert courier.take(0, 1, other) == b"%d %d" % (task, other)
-                        courier.acknowledge(0, 1, other)
+                        assert mail_channels.take(0, 1, other) == b"%d %d" % (task, other)
+                        mail_channels.acknowledge(0, 1, other)
             close_all(couriers)
             ends = [{rank: end.renewed() for rank, end in own.items()} for own in ends]
 
@@ -143,7 +143,7 @@ def test_a_host_that_is_gone_is_named() -> None:
 def test_whoever_closes_hears_what_became_of_the_rest() -> None:
     """Host 1 dies: what was to go to host 2 has not gone, so closing is no good end."""
     with connected(3) as ends:
-        left = Courier(ends[0], NAMES, be_patient)
+        left = MailChannels(ends[0], NAMES, be_patient)
         for end in ends[1].values():
             end.close()
         with pytest.raises(HostError, match=r"Host 1 \(node1\) no longer takes part"):
@@ -153,11 +153,11 @@ def test_whoever_closes_hears_what_became_of_the_rest() -> None:
 
 def test_a_thread_that_fails_is_heard_by_whoever_waits() -> None:
     with connected(2) as ends:
-        courier = Courier(ends[0], NAMES, be_patient)
+        mail_channels = MailChannels(ends[0], NAMES, be_patient)
         send(ends[1][0], _HEADER.pack(0, 0, 1, 1, 1 << 60))  # more than any memory holds
         with pytest.raises((MemoryError, OverflowError)):
-            courier.take(0, 1, 1)
-        courier.abandon()
+            mail_channels.take(0, 1, 1)
+        mail_channels.abandon()
 
 
 def test_what_is_abandoned_while_frames_come_in_leaves_nothing(
@@ -168,10 +168,10 @@ def test_what_is_abandoned_while_frames_come_in_leaves_nothing(
     before = num_descriptors()
     for _ in range(30):
         with connected(5) as ends:
-            courier = Courier(ends[0], dict.fromkeys(ends[0], "Host"), be_patient)
+            mail_channels = MailChannels(ends[0], dict.fromkeys(ends[0], "Host"), be_patient)
             for each in ends[1:]:
                 send(each[0], bytes(5))
-            courier.abandon()
+            mail_channels.abandon()
     assert not failed
     assert num_descriptors() == before
 
@@ -181,9 +181,9 @@ def test_what_is_abandoned_leaves_no_thread() -> None:
     with connected(2) as ends:
         couriers = couriers_of(ends)
         couriers[0].put(0, 1, bytes(1 << 24), [1], num_slots=1)
-        for courier in couriers:
-            courier.abandon()
-            courier.abandon()
+        for mail_channels in couriers:
+            mail_channels.abandon()
+            mail_channels.abandon()
         assert threading.active_count() <= before  # a thread of an earlier test may have ended
 
 
@@ -196,9 +196,9 @@ def test_whoever_waits_looks_around() -> None:
             raise GivenUpError
 
     with connected(2) as ends:
-        courier = Courier(ends[0], NAMES, give_up)
+        mail_channels = MailChannels(ends[0], NAMES, give_up)
         began = time.monotonic()
         with pytest.raises(GivenUpError):
-            courier.take(0, 1, 1)
+            mail_channels.take(0, 1, 1)
         assert time.monotonic() - began < SECONDS
-        courier.abandon()
+        mail_channels.abandon()

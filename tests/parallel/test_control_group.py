@@ -12,11 +12,11 @@ import pytest
 
 from lockstep.channel.channel import Channel
 from lockstep.errors import HostError
-from lockstep.launch import wire, wiring
-from lockstep.launch.circle import Circle
-from lockstep.launch.wiring import open_wires
+from lockstep.launch import framed_channel, pair_channels
+from lockstep.launch.control_group import ControlGroup
+from lockstep.launch.pair_channels import open_channels
 from tests.channels import receive, send
-from tests.circles import (
+from tests.control_groups import (
     SECONDS,
     address,
     enter,
@@ -31,11 +31,11 @@ GONE = "Host {0} (node{0}, 127.0.0.1) no longer answers: "
 
 
 @pytest.fixture
-def circles() -> Iterator[list[Circle]]:
+def groups() -> Iterator[list[ControlGroup]]:
     formed = form(3)
     yield formed
-    for circle in formed:
-        circle.close()
+    for group in formed:
+        group.close()
 
 
 def give_up(waited_seconds: float) -> None:
@@ -43,18 +43,18 @@ def give_up(waited_seconds: float) -> None:
         raise TimeoutError
 
 
-def die(circle: Circle) -> None:
+def die(group: ControlGroup) -> None:
     """Close the connections as the kernel does when a process is killed."""
-    for each in circle._star.values():
+    for each in group._star.values():
         each._channel.close()
 
 
-def wait_for_error(circle: Circle) -> str:
+def wait_for_error(group: ControlGroup) -> str:
     """What a host finds that does nothing but look around."""
     started = time.monotonic()
     while time.monotonic() - started < SECONDS:
         try:
-            circle.look_around()
+            group.look_around()
         except HostError as error:
             return str(error)
         time.sleep(0.01)
@@ -67,20 +67,20 @@ def error_of(call: Callable[[], Any]) -> str:
     return str(caught.value)
 
 
-def test_calls_in_any_order(circles: list[Circle]) -> None:
-    def call(circle: Circle) -> list[Any]:
-        own = bytes([circle.host])
-        circle.check("The Plan", "same", give_up)
+def test_calls_in_any_order(groups: list[ControlGroup]) -> None:
+    def call(group: ControlGroup) -> list[Any]:
+        own = bytes([group.host])
+        group.check("The Plan", "same", give_up)
         return [
-            circle.exchange(own, give_up),
-            circle.broadcast(b"from 0" if circle.host == 0 else None, give_up),
-            circle.gather(own * 2, give_up),
-            circle.broadcast(b"" if circle.host == 0 else None, give_up),
-            circle.exchange(own * circle.host, give_up),
-            circle.gather(b"", give_up),
+            group.exchange(own, give_up),
+            group.broadcast(b"from 0" if group.host == 0 else None, give_up),
+            group.gather(own * 2, give_up),
+            group.broadcast(b"" if group.host == 0 else None, give_up),
+            group.exchange(own * group.host, give_up),
+            group.gather(b"", give_up),
         ]
 
-    results = on_all(circles, call)
+    results = on_all(groups, call)
     everybody = [b"\0", b"\1", b"\2"]
     gathered = [[b"\0\0", b"\1\1", b"\2\2"], [], []]
     for host, result in enumerate(results):
@@ -89,47 +89,45 @@ def test_calls_in_any_order(circles: list[Circle]) -> None:
         assert result == expected
 
 
-def test_large_payloads(circles: list[Circle]) -> None:
+def test_large_payloads(groups: list[ControlGroup]) -> None:
     payloads = [bytes([host]) * (10_000_000 * host + 5) for host in range(3)]
-    results = on_all(circles, lambda circle: circle.exchange(payloads[circle.host], give_up))
+    results = on_all(groups, lambda group: group.exchange(payloads[group.host], give_up))
     assert results == [payloads] * 3
-    assert (
-        on_all(circles, lambda circle: circle.gather(payloads[2], give_up))[0] == [payloads[2]] * 3
-    )
+    assert on_all(groups, lambda group: group.gather(payloads[2], give_up))[0] == [payloads[2]] * 3
 
 
-def test_those_who_are_ahead_wait(circles: list[Circle]) -> None:
+def test_those_who_are_ahead_wait(groups: list[ControlGroup]) -> None:
     """Also when they look around meanwhile: no message is lost."""
 
-    def call(circle: Circle) -> list[list[bytes]]:
+    def call(group: ControlGroup) -> list[list[bytes]]:
         results = []
         for number in range(20):
-            time.sleep(0.005 * ((circle.host + number) % 3))
-            circle.look_around()
-            results.append(circle.exchange(b"%d %d" % (number, circle.host), give_up))
-            circle.look_around()
+            time.sleep(0.005 * ((group.host + number) % 3))
+            group.look_around()
+            results.append(group.exchange(b"%d %d" % (number, group.host), give_up))
+            group.look_around()
         return results
 
     expected = [[b"%d %d" % (number, host) for host in range(3)] for number in range(20)]
-    assert on_all(circles, call) == [expected] * 3
+    assert on_all(groups, call) == [expected] * 3
 
 
 @pytest.mark.parametrize("failing", [0, 1, 2])
 @pytest.mark.parametrize("way", ["fail", "die"])
 @pytest.mark.parametrize("doing", ["exchange", "gather", "look"])
 def test_all_others_learn_who_failed(
-    failing: int, way: str, doing: str, circles: list[Circle]
+    failing: int, way: str, doing: str, groups: list[ControlGroup]
 ) -> None:
-    def call(circle: Circle) -> str:
-        if circle.host == failing:
+    def call(group: ControlGroup) -> str:
+        if group.host == failing:
             time.sleep(0.1)
-            circle.fail("no space left") if way == "fail" else die(circle)
+            group.fail("no space left") if way == "fail" else die(group)
             return ""
-        if doing == "look" or (doing == "gather" and circle.host != 0):
-            return wait_for_error(circle)
-        return error_of(partial(getattr(circle, doing), b"x", give_up))
+        if doing == "look" or (doing == "gather" and group.host != 0):
+            return wait_for_error(group)
+        return error_of(partial(getattr(group, doing), b"x", give_up))
 
-    messages = on_all(circles, call)
+    messages = on_all(groups, call)
     del messages[failing]
     if way == "fail":
         assert messages == [f"Host {failing} (node{failing}) failed: no space left"] * 2
@@ -137,33 +135,33 @@ def test_all_others_learn_who_failed(
         assert all(message.startswith(GONE.format(failing)) for message in messages), messages
 
 
-def test_a_failure_is_heard_by_one_who_waits_elsewhere(circles: list[Circle]) -> None:
+def test_a_failure_is_heard_by_one_who_waits_elsewhere(groups: list[ControlGroup]) -> None:
     """``look_around`` is what other waits call: here with the frames of a call that nobody made."""
-    circles[0].broadcast(b"not received yet")
-    circles[2].fail("no space left")
-    assert wait_for_error(circles[0]) == "Host 2 (node2) failed: no space left"
-    assert wait_for_error(circles[1]) == "Host 2 (node2) failed: no space left"
+    groups[0].broadcast(b"not received yet")
+    groups[2].fail("no space left")
+    assert wait_for_error(groups[0]) == "Host 2 (node2) failed: no space left"
+    assert wait_for_error(groups[1]) == "Host 2 (node2) failed: no space left"
 
 
-def test_a_host_that_leaves_is_no_failure_until_it_is_needed(circles: list[Circle]) -> None:
-    circles[2].gather(b"last words")
-    circles[2].close()
+def test_a_host_that_leaves_is_no_failure_until_it_is_needed(groups: list[ControlGroup]) -> None:
+    groups[2].gather(b"last words")
+    groups[2].close()
     time.sleep(0.05)
-    circles[0].look_around()
-    circles[1].gather(b"")
-    assert circles[0].gather(b"", give_up) == [b"", b"", b"last words"]
-    circles[0].look_around()
+    groups[0].look_around()
+    groups[1].gather(b"")
+    assert groups[0].gather(b"", give_up) == [b"", b"", b"last words"]
+    groups[0].look_around()
     expected = "Host 2 (node2, 127.0.0.1) has left"
     errors = together(
-        *(partial(error_of, partial(circle.exchange, b"", give_up)) for circle in circles[:2])
+        *(partial(error_of, partial(group.exchange, b"", give_up)) for group in groups[:2])
     )
     assert all(error.startswith(expected) for error in errors), errors
 
 
 def test_who_gives_up_in_the_midst_of_a_message_can_still_say_why(
-    circles: list[Circle], monkeypatch: pytest.MonkeyPatch
+    groups: list[ControlGroup], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(wire, "_FAREWELL_SECONDS", SECONDS)
+    monkeypatch.setattr(framed_channel, "_FAREWELL_SECONDS", SECONDS)
     has_given_up = threading.Event()
 
     def impatient(waited_seconds: float) -> None:
@@ -172,60 +170,60 @@ def test_who_gives_up_in_the_midst_of_a_message_can_still_say_why(
 
     def interrupted() -> None:
         with pytest.raises(KeyboardInterrupt):
-            circles[1].gather(bytes(50_000_000), impatient)
+            groups[1].gather(bytes(50_000_000), impatient)
         has_given_up.set()
-        circles[1].fail("interrupted")
+        groups[1].fail("interrupted")
 
-    def late(circle: Circle) -> str:
+    def late(group: ControlGroup) -> str:
         assert has_given_up.wait(SECONDS)
-        return wait_for_error(circle)
+        return wait_for_error(group)
 
-    _, first, third = together(interrupted, partial(late, circles[0]), partial(late, circles[2]))
+    _, first, third = together(interrupted, partial(late, groups[0]), partial(late, groups[2]))
     assert first == third == "Host 1 (node1) failed: interrupted"
 
 
-def test_different_calls_at_the_same_time_are_an_error(circles: list[Circle]) -> None:
+def test_different_calls_at_the_same_time_are_an_error(groups: list[ControlGroup]) -> None:
     calls = [
-        partial(circles[0].exchange, b"", give_up),
-        partial(circles[1].exchange, b"", give_up),
-        partial(circles[2].gather, b"", give_up),
+        partial(groups[0].exchange, b"", give_up),
+        partial(groups[1].exchange, b"", give_up),
+        partial(groups[2].gather, b"", give_up),
     ]
     results = together(*(partial(error_of, call) for call in calls[:2]), calls[2])
     for message in results[:2]:
         assert "same calls in the same order" in message
         assert "gather from Host 2 (node2, 127.0.0.1), exchange on host 0" in message
-    assert wait_for_error(circles[2]) == results[0]
+    assert wait_for_error(groups[2]) == results[0]
 
 
-def test_what_must_be_the_same_is_checked_on_all_hosts(circles: list[Circle]) -> None:
+def test_what_must_be_the_same_is_checked_on_all_hosts(groups: list[ControlGroup]) -> None:
     values = ["a", "b", "a"]
-    checks = [partial(circle.check, "The data", values[circle.host]) for circle in circles]
+    checks = [partial(group.check, "The data", values[group.host]) for group in groups]
     messages = together(*(partial(error_of, check) for check in checks))
     assert len(set(messages)) == 1
     received = "'a' on Host 0 (node0), Host 2 (node2); 'b' on Host 1 (node1)."
     assert f"The data must be the same on all hosts. Received: {received}" in messages[0]
-    on_all(circles, lambda circle: circle.check("The data", "c", give_up))  # they can go on
+    on_all(groups, lambda group: group.check("The data", "c", give_up))  # they can go on
 
 
-def test_of_long_values_the_difference_is_shown(circles: list[Circle]) -> None:
+def test_of_long_values_the_difference_is_shown(groups: list[ControlGroup]) -> None:
     values = ["same " * 1000 + f"only here {host == 1} " + "more " * 1000 for host in range(3)]
-    checks = [partial(circle.check, "The Plan", values[circle.host]) for circle in circles]
+    checks = [partial(group.check, "The Plan", values[group.host]) for group in groups]
     for message in together(*(partial(error_of, check) for check in checks)):
         assert "only here True" in message
         assert "only here False" in message
         assert len(message) < 1000
 
 
-def test_checks_of_different_things(circles: list[Circle]) -> None:
+def test_checks_of_different_things(groups: list[ControlGroup]) -> None:
     names = ["The Plan", "The data", "The data"]
-    checks = [partial(circle.check, names[circle.host], "x") for circle in circles]
+    checks = [partial(group.check, names[group.host], "x") for group in groups]
     for message in together(*(partial(error_of, check) for check in checks)):
         assert "The Plan = 'x' on Host 0 (node0); The data = 'x' on Host 1" in message
 
 
 def close(opened: list[dict[int, list[Channel]]]) -> None:
-    for wires in opened:
-        for channels in wires.values():
+    for by_host in opened:
+        for channels in by_host.values():
             for channel in channels:
                 channel.close()
 
@@ -239,17 +237,17 @@ def close(opened: list[dict[int, list[Channel]]]) -> None:
         {},
     ],
 )
-def test_wires_are_the_same_connections_on_both_sides(
-    counts: dict[tuple[int, int], int], circles: list[Circle]
+def test_channels_are_the_same_connections_on_both_sides(
+    counts: dict[tuple[int, int], int], groups: list[ControlGroup]
 ) -> None:
     num_open, listening = num_descriptors(), listening_ports()
-    opened = on_all(circles, lambda circle: open_wires(circle, counts, SECONDS, give_up))
+    opened = on_all(groups, lambda group: open_channels(group, counts, SECONDS, give_up))
     assert listening_ports() <= listening
     assert num_descriptors() == num_open + 2 * sum(counts.values())
     for low, high in combinations(range(3), 2):
         count = counts.get((low, high), 0)
         pairs = [opened[low].get(high, []), opened[high].get(low, [])]
-        assert [len(wires) for wires in pairs] == [count, count]
+        assert [len(channels) for channels in pairs] == [count, count]
         for number, (left, right) in enumerate(zip(*pairs, strict=True)):
             for one, other in ((left, right), (right, left)):
                 assert not one.socket.getblocking()
@@ -259,58 +257,61 @@ def test_wires_are_the_same_connections_on_both_sides(
                 send(one, b"%d %d %d" % (low, high, number))
                 assert receive(other) == b"%d %d %d" % (low, high, number)
     close(opened)
-    on_all(circles, lambda circle: circle.check("Afterwards", "the circle still works", give_up))
+    on_all(
+        groups,
+        lambda group: group.check("Afterwards", "the control group still works", give_up),
+    )
 
 
-def test_wires_of_two_openings_are_apart(circles: list[Circle]) -> None:
-    def open_twice(circle: Circle) -> list[dict[int, list[Channel]]]:
-        return [open_wires(circle, {(0, 2): 2}, SECONDS, give_up) for _ in range(2)]
+def test_channels_of_two_openings_are_apart(groups: list[ControlGroup]) -> None:
+    def open_twice(group: ControlGroup) -> list[dict[int, list[Channel]]]:
+        return [open_channels(group, {(0, 2): 2}, SECONDS, give_up) for _ in range(2)]
 
-    first, _, third = on_all(circles, open_twice)
+    first, _, third = on_all(groups, open_twice)
     for number in range(2):
         send(first[number][2][1], b"%d" % number)
         assert receive(third[number][0][1]) == b"%d" % number
     close(first + third)
 
 
-def test_all_must_ask_for_the_same_wires(circles: list[Circle]) -> None:
+def test_all_must_ask_for_the_same_channels(groups: list[ControlGroup]) -> None:
     counts = [{(0, 1): 1}, {(0, 1): 1}, {(0, 2): 1}]
     num_open = num_descriptors()
     calls = [
-        partial(open_wires, circle, counts[circle.host], SECONDS, give_up) for circle in circles
+        partial(open_channels, group, counts[group.host], SECONDS, give_up) for group in groups
     ]
     for message in together(*(partial(error_of, call) for call in calls)):
-        assert "the same wires" in message
+        assert "the same channels" in message
         assert "[(0, 2, 1)]" in message
-    assert num_open - num_descriptors() == 2  # host 0 has told the others, and closed its wires
+    assert num_open - num_descriptors() == 2  # host 0 has told the others, and closed its channels
 
 
 def test_who_cannot_connect_is_named(
-    circles: list[Circle], monkeypatch: pytest.MonkeyPatch
+    groups: list[ControlGroup], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As with a firewall between hosts 1 and 2."""
-    genuine = wiring._Wiring.call
+    genuine = pair_channels._Opening.call
 
     def blocked(self: Any, host: int, *args: Any) -> Channel:
-        if (host, self.circle.host) == (1, 2):
+        if (host, self.control_group.host) == (1, 2):
             assert has_given_up.wait(SECONDS)
             raise self.too_late([host], "Connection timed out")
         return genuine(self, host, *args)
 
-    monkeypatch.setattr(wiring._Wiring, "call", blocked)
+    monkeypatch.setattr(pair_channels._Opening, "call", blocked)
 
     def wait_in_vain() -> str:
         try:
-            return error_of(partial(open_wires, circles[1], counts, 0.5, give_up))
+            return error_of(partial(open_channels, groups[1], counts, 0.5, give_up))
         finally:
             has_given_up.set()
 
     counts, has_given_up = {(0, 2): 1, (1, 2): 2}, threading.Event()
     num_open, listening = num_descriptors(), listening_ports()
     results = together(
-        partial(open_wires, circles[0], counts, SECONDS, give_up),
+        partial(open_channels, groups[0], counts, SECONDS, give_up),
         wait_in_vain,
-        partial(error_of, partial(open_wires, circles[2], counts, SECONDS, give_up)),
+        partial(error_of, partial(open_channels, groups[2], counts, SECONDS, give_up)),
     )
     close(results[:1])
     assert "Host 2 (node2) must be connected with Host 1 (node1) within 0.5 s." in results[1]
@@ -320,14 +321,14 @@ def test_who_cannot_connect_is_named(
     assert num_descriptors() == num_open
 
 
-def test_a_failure_while_wires_are_opened(
-    circles: list[Circle], monkeypatch: pytest.MonkeyPatch
+def test_a_failure_while_channels_are_opened(
+    groups: list[ControlGroup], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(self: Any, *args: Any) -> None:
-        self.circle.fail("no space left")
+        self.control_group.fail("no space left")
         raise HostError("on host 2")
 
-    monkeypatch.setattr(wiring._Wiring, "call", fail)
+    monkeypatch.setattr(pair_channels._Opening, "call", fail)
 
     def hear() -> str:
         """Within the call or after it: a failure is heard before what was sent earlier."""
@@ -335,15 +336,15 @@ def test_a_failure_while_wires_are_opened(
             calls[1]()
         except HostError as error:
             return str(error)
-        return wait_for_error(circles[1])
+        return wait_for_error(groups[1])
 
-    calls = [partial(open_wires, circle, {(0, 2): 1}, SECONDS, give_up) for circle in circles]
+    calls = [partial(open_channels, group, {(0, 2): 1}, SECONDS, give_up) for group in groups]
     results = together(partial(error_of, calls[0]), hear, partial(error_of, calls[2]))
     failure = "Host 2 (node2) failed: no space left"
     assert results == [failure, failure, "on host 2"]
 
 
-def test_waiting_for_wires_can_be_given_up(circles: list[Circle]) -> None:
+def test_waiting_for_channels_can_be_given_up(groups: list[ControlGroup]) -> None:
     num_open, listening = num_descriptors(), listening_ports()
 
     def impatient(waited_seconds: float) -> None:
@@ -351,7 +352,7 @@ def test_waiting_for_wires_can_be_given_up(circles: list[Circle]) -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        open_wires(circles[0], {(0, 1): 1}, SECONDS, impatient)
+        open_channels(groups[0], {(0, 1): 1}, SECONDS, impatient)
     assert listening_ports() <= listening
     assert num_descriptors() == num_open
 
@@ -369,8 +370,8 @@ def has_ipv6() -> bool:
 def test_circles_over_ipv6() -> None:
     where = type(address())(name="::1", port=address().port)
     both = together(*(partial(enter, host, 2, where) for host in range(2)))
-    opened = on_all(both, lambda circle: open_wires(circle, {(0, 1): 1}, SECONDS, give_up))
+    opened = on_all(both, lambda group: open_channels(group, {(0, 1): 1}, SECONDS, give_up))
     assert opened[0][1][0].socket.family is socket.AF_INET6
     close(opened)
-    for circle in both:
-        circle.close()
+    for group in both:
+        group.close()

@@ -72,17 +72,17 @@ def meet_followers(
         WorkerError: some have not come in time; with their numbers.
     """
     _check_platform()
-    reception = _Reception(place, secret, num_followers)
+    rendezvous_server = _RendezvousServer(place, secret, num_followers)
     watch = Stopwatch()
     try:
-        while not reception.is_complete:
-            reception.open()
-            reception.receive_guests()
+        while not rendezvous_server.is_complete:
+            rendezvous_server.open()
+            rendezvous_server.receive_guests()
             if watch.tick() > timeout_seconds:
-                raise reception.describe_absence(timeout_seconds)
-        return reception.take_followers()
+                raise rendezvous_server.describe_absence(timeout_seconds)
+        return rendezvous_server.take_followers()
     finally:
-        reception.close()
+        rendezvous_server.close()
 
 
 def meet_leader(place: Place, secret: bytes | None, *, timeout_seconds: float) -> Attendee:
@@ -129,7 +129,7 @@ class _Guest:
         return self._heard if len(self._heard) == _HELLO.size else None
 
 
-class _Reception:
+class _RendezvousServer:
     """Where followers come in, and others are sent away."""
 
     def __init__(self, place: Place, secret: bytes | None, num_followers: int) -> None:

@@ -6,11 +6,12 @@ import msgspec
 
 from lockstep.cluster.place import Address, Place
 from lockstep.errors import HostError, problem
-from lockstep.launch.circle import Card, Circle, name_of
+from lockstep.launch.control_group import Card, ControlGroup, name_of
+from lockstep.launch.framed_channel import Frame, FramedChannel, Peer
 from lockstep.launch.handshake import HANDSHAKE_SECONDS, OTHER_SECRET, HandshakeError, call
 from lockstep.launch.hearsay import decode_hearsay
 from lockstep.launch.patience import OverError, Patience
-from lockstep.launch.reception import (
+from lockstep.launch.rendezvous_server import (
     CARD,
     WAITING,
     Entry,
@@ -22,7 +23,6 @@ from lockstep.launch.reception import (
 )
 from lockstep.launch.secret import Secret
 from lockstep.launch.sockets import resolve
-from lockstep.launch.wire import Frame, Peer, Wire
 
 # A host that does not answer must not keep the next candidate waiting for long.
 _CALL_SECONDS = HANDSHAKE_SECONDS / 2
@@ -30,7 +30,7 @@ _CALL_SECONDS = HANDSHAKE_SECONDS / 2
 _T = TypeVar("_T")
 
 
-class Visit:
+class RendezvousClient:
     """The side of any other host."""
 
     def __init__(self, place: Place, secret: Secret, card: Card, patience: Patience) -> None:
@@ -41,19 +41,19 @@ class Visit:
         self.answers: dict[str, str] = {}  # what came of the last call, by address
         self.missing: list[int] = []  # once this host was let in
 
-    def pay(self) -> Circle:
-        """Call until host 0 answers, and wait for the circle to close."""
+    def pay(self) -> ControlGroup:
+        """Call until host 0 answers, and wait for the control group to close."""
         try:
             while True:
                 for address in self.place.rendezvous:
-                    circle = self._call_at(address)
-                    if circle:
-                        return circle
+                    control_group = self._call_at(address)
+                    if control_group:
+                        return control_group
                 self.patience.pause()
         except OverError:
             raise self._in_vain() from None
 
-    def _call_at(self, address: Address) -> Circle | None:
+    def _call_at(self, address: Address) -> ControlGroup | None:
         try:
             found = resolve(address)
         except OSError as error:
@@ -72,37 +72,41 @@ class Visit:
             except (HandshakeError, OSError) as error:
                 self.answers[str(address)] = reason_of(error)
                 continue
-            circle = self._stay(Wire(channel, Peer(host=0, name=address_of(channel))), str(address))
-            if circle:
-                return circle
+            control_group = self._stay(
+                FramedChannel(channel, Peer(host=0, name=address_of(channel))), str(address)
+            )
+            if control_group:
+                return control_group
         return None
 
-    def _stay(self, wire: Wire, address: str) -> Circle | None:
+    def _stay(self, channel: FramedChannel, address: str) -> ControlGroup | None:
         """Hand in the card, and wait for the others; None if host 0 goes away without a word.
 
         Raises:
-            HostError: host 0 has said why there will be no circle, or something else came than it
-                has sent.
+            HostError: host 0 has said why there will be no control group, or something else
+                came than it has sent.
         """
         entry = Entry(host=self.place.host, num_hosts=self.place.num_hosts, card=self.card)
         try:
-            wire.send(CARD, msgspec.json.encode(entry), self.patience.look)
-            while (frame := wire.receive(self.patience.look)).kind == WAITING:
+            channel.send(CARD, msgspec.json.encode(entry), self.patience.look)
+            while (frame := channel.receive(self.patience.look)).kind == WAITING:
                 self.missing = _decode(frame, list[int])
             cards = _decode(frame, list[Card])
         except HostError as error:
-            if wire.was_tampered_with:
-                wire.fail(f"{name_of(self.place.host, self.card)} failed: {error}")
-            wire.close()
-            if wire.was_told or wire.was_tampered_with:
+            if channel.was_tampered_with:
+                channel.fail(f"{name_of(self.place.host, self.card)} failed: {error}")
+            channel.close()
+            if channel.was_told or channel.was_tampered_with:
                 raise
             self.answers[address], self.missing = str(error), []
             return None
         except BaseException:
-            wire.close()
+            channel.close()
             raise
-        wire.peer = peer_of(0, cards[0], wire.peer.name)
-        return Circle(host=self.place.host, cards=cards, star={0: wire}, secret=self.secret)
+        channel.peer = peer_of(0, cards[0], channel.peer.name)
+        return ControlGroup(
+            host=self.place.host, cards=cards, star={0: channel}, secret=self.secret
+        )
 
     def _in_vain(self) -> HostError:
         if self.missing:

@@ -44,7 +44,7 @@ class StrategyLike(Protocol):
         """A maker of Plans of this precision."""
 
 
-class Company:
+class JobContext:
     """With whom calls are made.
 
     Args:

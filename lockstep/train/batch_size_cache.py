@@ -34,7 +34,7 @@ _FILE = Path("lockstep") / "batch_sizes.json"
 _VERSION = 1
 
 
-class Recollection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class BatchSizeCache(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A size that was found.
 
     Attributes:
@@ -55,7 +55,7 @@ class _Content(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The file."""
 
     version: int
-    sizes: dict[str, Recollection]
+    sizes: dict[str, BatchSizeCache]
 
 
 def file_path() -> Path:
@@ -64,12 +64,12 @@ def file_path() -> Path:
     return (Path(folder) if folder else Path.home() / ".cache") / _FILE
 
 
-def recall(key: str) -> Recollection | None:
+def recall(key: str) -> BatchSizeCache | None:
     """What was found under this key, if anything was."""
     return _read(file_path()).get(key)
 
 
-def remember(key: str, found: Recollection) -> bool:
+def remember(key: str, found: BatchSizeCache) -> bool:
     """Write what was found; returns whether it could be written."""
     path = file_path()
     with warnings.catch_warnings():
@@ -90,7 +90,7 @@ def remember(key: str, found: Recollection) -> bool:
     return True
 
 
-def _read(path: Path) -> dict[str, Recollection]:
+def _read(path: Path) -> dict[str, BatchSizeCache]:
     try:
         content = msgspec.json.decode(path.read_bytes(), type=_Content)
         if content.version != _VERSION:

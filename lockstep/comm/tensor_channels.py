@@ -1,6 +1,6 @@
-"""Wires: a rank's connections to ranks of other hosts; tensors go over them as they lie in memory.
+"""A rank's channels to ranks of other hosts; tensors go over them as they lie in memory.
 
-What goes over a wire has no headers: both ends know from the step what comes, how much, and in
+What goes over a channel has no headers: both ends know from the step what comes, how much, and in
 which order. Both directions move at once, or two ranks that send to each other would wait for ever.
 """
 
@@ -22,7 +22,7 @@ _LOOK_AROUND_SECONDS = 0.02
 _LONGEST_NAP_SECONDS = 5 * _LOOK_AROUND_SECONDS
 
 
-class Wires:
+class TensorChannels:
     """One rank's peers.
 
     Args:
@@ -92,7 +92,7 @@ class Wires:
             self._channels.popitem()[1].close()
 
     def _move(self, peer: int, coming: Mapping[int, deque[memoryview]]) -> int:
-        """Send and receive over a wire what can be now; returns what to poll for."""
+        """Send and receive over a channel what can be now; returns what to poll for."""
         channel, views = self._channels[peer], coming.get(peer)
         try:
             has_received = not views or _receive(channel, views)

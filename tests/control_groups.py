@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from lockstep.cluster.place import Address, Place
-from lockstep.launch.circle import Card, Circle
+from lockstep.launch.control_group import Card, ControlGroup
 from lockstep.launch.rendezvous import meet
 from lockstep.launch.secret import Secret
 
@@ -41,7 +41,7 @@ def card(host: int, **facts: str) -> Card:
 
 def enter(
     host: int, num_hosts: int, *where: Address, secret: Secret = SECRET, timeout: float = SECONDS
-) -> Circle:
+) -> ControlGroup:
     """Meet as one of the hosts."""
     own = place(host, num_hosts, *where)
     return meet(own, secret, card(host), timeout_seconds=timeout)
@@ -66,21 +66,21 @@ def together(*calls: Callable[[], Any]) -> list[Any]:
     return results
 
 
-def on_all(circles: Sequence[Circle], call: Callable[[Circle], _T]) -> list[_T]:
+def on_all(groups: Sequence[ControlGroup], call: Callable[[ControlGroup], _T]) -> list[_T]:
     """What all hosts return from the same call. Fails if one of them raises."""
-    results = together(*(lambda circle=circle: call(circle) for circle in circles))
+    results = together(*(lambda group=group: call(group) for group in groups))
     for result in results:
         if isinstance(result, BaseException):
             raise result
     return results
 
 
-def form(num_hosts: int) -> list[Circle]:
-    """A circle, seen from each of its hosts."""
+def form(num_hosts: int) -> list[ControlGroup]:
+    """A control group, seen from each of its hosts."""
     where = address()
     calls = [lambda host=host: enter(host, num_hosts, where) for host in range(num_hosts)]
     results = together(*calls)
-    assert all(isinstance(result, Circle) for result in results), results
+    assert all(isinstance(result, ControlGroup) for result in results), results
     return results
 
 

@@ -12,19 +12,19 @@ import msgspec
 from lockstep.channel.channel import Channel
 from lockstep.cluster.place import Address, Place
 from lockstep.errors import HostError, Problems, problem
-from lockstep.launch.circle import Card, Circle, name_of
+from lockstep.launch.control_group import Card, ControlGroup, name_of
+from lockstep.launch.framed_channel import MOST_BYTES, Frame, FramedChannel, Peer
 from lockstep.launch.handshake import HANDSHAKE_SECONDS, Gate, purpose_of
 from lockstep.launch.hearsay import decode_hearsay
 from lockstep.launch.link import LOOK_AROUND_SECONDS
 from lockstep.launch.patience import OverError, Patience
 from lockstep.launch.secret import Secret
 from lockstep.launch.sockets import listen, resolve
-from lockstep.launch.wire import MOST_BYTES, Frame, Peer, Wire
 from lockstep.units import first_few
 
 CARD = b"C"  # a host to host 0
 WAITING = b"W"  # host 0 to those who have come: the numbers of those who have not
-CARDS = b"A"  # host 0 to all: the circle is closed
+CARDS = b"A"  # host 0 to all: the control group is closed
 
 _MOST_CARD_BYTES = 1 << 20
 _NOBODY = -1  # a host that has not said which one it is
@@ -43,12 +43,12 @@ def purpose_of_meeting(place: Place) -> bytes:
     return purpose_of("rendezvous", place.job)
 
 
-class Reception:
+class RendezvousServer:
     """Host 0's side.
 
     Attributes:
         entering: those who have proved that they are ours, and since when; no card yet.
-        wires: of those who have handed in their card.
+        channels: of those who have handed in their card.
         cards: theirs, and host 0's.
         left: who went away again, for messages.
     """
@@ -57,19 +57,19 @@ class Reception:
         self.place = place
         self.secret = secret
         self.patience = patience
-        self.entering: dict[Wire, float] = {}
-        self.wires: dict[int, Wire] = {}
+        self.entering: dict[FramedChannel, float] = {}
+        self.channels: dict[int, FramedChannel] = {}
         self.cards = {0: card}
         self.left = ""
 
-    def hold(self) -> Circle:
-        """Let everybody in, and close the circle."""
+    def hold(self) -> ControlGroup:
+        """Let everybody in, and close the control group."""
         listener = _listen(self.place, self.patience)
         gate = Gate(listener, self.secret, {purpose_of_meeting(self.place)})
         try:
             while self.missing:
                 self._go_on(gate)
-            return self._close_circle()
+            return self._close_control_group()
         except BaseException as error:
             refusal = self._incomplete(gate) if isinstance(error, OverError) else error
             self._dismiss(refusal)
@@ -85,50 +85,50 @@ class Reception:
     def _go_on(self, gate: Gate) -> None:
         for guest in gate.admit(LOOK_AROUND_SECONDS):
             peer = Peer(host=_NOBODY, name=address_of(guest.channel))
-            self.entering[Wire(guest.channel, peer, _MOST_CARD_BYTES)] = time.monotonic()
+            self.entering[FramedChannel(guest.channel, peer, _MOST_CARD_BYTES)] = time.monotonic()
         before = self.missing
         self._forget_who_left()
-        for wire, since in list(self.entering.items()):
-            self._take_card(wire, since)
+        for channel, since in list(self.entering.items()):
+            self._take_card(channel, since)
         if self.missing != before:
             self._tell_missing()
         if self.missing:
             self.patience.look()
 
     def _tell_missing(self) -> None:
-        for wire in self.wires.values():
+        for channel in self.channels.values():
             # One that has gone is forgotten in the next round.
             with contextlib.suppress(HostError):
-                wire.send(WAITING, msgspec.json.encode(self.missing), self.patience.look)
+                channel.send(WAITING, msgspec.json.encode(self.missing), self.patience.look)
 
     def _forget_who_left(self) -> None:
-        for host, wire in list(self.wires.items()):
-            if _has_gone(wire):
+        for host, channel in list(self.channels.items()):
+            if _has_gone(channel):
                 self._forget(host)
 
     def _forget(self, host: int) -> None:
-        self.left = f"; {self.wires[host].peer} came and left again"
-        self.wires.pop(host).close()
+        self.left = f"; {self.channels[host].peer} came and left again"
+        self.channels.pop(host).close()
         del self.cards[host]
 
-    def _take_card(self, wire: Wire, since: float) -> None:
+    def _take_card(self, channel: FramedChannel, since: float) -> None:
         try:
-            frame = wire.take_one()
+            frame = channel.take_one()
         except HostError:
-            if wire.was_tampered_with:
+            if channel.was_tampered_with:
                 raise
-            self._turn_away(wire)  # gone before it said which one it is; it may come again
+            self._turn_away(channel)  # gone before it said which one it is; it may come again
             return
         if frame is not None:
-            self._enter(wire, frame)
+            self._enter(channel, frame)
         elif time.monotonic() - since > HANDSHAKE_SECONDS:
-            self._turn_away(wire)
+            self._turn_away(channel)
 
-    def _turn_away(self, wire: Wire) -> None:
-        del self.entering[wire]
-        wire.close()
+    def _turn_away(self, channel: FramedChannel) -> None:
+        del self.entering[channel]
+        channel.close()
 
-    def _enter(self, wire: Wire, frame: Frame) -> None:
+    def _enter(self, channel: FramedChannel, frame: Frame) -> None:
         """Note who has come.
 
         Raises:
@@ -137,18 +137,20 @@ class Reception:
         try:
             entry = decode_hearsay(frame.payload, Entry)
         except msgspec.DecodeError as error:
-            raise HostError(f"A host at {wire.peer.name} sent what is no card: {error}.") from error
-        if entry.host in self.wires and _has_gone(self.wires[entry.host]):
+            raise HostError(
+                f"A host at {channel.peer.name} sent what is no card: {error}."
+            ) from error
+        if entry.host in self.channels and _has_gone(self.channels[entry.host]):
             self._forget(entry.host)
-        self._check(entry, wire)
-        del self.entering[wire]
-        wire.peer = peer_of(entry.host, entry.card, wire.peer.name)
-        wire.most_bytes = MOST_BYTES
-        self.wires[entry.host], self.cards[entry.host] = wire, entry.card
+        self._check(entry, channel)
+        del self.entering[channel]
+        channel.peer = peer_of(entry.host, entry.card, channel.peer.name)
+        channel.most_bytes = MOST_BYTES
+        self.channels[entry.host], self.cards[entry.host] = channel, entry.card
 
-    def _check(self, entry: Entry, wire: Wire) -> None:
+    def _check(self, entry: Entry, channel: FramedChannel) -> None:
         problems = Problems()
-        name = f"{name_of(entry.host, entry.card)} at {wire.peer.name}"
+        name = f"{name_of(entry.host, entry.card)} at {channel.peer.name}"
         num_hosts = self.place.num_hosts
         if entry.num_hosts != num_hosts:
             problems.add(
@@ -162,11 +164,11 @@ class Reception:
                 received=name,
                 fix="Start each host with a number of its own; host 0 is at the rendezvous.",
             )
-        elif entry.host in self.wires:
+        elif entry.host in self.channels:
             problems.add(
                 f"Each process must lead a host of its own: two say that they are host "
                 f"{entry.host}.",
-                received=f"{self.wires[entry.host].peer} and {name}",
+                received=f"{self.channels[entry.host].peer} and {name}",
                 fix="Start each host with a number of its own.",
             )
         difference = _difference(self.cards[0].facts, entry.card.facts, entry.host)
@@ -178,20 +180,20 @@ class Reception:
             )
         problems.raise_if_any(HostError)
 
-    def _close_circle(self) -> Circle:
+    def _close_control_group(self) -> ControlGroup:
         cards = [self.cards[host] for host in range(self.place.num_hosts)]
-        for wire in self.wires.values():
-            wire.send(CARDS, msgspec.json.encode(cards), self.patience.look)
-        for wire in list(self.entering):
-            self._turn_away(wire)
-        return Circle(host=0, cards=cards, star=self.wires, secret=self.secret)
+        for channel in self.channels.values():
+            channel.send(CARDS, msgspec.json.encode(cards), self.patience.look)
+        for channel in list(self.entering):
+            self._turn_away(channel)
+        return ControlGroup(host=0, cards=cards, star=self.channels, secret=self.secret)
 
     def _dismiss(self, error: BaseException) -> None:
-        """Tell all who are here why there will be no circle."""
+        """Tell all who are here why there will be no control group."""
         own = name_of(0, self.cards[0])
         text = str(error) if isinstance(error, HostError) else f"{own} gave up: {error!r}."
-        for wire in [*self.wires.values(), *self.entering]:
-            wire.fail(text)
+        for channel in [*self.channels.values(), *self.entering]:
+            channel.fail(text)
 
     def _incomplete(self, gate: Gate) -> HostError:
         where = gate.address
@@ -263,16 +265,16 @@ def _difference(own: Mapping[str, str], theirs: Mapping[str, str], host: int) ->
     )
 
 
-def _has_gone(wire: Wire) -> bool:
+def _has_gone(channel: FramedChannel) -> bool:
     """Whether a host that was let in is there no more. It may come again.
 
     Raises:
         HostError: the connection was tampered with, in whichever direction.
     """
     try:
-        return wire.take_one() is not None  # who talks out of turn is none of ours
+        return channel.take_one() is not None  # who talks out of turn is none of ours
     except HostError:
-        if wire.was_tampered_with or wire.was_told:
+        if channel.was_tampered_with or channel.was_told:
             raise
         return True
 

@@ -1,10 +1,10 @@
-"""Parcels: objects on their way to another process, with their tensors in shared memory.
+"""Serialized objects: objects on their way to another process, with their tensors in shared memory.
 
-A parcel is a pickle (``lockstep.pickling``: what helpers cannot import goes by value) in which
-every CPU tensor and large array is replaced by its place in a shared region, or, where all of them
-are small, in bytes that follow the pickle. Parameters that lie in a store are replaced by their
-number there, so that both sides hold the same memory, and arrays in mapped files by their place in
-the file, which the receiver maps for itself.
+A serialized object is a pickle (``lockstep.pickling``: what helpers cannot import goes by value) in
+which every CPU tensor and large array is replaced by its place in a shared region, or, where all of
+them are small, in bytes that follow the pickle. Parameters that lie in a store are replaced by
+their number there, so that both sides hold the same memory, and arrays in mapped files by their
+place in the file, which the receiver maps for itself.
 """
 
 import copyreg
@@ -50,7 +50,7 @@ def reducing(reduce: Reduce) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Parcel:
+class SerializedObject:
     """A packed object: bytes, and a region for its tensors, if they are large."""
 
     payload: bytes
@@ -67,7 +67,7 @@ class Parcel:
             self.region.close()
 
 
-def pack(obj: Any, parameters: Sequence[torch.Tensor] = ()) -> Parcel:
+def pack(obj: Any, parameters: Sequence[torch.Tensor] = ()) -> SerializedObject:
     """Pack an object.
 
     Args:
@@ -84,7 +84,7 @@ def pack(obj: Any, parameters: Sequence[torch.Tensor] = ()) -> Parcel:
     for place, tensor in pickler.tensors:
         tensor_in(memory, *place).copy_(tensor)
     sent = bytes(memory) if is_sent else b""
-    return Parcel(_LENGTH.pack(len(sent)) + sent + text, region)
+    return SerializedObject(_LENGTH.pack(len(sent)) + sent + text, region)
 
 
 def describe(obj: Any, parameters: Sequence[torch.Tensor] = ()) -> bytes:

@@ -17,10 +17,10 @@ import pytest
 
 from lockstep.cluster.place import Address, Place
 from lockstep.errors import WorkerError
-from lockstep.launch import meeting
-from lockstep.launch.meeting import Attendee, meet_followers, meet_leader
+from lockstep.launch import local_rendezvous
+from lockstep.launch.local_rendezvous import Attendee, meet_followers, meet_leader
 from lockstep.launch.peer import Peer
-from tests.circles import num_descriptors
+from tests.control_groups import num_descriptors
 from tests.faults.processes import wait_until
 
 SECRET = b"a secret of this job"
@@ -64,15 +64,15 @@ def follow(
 
 def lead_until(place: Place, expected: str) -> None:
     """Wait for process 1 until the error for its absence would say something."""
-    reception = meeting._Reception(place, SECRET, 1)
+    rendezvous_server = local_rendezvous._RendezvousServer(place, SECRET, 1)
     deadline = time.monotonic() + SECONDS
     try:
-        while expected not in (said := str(reception.describe_absence(1.0))):
+        while expected not in (said := str(rendezvous_server.describe_absence(1.0))):
             assert time.monotonic() < deadline, said
-            reception.open()
-            reception.receive_guests()
+            rendezvous_server.open()
+            rendezvous_server.receive_guests()
     finally:
-        reception.close()
+        rendezvous_server.close()
 
 
 def check_and_close(attendees: list[Attendee]) -> None:
@@ -89,7 +89,7 @@ def connected(place: Place) -> Iterator[socket.socket]:
 
         def connects() -> bool:
             with suppress(ConnectionRefusedError):
-                sock.connect(meeting._name_of(place))
+                sock.connect(local_rendezvous._name_of(place))
                 return True
             return False
 
@@ -129,22 +129,24 @@ def test_strangers_disturb_nobody(place: Place) -> None:
                 with connected(place) as stranger:
                     assert len(stranger.recv(48)) == 48
                     stranger.send(dice.randbytes(68 + dice.randrange(3)))
-                    assert stranger.recv(100)[:1] == meeting._STRANGER
+                    assert stranger.recv(100)[:1] == local_rendezvous._STRANGER
                     with suppress(ConnectionResetError):  # where it has said more than is read
                         assert stranger.recv(100) == b""
             second = call(follow, place, 2)
             check_and_close([*leading.result(SECONDS), first, second.result(SECONDS)])
-            assert silent.recv(100)[:16] == meeting._VERSION
+            assert silent.recv(100)[:16] == local_rendezvous._VERSION
             assert silent.recv(100) == b""
 
 
 def test_a_silent_crowd_is_sent_away(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meeting, "_HELLO_SECONDS", 0.3)
+    monkeypatch.setattr(local_rendezvous, "_HELLO_SECONDS", 0.3)
     with threads() as call, ExitStack() as crowd:
         leading = call(lead, place, 1)
-        silent = [crowd.enter_context(connected(place)) for _ in range(meeting._MOST_GUESTS + 20)]
+        silent = [
+            crowd.enter_context(connected(place)) for _ in range(local_rendezvous._MOST_GUESTS + 20)
+        ]
         check_and_close([call(follow, place, 1).result(SECONDS), *leading.result(SECONDS)])
-        for sock in silent[: meeting._MOST_GUESTS]:
+        for sock in silent[: local_rendezvous._MOST_GUESTS]:
             assert len(sock.recv(100)) == 48
             assert sock.recv(100) == b""
 
@@ -166,7 +168,7 @@ def test_a_hello_is_good_for_one_connection_only(place: Place) -> None:
         with connected(place) as replayer:
             replayer.recv(48)
             replayer.send(hello)
-            assert replayer.recv(100)[:1] == meeting._STRANGER
+            assert replayer.recv(100)[:1] == local_rendezvous._STRANGER
         check_and_close([first, call(follow, place, 2).result(SECONDS), *leading.result(SECONDS)])
 
 
@@ -232,7 +234,7 @@ def test_a_leader_that_does_not_come(place: Place) -> None:
 
 def test_a_leader_that_does_not_answer(place: Place) -> None:
     with socket.socket(socket.AF_UNIX) as stopped:
-        stopped.bind(meeting._name_of(place))
+        stopped.bind(local_rendezvous._name_of(place))
         stopped.listen()
         with pytest.raises(WorkerError, match="which does not answer"):
             follow(place, 1, seconds=0.3)
@@ -240,7 +242,7 @@ def test_a_leader_that_does_not_answer(place: Place) -> None:
 
 def test_a_leader_that_speaks_otherwise(place: Place) -> None:
     with threads() as call, socket.socket(socket.AF_UNIX) as newer:
-        newer.bind(meeting._name_of(place))
+        newer.bind(local_rendezvous._name_of(place))
         newer.listen()
         coming = call(follow, place, 1)
         accepted, _ = newer.accept()
@@ -253,21 +255,21 @@ def test_a_leader_that_speaks_otherwise(place: Place) -> None:
 def test_a_leader_without_the_secret(place: Place) -> None:
     """It says that the follower is admitted, and cannot prove that it may."""
     with threads() as call, socket.socket(socket.AF_UNIX) as impostor:
-        impostor.bind(meeting._name_of(place))
+        impostor.bind(local_rendezvous._name_of(place))
         impostor.listen()
         coming = call(follow, place, 1)
         accepted, _ = impostor.accept()
         with accepted:
-            accepted.send(meeting._VERSION + bytes(32))
+            accepted.send(local_rendezvous._VERSION + bytes(32))
             accepted.recv(68)
-            accepted.send(meeting._ADMITTED + bytes(32))
+            accepted.send(local_rendezvous._ADMITTED + bytes(32))
             with pytest.raises(WorkerError, match="has another secret, or this one has"):
                 coming.result(SECONDS)
 
 
 def test_a_name_that_is_taken(place: Place) -> None:
     with socket.socket(socket.AF_UNIX) as other:
-        other.bind(meeting._name_of(place))
+        other.bind(local_rendezvous._name_of(place))
         with pytest.raises(WorkerError, match=r"is taken\. Received: job .* on host 3"):
             lead(place, 1, 0.3)
         with threads() as call:
@@ -285,7 +287,7 @@ def test_jobs_hosts_and_rendezvous_have_names_of_their_own(place: Place) -> None
             launcher="srun", job=place.job, host=3, num_hosts=4, rendezvous=(Address("h", 29501),)
         ),
     ]
-    names = {meeting._name_of(each) for each in (place, follower(place, 1), *others)}
+    names = {local_rendezvous._name_of(each) for each in (place, follower(place, 1), *others)}
     assert len(names) == 4
     assert place.job.encode() not in b"".join(names)
 
@@ -302,7 +304,7 @@ def test_another_user_is_turned_away(place: Place) -> None:
     with threads() as call:
         leading = call(lead_until, place, "turned away: 1 of another user")
         with connected(place):  # so that somebody listens
-            name = meeting._name_of(place).hex()
+            name = local_rendezvous._name_of(place).hex()
             said = subprocess.run(
                 [sys.executable, "-I", "-c", code, name],
                 capture_output=True,

@@ -1,4 +1,4 @@
-"""Scraps: what a process writes to a descriptor for rank 0 to read, should it come to that."""
+"""Diagnostics: what a process writes to a descriptor for rank 0 to read, should it come to that."""
 
 import os
 import sys
@@ -7,11 +7,11 @@ from contextlib import suppress
 from lockstep.cluster.nameless_files import nameless_file
 
 
-class Scrap:
+class DiagnosticsFile:
     """A file without a name: a process's errors while it starts, its stacks, its last words."""
 
     def __init__(self) -> None:
-        self.descriptor = nameless_file("lockstep-scrap")
+        self.descriptor = nameless_file("lockstep-diagnostics file")
         self._read = 0
 
     def read_new(self) -> str:

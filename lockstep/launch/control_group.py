@@ -1,13 +1,14 @@
-"""The circle of hosts: what their leading processes tell each other besides tensors.
+"""The control group of hosts: what their leading processes tell each other besides tensors.
 
-A star of wires: host 0 has one to each of the others, so two hosts hear of each other through host
-0. All hosts call the same things in the same order, with bytes that mean something to the caller.
+A star of channels: host 0 has one to each of the others, so two hosts hear of each other through
+host 0. All hosts call the same things in the same order, with bytes that mean something to the
+caller.
 
 Whoever waits here, or only looks, learns that another host has failed, with its name: host 0 passes
 on what it hears to all the others. A host that ends because of an error of its own calls ``fail``,
 one that is done calls ``close``; where neither comes, as after a kill, the host counts as gone.
 
-Meant for what is small or rare: tensors take wires of their own (``launch.wiring``).
+Meant for what is small or rare: tensors take channels of their own (``launch.pair_channels``).
 """
 
 import socket
@@ -18,9 +19,9 @@ from dataclasses import dataclass
 import msgspec
 
 from lockstep.errors import HostError, problem
+from lockstep.launch.framed_channel import Frame, FramedChannel
 from lockstep.launch.link import LookAround, Stopwatch, is_readable, wait_on
 from lockstep.launch.secret import Secret
-from lockstep.launch.wire import Frame, Wire
 from lockstep.units import first_few
 
 _EXCHANGE = b"E"
@@ -44,13 +45,13 @@ class Card:
     about: Mapping[str, str | int]
 
 
-class Circle:
+class ControlGroup:
     """The hosts of a job, seen from one of them.
 
     Args:
         host: the number of this one.
         cards: of all hosts.
-        star: on host 0 the wires to all others, on the others that to host 0.
+        star: on host 0 the channels to all others, on the others that to host 0.
         secret: what they know each other by.
 
     Attributes:
@@ -62,7 +63,12 @@ class Circle:
     """
 
     def __init__(
-        self, *, host: int, cards: Sequence[Card], star: Mapping[int, Wire], secret: Secret | None
+        self,
+        *,
+        host: int,
+        cards: Sequence[Card],
+        star: Mapping[int, FramedChannel],
+        secret: Secret | None,
     ) -> None:
         self.host = host
         self.cards = list(cards)
@@ -154,12 +160,12 @@ class Circle:
             HostError: one has failed, or is gone.
         """
         with self.telling_others():
-            for wire in self._star.values():
-                wire.look()
+            for channel in self._star.values():
+                channel.look()
 
     @property
     def interface(self) -> tuple[socket.AddressFamily, str]:
-        """The family and address of this host where the circle meets it."""
+        """The family and address of this host where the control group meets it."""
         return next(iter(self._star.values())).own_address
 
     def name_of(self, host: int) -> str:
@@ -173,17 +179,17 @@ class Circle:
 
     def close(self) -> None:
         """Leave: the others see that this host is done, not that it is gone."""
-        for wire in self._star.values():
-            wire.close()
+        for channel in self._star.values():
+            channel.close()
 
     def _send(self, to: int, kind: bytes, payload: bytes, look_around: LookAround) -> None:
         with self._awaiting([to]):
             self._star[to].send(kind, payload, self._watching(look_around))
 
     def _receive(self, kind: bytes, look_around: LookAround) -> bytes:
-        wire = self._star[0]
+        channel = self._star[0]
         with self._awaiting([0]):
-            return self._expected(kind, wire.receive(self._watching(look_around)), wire)
+            return self._expected(kind, channel.receive(self._watching(look_around)), channel)
 
     def _exchange_for_all(
         self, payload: bytes, look_around: LookAround, members: range
@@ -203,10 +209,10 @@ class Circle:
         found = {0: payload}
         while len(found) < len(members):
             missing = {host: self._star[host] for host in members if host not in found}
-            for host, wire in missing.items():
-                if (frame := wire.take_one()) is not None:
-                    found[host] = self._expected(kind, frame, wire)
-            waiting = [wire for host, wire in missing.items() if host not in found]
+            for host, channel in missing.items():
+                if (frame := channel.take_one()) is not None:
+                    found[host] = self._expected(kind, frame, channel)
+            waiting = [channel for host, channel in missing.items() if host not in found]
             if waiting and not is_readable(waiting):
                 with self._awaiting(host for host in missing if host not in found):
                     look(watch.tick())
@@ -227,14 +233,14 @@ class Circle:
 
         return look
 
-    def _expected(self, kind: bytes, frame: Frame, wire: Wire) -> bytes:
+    def _expected(self, kind: bytes, frame: Frame, channel: FramedChannel) -> bytes:
         if frame.kind == kind:
             return frame.payload
         theirs = _CALLS.get(frame.kind, repr(frame.kind))
         raise HostError(
             problem(
                 "All hosts must come to the same calls in the same order.",
-                received=f"{theirs} from {wire.peer}, {_CALLS[kind]} on host {self.host}",
+                received=f"{theirs} from {channel.peer}, {_CALLS[kind]} on host {self.host}",
                 fix="Run the same script with the same options on every host.",
             )
         )
@@ -253,8 +259,8 @@ class Circle:
         """Tell all others of a failure. Nothing comes after it."""
         if not self.has_told:
             self.has_told = True
-            for wire in self._star.values():
-                wire.fail(text, error)
+            for channel in self._star.values():
+                channel.fail(text, error)
 
 
 def name_of(host: int, card: Card) -> str:

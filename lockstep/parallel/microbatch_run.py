@@ -1,8 +1,8 @@
-"""A passage: one microbatch on its way through one stage, forward and back.
+"""A microbatch run: one microbatch on its way through one stage, forward and back.
 
 Forward, the stage's instructions run one by one. A value of another stage is received when the
-first instruction needs it: it becomes a leaf of this passage's own autograd graph. A value that
-others need is sent after its last use here: it is a root from which backward starts.
+first instruction needs it: it becomes a leaf of this microbatch run's own autograd graph. A value
+that others need is sent after its last use here: it is a root from which backward starts.
 
 Backward, the gradients of the roots are received, and the gradient of each leaf is sent on as soon
 as it is complete.
@@ -24,7 +24,7 @@ from lockstep.parallel.stage_mail import StageMail
 Gradients = list[torch.Tensor | None]
 
 
-class Passage:
+class MicrobatchRun:
     """A microbatch in a stage.
 
     Args:

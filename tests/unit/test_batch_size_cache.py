@@ -10,10 +10,10 @@ from torch import nn
 
 import lockstep
 from lockstep.data.sources import as_source
-from lockstep.train import recollection
-from lockstep.train.recollection import Recollection, file_path, key_of, recall, remember
+from lockstep.train import batch_size_cache
+from lockstep.train.batch_size_cache import BatchSizeCache, file_path, key_of, recall, remember
 
-FOUND = Recollection(batch_size=64, seconds_per_step=0.1, peak_bytes=1000, num_samples=None)
+FOUND = BatchSizeCache(batch_size=64, seconds_per_step=0.1, peak_bytes=1000, num_samples=None)
 X, Y = torch.zeros(10, 4), torch.zeros(10, dtype=torch.long)
 
 
@@ -155,7 +155,7 @@ def test_a_key_depends_on_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     before = key()
     for name, value in [("memory_ceiling", lambda: 1 << 30), ("_processor", lambda: "another")]:
         with monkeypatch.context() as patched:
-            patched.setattr(recollection, name, value)
+            patched.setattr(batch_size_cache, name, value)
             assert key() != before
     assert key() == before
 

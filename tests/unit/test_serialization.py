@@ -1,4 +1,4 @@
-"""Parcels: what arrives is what was sent, tensors through shared memory, the rest by pickle."""
+"""What arrives is what was sent: tensors through shared memory, the rest by pickle."""
 
 import subprocess
 import sys
@@ -16,7 +16,7 @@ from torch.optim import Adam, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, StepLR
 
 from lockstep.data.trees import tensors_of
-from lockstep.parallel.parcel import pack, unpack
+from lockstep.parallel.serialization import pack, unpack
 from lockstep.parallel.store import ParameterStore
 from tests.zoo import Case, case, cases
 
@@ -27,8 +27,8 @@ def sent(obj: Any, parameters: list[nn.Parameter] | None = None) -> Any:
     """The object after its journey; the receiver has equal parameters of its own."""
     own = list(parameters or [])
     theirs = [nn.Parameter(one.detach(), requires_grad=False) for one in own]
-    parcel = pack(obj, own)
-    return unpack(parcel.payload, parcel.region, theirs)
+    serialized = pack(obj, own)
+    return unpack(serialized.payload, serialized.region, theirs)
 
 
 def test_constants_of_torch_are_found_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,15 +101,15 @@ def test_a_dense_layout_is_kept_so_that_computing_gives_the_same_bits() -> None:
 
 def test_large_tensors_are_not_in_the_pickle() -> None:
     data = {"tensor": torch.zeros(LARGE), "array": np.zeros(LARGE), "module": nn.Linear(300, 300)}
-    parcel = pack(data)
-    assert len(parcel.payload) < 10_000
-    assert parcel.region is not None
-    assert parcel.region.num_bytes >= LARGE * (4 + 8) + 300 * 300 * 4
+    serialized = pack(data)
+    assert len(serialized.payload) < 10_000
+    assert serialized.region is not None
+    assert serialized.region.num_bytes >= LARGE * (4 + 8) + 300 * 300 * 4
 
 
-def test_tensors_of_one_parcel_are_shared_by_all_who_open_it() -> None:
-    parcel = pack([torch.zeros(3), np.zeros(LARGE)])
-    first, second = (unpack(parcel.payload, parcel.region) for _ in range(2))
+def test_tensors_of_one_serialized_are_shared_by_all_who_open_it() -> None:
+    serialized = pack([torch.zeros(3), np.zeros(LARGE)])
+    first, second = (unpack(serialized.payload, serialized.region) for _ in range(2))
     first[0].fill_(7)
     first[1][-1] = 9
     assert second[0].tolist() == [7.0] * 3
@@ -117,16 +117,16 @@ def test_tensors_of_one_parcel_are_shared_by_all_who_open_it() -> None:
 
 
 def test_small_tensors_are_sent_and_lie_where_torch_has_tensors() -> None:
-    parcel = pack([torch.arange(3), torch.ones(2, 2).t(), nn.Linear(5, 5)])
-    assert parcel.region is None
-    first, second = (unpack(parcel.payload, None) for _ in range(2))
+    serialized = pack([torch.arange(3), torch.ones(2, 2).t(), nn.Linear(5, 5)])
+    assert serialized.region is None
+    first, second = (unpack(serialized.payload, None) for _ in range(2))
     first[0].fill_(7)
     assert second[0].tolist() == [0, 1, 2]
     assert [one.data_ptr() % 64 for one in tensors_of(first[:2])] == [0, 0]
     assert second[2](torch.ones(5)).equal(first[2](torch.ones(5)))
 
 
-def test_a_parcel_does_not_share_memory_with_what_was_packed() -> None:
+def test_a_serialized_does_not_share_memory_with_what_was_packed() -> None:
     tensor = torch.zeros(3)
     arrived = sent(tensor)
     tensor.fill_(7)
@@ -192,8 +192,8 @@ def test_a_model_arrives_on_the_receivers_own_parameters(job: Case) -> None:
     parameters = [*model.parameters()]
     ParameterStore.adopt(list(model.named_parameters()))
     theirs = [nn.Parameter(one.detach(), requires_grad=False) for one in parameters]
-    parcel = pack(model, parameters)
-    arrived = unpack(parcel.payload, parcel.region, theirs)
+    serialized = pack(model, parameters)
+    arrived = unpack(serialized.payload, serialized.region, theirs)
     assert [id(one) for one in arrived.parameters()] == [id(one) for one in theirs]
     for (name, left), (other, right) in zip(
         arrived.named_parameters(), model.named_parameters(), strict=True
@@ -355,7 +355,7 @@ MAIN = """
 import sys
 import torch
 from torch import nn
-from lockstep.parallel.parcel import pack
+from lockstep.parallel.serialization import pack
 
 SCALE = 5.0
 
@@ -368,9 +368,9 @@ def loss(output, target):
 
 model = Scaled(2, 2, bias=False)
 nn.init.ones_(model.weight)
-parcel = pack((model, loss, lambda x: x + SCALE))
+serialized = pack((model, loss, lambda x: x + SCALE))
 with open(sys.argv[1], "wb") as file:
-    file.write(parcel.payload)
+    file.write(serialized.payload)
 """
 
 
@@ -391,9 +391,9 @@ def test_what_cannot_be_sent_raises_and_says_what() -> None:
 
 
 def test_nothing_is_left_open(tmp_path: Path) -> None:
-    parcel = pack([torch.zeros(LARGE)])
-    arrived = unpack(parcel.payload, parcel.region)
-    parcel.close()
-    assert parcel.region is not None
-    assert parcel.region.descriptor == -1
+    serialized = pack([torch.zeros(LARGE)])
+    arrived = unpack(serialized.payload, serialized.region)
+    serialized.close()
+    assert serialized.region is not None
+    assert serialized.region.descriptor == -1
     assert [one.sum().item() for one in tensors_of(arrived)] == [0.0]  # the memory lives on

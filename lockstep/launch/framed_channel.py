@@ -1,4 +1,4 @@
-"""A wire: framed messages over a sealed connection to another host.
+"""A channel: framed messages over a sealed connection to another host.
 
 Frames are a kind, a length, and bytes: nothing is unpickled. No call blocks in the kernel for long:
 whoever waits looks around 50 times a second, and gives up by raising (as on a ``Link``).
@@ -60,11 +60,11 @@ class Frame(NamedTuple):
     payload: bytes
 
 
-class Wire:
+class FramedChannel:
     """One end of a connection.
 
     Args:
-        channel: the connection; now the wire's.
+        channel: the connection; now the channel's.
         peer: who is at the other end.
         most_bytes: of a frame.
 
@@ -84,7 +84,7 @@ class Wire:
         self._num_missing = _HEADER.size
         self._frames: deque[Frame] = deque()
         self._num_waiting_bytes = 0
-        self._failure = ""  # why this wire is of no use any more
+        self._failure = ""  # why this channel is of no use any more
         self._farewell = b""  # or what the other host has said of its failure
         self._has_left = False
 
@@ -94,7 +94,7 @@ class Wire:
 
     @property
     def own_address(self) -> tuple[socket.AddressFamily, str]:
-        """The family and address of this host on the interface that the wire uses."""
+        """The family and address of this host on the interface that the channel uses."""
         sock = self._channel.socket
         return sock.family, sock.getsockname()[0]
 

@@ -1,4 +1,4 @@
-"""A wire carries frames whole, and says with a host's name why it carries no more."""
+"""A channel carries frames whole, and says with a host's name why it carries no more."""
 
 import ctypes
 import os
@@ -16,12 +16,11 @@ import pytest
 from lockstep.channel.channel import Channel
 from lockstep.channel.records import Sealer
 from lockstep.errors import HostError
-from lockstep.launch import sockets, wire
+from lockstep.launch import framed_channel, sockets
+from lockstep.launch.framed_channel import ERROR, Frame, FramedChannel, Peer
 from lockstep.launch.sockets import is_unanswered, tune
-from lockstep.launch.wire import ERROR, Frame, Peer, Wire
-from tests import channels
-from tests.channels import sealed
-from tests.circles import SECONDS, together
+from tests.channels import sealed, send
+from tests.control_groups import SECONDS, together
 
 LEFT, RIGHT = Peer(host=0, name="left"), Peer(host=1, name="right")
 _ATTACH_FILTER = 26  # SO_ATTACH_FILTER
@@ -48,12 +47,12 @@ def ends() -> Iterator[tuple[Channel, Channel]]:
 
 
 @pytest.fixture
-def wires(ends: tuple[Channel, Channel]) -> tuple[Wire, Wire]:
-    return Wire(ends[0], RIGHT), Wire(ends[1], LEFT)
+def channels(ends: tuple[Channel, Channel]) -> tuple[FramedChannel, FramedChannel]:
+    return FramedChannel(ends[0], RIGHT), FramedChannel(ends[1], LEFT)
 
 
-def wait_for_error(end: Wire) -> str:
-    """What looking at a wire ends with, which takes no frame."""
+def wait_for_error(end: FramedChannel) -> str:
+    """What looking at a channel ends with, which takes no frame."""
     started = time.monotonic()
     while time.monotonic() - started < SECONDS:
         try:
@@ -64,8 +63,8 @@ def wait_for_error(end: Wire) -> str:
     raise TimeoutError
 
 
-def test_frames_of_all_sizes_come_in_order(wires: tuple[Wire, Wire]) -> None:
-    left, right = wires
+def test_frames_of_all_sizes_come_in_order(channels: tuple[FramedChannel, FramedChannel]) -> None:
+    left, right = channels
     sizes = [0, 1, 8, 9, 65_536, 65_537, 0, 5_000_000, 3, 70_000_000]
     sent = [Frame(bytes([65 + number]), os.urandom(size)) for number, size in enumerate(sizes)]
 
@@ -78,18 +77,22 @@ def test_frames_of_all_sizes_come_in_order(wires: tuple[Wire, Wire]) -> None:
     assert received == sent
 
 
-def test_both_may_send_at_once_what_the_kernel_does_not_hold(wires: tuple[Wire, Wire]) -> None:
+def test_both_may_send_at_once_what_the_kernel_does_not_hold(
+    channels: tuple[FramedChannel, FramedChannel],
+) -> None:
     payload = bytes(30_000_000)
 
-    def talk(end: Wire) -> bytes:
+    def talk(end: FramedChannel) -> bytes:
         end.send(b"A", payload, give_up)  # which reads meanwhile what the other sends
         return end.receive(give_up).payload
 
-    assert together(*(partial(talk, end) for end in wires)) == [payload, payload]
+    assert together(*(partial(talk, end) for end in channels)) == [payload, payload]
 
 
-def test_taking_does_not_wait_and_looking_takes_nothing(wires: tuple[Wire, Wire]) -> None:
-    left, right = wires
+def test_taking_does_not_wait_and_looking_takes_nothing(
+    channels: tuple[FramedChannel, FramedChannel],
+) -> None:
+    left, right = channels
     assert right.take_one() is None
     for number in range(3):
         left.send(b"A", bytes([number]))
@@ -100,11 +103,11 @@ def test_taking_does_not_wait_and_looking_takes_nothing(wires: tuple[Wire, Wire]
 
 
 def test_reading_ahead_has_an_end(
-    wires: tuple[Wire, Wire], monkeypatch: pytest.MonkeyPatch
+    channels: tuple[FramedChannel, FramedChannel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So a host that is busy holds a bounded part of what others send meanwhile."""
-    monkeypatch.setattr(wire, "_READ_AHEAD_BYTES", 1_000_000)
-    left, right = wires
+    monkeypatch.setattr(framed_channel, "_READ_AHEAD_BYTES", 1_000_000)
+    left, right = channels
     frames = [bytes([number]) * 600_000 for number in range(50)]
 
     def send_all() -> None:
@@ -127,9 +130,9 @@ def test_reading_ahead_has_an_end(
 
 
 def test_an_end_without_goodbye_is_an_error_at_once(
-    wires: tuple[Wire, Wire], ends: tuple[Channel, Channel]
+    channels: tuple[FramedChannel, FramedChannel], ends: tuple[Channel, Channel]
 ) -> None:
-    left, right = wires
+    left, right = channels
     left.send(b"A", b"whole")
     ends[0].close()
     message = "Host 0 (left) no longer answers: it has closed the connection."
@@ -147,7 +150,7 @@ def test_the_end_within_a_frame(cut: int) -> None:
     frame = b"A" + struct.pack("!Q", 5) + b"whole"
     left.socket.send(b"".join(Sealer(left.keys.sending).seal(frame))[:cut])
     left.close()
-    end = Wire(right, LEFT)
+    end = FramedChannel(right, LEFT)
     with pytest.raises(HostError, match="closed the connection"):
         end.receive(give_up)
     end.close()
@@ -158,14 +161,16 @@ def test_a_reset_connection(ends: tuple[Channel, Channel]) -> None:
     left.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     left.close()
     with pytest.raises(HostError, match=r"Host 0 \(left\) no longer answers: Connection reset"):
-        Wire(right, LEFT).receive(give_up)
-    end = Wire(right, LEFT)
+        FramedChannel(right, LEFT).receive(give_up)
+    end = FramedChannel(right, LEFT)
     with pytest.raises(HostError, match=r"Host 0 \(left\) no longer answers"):
         end.send(b"A", b"x")
 
 
-def test_after_a_goodbye_frames_are_still_there(wires: tuple[Wire, Wire]) -> None:
-    left, right = wires
+def test_after_a_goodbye_frames_are_still_there(
+    channels: tuple[FramedChannel, FramedChannel],
+) -> None:
+    left, right = channels
     left.send(b"A", b"last")
     left.close()
     time.sleep(0.05)
@@ -178,8 +183,10 @@ def test_after_a_goodbye_frames_are_still_there(wires: tuple[Wire, Wire]) -> Non
         left.look()
 
 
-def test_an_error_is_heard_before_what_was_sent_earlier(wires: tuple[Wire, Wire]) -> None:
-    left, right = wires
+def test_an_error_is_heard_before_what_was_sent_earlier(
+    channels: tuple[FramedChannel, FramedChannel],
+) -> None:
+    left, right = channels
     right.send(b"A", bytes(100_000))  # which the other never reads: closing resets the connection
     left.send(b"A", b"earlier")
     time.sleep(0.05)
@@ -192,9 +199,11 @@ def test_an_error_is_heard_before_what_was_sent_earlier(wires: tuple[Wire, Wire]
         right.send(b"A", bytes(10_000_000), give_up)
 
 
-def test_an_error_explains_a_connection_that_was_closed(wires: tuple[Wire, Wire]) -> None:
+def test_an_error_explains_a_connection_that_was_closed(
+    channels: tuple[FramedChannel, FramedChannel],
+) -> None:
     """Also to one who only sends."""
-    left, right = wires
+    left, right = channels
     left.fail("Host 0 failed: no space left")
 
     def send_on() -> None:
@@ -205,8 +214,10 @@ def test_an_error_explains_a_connection_that_was_closed(wires: tuple[Wire, Wire]
         send_on()
 
 
-def test_what_was_given_up_goes_out_before_what_comes_next(wires: tuple[Wire, Wire]) -> None:
-    left, right = wires
+def test_what_was_given_up_goes_out_before_what_comes_next(
+    channels: tuple[FramedChannel, FramedChannel],
+) -> None:
+    left, right = channels
     huge = os.urandom(30_000_000)
 
     def impatient(waited_seconds: float) -> None:
@@ -222,8 +233,8 @@ def test_what_was_given_up_goes_out_before_what_comes_next(wires: tuple[Wire, Wi
     assert frames == [(b"A", huge), (b"B", b"next")]
 
 
-def test_no_goodbye_in_the_midst_of_a_frame(wires: tuple[Wire, Wire]) -> None:
-    left, right = wires
+def test_no_goodbye_in_the_midst_of_a_frame(channels: tuple[FramedChannel, FramedChannel]) -> None:
+    left, right = channels
 
     def impatient(waited_seconds: float) -> None:
         raise TimeoutError
@@ -236,8 +247,8 @@ def test_no_goodbye_in_the_midst_of_a_frame(wires: tuple[Wire, Wire]) -> None:
 
 
 @pytest.mark.parametrize("way", ["send", "receive"])
-def test_patience_ends(way: str, wires: tuple[Wire, Wire]) -> None:
-    left, _ = wires
+def test_patience_ends(way: str, channels: tuple[FramedChannel, FramedChannel]) -> None:
+    left, _ = channels
     waited: list[float] = []
 
     def look_around(waited_seconds: float) -> None:
@@ -258,15 +269,15 @@ def test_lengths_that_cannot_be_are_not_believed(
     kind: bytes, num_bytes: int, ends: tuple[Channel, Channel]
 ) -> None:
     left, right = ends
-    channels.send(left, kind + struct.pack("!Q", num_bytes))
-    end = Wire(right, LEFT, most_bytes=1000)
+    send(left, kind + struct.pack("!Q", num_bytes))
+    end = FramedChannel(right, LEFT, most_bytes=1000)
     with pytest.raises(HostError, match=r"Host 0 \(left\) sent more than can be\. Received: "):
         end.receive(give_up)
 
 
 def test_what_is_too_long_is_not_sent(ends: tuple[Channel, Channel]) -> None:
     with pytest.raises(HostError, match=r"Host 1 \(right\) cannot be sent so much at once"):
-        Wire(ends[0], RIGHT, most_bytes=1000).send(b"A", bytes(1001))
+        FramedChannel(ends[0], RIGHT, most_bytes=1000).send(b"A", bytes(1001))
 
 
 def drop_all(sock: socket.socket) -> None:
@@ -282,7 +293,7 @@ def test_an_idle_host_that_vanishes(monkeypatch: pytest.MonkeyPatch) -> None:
     started = time.monotonic()
     left, right = connected()
     drop_all(left.socket)
-    message = wait_for_error(Wire(right, LEFT))
+    message = wait_for_error(FramedChannel(right, LEFT))
     assert message == "Host 0 (left) no longer answers: Connection timed out."
     assert 2 < time.monotonic() - started < SECONDS
     left.close()
@@ -293,7 +304,7 @@ def test_a_host_that_vanishes_while_it_is_sent_to(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(sockets, "VANISHED_SECONDS", 1)
     left, right = connected()
     drop_all(left.socket)
-    end = Wire(right, LEFT)
+    end = FramedChannel(right, LEFT)
     end.send(b"A", b"into the void")
     message = wait_for_error(end)
     assert message.startswith("Host 0 (left) no longer answers: nothing has come back for")
@@ -305,7 +316,7 @@ def test_a_host_that_does_not_read_has_not_vanished(monkeypatch: pytest.MonkeyPa
     """It may be computing, or writing a checkpoint; its kernel answers."""
     monkeypatch.setattr(sockets, "VANISHED_SECONDS", 1)
     left, right = connected()
-    end = Wire(right, LEFT)
+    end = FramedChannel(right, LEFT)
 
     def impatient(waited_seconds: float) -> None:
         assert not is_unanswered(right.socket)

@@ -1,4 +1,4 @@
-"""A courier: messages from one rank's mailboxes to ranks of other hosts, while it computes.
+"""A mail thread: messages from one rank's mailboxes to ranks of other hosts, while it computes.
 
 Within a host a message lies in memory that its readers map. To another host it is sent, by a
 thread: a stage of a pipeline must neither wait until what it sends has left, nor let what is sent
@@ -7,7 +7,7 @@ has only so many on their way, as with the slots of a mailbox. What several read
 to have (stages that use the same value) goes there once.
 
 Messages are encoded (``comm.codec``), not pickled. Both ends say goodbye when a task is done, so
-that nothing of it is left on the wire for the next.
+that nothing of it is left on the channel for the next.
 """
 
 import os
@@ -28,8 +28,8 @@ _LOOK_AROUND_SECONDS = 0.02
 _LONGEST_NAP_SECONDS = 5 * _LOOK_AROUND_SECONDS
 
 
-class Courier:
-    """One rank's courier. It starts when it is made, and ends with ``close``.
+class MailChannels:
+    """One rank's mail thread. It starts when it is made, and ends with ``close``.
 
     Args:
         channels: by the rank at the other end.
@@ -46,7 +46,7 @@ class Courier:
         self._look_around = look_around
         self._state = _State(channels, names)
         self._thread = threading.Thread(
-            target=_run, args=(self._state,), name="lockstep-courier", daemon=True
+            target=_run, args=(self._state,), name="lockstep-mail", daemon=True
         )
         self._thread.start()
 
@@ -130,10 +130,10 @@ class _Letter:
 
 
 class _State:
-    """What a courier and its thread share.
+    """What a mail thread and its thread share.
 
     Attributes:
-        ends: the wires, by rank.
+        ends: the channels, by rank.
         news: notified when something has come, or the thread ends.
         inbox: messages that have come, by mailbox, number and sender.
         sent: by mailbox and slot, the number of the last message.
@@ -179,7 +179,7 @@ class _State:
             )
 
     def wait(self) -> list[int]:
-        """Ranks whose wires can be read or written."""
+        """Ranks whose channels can be read or written."""
         poller = select.poll()
         poller.register(self._bell, select.POLLIN)
         ranks = {}
@@ -204,7 +204,7 @@ class _State:
 
 
 class _End:
-    """One wire, and the frame that is coming in."""
+    """One channel, and the frame that is coming in."""
 
     def __init__(self, channel: Channel, name: str) -> None:
         self.channel = channel
@@ -248,7 +248,7 @@ def _run(state: _State) -> None:
 
 
 def _serve(state: _State, rank: int) -> None:
-    """Send and receive on a wire what can be now."""
+    """Send and receive on a channel what can be now."""
     end = state.ends[rank]
     try:
         end.channel.flush()

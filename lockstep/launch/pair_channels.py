@@ -1,8 +1,9 @@
-"""Opens wires pair by pair: connections for tensors, beside the star of the circle.
+"""Opens channels pair by pair: connections for tensors, beside the star of the control group.
 
-Of two hosts the one with the lower number listens: at the address of the interface that the circle
-uses, at a free port, until its wires are there and no longer. Where, it says over the circle. Each
-handshake is for one wire: with a token that is made for this one time, the pair, and the number.
+Of two hosts the one with the lower number listens: at the address of the interface that the control
+group uses, at a free port, until its channels are there and no longer. Where, it says over the
+control group. Each handshake is for one channel: with a token that is made for this one time, the
+pair, and the number.
 """
 
 import os
@@ -14,7 +15,7 @@ import msgspec
 
 from lockstep.channel.channel import Channel
 from lockstep.errors import HostError, problem
-from lockstep.launch.circle import Circle
+from lockstep.launch.control_group import ControlGroup
 from lockstep.launch.handshake import Gate, HandshakeError, call, purpose_of
 from lockstep.launch.link import LOOK_AROUND_SECONDS, LookAround, Stopwatch, wait_on
 from lockstep.launch.secret import Secret
@@ -28,12 +29,12 @@ _Channels = dict[int, list[Channel]]
 
 
 class _Notice(msgspec.Struct, frozen=True, kw_only=True):
-    """What a host says before wires are opened.
+    """What a host says before channels are opened.
 
     Attributes:
-        counts: how many wires there are to be, as (host, other host, number).
+        counts: how many channels there are to be, as (host, other host, number).
         where: the address and port of its listener, if it has one.
-        token: what its wires are known by.
+        token: what its channels are known by.
     """
 
     counts: list[tuple[int, int, int]]
@@ -42,24 +43,24 @@ class _Notice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Wiring:
-    """One opening of wires, as a host goes through it."""
+class _Opening:
+    """One opening of channels, as a host goes through it."""
 
-    circle: Circle
+    control_group: ControlGroup
     secret: Secret
     watch: Stopwatch
     timeout_seconds: float
     look_around: LookAround
 
     def look(self, waited_seconds: float = 0.0) -> None:
-        self.circle.look_around()
+        self.control_group.look_around()
         self.look_around(self.watch.tick())
 
     def call(self, host: int, notice: _Notice, number: int) -> Channel:
-        """Wire ``number`` to a host with a lower number."""
+        """Channel ``number`` to a host with a lower number."""
         assert notice.where is not None
-        family, _ = self.circle.interface
-        purpose = _purpose(notice.token, host, self.circle.host, number)
+        family, _ = self.control_group.interface
+        purpose = _purpose(notice.token, host, self.control_group.host, number)
         while True:
             left = self.timeout_seconds - self.watch.tick()
             try:
@@ -81,7 +82,7 @@ class _Wiring:
     def accept(
         self, gate: Gate, expected: Mapping[bytes, tuple[int, int]], into: _Channels
     ) -> None:
-        """Let in the wires of hosts with higher numbers; purposes are known by host and number."""
+        """Let in the channels of hosts with higher numbers."""
         numbered: dict[tuple[int, int], Channel] = {}
         try:
             while gate.purposes:
@@ -96,10 +97,11 @@ class _Wiring:
                 into.setdefault(host, []).append(numbered[host, number])
 
     def too_late(self, hosts: Iterable[int], received: str) -> HostError:
-        names = " and ".join(self.circle.name_of(host) for host in hosts)
+        names = " and ".join(self.control_group.name_of(host) for host in hosts)
+        own_name = self.control_group.name_of(self.control_group.host)
         return HostError(
             problem(
-                f"{names} must be connected with {self.circle.name_of(self.circle.host)} within "
+                f"{names} must be connected with {own_name} within "
                 f"{format_seconds(self.timeout_seconds)}.",
                 received=received,
                 fix="See whether a firewall stands between these hosts: every pair talks over "
@@ -108,13 +110,16 @@ class _Wiring:
         )
 
 
-def open_wires(
-    circle: Circle, counts: Counts, timeout_seconds: float, look_around: LookAround = wait_on
+def open_channels(
+    control_group: ControlGroup,
+    counts: Counts,
+    timeout_seconds: float,
+    look_around: LookAround = wait_on,
 ) -> dict[int, list[Channel]]:
-    """Open connections, pair by pair. All hosts of a circle ask for the same ones.
+    """Open connections, pair by pair. All hosts of a control group ask for the same ones.
 
     Args:
-        circle: the hosts.
+        control_group: the hosts.
         counts: how many for hosts (g, h), g < h; pairs that are not named get none.
         timeout_seconds: until all of them must be there, from when all hosts are at it.
         look_around: called while waiting.
@@ -126,21 +131,21 @@ def open_wires(
     Raises:
         HostError: another host did not connect, failed, or is gone.
     """
-    if circle.secret is None:
+    if control_group.secret is None:
         return {}
-    with circle.telling_others():
-        return _opened(circle, circle.secret, counts, timeout_seconds, look_around)
+    with control_group.telling_others():
+        return _opened(control_group, control_group.secret, counts, timeout_seconds, look_around)
 
 
 def _opened(
-    circle: Circle,
+    control_group: ControlGroup,
     secret: Secret,
     counts: Counts,
     timeout_seconds: float,
     look_around: LookAround,
 ) -> _Channels:
-    host = circle.host
-    assert all(0 <= low < high < circle.num_hosts for low, high in counts)
+    host = control_group.host
+    assert all(0 <= low < high < control_group.num_hosts for low, high in counts)
     token = os.urandom(_TOKEN_BYTES)
     expected = {
         _purpose(token, host, high, number): (high, number)
@@ -148,12 +153,12 @@ def _opened(
         if low == host
         for number in range(count)
     }
-    gate = _open_gate(circle, secret, expected) if expected else None
+    gate = _open_gate(control_group, secret, expected) if expected else None
     opened: _Channels = {}
     try:
-        notices = _exchange_notices(circle, gate, token, counts, look_around)
-        wiring = _Wiring(
-            circle=circle,
+        notices = _exchange_notices(control_group, gate, token, counts, look_around)
+        wiring = _Opening(
+            control_group=control_group,
             secret=secret,
             watch=Stopwatch(),
             timeout_seconds=timeout_seconds,
@@ -176,17 +181,17 @@ def _opened(
 
 
 def _purpose(token: bytes, low: int, high: int, number: int) -> bytes:
-    return purpose_of("wire", token, low, high, number)
+    return purpose_of("channel", token, low, high, number)
 
 
-def _open_gate(circle: Circle, secret: Secret, purposes: Iterable[bytes]) -> Gate:
-    family, address = circle.interface
+def _open_gate(control_group: ControlGroup, secret: Secret, purposes: Iterable[bytes]) -> Gate:
+    family, address = control_group.interface
     try:
         return Gate(listen(family, (address, 0)), secret, set(purposes), once=True)
     except OSError as error:
         raise HostError(
             problem(
-                f"{circle.name_of(circle.host)} must be able to listen at {address}.",
+                f"{control_group.name_of(control_group.host)} must be able to listen at {address}.",
                 received=error.strerror or str(error),
                 fix="See whether the interface is still up.",
             )
@@ -194,12 +199,16 @@ def _open_gate(circle: Circle, secret: Secret, purposes: Iterable[bytes]) -> Gat
 
 
 def _exchange_notices(
-    circle: Circle, gate: Gate | None, token: bytes, counts: Counts, look_around: LookAround
+    control_group: ControlGroup,
+    gate: Gate | None,
+    token: bytes,
+    counts: Counts,
+    look_around: LookAround,
 ) -> list[_Notice]:
     wanted = sorted((*pair, count) for pair, count in counts.items() if count)
     where = (gate.address[0], gate.address[1]) if gate else None
     own = _Notice(counts=wanted, where=where, token=token)
-    said = circle.exchange(msgspec.json.encode(own), look_around)
+    said = control_group.exchange(msgspec.json.encode(own), look_around)
     try:
         notices = [msgspec.json.decode(part, type=_Notice) for part in said]
     except msgspec.DecodeError as error:
@@ -208,9 +217,9 @@ def _exchange_notices(
         if notice.counts != wanted:
             raise HostError(
                 problem(
-                    "All hosts must ask for the same wires.",
-                    received=f"{notice.counts} on {circle.name_of(host)}, {wanted} on "
-                    f"{circle.name_of(circle.host)}",
+                    "All hosts must ask for the same channels.",
+                    received=f"{notice.counts} on {control_group.name_of(host)}, {wanted} on "
+                    f"{control_group.name_of(control_group.host)}",
                     fix="Run the same script with the same options on every host.",
                 )
             )
