@@ -157,6 +157,10 @@ class Board:
         for rank in range(self.num_ranks):
             self._wait(rank, lambda line: line.barriers >= entered)
 
+    def barrier_here(self) -> None:
+        """Wait for the ranks of this host only."""
+        self.barrier()
+
     def tell(self, numbers: Sequence[float]) -> list[list[float]]:
         """Every rank's numbers, by rank; all tell as many.
 

@@ -7,7 +7,7 @@ every group of parameters; and room for the mail between stages. One rank alone 
 On several hosts each has a region of its own (``comm.host_exchange``).
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -15,9 +15,11 @@ from typing import Any
 import torch
 
 from lockstep.comm.board import LINE_BYTES, Board
+from lockstep.comm.domain_sums import DomainSums, members_by_domain
 from lockstep.comm.gradient_rows import GradientRows, GradientSpec
 from lockstep.comm.gradients import Gradients, GroupGradients, OwnGradients
 from lockstep.comm.shared_memory import SharedRegion, dense_stride
+from lockstep.comm.transport import Transport
 from lockstep.errors import ModelError, problem
 from lockstep.plan.layout import align
 
@@ -152,6 +154,8 @@ class Exchange:
         board: the ranks' board, in the region; None for one rank alone.
         rank: this rank.
         ranks_here: those of this host; None for all.
+        domains: the ranks that share parameters, of all ranks; None where all do.
+        transports: to the ranks of other domains, by the number of the group.
 
     Attributes:
         gradients: of the groups that this rank holds, by number.
@@ -166,12 +170,17 @@ class Exchange:
         board: Board | None,
         rank: int,
         ranks_here: range | None = None,
+        domains: Sequence[range] | None = None,
+        transports: Mapping[int, Transport] | None = None,
     ) -> None:
         self.board = board
         self._spec = spec
         self._rank = rank
         self._region = region
         self.ranks_here = range(spec.num_ranks) if ranks_here is None else ranks_here
+        self._domains = [self.ranks_here] if domains is None else domains
+        self._domain = next(ranks for ranks in self._domains if rank in ranks)
+        self._transports = transports or {}
         losses, used, rows, *groups = spec.offsets()
         shares = spec.num_shares
         self._losses = self._tensor(losses, torch.float64, (shares, 3)).numpy()
@@ -183,7 +192,7 @@ class Exchange:
             if group.rows_of(self.ranks_here)
         }
         self.gradients: dict[int, GroupGradients] = {
-            number: self._gradient_rows[number] if group.row_ranks else OwnGradients()
+            number: self._gradients_of(number) if group.row_ranks else OwnGradients()
             for number, group in enumerate(spec.groups)
             if rank in group.ranks
         }
@@ -199,8 +208,24 @@ class Exchange:
 
     def _open_rows(self, group: GroupSpec, offset: int) -> GradientRows:
         assert self._region is not None
-        here = group.rows_of(self.ranks_here)
+        here = group.rows_of(self._domain) or group.rows_of(self.ranks_here)
         return GradientRows(group.gradients, self._region, offset, here)
+
+    def _gradients_of(self, number: int) -> GroupGradients:
+        rows, group = self._gradient_rows[number], self._spec.groups[number]
+        members = members_by_domain(group.ranks, self._domains)
+        if len(members) == 1:
+            return rows
+        assert self.board is not None
+        return DomainSums(
+            rows,
+            rank=self._rank,
+            domains=members,
+            rows_of=group.rows_of,
+            transport=self._transports[number],
+            is_everywhere=[limit > 0 for limit in group.gradients.row_limits],
+            meet_here=self.board.barrier_here,
+        )
 
     # --- what passes come to ---------------------------------------------------------------------
 
@@ -265,8 +290,12 @@ class Exchange:
             self.board.barrier()
 
     def end_step(self) -> None:
-        """Wait until all that this step has updated is there."""
-        self.barrier()
+        """Wait until all that this step has updated is there.
+
+        Pieces of other domains have come; whoever has sent them need not be waited for.
+        """
+        if self.board is not None:
+            self.board.barrier_here()
 
     def lends(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor lies in what ranks share: it will be overwritten."""

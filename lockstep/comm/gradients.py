@@ -6,7 +6,7 @@ happens is one of:
 
 - ``OwnGradients``: one rank alone has the group; gradients stay where autograd left them.
 - ``GradientRows`` (``comm.gradient_rows``): the ranks of a host meet in shared memory.
-- ``HostSums`` (``comm.host_sums``): so they do on several hosts, whose sums meet over the network.
+- ``DomainSums`` (``comm.domain_sums``): ranks that share no memory send sums to one another.
 """
 
 from abc import ABC, abstractmethod

@@ -1,20 +1,20 @@
 """The exchange of ranks on several hosts.
 
-Within a host ranks meet in shared memory; gradients of several hosts in ``comm.host_sums``. What
+Within a host ranks meet in shared memory; gradients of several hosts in ``comm.domain_sums``. What
 ranks must know of other hosts besides (losses, what they have put, rows that shares offer) the
 leaders exchange, and write where the ranks of this host look for it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
+from lockstep.comm.domain_sums import members_by_domain
 from lockstep.comm.exchange import Exchange, ExchangeSpec
-from lockstep.comm.host_sums import HostSums
 from lockstep.comm.shared_memory import SharedRegion
-from lockstep.comm.tensor_channels import TensorChannels
+from lockstep.comm.transport import Transport
 from lockstep.comm.wide_board import WideBoard
 
 # Part of what ranks share, and the lines of it that a host's ranks write.
@@ -30,7 +30,8 @@ class HostExchange(Exchange):
         board: this host's, in the region.
         hosts: the ranks of each host.
         host: this host.
-        channels: this rank's, for sums of gradients.
+        domains: see ``Exchange``.
+        transports: see ``Exchange``.
         mirrored: tensors in shared memory whose values on host 0 all hosts get in every step.
     """
 
@@ -44,10 +45,19 @@ class HostExchange(Exchange):
         board: WideBoard,
         hosts: Sequence[range],
         host: int,
-        channels: TensorChannels,
+        domains: Sequence[range],
+        transports: Mapping[int, Transport],
         mirrored: Sequence[torch.Tensor] = (),
     ) -> None:
-        super().__init__(spec, region, board=board, rank=board.rank, ranks_here=hosts[host])
+        super().__init__(
+            spec,
+            region,
+            board=board,
+            rank=board.rank,
+            ranks_here=hosts[host],
+            domains=domains,
+            transports=transports,
+        )
         self._hosts = hosts
         self._host = host
         self._mirrored = mirrored
@@ -55,23 +65,8 @@ class HostExchange(Exchange):
         self._abroad = {
             number: members
             for number, group in enumerate(spec.groups)
-            if len(members := members_by_host(group.ranks, hosts)) > 1
+            if len(members := members_by_domain(group.ranks, hosts)) > 1
         }
-        for number in self._abroad.keys() & self.gradients.keys():
-            group = spec.groups[number]
-            self.gradients[number] = HostSums(
-                self._gradient_rows[number],
-                rank=board.rank,
-                hosts=self._abroad[number],
-                rows_of=group.rows_of,
-                channels=channels,
-                is_everywhere=[limit > 0 for limit in group.gradients.row_limits],
-                meet_here=board.barrier_here,
-            )
-
-    def end_step(self) -> None:
-        # Other hosts' pieces have come; who has sent them need not be waited for.
-        self.board.barrier_here()
 
     # --- what leaders exchange -------------------------------------------------------------------
 
@@ -130,12 +125,6 @@ class HostExchange(Exchange):
 
         if among > 1:
             self.board.relay(tag, fetch)
-
-
-def members_by_host(ranks: Sequence[int], hosts: Sequence[range]) -> list[list[int]]:
-    """Some ranks host by host, for those hosts that have any."""
-    found = ([rank for rank in ranks if rank in own] for own in hosts)
-    return [own for own in found if own]
 
 
 def _as_lines(tensor: torch.Tensor) -> Any:

@@ -6,23 +6,21 @@ which order. Both directions move at once, or two ranks that send to each other 
 
 import select
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from time import monotonic
 
 import torch
 
 from lockstep.channel.channel import Channel, lost
+from lockstep.comm.transport import Buffers, Transport
 from lockstep.errors import HostError, problem
 from lockstep.units import format_seconds
-
-# Tensors by the rank at the other end.
-Buffers = Mapping[int, Sequence[torch.Tensor]]
 
 _LOOK_AROUND_SECONDS = 0.02
 _LONGEST_NAP_SECONDS = 5 * _LOOK_AROUND_SECONDS
 
 
-class TensorChannels:
+class TensorChannels(Transport):
     """One rank's peers.
 
     Args:
@@ -46,15 +44,6 @@ class TensorChannels:
         self._timeout = timeout_seconds
 
     def transfer(self, sends: Buffers, receives: Buffers) -> None:
-        """Send tensors and fill others, all at once, until everything has come and gone.
-
-        Args:
-            sends: dense tensors by rank, in the order in which the other end receives them.
-            receives: dense tensors by rank, which are written to.
-
-        Raises:
-            HostError: another host is gone, what came is not what it sent, or time is up.
-        """
         coming = {peer: _views(tensors) for peer, tensors in receives.items()}
         for peer, tensors in sends.items():
             self._channels[peer].put(*_views(tensors))

@@ -16,14 +16,16 @@ from torch import nn
 
 from lockstep.channel.channel import Channel
 from lockstep.comm.board import Board
+from lockstep.comm.domain_sums import members_by_domain, pairs
 from lockstep.comm.exchange import Exchange, ExchangeSpec, GroupSpec
 from lockstep.comm.gradient_rows import GradientSpec
 from lockstep.comm.gradients import TensorSpec
-from lockstep.comm.host_exchange import HostExchange, members_by_host
-from lockstep.comm.host_sums import pairs
+from lockstep.comm.host_exchange import HostExchange
 from lockstep.comm.mail_channels import MailChannels
+from lockstep.comm.process_group import ProcessGroupTransport
 from lockstep.comm.shared_memory import SharedRegion
 from lockstep.comm.tensor_channels import TensorChannels
+from lockstep.comm.transport import Transport
 from lockstep.comm.wide_board import Crossing, WideBoard
 from lockstep.parallel.batch_norm import BatchNorms
 from lockstep.parallel.gradient_rules import GradientRules
@@ -39,7 +41,7 @@ from lockstep.parallel.step_functions import StepFunction
 from lockstep.parallel.store import tensor_spec
 from lockstep.parallel.update import Updater
 from lockstep.parallel.worker import Worker
-from lockstep.plan.decision import LocalUpdate
+from lockstep.plan.decision import LocalUpdate, ProcessGroup, SharedMemory
 from lockstep.plan.layout import Piece, block_sizes
 from lockstep.plan.lowering import lower_train
 from lockstep.plan.prediction import stage_graph
@@ -173,11 +175,10 @@ ChannelKey = tuple[int, int, ChannelUse]
 
 def channel_keys(plan: Plan, groups: Sequence[ParameterGroup]) -> set[ChannelKey]:
     """The channels that a Plan needs."""
-    hosts = [plan.ranks_of_host(host) for host in range(plan.num_hosts)]
     keys: set[ChannelKey] = set()
-    for group in groups:
-        members = [[rank for rank in ranks if rank in group.ranks] for ranks in hosts]
-        keys |= {(low, high, "sums") for low, high in pairs([own for own in members if own])}
+    for group in groups if isinstance(plan.engine, SharedMemory) else ():
+        members = members_by_domain(group.ranks, plan.domains)
+        keys |= {(low, high, "sums") for low, high in pairs(members)}
     stages = () if plan.pipeline is None else plan.pipeline.stages
     for one, other in combinations(stages, 2):
         for low, high in (sorted(pair) for pair in product(one.ranks, other.ranks)):
@@ -222,13 +223,17 @@ def build_exchange(
     rank: int,
     look_around: Callable[[float], None],
     neighbours: Neighbours | None = None,
+    meeting_point: str = "",
 ) -> Exchange:
     """This rank's end of what the Plan's ranks share."""
     if region is None:
         return Exchange(spec, None, board=None, rank=rank)
+    transports = _transports(plan, spec, rank, look_around, neighbours, meeting_point)
     if neighbours is None:
         board = Board(region, rank=rank, num_ranks=plan.num_ranks, look_around=look_around)
-        return Exchange(spec, region, board=board, rank=rank)
+        return Exchange(
+            spec, region, board=board, rank=rank, domains=plan.domains, transports=transports
+        )
     return HostExchange(
         spec,
         region,
@@ -241,11 +246,42 @@ def build_exchange(
         ),
         hosts=[plan.ranks_of_host(host) for host in range(plan.num_hosts)],
         host=neighbours.host,
-        channels=TensorChannels(
-            neighbours.channels, neighbours.names, look_around, neighbours.timeout_seconds
-        ),
+        domains=plan.domains,
+        transports=transports,
         mirrored=neighbours.mirrored,
     )
+
+
+def _transports(
+    plan: Plan,
+    spec: ExchangeSpec,
+    rank: int,
+    look_around: Callable[[float], None],
+    neighbours: Neighbours | None,
+    meeting_point: str,
+) -> dict[int, Transport]:
+    """By the number of a group: what moves its tensors between domains."""
+    numbers = [number for number, group in enumerate(spec.groups) if rank in group.ranks]
+    match plan.engine:
+        case ProcessGroup(backend=backend):
+            return {
+                number: ProcessGroupTransport(
+                    spec.groups[number].ranks,
+                    rank=rank,
+                    name=f"group {number}",
+                    backend=backend,
+                    meeting_point=meeting_point,
+                    look_around=look_around,
+                )
+                for number in numbers
+            }
+        case _ if neighbours is None:
+            return {}
+        case _:
+            channels = TensorChannels(
+                neighbours.channels, neighbours.names, look_around, neighbours.timeout_seconds
+            )
+            return dict.fromkeys(numbers, channels)
 
 
 def build_worker(
@@ -265,6 +301,7 @@ def build_worker(
     device: torch.device,
     look_around: Callable[[float], None],
     neighbours: Neighbours | None = None,
+    meeting_point: str = "",
 ) -> Worker:
     """Put a rank's parts together.
 
@@ -284,9 +321,16 @@ def build_worker(
         device: where the model is.
         look_around: see ``Board``.
         neighbours: what this rank has of other hosts, where there are several.
+        meeting_point: see ``ProcessGroupTransport``.
     """
     exchange = build_exchange(
-        plan, spec, region, rank=rank, look_around=look_around, neighbours=neighbours
+        plan,
+        spec,
+        region,
+        rank=rank,
+        look_around=look_around,
+        neighbours=neighbours,
+        meeting_point=meeting_point,
     )
     divided = [_divided_pieces(plan, group, updater) for group in spec.groups]
     for number, gradients in exchange.gradients.items():
@@ -377,14 +421,14 @@ def _divided_pieces(
 ) -> dict[int, list[Piece]]:
     """The pieces of a group that each of its ranks updates.
 
-    On several hosts, each updates its part of the parameters, and all of those whose factors are
+    Of several domains, each updates its part of the parameters, and all of those whose factors are
     exchanged.
     """
     if updater is None:
         return {rank: [] for rank in group.ranks}
     extents, num_rows = group.gradients.extents, group.gradients.num_shares
     everywhere = [number for number, extent in enumerate(extents) if extent.row_elements]
-    if plan.num_hosts == 1 or not everywhere:
+    if len(plan.domains) == 1 or not everywhere:
         return dict(
             zip(group.ranks, updater.divide(extents, len(group.ranks), num_rows), strict=True)
         )
@@ -392,8 +436,7 @@ def _divided_pieces(
     divided = _renumbered(
         updater.divide([extents[number] for number in others], len(group.ranks), num_rows), others
     )
-    for host in range(plan.num_hosts):
-        ranks = plan.ranks_of_host(host)
+    for ranks in plan.domains:
         own = updater.divide([extents[number] for number in everywhere], len(ranks), num_rows)
         for rank, pieces in zip(ranks, _renumbered(own, everywhere), strict=True):
             divided[rank] += pieces
@@ -420,7 +463,6 @@ def _owned_groups(
 ) -> list[OwnedGroup]:
     """The groups that a rank holds."""
     parameters = dict(model.named_parameters())
-    hosts = [plan.ranks_of_host(host) for host in range(plan.num_hosts)]
     return [
         OwnedGroup(
             number=number,
@@ -428,7 +470,7 @@ def _owned_groups(
             members=[parameters[tensor.name] for tensor in group.gradients.tensors],
             pieces=pieces[rank],
             blocks=block_sizes(group.gradients.extents, group.gradients.num_shares, pieces[rank]),
-            is_abroad=len(members_by_host(group.ranks, hosts)) > 1,
+            is_scattered=len(members_by_domain(group.ranks, plan.domains)) > 1,
         )
         for number, (group, pieces) in enumerate(zip(spec.groups, divided, strict=True))
         if rank in group.ranks
@@ -436,8 +478,8 @@ def _owned_groups(
 
 
 def _told_elsewhere(plan: Plan, spec: ExchangeSpec, rank: int) -> frozenset[str]:
-    """Parameters that all hosts update alike, where host 0 tells of them."""
-    if plan.host_of(rank) == 0:
+    """Parameters that all domains update alike, where the first tells of them."""
+    if rank in plan.domains[0]:
         return frozenset()
     return frozenset(
         tensor.name

@@ -21,7 +21,7 @@ class OwnedGroup:
         members: these, in their order.
         pieces: those that this rank updates.
         blocks: of each piece, the sizes of the blocks that its norm is taken of.
-        is_abroad: the group is on several hosts.
+        is_scattered: several ranks have it in memory of their own.
     """
 
     number: int
@@ -29,7 +29,7 @@ class OwnedGroup:
     members: Sequence[torch.Tensor]
     pieces: Sequence[Piece]
     blocks: Sequence[Sequence[int]]
-    is_abroad: bool
+    is_scattered: bool
 
     @property
     def names(self) -> list[str]:

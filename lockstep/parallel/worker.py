@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from lockstep.comm.exchange import Exchange, ShareTotals
+from lockstep.comm.gradients import cut_piece
 from lockstep.data.read_ahead import Read
 from lockstep.data.sources import Batch, Source
 from lockstep.data.trees import Tree
@@ -108,8 +109,8 @@ class Worker:
         bound = [piece for pieces in self._pieces for piece in pieces]
         if updater is not None:
             updater.bind(bound)
-        # What other hosts have updated, every rank of a group writes.
-        self._changes_weights = bool(bound) or any(group.is_abroad for group in groups)
+        # What other domains have updated, every rank of a group writes.
+        self._changes_weights = bool(bound) or any(group.is_scattered for group in groups)
         if self.board is not None and not self._changes_weights:
             self.board.own_nothing()
         self._rules = rules
@@ -231,14 +232,28 @@ class Worker:
             for index, name in enumerate(group.names)
         }
 
+    @torch.no_grad()
+    def take_slots(self) -> None:
+        """Have the slots of its pieces in pages of its own, of a store that is copied on write.
+
+        Before any step: where pages are still those of another rank, its changes would be seen.
+        """
+        stored = [] if self.updater is None else self.updater.stored()
+        for group in self._groups:
+            for piece in group.pieces:
+                for name, tensor in stored:
+                    if name == group.names[piece.parameter]:
+                        own = cut_piece(tensor.detach(), piece)
+                        own.copy_(own.clone())
+
     def gather_slots(self) -> None:
-        """Bring what lies in the stores of slots to all hosts; every rank calls it."""
-        if self.plan.num_hosts == 1:
+        """Bring what lies in the stores of slots to all domains; every rank calls it."""
+        if len(self.plan.domains) == 1:
             return
         assert self.updater is not None
         for group in self._groups:
             numbers = {name: number for number, name in enumerate(group.names)}
-            for name, tensor in self.updater.stored() if group.is_abroad else ():
+            for name, tensor in self.updater.stored() if group.is_scattered else ():
                 if name in numbers:
                     self.exchange.gradients[group.number].spread(
                         {numbers[name]: tensor.detach()}, all_pieces=True

@@ -5,6 +5,7 @@ search that led to it.
 """
 
 import math
+from collections.abc import Sequence
 
 import msgspec
 
@@ -64,6 +65,57 @@ class StagedUpdate(
 
 
 Update = LocalUpdate | SlicedUpdate | StagedUpdate
+
+
+class SharedMemory(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="shared memory"
+):
+    """Ranks of a host share the parameters' memory; Lockstep's own channels join hosts."""
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether ranks of one host have the same parameters in the same place."""
+        return True
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return "shared memory"
+
+    def domains(self, hosts: Sequence[range]) -> list[range]:
+        """The ranks that share parameters: those of each host."""
+        return list(hosts)
+
+
+class ProcessGroup(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="process group"
+):
+    """Every rank has parameters of its own, and the optimizer's state of what it updates.
+
+    Tensors go from rank to rank through torch.distributed.
+
+    Attributes:
+        backend: torch.distributed's name of it.
+    """
+
+    backend: str
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether ranks of one host have the same parameters in the same place."""
+        return False
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return self.backend
+
+    def domains(self, hosts: Sequence[range]) -> list[range]:
+        """The ranks that share parameters: each rank has its own."""
+        return [range(rank, rank + 1) for ranks in hosts for rank in ranks]
+
+
+Engine = SharedMemory | ProcessGroup
 
 
 class StagePrediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -133,6 +185,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     compiled: bool = False
     pipeline: Pipeline | None = None
     hosts: tuple[int, ...] = ()
+    engine: Engine = SharedMemory()
     notes: tuple[str, ...] = ()
     version: int = PLAN_VERSION
 
@@ -163,6 +216,11 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         hosts = self.hosts or (self.num_ranks,)
         start = sum(hosts[:host])
         return range(start, start + hosts[host])
+
+    @property
+    def domains(self) -> list[range]:
+        """The ranks that share one copy of the parameters, copy by copy."""
+        return self.engine.domains([self.ranks_of_host(host) for host in range(self.num_hosts)])
 
     def host_of(self, rank: int) -> int:
         """The host that a rank is on."""

@@ -38,6 +38,7 @@ class Plan(Decision, frozen=True, kw_only=True, forbid_unknown_fields=True):
         hosts: the number of ranks on each of several hosts, in order; empty for one host. Inputs
             and output gradients that replicas exchange (``LayerPlacement.row_limit``) go to all
             hosts then, and every host updates all of that weight.
+        engine: where the parameters are, and what moves tensors between ranks.
         notes: what a person should know about this plan.
         version: of this format.
 

@@ -91,6 +91,8 @@ def _work(plan: Decision) -> str:
         "updated where they are"
         if isinstance(plan.update, LocalUpdate)
         else "in shared memory, each rank updates its slice"
+        if plan.engine.shares_memory
+        else f"each rank's own, which updates its slice, over {plan.engine.name}"
     )
     together = ", those of a rank together" if plan.interleaved else ""
     return f"Shares of each batch: {plan.num_shares}{together}; parameters {update}"

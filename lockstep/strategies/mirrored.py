@@ -5,6 +5,7 @@ import os
 from lockstep.cluster.devices import discover
 from lockstep.cluster.environment import find_devices
 from lockstep.errors import DeviceError, OptionError, Problems, problem
+from lockstep.plan.engines import check_engine, over
 from lockstep.plan.makers import Maker, Mirrored, num_mirrored_replicas
 from lockstep.strategies.base import Strategy, check_timeout, is_count
 
@@ -24,6 +25,8 @@ class MirroredStrategy(Strategy):
             which is faster on CPUs; None is for models with convolutions, unless in float64. A
             forward pass that such strides make fail is run again in torch's own format; ``False``
             is for what fails in backward.
+        engine: what moves tensors between replicas. None is shared memory, with one copy of the
+            parameters; ``"gloo"`` is torch.distributed, with a copy for each replica.
         timeout_seconds: longest wait for a replica; what hangs longer is reported.
 
     Raises:
@@ -37,6 +40,7 @@ class MirroredStrategy(Strategy):
         *,
         num_shares: int | None = None,
         channels_last: bool | None = None,
+        engine: str | None = None,
         timeout_seconds: float = 600.0,
     ) -> None:
         if devices is not None and (not is_count(devices)):
@@ -50,21 +54,24 @@ class MirroredStrategy(Strategy):
         problems = Problems()
         check_shares(problems, num_shares)
         check_format(problems, channels_last)
+        check_engine(problems, engine)
         check_timeout(problems, timeout_seconds)
         problems.raise_if_any(OptionError)
         self.devices = find_devices(os.environ) if devices is None else devices
         self.num_shares = num_shares
         self.channels_last = channels_last
+        self.engine = engine
         self.timeout_seconds = timeout_seconds
         num_mirrored_replicas(self.devices, discover())
 
     def maker(self, precision: str = "fp32") -> Maker:
-        return Mirrored(
+        maker = Mirrored(
             devices=self.devices,
             num_shares=self.num_shares,
             channels_last=self.channels_last,
             precision=precision,
         )
+        return over(self.engine, maker, num_shares=self.num_shares)
 
     @property
     def num_replicas_in_sync(self) -> int:

@@ -72,6 +72,7 @@ def make_worker(
     rank: int,
     look_around: Callable[[float], None],
     neighbours: Neighbours | None = None,
+    meeting_point: str = "",
 ) -> Worker:
     """A rank's part of an assignment, ready to run.
 
@@ -82,6 +83,7 @@ def make_worker(
         rank: this rank.
         look_around: see ``Board``.
         neighbours: what this rank has of other hosts, where there are several.
+        meeting_point: where ranks of a process group find each other, if there is one.
     """
     return build_worker(
         assignment.plan,
@@ -99,6 +101,7 @@ def make_worker(
         device=assignment.device,
         look_around=look_around,
         neighbours=neighbours,
+        meeting_point=meeting_point,
     )
 
 

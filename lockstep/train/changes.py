@@ -118,7 +118,7 @@ def _unseen(model: nn.Module, plan: Plan | None) -> WeightCopy | None:
     """
     if plan is None or plan.num_ranks == 1:
         return None
-    return WeightCopy(model, with_parameters=plan.num_hosts > 1)
+    return WeightCopy(model, with_parameters=len(plan.domains) > 1)
 
 
 # What a setting is, or a dict of these, or a short list.

@@ -47,8 +47,8 @@ class Connected:
 def bring_groups(connected: Connected, assignment: Assignment, stores: Sequence[Mapped]) -> None:
     """Have every host know the parameters and slots that it has no rank for."""
     plan = assignment.plan
-    for ranks, store in stores:
-        having = {plan.host_of(rank) for rank in ranks}
+    for mapped in stores:
+        having = {plan.host_of(rank) for rank in mapped.ranks}
         if len(having) < plan.num_hosts:
             is_here = connected.hosts.host in having
-            connected.hosts.bring(store.region, min(having), is_here=is_here)
+            connected.hosts.bring(mapped.store.region, min(having), is_here=is_here)

@@ -235,7 +235,7 @@ class Runner(ABC):
         """What every rank is told."""
         if updater is not None:
             check_divisible(self.model, self.optimizer, plan, is_known=updater.is_known)
-        if plan.pipeline is None or plan.num_hosts > 1:
+        if plan.pipeline is None or len(plan.domains) > 1:
             self._initialize()
         return Assignment(
             plan=plan,

@@ -23,6 +23,7 @@ from lockstep.parallel.store import TensorStore
 from lockstep.train.assignment import Assignment, compute_settings, initialize_own, make_worker
 from lockstep.train.conductor import Conductor
 from lockstep.train.standing import News, Standing
+from lockstep.train.stores import Access
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,21 +83,24 @@ class Call:
     Attributes:
         name: of the task.
         num_groups: of parameters.
-        stores: of parameters, then of slots, then of options: the ranks that map it, its tensors.
+        stores: of parameters, then of slots, then of options: the ranks that have it, its tensors,
+            and how they have it.
         has_options: there is a store of options.
         spec: the layout of the exchange.
         payload: the serialized object with the assignment.
         abroad: the other hosts, if there are any.
+        meeting_point: where ranks of a process group find each other; empty where there is none.
         keeps: the call may be made again (``train.standing``).
     """
 
     name: str
     num_groups: int
-    stores: Sequence[tuple[tuple[int, ...], Sequence[TensorSpec]]]
+    stores: Sequence[tuple[tuple[int, ...], Sequence[TensorSpec], Access]]
     has_options: bool
     spec: ExchangeSpec
     payload: bytes
     abroad: Abroad | None
+    meeting_point: str
     keeps: bool
 
 
@@ -112,8 +116,8 @@ def serve(context: HelperContext, body: bytes, descriptors: tuple[int, ...]) -> 
     channels, packed = rest[:num_channels], rest[num_channels:]
     # Of parameters and slots, what other ranks alone have stays there.
     opened = [
-        _open_store(own, number, is_here=rank in ranks, is_ours=rank == ranks[0])
-        for (ranks, own), number in zip(call.stores, stored, strict=True)
+        _open_store(own, number, rank=rank, ranks=ranks, access=access)
+        for (ranks, own, access), number in zip(call.stores, stored, strict=True)
     ]
     parameters = [view for views in opened[: call.num_groups] for view in views]
     tensors = [
@@ -130,7 +134,10 @@ def serve(context: HelperContext, body: bytes, descriptors: tuple[int, ...]) -> 
             rank=rank,
             look_around=context.look_around,
             neighbours=neighbours,
+            meeting_point=call.meeting_point,
         )
+        if any(access == "copied on write" for _, _, access in call.stores):
+            worker.take_slots()
         has_hosts = call.abroad is not None
         control = FollowerControl(context, rank, assignment.plan.num_ranks, has_hosts=has_hosts)
         part = Standing(assignment=assignment, worker=worker, control=control)
@@ -190,21 +197,33 @@ def _open_channels(
 
 
 def _open_store(
-    specs: Sequence[TensorSpec], descriptor: int, *, is_here: bool, is_ours: bool
+    specs: Sequence[TensorSpec],
+    descriptor: int,
+    *,
+    rank: int,
+    ranks: Sequence[int],
+    access: Access,
 ) -> list[torch.Tensor]:
     """The tensors of a store; without memory where another rank has them.
 
     The first rank that has them takes the memory, unless rank 0 has done so already.
     """
-    if not is_here:
+    if rank not in ranks:
         os.close(descriptor)
         return [
             torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device="meta")
             for spec in specs
         ]
-    region = open_region(descriptor)
-    if is_ours:
+    is_first = rank == ranks[0]
+    region = open_region(descriptor, private=not is_first and access == "copied on write")
+    if is_first:
         region.reserve(0, region.num_bytes)
     store = TensorStore(specs, region)
     region.close()
-    return store.views
+    if is_first or access != "copied":
+        return store.views
+    own = TensorStore.create(specs)
+    for view, value in zip(own.views, store.views, strict=True):
+        view.copy_(value)
+    own.region.close()
+    return own.views

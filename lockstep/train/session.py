@@ -17,6 +17,7 @@ from typing import Any
 from torch import nn
 
 from lockstep.comm.exchange import ExchangeSpec
+from lockstep.comm.process_group import MeetingPoint
 from lockstep.comm.shared_memory import SharedRegion
 from lockstep.data.sources import ArraySource
 from lockstep.errors import WorkerError
@@ -149,7 +150,7 @@ class Session:
             conductor.announce("Moving the model to shared memory")
         stores = self.stores.adopt_all(assignment, here.start)
         name = assignment.task.name
-        footing = Footing.of(assignment, sight, [store for _, store in stores])
+        footing = Footing.of(assignment, sight, [mapped.store for mapped in stores])
         part: _Part | None = calls.find(name, footing)
         if part is not None and part.team is self._team and part.team.answers():
             keeps = True
@@ -158,7 +159,9 @@ class Session:
             spec = spec_of(assignment)
             check_loss(assignment)
             keeps = calls.is_repeated(name, footing) and may_stand(assignment, spec)
-            with closing(pack_assignment(assignment, [store for _, store in stores])) as serialized:
+            with closing(
+                pack_assignment(assignment, [mapped.store for mapped in stores])
+            ) as serialized:
                 part = self._prepared(assignment, conductor, hosts, stores, spec, here)
                 call = partial(self._call, part, serialized, keeps=keeps)
                 result = self._conduct(part, conductor, call)
@@ -180,7 +183,10 @@ class Session:
             team = self._take_team(assignment.plan, here, hosts, conductor.announce)
             watch = Watch(team, self._timeout, here.start, hosts)
             connected = Connected.of(hosts, assignment, self._timeout)
-            worker = _leading_worker(assignment, spec, region, watch, stores, connected)
+            meeting_point = MeetingPoint.of(assignment.plan)
+            worker = _leading_worker(
+                assignment, spec, region, watch, stores, connected, meeting_point
+            )
             watch.watch(worker.board)
         return _Part(
             assignment=assignment,
@@ -191,6 +197,7 @@ class Session:
             region=region,
             spec=spec,
             connected=connected,
+            meeting_point=meeting_point,
         )
 
     @contextmanager
@@ -257,14 +264,15 @@ class Session:
         call = Call(
             name=assignment.task.name,
             num_groups=len(assignment.groups),
-            stores=[(ranks, store.specs) for ranks, store in part.stores],
+            stores=[(one.ranks, one.store.specs, one.access) for one in part.stores],
             has_options=has_options(assignment),
             spec=part.spec,
             payload=serialized.payload,
             abroad=None if connected is None else connected.abroad,
+            meeting_point="" if part.meeting_point is None else part.meeting_point.path,
             keeps=keeps,
         )
-        regions = [part.region, *(store.region for _, store in part.stores)]
+        regions = [part.region, *(one.store.region for one in part.stores)]
         descriptors = [each.descriptor for each in regions]
         if connected is not None:
             descriptors += [end.fileno() for end in connected.channels.values()]
@@ -328,6 +336,7 @@ class _Part:
     region: SharedRegion
     spec: ExchangeSpec
     connected: Connected | None
+    meeting_point: MeetingPoint | None
 
     @property
     def is_halted(self) -> bool:
@@ -341,7 +350,7 @@ class _Part:
         worker.abandon()
         if worker.updater is not None:
             lost = worker.updater.recover()
-            has_older = self.assignment.plan.num_hosts > 1 and bool(worker.updater.slot_keys())
+            has_older = len(self.assignment.plan.domains) > 1 and bool(worker.updater.slot_keys())
             add_note(error, state_of_training(worker.board, lost, has_older=has_older))
 
 
@@ -352,11 +361,12 @@ def _leading_worker(
     watch: "Watch",
     stores: Sequence[Mapped],
     connected: Connected | None,
+    meeting_point: MeetingPoint | None,
 ) -> Worker:
     """The worker of this process, the first of its host."""
     neighbours = None
     if connected is not None:
-        mirrored = [stores[-1][1].views[0]] if has_options(assignment) else []
+        mirrored = [stores[-1].store.views[0]] if has_options(assignment) else []
         crossing = connected.hosts.crossing(watch.look_around)
         own = [end for (rank, _, _), end in connected.channels.items() if rank == watch.first_rank]
         neighbours = connected.abroad.neighbours(watch.first_rank, own, mirrored, crossing)
@@ -367,6 +377,7 @@ def _leading_worker(
         rank=watch.first_rank,
         look_around=watch.look_around,
         neighbours=neighbours,
+        meeting_point="" if meeting_point is None else meeting_point.path,
     )
 
 

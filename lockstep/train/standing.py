@@ -167,7 +167,7 @@ def may_stand(assignment: Assignment, spec: ExchangeSpec) -> bool:
     """Whether all that ranks would have to be told anew is in ``News``, and little is kept."""
     updater = assignment.updater
     return (
-        assignment.plan.num_hosts == 1
+        len(assignment.plan.domains) == 1
         and assignment.plan.pipeline is None
         and not assignment.functions
         and (updater is None or updater.changing() is not None)

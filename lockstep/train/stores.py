@@ -2,6 +2,8 @@
 
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 from torch import nn
 
@@ -9,8 +11,24 @@ from lockstep.parallel.groups import ParameterGroup
 from lockstep.parallel.store import ParameterStore, TensorStore, check_separate, slot_spec
 from lockstep.train.assignment import Assignment
 
-# A store, and the ranks that map it.
-Mapped = tuple[tuple[int, ...], TensorStore]
+# How ranks have a store, but for the first of them, which has the store itself: they map it, too;
+# or take a copy; or map it and get pages of their own where they write.
+Access = Literal["shared", "copied", "copied on write"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mapped:
+    """A store, and who has it.
+
+    Attributes:
+        ranks: those that do.
+        store: the store.
+        access: how.
+    """
+
+    ranks: tuple[int, ...]
+    store: TensorStore
+    access: Access = "shared"
 
 
 class Stores:
@@ -31,10 +49,14 @@ class Stores:
             assignment: what they are for.
             leader: this process's rank.
         """
-        ranks = [group.ranks for group in assignment.groups]
-        stores: list[Mapped] = [*zip(ranks, self._adopt(assignment, leader), strict=True)]
+        shares = assignment.plan.engine.shares_memory
+        stores = _mapped(
+            assignment, self._adopt(assignment, leader), "shared" if shares else "copied"
+        )
         if assignment.updater is not None:
-            stores += zip(ranks, self._adopt_slots(assignment, leader), strict=True)
+            # A rank writes to the slots of its pieces only, so of the others it has no pages.
+            slots = self._adopt_slots(assignment, leader)
+            stores += _mapped(assignment, slots, "shared" if shares else "copied on write")
             stores += options_store(assignment)
         return stores
 
@@ -127,7 +149,14 @@ def options_store(assignment: Assignment) -> list[Mapped]:
         return []
     store = TensorStore.create([spec])
     updater.share_options(store.views[0])
-    return [(tuple(range(assignment.plan.num_ranks)), store)]
+    return [Mapped(ranks=tuple(range(assignment.plan.num_ranks)), store=store)]
+
+
+def _mapped(assignment: Assignment, stores: Sequence[TensorStore], access: Access) -> list[Mapped]:
+    return [
+        Mapped(ranks=group.ranks, store=store, access=access)
+        for group, store in zip(assignment.groups, stores, strict=True)
+    ]
 
 
 def _members(

@@ -74,7 +74,7 @@ def state_of_training(board: Board | None, lost: list[str], *, has_older: bool) 
     Args:
         board: this host's.
         lost: parameters whose slots are lost.
-        has_older: other hosts have slots, of which there are older ones here.
+        has_older: slots are updated in other memory, of which there are older ones here.
     """
     assert board is not None
     last = board.last_update
@@ -88,8 +88,8 @@ def state_of_training(board: Board | None, lost: list[str], *, has_older: bool) 
     whole = f"The weights are whole, as step {last} has left them"
     if has_older:
         return (
-            f"{whole}. Of the optimizer's slots those that other hosts update are older: load a "
-            "state that was saved, or make a new optimizer."
+            f"{whole}. Of the optimizer's slots those that are updated elsewhere are older: "
+            "load a state that was saved, or make a new optimizer."
         )
     whole += ", and so is the optimizer"
     return f"{whole}, but for the slots of {', '.join(lost)}: lost." if lost else f"{whole}."

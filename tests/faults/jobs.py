@@ -55,6 +55,7 @@ def make_trainer(
     loss: Any = None,
     callbacks: tuple[lockstep.Callback, ...] = (),
     timeout_seconds: float = 60.0,
+    engine: str | None = None,
 ) -> lockstep.Trainer:
     with torch.random.fork_rng(devices=()):
         torch.default_generator.manual_seed(0)
@@ -63,7 +64,9 @@ def make_trainer(
         model,
         loss=loss or nn.CrossEntropyLoss(),
         optimizer=partial(torch.optim.Adam, lr=1e-3),
-        strategy=lockstep.MirroredStrategy(devices=devices, timeout_seconds=timeout_seconds),
+        strategy=lockstep.MirroredStrategy(
+            devices=devices, timeout_seconds=timeout_seconds, engine=engine
+        ),
         callbacks=callbacks,
     )
 

@@ -18,6 +18,9 @@ STRATEGIES = {
     "mirrored-4": lockstep.MirroredStrategy(4),
     "mirrored-1-shares-3": lockstep.MirroredStrategy(1, num_shares=3),
     "mirrored-2-shares-5": lockstep.MirroredStrategy(2, num_shares=5),
+    "mirrored-2-gloo": lockstep.MirroredStrategy(2, engine="gloo"),
+    "mirrored-3-gloo": lockstep.MirroredStrategy(3, engine="gloo"),
+    "mirrored-2-gloo-shares-5": lockstep.MirroredStrategy(2, num_shares=5, engine="gloo"),
 }
 
 

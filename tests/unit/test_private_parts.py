@@ -71,6 +71,7 @@ ATTRIBUTES = {
     "loader": ("_shutdown_workers",),
     "forward_ad": ("_current_level",),
     "parametrize": ("_inject_new_class", "_inject_property"),
+    "process group": ("_Options",),
     "metric": ("_computed", "_reductions", "_update_count"),
 }
 
@@ -102,6 +103,7 @@ def holders() -> dict[str, Any]:
         "loader": _MultiProcessingDataLoaderIter,
         "forward_ad": forward_ad,
         "parametrize": parametrize,
+        "process group": torch.distributed.ProcessGroupGloo,
         "metric": torchmetrics.MeanMetric(),
     }
 

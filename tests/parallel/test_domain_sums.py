@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from lockstep.channel.channel import Channel
+from lockstep.comm.domain_sums import DomainSums, pairs, partner
 from lockstep.comm.gradient_rows import GradientRows, GradientSpec
 from lockstep.comm.gradients import TensorSpec
-from lockstep.comm.host_sums import HostSums, pairs, partner
 from lockstep.comm.shared_memory import SharedRegion
 from lockstep.comm.tensor_channels import TensorChannels
 from lockstep.errors import HostError
@@ -80,14 +80,14 @@ class World:
     def host_of(self, rank: int) -> int:
         return next(host for host, ranks in enumerate(self.hosts) if rank in ranks)
 
-    def sums_of(self, rank: int) -> HostSums:
+    def sums_of(self, rank: int) -> DomainSums:
         names = {other: f"host {self.host_of(other)}" for other in range(self.num_ranks)}
-        sums = HostSums(
+        sums = DomainSums(
             self.rows[self.host_of(rank)],
             rank=rank,
-            hosts=self.hosts,
+            domains=self.hosts,
             rows_of=lambda ranks: range(ranks[0], ranks[-1] + 1),
-            channels=TensorChannels(self.channels[rank], names, be_patient, SECONDS),
+            transport=TensorChannels(self.channels[rank], names, be_patient, SECONDS),
             is_everywhere=[False] * len(SHAPES),
             meet_here=lambda: None,
         )

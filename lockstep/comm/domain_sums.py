@@ -1,19 +1,20 @@
-"""Sums over hosts: how the gradients of several hosts' shares become one, piece by piece.
+"""Sums over memory domains: how gradients of ranks that share no memory become one, piece by piece.
 
-Every host sums the gradients of its own shares, as far as they are subtrees of the tree over all
-shares (``plan.sum_tree``). Each piece of a parameter is updated by one rank of one host: all other
-hosts send it their sums of that piece, and it adds them up in the same tree. After the update it
-sends the piece to all other hosts. Where a host's shares are one subtree, as powers of two are, it
-sends and receives per step 2 (n - 1) / n of the parameters' bytes, for n hosts; that is the least
-for gradients that are summed, and every channel carries its part at once.
+A domain is the ranks that share one copy of the parameters: those of a host, or one rank alone.
+Every domain sums the gradients of its own shares, as far as they are subtrees of the tree over all
+shares (``plan.sum_tree``). Each piece of a parameter is updated by one rank of one domain: all
+others send it their sums of that piece, and it adds them up in the same tree. After the update it
+sends the piece to all others. Where a domain's shares are one subtree, as powers of two are, it
+sends and receives per step 2 (n - 1) / n of the parameters' bytes, for n domains; that is the least
+for gradients that are summed, and every connection carries its part at once.
 
-Whom a rank talks to: on every other host it has a partner, who sends it that host's sums of its
-pieces and gets its pieces after the update. With as many ranks everywhere, partners have the same
-place on their hosts; else some ranks are partners of several others.
+Whom a rank talks to: in every other domain it has a partner, which sends it that domain's sums of
+its pieces and gets its pieces after the update. With as many ranks everywhere, partners have the
+same place in their domains; else some ranks are partners of several others.
 
-Of weights whose factors are exchanged (``comm.gradient_rows``) no host sends a gradient at all. The
-factors of all shares come to every host, which forms the whole gradient and updates the whole
-weight. All hosts multiply blocks of the same sizes, and come to the same bits.
+Of weights whose factors are exchanged (``comm.gradient_rows``) no domain sends a gradient at all.
+The factors of all shares come to every domain, which forms the whole gradient and updates the whole
+weight. All multiply blocks of the same sizes, and come to the same bits.
 """
 
 from collections import defaultdict
@@ -23,47 +24,53 @@ import torch
 
 from lockstep.comm.gradient_rows import GradientRows, add_up
 from lockstep.comm.gradients import Gradients, GroupGradients, cut_piece
-from lockstep.comm.tensor_channels import TensorChannels
+from lockstep.comm.transport import Transport
 from lockstep.plan.layout import Piece
 
 _Tensors = dict[int, list[torch.Tensor]]
 
 
-def partner(rank: int, hosts: Sequence[Sequence[int]], host: int) -> int:
-    """The rank of another host that a rank exchanges its pieces with.
+def partner(rank: int, domains: Sequence[Sequence[int]], domain: int) -> int:
+    """The rank of another domain that a rank exchanges its pieces with.
 
     Args:
         rank: whose partner.
-        hosts: the ranks of each host that take part.
-        host: the other host, which has some.
+        domains: the ranks of each domain that take part.
+        domain: the other domain, which has some.
     """
-    own = next(ranks for ranks in hosts if rank in ranks)
-    return hosts[host][own.index(rank) % len(hosts[host])]
+    own = next(ranks for ranks in domains if rank in ranks)
+    return domains[domain][own.index(rank) % len(domains[domain])]
 
 
-def pairs(hosts: Sequence[Sequence[int]]) -> set[tuple[int, int]]:
-    """Ranks of different hosts that are partners, the lower one first."""
+def pairs(domains: Sequence[Sequence[int]]) -> set[tuple[int, int]]:
+    """Ranks of different domains that are partners, the lower one first."""
     found = set()
-    for ranks in hosts:
+    for ranks in domains:
         for rank in ranks:
-            for host, others in enumerate(hosts):
+            for domain, others in enumerate(domains):
                 if others and rank not in others:
-                    other = partner(rank, hosts, host)
+                    other = partner(rank, domains, domain)
                     found.add((min(rank, other), max(rank, other)))
     return found
 
 
-class HostSums(GroupGradients):
+def members_by_domain(ranks: Sequence[int], domains: Sequence[range]) -> list[list[int]]:
+    """Some ranks domain by domain, for those that have any."""
+    found = ([rank for rank in ranks if rank in own] for own in domains)
+    return [own for own in found if own]
+
+
+class DomainSums(GroupGradients):
     """One rank's end.
 
     Args:
-        rows: the gradients of this host's shares.
+        rows: the gradients of this domain's shares.
         rank: this rank.
-        hosts: the ranks of each host that take part, in ascending order over all hosts.
-        rows_of: the rows of gradients of consecutive ranks of one host.
-        channels: this rank's.
-        is_everywhere: by parameter, whether every host updates all of it.
-        meet_here: waits for the ranks of this host.
+        domains: the ranks of each domain that take part, in ascending order over all domains.
+        rows_of: the rows of gradients of consecutive ranks of one domain.
+        transport: to the ranks of other domains.
+        is_everywhere: by parameter, whether every domain updates all of it.
+        meet_here: waits for the ranks of this domain.
     """
 
     def __init__(
@@ -71,27 +78,29 @@ class HostSums(GroupGradients):
         rows: GradientRows,
         *,
         rank: int,
-        hosts: Sequence[Sequence[int]],
+        domains: Sequence[Sequence[int]],
         rows_of: Callable[[Sequence[int]], range],
-        channels: TensorChannels,
+        transport: Transport,
         is_everywhere: Sequence[bool],
         meet_here: Callable[[], None],
     ) -> None:
         self._rows = rows
         self._meet_here = meet_here
         self._rank = rank
-        self._hosts = hosts
-        self._host = next(host for host, ranks in enumerate(hosts) if rank in ranks)
+        self._domains = domains
+        self._domain = next(domain for domain, ranks in enumerate(domains) if rank in ranks)
         self._rows_of = rows_of
-        self._channels = channels
+        self._transport = transport
         self._is_everywhere = is_everywhere
-        self._others = [host for host, ranks in enumerate(hosts) if ranks and host != self._host]
-        self._partners = {host: partner(rank, hosts, host) for host in self._others}
+        self._others = [
+            domain for domain, ranks in enumerate(domains) if ranks and domain != self._domain
+        ]
+        self._partners = {domain: partner(rank, domains, domain) for domain in self._others}
         self._clients = [
             other
-            for host in self._others
-            for other in hosts[host]
-            if partner(other, hosts, self._host) == rank
+            for domain in self._others
+            for other in domains[domain]
+            if partner(other, domains, self._domain) == rank
         ]
         self._pieces: Mapping[int, Sequence[Piece]] = {}
 
@@ -117,7 +126,7 @@ class HostSums(GroupGradients):
         sends, receives, partials = self._partial_sums(pieces)
         if any(self._is_everywhere):
             self._add_factors(sends, receives)
-        self._channels.transfer(sends, receives)
+        self._transport.transfer(sends, receives)
         if any(self._is_everywhere):
             self._meet_here()  # for the factors that other ranks have received
         results = [
@@ -132,9 +141,9 @@ class HostSums(GroupGradients):
     def _partial_sums(
         self, pieces: Sequence[Piece]
     ) -> tuple[_Tensors, _Tensors, dict[int, dict[int, torch.Tensor]]]:
-        """What to send and receive of gradients; and by piece, the sums of all hosts' subtrees.
+        """What to send and receive of gradients; and by piece, the sums of all domains' subtrees.
 
-        Sums are formed in place, but for those of a weight that all hosts update: others may form
+        Sums are formed in place, but for those of a weight that all domains update: others may form
         the same at this moment.
         """
         sends: _Tensors = defaultdict(list)
@@ -147,11 +156,11 @@ class HostSums(GroupGradients):
                 sends[client] += self._own_sums(piece).values()
         for index, piece in enumerate(pieces):
             partials[index].update(self._own_sums(piece))
-            for host in self._others:
-                rows_there = self._rows_of(self._hosts[host])
+            for domain in self._others:
+                rows_there = self._rows_of(self._domains[domain])
                 for first, *_ in self._rows.subtree_rows(piece.parameter, rows_there):
                     partials[index][first] = torch.empty_like(self._rows.target(piece))
-                    receives[self._partners[host]].append(partials[index][first])
+                    receives[self._partners[domain]].append(partials[index][first])
         return sends, receives, partials
 
     def _sum_in_place(self, pieces: Sequence[Piece]) -> None:
@@ -163,13 +172,13 @@ class HostSums(GroupGradients):
         return self._rows.subtree_sums(piece)
 
     def _total(self, piece: Piece, partials: dict[int, torch.Tensor]) -> torch.Tensor | None:
-        """The sum over all hosts' subtrees of a piece."""
+        """The sum over all domains' subtrees of a piece."""
         if not self._rows.is_used(piece.parameter):
             return None
         return add_up(partials) if partials else self._rows.target(piece)  # products lie there
 
     def _add_factors(self, sends: _Tensors, receives: _Tensors) -> None:
-        """Have the factors that shares have put up come to all hosts, rank by rank."""
+        """Have the factors that shares have put up come to all domains, rank by rank."""
         own = [each for pair in self._factors_of(self._rank) for each in pair]
         for peer in self._partners.values():
             sends[peer] += own
@@ -198,7 +207,7 @@ class HostSums(GroupGradients):
                 if number in tensors and is_changed and not self._is_everywhere[number]:
                     yield cut_piece(tensors[number], piece)
 
-        self._channels.transfer(
+        self._transport.transfer(
             {peer: list(pieces_of(self._rank)) for peer in self._partners.values()},
             {client: list(pieces_of(client)) for client in self._clients},
         )

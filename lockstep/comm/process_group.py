@@ -1,0 +1,192 @@
+"""Tensors through torch.distributed: one all-to-all per transfer, with whichever backend there is.
+
+The group is Lockstep's own; the user's default group stays free. Its ranks find each other through
+a file without a name, which the script's process keeps open: whoever may not open that process's
+files cannot join. What the backend opens after that is as open as in any job of torch.distributed:
+gloo listens on this host's loopback address, and does not ask who connects.
+
+A transfer is packed into one buffer for all peers and unpacked at the other end, so many small
+tensors cost as much as a large one. Only data are moved: sums are the engine's own, in its fixed
+order, so that the bits do not depend on the backend or on the number of ranks.
+"""
+
+import os
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from time import monotonic
+from typing import Any
+
+import torch
+from torch import distributed
+
+from lockstep.cluster.nameless_files import nameless_file
+from lockstep.comm.transport import Buffers, Transport
+from lockstep.errors import WorkerError, problem
+from lockstep.plan.decision import Decision, ProcessGroup
+
+_LOOK_AROUND = timedelta(milliseconds=20)
+_LONGEST_NAP_SECONDS = 5 * _LOOK_AROUND.total_seconds()
+
+# Its types do not say what it exports.
+_dist: Any = distributed
+
+# A transfer ends when all have made it, or when ``look_around`` raises, and never by itself.
+_NEVER = timedelta(days=365)
+
+
+class MeetingPoint:
+    """A file without a name, through which ranks of this host find each other; goes with this."""
+
+    def __init__(self) -> None:
+        self._descriptor = nameless_file("lockstep-process-group")
+        weakref.finalize(self, os.close, self._descriptor)
+
+    @classmethod
+    def of(cls, plan: Decision) -> "MeetingPoint | None":
+        """The one that a Plan needs, if it needs one."""
+        return cls() if isinstance(plan.engine, ProcessGroup) else None
+
+    @property
+    def path(self) -> str:
+        """Under which this host's processes of this user open it."""
+        return f"/proc/{os.getpid()}/fd/{self._descriptor}"
+
+
+class ProcessGroupTransport(Transport):
+    """One rank's end. The group is made at the first transfer.
+
+    Args:
+        ranks: those that take part, in ascending order.
+        rank: this rank.
+        name: the same on all of them, and no other group's.
+        backend: see ``plan.engines.BACKENDS``.
+        meeting_point: path of a file that all can open.
+        look_around: called every 20 ms of waiting with the seconds waited so far; it raises if
+            waiting on is in vain.
+    """
+
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        *,
+        rank: int,
+        name: str,
+        backend: str,
+        meeting_point: str,
+        look_around: Callable[[float], None],
+    ) -> None:
+        assert backend == "gloo"
+        self._ranks = ranks
+        self._rank = rank
+        self._name = name
+        self._meeting_point = meeting_point
+        self._look_around = look_around
+        self._group: Any = None
+        self._buffers: dict[str, torch.Tensor] = {}
+
+    def transfer(self, sends: Buffers, receives: Buffers) -> None:
+        going = [_bytes_of(sends.get(peer, ())) for peer in self._ranks]
+        coming = [_bytes_of(receives.get(peer, ())) for peer in self._ranks]
+        out = self._buffer("out", going)
+        into = self._buffer("in", coming)
+        if any(going):
+            torch.cat([part for parts in going for part in parts], out=out)
+        self._all_to_all(into, [_size(parts) for parts in coming], out, [*map(_size, going)])
+        targets = [part for parts in coming for part in parts]
+        if targets:
+            sources = into.split([len(target) for target in targets])
+            torch._foreach_copy_(targets, list(sources))
+
+    def _buffer(self, use: str, parts: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
+        """Memory for all parts, kept from one transfer to the next."""
+        size = sum(map(_size, parts))
+        if use not in self._buffers or len(self._buffers[use]) < size:
+            self._buffers[use] = torch.empty(size, dtype=torch.uint8)
+        return self._buffers[use][:size]
+
+    def _all_to_all(
+        self,
+        into: torch.Tensor,
+        into_sizes: Sequence[int],
+        out: torch.Tensor,
+        out_sizes: Sequence[int],
+    ) -> None:
+        if self._group is None:
+            self._group = self._made_patiently()
+        options = _dist.distributed_c10d.AllToAllOptions()
+        work = self._group.alltoall_base(into, out, list(into_sizes), list(out_sizes), options)
+        self._wait(lambda: _is_done(work))
+
+    def _wait(self, is_done: Callable[[], bool]) -> None:
+        waited, last = 0.0, monotonic()
+        try:
+            while not is_done():
+                now = monotonic()
+                waited, last = waited + min(now - last, _LONGEST_NAP_SECONDS), now
+                self._look_around(waited)
+        except RuntimeError as error:  # the backend's: a connection has ended
+            self._look_around(waited)  # which may know more of it
+            raise WorkerError(
+                problem(
+                    f"Rank {self._rank} cannot reach the others through torch.distributed.",
+                    received=str(error).splitlines()[0],
+                    fix="See whether another rank has ended.",
+                )
+            ) from error
+
+    def _made_patiently(self) -> Any:
+        """The group. Whoever makes one waits for all others, in vain if one has died."""
+        made: list[Any] = []
+        thread = threading.Thread(target=lambda: made.append(self._outcome()), daemon=True)
+        thread.start()
+
+        def is_done() -> bool:
+            thread.join(_LOOK_AROUND.total_seconds())
+            return not thread.is_alive()
+
+        self._wait(is_done)
+        if isinstance(made[0], Exception):
+            raise made[0]
+        return made[0]
+
+    def _outcome(self) -> Any:
+        try:
+            return self._make()
+        except Exception as error:
+            return error
+
+    def _make(self) -> Any:
+        gloo = _dist.ProcessGroupGloo
+        options = gloo._Options()
+        options._devices = [gloo.create_device(hostname="127.0.0.1")]
+        options._timeout = _NEVER
+        store = _dist.FileStore(self._meeting_point, len(self._ranks))
+        own = self._ranks.index(self._rank)
+        return gloo(_dist.PrefixStore(self._name, store), own, len(self._ranks), options)
+
+
+def _is_done(work: Any) -> bool:
+    """Wait a little for an operation.
+
+    Raises:
+        RuntimeError: it has failed.
+    """
+    try:
+        work.wait(_LOOK_AROUND)
+    except RuntimeError:  # time is up, or it has failed
+        if not work.is_completed():
+            return False
+        work.wait()
+    return True
+
+
+def _bytes_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Dense tensors as bytes, those without any left out."""
+    flat = (tensor.detach().as_strided((tensor.numel(),), (1,)) for tensor in tensors)
+    return [tensor.view(torch.uint8) for tensor in flat if tensor.numel()]
+
+
+def _size(parts: Sequence[torch.Tensor]) -> int:
+    return sum(map(len, parts))

@@ -1,0 +1,30 @@
+"""How tensors move between ranks that share no memory: one interface.
+
+- ``TensorChannels`` (``comm.tensor_channels``): Lockstep's own connections between hosts.
+- ``ProcessGroupTransport`` (``comm.process_group``): torch.distributed, with any of its backends.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+
+import torch
+
+# Tensors by the rank at the other end.
+Buffers = Mapping[int, Sequence[torch.Tensor]]
+
+
+class Transport(ABC):
+    """One rank's end. All ranks that take part make the same transfers in the same order."""
+
+    @abstractmethod
+    def transfer(self, sends: Buffers, receives: Buffers) -> None:
+        """Send tensors and fill others, all at once, until everything has come and gone.
+
+        Args:
+            sends: dense tensors by rank, in the order in which the other end receives them.
+            receives: dense tensors by rank, which are written to.
+
+        Raises:
+            HostError: another host is gone, what came is not what it sent, or time is up.
+            WorkerError: another rank is gone.
+        """
