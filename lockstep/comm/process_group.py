@@ -1,32 +1,30 @@
 """Tensors through torch.distributed: one all-to-all per transfer, with whichever backend there is.
 
-The group is Lockstep's own; the user's default group stays free. Its ranks find each other through
-a file without a name, which the script's process keeps open: whoever may not open that process's
-files cannot join. What the backend opens after that is as open as in any job of torch.distributed:
-gloo listens on this host's loopback address, and does not ask who connects.
+The group is Lockstep's own; the user's default group stays free. Its ranks find each other where
+nobody else can look (``comm.meeting_point``). What the backend opens after that is as open as in
+any job of torch.distributed: gloo listens on this host's loopback address, and does not ask who
+connects.
 
 A transfer is packed into one buffer for all peers and unpacked at the other end, so many small
 tensors cost as much as a large one. Only data are moved: sums are the engine's own, in its fixed
 order, so that the bits do not depend on the backend or on the number of ranks.
 """
 
-import os
 import threading
-import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from time import monotonic
+from time import monotonic, sleep
 from typing import Any
 
 import torch
 from torch import distributed
 
-from lockstep.cluster.nameless_files import nameless_file
+from lockstep.comm.meeting_point import SharedStore
 from lockstep.comm.transport import Buffers, Transport
 from lockstep.errors import WorkerError, problem
-from lockstep.plan.decision import Decision, ProcessGroup
 
 _LOOK_AROUND = timedelta(milliseconds=20)
+_SECONDS_TO_THE_CAUSE = 3.0
 _LONGEST_NAP_SECONDS = 5 * _LOOK_AROUND.total_seconds()
 
 # Its types do not say what it exports.
@@ -34,24 +32,6 @@ _dist: Any = distributed
 
 # A transfer ends when all have made it, or when ``look_around`` raises, and never by itself.
 _NEVER = timedelta(days=365)
-
-
-class MeetingPoint:
-    """A file without a name, through which ranks of this host find each other; goes with this."""
-
-    def __init__(self) -> None:
-        self._descriptor = nameless_file("lockstep-process-group")
-        weakref.finalize(self, os.close, self._descriptor)
-
-    @classmethod
-    def of(cls, plan: Decision) -> "MeetingPoint | None":
-        """The one that a Plan needs, if it needs one."""
-        return cls() if isinstance(plan.engine, ProcessGroup) else None
-
-    @property
-    def path(self) -> str:
-        """Under which this host's processes of this user open it."""
-        return f"/proc/{os.getpid()}/fd/{self._descriptor}"
 
 
 class ProcessGroupTransport(Transport):
@@ -62,7 +42,7 @@ class ProcessGroupTransport(Transport):
         rank: this rank.
         name: the same on all of them, and no other group's.
         backend: see ``plan.engines.BACKENDS``.
-        meeting_point: path of a file that all can open.
+        meeting_point: path of a ``MeetingPoint``, to be opened while it is there.
         look_around: called every 20 ms of waiting with the seconds waited so far; it raises if
             waiting on is in vain.
     """
@@ -77,10 +57,10 @@ class ProcessGroupTransport(Transport):
         meeting_point: str,
         look_around: Callable[[float], None],
     ) -> None:
-        assert backend == "gloo"
         self._ranks = ranks
         self._rank = rank
         self._name = name
+        self._make_group = _GROUPS[backend]
         self._meeting_point = meeting_point
         self._look_around = look_around
         self._group: Any = None
@@ -127,7 +107,7 @@ class ProcessGroupTransport(Transport):
                 waited, last = waited + min(now - last, _LONGEST_NAP_SECONDS), now
                 self._look_around(waited)
         except RuntimeError as error:  # the backend's: a connection has ended
-            self._look_around(waited)  # which may know more of it
+            self._look_for_the_cause()
             raise WorkerError(
                 problem(
                     f"Rank {self._rank} cannot reach the others through torch.distributed.",
@@ -135,6 +115,13 @@ class ProcessGroupTransport(Transport):
                     fix="See whether another rank has ended.",
                 )
             ) from error
+
+    def _look_for_the_cause(self) -> None:
+        """Whoever watches over the ranks knows which has died, but perhaps not yet."""
+        until = monotonic() + _SECONDS_TO_THE_CAUSE
+        while monotonic() < until:
+            self._look_around(0.0)
+            sleep(_LOOK_AROUND.total_seconds())
 
     def _made_patiently(self) -> Any:
         """The group. Whoever makes one waits for all others, in vain if one has died."""
@@ -158,13 +145,22 @@ class ProcessGroupTransport(Transport):
             return error
 
     def _make(self) -> Any:
-        gloo = _dist.ProcessGroupGloo
-        options = gloo._Options()
-        options._devices = [gloo.create_device(hostname="127.0.0.1")]
-        options._timeout = _NEVER
-        store = _dist.FileStore(self._meeting_point, len(self._ranks))
+        store = SharedStore(self._meeting_point)
         own = self._ranks.index(self._rank)
-        return gloo(_dist.PrefixStore(self._name, store), own, len(self._ranks), options)
+        return self._make_group(_dist.PrefixStore(self._name, store), own, len(self._ranks))
+
+
+def _gloo(store: Any, rank: int, size: int) -> Any:
+    """A group over TCP, on this host."""
+    kind = _dist.ProcessGroupGloo
+    options = kind._Options()
+    options._devices = [kind.create_device(hostname="127.0.0.1")]
+    options._timeout = _NEVER
+    return kind(store, rank, size, options)
+
+
+# How the group of each backend is made.
+_GROUPS: dict[str, Callable[[Any, int, int], Any]] = {"gloo": _gloo}
 
 
 def _is_done(work: Any) -> bool:

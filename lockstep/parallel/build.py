@@ -22,6 +22,7 @@ from lockstep.comm.gradient_rows import GradientSpec
 from lockstep.comm.gradients import TensorSpec
 from lockstep.comm.host_exchange import HostExchange
 from lockstep.comm.mail_channels import MailChannels
+from lockstep.comm.meeting_point import MeetingPoint
 from lockstep.comm.process_group import ProcessGroupTransport
 from lockstep.comm.shared_memory import SharedRegion
 from lockstep.comm.tensor_channels import TensorChannels
@@ -250,6 +251,11 @@ def build_exchange(
         transports=transports,
         mirrored=neighbours.mirrored,
     )
+
+
+def meeting_point_for(plan: Plan) -> MeetingPoint | None:
+    """Where the ranks of a Plan's process group find each other, if it has one."""
+    return MeetingPoint() if isinstance(plan.engine, ProcessGroup) else None
 
 
 def _transports(

@@ -17,7 +17,7 @@ from typing import Any
 from torch import nn
 
 from lockstep.comm.exchange import ExchangeSpec
-from lockstep.comm.process_group import MeetingPoint
+from lockstep.comm.meeting_point import MeetingPoint
 from lockstep.comm.shared_memory import SharedRegion
 from lockstep.data.sources import ArraySource
 from lockstep.errors import WorkerError
@@ -25,6 +25,7 @@ from lockstep.launch.failure import add_note, as_raised
 from lockstep.launch.pool import expect_team, give_back, take_team
 from lockstep.launch.team import Team
 from lockstep.parallel.blank import forget_blanks
+from lockstep.parallel.build import meeting_point_for
 from lockstep.parallel.control import LeaderControl, SoloControl
 from lockstep.parallel.host_control import HostControl
 from lockstep.parallel.serialization import SerializedObject, pack
@@ -183,7 +184,7 @@ class Session:
             team = self._take_team(assignment.plan, here, hosts, conductor.announce)
             watch = Watch(team, self._timeout, here.start, hosts)
             connected = Connected.of(hosts, assignment, self._timeout)
-            meeting_point = MeetingPoint.of(assignment.plan)
+            meeting_point = meeting_point_for(assignment.plan)
             worker = _leading_worker(
                 assignment, spec, region, watch, stores, connected, meeting_point
             )

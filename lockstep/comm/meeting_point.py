@@ -1,0 +1,107 @@
+"""Where the ranks of a process group find each other: a file without a name, on one host.
+
+torch.distributed asks for a store of keys and values in which each rank leaves its address. Its own
+stores listen on all interfaces (TCPStore), or need a file with a name that somebody must remove
+(FileStore). This one lies in a file that exists only as a descriptor of the script's process:
+others open it through ``/proc``, which the kernel allows to processes of the same user only.
+"""
+
+import fcntl
+import os
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import msgspec
+from torch import distributed
+
+from lockstep.cluster.nameless_files import nameless_file
+
+_Store: Any = vars(distributed)["Store"]  # torch's types do not name it
+
+_POLL_SECONDS = 0.001
+_MOST_BYTES = 1 << 30
+
+
+class MeetingPoint:
+    """The file, in the process that makes it; gone with this object."""
+
+    def __init__(self) -> None:
+        self._descriptor = nameless_file("lockstep-process-group")
+        weakref.finalize(self, os.close, self._descriptor)
+
+    @property
+    def path(self) -> str:
+        """Under which processes of this host open it, as long as it is there."""
+        return f"/proc/{os.getpid()}/fd/{self._descriptor}"
+
+
+class SharedStore(_Store):  # type: ignore[misc]
+    """One process's end: keys and values that all see who have opened the file.
+
+    Args:
+        path: of the meeting point.
+    """
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, self._descriptor)
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Give a key a value."""
+        with self._locked() as entries:
+            self._write({**entries, key: _as_bytes(value)})
+
+    def get(self, key: str) -> bytes:
+        """A key's value; waits until it has one."""
+        self.wait([key])
+        with self._locked() as entries:
+            return entries[key]
+
+    def add(self, key: str, amount: int) -> int:
+        """Count under a key; returns how far."""
+        with self._locked() as entries:
+            count = int(entries.get(key, b"0")) + amount
+            self._write({**entries, key: b"%d" % count})
+        return count
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Whether all of them have values."""
+        with self._locked() as entries:
+            return all(key in entries for key in keys)
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Wait until all keys have values.
+
+        Raises:
+            TimeoutError: time is up.
+        """
+        until = None if timeout is None else time.monotonic() + timeout.total_seconds()
+        while not self.check(keys):
+            if until is not None and time.monotonic() > until:
+                raise TimeoutError(f"nobody has set {', '.join(keys)}")
+            time.sleep(_POLL_SECONDS)
+
+    @contextmanager
+    def _locked(self) -> Iterator[dict[str, bytes]]:
+        """The entries, while no other process changes them."""
+        fcntl.flock(self._descriptor, fcntl.LOCK_EX)
+        try:
+            yield self._read()
+        finally:
+            fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+
+    def _read(self) -> dict[str, bytes]:
+        text = os.pread(self._descriptor, _MOST_BYTES, 0)
+        return msgspec.msgpack.decode(text, type=dict[str, bytes]) if text else {}
+
+    def _write(self, entries: dict[str, bytes]) -> None:
+        os.pwrite(self._descriptor, msgspec.msgpack.encode(entries), 0)
+
+
+def _as_bytes(value: str | bytes) -> bytes:
+    return value.encode() if isinstance(value, str) else bytes(value)
