@@ -1,8 +1,14 @@
-"""Sums over hosts: ranks as threads, hosts as regions of their own, channels as socket pairs."""
+"""Sums over domains: ranks as threads, domains as regions of their own.
+
+Over each transport there is, and one more that is written here: a transport is one class.
+"""
 
 import random
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from itertools import product
+from queue import Queue
 
 import pytest
 import torch
@@ -11,8 +17,11 @@ from lockstep.channel.channel import Channel
 from lockstep.comm.domain_sums import DomainSums, pairs, partner
 from lockstep.comm.gradient_rows import GradientRows, GradientSpec
 from lockstep.comm.gradients import TensorSpec
+from lockstep.comm.meeting_point import MeetingPoint
+from lockstep.comm.process_group import ProcessGroupTransport
 from lockstep.comm.shared_memory import SharedRegion
 from lockstep.comm.tensor_channels import TensorChannels
+from lockstep.comm.transport import Buffers, Transport
 from lockstep.errors import HostError
 from lockstep.plan.layout import elementwise_slices
 from tests.channels import channel_pair, send
@@ -52,11 +61,30 @@ def expected_sums(num_ranks: int, step: int) -> list[torch.Tensor | None]:
     return [tree_sum(column) for column in zip(*gradients, strict=True)]
 
 
-class World:
-    """Ranks on hosts, each in a thread."""
+class QueueTransport(Transport):
+    """A toy: tensors through queues, one for each pair of ranks and direction."""
 
-    def __init__(self, counts: Sequence[int]) -> None:
+    def __init__(self, rank: int, queues: dict[tuple[int, int], Queue[torch.Tensor]]) -> None:
+        self._rank = rank
+        self._queues = queues
+
+    def transfer(self, sends: Buffers, receives: Buffers) -> None:
+        for peer, tensors in sends.items():
+            for tensor in tensors:
+                self._queues[self._rank, peer].put(tensor.clone())
+        for peer, tensors in receives.items():
+            for tensor in tensors:
+                tensor.copy_(self._queues[peer, self._rank].get(timeout=SECONDS))
+
+
+class World:
+    """Ranks on hosts, each in a thread; tensors go from host to host over a kind of transport."""
+
+    def __init__(self, counts: Sequence[int], kind: str = "channels") -> None:
         self.hosts = hosts_of(counts)
+        self._kind = kind
+        self._meeting_point = MeetingPoint()
+        self._queues: dict[tuple[int, int], Queue[torch.Tensor]] = defaultdict(Queue)
         self.num_ranks = sum(counts)
         self.spec = make_spec(self.num_ranks)
         regions = [
@@ -80,14 +108,30 @@ class World:
     def host_of(self, rank: int) -> int:
         return next(host for host, ranks in enumerate(self.hosts) if rank in ranks)
 
+    def transport_of(self, rank: int) -> Transport:
+        match self._kind:
+            case "gloo":
+                return ProcessGroupTransport(
+                    range(self.num_ranks),
+                    rank=rank,
+                    name="sums",
+                    backend="gloo",
+                    meeting_point=self._meeting_point.path,
+                    look_around=be_patient,
+                )
+            case "queues":
+                return QueueTransport(rank, self._queues)
+            case _:
+                names = {other: f"host {self.host_of(other)}" for other in range(self.num_ranks)}
+                return TensorChannels(self.channels[rank], names, be_patient, SECONDS)
+
     def sums_of(self, rank: int) -> DomainSums:
-        names = {other: f"host {self.host_of(other)}" for other in range(self.num_ranks)}
         sums = DomainSums(
             self.rows[self.host_of(rank)],
             rank=rank,
             domains=self.hosts,
             rows_of=lambda ranks: range(ranks[0], ranks[-1] + 1),
-            transport=TensorChannels(self.channels[rank], names, be_patient, SECONDS),
+            transport=self.transport_of(rank),
             is_everywhere=[False] * len(SHAPES),
             meet_here=lambda: None,
         )
@@ -145,9 +189,9 @@ def test_partners_are_on_both_sides(counts: tuple[int, ...]) -> None:
     assert pairs(hosts) == found
 
 
-@pytest.fixture(params=LAYOUTS, ids=str)
+@pytest.fixture(params=product(LAYOUTS, ["channels", "gloo", "queues"]), ids=str)
 def world(request: pytest.FixtureRequest) -> Iterator[World]:
-    made = World(request.param)
+    made = World(*request.param)
     yield made
     made.close()
 
