@@ -1,5 +1,8 @@
 """The handshake: two processes prove to each other that they know the job's secret.
 
+They meet over TCP, or over a Unix socket if they run on one host; there the kernel must say as well
+that both run as the same user.
+
 Four messages of fixed sizes, before anything else is read::
 
     caller    greeting: what this is, 32 random bytes, and an X25519 key of this one time
@@ -38,6 +41,7 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X
 from lockstep.channel.channel import Channel
 from lockstep.channel.keys import Keys
 from lockstep.launch.link import LOOK_AROUND_SECONDS, LookAround, Stopwatch
+from lockstep.launch.peer import pid_of, user_of
 from lockstep.launch.secret import Secret
 from lockstep.launch.sockets import SocketAddress, connect, tune
 
@@ -49,8 +53,11 @@ _PROOF_BYTES = 32
 _CALLER, _ANSWERER = b"lockstep caller 3", b"lockstep answerer 3"
 _KNOWER, _SEALER = b"lockstep knower 3", b"lockstep sealer 3"
 
+OTHER_PROTOCOL = "it does not speak Lockstep's protocol, or another version of it"
 OTHER_SECRET = "it has another secret than this host"
 OTHER_JOB = "it is of another job, with the same secret"
+NO_SECRET = "it cannot prove that it knows the secret"
+_TOO_SLOW = "it did not finish the handshake in time"
 _REFUSALS = {
     text: hashlib.sha256(b"lockstep refusal 3: " + text.encode()).digest()
     for text in (OTHER_SECRET, OTHER_JOB)
@@ -89,7 +96,7 @@ def _their_greeting(own: bytes) -> Generator[tuple[bytes, int], bytes, bytes]:
     """Send this side's, if it is time, and hear the other's."""
     magic = yield own, len(_MAGIC)
     if magic != _MAGIC:  # told at once, be the rest as long as it may
-        raise HandshakeError("it does not speak Lockstep's protocol, or another version of it")
+        raise HandshakeError(OTHER_PROTOCOL)
     return magic + (yield b"", _GREETING_BYTES - len(_MAGIC))
 
 
@@ -120,7 +127,7 @@ def _call(secret: Secret, purpose: bytes) -> _Talk:
         material = _material(secret, purpose, caller, answerer, _shared(key, answerer))
         return purpose, Keys.agreed(material, is_caller=True)
     refusals = {answer: text for text, answer in _REFUSALS.items()}
-    raise HandshakeError(refusals.get(theirs, "it cannot prove that it knows the secret"))
+    raise HandshakeError(refusals.get(theirs, NO_SECRET))
 
 
 def _answer(secret: Secret, purposes: Collection[bytes]) -> _Talk:
@@ -219,23 +226,43 @@ def call(
         OSError: there is nobody.
     """
     sock = connect(family, where, seconds, look_around)
+    return introduce(sock, secret, purpose, seconds=seconds, look_around=look_around)
+
+
+def introduce(
+    sock: socket.socket,
+    secret: Secret,
+    purpose: bytes,
+    *,
+    seconds: float,
+    look_around: LookAround,
+) -> Channel:
+    """The caller's side of the handshake on a connection, which is closed if it fails.
+
+    Raises:
+        HandshakeError, OSError: as of ``call``.
+    """
+    watch = Stopwatch()
+    poller = select.poll()
     try:
-        return _converse(_Conversation(sock, _call(secret, purpose)), seconds, look_around)
+        _check_user(sock)
+        conversation = _Conversation(sock, _call(secret, purpose))
+        while (guest := conversation.advance()) is None:
+            poller.register(sock, conversation.events)
+            if not poller.poll(LOOK_AROUND_SECONDS * 1000):
+                look_around(watch.tick())
+            if watch.tick() > seconds:
+                raise HandshakeError(_TOO_SLOW)
     except BaseException:
         sock.close()
         raise
-
-
-def _converse(conversation: _Conversation, seconds: float, look_around: LookAround) -> Channel:
-    watch = Stopwatch()
-    poller = select.poll()
-    while (guest := conversation.advance()) is None:
-        poller.register(conversation.socket, conversation.events)
-        if not poller.poll(LOOK_AROUND_SECONDS * 1000):
-            look_around(watch.tick())
-        if watch.tick() > seconds:
-            raise HandshakeError("it did not finish the handshake in time")
     return guest.channel
+
+
+def _check_user(sock: socket.socket) -> None:
+    """Refuse the other end of a Unix socket before a word if it is another user's."""
+    if sock.family == socket.AF_UNIX and user_of(sock) != os.geteuid():
+        raise HandshakeError("it runs as another user")
 
 
 class Gate:
@@ -288,7 +315,7 @@ class Gate:
                 guests += self._advance(descriptor)
         now = time.monotonic()
         while self._pending and next(iter(self._pending.values()))[1] < now:
-            self._refuse_oldest("it did not finish the handshake in time")
+            self._refuse_oldest(_TOO_SLOW)
         return guests
 
     def close(self) -> None:
@@ -309,6 +336,12 @@ class Gate:
             except OSError as error:  # it broke before it was accepted; or out of descriptors
                 self._count_refusal(error.strerror or str(error), "a connection")
                 return
+            try:
+                _check_user(sock)
+            except HandshakeError as error:
+                self._count_refusal(str(error), _peer_address(sock))
+                sock.close()
+                continue
             deadline = time.monotonic() + self._seconds
             conversation = _Conversation(tune(sock), _answer(self._secret, self.purposes))
             self._pending[sock.fileno()] = (conversation, deadline)
@@ -357,6 +390,8 @@ class Gate:
 
 def _peer_address(sock: socket.socket) -> str:
     try:
+        if sock.family == socket.AF_UNIX:
+            return f"process {pid_of(sock)}"
         return str(sock.getpeername()[0])
     except OSError:  # gone already
         return "a connection"

@@ -1,4 +1,4 @@
-"""TCP sockets between hosts: how they are made, and what the kernel is asked to watch.
+"""Sockets between hosts, and between processes of a host that did not start each other.
 
 None blocks, none outlives an exec, and none stays open in a fork: a DataLoader's worker that held a
 copy would keep a connection alive after its owner has died.
@@ -20,8 +20,8 @@ from typing import Any
 from lockstep.cluster.place import Address
 from lockstep.launch.link import LOOK_AROUND_SECONDS, LookAround, Stopwatch
 
-# As Python's sockets take them: (address, port), and two more for IPv6.
-SocketAddress = tuple[Any, ...]
+# As Python's sockets take them: (address, port), and two more for IPv6; bytes for a Unix socket.
+SocketAddress = Any
 
 _IDLE_SECONDS = 5
 _PROBE_SECONDS = 5
@@ -97,8 +97,11 @@ def _wait_to_connect(sock: socket.socket, seconds: float, look_around: LookAroun
 
 
 def tune(sock: socket.socket) -> socket.socket:
-    """Set what all sockets between hosts have in common."""
+    """Set what all of these sockets have in common."""
     sock.setblocking(False)
+    _ours.add(sock)
+    if sock.family == socket.AF_UNIX:
+        return sock
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (
@@ -109,7 +112,6 @@ def tune(sock: socket.socket) -> socket.socket:
     ):
         if hasattr(socket, option):
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
-    _ours.add(sock)
     return sock
 
 
