@@ -17,15 +17,17 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from time import monotonic
 
 from lockstep.channel.channel import Channel, lost
+from lockstep.channel.frames import FrameReader
+from lockstep.channel.waiting import LOOK_AROUND_SECONDS, Stopwatch
+from lockstep.errors import HostError
+from lockstep.units import format_bytes
 
 _MESSAGE, _DONE, _GOODBYE = range(3)
 # Kind, mailbox, number of the message, its readers at the other end, payload bytes.
 _HEADER = struct.Struct("<BIQHQ")
-_LOOK_AROUND_SECONDS = 0.02
-_LONGEST_NAP_SECONDS = 5 * _LOOK_AROUND_SECONDS
+_MOST_BYTES = 1 << 36
 
 
 class MailChannels:
@@ -109,16 +111,13 @@ class MailChannels:
 
     def _wait(self, is_there: Callable[[], bool]) -> None:
         state = self._state
-        waited, last = 0.0, monotonic()
+        watch = Stopwatch()
         with state.news:
             while not is_there():
                 if state.error is not None:
                     raise state.error
-                if state.news.wait(_LOOK_AROUND_SECONDS):
-                    continue
-                now = monotonic()
-                waited, last = waited + min(now - last, _LONGEST_NAP_SECONDS), now
-                self._look_around(waited)
+                if not state.news.wait(LOOK_AROUND_SECONDS):
+                    self._look_around(watch.tick())
 
 
 @dataclass
@@ -210,27 +209,11 @@ class _End:
         self.channel = channel
         self.name = name
         self.has_left = False
-        self._header: tuple[int, int, int, int] | None = None
-        self._part = bytearray(_HEADER.size)
-        self._filled = 0
+        self.frames = FrameReader(_HEADER, channel.receive, self._check_size)
 
-    def receive(self) -> tuple[int, int, int, int, bytes] | None:
-        """The next frame, if it has come in whole: kind, mailbox, number, readers, payload."""
-        while True:
-            if self._filled < len(self._part):
-                try:
-                    part = memoryview(self._part)[self._filled :]
-                    self._filled += self.channel.receive_into(part)
-                except BlockingIOError:
-                    return None
-                continue
-            if self._header is None:
-                *header, size = _HEADER.unpack(self._part)
-                self._header, self._part, self._filled = tuple(header), bytearray(size), 0
-                continue
-            frame = (*self._header, bytes(self._part))
-            self._header, self._part, self._filled = None, bytearray(_HEADER.size), 0
-            return frame
+    def _check_size(self, *numbers: int) -> None:
+        if numbers[-1] > _MOST_BYTES:
+            raise HostError(f"{self.name} announced a message of {format_bytes(numbers[-1])}.")
 
 
 def _run(state: _State) -> None:
@@ -252,8 +235,8 @@ def _serve(state: _State, rank: int) -> None:
     end = state.ends[rank]
     try:
         end.channel.flush()
-        while not end.has_left and (frame := end.receive()) is not None:
-            kind, box, number, num_readers, payload = frame
+        while not end.has_left:
+            kind, box, number, num_readers, payload = end.frames.take()
             with state.news:
                 if kind == _MESSAGE:
                     state.inbox[box, number, rank] = _Letter(payload, num_readers)
@@ -262,5 +245,7 @@ def _serve(state: _State, rank: int) -> None:
                 else:
                     end.has_left = True
                 state.news.notify_all()
+    except BlockingIOError:  # nothing more has come
+        return
     except OSError as error:
         raise lost(end.name, error) from error

@@ -26,6 +26,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
+from lockstep.channel.waiting import LookAround
 from lockstep.cluster.place import Place
 from lockstep.errors import WorkerError, problem
 from lockstep.launch.diagnostics import DiagnosticsFile
@@ -41,7 +42,7 @@ from lockstep.launch.helper import (
     Leader,
     function_at,
 )
-from lockstep.launch.link import Link, LookAround, Message, give_up
+from lockstep.launch.link import Link, Message, give_up
 from lockstep.launch.local_rendezvous import Attendee, meet_followers, meet_leader
 from lockstep.launch.origin import Origin
 from lockstep.launch.peer import Peer

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 
 import msgspec
 
+from lockstep.channel.waiting import LookAround, Stopwatch, is_readable, wait_on
 from lockstep.errors import HostError, problem
 from lockstep.launch.framed_channel import Frame, FramedChannel
-from lockstep.launch.link import LookAround, Stopwatch, is_readable, wait_on
 from lockstep.launch.secret import Secret
 from lockstep.units import first_few
 

@@ -40,7 +40,7 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X
 
 from lockstep.channel.channel import Channel
 from lockstep.channel.keys import Keys
-from lockstep.launch.link import LOOK_AROUND_SECONDS, LookAround, Stopwatch
+from lockstep.channel.waiting import LookAround, Stopwatch, wait_for
 from lockstep.launch.peer import pid_of, user_of
 from lockstep.launch.secret import Secret
 from lockstep.launch.sockets import SocketAddress, connect, tune
@@ -243,14 +243,11 @@ def introduce(
         HandshakeError, OSError: as of ``call``.
     """
     watch = Stopwatch()
-    poller = select.poll()
     try:
         _check_user(sock)
         conversation = _Conversation(sock, _call(secret, purpose))
         while (guest := conversation.advance()) is None:
-            poller.register(sock, conversation.events)
-            if not poller.poll(LOOK_AROUND_SECONDS * 1000):
-                look_around(watch.tick())
+            wait_for(sock, conversation.events, watch, look_around)
             if watch.tick() > seconds:
                 raise HandshakeError(_TOO_SLOW)
     except BaseException:

@@ -21,6 +21,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from lockstep.channel.waiting import LOOK_AROUND_SECONDS, Stopwatch, has_hung_up, wait_on
 from lockstep.cluster.place import Place
 from lockstep.errors import WorkerError, problem
 from lockstep.launch.handshake import (
@@ -33,7 +34,6 @@ from lockstep.launch.handshake import (
     introduce,
     purpose_of,
 )
-from lockstep.launch.link import LOOK_AROUND_SECONDS, Stopwatch, has_hung_up, wait_on
 from lockstep.launch.peer import Peer, pid_of
 from lockstep.launch.secret import Secret
 from lockstep.launch.sockets import connect, listen

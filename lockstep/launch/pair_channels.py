@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import msgspec
 
 from lockstep.channel.channel import Channel
+from lockstep.channel.waiting import LOOK_AROUND_SECONDS, LookAround, Stopwatch, wait_on
 from lockstep.errors import HostError, problem
 from lockstep.launch.control_group import ControlGroup
 from lockstep.launch.handshake import Gate, HandshakeError, call, purpose_of
-from lockstep.launch.link import LOOK_AROUND_SECONDS, LookAround, Stopwatch, wait_on
 from lockstep.launch.secret import Secret
 from lockstep.launch.sockets import listen
 from lockstep.units import format_seconds

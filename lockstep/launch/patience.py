@@ -3,7 +3,7 @@
 import time
 from dataclasses import dataclass
 
-from lockstep.launch.link import LOOK_AROUND_SECONDS, LookAround, Stopwatch
+from lockstep.channel.waiting import LOOK_AROUND_SECONDS, LookAround, Stopwatch
 from lockstep.units import format_seconds
 
 _PAUSE_SECONDS = 0.2

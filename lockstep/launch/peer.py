@@ -14,7 +14,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from lockstep.launch.link import is_readable
+from lockstep.channel.waiting import is_readable
 
 _CREDENTIALS = struct.Struct("3i")  # process id, user id, group id
 

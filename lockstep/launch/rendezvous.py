@@ -9,9 +9,9 @@ Meanwhile whoever was let in is told whom the others wait for, so each can name 
 host that goes away again before the control group is closed may come back.
 """
 
+from lockstep.channel.waiting import LookAround, Stopwatch, wait_on
 from lockstep.cluster.place import Place
 from lockstep.launch.control_group import Card, ControlGroup
-from lockstep.launch.link import LookAround, Stopwatch, wait_on
 from lockstep.launch.patience import Patience
 from lockstep.launch.rendezvous_client import RendezvousClient
 from lockstep.launch.rendezvous_server import RendezvousServer

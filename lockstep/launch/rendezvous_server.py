@@ -10,13 +10,13 @@ from collections.abc import Mapping
 import msgspec
 
 from lockstep.channel.channel import Channel
+from lockstep.channel.waiting import LOOK_AROUND_SECONDS
 from lockstep.cluster.place import Address, Place
 from lockstep.errors import HostError, Problems, problem
 from lockstep.launch.control_group import Card, ControlGroup, name_of
 from lockstep.launch.framed_channel import MOST_BYTES, Frame, FramedChannel, Peer
 from lockstep.launch.handshake import HANDSHAKE_SECONDS, Gate, purpose_of
 from lockstep.launch.hearsay import decode_hearsay
-from lockstep.launch.link import LOOK_AROUND_SECONDS
 from lockstep.launch.patience import OverError, Patience
 from lockstep.launch.secret import Secret
 from lockstep.launch.sockets import listen, resolve

@@ -17,8 +17,8 @@ import struct
 import weakref
 from typing import Any
 
+from lockstep.channel.waiting import LOOK_AROUND_SECONDS, LookAround, Stopwatch
 from lockstep.cluster.place import Address
-from lockstep.launch.link import LOOK_AROUND_SECONDS, LookAround, Stopwatch
 
 # As Python's sockets take them: (address, port), and two more for IPv6; bytes for a Unix socket.
 SocketAddress = Any
@@ -87,8 +87,7 @@ def connect(
 
 
 def _wait_to_connect(sock: socket.socket, seconds: float, look_around: LookAround) -> None:
-    watch = Stopwatch()
-    poller = select.poll()
+    watch, poller = Stopwatch(), select.poll()
     poller.register(sock, select.POLLOUT)
     while not poller.poll(LOOK_AROUND_SECONDS * 1000):
         look_around(watch.tick())

@@ -28,12 +28,13 @@ from contextlib import suppress
 from importlib import import_module
 from types import FrameType
 
+from lockstep.channel.waiting import is_readable
 from lockstep.cluster.memory_limits import Kills, memory_kills
 from lockstep.launch.diagnostics import DiagnosticsFile
 from lockstep.launch.failure import describe_exit
 from lockstep.launch.helper import STACKS_SIGNAL, die_with, name_process, serve_calls
 from lockstep.launch.interpreter import environment, start_interpreter
-from lockstep.launch.link import Link, Message, is_readable
+from lockstep.launch.link import Link, Message
 from lockstep.launch.origin import Origin
 
 FORK, SIGNAL, LOAD = b"F", b"S", b"L"

@@ -19,6 +19,7 @@ import torch
 from torch import nn, optim
 
 from lockstep.channel.channel import Channel
+from lockstep.channel.waiting import Stopwatch
 from lockstep.cluster.devices import discover
 from lockstep.cluster.environment import find_place
 from lockstep.cluster.place import Place, Reach
@@ -30,7 +31,6 @@ from lockstep.launch.attached import attach_team
 from lockstep.launch.control_group import Card, ControlGroup
 from lockstep.launch.failure import as_raised, causes_of, summary_of
 from lockstep.launch.hearsay import decode_hearsay
-from lockstep.launch.link import Stopwatch
 from lockstep.launch.pair_channels import open_channels
 from lockstep.launch.rendezvous import meet
 from lockstep.launch.secret import find_secret

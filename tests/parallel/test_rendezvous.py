@@ -16,12 +16,12 @@ from typing import Any
 
 import pytest
 
+from lockstep.channel.waiting import Stopwatch
 from lockstep.cluster.place import Address, Place
 from lockstep.errors import HostError
 from lockstep.launch import rendezvous_client, rendezvous_server
 from lockstep.launch.control_group import Card, ControlGroup
 from lockstep.launch.framed_channel import Frame, FramedChannel
-from lockstep.launch.link import Stopwatch
 from lockstep.launch.pair_channels import open_channels
 from lockstep.launch.patience import Patience
 from lockstep.launch.rendezvous import meet
