@@ -22,6 +22,7 @@ from itertools import chain
 from typing import TextIO
 
 from lockstep.errors import printable
+from lockstep.launch.held_process import Progress
 from lockstep.launch.held_script import GRACE_SECONDS
 
 _TICK_SECONDS = 0.05
@@ -33,19 +34,31 @@ _END_SECONDS = GRACE_SECONDS + 5.0
 class Member(ABC):
     """The script on one host.
 
-    Attributes:
+    Args:
         host: the host's name, for messages.
-        status: the script's exit status; None while it runs.
-        is_done: whether it has ended, and all that it wrote is shown.
+        prefix: of the lines that are shown; see ``Relay``.
+
+    Attributes:
+        status: the script's exit status; None until it has ended and all that it wrote is shown.
     """
 
-    host: str
-    status: int | None = None
-    is_done = False
+    def __init__(self, host: str, prefix: str) -> None:
+        self.host = host
+        self.status: int | None = None
+        self._relays = [Relay(prefix, sys.stdout), Relay(prefix, sys.stderr)]
 
     @abstractmethod
+    def read(self) -> Progress | None:
+        """How far the script is; None where that is not known yet. Does not wait."""
+
     def attend(self) -> None:
-        """Show what has come, and see whether it has ended; does not wait."""
+        """Show what has come, and see whether the script has ended; does not wait."""
+        while self.status is None and (progress := self.read()):
+            written, self.status = progress
+            for relay, new in zip(self._relays, written, strict=True):
+                relay.write(new, is_last=self.status is not None)
+            if not any(written):
+                break
 
     @abstractmethod
     def interrupt(self) -> None:
@@ -155,7 +168,7 @@ class _Fleet:
         """Whether one runs, or has left something to show."""
         if time.monotonic() > self._deadline:
             return False
-        return not all(member.is_done for member in self._members)
+        return any(member.status is None for member in self._members)
 
     def attend(self) -> None:
         """Attend to each, and see who has failed."""
