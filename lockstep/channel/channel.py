@@ -1,7 +1,7 @@
 """A channel: a connection to another host, of which all that travels is sealed.
 
-It neither blocks nor waits. Whoever sends puts parts in, and flushes until all have gone; whoever
-receives takes what has come, and polls where nothing has. Nothing is handed out before it is known
+It neither blocks nor waits. A sender puts parts in, and flushes until all have gone; a receiver
+takes what has come, and polls where nothing has. Nothing is handed out before it is known
 to be what the other host has sent.
 """
 

@@ -93,7 +93,7 @@ class MailChannels:
         for rank in state.ends:
             state.send(rank, _GOODBYE, 0, 0)
         state.is_leaving = True
-        state.ring()
+        state.wake()
         self._wait(lambda: state.has_ended)
         self._thread.join()
         state.close()
@@ -105,7 +105,7 @@ class MailChannels:
         state = self._state
         state.is_abandoned = True
         if self._thread.is_alive():
-            state.ring()
+            state.wake()
             self._thread.join()
         state.close()
 
@@ -153,7 +153,7 @@ class _State:
         self.is_leaving = False
         self.is_abandoned = False
         self.has_ended = False
-        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     def send(
         self, rank: int, kind: int, box: int, number: int, payload: bytes = b"", readers: int = 0
@@ -162,11 +162,11 @@ class _State:
         end, header = self.ends[rank], _HEADER.pack(kind, box, number, readers, len(payload))
         with self.news:
             end.channel.put(header, payload)
-        self.ring()
+        self.wake()
 
-    def ring(self) -> None:
+    def wake(self) -> None:
         """Have the thread look again."""
-        os.eventfd_write(self._bell, 1)
+        os.eventfd_write(self._wakeup, 1)
 
     @property
     def is_over(self) -> bool:
@@ -180,7 +180,7 @@ class _State:
     def wait(self) -> list[int]:
         """Ranks whose channels can be read or written."""
         poller = select.poll()
-        poller.register(self._bell, select.POLLIN)
+        poller.register(self._wakeup, select.POLLIN)
         ranks = {}
         for rank, end in self.ends.items():
             with self.news:
@@ -191,15 +191,15 @@ class _State:
                 poller.register(end.channel, events)
                 ranks[end.channel.fileno()] = rank
         ready = [descriptor for descriptor, _ in poller.poll()]
-        if self._bell in ready:
-            os.eventfd_read(self._bell)
+        if self._wakeup in ready:
+            os.eventfd_read(self._wakeup)
         return [ranks[descriptor] for descriptor in ready if descriptor in ranks]
 
     def close(self) -> None:
         """After the thread's end."""
-        bell, self._bell = self._bell, -1
-        if bell >= 0:
-            os.close(bell)
+        wakeup, self._wakeup = self._wakeup, -1
+        if wakeup >= 0:
+            os.close(wakeup)
 
 
 class _End:
@@ -222,7 +222,7 @@ def _run(state: _State) -> None:
         while not state.is_over:
             for rank in state.wait():
                 _serve(state, rank)
-    except BaseException as error:  # for whoever waits, whatever it is
+    except BaseException as error:  # raised in the threads that wait
         state.error = error
     finally:
         with state.news:

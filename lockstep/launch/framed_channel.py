@@ -1,11 +1,11 @@
 """A channel: framed messages over a sealed connection to another host.
 
-Frames are a kind, a length, and bytes: nothing is unpickled. No call blocks in the kernel for long:
-whoever waits looks around 50 times a second, and gives up by raising (as on a ``Link``).
+A frame is a kind, a length, and bytes; nothing is unpickled. No call blocks in the kernel for long:
+while it waits, it calls ``look_around`` 50 times a second, which raises to give up (as on a
+``Link``).
 
-A host that fails says so (ERROR); one that is done says goodbye (GOODBYE). A connection that ends
-without either means that its host is gone, and whoever waits for it, or only looks, gets an error
-with its name.
+A host that fails sends the reason (ERROR); one that is done says goodbye (GOODBYE). A connection
+that ends without either means that its host is gone: all calls on it raise an error with its name.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from lockstep.channel.frames import FrameReader
 from lockstep.channel.records import TamperedError
 from lockstep.channel.waiting import LookAround, Stopwatch, give_up_after, wait_for, wait_on
 from lockstep.errors import HostError, problem
-from lockstep.launch.farewell import decode_farewell, encode_farewell
+from lockstep.launch.error_report import decode_report, encode_report
 from lockstep.launch.sockets import VANISHED_SECONDS, is_unanswered
 from lockstep.units import format_bytes
 
@@ -35,7 +35,7 @@ _CHUNK_BYTES = 1 << 20
 _READ_AHEAD_BYTES = 1 << 26
 _MOST_ERROR_BYTES = 1 << 16
 _MOST_DRAINS = 1000
-_FAREWELL_SECONDS = 1.0
+_ERROR_SECONDS = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +66,7 @@ class FramedChannel:
 
     Args:
         channel: the connection; now the channel's.
-        peer: who is at the other end.
+        peer: the host at the other end.
         most_bytes: of a frame.
 
     Attributes:
@@ -84,7 +84,7 @@ class FramedChannel:
         self._frames: deque[Frame] = deque()
         self._num_waiting_bytes = 0
         self._failure = ""  # why this channel is of no use any more
-        self._farewell = b""  # or what the other host has said of its failure
+        self._report = b""  # or what the other host has said of its failure
         self._has_left = False
 
     def fileno(self) -> int:
@@ -100,7 +100,7 @@ class FramedChannel:
     @property
     def was_told(self) -> bool:
         """Whether the other host has said that it failed."""
-        return bool(self._farewell)
+        return bool(self._report)
 
     def send(self, kind: bytes, payload: bytes = b"", look_around: LookAround = wait_on) -> None:
         """Send a frame; what a call that was given up has left is sent before it.
@@ -158,8 +158,8 @@ class FramedChannel:
         except BlockingIOError:
             if is_unanswered(self._channel.socket):
                 self._fail(f"nothing has come back for {VANISHED_SECONDS} s")
-        if self._farewell:
-            raise decode_farewell(self._farewell)
+        if self._report:
+            raise decode_report(self._report)
         if self._failure:
             raise HostError(self._failure)
 
@@ -167,8 +167,8 @@ class FramedChannel:
         """Tell the other host that this one has failed, and why, if it listens; and close."""
         # It may not be reading, and this host wants to end.
         with contextlib.suppress(HostError, TimeoutError):
-            told = encode_farewell(text, error, _MOST_ERROR_BYTES)
-            self.send(ERROR, told, give_up_after(_FAREWELL_SECONDS))
+            told = encode_report(text, error, _MOST_ERROR_BYTES)
+            self.send(ERROR, told, give_up_after(_ERROR_SECONDS))
         self.close()
 
     def close(self) -> None:
@@ -217,7 +217,7 @@ class FramedChannel:
 
     def _take_in(self, frame: Frame) -> None:
         if frame.kind == ERROR:
-            self._farewell = frame.payload
+            self._report = frame.payload
         elif frame.kind == GOODBYE:
             self._has_left = True
         else:

@@ -46,7 +46,7 @@ class ClusterJob(msgspec.Struct, frozen=True, kw_only=True):
         hosts: number of pods.
         devices: of each of them: cores.
         name: of the Job and the Service.
-        image: with Python, Lockstep and the script.
+        image: with Python, Lockstep and the script; must be given.
         python: the interpreter in the image.
         directory: where the script runs; None is the image's own.
         namespace: None is kubectl's.
@@ -61,8 +61,8 @@ class ClusterJob(msgspec.Struct, frozen=True, kw_only=True):
     hosts: int
     devices: int
     name: str
-    image: str
-    python: str
+    image: str = ""
+    python: str = "python"
     directory: str | None = None
     namespace: str | None = None
     memory: str = "4Gi"

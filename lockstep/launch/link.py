@@ -1,8 +1,8 @@
 """A link: framed messages with file descriptors over a Unix socket pair.
 
 The socket is inherited by the helper at its start: nobody else can reach it, which is why its
-messages may be unpickled. No call blocks in the kernel for long: whoever waits looks around 50
-times a second, and gives up by raising. Only one that has nothing else to do looks around less.
+messages may be unpickled. No call blocks in the kernel for long: while it waits, it calls
+``look_around`` 50 times a second, which raises to give up; an idle process calls it once a second.
 """
 
 import array

@@ -51,7 +51,7 @@ _FINAL = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Attendee:
+class LocalPeer:
     """A connection to a process that has proved to be what it says.
 
     Attributes:
@@ -70,7 +70,7 @@ class Attendee:
 
 def meet_followers(
     place: Place, secret: bytes | None, *, num_followers: int, timeout_seconds: float
-) -> list[Attendee]:
+) -> list[LocalPeer]:
     """Wait for processes 1 to ``num_followers`` of this host; returns them by number.
 
     Raises:
@@ -86,12 +86,12 @@ def meet_followers(
         once=True,
         seconds=_HANDSHAKE_SECONDS,
     )
-    followers: dict[bytes, Attendee] = {}
+    followers: dict[bytes, LocalPeer] = {}
     try:
         while gate.purposes:
-            for guest in gate.admit(LOOK_AROUND_SECONDS):
-                sock = guest.channel.socket
-                followers[guest.purpose] = Attendee(sock=sock, peer=Peer(sock))
+            for admission in gate.admit(LOOK_AROUND_SECONDS):
+                sock = admission.channel.socket
+                followers[admission.purpose] = LocalPeer(sock=sock, peer=Peer(sock))
             for purpose in [each for each in followers if has_hung_up(followers[each].sock)]:
                 followers.pop(purpose).close()  # it gave up, and may come again
                 gate.purposes.add(purpose)
@@ -106,7 +106,7 @@ def meet_followers(
     return [followers[purpose] for purpose in numbers]
 
 
-def meet_leader(place: Place, secret: bytes | None, *, timeout_seconds: float) -> Attendee:
+def meet_leader(place: Place, secret: bytes | None, *, timeout_seconds: float) -> LocalPeer:
     """Find process 0 of this host, be it late.
 
     Raises:
@@ -132,7 +132,7 @@ def meet_leader(place: Place, secret: bytes | None, *, timeout_seconds: float) -
             except BaseException:
                 peer.close()
                 raise
-            return Attendee(sock=sock, peer=peer)
+            return LocalPeer(sock=sock, peer=peer)
         except HandshakeError as error:
             seen = f"{leader}: {error}"
             if str(error) in _FINAL:

@@ -22,8 +22,8 @@ from lockstep.channel.channel import Channel, lost
 from lockstep.channel.waiting import LookAround, Stopwatch, wait_for
 from lockstep.errors import HostError, problem
 from lockstep.launch.control_group import ControlGroup
-from lockstep.launch.hearsay import decode_hearsay
 from lockstep.launch.pair_channels import open_channels
+from lockstep.launch.untrusted import decode_untrusted
 
 NUM_PINGS = 20
 MEASURING_SECONDS = 0.5  # of each direction, about
@@ -264,6 +264,6 @@ def _until_all_come(waited_seconds: float) -> None:
 
 def _decoded(payload: bytes, host: str) -> HostSurvey:
     try:
-        return decode_hearsay(payload, HostSurvey)
+        return decode_untrusted(payload, HostSurvey)
     except msgspec.DecodeError as error:
         raise HostError(f"{host} sent what is no survey: {error}.") from error

@@ -86,8 +86,8 @@ class _Opening:
         numbered: dict[tuple[int, int], Channel] = {}
         try:
             while gate.purposes:
-                for guest in gate.admit(LOOK_AROUND_SECONDS):
-                    numbered[expected[guest.purpose]] = guest.channel
+                for admission in gate.admit(LOOK_AROUND_SECONDS):
+                    numbered[expected[admission.purpose]] = admission.channel
                 self.look()
                 if gate.purposes and self.watch.seconds > self.timeout_seconds:
                     missing = sorted({expected[purpose][0] for purpose in gate.purposes})

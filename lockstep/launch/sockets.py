@@ -4,9 +4,9 @@ None blocks, none outlives an exec, and none stays open in a fork: a DataLoader'
 copy would keep a connection alive after its owner has died.
 
 A host that vanishes is noticed by the kernel. An idle connection is probed (keepalive). On one that
-has data on its way there are no such probes, so whoever waits asks how long nothing has come back
-(``is_unanswered``). TCP_USER_TIMEOUT would do both, but it also ends the connection to a host that
-is there and does not read for a while, because it writes a checkpoint.
+has data on its way there are no such probes, so a process that waits asks how long nothing has come
+back (``is_unanswered``). TCP_USER_TIMEOUT would do both, but it also ends the connection to a host
+that is there and does not read for a while, because it writes a checkpoint.
 """
 
 import errno

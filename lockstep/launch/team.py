@@ -28,7 +28,7 @@ from lockstep.launch.stacks import stack_of
 from lockstep.pickling import search_path
 
 START_TIMEOUT_SECONDS = 120.0
-# Longest waits for processes that may just not be running: who is stopped is not waited for.
+# Longest waits for processes that may just not be running; stopped ones are not waited for.
 _PING_TIMEOUT_SECONDS = 10.0
 _STACKS_TIMEOUT_SECONDS = 5.0
 _STACKS_PAUSE_SECONDS = 0.05
@@ -70,7 +70,7 @@ class _Helper:
         return True
 
     def is_lost(self) -> bool:
-        """Whether it has died in the midst of a call; afterwards the user's own processes may."""
+        """Whether it has died during a call; afterwards the user's own processes may."""
         if not self.is_dead():
             return False
         return self.is_ready and all(message.kind != RETURN for message in self.inbox)
@@ -228,7 +228,7 @@ class Team:
         message = Message(kind, payload, descriptors)
         for helper in self._helpers:
             try:
-                helper.link.send(message, self._patience(self._timeout))
+                helper.link.send(message, self._until(self._timeout))
             except OSError:
                 helper.pump()
                 self._raise_trouble(helper)
@@ -305,7 +305,7 @@ class Team:
     def _wait(self) -> None:
         is_readable([helper.link for helper in self._helpers if not helper.is_closed])
 
-    def _patience(self, timeout_seconds: float) -> LookAround:
+    def _until(self, timeout_seconds: float) -> LookAround:
         def look_around(waited_seconds: float) -> None:
             self.look_around()
             if waited_seconds > timeout_seconds:
@@ -344,10 +344,10 @@ class Team:
             if message.kind == FAIL:
                 raise trouble_of(f"rank {helper.rank}", unpack_failure(message.payload), where)
         reason = helper.origin.describe_end(helper.number)
-        last_words = helper.diagnostics.read_new()
+        last_output = helper.diagnostics.read_new()
         raise WorkerError(
             f"Rank {helper.rank} (process {helper.pid}) ended ({where}): {reason}."
-            + (f"\n--- last words of rank {helper.rank} ---\n{last_words}" if last_words else "")
+            + (f"\n--- last output of rank {helper.rank} ---\n{last_output}" if last_output else "")
         )
 
     def _raise_with_stacks(self, doing: str, remark: str, thread: int) -> NoReturn:

@@ -56,7 +56,7 @@ _REPORT = struct.Struct("<qi")  # a helper's number, its exit status
 class Template(Origin):
     """The script's end of a template process.
 
-    Takes no lock: a Trainer's finalizer may come in from the garbage collector in the midst of any
+    Takes no lock: a Trainer's finalizer may be called by the garbage collector during any
     of these methods. Requests are small and go out in one system call, reports come in whole.
 
     Args:
@@ -273,7 +273,7 @@ def main(
     _import(preload)
     with suppress(EOFError):  # the script has closed the link
         if forks:
-            _Nursery(link, reports).run()
+            _ForkServer(link, reports).run()
         while (message := link.receive()).kind == LOAD:
             _load(message)
         _become_helper(message, parent)
@@ -297,7 +297,7 @@ def _import(modules: Sequence[str]) -> None:
         gc.enable()
 
 
-class _Nursery:
+class _ForkServer:
     """Forks children, passes signals on, reports deaths."""
 
     def __init__(self, link: Link, reports: int) -> None:
@@ -305,18 +305,18 @@ class _Nursery:
         self._reports = reports
         self._children: dict[int, int] = {}  # number -> process id
         self._pid = os.getpid()
-        self._bell, self._rung = socket.socketpair()
-        for end in (self._bell, self._rung):
+        self._wakeup, self._woken = socket.socketpair()
+        for end in (self._wakeup, self._woken):
             end.setblocking(False)
 
     def run(self) -> None:
         """Raises EOFError in the end."""
         signal.signal(signal.SIGCHLD, _ignore)
-        signal.set_wakeup_fd(self._bell.fileno(), warn_on_full_buffer=False)
+        signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
         while True:
-            is_readable([self._link, self._rung], None)
+            is_readable([self._link, self._woken], None)
             with suppress(BlockingIOError):
-                self._rung.recv(4096)
+                self._woken.recv(4096)
             self._reap()  # before any signal is passed on: a process id may mean another by now
             # One by one: a child must not inherit the descriptors of the next.
             while (message := self._link.take_one()) is not None:
@@ -346,18 +346,18 @@ class _Nursery:
             self._report(number, 1)
         else:
             if pid == 0:
-                self._be_born(message)
+                self._run_child(message)
             self._children[number] = pid
         for descriptor in message.descriptors:
             os.close(descriptor)
 
-    def _be_born(self, message: Message) -> None:
+    def _run_child(self, message: Message) -> None:
         status = 1
         try:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             die_with(self._pid)
-            for end in (self._link, self._bell, self._rung):
+            for end in (self._link, self._wakeup, self._woken):
                 end.close()
             os.close(self._reports)
             _become_helper(message, self._pid)
@@ -379,7 +379,7 @@ class _Nursery:
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:
-    """With a handler, unlike with SIG_IGN, children wait to be reaped and ring the bell."""
+    """With a handler, unlike SIG_IGN, children wait to be reaped, and their end wakes the loop."""
 
 
 def _become_helper(message: Message, parent: int) -> None:

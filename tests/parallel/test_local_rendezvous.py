@@ -18,7 +18,7 @@ import pytest
 from lockstep.cluster.place import Address, Place
 from lockstep.errors import WorkerError
 from lockstep.launch import handshake, local_rendezvous
-from lockstep.launch.local_rendezvous import Attendee, meet_followers, meet_leader
+from lockstep.launch.local_rendezvous import LocalPeer, meet_followers, meet_leader
 from lockstep.launch.peer import Peer, user_of
 from tests.control_groups import num_descriptors
 from tests.faults.processes import wait_until
@@ -53,20 +53,20 @@ def threads() -> Iterator[Callable[..., "Future[Any]"]]:
     assert threading.active_count() <= before  # a thread of an earlier test may have ended
 
 
-def lead(place: Place, num_followers: int, seconds: float = SECONDS) -> list[Attendee]:
+def lead(place: Place, num_followers: int, seconds: float = SECONDS) -> list[LocalPeer]:
     return meet_followers(place, SECRET, num_followers=num_followers, timeout_seconds=seconds)
 
 
 def follow(
     place: Place, number: int, secret: bytes | None = SECRET, seconds: float = SECONDS
-) -> Attendee:
+) -> LocalPeer:
     return meet_leader(follower(place, number), secret, timeout_seconds=seconds)
 
 
-def check_and_close(attendees: list[Attendee]) -> None:
-    for attendee in attendees:
-        assert attendee.peer.pid == os.getpid()
-        attendee.close()
+def check_and_close(local_peers: list[LocalPeer]) -> None:
+    for local_peer in local_peers:
+        assert local_peer.peer.pid == os.getpid()
+        local_peer.close()
 
 
 @contextmanager
@@ -97,8 +97,8 @@ def test_processes_come_in_any_order(place: Place, secret: bytes | None) -> None
             time.sleep(0.05)
         followers = meet_followers(place, secret, num_followers=3, timeout_seconds=SECONDS)
         leaders = dict(zip((3, 1, 2), [each.result() for each in coming], strict=True))
-    for number, attendee in enumerate(followers, 1):
-        attendee.sock.send(bytes([number]))
+    for number, local_peer in enumerate(followers, 1):
+        local_peer.sock.send(bytes([number]))
         assert leaders[number].sock.recv(9) == bytes([number])
     check_and_close([*followers, *leaders.values()])
     assert num_descriptors() == before

@@ -15,7 +15,7 @@ from lockstep.channel.channel import Channel
 from lockstep.cluster.place import Address, Place
 from lockstep.errors import HostError
 from lockstep.launch import network_measuring
-from lockstep.launch.control_group import Card
+from lockstep.launch.control_group import HostInfo
 from lockstep.launch.network_measuring import (
     Conversation,
     HostSurvey,
@@ -154,8 +154,8 @@ def survey(host: int, port: int, clock: Callable[[], float]) -> list[HostSurvey]
         num_hosts=3,
         rendezvous=(Address(name="127.0.0.1", port=port),),
     )
-    card, secret = Card(facts={}, about={}), Secret(b"a secret of the tests")
-    with closing(meet(place, secret, card, timeout_seconds=TIMEOUT_SECONDS)) as group:
+    info, secret = HostInfo(facts={}, about={}), Secret(b"a secret of the tests")
+    with closing(meet(place, secret, info, timeout_seconds=TIMEOUT_SECONDS)) as group:
         try:
             return survey_network(group, MEASURING_SECONDS, clock)
         except BaseException as error:

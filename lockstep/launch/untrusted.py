@@ -1,7 +1,7 @@
-"""Hearsay: what another host says of itself, as values of a known type.
+"""Untrusted data: what another host says of itself, as values of a known type.
 
-It is JSON, so nothing is made but plain values. Its texts come to be shown: in errors, in tables,
-as names. So control characters in them become visible escapes, and no terminal obeys them.
+It is JSON, so only plain values are made of it. Its texts are shown in errors and tables, and as
+names: control characters in them become visible escapes, so that no terminal obeys them.
 """
 
 from typing import Any, TypeVar
@@ -13,7 +13,7 @@ from lockstep.errors import printable
 _T = TypeVar("_T")
 
 
-def decode_hearsay(payload: bytes | str, kind: type[_T]) -> _T:
+def decode_untrusted(payload: bytes | str, kind: type[_T]) -> _T:
     """The value of type ``kind`` that is written there as JSON.
 
     Raises:
