@@ -27,7 +27,7 @@ from lockstep.launch.untrusted import decode_untrusted
 
 _TIMEOUT_SECONDS = 60.0
 
-# Who does something else, or is of another kind, is no doctor: it is turned away by name.
+# Hosts that run something else, or another version, are refused with these names.
 _FACTS = {"The command": "lockstep doctor", "What hosts tell each other": "version 1"}
 
 
@@ -103,15 +103,11 @@ def _examine_all(
 
 def _gather_reports(control_group: ControlGroup, report: HostReport) -> list[HostReport]:
     """Those of all hosts, on host 0."""
-    reports = []
-    for host, payload in enumerate(control_group.gather(msgspec.json.encode(report))):
-        try:
-            reports.append(decode_untrusted(payload, HostReport))
-        except msgspec.DecodeError as error:
-            raise HostError(
-                f"{control_group.name_of(host)} sent what is no report: {error}."
-            ) from error
-    return reports
+    told = control_group.gather(msgspec.json.encode(report))
+    return [
+        decode_untrusted(payload, HostReport, control_group.name_of(host))
+        for host, payload in enumerate(told)
+    ]
 
 
 def _conclude(

@@ -31,6 +31,7 @@ from lockstep.cluster.place import Place
 from lockstep.errors import WorkerError, problem
 from lockstep.launch.diagnostics import DiagnosticsFile
 from lockstep.launch.failure import pack_failure, trouble_of, unpack_failure
+from lockstep.launch.forks import give_up_in_forks
 from lockstep.launch.helper import (
     CALL,
     FAIL,
@@ -47,7 +48,7 @@ from lockstep.launch.local_rendezvous import LocalPeer, meet_followers, meet_lea
 from lockstep.launch.origin import Origin
 from lockstep.launch.peer import Peer
 from lockstep.launch.stacks import make_event, notify, stacks_on_request
-from lockstep.launch.team import Team
+from lockstep.launch.team import Team, working_directory
 
 # From the leader, once: the follower's rank, with descriptors of its diagnostics file and of the
 # event by which it is asked for its stacks.
@@ -179,7 +180,7 @@ class Attachment:
         self._rank = 0  # until the leader says it
         self._descriptors: list[int] = []  # of the diagnostics file and the event
         self._finalizer = weakref.finalize(self, _hang_up, self._leader, self._descriptors)
-        _living.add(self)
+        give_up_in_forks(self, "close")  # the leader must see when the script itself hangs up
 
     @property
     def is_open(self) -> bool:
@@ -325,7 +326,7 @@ def _search_path(path: Sequence[str]) -> Iterator[None]:
 @contextmanager
 def _working_directory(directory: str | None) -> Iterator[None]:
     """Within the block the leader's working directory, by which it names files."""
-    if directory is None or directory == _directory():
+    if directory is None or directory == working_directory():
         yield
         return
     own = os.open(".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)  # it may have no name any more
@@ -337,25 +338,7 @@ def _working_directory(directory: str | None) -> Iterator[None]:
         os.close(own)
 
 
-def _directory() -> str | None:
-    with suppress(FileNotFoundError):
-        return os.getcwd()
-    return None
-
-
 def _hang_up(leader: _LeadingProcess, descriptors: list[int]) -> None:
     leader.close()
     while descriptors:
         os.close(descriptors.pop())
-
-
-_living: "weakref.WeakSet[Attachment]" = weakref.WeakSet()
-
-
-def _abandon_all() -> None:
-    """In a fork of the script: the leader must see when the script itself hangs up."""
-    for attachment in list(_living):
-        attachment.close()
-
-
-os.register_at_fork(after_in_child=_abandon_all)

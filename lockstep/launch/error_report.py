@@ -47,7 +47,7 @@ def decode_report(payload: bytes) -> HostError:
     if named:
         try:
             kind, arguments = decode_untrusted(named, tuple[str, tuple[_Argument, ...]])
-        except msgspec.DecodeError:
+        except HostError:
             return error
         error.raised = _made(kind, arguments)
     return error

@@ -128,15 +128,40 @@ def watch(members: Sequence[Member]) -> int:
 
     Ctrl-C is passed on to the script on every host; the second one ends them all.
     """
-    fleet = _Fleet(members)
+    status, num_interrupts, deadline = 0, 0, float("inf")  # the last for what is being ended
     with _counted_interrupts() as interrupts:
-        while fleet.is_running:
-            fleet.attend()
-            while interrupts:
-                interrupts.pop()
-                fleet.interrupt()
+        while any(member.status is None for member in members) and time.monotonic() < deadline:
+            for member in members:
+                member.attend()
+                if member.status and not status:
+                    status = member.status
+                    _show_failure(member, members)
+                    deadline = _end(members)
+            while len(interrupts) > num_interrupts:
+                num_interrupts += 1
+                status = status or 130
+                if num_interrupts > 1:
+                    deadline = _end(members)
+                for member in members:
+                    member.interrupt()
             time.sleep(_TICK_SECONDS)
-    return fleet.status
+    return status
+
+
+def _show_failure(failed: Member, members: Sequence[Member]) -> None:
+    others = any(member.status is None for member in members)
+    print(  # noqa: T201
+        f"lockstep: {failed.host} failed with exit status {failed.status}"
+        f"{', the others are ended' if others else ''}.",
+        file=sys.stderr,
+    )
+
+
+def _end(members: Sequence[Member]) -> float:
+    """Have all far ends end their script; returns until when they have time."""
+    for member in members:
+        member.end()
+    return time.monotonic() + _END_SECONDS
 
 
 @contextmanager
@@ -148,60 +173,3 @@ def _counted_interrupts() -> Iterator[list[int]]:
         yield noted
     finally:
         signal.signal(signal.SIGINT, previous)
-
-
-class _Fleet:
-    """All members.
-
-    Attributes:
-        status: exit status of the first that failed.
-    """
-
-    def __init__(self, members: Sequence[Member]) -> None:
-        self.status = 0
-        self._members = members
-        self._is_interrupted = False
-        self._deadline = float("inf")  # for what is being ended
-
-    @property
-    def is_running(self) -> bool:
-        """Whether one runs, or has left something to show."""
-        if time.monotonic() > self._deadline:
-            return False
-        return any(member.status is None for member in self._members)
-
-    def attend(self) -> None:
-        """Attend to each, and see who has failed."""
-        for member in self._members:
-            member.attend()
-            if member.status and not self._is_ending:
-                self._fail(member)
-
-    def interrupt(self) -> None:
-        """Pass Ctrl-C on; the second time, end all."""
-        self.status = self.status or 130
-        if self._is_interrupted:
-            self._end()
-        self._is_interrupted = True
-        for member in self._members:
-            member.interrupt()
-
-    @property
-    def _is_ending(self) -> bool:
-        return self._is_interrupted or self._deadline < float("inf")
-
-    def _fail(self, member: Member) -> None:
-        assert member.status
-        self.status = member.status
-        others = any(other.status is None for other in self._members)
-        print(  # noqa: T201
-            f"lockstep: {member.host} failed with exit status {self.status}"
-            f"{', the others are ended' if others else ''}.",
-            file=sys.stderr,
-        )
-        self._end()
-
-    def _end(self) -> None:
-        for member in self._members:
-            member.end()
-        self._deadline = time.monotonic() + _END_SECONDS

@@ -120,19 +120,14 @@ def meet_leader(place: Place, secret: bytes | None, *, timeout_seconds: float) -
         try:
             sock = connect(socket.AF_UNIX, _name_of(place), seconds, wait_on)
             leader = f"process {pid_of(sock)}"
-            peer = Peer(sock)
-            try:
-                introduce(
-                    sock,
-                    Secret(secret or b""),
-                    _purpose(place, place.process),
-                    seconds=seconds,
-                    look_around=wait_on,
-                )
-            except BaseException:
-                peer.close()
-                raise
-            return LocalPeer(sock=sock, peer=peer)
+            introduce(
+                sock,
+                Secret(secret or b""),
+                _purpose(place, place.process),
+                seconds=seconds,
+                look_around=wait_on,
+            )
+            return LocalPeer(sock=sock, peer=Peer(sock))
         except HandshakeError as error:
             seen = f"{leader}: {error}"
             if str(error) in _FINAL:

@@ -116,7 +116,10 @@ def survey_network(
                 answer_pair(talks[first], seconds, clock)
         own = HostSurvey(address=control_group.interface[1], pairs=tuple(reports))
         said = control_group.gather(msgspec.json.encode(own), _until_all_come)
-    return [_decoded(payload, control_group.name_of(host)) for host, payload in enumerate(said)]
+    return [
+        decode_untrusted(payload, HostSurvey, control_group.name_of(host))
+        for host, payload in enumerate(said)
+    ]
 
 
 def measure_pair(
@@ -260,10 +263,3 @@ def _until_all_come(waited_seconds: float) -> None:
                 fix="See what the command says on the other hosts.",
             )
         )
-
-
-def _decoded(payload: bytes, host: str) -> HostSurvey:
-    try:
-        return decode_untrusted(payload, HostSurvey)
-    except msgspec.DecodeError as error:
-        raise HostError(f"{host} sent what is no survey: {error}.") from error

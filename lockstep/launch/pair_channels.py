@@ -20,6 +20,7 @@ from lockstep.launch.control_group import ControlGroup
 from lockstep.launch.handshake import Gate, HandshakeError, call, purpose_of
 from lockstep.launch.secret import Secret
 from lockstep.launch.sockets import listen
+from lockstep.launch.untrusted import decode_untrusted
 from lockstep.units import format_seconds
 
 _TOKEN_BYTES = 16
@@ -209,10 +210,7 @@ def _exchange_notices(
     where = (gate.address[0], gate.address[1]) if gate else None
     own = _Notice(counts=wanted, where=where, token=token)
     said = control_group.exchange(msgspec.json.encode(own), look_around)
-    try:
-        notices = [msgspec.json.decode(part, type=_Notice) for part in said]
-    except msgspec.DecodeError as error:
-        raise HostError(f"Another host sent what is no notice: {error}.") from error
+    notices = [decode_untrusted(part, _Notice) for part in said]
     for host, notice in enumerate(notices):
         if notice.counts != wanted:
             raise HostError(

@@ -1,14 +1,12 @@
 """The side of all hosts but host 0 at the rendezvous."""
 
-from typing import TypeVar
-
 import msgspec
 
 from lockstep.cluster.place import Address, Place
 from lockstep.errors import HostError, problem
 from lockstep.launch.control_group import ControlGroup, HostInfo, name_of
 from lockstep.launch.deadline import Deadline, DeadlineError
-from lockstep.launch.framed_channel import Frame, FramedChannel, Peer
+from lockstep.launch.framed_channel import FramedChannel, Peer
 from lockstep.launch.handshake import HANDSHAKE_SECONDS, OTHER_SECRET, HandshakeError, call
 from lockstep.launch.rendezvous_server import (
     INFO,
@@ -26,8 +24,6 @@ from lockstep.launch.untrusted import decode_untrusted
 
 # A host that does not answer must not keep the next candidate waiting for long.
 _CALL_SECONDS = HANDSHAKE_SECONDS / 2
-
-_T = TypeVar("_T")
 
 
 class RendezvousClient:
@@ -90,8 +86,8 @@ class RendezvousClient:
         try:
             channel.send(INFO, msgspec.json.encode(entry), self.deadline.look)
             while (frame := channel.receive(self.deadline.look)).kind == WAITING:
-                self.missing = _decode(frame, list[int])
-            infos = _decode(frame, list[HostInfo])
+                self.missing = decode_untrusted(frame.payload, list[int], "Host 0")
+            infos = decode_untrusted(frame.payload, list[HostInfo], "Host 0")
         except HostError as error:
             if channel.was_tampered_with:
                 channel.fail(f"{name_of(self.place.host, self.info)} failed: {error}")
@@ -136,10 +132,3 @@ class RendezvousClient:
                 "that no firewall is in the way.",
             )
         )
-
-
-def _decode(frame: Frame, kind: type[_T]) -> _T:
-    try:
-        return decode_untrusted(frame.payload, kind)
-    except msgspec.DecodeError as error:
-        raise HostError(f"Host 0 sent what has no place in a rendezvous: {error}.") from error

@@ -136,12 +136,7 @@ class RendezvousServer:
         Raises:
             HostError: it does not belong here; it is told, like all others.
         """
-        try:
-            entry = decode_untrusted(frame.payload, Entry)
-        except msgspec.DecodeError as error:
-            raise HostError(
-                f"A host at {channel.peer.name} sent no valid host info: {error}."
-            ) from error
+        entry = decode_untrusted(frame.payload, Entry, f"A host at {channel.peer.name}")
         if entry.host in self.channels and _has_gone(self.channels[entry.host]):
             self._forget(entry.host)
         self._check(entry, channel)

@@ -14,11 +14,11 @@ import os
 import select
 import socket
 import struct
-import weakref
 from typing import Any
 
 from lockstep.channel.waiting import LOOK_AROUND_SECONDS, LookAround, Stopwatch
 from lockstep.cluster.place import Address
+from lockstep.launch.forks import give_up_in_forks
 
 # As Python's sockets take them: (address, port), and two more for IPv6; bytes for a Unix socket.
 SocketAddress = Any
@@ -98,7 +98,7 @@ def _wait_to_connect(sock: socket.socket, seconds: float, look_around: LookAroun
 def tune(sock: socket.socket) -> socket.socket:
     """Set what all of these sockets have in common."""
     sock.setblocking(False)
-    _ours.add(sock)
+    give_up_in_forks(sock, "close")
     if sock.family == socket.AF_UNIX:
         return sock
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -125,15 +125,3 @@ def is_unanswered(sock: socket.socket) -> bool:
     retransmits, probes, silent_milliseconds = _TCP_INFO.unpack(info)
     is_silent: bool = silent_milliseconds >= 1000 * VANISHED_SECONDS
     return is_silent and max(retransmits, probes) >= 2
-
-
-_ours: "weakref.WeakSet[socket.socket]" = weakref.WeakSet()
-
-
-def _close_in_fork() -> None:
-    for sock in list(_ours):
-        sock.close()
-    _ours.clear()
-
-
-os.register_at_fork(after_in_child=_close_in_fork)

@@ -20,6 +20,7 @@ from lockstep.channel.waiting import LookAround, Stopwatch, is_readable
 from lockstep.errors import WorkerError
 from lockstep.launch.diagnostics import DiagnosticsFile, show
 from lockstep.launch.failure import pack_failure, trouble_of, unpack_failure
+from lockstep.launch.forks import give_up_in_forks
 from lockstep.launch.helper import CALL, DATA, FAIL, FORGET, PING, READY, RETURN, reference_of
 from lockstep.launch.link import Message, give_up
 from lockstep.launch.origin import Origin
@@ -125,7 +126,7 @@ class Team:
         self._position: Callable[[int], str] = _between_calls
         self._rank = first_rank - 1
         self._helpers: list[_Helper] = []
-        _living.add(self)
+        give_up_in_forks(self, "abandon")
         weakref.finalize(self, _end_helpers, self._helpers)
         try:
             for rank in range(first_rank, first_rank + num_helpers):
@@ -218,7 +219,7 @@ class Team:
         self.wait_until_ready()
         self._position = position
         self._timeout = timeout_seconds
-        payload = pickle.dumps((reference_of(function), search_path(), _directory(), body))
+        payload = pickle.dumps((reference_of(function), search_path(), working_directory(), body))
         self.broadcast(payload, descriptors, kind=CALL)
 
     def broadcast(
@@ -405,8 +406,9 @@ def _between_calls(rank: int) -> str:
     return "between calls"
 
 
-def _directory() -> str | None:
-    with suppress(FileNotFoundError):  # the script's directory may have been removed
+def working_directory() -> str | None:
+    """The path of this process's; None if it has been removed."""
+    with suppress(FileNotFoundError):
         return os.getcwd()
     return None
 
@@ -415,15 +417,3 @@ def _no_start(helper: _Helper, reason: str) -> WorkerError:
     said = helper.diagnostics.read_new()
     message = helper.origin.describe_absence(helper.number, helper.rank, reason, said)
     return WorkerError(message)
-
-
-_living: "weakref.WeakSet[Team]" = weakref.WeakSet()
-
-
-def _abandon_all() -> None:
-    for team in list(_living):
-        team.abandon()
-    _living.clear()
-
-
-os.register_at_fork(after_in_child=_abandon_all)

@@ -32,6 +32,7 @@ from lockstep.channel.waiting import is_readable
 from lockstep.cluster.memory_limits import Kills, memory_kills
 from lockstep.launch.diagnostics import DiagnosticsFile
 from lockstep.launch.failure import describe_exit
+from lockstep.launch.forks import give_up_in_forks
 from lockstep.launch.helper import STACKS_SIGNAL, die_with, name_process, serve_calls
 from lockstep.launch.interpreter import environment, start_interpreter
 from lockstep.launch.link import Link, Message
@@ -98,7 +99,7 @@ class Template(Origin):
         finally:
             theirs.close()
             os.close(reports)
-        _living.add(self)
+        give_up_in_forks(self, "abandon")
         self._finalizer = weakref.finalize(
             self, _end_process, self._process, self._link, self._reports, self.diagnostics
         )
@@ -243,18 +244,6 @@ def _is_open(descriptor: int) -> bool:
     except OSError:
         return False
     return True
-
-
-_living: "weakref.WeakSet[Template]" = weakref.WeakSet()
-
-
-def _abandon_all() -> None:
-    for template in list(_living):
-        template.abandon()
-    _living.clear()
-
-
-os.register_at_fork(after_in_child=_abandon_all)
 
 
 # --- in the template's process -------------------------------------------------------------------

@@ -8,21 +8,32 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from lockstep.errors import printable
+from lockstep.errors import HostError, printable, problem
 
 _T = TypeVar("_T")
 
 
-def decode_untrusted(payload: bytes | str, kind: type[_T]) -> _T:
+def decode_untrusted(payload: bytes | str, kind: type[_T], sender: str = "Another host") -> _T:
     """The value of type ``kind`` that is written there as JSON.
 
+    Args:
+        payload: the JSON.
+        kind: of the value.
+        sender: where it is from, for messages.
+
     Raises:
-        msgspec.DecodeError: it is none.
+        HostError: it is no such value.
     """
     try:
         return msgspec.convert(_shown(msgspec.json.decode(payload)), kind)
-    except RecursionError as error:
-        raise msgspec.DecodeError("lists in lists without end") from error
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise HostError(
+            problem(
+                f"{sender} must send data of the form that this host expects.",
+                received=error,
+                fix="Run the same version of Lockstep on every host.",
+            )
+        ) from error
 
 
 def _shown(value: Any) -> Any:

@@ -25,6 +25,7 @@ from lockstep.launch.network_measuring import (
 )
 from lockstep.launch.rendezvous import meet
 from lockstep.launch.secret import Secret
+from lockstep.launch.untrusted import decode_untrusted
 from tests.channels import sealed
 
 T = TypeVar("T")
@@ -141,8 +142,8 @@ def broken_clock() -> float:
 
 def test_what_is_no_survey_is_refused() -> None:
     for payload in (b"", b"{}", b'{"address": 3, "pairs": []}', b"\xff"):
-        with pytest.raises(HostError, match="Host 1 sent what is no survey"):
-            network_measuring._decoded(payload, "Host 1")
+        with pytest.raises(HostError, match="Host 1 must send data of the form"):
+            decode_untrusted(payload, HostSurvey, "Host 1")
 
 
 def survey(host: int, port: int, clock: Callable[[], float]) -> list[HostSurvey]:

@@ -41,10 +41,10 @@ def test_the_error_of_another_host_and_its_name_have_no_control_characters() -> 
         )
 
 
-def test_a_card_that_is_none_is_refused() -> None:
+def test_host_info_of_another_form_is_refused() -> None:
     for wrong in (b"{", b'{"host": "one"}', b"[" * 100_000):
-        with pytest.raises(msgspec.DecodeError):
-            decode_untrusted(wrong, Entry)
+        with pytest.raises(HostError, match="Host 1 must send data of the form"):
+            decode_untrusted(wrong, Entry, "Host 1")
 
 
 def shown(prefix: str, *pieces: str) -> str:
