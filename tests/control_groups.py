@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from lockstep.cluster.place import Address, Place
-from lockstep.launch.control_group import Card, ControlGroup
+from lockstep.launch.control_group import ControlGroup, HostInfo
 from lockstep.launch.rendezvous import meet
 from lockstep.launch.secret import Secret
 
@@ -35,8 +35,10 @@ def place(host: int, num_hosts: int, *where: Address, job: str = "job") -> Place
     return Place(launcher="test", job=job, host=host, num_hosts=num_hosts, rendezvous=where)
 
 
-def card(host: int, **facts: str) -> Card:
-    return Card(facts={"Lockstep": "1", **facts}, about={"name": f"node{host}", "devices": host})
+def info(host: int, **facts: str) -> HostInfo:
+    return HostInfo(
+        facts={"Lockstep": "1", **facts}, about={"name": f"node{host}", "devices": host}
+    )
 
 
 def enter(
@@ -44,7 +46,7 @@ def enter(
 ) -> ControlGroup:
     """Meet as one of the hosts."""
     own = place(host, num_hosts, *where)
-    return meet(own, secret, card(host), timeout_seconds=timeout)
+    return meet(own, secret, info(host), timeout_seconds=timeout)
 
 
 def together(*calls: Callable[[], Any]) -> list[Any]:

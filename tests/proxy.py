@@ -30,7 +30,7 @@ class Fault:
     """What happens at one place of one stream.
 
     Attributes:
-        connection: counted in the order in which they were made.
+        connection: counted in the order in which handshakes ended; one that broke off is none.
         direction: THERE is from the caller.
         offset: of the byte at which it happens, after the handshake.
         bit: of that byte, which is flipped; None flips none.
@@ -46,6 +46,14 @@ class Fault:
     injected: bytes = b""
     cuts: bool = False
     has_fired: bool = False
+
+
+@dataclass
+class _Connection:
+    """A connection through the proxy, and its number once its handshake has ended."""
+
+    ends: tuple[socket.socket, socket.socket]
+    number: int | None = None
 
 
 class Proxy:
@@ -106,33 +114,40 @@ class Proxy:
         self._sockets.append(answerer)
         for sock in (caller, answerer):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        number, self._num_connections = self._num_connections, self._num_connections + 1
-        self._start(self._pass_on, caller, answerer, number, THERE)
-        self._start(self._pass_on, answerer, caller, number, BACK)
+        connection = _Connection(ends=(caller, answerer))
+        self._start(self._pass_on, caller, answerer, connection, THERE)
+        self._start(self._pass_on, answerer, caller, connection, BACK)
 
     def _pass_on(
-        self, source: socket.socket, sink: socket.socket, number: int, direction: int
+        self, source: socket.socket, sink: socket.socket, connection: "_Connection", direction: int
     ) -> None:
         passed = b""
         with contextlib.suppress(OSError):
             while data := source.recv(_CHUNK_BYTES):
-                sink.sendall(self._treated(passed, data, number, direction))
+                if direction == BACK and len(passed) < HANDSHAKE_BYTES[BACK] <= len(passed + data):
+                    connection.number = self._num_connections
+                    self._num_connections += 1
+                sink.sendall(self._treated(passed, data, connection, direction))
                 passed += data
-                self.counts[number, direction] = len(passed) - HANDSHAKE_BYTES[direction]
+                if connection.number is not None:
+                    num_bytes = len(passed) - HANDSHAKE_BYTES[direction]
+                    self.counts[connection.number, direction] = num_bytes
         for sock in (source, sink):
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_WR if sock is sink else socket.SHUT_RD)
 
-    def _treated(self, passed: bytes, data: bytes, number: int, direction: int) -> bytes:
-        fault = self.fault
-        if fault is None or (fault.connection, fault.direction) != (number, direction):
+    def _treated(
+        self, passed: bytes, data: bytes, connection: "_Connection", direction: int
+    ) -> bytes:
+        fault, found = self.fault, (connection.number, direction)
+        if fault is None or (fault.connection, fault.direction) != found:
             return data
         place = HANDSHAKE_BYTES[direction] + fault.offset - len(passed)
         if not 0 <= place < len(data):
             return data
         fault.has_fired = True
         if fault.cuts:
-            for sock in self._sockets[2 * number : 2 * number + 2]:
+            for sock in connection.ends:
                 sock.shutdown(socket.SHUT_RDWR)
         replayed = (passed + data[:place])[HANDSHAKE_BYTES[direction] :]
         injected = replayed if fault.injected == b"replay" else fault.injected

@@ -1,13 +1,14 @@
 """A channel: a connection to another host, of which all that travels is sealed.
 
-It neither blocks nor waits. Whoever sends puts parts in, and flushes until all have gone; whoever
-receives takes what has come, and polls where nothing has. Nothing is handed out before it is known
+It neither blocks nor waits. A sender puts parts in, and flushes until all have gone; a receiver
+takes what has come, and polls where nothing has. Nothing is handed out before it is known
 to be what the other host has sent.
 """
 
 import socket
 from collections import deque
 
+from lockstep.channel.frames import drop
 from lockstep.channel.keys import Keys
 from lockstep.channel.records import MOST_BYTES, Opener, Sealer, TamperedError
 from lockstep.errors import HostError, problem
@@ -65,7 +66,7 @@ class Channel:
             while self.has_unsent:
                 if not self._unsent:
                     self._unsent += map(memoryview, self._sealer.seal(self._next_content()))
-                _drop(self._unsent, self.socket.sendmsg(self._unsent))
+                drop(self._unsent, self.socket.sendmsg(self._unsent))
         except BlockingIOError:
             return False
         return True
@@ -103,15 +104,6 @@ class Channel:
             parts.append(part[:room])
             room -= len(parts[-1])
         return parts[0] if len(parts) == 1 else b"".join(parts)
-
-
-def _drop(parts: deque[memoryview], num_bytes: int) -> None:
-    """Forget the first bytes of some buffers."""
-    while num_bytes:
-        part = parts.popleft()
-        if num_bytes < len(part):
-            parts.appendleft(part[num_bytes:])
-        num_bytes -= min(num_bytes, len(part))
 
 
 def lost(host: str, error: OSError) -> HostError:

@@ -19,15 +19,15 @@ from lockstep.cli.verdict import Finding, judge, network_advice
 from lockstep.cluster.environment import find_place
 from lockstep.cluster.place import Place
 from lockstep.errors import HostError, OptionError, problem
-from lockstep.launch.control_group import Card, ControlGroup
-from lockstep.launch.hearsay import decode_hearsay
+from lockstep.launch.control_group import ControlGroup, HostInfo
 from lockstep.launch.network_measuring import MEASURING_SECONDS, HostSurvey, survey_network
 from lockstep.launch.rendezvous import meet
 from lockstep.launch.secret import SECRET_FILE_VARIABLE, SECRET_VARIABLE, Secret, find_secret
+from lockstep.launch.untrusted import decode_untrusted
 
 _TIMEOUT_SECONDS = 60.0
 
-# Who does something else, or is of another kind, is no doctor: it is turned away by name.
+# Hosts that run something else, or another version, are refused with these names.
 _FACTS = {"The command": "lockstep doctor", "What hosts tell each other": "version 1"}
 
 
@@ -81,9 +81,9 @@ def run(options: argparse.Namespace) -> int:
 def _examine_all(
     place: Place, secret: Secret, report: HostReport, options: argparse.Namespace
 ) -> int:
-    card = Card(facts=_FACTS, about={"name": report.name, "devices": report.num_devices})
+    info = HostInfo(facts=_FACTS, about={"name": report.name, "devices": report.num_devices})
     with _saying(f"Waiting for {place.num_hosts - 1} more at {place.rendezvous[0]}"):
-        control_group = meet(place, secret, card, timeout_seconds=options.timeout)
+        control_group = meet(place, secret, info, timeout_seconds=options.timeout)
     try:
         with _saying("Measuring the network"):
             reports = _gather_reports(control_group, report)
@@ -103,15 +103,11 @@ def _examine_all(
 
 def _gather_reports(control_group: ControlGroup, report: HostReport) -> list[HostReport]:
     """Those of all hosts, on host 0."""
-    reports = []
-    for host, payload in enumerate(control_group.gather(msgspec.json.encode(report))):
-        try:
-            reports.append(decode_hearsay(payload, HostReport))
-        except msgspec.DecodeError as error:
-            raise HostError(
-                f"{control_group.name_of(host)} sent what is no report: {error}."
-            ) from error
-    return reports
+    told = control_group.gather(msgspec.json.encode(report))
+    return [
+        decode_untrusted(payload, HostReport, control_group.name_of(host))
+        for host, payload in enumerate(told)
+    ]
 
 
 def _conclude(

@@ -1,7 +1,7 @@
 """One host examined: what it has, what is set, and whether what training needs works here.
 
-Everything that can fail is tried by itself and its error kept as text: a doctor that falls ill
-with the patient is of no use. torch is only imported within such a trial.
+Everything that can fail is tried by itself and its error kept as text, so that the command itself
+never fails. torch is only imported within such a trial.
 """
 
 import mmap

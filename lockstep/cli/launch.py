@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from lockstep.cli.script_words import add_script, take_script
 from lockstep.disk import writing
@@ -17,6 +18,8 @@ from lockstep.launch.kubernetes import ClusterJob, default_name, write_manifest
 from lockstep.launch.ray_cluster import SPREADS, RayJob, run_on_ray
 from lockstep.launch.script import Script
 from lockstep.launch.slurm import BatchJob, write_batch
+
+_Job = TypeVar("_Job", BatchJob, ClusterJob, RayJob)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -64,6 +67,27 @@ def _add_file_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _make_job(
+    kind: type[_Job],
+    options: argparse.Namespace,
+    script: Script,
+    problems: Problems,
+    **computed: object,
+) -> _Job:
+    """The job that the options, which have the names of its fields, describe.
+
+    Raises:
+        OptionError: options that cannot be.
+    """
+    given = {**vars(options), **computed, "script": script}
+    fields = {name: given[name] for name in kind.__struct_fields__ if name in given}
+    needed = ("hosts", "devices")  # if they are missing, that is among the problems
+    job = kind(**{name: v for name, v in fields.items() if v is not None or name in needed})
+    job.check(problems)
+    problems.raise_if_any(OptionError)
+    return job
+
+
 def _write(options: argparse.Namespace, text: str) -> int:
     if options.output is None:
         sys.stdout.write(text)
@@ -88,6 +112,7 @@ def _add_slurm_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--account", metavar="A", help="who pays")
     parser.add_argument(
         "--sbatch",
+        dest="options",
         action="append",
         metavar="OPTION",
         help="another option of sbatch, as in --sbatch=--mem=32G; may be repeated",
@@ -95,19 +120,14 @@ def _add_slurm_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _launch_on_slurm(options: argparse.Namespace, script: Script, problems: Problems) -> int:
-    job = BatchJob(
-        script=script,
-        hosts=options.hosts,
-        devices=options.devices,
+    job = _make_job(
+        BatchJob,
+        options,
+        script,
+        problems,
         name=options.name or default_name(script),
         python=options.python or sys.executable,
-        time=options.time,
-        partition=options.partition,
-        account=options.account,
-        options=tuple(options.sbatch or ()),
     )
-    job.check(problems)
-    problems.raise_if_any(OptionError)
     return _write(options, write_batch(job))
 
 
@@ -123,7 +143,9 @@ def _add_kubernetes_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--shared-memory", metavar="SIZE", help="of it, in /dev/shm at most (default: 1Gi)"
     )
-    parser.add_argument("--secret-name", metavar="NAME", help="of the Secret (default: lockstep)")
+    parser.add_argument(
+        "--secret-name", dest="secret", metavar="NAME", help="of the Secret (default: lockstep)"
+    )
     parser.add_argument("--port", type=int, metavar="P", help="of host 0 (default: 29400)")
     parser.add_argument(
         "--restarts", type=int, metavar="R", help="of all hosts, after a failure (default: 0)"
@@ -131,27 +153,10 @@ def _add_kubernetes_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _launch_on_kubernetes(options: argparse.Namespace, script: Script, problems: Problems) -> int:
-    given = {
-        "directory": options.directory,
-        "namespace": options.namespace,
-        "memory": options.memory,
-        "shared_memory": options.shared_memory,
-        "secret": options.secret_name,
-        "port": options.port,
-        "restarts": options.restarts,
-    }
-    job = ClusterJob(
-        script=script,
-        hosts=options.hosts,
-        devices=options.devices,
-        name=options.name or default_name(script),
-        image=options.image or "",
-        python=options.python or "python",
-        **{name: value for name, value in given.items() if value is not None},
+    name = options.name or default_name(script)
+    return _write(
+        options, write_manifest(_make_job(ClusterJob, options, script, problems, name=name))
     )
-    job.check(problems)
-    problems.raise_if_any(OptionError)
-    return _write(options, write_manifest(job))
 
 
 # --- Ray ------------------------------------------------------------------------------------------
@@ -170,25 +175,23 @@ def _add_ray_options(parser: argparse.ArgumentParser) -> None:
         "--directory", metavar="PATH", help="where to run it, on every node (default: as here)"
     )
     parser.add_argument(
-        "--timeout", type=float, metavar="SECONDS", help="longest wait for cores (default: 300)"
+        "--timeout",
+        dest="timeout_seconds",
+        type=float,
+        metavar="SECONDS",
+        help="longest wait for cores (default: 300)",
     )
 
 
 def _launch_on_ray(options: argparse.Namespace, script: Script, problems: Problems) -> int:
-    given = {
-        "address": options.address or os.environ.get("RAY_ADDRESS"),
-        "spread": options.spread,
-        "timeout_seconds": options.timeout,
-    }
-    job = RayJob(
-        script=script,
-        hosts=options.hosts,
-        devices=options.devices,
+    job = _make_job(
+        RayJob,
+        options,
+        script,
+        problems,
+        address=options.address or os.environ.get("RAY_ADDRESS"),
         directory=options.directory or os.getcwd(),
-        **{name: value for name, value in given.items() if value is not None},
     )
-    job.check(problems)
-    problems.raise_if_any(OptionError)
     return run_on_ray(job)
 
 

@@ -1,18 +1,20 @@
 """What hosts tell each other, as bytes, without pickle: plain values, arrays, and records of them.
 
-Bytes may come from a host that is not what it seems. So decoding imports nothing, calls nothing
-that they name, and takes memory only for what is there; whatever they are, the worst they can cause
+The bytes may come from a host that was taken over. So decoding imports nothing, calls nothing that
+the bytes name, and allocates memory only for what has arrived. The worst that any bytes can cause
 is a ``HostError``.
 
-A value is a tag of one byte, then what belongs to it; lengths are words of 64 bits. Tensors and
-arrays that occur twice are sent once, and are one again. Tensors arrive on the CPU and require no
-gradient.
+A message is a head in MessagePack, and the bytes of its tensors and arrays behind it, so that these
+are copied once. In the head a list stands for everything that MessagePack has no type for: a tag,
+and the parts. A tensor or array that occurs twice is sent once, and is one object again. Tensors
+arrive on the CPU and require no gradient.
 """
 
 import struct
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 
@@ -22,6 +24,10 @@ from lockstep.errors import HostError, ShippingError, problem
 _DEEPEST = 100
 _MOST_DIMS = 64
 _SHOWN_CHARACTERS = 200
+_HEAD_BYTES = struct.Struct("<Q")
+
+_NATIVE = (type(None), bool, int, float, str, bytes)
+_KEYS = (*_NATIVE, complex, torch.dtype, torch.Size)
 
 
 def encode(obj: Any) -> bytes:
@@ -31,8 +37,8 @@ def encode(obj: Any) -> bytes:
         ShippingError: of a kind that is not sent, or nested too deep.
     """
     writer = _Writer()
-    writer.put(obj)
-    return b"".join(writer.parts)
+    head = msgspec.msgpack.encode(writer.node(obj))
+    return b"".join((_HEAD_BYTES.pack(len(head)), head, *writer.buffers))
 
 
 def decode(payload: bytes | memoryview) -> Any:
@@ -41,23 +47,11 @@ def decode(payload: bytes | memoryview) -> Any:
     Raises:
         HostError: the bytes are none that ``encode`` gives, or name a class that is not here.
     """
-    reader = _Reader(memoryview(payload))
     try:
-        obj = reader.get()
-        reader.check_end()
-    # What torch and numpy make of shapes and types that cannot be, and classes of wrong parts.
-    except (
-        ArithmeticError,
-        AttributeError,
-        BufferError,
-        LookupError,
-        RuntimeError,
-        TypeError,
-        ValueError,
-        struct.error,
-    ) as error:
-        if isinstance(error, HostError):
-            raise
+        return _Reader(memoryview(payload)).read()
+    except HostError:
+        raise
+    except Exception as error:  # of msgspec, torch, numpy, or a class that got wrong parts
         raise HostError(
             problem(
                 "What another host sends must be whole.",
@@ -65,262 +59,159 @@ def decode(payload: bytes | memoryview) -> Any:
                 fix="Run the same version of Lockstep on every host.",
             )
         ) from error
-    return obj
 
 
 class _Writer:
-    """Gathers the pieces: bytes, and views of what is not copied before they are joined."""
+    """Makes nodes, which MessagePack can encode, of objects.
+
+    Attributes:
+        buffers: the bytes of tensors and arrays, in the order in which nodes refer to them.
+    """
 
     def __init__(self) -> None:
-        self.parts: list[bytes | memoryview] = []
-        self._arrays: dict[int, int] = {}  # numbers of tensors and arrays by id
+        self.buffers: list[memoryview] = []
+        self._numbers: dict[int, int] = {}  # of tensors and arrays, by id
         self._kept: list[Any] = []  # or an id might be used again
         self._depth = 0
-        self._num_keys = 0
 
-    def put(self, obj: Any) -> None:
-        """Write any object."""
+    def node(self, obj: Any) -> Any:
         self._depth += 1
         if self._depth > _DEEPEST:
             raise _unsendable(f"something nested more than {_DEEPEST} deep, or within itself")
-        (_WRITERS.get(type(obj)) or _writer_of(obj))(self, obj)
+        node = (_WRITERS.get(type(obj)) or _writer_of(obj))(self, obj)
         self._depth -= 1
+        return node
 
-    def put_key(self, obj: Any) -> None:
-        """Write what will be hashed."""
-        self._num_keys += 1
-        self.put(obj)
-        self._num_keys -= 1
+    def nodes(self, tag: str, items: Any) -> list[Any]:
+        return [tag, *map(self.node, items)]
 
-    @property
-    def is_in_key(self) -> bool:
-        """Whether what is written now will be hashed."""
-        return self._num_keys > 0
+    def key(self, obj: Any) -> Any:
+        node = self.node(obj)
+        try:
+            _check_key(obj)
+        except TypeError as error:
+            raise _unsendable(str(error)) from error
+        return node
 
-    def tag(self, tag: bytes, *numbers: int) -> None:
-        """Write what a value begins with."""
-        self.parts.append(tag + struct.pack(f"<{len(numbers)}q", *numbers))
-
-    def data(self, tag: bytes, data: bytes | memoryview) -> None:
-        """Write a tag, a length, and so many bytes."""
-        self.tag(tag, len(data))
-        self.parts.append(data)
-
-    def all(self, tag: bytes, items: Iterable[Any]) -> None:
-        """Write a tag, a count, and so many values."""
-        listed = list(items)
-        self.tag(tag, len(listed))
-        for item in listed:
-            self.put(item)
-
-    def is_known(self, array: Any) -> bool:
-        """Refer to an array that was written before; else note it."""
-        number = self._arrays.setdefault(id(array), len(self._arrays))
+    def once(self, array: Any, describe: Callable[["_Writer", Any], Any]) -> Any:
+        """The node of a tensor or array, or a reference to it if it was written before."""
+        number = self._numbers.setdefault(id(array), len(self._kept))
         if number < len(self._kept):
-            self.tag(b"=", number)
-            return True
+            return ["=", number]
         self._kept.append(array)
-        return False
+        return describe(self, array)
 
 
-def _writer_of(obj: Any) -> Callable[[_Writer, Any], None]:
+def _writer_of(obj: Any) -> Callable[[_Writer, Any], Any]:
     if isinstance(obj, torch.Tensor):
-        return _put_tensor
+        return lambda writer, tensor: writer.once(tensor, _tensor_node)
     if isinstance(obj, np.ndarray):
-        return _put_array
+        return lambda writer, array: writer.once(array, lambda *it: ["a", *_array_node(*it)])
     if isinstance(obj, np.generic):
-        return _put_scalar
-    return _put_record
+        return lambda writer, scalar: ["g", *_array_node(writer, np.asarray(scalar))]
+    return _record_node
 
 
-def _put_int(writer: _Writer, number: int) -> None:
-    num_bytes = number.bit_length() // 8 + 1
-    writer.data(b"i", number.to_bytes(num_bytes, "little", signed=True))
-
-
-def _put_dict(writer: _Writer, items: dict[Any, Any]) -> None:
-    writer.tag(b"{", len(items))
-    for key, value in items.items():
-        writer.put_key(key)
-        writer.put(value)
-
-
-def _put_set(tag: bytes, writer: _Writer, items: Collection[Any]) -> None:
-    writer.tag(tag, len(items))
-    for item in items:
-        writer.put_key(item)
-
-
-def _put_tensor(writer: _Writer, tensor: torch.Tensor) -> None:
+def _tensor_node(writer: _Writer, tensor: torch.Tensor) -> list[Any]:
     if not array_bytes.is_sendable(tensor):
         raise _unsendable(f"a {_name(type(tensor))} of {tensor.layout} on {tensor.device}")
-    if writer.is_known(tensor):
-        return
-    dtype, shape, strides, data = array_bytes.describe_tensor(tensor)
-    writer.data(b"t", dtype.encode())
-    writer.tag(b"", len(shape), *shape, *strides)
-    writer.parts.append(data)
+    *description, data = array_bytes.describe_tensor(tensor)
+    writer.buffers.append(data)
+    return ["t", *description]
 
 
-def _put_array(writer: _Writer, array: Any) -> None:
-    if not writer.is_known(array):
-        _put_array_as(b"a", writer, array)
-
-
-def _put_scalar(writer: _Writer, scalar: Any) -> None:
-    _put_array_as(b"g", writer, np.asarray(scalar))
-
-
-def _put_array_as(tag: bytes, writer: _Writer, array: Any) -> None:
+def _array_node(writer: _Writer, array: Any) -> list[Any]:
     found = array_bytes.describe_array(array) if type(array) in (np.ndarray, np.memmap) else None
     if found is None:
         raise _unsendable(f"a {_name(type(array))} of dtype {array.dtype}")
-    dtype, shape, by_columns, data = found
-    writer.data(tag, dtype.encode())
-    writer.tag(b"", by_columns, len(shape), *shape)
-    writer.parts.append(data)
+    *description, data = found
+    writer.buffers.append(data)
+    return description
 
 
-def _put_record(writer: _Writer, record: Any) -> None:
+def _record_node(writer: _Writer, record: Any) -> list[Any]:
     cls = type(record)
-    name = record_classes.name_of(cls) if record_classes.is_record(cls) else None
-    if name is None:
+    if not record_classes.can_be_found(cls):
         raise _unsendable(f"a {_name(cls)}")
-    if writer.is_in_key and not record_classes.is_hashed_as_tuple(cls):
-        raise _unsendable(f"a {_name(cls)} as a key")
     try:
         items, attributes = record_classes.take_apart(record)
     except TypeError as error:
         raise _unsendable(f"a {_name(cls)} with {error}") from error
-    writer.tag(b"r")
-    for part in (*name, items, attributes):
-        writer.put(part)
+    return ["r", cls.__module__, cls.__qualname__, writer.node(items), writer.node(attributes)]
 
 
-_WRITERS: dict[type, Callable[[_Writer, Any], None]] = {
-    type(None): lambda writer, _: writer.tag(b"N"),
-    bool: lambda writer, value: writer.tag(b"T" if value else b"F"),
-    int: _put_int,
-    float: lambda writer, value: writer.parts.append(b"f" + struct.pack("<d", value)),
-    complex: lambda writer, value: writer.parts.append(
-        b"c" + struct.pack("<2d", value.real, value.imag)
+_WRITERS: dict[type, Callable[[_Writer, Any], Any]] = {
+    **dict.fromkeys((type(None), bool, float, bytes), lambda writer, value: value),
+    int: lambda writer, number: number if abs(number) < 1 << 63 else ["i", hex(number)],
+    str: lambda writer, text: (
+        text if text.isascii() else ["s", text.encode(errors="surrogatepass")]
     ),
-    str: lambda writer, text: writer.data(b"s", text.encode(errors="surrogatepass")),
-    bytes: lambda writer, data: writer.data(b"b", data),
-    tuple: lambda writer, items: writer.all(b"(", items),
-    list: lambda writer, items: writer.all(b"[", items),
-    set: lambda writer, items: _put_set(b"<", writer, items),
-    frozenset: lambda writer, items: _put_set(b">", writer, items),
-    dict: _put_dict,
-    torch.dtype: lambda writer, dtype: writer.data(b"d", str(dtype)[len("torch.") :].encode()),
-    torch.Size: lambda writer, size: writer.tag(b"z", len(size), *size),
+    complex: lambda writer, value: ["c", value.real, value.imag],
+    tuple: lambda writer, items: writer.nodes("(", items),
+    list: lambda writer, items: writer.nodes("[", items),
+    set: lambda writer, items: ["<", *map(writer.key, items)],
+    frozenset: lambda writer, items: [">", *map(writer.key, items)],
+    dict: lambda writer, items: [
+        "{",
+        *([writer.key(key), writer.node(value)] for key, value in items.items()),
+    ],
+    torch.dtype: lambda writer, dtype: ["d", str(dtype).removeprefix("torch.")],
+    torch.Size: lambda writer, size: ["z", *size],
 }
 
 
 class _Reader:
-    """Reads what ``_Writer`` wrote; believes no length."""
+    """Makes objects of nodes."""
 
-    def __init__(self, data: memoryview) -> None:
-        self._data = data
-        self._position = 0
-        self._depth = 0
-        self._num_keys = 0
+    def __init__(self, payload: memoryview) -> None:
+        (num_bytes,) = _HEAD_BYTES.unpack_from(payload)
+        self._rest = payload[_HEAD_BYTES.size :]
+        self._head = self.take(num_bytes)
         self.arrays: list[Any] = []
 
-    def get_key(self) -> Any:
-        """Read what will be hashed."""
-        self._num_keys += 1
-        obj = self.get()
-        self._num_keys -= 1
-        return obj
-
-    @property
-    def is_in_key(self) -> bool:
-        """Whether what is read now will be hashed."""
-        return self._num_keys > 0
-
-    def get(self) -> Any:
-        """Read any object."""
-        self._depth += 1
-        if self._depth > _DEEPEST:
-            raise ValueError("nested too deep")
-        obj = _READERS[bytes(self.take(1))](self)
-        self._depth -= 1
+    def read(self) -> Any:
+        """The object of the whole message."""
+        obj = self.made(msgspec.msgpack.decode(self._head))
+        if self._rest:
+            raise ValueError(f"{len(self._rest)} bytes too many")
         return obj
 
     def take(self, num_bytes: int) -> memoryview:
-        """So many bytes."""
-        if not 0 <= num_bytes <= len(self._data) - self._position:
-            raise ValueError(f"{num_bytes} bytes at {self._position}")
-        self._position += num_bytes
-        return self._data[self._position - num_bytes : self._position]
+        """The next bytes behind the head."""
+        if num_bytes > len(self._rest):
+            raise ValueError(f"{num_bytes} bytes of {len(self._rest)}")
+        taken, self._rest = self._rest[:num_bytes], self._rest[num_bytes:]
+        return taken
 
-    def check_end(self) -> None:
-        """See that nothing is left."""
-        if self._position != len(self._data):
-            raise ValueError(f"more after {self._position}")
+    def made(self, node: Any) -> Any:
+        """The object of a node."""
+        if type(node) is list:
+            return _READERS[node[0]](self, *node[1:])
+        if type(node) not in _NATIVE:
+            raise TypeError(f"a {_name(type(node))}")
+        return node
 
-    def numbers(self, count: int) -> tuple[int, ...]:
-        """So many numbers."""
-        return struct.unpack(f"<{count}q", self.take(8 * count))
-
-    def number(self) -> int:
-        """One number."""
-        return self.numbers(1)[0]
-
-    def data(self) -> memoryview:
-        """A length and so many bytes."""
-        return self.take(self.number())
-
-    def text(self) -> str:
-        """A length and so many bytes of text."""
-        return str(self.data(), "utf-8", "surrogatepass")
-
-    def all(self) -> list[Any]:
-        """A count and so many values. The list grows with what is there."""
-        return [self.get() for _ in range(self.number())]
-
-    def shape(self) -> tuple[int, ...]:
-        """A number of dims and their sizes."""
-        count = self.number()
-        if count > _MOST_DIMS:
-            raise ValueError(f"{count} dims")
-        return self.numbers(count)
+    def made_key(self, node: Any) -> Any:
+        """The same, of what is to be hashed."""
+        return _check_key(self.made(node))
 
     def noted(self, array: Any) -> Any:
-        """Note an array that may be referred to."""
+        """A tensor or array that may be referred to."""
         self.arrays.append(array)
         return array
 
 
-def _get_dict(reader: _Reader) -> dict[Any, Any]:
-    found = {}
-    for _ in range(reader.number()):
-        key = reader.get_key()
-        found[key] = reader.get()
-    return found
+def _get_tensor(reader: _Reader, dtype: str, shape: Any, strides: Any) -> Any:
+    num_bytes = array_bytes.num_tensor_bytes(dtype, _sizes(shape), _sizes(strides))
+    return reader.noted(array_bytes.make_tensor(dtype, shape, strides, reader.take(num_bytes)))
 
 
-def _get_set(reader: _Reader) -> set[Any]:
-    return {reader.get_key() for _ in range(reader.number())}
+def _get_array(reader: _Reader, dtype: str, shape: Any, by_columns: Any) -> Any:
+    data = reader.take(array_bytes.num_array_bytes(dtype, _sizes(shape)))
+    return array_bytes.make_array(dtype, shape, by_columns is True, data)
 
 
-def _get_tensor(reader: _Reader) -> torch.Tensor:
-    dtype, shape = reader.text(), reader.shape()
-    strides = reader.numbers(len(shape))
-    data = reader.take(array_bytes.num_tensor_bytes(dtype, shape, strides))
-    tensor: torch.Tensor = reader.noted(array_bytes.make_tensor(dtype, shape, strides, data))
-    return tensor
-
-
-def _get_array(reader: _Reader) -> Any:
-    dtype, by_columns, shape = reader.text(), bool(reader.number()), reader.shape()
-    data = reader.take(array_bytes.num_array_bytes(dtype, shape))
-    return array_bytes.make_array(dtype, shape, by_columns, data)
-
-
-def _get_record(reader: _Reader) -> Any:
-    module, name, items, attributes = (reader.get() for _ in range(4))
+def _get_record(reader: _Reader, module: Any, name: Any, items: Any, attributes: Any) -> Any:
     cls = record_classes.find(module, name)
     if cls is None:
         raise HostError(
@@ -330,33 +221,44 @@ def _get_record(reader: _Reader) -> Any:
                 fix="Define or import it at the top of the script, which every host runs.",
             )
         )
-    if reader.is_in_key and not record_classes.is_hashed_as_tuple(cls):
-        raise TypeError(f"a {_name(cls)} as a key")
-    return record_classes.put_together(cls, items, attributes)
+    return record_classes.put_together(cls, reader.made(items), reader.made(attributes))
 
 
-_READERS: dict[bytes, Callable[[_Reader], Any]] = {
-    b"N": lambda _: None,
-    b"T": lambda _: True,
-    b"F": lambda _: False,
-    b"i": lambda reader: int.from_bytes(reader.data(), "little", signed=True),
-    b"f": lambda reader: struct.unpack("<d", reader.take(8))[0],
-    b"c": lambda reader: complex(*struct.unpack("<2d", reader.take(16))),
-    b"s": _Reader.text,
-    b"b": lambda reader: bytes(reader.data()),
-    b"(": lambda reader: tuple(reader.all()),
-    b"[": _Reader.all,
-    b"<": lambda reader: _get_set(reader),
-    b">": lambda reader: frozenset(_get_set(reader)),
-    b"{": _get_dict,
-    b"d": lambda reader: array_bytes.torch_dtypes()[reader.text()],
-    b"z": lambda reader: torch.Size(reader.shape()),
-    b"t": _get_tensor,
-    b"a": lambda reader: reader.noted(_get_array(reader)),
-    b"g": lambda reader: _get_array(reader)[()],
-    b"=": lambda reader: reader.arrays[reader.number()],
-    b"r": _get_record,
+_READERS: dict[str, Callable[..., Any]] = {
+    "i": lambda reader, digits: int(digits, 16),
+    "s": lambda reader, data: data.decode(errors="surrogatepass"),
+    "c": lambda reader, real, imag: complex(real, imag),
+    "(": lambda reader, *nodes: tuple(map(reader.made, nodes)),
+    "[": lambda reader, *nodes: list(map(reader.made, nodes)),
+    "<": lambda reader, *nodes: set(map(reader.made_key, nodes)),
+    ">": lambda reader, *nodes: frozenset(map(reader.made_key, nodes)),
+    "{": lambda reader, *pairs: {reader.made_key(key): reader.made(value) for key, value in pairs},
+    "d": lambda reader, name: array_bytes.torch_dtypes()[name],
+    "z": lambda reader, *sizes: torch.Size(_sizes(sizes)),
+    "t": _get_tensor,
+    "a": lambda reader, *description: reader.noted(_get_array(reader, *description)),
+    "g": lambda reader, *description: _get_array(reader, *description)[()],
+    "=": lambda reader, number: reader.arrays[number],
+    "r": _get_record,
 }
+
+
+def _sizes(numbers: Any) -> Any:
+    """Sizes or strides as they came, if that is what they are."""
+    if len(numbers) > _MOST_DIMS or any(type(number) is not int for number in numbers):
+        raise ValueError(f"{len(numbers)} sizes: {_shown(numbers)}")
+    return numbers
+
+
+def _check_key(obj: Any) -> Any:
+    """The object, if hashing and comparing it calls no code of a class that may be the user's."""
+    if type(obj) in _KEYS or isinstance(obj, frozenset | np.generic | torch.Tensor):
+        return obj
+    if not isinstance(obj, tuple) or not record_classes.is_hashed_as_tuple(type(obj)):
+        raise TypeError(f"a {_name(type(obj))} as a key")
+    for item in obj:
+        _check_key(item)
+    return obj
 
 
 def _shown(received: object) -> str:

@@ -17,15 +17,17 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from time import monotonic
 
 from lockstep.channel.channel import Channel, lost
+from lockstep.channel.frames import FrameReader
+from lockstep.channel.waiting import LOOK_AROUND_SECONDS, Stopwatch
+from lockstep.errors import HostError
+from lockstep.units import format_bytes
 
 _MESSAGE, _DONE, _GOODBYE = range(3)
 # Kind, mailbox, number of the message, its readers at the other end, payload bytes.
 _HEADER = struct.Struct("<BIQHQ")
-_LOOK_AROUND_SECONDS = 0.02
-_LONGEST_NAP_SECONDS = 5 * _LOOK_AROUND_SECONDS
+_MOST_BYTES = 1 << 36
 
 
 class MailChannels:
@@ -91,7 +93,7 @@ class MailChannels:
         for rank in state.ends:
             state.send(rank, _GOODBYE, 0, 0)
         state.is_leaving = True
-        state.ring()
+        state.wake()
         self._wait(lambda: state.has_ended)
         self._thread.join()
         state.close()
@@ -103,22 +105,19 @@ class MailChannels:
         state = self._state
         state.is_abandoned = True
         if self._thread.is_alive():
-            state.ring()
+            state.wake()
             self._thread.join()
         state.close()
 
     def _wait(self, is_there: Callable[[], bool]) -> None:
         state = self._state
-        waited, last = 0.0, monotonic()
+        watch = Stopwatch()
         with state.news:
             while not is_there():
                 if state.error is not None:
                     raise state.error
-                if state.news.wait(_LOOK_AROUND_SECONDS):
-                    continue
-                now = monotonic()
-                waited, last = waited + min(now - last, _LONGEST_NAP_SECONDS), now
-                self._look_around(waited)
+                if not state.news.wait(LOOK_AROUND_SECONDS):
+                    self._look_around(watch.tick())
 
 
 @dataclass
@@ -154,7 +153,7 @@ class _State:
         self.is_leaving = False
         self.is_abandoned = False
         self.has_ended = False
-        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     def send(
         self, rank: int, kind: int, box: int, number: int, payload: bytes = b"", readers: int = 0
@@ -163,11 +162,11 @@ class _State:
         end, header = self.ends[rank], _HEADER.pack(kind, box, number, readers, len(payload))
         with self.news:
             end.channel.put(header, payload)
-        self.ring()
+        self.wake()
 
-    def ring(self) -> None:
+    def wake(self) -> None:
         """Have the thread look again."""
-        os.eventfd_write(self._bell, 1)
+        os.eventfd_write(self._wakeup, 1)
 
     @property
     def is_over(self) -> bool:
@@ -181,7 +180,7 @@ class _State:
     def wait(self) -> list[int]:
         """Ranks whose channels can be read or written."""
         poller = select.poll()
-        poller.register(self._bell, select.POLLIN)
+        poller.register(self._wakeup, select.POLLIN)
         ranks = {}
         for rank, end in self.ends.items():
             with self.news:
@@ -192,15 +191,15 @@ class _State:
                 poller.register(end.channel, events)
                 ranks[end.channel.fileno()] = rank
         ready = [descriptor for descriptor, _ in poller.poll()]
-        if self._bell in ready:
-            os.eventfd_read(self._bell)
+        if self._wakeup in ready:
+            os.eventfd_read(self._wakeup)
         return [ranks[descriptor] for descriptor in ready if descriptor in ranks]
 
     def close(self) -> None:
         """After the thread's end."""
-        bell, self._bell = self._bell, -1
-        if bell >= 0:
-            os.close(bell)
+        wakeup, self._wakeup = self._wakeup, -1
+        if wakeup >= 0:
+            os.close(wakeup)
 
 
 class _End:
@@ -210,27 +209,11 @@ class _End:
         self.channel = channel
         self.name = name
         self.has_left = False
-        self._header: tuple[int, int, int, int] | None = None
-        self._part = bytearray(_HEADER.size)
-        self._filled = 0
+        self.frames = FrameReader(_HEADER, channel.receive, self._check_size)
 
-    def receive(self) -> tuple[int, int, int, int, bytes] | None:
-        """The next frame, if it has come in whole: kind, mailbox, number, readers, payload."""
-        while True:
-            if self._filled < len(self._part):
-                try:
-                    part = memoryview(self._part)[self._filled :]
-                    self._filled += self.channel.receive_into(part)
-                except BlockingIOError:
-                    return None
-                continue
-            if self._header is None:
-                *header, size = _HEADER.unpack(self._part)
-                self._header, self._part, self._filled = tuple(header), bytearray(size), 0
-                continue
-            frame = (*self._header, bytes(self._part))
-            self._header, self._part, self._filled = None, bytearray(_HEADER.size), 0
-            return frame
+    def _check_size(self, *numbers: int) -> None:
+        if numbers[-1] > _MOST_BYTES:
+            raise HostError(f"{self.name} announced a message of {format_bytes(numbers[-1])}.")
 
 
 def _run(state: _State) -> None:
@@ -239,7 +222,7 @@ def _run(state: _State) -> None:
         while not state.is_over:
             for rank in state.wait():
                 _serve(state, rank)
-    except BaseException as error:  # for whoever waits, whatever it is
+    except BaseException as error:  # raised in the threads that wait
         state.error = error
     finally:
         with state.news:
@@ -252,8 +235,8 @@ def _serve(state: _State, rank: int) -> None:
     end = state.ends[rank]
     try:
         end.channel.flush()
-        while not end.has_left and (frame := end.receive()) is not None:
-            kind, box, number, num_readers, payload = frame
+        while not end.has_left:
+            kind, box, number, num_readers, payload = end.frames.take()
             with state.news:
                 if kind == _MESSAGE:
                     state.inbox[box, number, rank] = _Letter(payload, num_readers)
@@ -262,5 +245,7 @@ def _serve(state: _State, rank: int) -> None:
                 else:
                     end.has_left = True
                 state.news.notify_all()
+    except BlockingIOError:  # nothing more has come
+        return
     except OSError as error:
         raise lost(end.name, error) from error

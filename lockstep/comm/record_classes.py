@@ -1,9 +1,9 @@
 """Classes of what models return, by name: dataclasses, named tuples, dicts of other kinds.
 
 Bytes from another host may name a class, but nothing is imported or called for them. The class must
-be one that was registered, or be found in a module that this process has loaded anyway, under its
-own name; and it must be a mere record. Instances are put together field by field: neither
-``__init__`` nor ``__setattr__`` nor a property of the class runs.
+be found under its own name in a module that this process has loaded anyway, and be a mere record.
+Instances are put together field by field: neither ``__init__`` nor ``__setattr__`` nor a property
+of the class runs.
 """
 
 import dataclasses
@@ -11,29 +11,12 @@ import sys
 import types
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Mapping
-from typing import Any, TypeVar
-
-_T = TypeVar("_T")
+from typing import Any
 
 _MADE_IN_PYTHON = 1 << 9  # Py_TPFLAGS_HEAPTYPE
 
-_registered: dict[str, type] = {}
-
 # What makes the values of a defaultdict: more than this is not called for bytes.
 _FACTORIES: tuple[type | None, ...] = (None, list, dict, set, tuple, int, float, str, bool)
-
-
-def register(cls: type[_T], name: str) -> type[_T]:
-    """Let a class be sent that is not found by its module and name, or differs among hosts.
-
-    Args:
-        cls: a dataclass, a named tuple, or a kind of dict.
-        name: what it is called in messages; the same on all hosts.
-    """
-    assert is_record(cls), cls
-    assert _registered.get(name, cls) is cls, name
-    _registered[name] = cls
-    return cls
 
 
 def is_record(cls: type) -> bool:
@@ -65,21 +48,14 @@ def is_hashed_as_tuple(cls: type) -> bool:
     return used == (tuple.__hash__, tuple.__eq__)
 
 
-def name_of(cls: type) -> tuple[str, str] | None:
-    """By which ``find`` finds just this class: a module and a name; None if nothing does."""
-    for name, known in _registered.items():
-        if known is cls:
-            return "", name
-    return (
-        (cls.__module__, cls.__qualname__)
-        if _look_up(cls.__module__, cls.__qualname__) is cls
-        else None
-    )
+def can_be_found(cls: type) -> bool:
+    """Whether it is a record class, and the one that ``find`` returns for its module and name."""
+    return is_record(cls) and _look_up(cls.__module__, cls.__qualname__) is cls
 
 
 def find(module: str, name: str) -> type | None:
     """The record class of a name; None if there is none."""
-    found = _look_up(module, name) if module else _registered.get(name)
+    found = _look_up(module, name)
     return found if isinstance(found, type) and is_record(found) else None
 
 

@@ -15,7 +15,7 @@ A follower is the user's process, not ours: nobody kills it or sends it signals,
 search path and working directory are what they were when a call is over, and what fails in a call
 is raised in it as well. Messages may be unpickled: they come from a process of the same user.
 
-After any failure both ends hang up; whoever goes on needs a new meeting. Linux only.
+After any failure both ends hang up, and meet anew for the next call. Linux only.
 """
 
 import importlib
@@ -26,10 +26,12 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
+from lockstep.channel.waiting import LookAround
 from lockstep.cluster.place import Place
 from lockstep.errors import WorkerError, problem
 from lockstep.launch.diagnostics import DiagnosticsFile
 from lockstep.launch.failure import pack_failure, trouble_of, unpack_failure
+from lockstep.launch.forks import give_up_in_forks
 from lockstep.launch.helper import (
     CALL,
     FAIL,
@@ -41,14 +43,15 @@ from lockstep.launch.helper import (
     Leader,
     function_at,
 )
-from lockstep.launch.link import Link, LookAround, Message, give_up
-from lockstep.launch.local_rendezvous import Attendee, meet_followers, meet_leader
+from lockstep.launch.link import Link, Message, give_up
+from lockstep.launch.local_rendezvous import LocalPeer, meet_followers, meet_leader
 from lockstep.launch.origin import Origin
 from lockstep.launch.peer import Peer
-from lockstep.launch.stacks import make_bell, ring, told_stacks
-from lockstep.launch.team import Team
+from lockstep.launch.stacks import make_event, notify, stacks_on_request
+from lockstep.launch.team import Team, working_directory
 
-# From the leader, once: the follower's rank, with descriptors of its diagnostics file and its bell.
+# From the leader, once: the follower's rank, with descriptors of its diagnostics file and of the
+# event by which it is asked for its stacks.
 WELCOME = b"W"
 
 
@@ -77,10 +80,10 @@ def attach_team(
     """
     assert place.leads
     assert num_helpers > 0
-    attendees = meet_followers(
+    local_peers = meet_followers(
         place, secret, num_followers=num_helpers, timeout_seconds=timeout_seconds
     )
-    origin = _Followers(place, attendees)
+    origin = _Followers(place, local_peers)
     try:
         return Team(
             num_helpers,
@@ -98,24 +101,24 @@ class _Followers(Origin):
 
     stays_ready = False
 
-    def __init__(self, place: Place, attendees: Sequence[Attendee]) -> None:
+    def __init__(self, place: Place, local_peers: Sequence[LocalPeer]) -> None:
         self._place = place
-        self._coming = dict(enumerate(attendees, 1))
+        self._coming = dict(enumerate(local_peers, 1))
         self._peers: dict[int, Peer] = {}
-        self._bells: dict[int, int] = {}
+        self._stack_events: dict[int, int] = {}
 
     def start_helper(self, rank: int, diagnostics: DiagnosticsFile) -> tuple[int, Link]:
-        bell = make_bell()
+        event = make_event()
         number = min(self._coming)
-        attendee = self._coming.pop(number)
-        self._peers[number], self._bells[number] = attendee.peer, bell
-        link = Link(attendee.sock)
+        local_peer = self._coming.pop(number)
+        self._peers[number], self._stack_events[number] = local_peer.peer, event
+        link = Link(local_peer.sock)
         with suppress(OSError):  # it is gone: that shows in the first call
-            link.send(Message(WELCOME, str(rank).encode(), (diagnostics.descriptor, bell)))
+            link.send(Message(WELCOME, str(rank).encode(), (diagnostics.descriptor, event)))
         return number, link
 
     def note_ready(self) -> None:
-        pass  # who is there has been there before
+        pass  # the process was there before
 
     def has_ended(self, number: int) -> bool:
         return self._peers[number].has_ended()
@@ -137,13 +140,13 @@ class _Followers(Origin):
         return ""  # what they write is not ours
 
     def ask_for_stacks(self, number: int) -> None:
-        ring(self._bells[number])
+        notify(self._stack_events[number])
 
     def end(self, numbers: Sequence[int]) -> None:
         """They are told by their links, and go on with what is after the call."""
         for number in numbers:
             self._peers.pop(number).close()
-            os.close(self._bells.pop(number))
+            os.close(self._stack_events.pop(number))
 
     def close(self) -> None:
         """Hang up on those of which no helper has been made."""
@@ -172,12 +175,12 @@ def attach(place: Place, secret: bytes | None, *, timeout_seconds: float) -> "At
 class Attachment:
     """A follower's hold on its leader, from one call to the next."""
 
-    def __init__(self, leader: Attendee) -> None:
+    def __init__(self, leader: LocalPeer) -> None:
         self._leader = _LeadingProcess(leader)
         self._rank = 0  # until the leader says it
-        self._descriptors: list[int] = []  # of the diagnostics file and the bell
+        self._descriptors: list[int] = []  # of the diagnostics file and the event
         self._finalizer = weakref.finalize(self, _hang_up, self._leader, self._descriptors)
-        _living.add(self)
+        give_up_in_forks(self, "close")  # the leader must see when the script itself hangs up
 
     @property
     def is_open(self) -> bool:
@@ -222,8 +225,12 @@ class Attachment:
 
     def _run(self, call: Message) -> bytes:
         target, path, directory, body = pickle.loads(call.payload)
-        diagnostics, bell = self._descriptors
-        with told_stacks(bell, diagnostics), _search_path(path), _working_directory(directory):
+        diagnostics, event = self._descriptors
+        with (
+            stacks_on_request(event, diagnostics),
+            _search_path(path),
+            _working_directory(directory),
+        ):
             try:
                 function = function_at(target)
             except BaseException:
@@ -236,9 +243,9 @@ class Attachment:
 class _LeadingProcess(Leader):
     """The process that leads the host. This one outlives it, and raises."""
 
-    def __init__(self, attendee: Attendee) -> None:
-        self._link = Link(attendee.sock)
-        self._peer = attendee.peer
+    def __init__(self, local_peer: LocalPeer) -> None:
+        self._link = Link(local_peer.sock)
+        self._peer = local_peer.peer
         self._is_whole = True  # whether all that was begun to be sent has been sent
 
     def send(self, message: Message) -> None:
@@ -319,7 +326,7 @@ def _search_path(path: Sequence[str]) -> Iterator[None]:
 @contextmanager
 def _working_directory(directory: str | None) -> Iterator[None]:
     """Within the block the leader's working directory, by which it names files."""
-    if directory is None or directory == _directory():
+    if directory is None or directory == working_directory():
         yield
         return
     own = os.open(".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)  # it may have no name any more
@@ -331,25 +338,7 @@ def _working_directory(directory: str | None) -> Iterator[None]:
         os.close(own)
 
 
-def _directory() -> str | None:
-    with suppress(FileNotFoundError):
-        return os.getcwd()
-    return None
-
-
 def _hang_up(leader: _LeadingProcess, descriptors: list[int]) -> None:
     leader.close()
     while descriptors:
         os.close(descriptors.pop())
-
-
-_living: "weakref.WeakSet[Attachment]" = weakref.WeakSet()
-
-
-def _abandon_all() -> None:
-    """In a fork of the script: the leader must see when the script itself hangs up."""
-    for attachment in list(_living):
-        attachment.close()
-
-
-os.register_at_fork(after_in_child=_abandon_all)

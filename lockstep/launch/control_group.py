@@ -18,9 +18,9 @@ from dataclasses import dataclass
 
 import msgspec
 
+from lockstep.channel.waiting import LookAround, Stopwatch, is_readable, wait_on
 from lockstep.errors import HostError, problem
 from lockstep.launch.framed_channel import Frame, FramedChannel
-from lockstep.launch.link import LookAround, Stopwatch, is_readable, wait_on
 from lockstep.launch.secret import Secret
 from lockstep.units import first_few
 
@@ -33,7 +33,7 @@ _SHOWN_CHARACTERS = 200
 
 
 @dataclass(frozen=True, kw_only=True)
-class Card:
+class HostInfo:
     """What a host says of itself when hosts meet.
 
     Attributes:
@@ -50,14 +50,14 @@ class ControlGroup:
 
     Args:
         host: the number of this one.
-        cards: of all hosts.
+        infos: of all hosts.
         star: on host 0 the channels to all others, on the others that to host 0.
         secret: what they know each other by.
 
     Attributes:
         host: the number of this host.
         num_hosts: how many there are.
-        cards: what each host says of itself, by host.
+        infos: what each host says of itself, by host.
         awaited: the hosts that this one waits to hear from now.
         has_told: this host has told the others of a failure, and they of none any more.
     """
@@ -66,13 +66,13 @@ class ControlGroup:
         self,
         *,
         host: int,
-        cards: Sequence[Card],
+        infos: Sequence[HostInfo],
         star: Mapping[int, FramedChannel],
         secret: Secret | None,
     ) -> None:
         self.host = host
-        self.cards = list(cards)
-        self.num_hosts = len(self.cards)
+        self.infos = list(infos)
+        self.num_hosts = len(self.infos)
         self._star = dict(star)
         self.secret = secret
         self.has_told = False
@@ -170,7 +170,7 @@ class ControlGroup:
 
     def name_of(self, host: int) -> str:
         """A host for messages: "Host 1 (node-b)"."""
-        return name_of(host, self.cards[host])
+        return name_of(host, self.infos[host])
 
     def fail(self, text: str, error: BaseException | None = None) -> None:
         """Tell the others that this host has failed, and why; then close."""
@@ -263,9 +263,9 @@ class ControlGroup:
                 channel.fail(text, error)
 
 
-def name_of(host: int, card: Card) -> str:
-    """A host for messages: its number, and its name if its card has one."""
-    name = card.about.get("name")
+def name_of(host: int, info: HostInfo) -> str:
+    """A host for messages: its number, and its name if its info has one."""
+    name = info.about.get("name")
     return f"Host {host}" if name is None else f"Host {host} ({name})"
 
 

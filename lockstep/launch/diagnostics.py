@@ -8,7 +8,7 @@ from lockstep.cluster.nameless_files import nameless_file
 
 
 class DiagnosticsFile:
-    """A file without a name: a process's errors while it starts, its stacks, its last words."""
+    """A file without a name: a process's errors while it starts, its stacks, and its crash."""
 
     def __init__(self) -> None:
         self.descriptor = nameless_file("lockstep-diagnostics file")

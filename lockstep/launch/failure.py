@@ -1,8 +1,8 @@
 """Failures: how an exception, or the death of a process, is told to rank 0.
 
 An exception is the user's own object: its ``__str__`` and ``__reduce__`` may raise, its class may
-exist in one process only, its message may be endless. What can always be sent is text. So whoever
-waits for another rank gets a WorkerError with that, and the exception beside it if that could be
+exist in one process only, its message may be endless. Text can always be sent. So a rank that
+waits for another one gets a WorkerError with that, and the exception beside it if that could be
 sent; at the end of the call it is raised as itself (``as_raised``), whichever rank it comes from.
 """
 

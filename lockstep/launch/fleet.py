@@ -22,6 +22,7 @@ from itertools import chain
 from typing import TextIO
 
 from lockstep.errors import printable
+from lockstep.launch.held_process import Progress
 from lockstep.launch.held_script import GRACE_SECONDS
 
 _TICK_SECONDS = 0.05
@@ -33,19 +34,31 @@ _END_SECONDS = GRACE_SECONDS + 5.0
 class Member(ABC):
     """The script on one host.
 
-    Attributes:
+    Args:
         host: the host's name, for messages.
-        status: the script's exit status; None while it runs.
-        is_done: whether it has ended, and all that it wrote is shown.
+        prefix: of the lines that are shown; see ``Relay``.
+
+    Attributes:
+        status: the script's exit status; None until it has ended and all that it wrote is shown.
     """
 
-    host: str
-    status: int | None = None
-    is_done = False
+    def __init__(self, host: str, prefix: str) -> None:
+        self.host = host
+        self.status: int | None = None
+        self._relays = [Relay(prefix, sys.stdout), Relay(prefix, sys.stderr)]
 
     @abstractmethod
+    def read(self) -> Progress | None:
+        """How far the script is; None where that is not known yet. Does not wait."""
+
     def attend(self) -> None:
-        """Show what has come, and see whether it has ended; does not wait."""
+        """Show what has come, and see whether the script has ended; does not wait."""
+        while self.status is None and (progress := self.read()):
+            written, self.status = progress
+            for relay, new in zip(self._relays, written, strict=True):
+                relay.write(new, is_last=self.status is not None)
+            if not any(written):
+                break
 
     @abstractmethod
     def interrupt(self) -> None:
@@ -115,15 +128,40 @@ def watch(members: Sequence[Member]) -> int:
 
     Ctrl-C is passed on to the script on every host; the second one ends them all.
     """
-    fleet = _Fleet(members)
+    status, num_interrupts, deadline = 0, 0, float("inf")  # the last for what is being ended
     with _counted_interrupts() as interrupts:
-        while fleet.is_running:
-            fleet.attend()
-            while interrupts:
-                interrupts.pop()
-                fleet.interrupt()
+        while any(member.status is None for member in members) and time.monotonic() < deadline:
+            for member in members:
+                member.attend()
+                if member.status and not status:
+                    status = member.status
+                    _show_failure(member, members)
+                    deadline = _end(members)
+            while len(interrupts) > num_interrupts:
+                num_interrupts += 1
+                status = status or 130
+                if num_interrupts > 1:
+                    deadline = _end(members)
+                for member in members:
+                    member.interrupt()
             time.sleep(_TICK_SECONDS)
-    return fleet.status
+    return status
+
+
+def _show_failure(failed: Member, members: Sequence[Member]) -> None:
+    others = any(member.status is None for member in members)
+    print(  # noqa: T201
+        f"lockstep: {failed.host} failed with exit status {failed.status}"
+        f"{', the others are ended' if others else ''}.",
+        file=sys.stderr,
+    )
+
+
+def _end(members: Sequence[Member]) -> float:
+    """Have all far ends end their script; returns until when they have time."""
+    for member in members:
+        member.end()
+    return time.monotonic() + _END_SECONDS
 
 
 @contextmanager
@@ -135,60 +173,3 @@ def _counted_interrupts() -> Iterator[list[int]]:
         yield noted
     finally:
         signal.signal(signal.SIGINT, previous)
-
-
-class _Fleet:
-    """All members.
-
-    Attributes:
-        status: exit status of the first that failed.
-    """
-
-    def __init__(self, members: Sequence[Member]) -> None:
-        self.status = 0
-        self._members = members
-        self._is_interrupted = False
-        self._deadline = float("inf")  # for what is being ended
-
-    @property
-    def is_running(self) -> bool:
-        """Whether one runs, or has left something to show."""
-        if time.monotonic() > self._deadline:
-            return False
-        return not all(member.is_done for member in self._members)
-
-    def attend(self) -> None:
-        """Attend to each, and see who has failed."""
-        for member in self._members:
-            member.attend()
-            if member.status and not self._is_ending:
-                self._fail(member)
-
-    def interrupt(self) -> None:
-        """Pass Ctrl-C on; the second time, end all."""
-        self.status = self.status or 130
-        if self._is_interrupted:
-            self._end()
-        self._is_interrupted = True
-        for member in self._members:
-            member.interrupt()
-
-    @property
-    def _is_ending(self) -> bool:
-        return self._is_interrupted or self._deadline < float("inf")
-
-    def _fail(self, member: Member) -> None:
-        assert member.status
-        self.status = member.status
-        others = any(other.status is None for other in self._members)
-        print(  # noqa: T201
-            f"lockstep: {member.host} failed with exit status {self.status}"
-            f"{', the others are ended' if others else ''}.",
-            file=sys.stderr,
-        )
-        self._end()
-
-    def _end(self) -> None:
-        for member in self._members:
-            member.end()
-        self._deadline = time.monotonic() + _END_SECONDS

@@ -1,11 +1,11 @@
 """A channel: framed messages over a sealed connection to another host.
 
-Frames are a kind, a length, and bytes: nothing is unpickled. No call blocks in the kernel for long:
-whoever waits looks around 50 times a second, and gives up by raising (as on a ``Link``).
+A frame is a kind, a length, and bytes; nothing is unpickled. No call blocks in the kernel for long:
+while it waits, it calls ``look_around`` 50 times a second, which raises to give up (as on a
+``Link``).
 
-A host that fails says so (ERROR); one that is done says goodbye (GOODBYE). A connection that ends
-without either means that its host is gone, and whoever waits for it, or only looks, gets an error
-with its name.
+A host that fails sends the reason (ERROR); one that is done says goodbye (GOODBYE). A connection
+that ends without either means that its host is gone: all calls on it raise an error with its name.
 """
 
 import contextlib
@@ -17,10 +17,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from lockstep.channel.channel import Channel, tampered
+from lockstep.channel.frames import FrameReader
 from lockstep.channel.records import TamperedError
+from lockstep.channel.waiting import LookAround, Stopwatch, give_up_after, wait_for, wait_on
 from lockstep.errors import HostError, problem
-from lockstep.launch.farewell import decode_farewell, encode_farewell
-from lockstep.launch.link import LOOK_AROUND_SECONDS, LookAround, Stopwatch, is_readable, wait_on
+from lockstep.launch.error_report import decode_report, encode_report
 from lockstep.launch.sockets import VANISHED_SECONDS, is_unanswered
 from lockstep.units import format_bytes
 
@@ -34,7 +35,7 @@ _CHUNK_BYTES = 1 << 20
 _READ_AHEAD_BYTES = 1 << 26
 _MOST_ERROR_BYTES = 1 << 16
 _MOST_DRAINS = 1000
-_FAREWELL_SECONDS = 1.0
+_ERROR_SECONDS = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +66,7 @@ class FramedChannel:
 
     Args:
         channel: the connection; now the channel's.
-        peer: who is at the other end.
+        peer: the host at the other end.
         most_bytes: of a frame.
 
     Attributes:
@@ -79,13 +80,11 @@ class FramedChannel:
         self.most_bytes = most_bytes
         self.was_tampered_with = False
         self._channel = channel
-        self._kind: bytes | None = None  # of the frame that is coming in, once its header is there
-        self._chunks: list[memoryview] = []
-        self._num_missing = _HEADER.size
+        self._reader = FrameReader(_HEADER, channel.receive, self._check_size)
         self._frames: deque[Frame] = deque()
         self._num_waiting_bytes = 0
         self._failure = ""  # why this channel is of no use any more
-        self._farewell = b""  # or what the other host has said of its failure
+        self._report = b""  # or what the other host has said of its failure
         self._has_left = False
 
     def fileno(self) -> int:
@@ -101,7 +100,7 @@ class FramedChannel:
     @property
     def was_told(self) -> bool:
         """Whether the other host has said that it failed."""
-        return bool(self._farewell)
+        return bool(self._report)
 
     def send(self, kind: bytes, payload: bytes = b"", look_around: LookAround = wait_on) -> None:
         """Send a frame; what a call that was given up has left is sent before it.
@@ -113,12 +112,13 @@ class FramedChannel:
             raise self._oversized(f"{self.peer} cannot be sent so much at once.", len(payload))
         self._channel.put(_HEADER.pack(kind, len(payload)), payload)
         watch = Stopwatch()
-        poller = select.poll()
-        poller.register(self, select.POLLOUT)
+
+        def look(waited_seconds: float) -> None:
+            self.look()
+            look_around(waited_seconds)
+
         while not self._flush():
-            if not poller.poll(LOOK_AROUND_SECONDS * 1000):
-                self.look()
-                look_around(watch.tick())
+            wait_for(self, select.POLLOUT, watch, look)
 
     def receive(self, look_around: LookAround = wait_on) -> Frame:
         """Wait for a frame.
@@ -128,8 +128,7 @@ class FramedChannel:
         """
         watch = Stopwatch()
         while (frame := self.take_one()) is None:
-            if not is_readable([self]):
-                look_around(watch.tick())
+            wait_for(self, select.POLLIN, watch, look_around)
         return frame
 
     def take_one(self) -> Frame | None:
@@ -159,8 +158,8 @@ class FramedChannel:
         except BlockingIOError:
             if is_unanswered(self._channel.socket):
                 self._fail(f"nothing has come back for {VANISHED_SECONDS} s")
-        if self._farewell:
-            raise decode_farewell(self._farewell)
+        if self._report:
+            raise decode_report(self._report)
         if self._failure:
             raise HostError(self._failure)
 
@@ -168,7 +167,8 @@ class FramedChannel:
         """Tell the other host that this one has failed, and why, if it listens; and close."""
         # It may not be reading, and this host wants to end.
         with contextlib.suppress(HostError, TimeoutError):
-            self.send(ERROR, encode_farewell(text, error, _MOST_ERROR_BYTES), _give_up)
+            told = encode_report(text, error, _MOST_ERROR_BYTES)
+            self.send(ERROR, told, give_up_after(_ERROR_SECONDS))
         self.close()
 
     def close(self) -> None:
@@ -199,38 +199,25 @@ class FramedChannel:
 
     def _read(self) -> None:
         try:
-            data = self._channel.receive(self._num_missing)
+            frame = Frame(*self._reader.take())
         except BlockingIOError:
             raise
         except TamperedError as error:
             self._failure, self.was_tampered_with = tampered(str(self.peer), error), True
-            return
+        except HostError as error:
+            self._failure = str(error)
         except OSError as error:
             self._fail(error.strerror or str(error))
-            return
-        self._chunks.append(data)
-        self._num_missing -= len(data)
-        if self._num_missing == 0:
-            self._complete(b"".join(self._chunks))
-
-    def _complete(self, data: bytes) -> None:
-        self._chunks = []
-        if self._kind is not None:
-            self._take_in(Frame(self._kind, data))
-            return
-        kind, num_bytes = _HEADER.unpack(data)
-        if num_bytes > (_MOST_ERROR_BYTES if kind == ERROR else self.most_bytes):
-            error = self._oversized(f"{self.peer} sent more than can be.", num_bytes)
-            self._failure = str(error)
-        elif num_bytes == 0:
-            self._take_in(Frame(kind, b""))
         else:
-            self._kind, self._num_missing = kind, num_bytes
+            self._take_in(frame)
+
+    def _check_size(self, kind: bytes, num_bytes: int) -> None:
+        if num_bytes > (_MOST_ERROR_BYTES if kind == ERROR else self.most_bytes):
+            raise self._oversized(f"{self.peer} sent more than can be.", num_bytes)
 
     def _take_in(self, frame: Frame) -> None:
-        self._kind, self._num_missing = None, _HEADER.size
         if frame.kind == ERROR:
-            self._farewell = frame.payload
+            self._report = frame.payload
         elif frame.kind == GOODBYE:
             self._has_left = True
         else:
@@ -248,8 +235,3 @@ class FramedChannel:
         return HostError(
             problem(what, received=format_bytes(num_bytes), fix=f"A frame holds up to {most}.")
         )
-
-
-def _give_up(waited_seconds: float) -> None:
-    if waited_seconds > _FAREWELL_SECONDS:
-        raise TimeoutError

@@ -1,5 +1,8 @@
 """The handshake: two processes prove to each other that they know the job's secret.
 
+They meet over TCP, or over a Unix socket if they run on one host; there the kernel must say as well
+that both run as the same user.
+
 Four messages of fixed sizes, before anything else is read::
 
     caller    greeting: what this is, 32 random bytes, and an X25519 key of this one time
@@ -7,8 +10,8 @@ Four messages of fixed sizes, before anything else is read::
     caller    proofs    HMAC-SHA256 over both greetings; and over the purpose and both greetings
     answerer  proof     over the purpose and both greetings, with another key; or a refusal
 
-The caller proves first: whoever comes without the secret gets random bytes, a refusal, and then a
-closed connection. The first proof tells another secret from another purpose, and the refusal says
+The caller proves first: a caller without the secret gets random bytes, a refusal, and then a closed
+connection. The first proof tells another secret from another purpose, and the refusal says
 which of the two it was: so both sides know. The random bytes are new each time, so what was
 recorded once proves nothing later; each direction has its own key, so what was sent to somebody
 proves nothing when sent back to him. The purpose (this job's rendezvous; the third channel from
@@ -18,9 +21,9 @@ Both sides are written as talks that know no socket: each step says what to send
 to wait for. ``Gate`` holds many of them at a time, so that one who is slow keeps nobody waiting.
 
 What follows on the connection is sealed (``lockstep.channel``), with keys that come of the secret,
-of what the two X25519 keys have in common, and of all that the proofs are about. So whoever stands
-between the hosts can neither read nor change it, and who records it and learns the secret later
-cannot read it either.
+of what the two X25519 keys have in common, and of all that the proofs are about. So nobody
+between the hosts can read or change it, and a recording cannot be read by somebody who learns the
+secret later.
 """
 
 import hashlib
@@ -37,7 +40,8 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X
 
 from lockstep.channel.channel import Channel
 from lockstep.channel.keys import Keys
-from lockstep.launch.link import LOOK_AROUND_SECONDS, LookAround, Stopwatch
+from lockstep.channel.waiting import LookAround, Stopwatch, wait_for
+from lockstep.launch.peer import pid_of, user_of
 from lockstep.launch.secret import Secret
 from lockstep.launch.sockets import SocketAddress, connect, tune
 
@@ -49,8 +53,11 @@ _PROOF_BYTES = 32
 _CALLER, _ANSWERER = b"lockstep caller 3", b"lockstep answerer 3"
 _KNOWER, _SEALER = b"lockstep knower 3", b"lockstep sealer 3"
 
+OTHER_PROTOCOL = "it does not speak Lockstep's protocol, or another version of it"
 OTHER_SECRET = "it has another secret than this host"
 OTHER_JOB = "it is of another job, with the same secret"
+NO_SECRET = "it cannot prove that it knows the secret"
+_TOO_SLOW = "it did not finish the handshake in time"
 _REFUSALS = {
     text: hashlib.sha256(b"lockstep refusal 3: " + text.encode()).digest()
     for text in (OTHER_SECRET, OTHER_JOB)
@@ -67,7 +74,7 @@ _Talk = Generator[tuple[bytes, int], bytes, tuple[bytes, Keys]]
 
 
 class HandshakeError(Exception):
-    """The other side is none of ours. Caught by whoever knows what this means for the job."""
+    """The other side does not belong to this job."""
 
 
 def purpose_of(*parts: bytes | str | int) -> bytes:
@@ -89,12 +96,12 @@ def _their_greeting(own: bytes) -> Generator[tuple[bytes, int], bytes, bytes]:
     """Send this side's, if it is time, and hear the other's."""
     magic = yield own, len(_MAGIC)
     if magic != _MAGIC:  # told at once, be the rest as long as it may
-        raise HandshakeError("it does not speak Lockstep's protocol, or another version of it")
+        raise HandshakeError(OTHER_PROTOCOL)
     return magic + (yield b"", _GREETING_BYTES - len(_MAGIC))
 
 
 def _shared(key: X25519PrivateKey, greeting: bytes) -> bytes:
-    """What nobody knows but who has made one of two keys."""
+    """The X25519 secret of this side's key and the other's."""
     try:
         return key.exchange(X25519PublicKey.from_public_bytes(greeting[-_PUBLIC_KEY_BYTES:]))
     except ValueError as error:  # of few that are no keys
@@ -120,7 +127,7 @@ def _call(secret: Secret, purpose: bytes) -> _Talk:
         material = _material(secret, purpose, caller, answerer, _shared(key, answerer))
         return purpose, Keys.agreed(material, is_caller=True)
     refusals = {answer: text for text, answer in _REFUSALS.items()}
-    raise HandshakeError(refusals.get(theirs, "it cannot prove that it knows the secret"))
+    raise HandshakeError(refusals.get(theirs, NO_SECRET))
 
 
 def _answer(secret: Secret, purposes: Collection[bytes]) -> _Talk:
@@ -142,8 +149,8 @@ def _answer(secret: Secret, purposes: Collection[bytes]) -> _Talk:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Guest:
-    """One who has proved that he knows the secret, and what his connection is for."""
+class Admission:
+    """A connection whose other end has proved that it knows the secret, and its purpose."""
 
     channel: Channel
     purpose: bytes
@@ -157,26 +164,26 @@ class _Conversation:
         self._talk = talk
         self._received = bytearray()
         self._unsent, self._num_wanted = next(talk)
-        self._guest: Guest | None = None  # once the handshake is done
+        self._admission: Admission | None = None  # once the handshake is done
 
     @property
     def events(self) -> int:
         """What to poll for."""
         return select.POLLOUT if self._unsent else select.POLLIN
 
-    def advance(self) -> Guest | None:
-        """Go on as far as it goes now; who is at the other end, once the handshake is done.
+    def advance(self) -> Admission | None:
+        """Go on as far as possible without waiting; the admission, once the handshake is done.
 
         Raises:
             HandshakeError: the other side failed it.
             OSError: the connection broke.
         """
         try:
-            while self._guest is None:
+            while self._admission is None:
                 self._step()
         except BlockingIOError:
             return None
-        return self._guest
+        return self._admission
 
     def _step(self) -> None:
         while self._unsent:
@@ -191,7 +198,7 @@ class _Conversation:
             self._unsent, self._num_wanted = self._talk.send(bytes(self._received))
         except StopIteration as end:
             purpose, keys = end.value
-            self._guest = Guest(channel=Channel(self.socket, keys), purpose=purpose)
+            self._admission = Admission(channel=Channel(self.socket, keys), purpose=purpose)
         self._received.clear()
 
 
@@ -204,7 +211,7 @@ def call(
     seconds: float,
     look_around: LookAround,
 ) -> Channel:
-    """Connect to one who is to know the secret, too.
+    """Connect to a process that must know the secret, too.
 
     Args:
         family: of the address.
@@ -219,34 +226,51 @@ def call(
         OSError: there is nobody.
     """
     sock = connect(family, where, seconds, look_around)
+    return introduce(sock, secret, purpose, seconds=seconds, look_around=look_around)
+
+
+def introduce(
+    sock: socket.socket,
+    secret: Secret,
+    purpose: bytes,
+    *,
+    seconds: float,
+    look_around: LookAround,
+) -> Channel:
+    """The caller's side of the handshake on a connection, which is closed if it fails.
+
+    Raises:
+        HandshakeError, OSError: as of ``call``.
+    """
+    watch = Stopwatch()
     try:
-        return _converse(_Conversation(sock, _call(secret, purpose)), seconds, look_around)
+        _check_user(sock)
+        conversation = _Conversation(sock, _call(secret, purpose))
+        while (admission := conversation.advance()) is None:
+            wait_for(sock, conversation.events, watch, look_around)
+            if watch.tick() > seconds:
+                raise HandshakeError(_TOO_SLOW)
     except BaseException:
         sock.close()
         raise
+    return admission.channel
 
 
-def _converse(conversation: _Conversation, seconds: float, look_around: LookAround) -> Channel:
-    watch = Stopwatch()
-    poller = select.poll()
-    while (guest := conversation.advance()) is None:
-        poller.register(conversation.socket, conversation.events)
-        if not poller.poll(LOOK_AROUND_SECONDS * 1000):
-            look_around(watch.tick())
-        if watch.tick() > seconds:
-            raise HandshakeError("it did not finish the handshake in time")
-    return guest.channel
+def _check_user(sock: socket.socket) -> None:
+    """Refuse the other end of a Unix socket before a word if it is another user's."""
+    if sock.family == socket.AF_UNIX and user_of(sock) != os.geteuid():
+        raise HandshakeError("it runs as another user")
 
 
 class Gate:
-    """Holds handshakes with all who connect, and lets in those who prove that they are ours.
+    """Runs the handshakes of all connections to a listener, and admits those that succeed.
 
-    A bounded number at a time, each for a bounded time. When more come, the one that has been at it
-    longest has to go: one of ours is through in milliseconds, and would come again.
+    A bounded number at a time, each for a bounded time. When more come, the oldest is refused: a
+    process of this job takes milliseconds, and would call again.
 
     Args:
         listener: a listening socket; the gate closes it.
-        secret: what guests must know.
+        secret: what admissions must know.
         purposes: what connections may be for.
         once: each purpose is good for one connection only.
         seconds: for one handshake.
@@ -278,18 +302,18 @@ class Gate:
         address: SocketAddress = self._listener.getsockname()
         return address
 
-    def admit(self, seconds: float) -> list[Guest]:
+    def admit(self, seconds: float) -> list[Admission]:
         """Go on with all handshakes, waiting at most so long for something to do."""
-        guests: list[Guest] = []
+        admissions: list[Admission] = []
         for descriptor, _ in self._poller.poll(seconds * 1000):
             if descriptor == self._listener.fileno():
                 self._accept()
             elif descriptor in self._pending:  # unless one who came now took its place
-                guests += self._advance(descriptor)
+                admissions += self._advance(descriptor)
         now = time.monotonic()
         while self._pending and next(iter(self._pending.values()))[1] < now:
-            self._refuse_oldest("it did not finish the handshake in time")
-        return guests
+            self._refuse_oldest(_TOO_SLOW)
+        return admissions
 
     def close(self) -> None:
         """Stop listening, and break off all handshakes."""
@@ -309,16 +333,22 @@ class Gate:
             except OSError as error:  # it broke before it was accepted; or out of descriptors
                 self._count_refusal(error.strerror or str(error), "a connection")
                 return
+            try:
+                _check_user(sock)
+            except HandshakeError as error:
+                self._count_refusal(str(error), _peer_address(sock))
+                sock.close()
+                continue
             deadline = time.monotonic() + self._seconds
             conversation = _Conversation(tune(sock), _answer(self._secret, self.purposes))
             self._pending[sock.fileno()] = (conversation, deadline)
             self._poller.register(sock, conversation.events)
 
-    def _advance(self, descriptor: int) -> list[Guest]:
+    def _advance(self, descriptor: int) -> list[Admission]:
         conversation, _ = self._pending[descriptor]
         try:
-            guest = conversation.advance()
-            if guest is None:
+            admission = conversation.advance()
+            if admission is None:
                 self._poller.modify(descriptor, conversation.events)
                 return []
         except HandshakeError as error:
@@ -327,16 +357,16 @@ class Gate:
         except OSError as error:
             self._refuse(descriptor, error.strerror or str(error))
             return []
-        return self._welcome(descriptor, guest)
+        return self._welcome(descriptor, admission)
 
-    def _welcome(self, descriptor: int, guest: Guest) -> list[Guest]:
-        if guest.purpose not in self.purposes:
+    def _welcome(self, descriptor: int, admission: Admission) -> list[Admission]:
+        if admission.purpose not in self.purposes:
             self._refuse(descriptor, "its place was taken")
             return []
         if self._once:
-            self.purposes.discard(guest.purpose)
+            self.purposes.discard(admission.purpose)
         self._forget(descriptor)
-        return [guest]
+        return [admission]
 
     def _refuse_oldest(self, why: str) -> None:
         self._refuse(next(iter(self._pending)), why)
@@ -357,6 +387,8 @@ class Gate:
 
 def _peer_address(sock: socket.socket) -> str:
     try:
+        if sock.family == socket.AF_UNIX:
+            return f"process {pid_of(sock)}"
         return str(sock.getpeername()[0])
     except OSError:  # gone already
         return "a connection"

@@ -18,8 +18,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NoReturn
 
+from lockstep.channel.waiting import LookAround
 from lockstep.launch.failure import pack_failure
-from lockstep.launch.link import Link, LookAround, Message
+from lockstep.launch.link import Link, Message
 
 CALL, DATA, RETURN, FAIL, PING, READY, FORGET = b"C", b"D", b"R", b"F", b"P", b"Y", b"G"
 

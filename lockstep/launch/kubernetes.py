@@ -5,15 +5,16 @@ index, and a host name; the headless Service makes that name known to the others
 host 0. The secret comes from a Secret of the cluster, which the manifest only names.
 """
 
+import json
 import re
 from pathlib import PurePath
+from typing import Any
 
 import msgspec
 
 from lockstep.cluster.place import MAX_PORT
 from lockstep.errors import Problems
 from lockstep.launch.script import Script
-from lockstep.launch.yaml_text import YamlValue, format_yaml
 
 # A Service's name (RFC 1035), short enough for a pod's: name, index, and six characters.
 _NAME = re.compile(r"[a-z]([a-z0-9-]{0,50}[a-z0-9])?")
@@ -21,6 +22,7 @@ _SUBDOMAIN = re.compile(r"(?=.{1,253}$)[a-z0-9]([a-z0-9.-]*[a-z0-9])?")
 _QUANTITY = re.compile(r"[1-9][0-9]*([KMGTPE]i?|[kmun])?")
 _IMAGE = re.compile(r"[A-Za-z0-9][\w.:/@+-]*")
 _SECRET_KEY = "secret"
+_LABEL = "app.kubernetes.io/name"
 
 _HEADER = """\
 # Once, make the secret with which the hosts prove to each other that they belong together:
@@ -44,7 +46,7 @@ class ClusterJob(msgspec.Struct, frozen=True, kw_only=True):
         hosts: number of pods.
         devices: of each of them: cores.
         name: of the Job and the Service.
-        image: with Python, Lockstep and the script.
+        image: with Python, Lockstep and the script; must be given.
         python: the interpreter in the image.
         directory: where the script runs; None is the image's own.
         namespace: None is kubectl's.
@@ -59,8 +61,8 @@ class ClusterJob(msgspec.Struct, frozen=True, kw_only=True):
     hosts: int
     devices: int
     name: str
-    image: str
-    python: str
+    image: str = ""
+    python: str = "python"
     directory: str | None = None
     namespace: str | None = None
     memory: str = "4Gi"
@@ -109,35 +111,54 @@ def write_manifest(job: ClusterJob) -> str:
     """The text of the manifest: YAML, with what to type as a comment."""
     namespace = "" if job.namespace is None else f" --namespace={job.namespace}"
     header = _HEADER.format(secret=job.secret, key=_SECRET_KEY, namespace=namespace, name=job.name)
-    return f"{header}---\n{format_yaml(_service(job))}---\n{format_yaml(_job(job))}"
+    return f"{header}---\n{as_yaml(_service(job))}\n---\n{as_yaml(_job(job))}\n"
 
 
-def _labels(job: ClusterJob) -> dict[str, YamlValue]:
-    return {"app.kubernetes.io/name": job.name}
+def as_yaml(document: object) -> str:
+    """JSON, which is YAML as well if what YAML does not print is escaped."""
+    text = json.dumps(document, indent=2, ensure_ascii=False)
+    return re.sub("[\x7f-\uffff]", lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
-def _metadata(job: ClusterJob) -> dict[str, YamlValue]:
-    namespace: dict[str, YamlValue] = {}
-    if job.namespace is not None:
-        namespace["namespace"] = job.namespace
-    return {"name": job.name, **namespace, "labels": _labels(job)}
+def _metadata(job: ClusterJob) -> dict[str, Any]:
+    namespace = {} if job.namespace is None else {"namespace": job.namespace}
+    return {"name": job.name, **namespace, "labels": {_LABEL: job.name}}
 
 
-def _service(job: ClusterJob) -> dict[str, YamlValue]:
+def _service(job: ClusterJob) -> dict[str, Any]:
     return {
         "apiVersion": "v1",
         "kind": "Service",
         "metadata": _metadata(job),
         "spec": {
             "clusterIP": "None",
-            "selector": _labels(job),
-            # Hosts look for each other before any of them can be called ready.
+            "selector": {_LABEL: job.name},
+            # Hosts look for each other before any of them is ready.
             "publishNotReadyAddresses": True,
         },
     }
 
 
-def _job(job: ClusterJob) -> dict[str, YamlValue]:
+def _job(job: ClusterJob) -> dict[str, Any]:
+    resources = {"cpu": str(job.devices), "memory": job.memory}
+    secret = {"secretKeyRef": {"name": job.secret, "key": _SECRET_KEY}}
+    container = {
+        "name": "lockstep",
+        "image": job.image,
+        "command": _command(job),
+        **({} if job.directory is None else {"workingDir": job.directory}),
+        "env": [{"name": "LOCKSTEP_SECRET", "valueFrom": secret}],
+        "resources": {"requests": resources, "limits": resources},
+        "volumeMounts": [{"name": "shm", "mountPath": "/dev/shm"}],
+    }
+    memory = {"medium": "Memory", "sizeLimit": job.shared_memory}
+    pod = {
+        "subdomain": job.name,
+        "restartPolicy": "Never",
+        "automountServiceAccountToken": False,
+        "containers": [container],
+        "volumes": [{"name": "shm", "emptyDir": memory}],
+    }
     return {
         "apiVersion": "batch/v1",
         "kind": "Job",
@@ -148,57 +169,21 @@ def _job(job: ClusterJob) -> dict[str, YamlValue]:
             "parallelism": job.hosts,
             # Where one host fails all do, and each counts.
             "backoffLimit": job.restarts * job.hosts,
-            "template": {"metadata": {"labels": _labels(job)}, "spec": _pod(job)},
+            "template": {"metadata": {"labels": {_LABEL: job.name}}, "spec": pod},
         },
-    }
-
-
-def _pod(job: ClusterJob) -> dict[str, YamlValue]:
-    return {
-        "subdomain": job.name,
-        "restartPolicy": "Never",
-        "automountServiceAccountToken": False,
-        "containers": [_container(job)],
-        "volumes": [
-            {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": job.shared_memory}}
-        ],
-    }
-
-
-def _container(job: ClusterJob) -> dict[str, YamlValue]:
-    resources: dict[str, YamlValue] = {"cpu": str(job.devices), "memory": job.memory}
-    directory: dict[str, YamlValue] = {}
-    if job.directory is not None:
-        directory["workingDir"] = job.directory
-    return {
-        "name": "lockstep",
-        "image": job.image,
-        "command": _command(job),
-        **directory,
-        "env": [
-            {
-                "name": "LOCKSTEP_SECRET",
-                "valueFrom": {"secretKeyRef": {"name": job.secret, "key": _SECRET_KEY}},
-            }
-        ],
-        "resources": {"requests": resources, "limits": resources},
-        "volumeMounts": [{"name": "shm", "mountPath": "/dev/shm"}],
     }
 
 
 def _command(job: ClusterJob) -> list[str]:
     """Kubernetes puts the pod's number in, and takes two ``$`` for one."""
-    module = ["-m"] if job.script.is_module else []
-    arguments = ["--", *job.script.arguments] if job.script.arguments else []
+    script = job.script
+    arguments = ["--", *script.arguments] if script.arguments else []
     return [
-        job.python,
-        "-m",
-        "lockstep",
-        "run",
+        *(job.python, "-m", "lockstep", "run"),
         f"--hosts={job.hosts}",
         "--host-index=$(JOB_COMPLETION_INDEX)",
         f"--rendezvous={job.name}-0.{job.name}:{job.port}",
         f"--devices={job.devices}",
-        *module,
-        *(word.replace("$", "$$") for word in (job.script.target, *arguments)),
+        *(["-m"] if script.is_module else []),
+        *(word.replace("$", "$$") for word in (script.target, *arguments)),
     ]

@@ -1,8 +1,8 @@
 """A link: framed messages with file descriptors over a Unix socket pair.
 
 The socket is inherited by the helper at its start: nobody else can reach it, which is why its
-messages may be unpickled. No call blocks in the kernel for long: whoever waits looks around 50
-times a second, and gives up by raising. Only one that has nothing else to do looks around less.
+messages may be unpickled. No call blocks in the kernel for long: while it waits, it calls
+``look_around`` 50 times a second, which raises to give up; an idle process calls it once a second.
 """
 
 import array
@@ -11,31 +11,32 @@ import os
 import select
 import socket
 import struct
-import time
 from collections import deque
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
-LOOK_AROUND_SECONDS = 0.02
+from lockstep.channel.frames import FrameReader, drop
+from lockstep.channel.waiting import (
+    LOOK_AROUND_SECONDS,
+    LookAround,
+    Stopwatch,
+    give_up_after,
+    has_hung_up,
+    is_readable,
+    wait_for,
+    wait_on,
+)
 
-# The same for one that is idle: a script may keep many helpers, which should cost it nothing.
+# The time from one look around to the next of one that is idle: a script may keep many helpers,
+# which should cost it nothing.
 IDLE_LOOK_AROUND_SECONDS = 1.0
 
-# Most that the time from one look around to the next counts for. The clock runs on while the script
-# is stopped (Ctrl-Z): what passed then is no waiting.
-_LONGEST_NAP_SECONDS = 5 * LOOK_AROUND_SECONDS
-
 # Longest try to tell others of a failure, who may be stopped.
-_FAREWELL_SECONDS = 5.0
-
-# Called every 20 ms of waiting, or every second of idleness, with the seconds waited so far; raises
-# to give up.
-LookAround = Callable[[float], None]
+give_up = give_up_after(5.0)
 
 _HEADER = struct.Struct("<cBQ")  # kind, number of descriptors, payload bytes
 MOST_DESCRIPTORS = 253  # Linux sends no more at once (SCM_MAX_FD)
 _FIRST_DESCRIPTOR = 3
+_CHUNK_BYTES = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -47,40 +48,13 @@ class Message:
     descriptors: tuple[int, ...] = ()
 
 
-class Stopwatch:
-    """Counts seconds of waiting, but not those in which this process was stopped itself."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        self._last = time.monotonic()
-
-    def tick(self) -> float:
-        """Seconds waited so far."""
-        now = time.monotonic()
-        self.seconds += min(now - self._last, _LONGEST_NAP_SECONDS)
-        self._last = now
-        return self.seconds
-
-
-def wait_on(seconds: float) -> None:
-    """Look around and see nothing to worry about."""
-
-
-def give_up(seconds: float) -> None:
-    """Look around, and after a moment be content with having tried."""
-    if seconds > _FAREWELL_SECONDS:
-        raise TimeoutError
-
-
 class Link:
     """One end of a socket pair."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
         self._socket.setblocking(False)
-        self._part = bytearray(_HEADER.size)
-        self._filled = 0
-        self._header: tuple[bytes, int, int] | None = None
+        self._frames = FrameReader(_HEADER, self._read)
         self._descriptors: deque[int] = deque()
 
     @classmethod
@@ -110,15 +84,15 @@ class Link:
         rights = array.array("i", message.descriptors)
         ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)] if message.descriptors else []
         # In one piece where there is room, so that a small message goes out whole or not at all.
-        parts = [memoryview(header), memoryview(message.payload)]
+        parts = deque([memoryview(header), memoryview(message.payload)])
         while parts:
             try:
                 sent = self._socket.sendmsg(parts, ancillary)
             except BlockingIOError:
-                self._wait_to_send(watch, look_around)
+                wait_for(self, select.POLLOUT, watch, look_around)
                 continue
             ancillary = []  # descriptors go with the first byte
-            parts = _without(parts, sent)
+            drop(parts, sent)
 
     def receive(self, look_around: LookAround = wait_on, *, is_idle: bool = False) -> Message:
         """Wait for a whole message.
@@ -159,11 +133,11 @@ class Link:
             EOFError: the other end is closed.
         """
         try:
-            while (message := self._advance()) is None:
-                pass
+            kind, num_descriptors, payload = self._frames.take()
         except BlockingIOError:
             return None
-        return message
+        descriptors = tuple(self._descriptors.popleft() for _ in range(num_descriptors))
+        return Message(kind, payload, descriptors)
 
     def close(self) -> None:
         """Close this end, and the descriptors of a message that never came in whole."""
@@ -171,86 +145,21 @@ class Link:
         while self._descriptors:
             os.close(self._descriptors.popleft())
 
-    def _wait_to_send(self, watch: Stopwatch, look_around: LookAround) -> None:
-        poller = select.poll()
-        poller.register(self, select.POLLOUT)
-        if not poller.poll(LOOK_AROUND_SECONDS * 1000):
-            look_around(watch.tick())
-
-    def _advance(self) -> Message | None:
-        """Read what the socket has, at most to the end of a message; the message if it is whole.
-
-        Raises:
-            BlockingIOError: there is nothing to read now.
-            EOFError: the other end is closed.
-        """
-        if self._filled < len(self._part):
-            self._filled += self._read(memoryview(self._part)[self._filled :])
-            if self._filled < len(self._part):
-                return None
-        if self._header is None:
-            self._header = _HEADER.unpack(self._part)
-            self._part, self._filled = bytearray(self._header[2]), 0
-            return None if self._part else self._finish()
-        return self._finish()
-
-    def _finish(self) -> Message:
-        assert self._header is not None
-        kind, num_descriptors, _ = self._header
-        descriptors = tuple(self._descriptors.popleft() for _ in range(num_descriptors))
-        message = Message(kind, bytes(self._part), descriptors)
-        self._header, self._part, self._filled = None, bytearray(_HEADER.size), 0
-        return message
-
-    def _read(self, view: memoryview) -> int:
+    def _read(self, most: int) -> bytes:
         room = socket.CMSG_SPACE(MOST_DESCRIPTORS * array.array("i").itemsize)
         flags = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
         try:
-            count, ancillary, _, _ = self._socket.recvmsg_into([view], room, flags)
+            data, ancillary, _, _ = self._socket.recvmsg(min(most, _CHUNK_BYTES), room, flags)
         except ConnectionError as error:
             raise EOFError("the other end of the link is gone") from error
-        for level, kind, data in ancillary:
+        for level, kind, rights in ancillary:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                 received = array.array("i")
-                received.frombytes(data[: len(data) - len(data) % received.itemsize])
+                received.frombytes(rights[: len(rights) - len(rights) % received.itemsize])
                 self._descriptors.extend(received)
-        if count == 0:
+        if not data:
             raise EOFError("the other end of the link is closed")
-        return count
-
-
-class HasDescriptor(Protocol):
-    """A socket, a link, an open file."""
-
-    def fileno(self) -> int:
-        """Its descriptor."""
-
-
-def is_readable(
-    ends: Sequence[HasDescriptor | int], seconds: float | None = LOOK_AROUND_SECONDS
-) -> bool:
-    """Wait until one of them has something to read, or is closed by the other end."""
-    poller = select.poll()  # unlike select, it takes descriptors above 1023
-    for end in ends:
-        poller.register(end, select.POLLIN)
-    return bool(poller.poll(None if seconds is None else seconds * 1000))
-
-
-def has_hung_up(end: HasDescriptor) -> bool:
-    """Whether the other end of a Unix socket is closed. Reads nothing."""
-    poller = select.poll()
-    poller.register(end, 0)  # which is to be told of hang-ups and errors only
-    return bool(poller.poll(0))
-
-
-def _without(parts: list[memoryview], num_bytes: int) -> list[memoryview]:
-    """What is left of some buffers after their first bytes."""
-    left = []
-    for part in parts:
-        taken = min(num_bytes, len(part))
-        num_bytes -= taken
-        left.append(part[taken:])
-    return [part for part in left if part]
+        return data
 
 
 def _above_stdio(sock: socket.socket) -> socket.socket:

@@ -19,11 +19,11 @@ from itertools import combinations
 import msgspec
 
 from lockstep.channel.channel import Channel, lost
+from lockstep.channel.waiting import LookAround, Stopwatch, wait_for
 from lockstep.errors import HostError, problem
 from lockstep.launch.control_group import ControlGroup
-from lockstep.launch.hearsay import decode_hearsay
-from lockstep.launch.link import LOOK_AROUND_SECONDS, LookAround, Stopwatch
 from lockstep.launch.pair_channels import open_channels
+from lockstep.launch.untrusted import decode_untrusted
 
 NUM_PINGS = 20
 MEASURING_SECONDS = 0.5  # of each direction, about
@@ -116,7 +116,10 @@ def survey_network(
                 answer_pair(talks[first], seconds, clock)
         own = HostSurvey(address=control_group.interface[1], pairs=tuple(reports))
         said = control_group.gather(msgspec.json.encode(own), _until_all_come)
-    return [_decoded(payload, control_group.name_of(host)) for host, payload in enumerate(said)]
+    return [
+        decode_untrusted(payload, HostSurvey, control_group.name_of(host))
+        for host, payload in enumerate(said)
+    ]
 
 
 def measure_pair(
@@ -164,11 +167,7 @@ class Conversation:
     def send(self, data: bytes | memoryview) -> None:
         """Send all of it."""
         self._channel.put(data)
-        try:
-            while not self._channel.flush():
-                self._wait(select.POLLOUT)
-        except OSError as error:
-            raise lost(self._peer, error) from error
+        self._retry(self._flush, select.POLLOUT)
 
     def receive(self, num_bytes: int) -> bytes:
         """Wait for so many bytes."""
@@ -179,22 +178,28 @@ class Conversation:
 
     def receive_into(self, buffer: memoryview) -> int:
         """Wait for some bytes; returns how many came."""
+        return self._retry(lambda: self._channel.receive_into(buffer), select.POLLIN)
+
+    def _flush(self) -> int:
+        if not self._channel.flush():
+            raise BlockingIOError
+        return 0
+
+    def _retry(self, move: Callable[[], int], events: int) -> int:
+        watch = Stopwatch()
         while True:
             try:
-                return self._channel.receive_into(buffer)
+                return move()
             except BlockingIOError:
-                self._wait(select.POLLIN)
+                wait_for(self._channel, events, watch, self._look)
             except OSError as error:
                 raise lost(self._peer, error) from error
 
-    def _wait(self, events: int) -> None:
-        poller, watch = select.poll(), Stopwatch()
-        poller.register(self._channel, events)
-        while not poller.poll(LOOK_AROUND_SECONDS * 1000):
-            self._look_around(watch.tick())
-            if watch.seconds > SILENCE_SECONDS:
-                why = f"nothing got through for {SILENCE_SECONDS:.0f} s"
-                raise HostError(f"{self._peer} no longer answers: {why}.")
+    def _look(self, waited_seconds: float) -> None:
+        self._look_around(waited_seconds)
+        if waited_seconds > SILENCE_SECONDS:
+            why = f"nothing got through for {SILENCE_SECONDS:.0f} s"
+            raise HostError(f"{self._peer} no longer answers: {why}.")
 
 
 def _ping(talk: Conversation, clock: Clock) -> tuple[float, float]:
@@ -258,10 +263,3 @@ def _until_all_come(waited_seconds: float) -> None:
                 fix="See what the command says on the other hosts.",
             )
         )
-
-
-def _decoded(payload: bytes, host: str) -> HostSurvey:
-    try:
-        return decode_hearsay(payload, HostSurvey)
-    except msgspec.DecodeError as error:
-        raise HostError(f"{host} sent what is no survey: {error}.") from error

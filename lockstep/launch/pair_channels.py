@@ -14,12 +14,13 @@ from dataclasses import dataclass
 import msgspec
 
 from lockstep.channel.channel import Channel
+from lockstep.channel.waiting import LOOK_AROUND_SECONDS, LookAround, Stopwatch, wait_on
 from lockstep.errors import HostError, problem
 from lockstep.launch.control_group import ControlGroup
 from lockstep.launch.handshake import Gate, HandshakeError, call, purpose_of
-from lockstep.launch.link import LOOK_AROUND_SECONDS, LookAround, Stopwatch, wait_on
 from lockstep.launch.secret import Secret
 from lockstep.launch.sockets import listen
+from lockstep.launch.untrusted import decode_untrusted
 from lockstep.units import format_seconds
 
 _TOKEN_BYTES = 16
@@ -86,8 +87,8 @@ class _Opening:
         numbered: dict[tuple[int, int], Channel] = {}
         try:
             while gate.purposes:
-                for guest in gate.admit(LOOK_AROUND_SECONDS):
-                    numbered[expected[guest.purpose]] = guest.channel
+                for admission in gate.admit(LOOK_AROUND_SECONDS):
+                    numbered[expected[admission.purpose]] = admission.channel
                 self.look()
                 if gate.purposes and self.watch.seconds > self.timeout_seconds:
                     missing = sorted({expected[purpose][0] for purpose in gate.purposes})
@@ -209,10 +210,7 @@ def _exchange_notices(
     where = (gate.address[0], gate.address[1]) if gate else None
     own = _Notice(counts=wanted, where=where, token=token)
     said = control_group.exchange(msgspec.json.encode(own), look_around)
-    try:
-        notices = [msgspec.json.decode(part, type=_Notice) for part in said]
-    except msgspec.DecodeError as error:
-        raise HostError(f"Another host sent what is no notice: {error}.") from error
+    notices = [decode_untrusted(part, _Notice) for part in said]
     for host, notice in enumerate(notices):
         if notice.counts != wanted:
             raise HostError(

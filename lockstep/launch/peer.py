@@ -14,7 +14,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from lockstep.launch.link import is_readable
+from lockstep.channel.waiting import is_readable
 
 _CREDENTIALS = struct.Struct("3i")  # process id, user id, group id
 
@@ -39,18 +39,31 @@ def _is_stopped_now(pid: int) -> bool:
     return False
 
 
+def pid_of(sock: socket.socket) -> int:
+    """The id of the process at the other end of a Unix socket."""
+    return _credentials(sock)[0]
+
+
+def user_of(sock: socket.socket) -> int:
+    """The id of the user of that process."""
+    return _credentials(sock)[1]
+
+
+def _credentials(sock: socket.socket) -> tuple[int, int, int]:
+    told = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, user, group = _CREDENTIALS.unpack(told)
+    return pid, user, group
+
+
 class Peer:
     """Who connected, or who listened, at the time.
 
     Attributes:
         pid: its process id.
-        is_same_user: whether it runs as the user that this process runs as.
     """
 
     def __init__(self, sock: socket.socket) -> None:
-        told = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        self.pid, user, _ = _CREDENTIALS.unpack(told)
-        self.is_same_user = user == os.geteuid()
+        self.pid = pid_of(sock)
         try:
             self._descriptor = os.pidfd_open(self.pid)
         except OSError:  # it is gone, or runs where this process cannot see it: its socket tells

@@ -8,23 +8,22 @@ ends, so does the script.
 Ray starts nothing again here, and its data sets are not used.
 """
 
-import os
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib import import_module
-from typing import IO, Any
+from typing import Any
 
 import msgspec
 
 from lockstep.cluster.place import Address
 from lockstep.errors import HostError, Problems, problem
 from lockstep.extras import import_extra
-from lockstep.launch.fleet import Member, Relay, watch
+from lockstep.launch.fleet import Member, watch
 from lockstep.launch.free_port import find_free_port
+from lockstep.launch.held_process import HOLD_SCRIPT, HeldProcess, Progress
 from lockstep.launch.orders import INTERRUPT, Orders, make_orders
 from lockstep.launch.script import Script
 
@@ -33,7 +32,6 @@ SPREADS = ("STRICT_SPREAD", "SPREAD", "PACK")
 
 # Longest silence of an actor while its script writes nothing.
 _POLL_SECONDS = 0.5
-_MOST_BYTES = 1 << 20
 _KNOCK_SECONDS = 10.0
 
 
@@ -164,27 +162,21 @@ class _RayMember(Member):
     """The script on one node, as seen by this process."""
 
     def __init__(self, ray: Any, host: int, actor: Any, orders: Orders) -> None:
-        self.host = f"host {host}"
+        super().__init__(f"host {host}", "" if host == 0 else f"[host {host}] ")
         self._ray = ray
         self._actor = actor
-        prefix = "" if host == 0 else f"[{self.host}] "
-        self._relays = [Relay(prefix, sys.stdout), Relay(prefix, sys.stderr)]
-        actor.start.remote(orders.line())
+        actor.start.remote(orders)
         self._answer = actor.read.remote()
 
-    def attend(self) -> None:
-        if self.is_done or not self._ray.wait([self._answer], timeout=0)[0]:
-            return
+    def read(self) -> Progress | None:
+        if not self._ray.wait([self._answer], timeout=0)[0]:
+            return None
         try:
-            outputs, status = self._ray.get(self._answer)
+            progress: Progress = self._ray.get(self._answer)
         except self._ray.exceptions.RayError as error:
-            outputs, status = (b"", f"{self.host} is gone: {_first_line(error)}\n".encode()), 1
-        for relay, output in zip(self._relays, outputs, strict=True):
-            relay.write(output, is_last=status is not None)
-        if status is None:
-            self._answer = self._actor.read.remote()
-        else:
-            self.status, self.is_done = status, True
+            return (b"", f"{self.host} is gone: {_first_line(error)}\n".encode()), 1
+        self._answer = self._actor.read.remote()
+        return progress
 
     def interrupt(self) -> None:
         self._actor.tell.remote(INTERRUPT)
@@ -208,60 +200,35 @@ class _Holder:
     """
 
     def __init__(self) -> None:
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: HeldProcess | None = None
 
     def find_free_address(self) -> tuple[str, int]:
         """This node's address, and a free port there."""
         name: str = import_module("ray.util").get_node_ip_address()
         return name, find_free_port(name)
 
-    def start(self, orders: bytes) -> None:
+    def start(self, orders: Orders) -> None:
         """Start the script."""
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "lockstep.launch.held_script"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            bufsize=0,
-        )
-        for stream in self._streams:
-            os.set_blocking(stream.fileno(), False)
-        self.tell(orders)
+        self._process = HeldProcess([sys.executable, *HOLD_SCRIPT], orders)
 
-    def read(self) -> tuple[tuple[bytes, bytes], int | None]:
-        """What it has written to its output and errors, and its exit status at the end."""
-        assert self._process is not None
+    def read(self) -> Progress:
+        """How far it is; waits a while until there is news."""
         deadline = time.monotonic() + _POLL_SECONDS
         while True:
-            status = self._process.poll()  # before reading: what it wrote last is read, too
-            output, errors = (stream.read(_MOST_BYTES) or b"" for stream in self._streams)
-            if output or errors:
-                return (output, errors), None
-            if status is not None or time.monotonic() > deadline:
-                return (b"", b""), None if status is None else _exit_status(status)
+            written, status = self._held.read()
+            if any(written) or status is not None or time.monotonic() > deadline:
+                return written, status
             time.sleep(0.01)
 
     def tell(self, told: bytes) -> None:
         """Write to what holds the script."""
-        assert self._process is not None
-        assert self._process.stdin is not None
-        with suppress(OSError, ValueError):  # its exit status says more
-            self._process.stdin.write(told)
+        self._held.tell(told)
 
     def end(self) -> None:
         """Have the script ended."""
-        assert self._process is not None
-        assert self._process.stdin is not None
-        with suppress(OSError):
-            self._process.stdin.close()
+        self._held.end()
 
     @property
-    def _streams(self) -> list[IO[bytes]]:
+    def _held(self) -> HeldProcess:
         assert self._process is not None
-        assert self._process.stdout is not None
-        assert self._process.stderr is not None
-        return [self._process.stdout, self._process.stderr]
-
-
-def _exit_status(status: int) -> int:
-    return status if status >= 0 else 128 - status
+        return self._process

@@ -2,17 +2,17 @@
 
 Host 0 listens where the launcher says, at the address of that one interface (``RendezvousServer``).
 The others call, again and again (``RendezvousClient``): host 0 may start later, and its name may
-not be known yet. After the handshake each hands in its card. Once all have come, and all cards go
-together, host 0 gives everybody all cards, and stops listening.
+not be known yet. After the handshake each sends its host info. Once all have come, and what they
+send goes together, host 0 sends all of it to all, and stops listening.
 
-Meanwhile whoever was let in is told whom the others wait for, so each can name the missing ones. A
+Meanwhile hosts that were admitted are told which ones are missing, so that each can name them. A
 host that goes away again before the control group is closed may come back.
 """
 
+from lockstep.channel.waiting import LookAround, Stopwatch, wait_on
 from lockstep.cluster.place import Place
-from lockstep.launch.control_group import Card, ControlGroup
-from lockstep.launch.link import LookAround, Stopwatch, wait_on
-from lockstep.launch.patience import Patience
+from lockstep.launch.control_group import ControlGroup, HostInfo
+from lockstep.launch.deadline import Deadline
 from lockstep.launch.rendezvous_client import RendezvousClient
 from lockstep.launch.rendezvous_server import RendezvousServer
 from lockstep.launch.secret import Secret
@@ -21,7 +21,7 @@ from lockstep.launch.secret import Secret
 def meet(
     place: Place,
     secret: Secret | None,
-    card: Card,
+    info: HostInfo,
     *,
     timeout_seconds: float,
     look_around: LookAround = wait_on,
@@ -31,7 +31,7 @@ def meet(
     Args:
         place: what the launcher says.
         secret: what all hosts know; where there is one host, None will do.
-        card: what this host says of itself.
+        info: what this host says of itself.
         timeout_seconds: until all hosts must have come; looking up a name may take longer.
         look_around: called every 20 ms with the seconds waited so far; raises to give up.
 
@@ -40,9 +40,9 @@ def meet(
     """
     assert place.leads
     if place.num_hosts == 1:
-        return ControlGroup(host=0, cards=[card], star={}, secret=None)
+        return ControlGroup(host=0, infos=[info], star={}, secret=None)
     assert secret is not None
-    patience = Patience(watch=Stopwatch(), timeout_seconds=timeout_seconds, look_around=look_around)
+    deadline = Deadline(watch=Stopwatch(), timeout_seconds=timeout_seconds, look_around=look_around)
     if place.host == 0:
-        return RendezvousServer(place, secret, card, patience).hold()
-    return RendezvousClient(place, secret, card, patience).pay()
+        return RendezvousServer(place, secret, info, deadline).run()
+    return RendezvousClient(place, secret, info, deadline).join()

@@ -1,18 +1,15 @@
 """The side of all hosts but host 0 at the rendezvous."""
 
-from typing import TypeVar
-
 import msgspec
 
 from lockstep.cluster.place import Address, Place
 from lockstep.errors import HostError, problem
-from lockstep.launch.control_group import Card, ControlGroup, name_of
-from lockstep.launch.framed_channel import Frame, FramedChannel, Peer
+from lockstep.launch.control_group import ControlGroup, HostInfo, name_of
+from lockstep.launch.deadline import Deadline, DeadlineError
+from lockstep.launch.framed_channel import FramedChannel, Peer
 from lockstep.launch.handshake import HANDSHAKE_SECONDS, OTHER_SECRET, HandshakeError, call
-from lockstep.launch.hearsay import decode_hearsay
-from lockstep.launch.patience import OverError, Patience
 from lockstep.launch.rendezvous_server import (
-    CARD,
+    INFO,
     WAITING,
     Entry,
     address_of,
@@ -23,25 +20,24 @@ from lockstep.launch.rendezvous_server import (
 )
 from lockstep.launch.secret import Secret
 from lockstep.launch.sockets import resolve
+from lockstep.launch.untrusted import decode_untrusted
 
 # A host that does not answer must not keep the next candidate waiting for long.
 _CALL_SECONDS = HANDSHAKE_SECONDS / 2
-
-_T = TypeVar("_T")
 
 
 class RendezvousClient:
     """The side of any other host."""
 
-    def __init__(self, place: Place, secret: Secret, card: Card, patience: Patience) -> None:
+    def __init__(self, place: Place, secret: Secret, info: HostInfo, deadline: Deadline) -> None:
         self.place = place
         self.secret = secret
-        self.card = card
-        self.patience = patience
+        self.info = info
+        self.deadline = deadline
         self.answers: dict[str, str] = {}  # what came of the last call, by address
         self.missing: list[int] = []  # once this host was let in
 
-    def pay(self) -> ControlGroup:
+    def join(self) -> ControlGroup:
         """Call until host 0 answers, and wait for the control group to close."""
         try:
             while True:
@@ -49,8 +45,8 @@ class RendezvousClient:
                     control_group = self._call_at(address)
                     if control_group:
                         return control_group
-                self.patience.pause()
-        except OverError:
+                self.deadline.pause()
+        except DeadlineError:
             raise self._in_vain() from None
 
     def _call_at(self, address: Address) -> ControlGroup | None:
@@ -67,7 +63,7 @@ class RendezvousClient:
                     self.secret,
                     purpose_of_meeting(self.place),
                     seconds=_CALL_SECONDS,
-                    look_around=self.patience.look,
+                    look_around=self.deadline.look,
                 )
             except (HandshakeError, OSError) as error:
                 self.answers[str(address)] = reason_of(error)
@@ -80,21 +76,21 @@ class RendezvousClient:
         return None
 
     def _stay(self, channel: FramedChannel, address: str) -> ControlGroup | None:
-        """Hand in the card, and wait for the others; None if host 0 goes away without a word.
+        """Hand in the info, and wait for the others; None if host 0 goes away without a word.
 
         Raises:
             HostError: host 0 has said why there will be no control group, or something else
                 came than it has sent.
         """
-        entry = Entry(host=self.place.host, num_hosts=self.place.num_hosts, card=self.card)
+        entry = Entry(host=self.place.host, num_hosts=self.place.num_hosts, info=self.info)
         try:
-            channel.send(CARD, msgspec.json.encode(entry), self.patience.look)
-            while (frame := channel.receive(self.patience.look)).kind == WAITING:
-                self.missing = _decode(frame, list[int])
-            cards = _decode(frame, list[Card])
+            channel.send(INFO, msgspec.json.encode(entry), self.deadline.look)
+            while (frame := channel.receive(self.deadline.look)).kind == WAITING:
+                self.missing = decode_untrusted(frame.payload, list[int], "Host 0")
+            infos = decode_untrusted(frame.payload, list[HostInfo], "Host 0")
         except HostError as error:
             if channel.was_tampered_with:
-                channel.fail(f"{name_of(self.place.host, self.card)} failed: {error}")
+                channel.fail(f"{name_of(self.place.host, self.info)} failed: {error}")
             channel.close()
             if channel.was_told or channel.was_tampered_with:
                 raise
@@ -103,16 +99,16 @@ class RendezvousClient:
         except BaseException:
             channel.close()
             raise
-        channel.peer = peer_of(0, cards[0], channel.peer.name)
+        channel.peer = peer_of(0, infos[0], channel.peer.name)
         return ControlGroup(
-            host=self.place.host, cards=cards, star={0: channel}, secret=self.secret
+            host=self.place.host, infos=infos, star={0: channel}, secret=self.secret
         )
 
     def _in_vain(self) -> HostError:
         if self.missing:
             return HostError(
                 problem(
-                    f"All {self.place.num_hosts} hosts must come to host 0 within {self.patience}.",
+                    f"All {self.place.num_hosts} hosts must come to host 0 within {self.deadline}.",
                     received=f"nothing from {numbers_of(self.missing)}, on host {self.place.host}",
                     fix="See that each was started, with the same rendezvous, job and secret.",
                 )
@@ -130,16 +126,9 @@ class RendezvousClient:
         return HostError(
             problem(
                 f"Host {self.place.host} must reach host 0 at the rendezvous within "
-                f"{self.patience}.",
+                f"{self.deadline}.",
                 received=listed or "no answer",
                 fix="See that host 0 was started, with the same rendezvous, job and secret, and "
                 "that no firewall is in the way.",
             )
         )
-
-
-def _decode(frame: Frame, kind: type[_T]) -> _T:
-    try:
-        return decode_hearsay(frame.payload, kind)
-    except msgspec.DecodeError as error:
-        raise HostError(f"Host 0 sent what has no place in a rendezvous: {error}.") from error

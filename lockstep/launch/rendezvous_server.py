@@ -10,32 +10,32 @@ from collections.abc import Mapping
 import msgspec
 
 from lockstep.channel.channel import Channel
+from lockstep.channel.waiting import LOOK_AROUND_SECONDS
 from lockstep.cluster.place import Address, Place
 from lockstep.errors import HostError, Problems, problem
-from lockstep.launch.control_group import Card, ControlGroup, name_of
+from lockstep.launch.control_group import ControlGroup, HostInfo, name_of
+from lockstep.launch.deadline import Deadline, DeadlineError
 from lockstep.launch.framed_channel import MOST_BYTES, Frame, FramedChannel, Peer
 from lockstep.launch.handshake import HANDSHAKE_SECONDS, Gate, purpose_of
-from lockstep.launch.hearsay import decode_hearsay
-from lockstep.launch.link import LOOK_AROUND_SECONDS
-from lockstep.launch.patience import OverError, Patience
 from lockstep.launch.secret import Secret
 from lockstep.launch.sockets import listen, resolve
+from lockstep.launch.untrusted import decode_untrusted
 from lockstep.units import first_few
 
-CARD = b"C"  # a host to host 0
+INFO = b"C"  # a host to host 0
 WAITING = b"W"  # host 0 to those who have come: the numbers of those who have not
-CARDS = b"A"  # host 0 to all: the control group is closed
+INFOS = b"A"  # host 0 to all: the control group is closed
 
-_MOST_CARD_BYTES = 1 << 20
+_MOST_INFO_BYTES = 1 << 20
 _NOBODY = -1  # a host that has not said which one it is
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True):
-    """What a host hands in: which one it is, and its card."""
+    """What a host sends first: which one it is, and its host info."""
 
     host: int
     num_hosts: int
-    card: Card
+    info: HostInfo
 
 
 def purpose_of_meeting(place: Place) -> bytes:
@@ -47,31 +47,31 @@ class RendezvousServer:
     """Host 0's side.
 
     Attributes:
-        entering: those who have proved that they are ours, and since when; no card yet.
-        channels: of those who have handed in their card.
-        cards: theirs, and host 0's.
+        entering: those who have proved that they are ours, and since when; no info yet.
+        channels: of the hosts that have sent their info.
+        infos: theirs, and host 0's.
         left: who went away again, for messages.
     """
 
-    def __init__(self, place: Place, secret: Secret, card: Card, patience: Patience) -> None:
+    def __init__(self, place: Place, secret: Secret, info: HostInfo, deadline: Deadline) -> None:
         self.place = place
         self.secret = secret
-        self.patience = patience
+        self.deadline = deadline
         self.entering: dict[FramedChannel, float] = {}
         self.channels: dict[int, FramedChannel] = {}
-        self.cards = {0: card}
+        self.infos = {0: info}
         self.left = ""
 
-    def hold(self) -> ControlGroup:
+    def run(self) -> ControlGroup:
         """Let everybody in, and close the control group."""
-        listener = _listen(self.place, self.patience)
+        listener = _listen(self.place, self.deadline)
         gate = Gate(listener, self.secret, {purpose_of_meeting(self.place)})
         try:
             while self.missing:
                 self._go_on(gate)
             return self._close_control_group()
         except BaseException as error:
-            refusal = self._incomplete(gate) if isinstance(error, OverError) else error
+            refusal = self._incomplete(gate) if isinstance(error, DeadlineError) else error
             self._dismiss(refusal)
             raise refusal from None
         finally:
@@ -80,26 +80,28 @@ class RendezvousServer:
     @property
     def missing(self) -> list[int]:
         """The hosts that have not come."""
-        return [host for host in range(self.place.num_hosts) if host not in self.cards]
+        return [host for host in range(self.place.num_hosts) if host not in self.infos]
 
     def _go_on(self, gate: Gate) -> None:
-        for guest in gate.admit(LOOK_AROUND_SECONDS):
-            peer = Peer(host=_NOBODY, name=address_of(guest.channel))
-            self.entering[FramedChannel(guest.channel, peer, _MOST_CARD_BYTES)] = time.monotonic()
+        for admission in gate.admit(LOOK_AROUND_SECONDS):
+            peer = Peer(host=_NOBODY, name=address_of(admission.channel))
+            self.entering[FramedChannel(admission.channel, peer, _MOST_INFO_BYTES)] = (
+                time.monotonic()
+            )
         before = self.missing
         self._forget_who_left()
         for channel, since in list(self.entering.items()):
-            self._take_card(channel, since)
+            self._take_info(channel, since)
         if self.missing != before:
             self._tell_missing()
         if self.missing:
-            self.patience.look()
+            self.deadline.look()
 
     def _tell_missing(self) -> None:
         for channel in self.channels.values():
             # One that has gone is forgotten in the next round.
             with contextlib.suppress(HostError):
-                channel.send(WAITING, msgspec.json.encode(self.missing), self.patience.look)
+                channel.send(WAITING, msgspec.json.encode(self.missing), self.deadline.look)
 
     def _forget_who_left(self) -> None:
         for host, channel in list(self.channels.items()):
@@ -109,9 +111,9 @@ class RendezvousServer:
     def _forget(self, host: int) -> None:
         self.left = f"; {self.channels[host].peer} came and left again"
         self.channels.pop(host).close()
-        del self.cards[host]
+        del self.infos[host]
 
-    def _take_card(self, channel: FramedChannel, since: float) -> None:
+    def _take_info(self, channel: FramedChannel, since: float) -> None:
         try:
             frame = channel.take_one()
         except HostError:
@@ -129,28 +131,23 @@ class RendezvousServer:
         channel.close()
 
     def _enter(self, channel: FramedChannel, frame: Frame) -> None:
-        """Note who has come.
+        """Note which host has come.
 
         Raises:
             HostError: it does not belong here; it is told, like all others.
         """
-        try:
-            entry = decode_hearsay(frame.payload, Entry)
-        except msgspec.DecodeError as error:
-            raise HostError(
-                f"A host at {channel.peer.name} sent what is no card: {error}."
-            ) from error
+        entry = decode_untrusted(frame.payload, Entry, f"A host at {channel.peer.name}")
         if entry.host in self.channels and _has_gone(self.channels[entry.host]):
             self._forget(entry.host)
         self._check(entry, channel)
         del self.entering[channel]
-        channel.peer = peer_of(entry.host, entry.card, channel.peer.name)
+        channel.peer = peer_of(entry.host, entry.info, channel.peer.name)
         channel.most_bytes = MOST_BYTES
-        self.channels[entry.host], self.cards[entry.host] = channel, entry.card
+        self.channels[entry.host], self.infos[entry.host] = channel, entry.info
 
     def _check(self, entry: Entry, channel: FramedChannel) -> None:
         problems = Problems()
-        name = f"{name_of(entry.host, entry.card)} at {channel.peer.name}"
+        name = f"{name_of(entry.host, entry.info)} at {channel.peer.name}"
         num_hosts = self.place.num_hosts
         if entry.num_hosts != num_hosts:
             problems.add(
@@ -171,7 +168,7 @@ class RendezvousServer:
                 received=f"{self.channels[entry.host].peer} and {name}",
                 fix="Start each host with a number of its own.",
             )
-        difference = _difference(self.cards[0].facts, entry.card.facts, entry.host)
+        difference = _difference(self.infos[0].facts, entry.info.facts, entry.host)
         if difference:
             problems.add(
                 f"{name} must be what host 0 is.",
@@ -181,16 +178,16 @@ class RendezvousServer:
         problems.raise_if_any(HostError)
 
     def _close_control_group(self) -> ControlGroup:
-        cards = [self.cards[host] for host in range(self.place.num_hosts)]
+        infos = [self.infos[host] for host in range(self.place.num_hosts)]
         for channel in self.channels.values():
-            channel.send(CARDS, msgspec.json.encode(cards), self.patience.look)
+            channel.send(INFOS, msgspec.json.encode(infos), self.deadline.look)
         for channel in list(self.entering):
             self._turn_away(channel)
-        return ControlGroup(host=0, cards=cards, star=self.channels, secret=self.secret)
+        return ControlGroup(host=0, infos=infos, star=self.channels, secret=self.secret)
 
     def _dismiss(self, error: BaseException) -> None:
         """Tell all who are here why there will be no control group."""
-        own = name_of(0, self.cards[0])
+        own = name_of(0, self.infos[0])
         text = str(error) if isinstance(error, HostError) else f"{own} gave up: {error!r}."
         for channel in [*self.channels.values(), *self.entering]:
             channel.fail(text)
@@ -202,7 +199,7 @@ class RendezvousServer:
         return HostError(
             problem(
                 f"All {self.place.num_hosts} hosts must come to host 0 at "
-                f"{Address(name=where[0], port=where[1])} within {self.patience}.",
+                f"{Address(name=where[0], port=where[1])} within {self.deadline}.",
                 received=f"nothing from {numbers_of(self.missing)}{self.left}"
                 f"{refused if gate.num_refused else ''}",
                 fix="See that each was started, with the same rendezvous, job and secret"
@@ -211,7 +208,7 @@ class RendezvousServer:
         )
 
 
-def _listen(place: Place, patience: Patience) -> socket.socket:
+def _listen(place: Place, deadline: Deadline) -> socket.socket:
     """Host 0's listener, at the first address that is free.
 
     Raises:
@@ -228,9 +225,9 @@ def _listen(place: Place, patience: Patience) -> socket.socket:
                 may_pass |= isinstance(error, socket.gaierror) or error.errno == errno.EADDRINUSE
         try:
             if not may_pass:
-                raise OverError
-            patience.pause()
-        except OverError:
+                raise DeadlineError
+            deadline.pause()
+        except DeadlineError:
             listed = "; ".join(f"{address}: {answer}" for address, answer in answers.items())
             raise HostError(
                 problem(
@@ -279,9 +276,9 @@ def _has_gone(channel: FramedChannel) -> bool:
         return True
 
 
-def peer_of(host: int, card: Card, address: str) -> Peer:
+def peer_of(host: int, info: HostInfo, address: str) -> Peer:
     """A host for messages, with its name and where it is."""
-    name = card.about.get("name")
+    name = info.about.get("name")
     return Peer(host=host, name=address if name is None else f"{name}, {address}")
 
 

@@ -99,7 +99,7 @@ def _checked(text: bytes, origin: str) -> Secret:
 
 def _read(path: str) -> bytes:
     try:
-        # Not to wait for whoever would write to a pipe.
+        # Opening a pipe would wait for its writer.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         raise _unusable(path, error.strerror or str(error), _HOW_TO_MAKE) from error

@@ -7,21 +7,18 @@ the standard input of ssh, never in a command; so do all orders, see ``held_scri
 The port where the hosts meet is one that is free on the first of them when it is asked.
 """
 
-import os
 import shlex
 import subprocess
-import sys
 from collections.abc import Sequence
-from contextlib import suppress
-from typing import IO
 
 import msgspec
 
 from lockstep.cluster.place import Address
 from lockstep.errors import HostError, problem
-from lockstep.launch.fleet import Member, Relay, watch
+from lockstep.launch.fleet import Member, watch
+from lockstep.launch.held_process import HOLD_SCRIPT, HeldProcess, Progress
 from lockstep.launch.host_file import ListedHost
-from lockstep.launch.orders import INTERRUPT, Orders, make_orders
+from lockstep.launch.orders import INTERRUPT, make_orders
 from lockstep.launch.script import Script
 
 _PROBE_SECONDS = 60.0
@@ -84,9 +81,9 @@ def run_on_hosts(
     members: list[_Client] = []
     try:
         for host, orders in zip(hosts, all_orders, strict=True):
-            command = shells.on(host, "-m", "lockstep.launch.held_script")
+            process = HeldProcess(shells.on(host, *HOLD_SCRIPT), orders)
             prefix = f"[{host.name}] " if members else ""
-            members.append(_Client(host.name, command, orders, prefix))
+            members.append(_Client(host.name, prefix, process))
         return watch(members)
     finally:
         for member in members:
@@ -94,70 +91,23 @@ def run_on_hosts(
 
 
 class _Client(Member):
-    """ssh, with the orders on its standard input.
+    """ssh, with the orders on its standard input."""
 
-    Args:
-        host: the host's name.
-        command: of ssh.
-        orders: for the far end.
-        prefix: of its lines; see ``Relay``.
-    """
+    def __init__(self, host: str, prefix: str, process: HeldProcess) -> None:
+        super().__init__(host, prefix)
+        self._process = process
 
-    def __init__(self, host: str, command: tuple[str, ...], orders: Orders, prefix: str) -> None:
-        self.host = host
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            bufsize=0,
-            process_group=0,  # Ctrl-C in the terminal is for us, who pass it on
-        )
-        self._relays: dict[IO[bytes], Relay] = {}
-        for source, target in (
-            (self._process.stdout, sys.stdout),
-            (self._process.stderr, sys.stderr),
-        ):
-            assert source is not None
-            os.set_blocking(source.fileno(), False)
-            self._relays[source] = Relay(prefix, target)
-        self._tell(orders.line())
-
-    def attend(self) -> None:
-        status = self._process.poll()  # before reading, or its last words might come after its end
-        for source in list(self._relays):
-            self._pass_on(source)
-        if status is not None:
-            self.status = status if status >= 0 else 128 - status
-            self.is_done = not self._relays
+    def read(self) -> Progress:
+        return self._process.read()
 
     def interrupt(self) -> None:
-        self._tell(INTERRUPT)
+        self._process.tell(INTERRUPT)
 
     def end(self) -> None:
-        assert self._process.stdin is not None
-        with suppress(OSError):
-            self._process.stdin.close()
+        self._process.end()
 
     def close(self) -> None:
-        self.end()
-        self._process.kill()
-        self._process.wait()
-        for source in (self._process.stdout, self._process.stderr):
-            if source is not None:
-                source.close()
-
-    def _tell(self, told: bytes) -> None:
-        assert self._process.stdin is not None
-        with suppress(OSError, ValueError):  # nobody reads: the exit status says why
-            self._process.stdin.write(told)
-
-    def _pass_on(self, source: IO[bytes]) -> None:
-        while (new := source.read(1 << 16)) is not None:  # None where nothing has come
-            self._relays[source].write(new, is_last=not new)
-            if not new:
-                del self._relays[source]
-                return
+        self._process.close()
 
 
 def _ask_for_port(host: ListedHost, shells: Shells) -> int:

@@ -7,6 +7,7 @@ can read, in the directory from which the job is submitted: all hosts must see i
 
 import re
 import shlex
+from collections.abc import Sequence
 
 import msgspec
 
@@ -42,7 +43,7 @@ class BatchJob(msgspec.Struct, frozen=True, kw_only=True):
     time: str | None = None
     partition: str | None = None
     account: str | None = None
-    options: tuple[str, ...] = ()
+    options: Sequence[str] = ()
 
     def check(self, problems: Problems) -> None:
         """Note what sbatch would refuse, or read as something else."""

@@ -1,12 +1,12 @@
-"""TCP sockets between hosts: how they are made, and what the kernel is asked to watch.
+"""Sockets between hosts, and between processes of a host that did not start each other.
 
 None blocks, none outlives an exec, and none stays open in a fork: a DataLoader's worker that held a
 copy would keep a connection alive after its owner has died.
 
 A host that vanishes is noticed by the kernel. An idle connection is probed (keepalive). On one that
-has data on its way there are no such probes, so whoever waits asks how long nothing has come back
-(``is_unanswered``). TCP_USER_TIMEOUT would do both, but it also ends the connection to a host that
-is there and does not read for a while, because it writes a checkpoint.
+has data on its way there are no such probes, so a process that waits asks how long nothing has come
+back (``is_unanswered``). TCP_USER_TIMEOUT would do both, but it also ends the connection to a host
+that is there and does not read for a while, because it writes a checkpoint.
 """
 
 import errno
@@ -14,14 +14,14 @@ import os
 import select
 import socket
 import struct
-import weakref
 from typing import Any
 
+from lockstep.channel.waiting import LOOK_AROUND_SECONDS, LookAround, Stopwatch
 from lockstep.cluster.place import Address
-from lockstep.launch.link import LOOK_AROUND_SECONDS, LookAround, Stopwatch
+from lockstep.launch.forks import give_up_in_forks
 
-# As Python's sockets take them: (address, port), and two more for IPv6.
-SocketAddress = tuple[Any, ...]
+# As Python's sockets take them: (address, port), and two more for IPv6; bytes for a Unix socket.
+SocketAddress = Any
 
 _IDLE_SECONDS = 5
 _PROBE_SECONDS = 5
@@ -87,8 +87,7 @@ def connect(
 
 
 def _wait_to_connect(sock: socket.socket, seconds: float, look_around: LookAround) -> None:
-    watch = Stopwatch()
-    poller = select.poll()
+    watch, poller = Stopwatch(), select.poll()
     poller.register(sock, select.POLLOUT)
     while not poller.poll(LOOK_AROUND_SECONDS * 1000):
         look_around(watch.tick())
@@ -97,8 +96,11 @@ def _wait_to_connect(sock: socket.socket, seconds: float, look_around: LookAroun
 
 
 def tune(sock: socket.socket) -> socket.socket:
-    """Set what all sockets between hosts have in common."""
+    """Set what all of these sockets have in common."""
     sock.setblocking(False)
+    give_up_in_forks(sock, "close")
+    if sock.family == socket.AF_UNIX:
+        return sock
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (
@@ -109,7 +111,6 @@ def tune(sock: socket.socket) -> socket.socket:
     ):
         if hasattr(socket, option):
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
-    _ours.add(sock)
     return sock
 
 
@@ -124,15 +125,3 @@ def is_unanswered(sock: socket.socket) -> bool:
     retransmits, probes, silent_milliseconds = _TCP_INFO.unpack(info)
     is_silent: bool = silent_milliseconds >= 1000 * VANISHED_SECONDS
     return is_silent and max(retransmits, probes) >= 2
-
-
-_ours: "weakref.WeakSet[socket.socket]" = weakref.WeakSet()
-
-
-def _close_in_fork() -> None:
-    for sock in list(_ours):
-        sock.close()
-    _ours.clear()
-
-
-os.register_at_fork(after_in_child=_close_in_fork)

@@ -24,22 +24,22 @@ def stack_of(thread: int) -> str:
     return "".join(traceback.format_stack(frame)) if frame else "(the thread has ended)\n"
 
 
-def make_bell() -> int:
+def make_event() -> int:
     """A descriptor by which one process asks another for its stacks."""
     return os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
 
 
-def ring(bell: int) -> None:
+def notify(event: int) -> None:
     """Ask for stacks. Does not wait."""
-    os.eventfd_write(bell, 1)
+    os.eventfd_write(event, 1)
 
 
 @contextmanager
-def told_stacks(bell: int, diagnostics: int) -> Iterator[None]:
-    """Within the block, write the stacks of all threads there whenever ``bell`` rings."""
-    end = make_bell()
+def stacks_on_request(event: int, diagnostics: int) -> Iterator[None]:
+    """Within the block, write the stacks of all threads there whenever ``event`` rings."""
+    end = make_event()
     thread = threading.Thread(
-        target=_tell_stacks, args=(bell, diagnostics, end), name="lockstep-stacks", daemon=True
+        target=_tell_stacks, args=(event, diagnostics, end), name="lockstep-stacks", daemon=True
     )
     try:
         thread.start()
@@ -49,16 +49,16 @@ def told_stacks(bell: int, diagnostics: int) -> Iterator[None]:
     try:
         yield
     finally:
-        ring(end)
+        notify(end)
         thread.join()
 
 
-def _tell_stacks(bell: int, diagnostics: int, end: int) -> None:
+def _tell_stacks(event: int, diagnostics: int, end: int) -> None:
     poller = select.poll()
-    poller.register(bell, select.POLLIN)
+    poller.register(event, select.POLLIN)
     poller.register(end, select.POLLIN)
-    while end not in (rung := [descriptor for descriptor, _ in poller.poll()]):
-        assert rung == [bell]
-        os.eventfd_read(bell)
+    while end not in (notified := [descriptor for descriptor, _ in poller.poll()]):
+        assert notified == [event]
+        os.eventfd_read(event)
         faulthandler.dump_traceback(file=diagnostics, all_threads=True)
-    os.close(end)  # here: who has rung it may have gone on after Ctrl-C
+    os.close(end)  # here: the other thread may have gone on after Ctrl-C

@@ -16,18 +16,20 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import NoReturn
 
+from lockstep.channel.waiting import LookAround, Stopwatch, is_readable
 from lockstep.errors import WorkerError
 from lockstep.launch.diagnostics import DiagnosticsFile, show
 from lockstep.launch.failure import pack_failure, trouble_of, unpack_failure
+from lockstep.launch.forks import give_up_in_forks
 from lockstep.launch.helper import CALL, DATA, FAIL, FORGET, PING, READY, RETURN, reference_of
-from lockstep.launch.link import LookAround, Message, Stopwatch, give_up, is_readable
+from lockstep.launch.link import Message, give_up
 from lockstep.launch.origin import Origin
 from lockstep.launch.peer import is_stopped
 from lockstep.launch.stacks import stack_of
 from lockstep.pickling import search_path
 
 START_TIMEOUT_SECONDS = 120.0
-# Longest waits for processes that may just not be running: who is stopped is not waited for.
+# Longest waits for processes that may just not be running; stopped ones are not waited for.
 _PING_TIMEOUT_SECONDS = 10.0
 _STACKS_TIMEOUT_SECONDS = 5.0
 _STACKS_PAUSE_SECONDS = 0.05
@@ -69,7 +71,7 @@ class _Helper:
         return True
 
     def is_lost(self) -> bool:
-        """Whether it has died in the midst of a call; afterwards the user's own processes may."""
+        """Whether it has died during a call; afterwards the user's own processes may."""
         if not self.is_dead():
             return False
         return self.is_ready and all(message.kind != RETURN for message in self.inbox)
@@ -124,7 +126,7 @@ class Team:
         self._position: Callable[[int], str] = _between_calls
         self._rank = first_rank - 1
         self._helpers: list[_Helper] = []
-        _living.add(self)
+        give_up_in_forks(self, "abandon")
         weakref.finalize(self, _end_helpers, self._helpers)
         try:
             for rank in range(first_rank, first_rank + num_helpers):
@@ -217,7 +219,7 @@ class Team:
         self.wait_until_ready()
         self._position = position
         self._timeout = timeout_seconds
-        payload = pickle.dumps((reference_of(function), search_path(), _directory(), body))
+        payload = pickle.dumps((reference_of(function), search_path(), working_directory(), body))
         self.broadcast(payload, descriptors, kind=CALL)
 
     def broadcast(
@@ -227,7 +229,7 @@ class Team:
         message = Message(kind, payload, descriptors)
         for helper in self._helpers:
             try:
-                helper.link.send(message, self._patience(self._timeout))
+                helper.link.send(message, self._until(self._timeout))
             except OSError:
                 helper.pump()
                 self._raise_trouble(helper)
@@ -304,7 +306,7 @@ class Team:
     def _wait(self) -> None:
         is_readable([helper.link for helper in self._helpers if not helper.is_closed])
 
-    def _patience(self, timeout_seconds: float) -> LookAround:
+    def _until(self, timeout_seconds: float) -> LookAround:
         def look_around(waited_seconds: float) -> None:
             self.look_around()
             if waited_seconds > timeout_seconds:
@@ -343,10 +345,10 @@ class Team:
             if message.kind == FAIL:
                 raise trouble_of(f"rank {helper.rank}", unpack_failure(message.payload), where)
         reason = helper.origin.describe_end(helper.number)
-        last_words = helper.diagnostics.read_new()
+        last_output = helper.diagnostics.read_new()
         raise WorkerError(
             f"Rank {helper.rank} (process {helper.pid}) ended ({where}): {reason}."
-            + (f"\n--- last words of rank {helper.rank} ---\n{last_words}" if last_words else "")
+            + (f"\n--- last output of rank {helper.rank} ---\n{last_output}" if last_output else "")
         )
 
     def _raise_with_stacks(self, doing: str, remark: str, thread: int) -> NoReturn:
@@ -404,8 +406,9 @@ def _between_calls(rank: int) -> str:
     return "between calls"
 
 
-def _directory() -> str | None:
-    with suppress(FileNotFoundError):  # the script's directory may have been removed
+def working_directory() -> str | None:
+    """The path of this process's; None if it has been removed."""
+    with suppress(FileNotFoundError):
         return os.getcwd()
     return None
 
@@ -414,15 +417,3 @@ def _no_start(helper: _Helper, reason: str) -> WorkerError:
     said = helper.diagnostics.read_new()
     message = helper.origin.describe_absence(helper.number, helper.rank, reason, said)
     return WorkerError(message)
-
-
-_living: "weakref.WeakSet[Team]" = weakref.WeakSet()
-
-
-def _abandon_all() -> None:
-    for team in list(_living):
-        team.abandon()
-    _living.clear()
-
-
-os.register_at_fork(after_in_child=_abandon_all)

@@ -28,12 +28,14 @@ from contextlib import suppress
 from importlib import import_module
 from types import FrameType
 
+from lockstep.channel.waiting import is_readable
 from lockstep.cluster.memory_limits import Kills, memory_kills
 from lockstep.launch.diagnostics import DiagnosticsFile
 from lockstep.launch.failure import describe_exit
+from lockstep.launch.forks import give_up_in_forks
 from lockstep.launch.helper import STACKS_SIGNAL, die_with, name_process, serve_calls
 from lockstep.launch.interpreter import environment, start_interpreter
-from lockstep.launch.link import Link, Message, is_readable
+from lockstep.launch.link import Link, Message
 from lockstep.launch.origin import Origin
 
 FORK, SIGNAL, LOAD = b"F", b"S", b"L"
@@ -55,7 +57,7 @@ _REPORT = struct.Struct("<qi")  # a helper's number, its exit status
 class Template(Origin):
     """The script's end of a template process.
 
-    Takes no lock: a Trainer's finalizer may come in from the garbage collector in the midst of any
+    Takes no lock: a Trainer's finalizer may be called by the garbage collector during any
     of these methods. Requests are small and go out in one system call, reports come in whole.
 
     Args:
@@ -97,7 +99,7 @@ class Template(Origin):
         finally:
             theirs.close()
             os.close(reports)
-        _living.add(self)
+        give_up_in_forks(self, "abandon")
         self._finalizer = weakref.finalize(
             self, _end_process, self._process, self._link, self._reports, self.diagnostics
         )
@@ -244,18 +246,6 @@ def _is_open(descriptor: int) -> bool:
     return True
 
 
-_living: "weakref.WeakSet[Template]" = weakref.WeakSet()
-
-
-def _abandon_all() -> None:
-    for template in list(_living):
-        template.abandon()
-    _living.clear()
-
-
-os.register_at_fork(after_in_child=_abandon_all)
-
-
 # --- in the template's process -------------------------------------------------------------------
 
 
@@ -272,7 +262,7 @@ def main(
     _import(preload)
     with suppress(EOFError):  # the script has closed the link
         if forks:
-            _Nursery(link, reports).run()
+            _ForkServer(link, reports).run()
         while (message := link.receive()).kind == LOAD:
             _load(message)
         _become_helper(message, parent)
@@ -296,7 +286,7 @@ def _import(modules: Sequence[str]) -> None:
         gc.enable()
 
 
-class _Nursery:
+class _ForkServer:
     """Forks children, passes signals on, reports deaths."""
 
     def __init__(self, link: Link, reports: int) -> None:
@@ -304,18 +294,18 @@ class _Nursery:
         self._reports = reports
         self._children: dict[int, int] = {}  # number -> process id
         self._pid = os.getpid()
-        self._bell, self._rung = socket.socketpair()
-        for end in (self._bell, self._rung):
+        self._wakeup, self._woken = socket.socketpair()
+        for end in (self._wakeup, self._woken):
             end.setblocking(False)
 
     def run(self) -> None:
         """Raises EOFError in the end."""
         signal.signal(signal.SIGCHLD, _ignore)
-        signal.set_wakeup_fd(self._bell.fileno(), warn_on_full_buffer=False)
+        signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
         while True:
-            is_readable([self._link, self._rung], None)
+            is_readable([self._link, self._woken], None)
             with suppress(BlockingIOError):
-                self._rung.recv(4096)
+                self._woken.recv(4096)
             self._reap()  # before any signal is passed on: a process id may mean another by now
             # One by one: a child must not inherit the descriptors of the next.
             while (message := self._link.take_one()) is not None:
@@ -345,18 +335,18 @@ class _Nursery:
             self._report(number, 1)
         else:
             if pid == 0:
-                self._be_born(message)
+                self._run_child(message)
             self._children[number] = pid
         for descriptor in message.descriptors:
             os.close(descriptor)
 
-    def _be_born(self, message: Message) -> None:
+    def _run_child(self, message: Message) -> None:
         status = 1
         try:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             die_with(self._pid)
-            for end in (self._link, self._bell, self._rung):
+            for end in (self._link, self._wakeup, self._woken):
                 end.close()
             os.close(self._reports)
             _become_helper(message, self._pid)
@@ -378,7 +368,7 @@ class _Nursery:
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:
-    """With a handler, unlike with SIG_IGN, children wait to be reaped and ring the bell."""
+    """With a handler, unlike SIG_IGN, children wait to be reaped, and their end wakes the loop."""
 
 
 def _become_helper(message: Message, parent: int) -> None:

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from lockstep.channel.waiting import Stopwatch
 from lockstep.comm.gradients import TensorSpec
 from lockstep.comm.shared_memory import SharedRegion
 from lockstep.data.order import batch_bounds
@@ -29,7 +30,6 @@ from lockstep.data.reading import Reading
 from lockstep.data.sources import ArraySource, Source
 from lockstep.data.trees import Tree, map_leaves, map_tensors, tensors_of
 from lockstep.errors import level_of_user
-from lockstep.launch.link import Stopwatch
 from lockstep.parallel.control import Control
 from lockstep.parallel.store import TensorStore, tensor_spec
 from lockstep.parallel.worker import Worker

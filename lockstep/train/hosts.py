@@ -19,6 +19,7 @@ import torch
 from torch import nn, optim
 
 from lockstep.channel.channel import Channel
+from lockstep.channel.waiting import Stopwatch
 from lockstep.cluster.devices import discover
 from lockstep.cluster.environment import find_place
 from lockstep.cluster.place import Place, Reach
@@ -27,14 +28,13 @@ from lockstep.comm.codec import decode, encode
 from lockstep.comm.shared_memory import SharedRegion
 from lockstep.errors import HostError, OptionError, WorkerError, problem
 from lockstep.launch.attached import attach_team
-from lockstep.launch.control_group import Card, ControlGroup
+from lockstep.launch.control_group import ControlGroup, HostInfo
 from lockstep.launch.failure import as_raised, causes_of, summary_of
-from lockstep.launch.hearsay import decode_hearsay
-from lockstep.launch.link import Stopwatch
 from lockstep.launch.pair_channels import open_channels
 from lockstep.launch.rendezvous import meet
 from lockstep.launch.secret import find_secret
 from lockstep.launch.team import Team
+from lockstep.launch.untrusted import decode_untrusted
 from lockstep.parallel.build import ChannelKey
 from lockstep.parallel.update import Updater
 from lockstep.plan.spec import Plan
@@ -70,7 +70,7 @@ class Hosts:
         self.control_group = control_group
         self._channels: dict[ChannelKey, Channel] = {}
         self._connected: object = None  # for which Plan
-        hosts = [decode_hearsay(str(card.about["host"]), Host) for card in control_group.cards]
+        hosts = [decode_untrusted(str(info.about["host"]), Host) for info in control_group.infos]
         self.cluster = Cluster(hosts=tuple(hosts))
 
     @property
@@ -367,12 +367,12 @@ def find_hosts(timeout_seconds: float, reach: Reach = "all hosts") -> Hosts | No
 
 
 def _meet(place: Place, timeout_seconds: float) -> ControlGroup:
-    card = own_card(place)
+    info = own_info(place)
     if place.num_hosts == 1:
-        return ControlGroup(host=0, cards=[card], star={}, secret=None)
+        return ControlGroup(host=0, infos=[info], star={}, secret=None)
     secret = find_secret(os.environ, is_one_machine=place.is_one_machine)
     return meet(
-        place, secret, card, timeout_seconds=timeout_seconds, look_around=lambda waited: None
+        place, secret, info, timeout_seconds=timeout_seconds, look_around=lambda waited: None
     )
 
 
@@ -446,12 +446,12 @@ def _part_from_all() -> None:
         hosts.close()
 
 
-def own_card(place: Place) -> Card:
+def own_info(place: Place) -> HostInfo:
     """What this host says of itself when hosts meet."""
     host = discover().hosts[0]
     given = place.devices if place.num_processes == 1 else place.num_processes
     host = msgspec.structs.replace(host, num_given=given, arithmetic=_arithmetic())
-    return Card(
+    return HostInfo(
         facts={
             "the version of Lockstep": __version__,
             "the version of torch": str(torch.__version__),

@@ -161,7 +161,7 @@ def test_a_host_that_leaves_is_no_failure_until_it_is_needed(groups: list[Contro
 def test_who_gives_up_in_the_midst_of_a_message_can_still_say_why(
     groups: list[ControlGroup], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(framed_channel, "_FAREWELL_SECONDS", SECONDS)
+    monkeypatch.setattr(framed_channel, "_ERROR_SECONDS", SECONDS)
     has_given_up = threading.Event()
 
     def impatient(waited_seconds: float) -> None:

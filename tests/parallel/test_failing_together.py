@@ -10,7 +10,7 @@ from lockstep.cluster.place import Address
 from lockstep.comm.shared_memory import SharedRegion
 from lockstep.errors import DataError, HostError, WorkerError
 from lockstep.launch.rendezvous import meet
-from lockstep.train.hosts import Hosts, own_card
+from lockstep.train.hosts import Hosts, own_info
 from tests.control_groups import SECONDS, SECRET, address, place, together
 
 NOTE = "The weights are those of step 3."
@@ -27,7 +27,7 @@ def hosts() -> Iterator[list[Hosts]]:
 
 def enter(host: int, where: Address) -> Hosts:
     own = place(host, 2, where)
-    group = meet(own, SECRET, own_card(own), timeout_seconds=SECONDS)
+    group = meet(own, SECRET, own_info(own), timeout_seconds=SECONDS)
     return Hosts(own, group, SECONDS)
 
 
@@ -110,7 +110,7 @@ def test_what_one_host_raises_has_the_same_type_on_the_others(
     error: BaseException, kind: type[BaseException], text: str, hosts: list[Hosts]
 ) -> None:
     """Where all have the type: nothing from another host is unpickled."""
-    name = hosts[0].control_group.cards[0].about["name"]
+    name = hosts[0].control_group.infos[0].about["name"]
     seen = HostError("Host 0 no longer takes part: it has closed the connection")
     own, found = together(lambda: failing(hosts[0], error), lambda: failing(hosts[1], seen))
     assert own is error

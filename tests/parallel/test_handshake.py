@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from lockstep.channel.channel import Channel
 from lockstep.launch import handshake, rendezvous_server
 from lockstep.launch.control_group import ControlGroup
-from lockstep.launch.handshake import Gate, Guest, HandshakeError, call, purpose_of
+from lockstep.launch.handshake import Admission, Gate, HandshakeError, call, purpose_of
 from lockstep.launch.secret import Secret
 from lockstep.launch.sockets import listen
 from tests import channels
@@ -47,14 +47,14 @@ def gate(*purposes: bytes, once: bool = False, seconds: float = SECONDS) -> Iter
         opened.close()
 
 
-def admit(opened: Gate, num_guests: int, num_refused: int = 0) -> list[Guest]:
+def admit(opened: Gate, num_admissions: int, num_refused: int = 0) -> list[Admission]:
     """Keep a gate until so many have come, and so many were sent away."""
-    guests: list[Guest] = []
+    admissions: list[Admission] = []
     end = time.monotonic() + SECONDS
-    while len(guests) < num_guests or opened.num_refused < num_refused:
-        guests += opened.admit(0.02)
-        assert time.monotonic() < end, (guests, opened.num_refused, opened.last_refusal)
-    return guests
+    while len(admissions) < num_admissions or opened.num_refused < num_refused:
+        admissions += opened.admit(0.02)
+        assert time.monotonic() < end, (admissions, opened.num_refused, opened.last_refusal)
+    return admissions
 
 
 def refuse(secret: Secret, purpose: bytes) -> str:
@@ -70,17 +70,17 @@ def refuse(secret: Secret, purpose: bytes) -> str:
 
 def test_both_sides_get_the_same_connection() -> None:
     with gate(b"another", PURPOSE) as opened:
-        guests, caller = together(partial(admit, opened, 1), partial(dial, opened.address))
-        (guest,) = guests
-        assert guest.purpose == PURPOSE
-        for left, right in ((guest.channel, caller), (caller, guest.channel)):
+        admissions, caller = together(partial(admit, opened, 1), partial(dial, opened.address))
+        (admission,) = admissions
+        assert admission.purpose == PURPOSE
+        for left, right in ((admission.channel, caller), (caller, admission.channel)):
             channels.send(left, b"hello")
             assert channels.receive(right) == b"hello"
             assert not os.get_inheritable(left.fileno())
             assert not left.socket.getblocking()
             assert left.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
             assert left.socket.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
-        guest.channel.close()
+        admission.channel.close()
         caller.close()
 
 
@@ -91,9 +91,9 @@ def test_what_comes_right_after_the_handshake_is_not_lost() -> None:
         return channel
 
     with gate(PURPOSE) as opened:
-        guests, caller = together(partial(admit, opened, 1), partial(talk_on, opened.address))
-        assert channels.receive(guests[0].channel) == b"first words"
-        guests[0].channel.close()
+        admissions, caller = together(partial(admit, opened, 1), partial(talk_on, opened.address))
+        assert channels.receive(admissions[0].channel) == b"first words"
+        admissions[0].channel.close()
         caller.close()
 
 
@@ -121,11 +121,11 @@ def test_purposes_are_told_apart() -> None:
 
 def test_a_purpose_that_is_good_for_once() -> None:
     with gate(PURPOSE, once=True) as opened:
-        guests, caller = together(partial(admit, opened, 1), partial(dial, opened.address))
+        admissions, caller = together(partial(admit, opened, 1), partial(dial, opened.address))
         assert opened.purposes == set()
         _, second = together(partial(admit, opened, 0, 1), partial(dial, opened.address))
         assert isinstance(second, HandshakeError)
-        guests[0].channel.close()
+        admissions[0].channel.close()
         caller.close()
 
 
@@ -167,7 +167,7 @@ def test_one_who_is_slow_keeps_nobody_waiting_and_has_to_go() -> None:
         started = time.monotonic()
         thread = threading.Thread(target=trickle)
         thread.start()
-        guests, caller = together(partial(admit, opened, 1), partial(dial, opened.address))
+        admissions, caller = together(partial(admit, opened, 1), partial(dial, opened.address))
         assert time.monotonic() - started < 9
         assert opened.num_refused == 0
         admit(opened, 0, 2)
@@ -176,7 +176,7 @@ def test_one_who_is_slow_keeps_nobody_waiting_and_has_to_go() -> None:
         assert silent.recv(1) == b""
         stop.set()
         thread.join(SECONDS)
-        guests[0].channel.close()
+        admissions[0].channel.close()
         caller.close()
 
 
@@ -185,9 +185,9 @@ def test_a_crowd_makes_room_for_one_of_ours() -> None:
     with contextlib.ExitStack() as stack, gate(PURPOSE) as opened:
         for _ in range(num_idle):
             stack.enter_context(socket.create_connection(opened.address, SECONDS))
-        guests, caller = together(partial(admit, opened, 1), partial(dial, opened.address))
+        admissions, caller = together(partial(admit, opened, 1), partial(dial, opened.address))
         assert opened.num_refused >= num_idle - handshake._MOST_PENDING
-        guests[0].channel.close()
+        admissions[0].channel.close()
         caller.close()
 
 
@@ -318,11 +318,11 @@ def record_one() -> bytes:
                     behind.sendall(part)
                     caller.sendall(behind.recv(answered, socket.MSG_WAITALL))
 
-        guests, caller, heard = together(
+        admissions, caller, heard = together(
             partial(admit, opened, 1), partial(dial, tap.getsockname()), listen_in
         )
         assert heard is None
-        guests[0].channel.close()
+        admissions[0].channel.close()
         caller.close()
     assert len(recorded) == GREETING_BYTES + PROOFS_BYTES
     return bytes(recorded)
@@ -396,7 +396,7 @@ def test_ten_thousand_attacks_on_a_rendezvous(monkeypatch: pytest.MonkeyPatch) -
     assert all(isinstance(group, ControlGroup) for group in groups), results
     assert sum(counts) == NUM_ATTACKS
     assert gates[0].num_refused >= NUM_ATTACKS
-    assert [each.about["name"] for each in groups[0].cards] == ["node0", "node1", "node2"]
+    assert [each.about["name"] for each in groups[0].infos] == ["node0", "node1", "node2"]
     payloads = [b"from %d" % host for host in range(3)]
     exchanged = together(*(partial(group.exchange, b"from %d" % group.host) for group in groups))
     assert exchanged == [payloads] * 3

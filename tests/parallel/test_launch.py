@@ -247,14 +247,14 @@ def test_a_fork_that_fails_is_reported(
     link, _ = ends = Link.pair()
     reports, writer = os.pipe()
     passed = os.dup(0)
-    nursery = template_module._Nursery(link, writer)
+    fork_server = template_module._ForkServer(link, writer)
     monkeypatch.setattr(os, "fork", refuse)
-    nursery._fork(Message(template_module.FORK, pickle.dumps((7, 1, [], {})), (passed,)))
+    fork_server._fork(Message(template_module.FORK, pickle.dumps((7, 1, [], {})), (passed,)))
     assert struct.unpack("<qi", os.read(reports, 100)) == (7, 1)
     assert "no more processes" in capfd.readouterr().err
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(passed)
-    for end in (*ends, nursery._bell, nursery._rung):
+    for end in (*ends, fork_server._wakeup, fork_server._woken):
         end.close()
     os.close(reports)
     os.close(writer)

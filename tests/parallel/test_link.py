@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.launch.link import Link, Message, Stopwatch, is_readable
+from lockstep.channel.waiting import Stopwatch, is_readable
+from lockstep.launch.link import Link, Message
 from tests.control_groups import num_descriptors
 from tests.thorough import core_of
 

@@ -17,14 +17,15 @@ import pytest
 
 from lockstep.cluster.place import Address, Place
 from lockstep.errors import WorkerError
-from lockstep.launch import local_rendezvous
-from lockstep.launch.local_rendezvous import Attendee, meet_followers, meet_leader
-from lockstep.launch.peer import Peer
+from lockstep.launch import handshake, local_rendezvous
+from lockstep.launch.local_rendezvous import LocalPeer, meet_followers, meet_leader
+from lockstep.launch.peer import Peer, user_of
 from tests.control_groups import num_descriptors
 from tests.faults.processes import wait_until
 
 SECRET = b"a secret of this job"
 SECONDS = 30.0
+GREETING_BYTES = 72
 
 
 @pytest.fixture
@@ -52,33 +53,20 @@ def threads() -> Iterator[Callable[..., "Future[Any]"]]:
     assert threading.active_count() <= before  # a thread of an earlier test may have ended
 
 
-def lead(place: Place, num_followers: int, seconds: float = SECONDS) -> list[Attendee]:
+def lead(place: Place, num_followers: int, seconds: float = SECONDS) -> list[LocalPeer]:
     return meet_followers(place, SECRET, num_followers=num_followers, timeout_seconds=seconds)
 
 
 def follow(
     place: Place, number: int, secret: bytes | None = SECRET, seconds: float = SECONDS
-) -> Attendee:
+) -> LocalPeer:
     return meet_leader(follower(place, number), secret, timeout_seconds=seconds)
 
 
-def lead_until(place: Place, expected: str) -> None:
-    """Wait for process 1 until the error for its absence would say something."""
-    rendezvous_server = local_rendezvous._RendezvousServer(place, SECRET, 1)
-    deadline = time.monotonic() + SECONDS
-    try:
-        while expected not in (said := str(rendezvous_server.describe_absence(1.0))):
-            assert time.monotonic() < deadline, said
-            rendezvous_server.open()
-            rendezvous_server.receive_guests()
-    finally:
-        rendezvous_server.close()
-
-
-def check_and_close(attendees: list[Attendee]) -> None:
-    for attendee in attendees:
-        assert attendee.peer.pid == os.getpid()
-        attendee.close()
+def check_and_close(local_peers: list[LocalPeer]) -> None:
+    for local_peer in local_peers:
+        assert local_peer.peer.pid == os.getpid()
+        local_peer.close()
 
 
 @contextmanager
@@ -109,8 +97,8 @@ def test_processes_come_in_any_order(place: Place, secret: bytes | None) -> None
             time.sleep(0.05)
         followers = meet_followers(place, secret, num_followers=3, timeout_seconds=SECONDS)
         leaders = dict(zip((3, 1, 2), [each.result() for each in coming], strict=True))
-    for number, attendee in enumerate(followers, 1):
-        attendee.sock.send(bytes([number]))
+    for number, local_peer in enumerate(followers, 1):
+        local_peer.sock.send(bytes([number]))
         assert leaders[number].sock.recv(9) == bytes([number])
     check_and_close([*followers, *leaders.values()])
     assert num_descriptors() == before
@@ -127,32 +115,32 @@ def test_strangers_disturb_nobody(place: Place) -> None:
             first = call(follow, place, 1).result(5)  # though the others are still there
             for _ in range(200):
                 with connected(place) as stranger:
-                    assert len(stranger.recv(48)) == 48
-                    stranger.send(dice.randbytes(68 + dice.randrange(3)))
-                    assert stranger.recv(100)[:1] == local_rendezvous._STRANGER
+                    stranger.send(handshake._MAGIC + dice.randbytes(64))
+                    assert len(stranger.recv(100)) == GREETING_BYTES
+                    stranger.send(dice.randbytes(64 + dice.randrange(3)))
+                    refusal = handshake._REFUSALS[handshake.OTHER_SECRET]
+                    assert stranger.recv(100) == refusal
                     with suppress(ConnectionResetError):  # where it has said more than is read
                         assert stranger.recv(100) == b""
             second = call(follow, place, 2)
             check_and_close([*leading.result(SECONDS), first, second.result(SECONDS)])
-            assert silent.recv(100)[:16] == local_rendezvous._VERSION
             assert silent.recv(100) == b""
 
 
 def test_a_silent_crowd_is_sent_away(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local_rendezvous, "_HELLO_SECONDS", 0.3)
+    monkeypatch.setattr(local_rendezvous, "_HANDSHAKE_SECONDS", 0.3)
     with threads() as call, ExitStack() as crowd:
         leading = call(lead, place, 1)
         silent = [
-            crowd.enter_context(connected(place)) for _ in range(local_rendezvous._MOST_GUESTS + 20)
+            crowd.enter_context(connected(place)) for _ in range(handshake._MOST_PENDING + 20)
         ]
         check_and_close([call(follow, place, 1).result(SECONDS), *leading.result(SECONDS)])
-        for sock in silent[: local_rendezvous._MOST_GUESTS]:
-            assert len(sock.recv(100)) == 48
+        for sock in silent[: handshake._MOST_PENDING]:
             assert sock.recv(100) == b""
 
 
-def test_a_hello_is_good_for_one_connection_only(place: Place) -> None:
-    heard = []
+def test_what_was_overheard_is_good_for_one_connection_only(place: Place) -> None:
+    heard: list[bytes] = []
 
     class Overheard(socket.socket):
         def send(self, data: Any, flags: int = 0) -> int:
@@ -164,33 +152,35 @@ def test_a_hello_is_good_for_one_connection_only(place: Place) -> None:
         patch.setattr(socket, "socket", Overheard)
         first = call(follow, place, 1).result(SECONDS)
         patch.undo()
-        (hello,) = [data for data in heard if len(data) == 68]
+        greeting = heard[0]  # the follower's; what the leader sent is there as well
+        (proofs,) = (data for data in heard if len(data) == 64)
         with connected(place) as replayer:
-            replayer.recv(48)
-            replayer.send(hello)
-            assert replayer.recv(100)[:1] == local_rendezvous._STRANGER
+            replayer.send(greeting)
+            replayer.recv(GREETING_BYTES)
+            replayer.send(proofs)
+            assert replayer.recv(100) == handshake._REFUSALS[handshake.OTHER_SECRET]
         check_and_close([first, call(follow, place, 2).result(SECONDS), *leading.result(SECONDS)])
 
 
 def test_another_secret_is_refused_at_once(place: Place) -> None:
     with threads() as call:
-        leading = call(lead_until, place, "turned away: 2 with another secret")
+        leading = call(lead, place, 1, 5.0)
         for secret in (b"another secret", None):
-            with pytest.raises(WorkerError, match="has another secret, or this one has") as caught:
+            with pytest.raises(WorkerError, match="has another secret, or this process") as caught:
                 follow(place, 1, secret)
             assert SECRET.decode() not in str(caught.value)
-        leading.result()
+        expected = r"2 were turned away, the last: process .*: it has another secret than this host"
+        with pytest.raises(WorkerError, match=expected):
+            leading.result()
 
 
-@pytest.mark.parametrize(
-    ("number", "expected"),
-    [(1, "has another process 1 already"), (7, "expects no process 7 on this host")],
-)
-def test_a_number_that_is_not_awaited(place: Place, number: int, expected: str) -> None:
+@pytest.mark.parametrize("number", [1, 7])
+def test_a_number_that_is_not_awaited(place: Place, number: int) -> None:
     with threads() as call:
         leading = call(lead, place, 2)
         first = call(follow, place, 1).result(SECONDS)
-        with pytest.raises(WorkerError, match=f"process {os.getpid()} {expected}"):
+        expected = f"process {os.getpid()}: it does not wait for process {number}: there is none"
+        with pytest.raises(WorkerError, match=expected):
             follow(place, number)
         second = call(follow, place, 2).result(SECONDS)
         check_and_close([first, second, *leading.result(SECONDS)])
@@ -236,7 +226,7 @@ def test_a_leader_that_does_not_answer(place: Place) -> None:
     with socket.socket(socket.AF_UNIX) as stopped:
         stopped.bind(local_rendezvous._name_of(place))
         stopped.listen()
-        with pytest.raises(WorkerError, match="which does not answer"):
+        with pytest.raises(WorkerError, match="did not finish the handshake in time"):
             follow(place, 1, seconds=0.3)
 
 
@@ -247,23 +237,22 @@ def test_a_leader_that_speaks_otherwise(place: Place) -> None:
         coming = call(follow, place, 1)
         accepted, _ = newer.accept()
         with accepted:
-            accepted.send(b"lockstep-host-2\0" + bytes(32))
-            with pytest.raises(WorkerError, match="speaks as b'lockstep-host-2"):
+            accepted.send(b"LOCKSTP9" + bytes(64))
+            with pytest.raises(WorkerError, match="does not speak Lockstep's protocol"):
                 coming.result(SECONDS)
 
 
 def test_a_leader_without_the_secret(place: Place) -> None:
-    """It says that the follower is admitted, and cannot prove that it may."""
+    """It sends the follower's own proof back as if it was its own."""
     with threads() as call, socket.socket(socket.AF_UNIX) as impostor:
         impostor.bind(local_rendezvous._name_of(place))
         impostor.listen()
         coming = call(follow, place, 1)
         accepted, _ = impostor.accept()
         with accepted:
-            accepted.send(local_rendezvous._VERSION + bytes(32))
-            accepted.recv(68)
-            accepted.send(local_rendezvous._ADMITTED + bytes(32))
-            with pytest.raises(WorkerError, match="has another secret, or this one has"):
+            accepted.send(accepted.recv(GREETING_BYTES))
+            accepted.send(accepted.recv(64)[32:])
+            with pytest.raises(WorkerError, match="cannot prove that it knows the secret"):
                 coming.result(SECONDS)
 
 
@@ -302,16 +291,18 @@ def test_another_user_is_turned_away(place: Place) -> None:
         "print(sock.recv(100))"
     )
     with threads() as call:
-        leading = call(lead_until, place, "turned away: 1 of another user")
-        with connected(place):  # so that somebody listens
-            name = local_rendezvous._name_of(place).hex()
-            said = subprocess.run(
-                [sys.executable, "-I", "-c", code, name],
-                capture_output=True,
-                text=True,
-                timeout=SECONDS,
-            )
-            assert (said.stdout, said.stderr) == ("b''\n", "")
+        leading = call(lead, place, 1, 5.0)
+        with connected(place):
+            pass  # now somebody listens
+        name = local_rendezvous._name_of(place).hex()
+        said = subprocess.run(
+            [sys.executable, "-I", "-c", code, name],
+            capture_output=True,
+            text=True,
+            timeout=SECONDS,
+        )
+        assert (said.stdout, said.stderr) == ("b''\n", "")
+        with pytest.raises(WorkerError, match=r"turned away, .*: it runs as another user"):
             leading.result()
 
 
@@ -333,7 +324,7 @@ def test_a_peer_that_has_ended() -> None:
         )
         accepted, _ = listener.accept()
         peer = Peer(accepted)
-        assert (peer.pid, peer.is_same_user) == (process.pid, True)
+        assert (peer.pid, user_of(accepted)) == (process.pid, os.geteuid())
         assert (peer.has_ended(), peer.is_ending()) == (False, False)
         process.communicate(timeout=SECONDS)
         assert (peer.has_ended(), peer.is_ending()) == (True, True)

@@ -15,7 +15,7 @@ from lockstep.channel.channel import Channel
 from lockstep.cluster.place import Address, Place
 from lockstep.errors import HostError
 from lockstep.launch import network_measuring
-from lockstep.launch.control_group import Card
+from lockstep.launch.control_group import HostInfo
 from lockstep.launch.network_measuring import (
     Conversation,
     HostSurvey,
@@ -25,6 +25,7 @@ from lockstep.launch.network_measuring import (
 )
 from lockstep.launch.rendezvous import meet
 from lockstep.launch.secret import Secret
+from lockstep.launch.untrusted import decode_untrusted
 from tests.channels import sealed
 
 T = TypeVar("T")
@@ -141,8 +142,8 @@ def broken_clock() -> float:
 
 def test_what_is_no_survey_is_refused() -> None:
     for payload in (b"", b"{}", b'{"address": 3, "pairs": []}', b"\xff"):
-        with pytest.raises(HostError, match="Host 1 sent what is no survey"):
-            network_measuring._decoded(payload, "Host 1")
+        with pytest.raises(HostError, match="Host 1 must send data of the form"):
+            decode_untrusted(payload, HostSurvey, "Host 1")
 
 
 def survey(host: int, port: int, clock: Callable[[], float]) -> list[HostSurvey]:
@@ -154,8 +155,8 @@ def survey(host: int, port: int, clock: Callable[[], float]) -> list[HostSurvey]
         num_hosts=3,
         rendezvous=(Address(name="127.0.0.1", port=port),),
     )
-    card, secret = Card(facts={}, about={}), Secret(b"a secret of the tests")
-    with closing(meet(place, secret, card, timeout_seconds=TIMEOUT_SECONDS)) as group:
+    info, secret = HostInfo(facts={}, about={}), Secret(b"a secret of the tests")
+    with closing(meet(place, secret, info, timeout_seconds=TIMEOUT_SECONDS)) as group:
         try:
             return survey_network(group, MEASURING_SECONDS, clock)
         except BaseException as error:

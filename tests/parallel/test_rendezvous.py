@@ -16,14 +16,14 @@ from typing import Any
 
 import pytest
 
+from lockstep.channel.waiting import Stopwatch
 from lockstep.cluster.place import Address, Place
 from lockstep.errors import HostError
 from lockstep.launch import rendezvous_client, rendezvous_server
-from lockstep.launch.control_group import Card, ControlGroup
+from lockstep.launch.control_group import ControlGroup, HostInfo
+from lockstep.launch.deadline import Deadline
 from lockstep.launch.framed_channel import Frame, FramedChannel
-from lockstep.launch.link import Stopwatch
 from lockstep.launch.pair_channels import open_channels
-from lockstep.launch.patience import Patience
 from lockstep.launch.rendezvous import meet
 from lockstep.launch.rendezvous_client import RendezvousClient
 from lockstep.launch.rendezvous_server import RendezvousServer
@@ -33,10 +33,10 @@ from tests.control_groups import (
     SECONDS,
     SECRET,
     address,
-    card,
     enter,
     form,
     free_port,
+    info,
     is_connected,
     listening_ports,
     num_descriptors,
@@ -59,7 +59,7 @@ def messages(results: Iterable[Any]) -> list[str]:
 
 @pytest.fixture
 def entered(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Set once a host has handed in its card to host 0."""
+    """Set once a host has handed in its info to host 0."""
     event = threading.Event()
     genuine = RendezvousServer._enter
 
@@ -83,14 +83,14 @@ class Watch(Stopwatch):
         return self.seconds
 
 
-def patience(is_up: Callable[[], bool]) -> Patience:
+def deadline(is_up: Callable[[], bool]) -> Deadline:
     """That of a host which waits until something is so."""
 
     def give_up(waited_seconds: float) -> None:
         assert time.monotonic() - began < SECONDS
 
     began = time.monotonic()
-    return Patience(watch=Watch(is_up), timeout_seconds=SECONDS, look_around=give_up)
+    return Deadline(watch=Watch(is_up), timeout_seconds=SECONDS, look_around=give_up)
 
 
 @pytest.mark.parametrize("num_hosts", [1, 2, 5])
@@ -98,14 +98,14 @@ def test_everybody_gets_all_cards(num_hosts: int) -> None:
     groups = form(num_hosts)
     for host, group in enumerate(groups):
         assert (group.host, group.num_hosts) == (host, num_hosts)
-        assert group.cards == [card(other) for other in range(num_hosts)]
+        assert group.infos == [info(other) for other in range(num_hosts)]
         assert group.name_of(num_hosts - 1) == f"Host {num_hosts - 1} (node{num_hosts - 1})"
     close(groups)
 
 
 def test_one_host_needs_neither_secret_nor_socket() -> None:
     num_open = num_descriptors()
-    group = meet(place(0, 1), None, card(0), timeout_seconds=0.0)
+    group = meet(place(0, 1), None, info(0), timeout_seconds=0.0)
     assert num_descriptors() == num_open
     assert group.exchange(b"x") == group.gather(b"x") == [b"x"]
     assert group.broadcast(b"x") == b"x"
@@ -138,7 +138,7 @@ def test_host_0_listens_at_its_address_only() -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        meet(place(0, 2, where), SECRET, card(0), timeout_seconds=SECONDS, look_around=look_around)
+        meet(place(0, 2, where), SECRET, info(0), timeout_seconds=SECONDS, look_around=look_around)
     assert set(answers[::2]) == {errno.ECONNREFUSED}
     assert set(answers[1::2]) == {0}
 
@@ -222,12 +222,12 @@ def test_missing_hosts_are_named_on_all_that_came() -> None:
 def test_a_host_that_was_let_in_names_the_missing_ones_itself() -> None:
     where = address()
     host_0 = RendezvousServer(
-        place(0, 3, where), SECRET, card(0), patience(lambda: host_0.left != "")
+        place(0, 3, where), SECRET, info(0), deadline(lambda: host_0.left != "")
     )
     host_2 = RendezvousClient(
-        place(2, 3, where), SECRET, card(2), patience(lambda: host_2.missing == [1])
+        place(2, 3, where), SECRET, info(2), deadline(lambda: host_2.missing == [1])
     )
-    first, second = together(host_0.hold, host_2.pay)
+    first, second = together(host_0.run, host_2.join)
     assert "nothing from host 1, on host 2" in str(second)
     assert "nothing from hosts 1, 2; Host 2 (node2, 127.0.0.1) came and left again" in str(first)
 
@@ -261,23 +261,23 @@ def be_refused(where: Address, own: Place, secret: Secret) -> list[Any]:
     def is_refused() -> bool:
         return "another" in caller.answers.get(str(where), "")
 
-    def pay() -> ControlGroup:
+    def join() -> ControlGroup:
         try:
-            return caller.pay()
+            return caller.join()
         finally:
             has_left.set()
 
     has_left = threading.Event()
-    caller = RendezvousClient(own, secret, card(1), patience(is_refused))
-    host_0 = RendezvousServer(place(0, 2, where), SECRET, card(0), patience(has_left.is_set))
-    return together(host_0.hold, pay)
+    caller = RendezvousClient(own, secret, info(1), deadline(is_refused))
+    host_0 = RendezvousServer(place(0, 2, where), SECRET, info(0), deadline(has_left.is_set))
+    return together(host_0.run, join)
 
 
 def test_facts_that_differ_are_named_on_all_hosts(entered: threading.Event) -> None:
     where = address()
-    unlike = Card(facts={"Lockstep": "2", "torch": "2.11.0"}, about={"name": "old"})
-    own = Card(facts={"Lockstep": "2", "torch": "2.13.0", "Python": "3.11"}, about={})
-    like = Card(facts=own.facts, about={})
+    unlike = HostInfo(facts={"Lockstep": "2", "torch": "2.11.0"}, about={"name": "old"})
+    own = HostInfo(facts={"Lockstep": "2", "torch": "2.13.0", "Python": "3.11"}, about={})
+    like = HostInfo(facts=own.facts, about={})
     results = together(
         partial(meet, place(0, 3, where), SECRET, own, timeout_seconds=SECONDS),
         partial(meet, place(1, 3, where), SECRET, like, timeout_seconds=SECONDS),
@@ -290,10 +290,10 @@ def test_facts_that_differ_are_named_on_all_hosts(entered: threading.Event) -> N
         assert "Host 2 (old) at 127.0.0.1" in message
 
 
-def meet_later(entered: threading.Event, own: Place, own_card: Card) -> ControlGroup:
+def meet_later(entered: threading.Event, own: Place, own_info: HostInfo) -> ControlGroup:
     """As the last: host 0 dismisses all, and who came then would not hear of it."""
     assert entered.wait(SECONDS)
-    return meet(own, SECRET, own_card, timeout_seconds=SECONDS)
+    return meet(own, SECRET, own_info, timeout_seconds=SECONDS)
 
 
 @pytest.mark.parametrize(
@@ -311,7 +311,7 @@ def test_numbers_that_cannot_be(
     results = together(
         partial(enter, 0, 3, where),
         partial(enter, 1, 3, where),
-        partial(meet_later, entered, place(own, num_hosts, where), card(own)),
+        partial(meet_later, entered, place(own, num_hosts, where), info(own)),
     )
     assert all(message in text for text in messages(results)), results
 
@@ -357,7 +357,7 @@ def test_whoever_waits_can_give_up(host: int) -> None:
         meet(
             place(host, 2, address()),
             SECRET,
-            card(host),
+            info(host),
             timeout_seconds=SECONDS,
             look_around=look_around,
         )
@@ -373,7 +373,7 @@ def test_when_host_0_gives_up_the_others_learn_it(entered: threading.Event) -> N
         if entered.is_set():
             raise KeyboardInterrupt
 
-    own = partial(meet, place(0, 3, where), SECRET, card(0), timeout_seconds=SECONDS)
+    own = partial(meet, place(0, 3, where), SECRET, info(0), timeout_seconds=SECONDS)
     results = together(partial(own, look_around=look_around), partial(enter, 1, 3, where))
     assert isinstance(results[0], KeyboardInterrupt)
     assert str(results[1]) == "Host 0 (node0) gave up: KeyboardInterrupt()."

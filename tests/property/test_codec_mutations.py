@@ -111,6 +111,8 @@ def test_truncated_bytes(data: st.DataObject) -> None:
 
 
 TELLING = [
-    *(bytes([tag]) for tag in b"NTFifcsb([<>{dztag=r"),
-    *(n.to_bytes(8, "little", signed=True) for n in (0, 1, 2, -1, 63, 2**31, 2**62, -(2**63))),
+    *(bytes([tag]) for tag in b"iscdz([<>{tag=r"),
+    *(bytes([0x90 + n]) for n in range(6)),  # lists of n in MessagePack
+    *(b"\xd3" + n.to_bytes(8, signed=True) for n in (0, 1, 2, -1, 63, 2**31, 2**62, -(2**63))),
+    *(tag + bytes([127] * 4) for tag in (b"\xdd", b"\xdf", b"\xdb", b"\xc6", b"\xc9")),
 ]

@@ -1,4 +1,4 @@
-"""What a host that fails tells the others: a text, and the name of a type that they have, too.
+"""Error reports: what a host that fails tells the others, a text and the name of a known type.
 
 Nothing from another host is unpickled. But exceptions of Python's own types, and of Lockstep's, can
 be made anew from their names and plain arguments: so ``except ValueError`` catches on every host
@@ -14,7 +14,7 @@ import msgspec
 from lockstep import errors
 from lockstep.errors import HostError, LockstepError, WorkerError
 from lockstep.launch.failure import message_of, summary_of
-from lockstep.launch.hearsay import decode_hearsay
+from lockstep.launch.untrusted import decode_untrusted
 
 _KINDS = {
     name: kind
@@ -28,8 +28,8 @@ _Argument = str | int | float | bool | None
 _MOST_NAMED_BYTES = 1 << 14
 
 
-def encode_farewell(text: str, error: BaseException | None, most_bytes: int) -> bytes:
-    """What a host says last.
+def encode_report(text: str, error: BaseException | None, most_bytes: int) -> bytes:
+    """The report of a failure.
 
     Args:
         text: what has failed.
@@ -40,14 +40,14 @@ def encode_farewell(text: str, error: BaseException | None, most_bytes: int) -> 
     return (named + b"\n" + text.encode(errors="replace"))[:most_bytes]
 
 
-def decode_farewell(payload: bytes) -> HostError:
-    """The error that says so here; with an exception of the type that was named, if one was."""
+def decode_report(payload: bytes) -> HostError:
+    """The error to raise here; with an exception of the type that was named, if one was."""
     named, _, text = payload.partition(b"\n")
     error = HostError(text.decode(errors="replace"))
     if named:
         try:
-            kind, arguments = decode_hearsay(named, tuple[str, tuple[_Argument, ...]])
-        except msgspec.DecodeError:
+            kind, arguments = decode_untrusted(named, tuple[str, tuple[_Argument, ...]])
+        except HostError:
             return error
         error.raised = _made(kind, arguments)
     return error

@@ -3,18 +3,18 @@
 import time
 from dataclasses import dataclass
 
-from lockstep.launch.link import LOOK_AROUND_SECONDS, LookAround, Stopwatch
+from lockstep.channel.waiting import LOOK_AROUND_SECONDS, LookAround, Stopwatch
 from lockstep.units import format_seconds
 
 _PAUSE_SECONDS = 0.2
 
 
-class OverError(Exception):
+class DeadlineError(Exception):
     """This host has waited for as long as it was to."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Patience:
+class Deadline:
     """How long this host waits for the others, everything together."""
 
     watch: Stopwatch
@@ -25,11 +25,11 @@ class Patience:
         """Look around, whatever a single wait has taken.
 
         Raises:
-            OverError: all waits together took too long.
+            DeadlineError: all waits together took too long.
         """
         self.look_around(self.watch.tick())
         if self.watch.seconds > self.timeout_seconds:
-            raise OverError
+            raise DeadlineError
 
     def pause(self) -> None:
         """Let others come."""

@@ -6,10 +6,10 @@ import msgspec
 import pytest
 
 from lockstep.errors import HostError, printable
-from lockstep.launch.control_group import Card
+from lockstep.launch.control_group import HostInfo
 from lockstep.launch.fleet import Relay
-from lockstep.launch.hearsay import decode_hearsay
 from lockstep.launch.rendezvous_server import Entry, peer_of
+from lockstep.launch.untrusted import decode_untrusted
 from tests.control_groups import form, together
 
 TITLE = "\x1b]0;a title\x07"
@@ -25,11 +25,11 @@ def test_text_keeps_its_lines_and_shows_what_would_command_a_terminal() -> None:
 
 
 def test_the_error_of_another_host_and_its_name_have_no_control_characters() -> None:
-    card = msgspec.json.encode(Card(facts={}, about={"name": f"node{TITLE}"}))
-    peer = peer_of(1, decode_hearsay(card, Card), "10.0.0.2")
+    info = msgspec.json.encode(HostInfo(facts={}, about={"name": f"node{TITLE}"}))
+    peer = peer_of(1, decode_untrusted(info, HostInfo), "10.0.0.2")
     assert str(peer) == "Host 1 (node\\x1b]0;a title\\x07, 10.0.0.2)"
     groups = form(3)
-    groups[1].cards[1].about["name"] = f"evil{TITLE}"  # type: ignore[index]  # a dict
+    groups[1].infos[1].about["name"] = f"evil{TITLE}"  # type: ignore[index]  # a dict
     groups[1].fail(f"ValueError: {CLIPBOARD}")
     errors = together(*(lambda own=own: own.exchange(b"") for own in (groups[0], groups[2])))
     for group in groups:
@@ -41,10 +41,10 @@ def test_the_error_of_another_host_and_its_name_have_no_control_characters() -> 
         )
 
 
-def test_a_card_that_is_none_is_refused() -> None:
+def test_host_info_of_another_form_is_refused() -> None:
     for wrong in (b"{", b'{"host": "one"}', b"[" * 100_000):
-        with pytest.raises(msgspec.DecodeError):
-            decode_hearsay(wrong, Entry)
+        with pytest.raises(HostError, match="Host 1 must send data of the form"):
+            decode_untrusted(wrong, Entry, "Host 1")
 
 
 def shown(prefix: str, *pieces: str) -> str:
