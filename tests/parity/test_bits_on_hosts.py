@@ -54,7 +54,6 @@ def digest_of_training(name: str, optimizer: str, strategy: Any) -> str:
         model, loss=job.loss, optimizer=OPTIMIZERS[optimizer], strategy=strategy, seed=3
     )
     trainer.fit(three_batches(job), batch_size=job.batch_size, epochs=1, verbose=0)
-    trainer.close()
     digest = hashlib.sha256()
     slots = trainer.optimizer.state_dict()["state"]
     for tensor in tensors_of([model.state_dict(), sorted(slots.items())]):
@@ -81,11 +80,13 @@ def test_ranks_of_one_host(job: Job, devices: int) -> None:
 
 
 SCRIPT = f"""{BEGINNING}
+from lockstep.launch.pool import keep_teams
 from tests.parity.test_bits_on_hosts import NUM_SHARES, digest_of_training
 
-for job in json.loads(sys.argv[1]):
-    strategy = lockstep.MultiWorkerMirroredStrategy(num_shares=NUM_SHARES, timeout_seconds=180)
-    tell([*job, digest_of_training(*job, strategy)])
+with keep_teams():
+    for job in json.loads(sys.argv[1]):
+        strategy = lockstep.MultiWorkerMirroredStrategy(num_shares=NUM_SHARES, timeout_seconds=180)
+        tell([*job, digest_of_training(*job, strategy)])
 """
 
 
