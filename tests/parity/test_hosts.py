@@ -72,6 +72,7 @@ LAYOUTS = {
 }
 
 SCRIPT = f"""{BEGINNING}
+from lockstep.launch.pool import keep_teams
 from tests.zoo import case
 
 def prove(name, gbit_per_second):
@@ -87,9 +88,10 @@ def prove(name, gbit_per_second):
         "passed": report.passed, "undetermined": report.undetermined,
         "replicas": strategy.num_replicas_in_sync}})
 
-for word in sys.argv[1:]:
-    name, _, network = word.partition("@")
-    prove(name, float(network))
+with keep_teams():
+    for word in sys.argv[1:]:
+        name, _, network = word.partition("@")
+        prove(name, float(network))
 """
 
 
