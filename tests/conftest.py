@@ -5,6 +5,7 @@ import gc
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,9 +27,10 @@ settings.register_profile("lockstep", deadline=None)  # other tests may have the
 settings.load_profile("lockstep")
 
 
-# Folders in the order in which they are run: the longest files first, so that both workers end
-# together.
-_FOLDERS = ("faults", "parity", "parallel", "unit", "property", "golden")
+# Folders whose tests mostly wait, and those whose tests compute, in the order of their runs:
+# the longest files first, so that both workers end together.
+_WAITING = ("faults", "parallel")
+_COMPUTING = ("parity", "unit", "property", "golden")
 
 
 @pytest.hookimpl(optionalhook=True)  # it is not known with `-p no:xdist`
@@ -39,8 +41,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Bring files into the order in which they are run."""
-    items.sort(key=lambda item: _FOLDERS.index(item.path.parent.name))
+    """Bring files into the order in which they are run: some compute while others wait."""
+    files = list(dict.fromkeys(item.path for item in items))
+    turns: dict[Path, float] = {}
+    for folders in (_WAITING, _COMPUTING):
+        own = [path for folder in folders for path in files if path.parent.name == folder]
+        turns |= {path: index / len(own) for index, path in enumerate(own)}
+    items.sort(key=lambda item: turns[item.path])
 
 
 @pytest.hookimpl(tryfirst=True)  # before fixtures, which may start scripts for many tests

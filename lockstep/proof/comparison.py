@@ -257,13 +257,15 @@ def _measure(theirs: Any, ours: Any, scale: float) -> tuple[float, str]:
     if not (ours.is_floating_point() or ours.is_complex()):
         differing = int((theirs != ours).sum())
         return (math.inf, f"{differing} of {ours.numel()} differ") if differing else (0.0, "")
+    if theirs.dtype == ours.dtype and theirs.equal(ours):
+        return 0.0, ""
     distance = (theirs - ours).abs().double().where(theirs != ours, 0.0)
-    largest = max(norm_of([ours.abs()]), scale)
     difference = torch.linalg.vector_norm(distance).item()
     if not math.isfinite(difference):
         return math.inf, f"{int((~distance.isfinite()).sum())} of {ours.numel()} not finite"
     if difference == 0:
         return 0.0, ""
+    largest = max(norm_of([ours.abs()]), scale)
     return (difference / largest, "") if largest else (math.inf, "not zero")
 
 

@@ -23,7 +23,7 @@ MakeHosts = Callable[[int], Hosts]
 
 TALE = [str(Path(__file__).with_name("host_tale.py"))]
 # The strategy's timeout: where it is what ends the waiting, and where it must not be.
-PATIENCE, LONG_PATIENCE = 10.0, 60.0
+PATIENCE, LONG_PATIENCE = 5.0, 60.0
 # To say why, to end helpers, and for a machine that does other things as well.
 MARGIN = 20.0
 FOR_EVER = "100000"  # epochs

@@ -1,7 +1,7 @@
 """Keras models that several hosts and plain Keras must train alike: a script, run on every host.
 
-Each job trains a model under a strategy and another one plainly, in the same process, and told is
-how far apart they are, and a digest of what this host has come to.
+Each job trains a model under a strategy, and the first process another one plainly. Told is how far
+apart they are, and by every process a digest of what it has come to.
 
 Arguments: a folder that the hosts share, names of jobs.
 """
@@ -291,15 +291,28 @@ def run(name: str, folder: Path) -> dict[str, Any]:
     plain = make()
     with strategy().scope():
         model = make()
-    ours, theirs = story(model, folder), story(plain, folder)
-    pair = (model, plain)
-    found = flat([model.get_weights(), ours])
-    return {
-        "weights": zoo.distance(plain, model),
-        "slots": far(*([one.numpy() for one in each.optimizer.variables] for each in pair)),
-        "values": {part: far(ours[part], theirs[part]) for part in theirs if part in ours},
-        "digest": hashlib.blake2b(np.array(found).tobytes(), digest_size=8).hexdigest(),
+    ours = story(model, folder)
+    told = {
+        "digest": digest([model.get_weights(), ours]),
+        "digest of slots": digest(slots(model)),
     }
+    if not IS_FIRST:
+        return told
+    theirs = story(plain, folder)
+    return {
+        **told,
+        "weights": zoo.distance(plain, model),
+        "slots": far(slots(model), slots(plain)),
+        "values": {part: far(ours[part], theirs[part]) for part in theirs if part in ours},
+    }
+
+
+def digest(values: Any) -> str:
+    return hashlib.blake2b(np.array(flat(values)).tobytes(), digest_size=8).hexdigest()
+
+
+def slots(model: Any) -> list[Any]:
+    return [variable.numpy() for variable in model.optimizer.variables]
 
 
 def main() -> None:
@@ -316,10 +329,12 @@ def main() -> None:
 
 
 HOST = 0
+IS_FIRST = True  # the process that also trains plainly
 
 if __name__ == "__main__":
     be_strict()
     warnings.filterwarnings("ignore", "__array__ implementation")  # Keras's
     if "TF_CONFIG" in os.environ:
         HOST = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
+    IS_FIRST = HOST == 0 and os.environ.get("LOCAL_RANK", "0") == "0"
     main()

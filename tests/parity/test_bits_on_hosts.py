@@ -16,6 +16,7 @@ import lockstep
 from lockstep.data.trees import tensors_of
 from tests.launchers import BEGINNING, by_tf_config, lines_of_all
 from tests.netns import Hosts
+from tests.parity.test_bits import three_batches
 from tests.thorough import core_of
 from tests.zoo import case, cases
 
@@ -46,14 +47,13 @@ MakeHosts = Callable[[int], Hosts]
 
 
 def digest_of_training(name: str, optimizer: str, strategy: Any) -> str:
-    """Of the weights, buffers and optimizer state that a model of the zoo is trained to."""
+    """Of the weights, buffers and optimizer state that three steps train a model of the zoo to."""
     job = case(name)
     model = job.make_model()
     trainer = lockstep.Trainer(
         model, loss=job.loss, optimizer=OPTIMIZERS[optimizer], strategy=strategy, seed=3
     )
-    trainer.fit((job.inputs, job.targets), batch_size=job.batch_size, epochs=1, verbose=0)
-    trainer.close()
+    trainer.fit(three_batches(job), batch_size=job.batch_size, epochs=1, verbose=0)
     digest = hashlib.sha256()
     slots = trainer.optimizer.state_dict()["state"]
     for tensor in tensors_of([model.state_dict(), sorted(slots.items())]):
@@ -80,11 +80,13 @@ def test_ranks_of_one_host(job: Job, devices: int) -> None:
 
 
 SCRIPT = f"""{BEGINNING}
+from lockstep.launch.pool import keep_teams
 from tests.parity.test_bits_on_hosts import NUM_SHARES, digest_of_training
 
-for job in json.loads(sys.argv[1]):
-    strategy = lockstep.MultiWorkerMirroredStrategy(num_shares=NUM_SHARES, timeout_seconds=180)
-    tell([*job, digest_of_training(*job, strategy)])
+with keep_teams():
+    for job in json.loads(sys.argv[1]):
+        strategy = lockstep.MultiWorkerMirroredStrategy(num_shares=NUM_SHARES, timeout_seconds=180)
+        tell([*job, digest_of_training(*job, strategy)])
 """
 
 

@@ -65,15 +65,14 @@ LAYOUTS = {
     "2 and 1 devices, lockstep run": Layout(
         devices=(2, 1), start=by_lockstep_run, models=(*FEW, "two_inputs"), slow_models=("wide",)
     ),
-    "1 and 2 devices, lockstep run": Layout(
-        devices=(1, 2), start=by_lockstep_run, slow_models=("wide",)
-    ),
+    "1 and 2 devices, TF_CONFIG": Layout(devices=(1, 2), start=by_tf_config, slow_models=("wide",)),
     "2 hosts x 2, torchrun": Layout(
         devices=(2, 2), start=by_torchrun, models=(*FEW, "unet"), slow_models=("wide",)
     ),
 }
 
 SCRIPT = f"""{BEGINNING}
+from lockstep.launch.pool import keep_teams
 from tests.zoo import case
 
 def prove(name, gbit_per_second):
@@ -89,9 +88,10 @@ def prove(name, gbit_per_second):
         "passed": report.passed, "undetermined": report.undetermined,
         "replicas": strategy.num_replicas_in_sync}})
 
-for word in sys.argv[1:]:
-    name, _, network = word.partition("@")
-    prove(name, float(network))
+with keep_teams():
+    for word in sys.argv[1:]:
+        name, _, network = word.partition("@")
+        prove(name, float(network))
 """
 
 

@@ -27,21 +27,24 @@ def digits() -> tuple[Tensor, Tensor]:
 
 def make_cnn() -> nn.Module:
     return nn.Sequential(
-        nn.Conv2d(1, 16, 3, padding=1),
-        nn.BatchNorm2d(16),
+        nn.Conv2d(1, 8, 3, padding=1),
+        nn.BatchNorm2d(8),
         nn.ReLU(),
         nn.MaxPool2d(2),
-        nn.Conv2d(16, 32, 3, padding=1),
+        nn.Conv2d(8, 16, 3, padding=1),
         nn.ReLU(),
         nn.Flatten(),
-        nn.Linear(512, 256),
+        nn.Linear(256, 256),
         nn.ReLU(),
         nn.Linear(256, 10),
     )
 
 
-def train(model: nn.Module, precision: str, strategy: Any, epochs: int = 1) -> lockstep.Trainer:
+def train(
+    model: nn.Module, precision: str, strategy: Any, epochs: int = 1, steps: int = 5
+) -> lockstep.Trainer:
     images, labels = digits()
+    count = 100 * steps
     trainer = lockstep.Trainer(
         model,
         loss=nn.CrossEntropyLoss(),
@@ -49,7 +52,7 @@ def train(model: nn.Module, precision: str, strategy: Any, epochs: int = 1) -> l
         strategy=strategy,
         precision=precision,
     )
-    trainer.fit((images[:1400], labels[:1400]), batch_size=100, epochs=epochs, verbose=0)
+    trainer.fit((images[:count], labels[:count]), batch_size=100, epochs=epochs, verbose=0)
     return trainer
 
 
@@ -73,10 +76,9 @@ def different(left: dict[str, Tensor], right: dict[str, Tensor]) -> list[str]:
 
 @pytest.mark.thorough
 def test_low_precision_reaches_the_accuracy_of_fp32_on_the_digits() -> None:
+    strategy = lockstep.MirroredStrategy(2)
     found = {
-        precision: accuracy(
-            train(build_seeded(make_cnn), precision, lockstep.MirroredStrategy(2), epochs=8)
-        )
+        precision: accuracy(train(build_seeded(make_cnn), precision, strategy, epochs=8, steps=14))
         for precision in ("fp32", "bf16-mixed", "fp16-mixed", "bf16")
     }
     assert found["fp32"] > 0.96
@@ -86,6 +88,11 @@ def test_low_precision_reaches_the_accuracy_of_fp32_on_the_digits() -> None:
     assert found["bf16"] >= found["fp32"] - 0.015  # BatchNorm's statistics are rounded, too
 
 
+@cache
+def trained_on_three_devices(precision: str) -> dict[str, Tensor]:
+    return state_of(train(build_seeded(make_cnn), precision, lockstep.MirroredStrategy(3)))
+
+
 @pytest.mark.parametrize("precision", ["bf16-mixed", "fp16-mixed"])
 @pytest.mark.parametrize("devices", [1, 2, 3])
 def test_mixed_precision_gives_the_same_bits_for_the_same_shares(
@@ -93,8 +100,7 @@ def test_mixed_precision_gives_the_same_bits_for_the_same_shares(
 ) -> None:
     strategy = lockstep.MirroredStrategy(devices, num_shares=3)
     first = train(build_seeded(make_cnn), precision, strategy)
-    again = train(build_seeded(make_cnn), precision, lockstep.MirroredStrategy(3))
-    assert different(state_of(first), state_of(again)) == []
+    assert different(state_of(first), trained_on_three_devices(precision)) == []
     parameters = first.model.parameters()
     assert all(parameter.dtype == torch.float32 for parameter in parameters)
 
@@ -232,7 +238,7 @@ def test_a_model_that_cannot_is_run_in_the_other_format(num_shares: int) -> None
         assert seen[0]
         assert not any(seen[num_shares:])
     assert different(*states) == []
-    assert states[0]["1.num_batches_tracked"] == 14
+    assert states[0]["1.num_batches_tracked"] == 5
 
 
 class ViewingInEvaluation(nn.Module):
@@ -386,9 +392,9 @@ def test_attention_that_is_computed_again_is_the_same() -> None:
     for precision in ("fp32", "bf16-mixed"):
         torch.manual_seed(0)
         model = nn.Sequential(Attending(), nn.Linear(64, 10))
-        trainer = train(model, precision, lockstep.MirroredStrategy(2), epochs=10)
+        trainer = train(model, precision, lockstep.MirroredStrategy(2), epochs=4, steps=14)
         found[precision] = accuracy(trainer)
-    assert found["fp32"] > 0.5
+    assert found["fp32"] > 0.3
     assert found["bf16-mixed"] == pytest.approx(found["fp32"], abs=0.03)
 
 

@@ -3,7 +3,8 @@
 import importlib.util
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from tests import warm
-from tests.launching import STRICT_BUT_KERAS, clean_environment
+from tests.launching import STRICT_BUT_KERAS, clean_environment, free_port
 from tests.netns import HostProcess
 from tests.pages import read_page
 from tests.thorough import core_of
@@ -24,6 +25,7 @@ NEEDS = {block.file: block.needs for block in PAGE.blocks}
 PROGRAMS = [name for name in PAGE.files if name.startswith(("before_", "after_"))]
 STAND_INS = ROOT / "tests" / "stand_ins"
 STOOD_IN_FOR = ("horovod",)
+LAUNCHED = ("before_ddp.py", "after_ddp.py")
 TIMEOUT_SECONDS = 240
 
 # They train in float32, and sum in their own orders: within 5e-7 of float64 when measured.
@@ -48,17 +50,26 @@ def expected() -> list[Tensor]:
     return [parameter.detach().float() for parameter in model.parameters()]
 
 
-def arguments_of(command: str) -> list[str]:
-    """How this interpreter does what is typed."""
+def starts_of(command: str) -> Iterator[tuple[list[str], dict[str, str]]]:
+    """The processes that do what is typed: arguments, and variables that a launcher sets.
+
+    Torch's launcher starts the programs that use nothing but torch, and ours. Those of other
+    libraries need its variables only.
+    """
     words = shlex.split(command)
-    torchrun = [sys.executable, "-m", "torch.distributed.run"]
-    if words[0] == "torchrun":
-        return [*torchrun, *words[1:]]
-    if words[0] == "horovodrun":
-        return [*torchrun, "--standalone", "--nproc-per-node", words[2], words[-1]]
-    assert words[0] == "python", command
     strict = STRICT_BUT_KERAS if words[-1].startswith("after_") else ()  # others may warn
-    return [sys.executable, *strict, *words[1:]]
+    plain = [sys.executable, *strict, words[-1]]
+    if words[0] == "python":
+        yield plain, {}
+    elif words[-1] in LAUNCHED:
+        yield [sys.executable, "-m", "torch.distributed.run", *words[1:]], {}
+    else:
+        assert words[0] in ("torchrun", "horovodrun"), command
+        count = next(word for word in words if word.isdigit())
+        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        sizes = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
+        for rank in map(str, range(int(count))):
+            yield plain, {**shared, **sizes, "RANK": rank, "LOCAL_RANK": rank}
 
 
 def like(argv: Sequence[str]) -> str | None:
@@ -66,6 +77,13 @@ def like(argv: Sequence[str]) -> str | None:
     if "torch.distributed.run" in argv:
         return None
     return "keras" if "import keras" in PAGE.files[argv[-1]] else "torch"
+
+
+def finish(processes: Sequence[HostProcess]) -> None:
+    """All of them must come to a good end."""
+    for process in processes:
+        status, out, err = process.finish(TIMEOUT_SECONDS)
+        assert status == 0, out + err
 
 
 def weights_in(folder: Path) -> list[Tensor]:
@@ -100,13 +118,15 @@ def test_a_program_comes_to_the_weights(
         "KERAS_HOME": str(tmp_path),  # a file there may name another backend
         "TF_CPP_MIN_LOG_LEVEL": "3",
     }
-    argv = arguments_of(command)
-    process = HostProcess(argv, {**environment, **warm.VARIABLES, **own}, tmp_path, like=like(argv))
-    try:
-        status, out, err = process.finish(TIMEOUT_SECONDS)
-    finally:
-        process.close()
-    assert status == 0, out + err
+    with ExitStack() as stack:
+        processes = []
+        for argv, variables in starts_of(command):
+            told = {**environment, **warm.VARIABLES, **own, **variables}
+            process = HostProcess(argv, told, tmp_path, like=like(argv))
+            stack.callback(process.close)
+            stack.callback(process.end)
+            processes.append(process)
+        finish(processes)
     for found, wanted in zip(weights_in(tmp_path), expected, strict=True):
         torch.testing.assert_close(found, wanted, rtol=0, atol=LARGEST_DIFFERENCE)
 
