@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
 
 from lockstep.parallel.control import Control
 from lockstep.parallel.update import PieceSlots
 from lockstep.parallel.worker import Worker
 from lockstep.train.conductor import Conductor
+from lockstep.train.copies import set_values
 from lockstep.train.feeding import Halt
 from lockstep.train.tracing import StepTracer
 
@@ -108,7 +108,7 @@ class Ensemble:
                 values=values,
             )
         directive = self._tell(directive)
-        _set_values(model, directive.values)
+        set_values(model, directive.values)
         updater.look_again()
         if not directive:
             return False
@@ -176,20 +176,11 @@ class Ensemble:
         if self.control.num_ranks > 1 and next(self.worker.model.buffers(), None) is not None:
             own = self.worker.ruled_buffers()
             for buffers in self.control.gather({} if self.control.rank == 0 else own):
-                _set_values(self.worker.model, buffers)
+                set_values(self.worker.model, buffers)
 
     def share_buffers(self) -> None:
         """Give every rank the values of all buffers that count."""
         self.collect_buffers()
         model = self.worker.model
         if self.control.num_ranks > 1 and next(model.buffers(), None) is not None:
-            _set_values(model, self.control.broadcast(dict(model.named_buffers())))
-
-
-@torch.no_grad()
-def _set_values(model: nn.Module, values: dict[str, torch.Tensor]) -> None:
-    """Set parameters and buffers; ranks that share a parameter all write the same."""
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        value = values.get(name, tensor)
-        if value is not tensor:
-            tensor.copy_(value)
+            set_values(model, self.control.broadcast(dict(model.named_buffers())))

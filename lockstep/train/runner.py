@@ -34,9 +34,11 @@ from lockstep.train.optimizers import each_optimizer
 from lockstep.train.planning import Partitions, Planning
 from lockstep.train.recipe import AnyUpdater, Recipe
 from lockstep.train.renewal import Form
+from lockstep.train.run_state import set_state, state_of
 from lockstep.train.session import Session
 from lockstep.train.standing import StandingCalls
 from lockstep.train.tasks import Task
+from lockstep.train.training_state import TrainingState
 
 _T = TypeVar("_T")
 
@@ -130,6 +132,30 @@ class Runner(ABC):
         """End the helper processes now instead of with the trainer."""
         self._standing = StandingCalls()
         self._session.close()
+
+    # --- state ---------------------------------------------------------------------------------
+
+    def _state(self) -> TrainingState:
+        """What this run consists of now; no copy."""
+        self._initialize()
+        updater = None if self.optimizer is None else self._make_updater()
+        scale = self._recipe.rules.loss_scale
+        return replace(
+            state_of(self.model, updater),
+            loss_scale=None if scale is None else dict(vars(scale)),
+            random={"seed": self.seed},
+            position={"epochs": self._epochs_trained, "steps": self._steps_trained},
+        )
+
+    def _set_state(self, state: TrainingState) -> None:
+        """Go on from a state that fits; it stays as it is."""
+        self._initialize()
+        set_state(self.model, None if self.optimizer is None else self._make_updater(), state)
+        if state.loss_scale is not None:
+            vars(self._recipe.rules.loss_scale).update(state.loss_scale)
+        self.seed = state.random["seed"]
+        self._epochs_trained = state.position["epochs"]
+        self._steps_trained = state.position["steps"]
 
     # --- with all processes --------------------------------------------------------------------
 

@@ -66,6 +66,12 @@ class TrainerProtocol(Protocol):
     def load(self, path: Any) -> None:
         """Read weights."""
 
+    def state_dict(self) -> dict[str, Any]:
+        """All of which the training consists."""
+
+    def load_state_dict(self, state: Any) -> None:
+        """Go on from a state."""
+
     def averaged(self) -> AbstractContextManager[None]:
         """Within the block the model has the averaged weights."""
 

@@ -1,0 +1,169 @@
+"""Going on from a state: two epochs are one, a state, a fresh Trainer that loads it, and one more.
+
+The table: strategy and feature. Bits where the strategy stays, or the number of shares does; 1e-12
+in float64 where neither does.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+import torchmetrics
+from torch import Tensor, nn, optim
+
+import lockstep
+from lockstep.train.training_state import TrainingState
+from tests.thorough import core_of
+
+GENERATOR = torch.Generator().manual_seed(5)
+X = torch.randn(53, 6, generator=GENERATOR)
+Y = torch.randint(3, (53,), generator=GENERATOR)
+BATCH = 12  # the last is short
+TOLERANCE = 1e-12
+
+STRATEGIES = {
+    "single": lockstep.SingleDeviceStrategy(),
+    "mirrored-2": lockstep.MirroredStrategy(2),
+    "mirrored-2-shares-4": lockstep.MirroredStrategy(2, num_shares=4),
+    "pipeline-2": lockstep.PipelineStrategy(2, microbatches=3),
+    "hybrid-2x2": lockstep.HybridStrategy(data=2, pipe=2, microbatches=4),
+}
+
+
+def make_model(*, normed: bool = True) -> nn.Module:
+    layers: list[nn.Module] = [nn.Linear(6, 16), nn.Tanh(), nn.Dropout(0.3), nn.Linear(16, 8)]
+    return nn.Sequential(*layers, *([nn.BatchNorm1d(8)] if normed else []), nn.Linear(8, 3))
+
+
+def two_groups(parameters: Any) -> optim.Optimizer:
+    every = list(parameters)
+    groups = [
+        {"params": [one for one in every if one.dim() > 1]},
+        {"params": [one for one in every if one.dim() == 1], "lr": 3e-2},
+    ]
+    return optim.AdamW(groups, lr=1e-2, weight_decay=0.1)
+
+
+class Lookahead(optim.Optimizer):
+    """Nothing is known of it, and it keeps more than slots: ``state_dict`` is its own."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.slow: list[Tensor] = []
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        weights = [one for group in self.param_groups for one in group["params"]]
+        slow = self.slow or [one.detach().clone() for one in weights]
+        with torch.no_grad():
+            for one, before in zip(weights, slow, strict=True):
+                if one.grad is not None:
+                    one -= self.param_groups[0]["lr"] * one.grad
+                    one += 0.5 * (before - one)
+        self.slow = [one.detach().clone() for one in weights]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "slow": self.slow}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.slow = state.pop("slow")
+        super().load_state_dict(state)
+
+
+@dataclass(frozen=True)
+class Feature:
+    """What a training has that must go on."""
+
+    options: Mapping[str, Any] = field(default_factory=dict)
+    normed: bool = True
+    strategies: tuple[str, ...] = tuple(STRATEGIES)
+
+
+NOT_PIPELINES = ("single", "mirrored-2", "mirrored-2-shares-4")
+COSINE = partial(optim.lr_scheduler.CosineAnnealingLR, T_max=5)
+ONE_CYCLE = partial(optim.lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=10)
+PLATEAU = partial(optim.lr_scheduler.ReduceLROnPlateau, patience=0, threshold=9.0)
+STEPS = partial(optim.lr_scheduler.MultiStepLR, milestones=[1, 2])
+
+FEATURES: dict[str, Feature] = {
+    "Adam": Feature(),
+    "SGD with momentum": Feature({"optimizer": partial(optim.SGD, lr=0.1, momentum=0.9)}),
+    "SGD without slots": Feature({"optimizer": partial(optim.SGD, lr=0.1)}),
+    "two groups": Feature({"optimizer": two_groups}),
+    "whole parameters": Feature({"optimizer": optim.Adafactor}),
+    "an optimizer of one's own": Feature({"optimizer": Lookahead}, strategies=NOT_PIPELINES),
+    "a rate that is a tensor": Feature(
+        {"optimizer": lambda ps: optim.Adam(ps, lr=torch.tensor(0.01), capturable=True)},
+        strategies=("single",),
+    ),
+    "cosine": Feature({"schedule": COSINE}),
+    "one cycle": Feature({"schedule": ONE_CYCLE}),
+    "plateau": Feature({"schedule": PLATEAU}),
+    "milestones": Feature({"schedule": STEPS}),
+    "averages": Feature({"average": lockstep.EMA(0.9)}),
+    "float16": Feature({"precision": "fp16-mixed"}),
+    "bfloat16": Feature({"precision": "bf16"}),
+    "averages of bfloat16": Feature({"precision": "bf16", "average": lockstep.EMA(0.9)}),
+    "float64, clipped": Feature({"precision": "fp64", "clip_norm": 0.1}),
+    "skipping": Feature({"on_nonfinite": "skip"}),
+    "no normalisation": Feature(normed=False),
+}
+
+
+def make_trainer(feature: str, strategy: str, *, seed: int = 0) -> lockstep.Trainer:
+    torch.manual_seed(seed)
+    found = FEATURES[feature]
+    metrics = {"accuracy": torchmetrics.Accuracy(task="multiclass", num_classes=3)}
+    options = {"optimizer": partial(optim.Adam, lr=1e-2), "metrics": metrics, **found.options}
+    return lockstep.Trainer(
+        make_model(normed=found.normed),
+        loss=nn.CrossEntropyLoss(),
+        strategy=STRATEGIES[strategy],
+        seed=7,
+        **options,
+    )
+
+
+def fit(trainer: lockstep.Trainer, epochs: int = 1) -> dict[str, list[Any]]:
+    history: dict[str, list[Any]] = trainer.fit(
+        (X, Y), epochs=epochs, batch_size=BATCH, verbose=0
+    ).history
+    return history
+
+
+def through_files(state: dict[str, Any]) -> dict[str, Any]:
+    """As another process finds it, of tensors and JSON."""
+    tensors, values = TrainingState.of(state).flat()
+    copies = {name: one.clone().contiguous() for name, one in tensors.items()}
+    read = msgspec.json.decode(msgspec.json.encode(values))
+    return TrainingState.from_flat(copies, read).parts()
+
+
+ROWS = [(strategy, feature) for feature, found in FEATURES.items() for strategy in found.strategies]
+CORE = [
+    ("single", "Adam"),
+    ("mirrored-2", "averages of bfloat16"),
+    ("pipeline-2", "cosine"),
+]
+
+
+@pytest.mark.parametrize(("strategy", "feature"), core_of(ROWS, CORE))
+def test_one_more_epoch_has_the_bits_of_the_second(strategy: str, feature: str) -> None:
+    whole, first = make_trainer(feature, strategy), make_trainer(feature, strategy)
+    expected = fit(whole, 2)
+    found = fit(first)
+    state = first.state_dict()
+    second = make_trainer(feature, strategy, seed=1)
+    second.load_state_dict(through_files(state))
+    assert TrainingState.of(state).first_difference(TrainingState.of(second.state_dict())) is None
+    more = fit(second)
+    assert {name: [*values, *more[name]] for name, values in found.items()} == expected
+    ends = [TrainingState.of(one.state_dict()) for one in (whole, second)]
+    assert ends[0].first_difference(ends[1]) is None
+    assert ends[0].digest() == ends[1].digest()
+    if "average" in FEATURES[feature].options:
+        with whole.averaged(), second.averaged():
+            assert torch.equal(*(one.predict(X) for one in (whole, second)))
