@@ -40,6 +40,13 @@ class WeightCopy:
         self._with_parameters = with_parameters
         self.values = {name: value.clone() for name, value in self._of(model).items()}
 
+    @classmethod
+    def of(cls, values: Mapping[str, torch.Tensor]) -> "WeightCopy":
+        """A copy that has these values."""
+        copy = cls(nn.Module())
+        copy.values.update(values)
+        return copy
+
     def _of(self, model: nn.Module) -> dict[str, torch.Tensor]:
         return values_of(model, with_parameters=self._with_parameters)
 

@@ -138,10 +138,9 @@ class Runner(ABC):
     def _state(self) -> TrainingState:
         """What this run consists of now; no copy."""
         self._initialize()
-        updater = None if self.optimizer is None else self._make_updater()
         scale = self._recipe.rules.loss_scale
         return replace(
-            state_of(self.model, updater),
+            state_of(self.model, self._own_updater()),
             loss_scale=None if scale is None else dict(vars(scale)),
             random={"seed": self.seed},
             position={"epochs": self._epochs_trained, "steps": self._steps_trained},
@@ -150,12 +149,16 @@ class Runner(ABC):
     def _set_state(self, state: TrainingState) -> None:
         """Go on from a state that fits; it stays as it is."""
         self._initialize()
-        set_state(self.model, None if self.optimizer is None else self._make_updater(), state)
+        set_state(self.model, self._own_updater(), state)
         if state.loss_scale is not None:
             vars(self._recipe.rules.loss_scale).update(state.loss_scale)
         self.seed = state.random["seed"]
         self._epochs_trained = state.position["epochs"]
         self._steps_trained = state.position["steps"]
+
+    def _own_updater(self) -> Any:
+        """What knows the optimizer's state; None without an optimizer."""
+        return None if self.optimizer is None else self._make_updater()
 
     # --- with all processes --------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ The table: strategy and feature. Bits where the strategy stays, or the number of
 in float64 where neither does.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -20,8 +20,8 @@ from lockstep.train.training_state import TrainingState
 from tests.thorough import core_of
 
 GENERATOR = torch.Generator().manual_seed(5)
-X = torch.randn(53, 6, generator=GENERATOR)
-Y = torch.randint(3, (53,), generator=GENERATOR)
+X = torch.randn(57, 6, generator=GENERATOR)
+Y = torch.randint(3, (57,), generator=GENERATOR)
 BATCH = 12  # the last is short
 TOLERANCE = 1e-12
 
@@ -30,7 +30,7 @@ STRATEGIES = {
     "mirrored-2": lockstep.MirroredStrategy(2),
     "mirrored-2-shares-4": lockstep.MirroredStrategy(2, num_shares=4),
     "pipeline-2": lockstep.PipelineStrategy(2, microbatches=3),
-    "hybrid-2x2": lockstep.HybridStrategy(data=2, pipe=2, microbatches=4),
+    "hybrid-2x2": lockstep.HybridStrategy(data=2, pipe=2, microbatches=2),
 }
 
 
@@ -96,8 +96,8 @@ FEATURES: dict[str, Feature] = {
     "whole parameters": Feature({"optimizer": optim.Adafactor}),
     "an optimizer of one's own": Feature({"optimizer": Lookahead}, strategies=NOT_PIPELINES),
     "a rate that is a tensor": Feature(
-        {"optimizer": lambda ps: optim.Adam(ps, lr=torch.tensor(0.01), capturable=True)},
-        strategies=("single",),
+        {"optimizer": lambda ps: optim.Adam(ps, lr=torch.tensor(0.01), foreach=False)},
+        strategies=("single", "mirrored-2"),
     ),
     "cosine": Feature({"schedule": COSINE}),
     "one cycle": Feature({"schedule": ONE_CYCLE}),
@@ -167,3 +167,102 @@ def test_one_more_epoch_has_the_bits_of_the_second(strategy: str, feature: str) 
     if "average" in FEATURES[feature].options:
         with whole.averaged(), second.averaged():
             assert torch.equal(*(one.predict(X) for one in (whole, second)))
+
+
+# --- under another strategy ----------------------------------------------------------------------
+
+
+def make_double(strategy: lockstep.SingleDeviceStrategy | Any, *, seed: int = 0) -> Any:
+    """In float64, without random numbers: they are those of shares."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 8), nn.Linear(8, 3))
+    return lockstep.Trainer(
+        model,
+        loss=nn.CrossEntropyLoss(),
+        optimizer=partial(optim.AdamW, lr=1e-2),
+        strategy=strategy,
+        precision="fp64",
+        average=lockstep.EMA(0.9),
+        schedule=COSINE,
+    )
+
+
+PAIRS = [(one, other) for one in STRATEGIES for other in STRATEGIES if one != other]
+PAIRS_CORE = [("mirrored-2", "single"), ("mirrored-2", "pipeline-2"), ("hybrid-2x2", "mirrored-2")]
+
+
+@pytest.mark.parametrize(("saving", "loading"), core_of(PAIRS, PAIRS_CORE))
+def test_another_strategy_goes_on(saving: str, loading: str) -> None:
+    whole = make_double(lockstep.SingleDeviceStrategy())
+    fit(whole, 2)
+    first, second = make_double(STRATEGIES[saving]), make_double(STRATEGIES[loading], seed=1)
+    fit(first)
+    state = first.state_dict()
+    second.load_state_dict(through_files(state))
+    assert TrainingState.of(second.state_dict()).digest() == TrainingState.of(state).digest()
+    fit(second)
+    expected, found = (TrainingState.of(one.state_dict()).flat()[0] for one in (whole, second))
+    assert expected.keys() == found.keys()
+    for name, tensor in expected.items():
+        scale = max(float(tensor.double().norm()), 1.0)
+        assert float((tensor - found[name]).double().norm()) <= TOLERANCE * scale, name
+
+
+SHARES: list[Callable[[], Any]] = [
+    partial(lockstep.MirroredStrategy, 1, num_shares=4),
+    partial(lockstep.MirroredStrategy, 2, num_shares=4),
+    partial(lockstep.MirroredStrategy, 4),
+]
+
+
+@pytest.mark.parametrize(("saving", "loading"), core_of([(0, 1), (1, 0), (1, 2), (2, 0)], [(1, 2)]))
+def test_with_as_many_shares_another_number_of_devices_gives_the_same_bits(
+    saving: int, loading: int
+) -> None:
+    def make(number: int, seed: int) -> lockstep.Trainer:
+        torch.manual_seed(seed)
+        return lockstep.Trainer(
+            make_model(),
+            loss=nn.CrossEntropyLoss(),
+            optimizer=partial(optim.Adam, lr=1e-2),
+            strategy=SHARES[number](),
+            average=lockstep.EMA(0.9),
+        )
+
+    whole, first, second = make(saving, 0), make(saving, 0), make(loading, 1)
+    fit(whole, 2)
+    fit(first)
+    second.load_state_dict(first.state_dict())
+    fit(second)
+    states = [TrainingState.of(one.state_dict()) for one in (whole, second)]
+    assert states[0].first_difference(states[1]) is None
+
+
+def test_several_optimizers_go_on() -> None:
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.other = nn.Linear(6, 4), nn.Linear(4, 6)
+
+    def pull(model: Pair, batch: Tensor) -> Tensor:
+        return model.one(batch).square().mean(1)
+
+    def restore(model: Pair, batch: Tensor) -> Tensor:
+        return (model.other(model.one(batch)) - batch).square().mean(1)
+
+    def make(seed: int) -> lockstep.Trainer:
+        torch.manual_seed(seed)
+        return lockstep.Trainer(
+            Pair(),
+            train_step={"one": pull, "other": restore},
+            optimizer={"one": partial(optim.SGD, lr=0.1, momentum=0.9), "other": optim.Adam},
+            strategy=lockstep.MirroredStrategy(2),
+        )
+
+    whole, first, second = make(0), make(0), make(1)
+    whole.fit((X,), epochs=2, batch_size=BATCH, verbose=0)
+    first.fit((X,), batch_size=BATCH, verbose=0)
+    second.load_state_dict(through_files(first.state_dict()))
+    second.fit((X,), batch_size=BATCH, verbose=0)
+    states = [TrainingState.of(one.state_dict()) for one in (whole, second)]
+    assert states[0].first_difference(states[1]) is None
