@@ -52,6 +52,13 @@ class Callback:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from what ``state_dict`` has given."""
 
+    def takes_state(self, batch: int) -> bool:
+        """Whether it calls ``trainer.state_dict()`` in the ``on_train_batch_end`` that follows.
+
+        All ranks then bring what they have to rank 0. At the end of an epoch they always do.
+        """
+        return False
+
     def set_trainer(self, trainer: TrainerProtocol) -> None:
         """Called before the first use in a ``fit``, ``evaluate`` or ``predict``."""
         self.trainer = trainer

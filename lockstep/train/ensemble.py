@@ -29,11 +29,15 @@ class Resume:
         epoch: the epoch's number.
         is_begun: its ``on_epoch_begin`` has been called.
         stops: a callback wanted training to stop there, and a step is still to be made.
+        batch: the number of the epoch's next batch.
+        so_far: what the epoch has come to in the batches before (``train.epoch_sums``).
     """
 
     epoch: int = 0
     is_begun: bool = False
     stops: bool = False
+    batch: int = 0
+    so_far: Any = None
 
 
 class Renew(Exception):  # noqa: N818  # no error: all ranks leave the loop here, together
@@ -123,13 +127,15 @@ class Ensemble:
 
     def _tell(self, directive: _Directive | None) -> Any:
         """Rank 0's directive, on every rank; a message is sent only if it says anything."""
+        is_sent = self.worker.board is None or self.is_wanted(bool(directive))
+        return self.control.broadcast(directive) if is_sent else _NOTHING
+
+    def is_wanted(self, wish: bool) -> bool:
+        """Rank 0's wish, on every rank."""
         board = self.worker.board
         if board is None:
-            return self.control.broadcast(directive)
-        leads = self.control.rank == 0
-        if board.announce(bool(directive)) if leads else board.announced():
-            return self.control.broadcast(directive)
-        return _NOTHING
+            return bool(self.control.broadcast(wish))
+        return board.announce(wish) if self.control.rank == 0 else board.announced()
 
     def show_slots(self) -> None:
         """Callbacks find the optimizer's slots where they look for them."""

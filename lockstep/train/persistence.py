@@ -11,11 +11,16 @@ import torch
 from lockstep.checkpoint.weights import load_weights, save_weights
 from lockstep.errors import OptionError, problem
 from lockstep.train.callbacks import Callback
+from lockstep.train.conducting import FollowingConductor
+from lockstep.train.conductor import Place
+from lockstep.train.ensemble import Resume
+from lockstep.train.history import History
 from lockstep.train.learning_rates import RunningSchedule
 from lockstep.train.run_state import (
     callback_states,
     check_state,
     module_states,
+    no_place,
     set_callback_states,
     set_module_states,
     within_training,
@@ -36,6 +41,15 @@ class PersistentRunner(Runner):
 
     callbacks: list[Callback]
     schedule: RunningSchedule | None
+    _resumed: TrainingState | None = None
+    """A state from within a ``fit``, with which the next one goes on."""
+    _first_epoch: int | None = None
+    """Epochs trained before the ``fit`` that is under way; None where none is."""
+    _place: dict[str, Any] | None = None
+    """Where in it callbacks are called."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_resumed": None, "_place": None}
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the model's weights and buffers, whole and by name, as safetensors.
@@ -97,10 +111,12 @@ class PersistentRunner(Runner):
         seed, how many epochs and steps were made, what callbacks keep. ``torch.save`` writes it,
         and ``torch.load(path, weights_only=True)`` reads it. See ``load_state_dict``.
 
-        On several hosts all call it.
+        Callbacks may call it in ``on_epoch_end``, and in ``on_train_batch_end`` where their
+        ``takes_state`` has said so. On several hosts all call it, outside of callbacks.
 
         Raises:
-            CheckpointError: a scheduler, a callback or a module keeps what is neither.
+            CheckpointError: a scheduler, a callback or a module keeps what is neither; a callback
+                calls it where training cannot be gone on from.
         """
         self._check_not_averaged("state_dict")
         parts: dict[str, Any] = self._call("state_dict", self._copied_parts)
@@ -111,6 +127,8 @@ class PersistentRunner(Runner):
 
         The Trainer is made as the other was, by the same script, and may be under another strategy,
         on another number of devices. Where these have the same ``num_shares``, bits are equal, too.
+        A state that a callback has taken within a ``fit`` is gone on from by the next ``fit``, with
+        the same arguments: from the next batch to the last of its epochs.
 
         On several hosts all call it, with the same.
 
@@ -125,10 +143,89 @@ class PersistentRunner(Runner):
             if self._job_context.is_nested:
                 raise within_training()
             found = TrainingState.of(state)
-            check_state(found, self._whole_state(), self.callbacks)
+            check_state(
+                found, self._state(), self.callbacks, has_schedule=self.schedule is not None
+            )
             if hosts is not None:
                 hosts.check_equal({"the state": found.digest()})
             self._set_whole_state(found)
+            self._resumed = found if found.position["fit"] is not None else None
+
+    def stand_at(self, place: Place | None, history: History) -> None:
+        """For the conductor of a ``fit``: callbacks are called there next."""
+        if place is None:
+            self._place = None
+            return
+        self._place = {
+            "epoch": place.epoch,
+            "batch": place.batch,
+            "batch_size": self.batch_size,
+            "steps": self._steps_trained + place.num_steps,
+            "so_far": place.so_far,
+            "history": history.history,
+            "epochs": history.epoch,
+        }
+
+    def _start(self, batch_size: int, *, is_stream: bool) -> Resume:
+        """Where the next ``fit`` begins.
+
+        Raises:
+            OptionError: it is to go on with other data, or batches of another size.
+        """
+        if self._resumed is None:
+            return Resume()
+        place = self._resumed.position["fit"]
+        if is_stream:
+            raise OptionError(
+                problem(
+                    "A fit is gone on with as it was begun: on arrays or map-style data.",
+                    received="data that can only be iterated",
+                    fix="Give fit the arguments that it had.",
+                )
+            )
+        if place["batch_size"] != batch_size:
+            raise OptionError(
+                problem(
+                    "A fit is gone on with as it was begun.",
+                    received=f"batch_size={batch_size} after batches of {place['batch_size']}",
+                    fix="Give fit the arguments that it had.",
+                )
+            )
+        batch = place["batch"]
+        return Resume(place["epoch"], batch > 0, batch=batch, so_far=place["so_far"])
+
+    def _go_on(self, conductor: FollowingConductor, start: Resume) -> None:
+        """After callbacks have begun, have all be as the state says with which ``fit`` goes on."""
+        state, self._resumed = self._resumed, None
+        if state is None:
+            return
+        if start.is_begun:
+            conductor.begin_epoch(start.epoch)
+        self._set_whole_state(state)
+        place = copied(state.position["fit"])
+        conductor.history = History(place["history"], place["epochs"])
+
+    @contextmanager
+    def _fitting(self) -> Iterator[None]:
+        self._first_epoch = self._epochs_trained
+        try:
+            yield
+        finally:
+            self._first_epoch = self._place = None
+
+    def _position(self) -> dict[str, Any]:
+        """How far training has come.
+
+        Raises:
+            CheckpointError: within a ``fit``, where it cannot be gone on from.
+        """
+        if self._first_epoch is None:
+            place = None if self._resumed is None else self._resumed.position["fit"]
+            return {"epochs": self._epochs_trained, "steps": self._steps_trained, "fit": place}
+        if self._place is None:
+            raise no_place()
+        place = dict(self._place)
+        return {"epochs": self._first_epoch, "steps": place.pop("steps"), "fit": place}
 
     def _copied_parts(self) -> dict[str, Any]:
         state = self._whole_state().copied()
@@ -141,6 +238,7 @@ class PersistentRunner(Runner):
         states = callback_states(self._own_callbacks)
         return replace(
             self._state(),
+            position=self._position(),
             modules=module_states(self.model),
             schedule=None if self.schedule is None else self.schedule.state_dict(),
             callbacks=self._job_context.from_chief(states),
@@ -168,6 +266,7 @@ class PersistentRunner(Runner):
         self._job_context.check_thread("rewound")
         with torch.inference_mode(False):  # the optimizer may get these tensors, to step them
             before = self._state().copied()
+        resumed = self._resumed if self._first_epoch is None else None
         schedule, self.schedule = self.schedule, None  # whoever trains on trial sets the rate
         try:
             yield
@@ -175,6 +274,7 @@ class PersistentRunner(Runner):
             self.schedule = schedule
             with torch.inference_mode(False):
                 self._set_state(before)
+            self._resumed = resumed
 
     def same_everywhere(self, result: _T) -> _T:
         """Rank 0's value of something, on all processes, where a launcher has started several.

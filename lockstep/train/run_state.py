@@ -65,13 +65,20 @@ def set_callback_states(callbacks: Sequence[Callback], states: list[dict[str, Tr
         found.load_state_dict(copied(each["state"]))
 
 
-def check_state(state: TrainingState, own: TrainingState, callbacks: Sequence[Callback]) -> None:
+def check_state(
+    state: TrainingState,
+    own: TrainingState,
+    callbacks: Sequence[Callback],
+    *,
+    has_schedule: bool,
+) -> None:
     """See that a state can be set here.
 
     Args:
         state: the state.
         own: what is here now.
         callbacks: those that are here.
+        has_schedule: there is one here.
 
     Raises:
         CheckpointError: with all that differs in kind.
@@ -80,8 +87,13 @@ def check_state(state: TrainingState, own: TrainingState, callbacks: Sequence[Ca
     for part in ("parameters", "buffers"):
         _check_tensors(part, getattr(state, part), getattr(own, part), problems)
     _check_names(state, own, problems)
-    for part in ("averages", "schedule", "loss_scale"):
-        here, there = (getattr(one, part) is not None for one in (own, state))
+    has = {
+        "averages": own.averages is not None,
+        "schedule": has_schedule,
+        "loss_scale": own.loss_scale is not None,
+    }
+    for part, here in has.items():
+        there = getattr(state, part) is not None
         if here != there:
             problems.add(
                 f"Where a state has `{part}`, the Trainer must have it, and the other way round.",
@@ -157,5 +169,18 @@ def within_training() -> CheckpointError:
             "A state is loaded between two calls of fit.",
             received="load_state_dict within a call, by a callback",
             fix="Load it before fit.",
+        )
+    )
+
+
+def no_place() -> CheckpointError:
+    """For a state that is asked for where training cannot be gone on from."""
+    return CheckpointError(
+        problem(
+            "Within a fit, a callback finds the state of the training in on_epoch_end, and in "
+            "on_train_batch_end where its takes_state() says so: on arrays and map-style data, and "
+            "not in pipelines over several hosts.",
+            received="state_dict elsewhere",
+            fix="Call it there, or after fit.",
         )
     )

@@ -41,6 +41,7 @@ from lockstep.train.checks import (
 )
 from lockstep.train.conducting import FitConductor, FollowingConductor
 from lockstep.train.conductor import Conductor
+from lockstep.train.ensemble import Resume
 from lockstep.train.feeding import SharedStream, sample_of
 from lockstep.train.fit_task import FitTask
 from lockstep.train.history import History
@@ -411,12 +412,19 @@ class Trainer(PersistentRunner):
             said = rule.apply(self.optimizer, batch_size)
             console.print(said, highlight=False, soft_wrap=True)
 
+    def _start_of(self, feed: Feed) -> Resume:
+        return self._start(feed.batch_size, is_stream=isinstance(feed.source, SharedStream))
+
     def _begin_schedule(
         self, loss: LossAdapter | None, feed: Feed, epochs: int, *, has_validation: bool
     ) -> None:
         if self.schedule is not None:
             names = log_names(loss, self.metrics, self._recipe.turns, has_validation=has_validation)
-            num_steps = None if feed.num_steps is None else epochs * feed.num_steps
+            start = self._start_of(feed)
+            num_epochs = epochs - start.epoch
+            num_steps = None
+            if feed.num_steps is not None:
+                num_steps = max(num_epochs * feed.num_steps - start.batch, 0)
             self.schedule.begin(names, num_steps)
 
     def _fit_task(
@@ -441,13 +449,18 @@ class Trainer(PersistentRunner):
             watched=bool(self._own_callbacks),
             watches_beginnings=bool(acting(self._own_callbacks, "on_epoch_begin")),
             before_steps=bool(stopping(self._own_callbacks, "on_train_batch_begin")),
-            after_steps=bool(stopping(self._own_callbacks, "on_train_batch_end")),
+            after_steps=bool(
+                stopping(self._own_callbacks, "on_train_batch_end")
+                or acting(self._own_callbacks, "takes_state")
+            ),
             steps_per_epoch=wish.steps_per_epoch,
             traced=traced_steps(self._own_callbacks, self._steps_trained),
             record=records,
             counts_skipped=self._recipe.rules.on_nonfinite == "skip",
             loss_parts=ONE_LOSS if loss is None else loss.parts,
             turns=self._recipe.turns,
+            start=self._start_of(feed),
+            takes_states=bool(acting(self._own_callbacks, "takes_state")),
         )
         if self._job_context.hosts is None:
             return task
@@ -465,7 +478,11 @@ class Trainer(PersistentRunner):
     ) -> History:
         """Train, with callbacks and progress around."""
         self.stop_training = False
-        with told_of_errors(self._own_callbacks), held_interrupts() as interrupt:
+        with (
+            told_of_errors(self._own_callbacks),
+            self._fitting(),
+            held_interrupts() as interrupt,
+        ):
             conductor = FollowingConductor(interrupt)
             if self._is_chief:
                 conductor = FitConductor(
@@ -478,6 +495,7 @@ class Trainer(PersistentRunner):
                 )
             try:
                 conductor.begin_train()
+                self._go_on(conductor, task.start)
                 self._train(task, loss, conductor, task.batch_size)
             finally:
                 conductor.close()

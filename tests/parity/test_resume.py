@@ -16,6 +16,7 @@ import torchmetrics
 from torch import Tensor, nn, optim
 
 import lockstep
+from lockstep.errors import CheckpointError
 from lockstep.train.training_state import TrainingState
 from tests.thorough import core_of
 
@@ -266,3 +267,138 @@ def test_several_optimizers_go_on() -> None:
     second.fit((X,), batch_size=BATCH, verbose=0)
     states = [TrainingState.of(one.state_dict()) for one in (whole, second)]
     assert states[0].first_difference(states[1]) is None
+
+
+# --- within a fit --------------------------------------------------------------------------------
+
+
+class Taking(lockstep.Callback):
+    """Takes the state after a step, counted from 0 over all epochs, or after an epoch."""
+
+    def __init__(self, *, step: int | None = None, epoch: int | None = None) -> None:
+        self._step, self._epoch = step, epoch
+        self._num_steps = 0
+        self.state: dict[str, Any] | None = None
+
+    def takes_state(self, batch: int) -> bool:
+        return self._num_steps == self._step
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if self._num_steps == self._step:
+            self.state = self.trainer.state_dict()
+            raise ZeroDivisionError
+        self._num_steps += 1
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        if epoch == self._epoch:
+            self.state = self.trainer.state_dict()
+            raise ZeroDivisionError
+
+
+def fit_for_long(trainer: lockstep.Trainer) -> dict[str, list[Any]]:
+    options: dict[str, Any] = {"epochs": 3, "batch_size": BATCH, "verbose": 0}
+    history: dict[str, list[Any]] = trainer.fit(
+        (X, Y), validation_data=(X[:20], Y[:20]), **options
+    ).history
+    return history
+
+
+PLACES: dict[str, dict[str, int]] = {
+    "the first step": {"step": 0},
+    "within an epoch": {"step": 7},
+    "the last step of an epoch": {"step": 9},
+    "an epoch": {"epoch": 0},
+}
+WITHIN = ["Adam", "one cycle", "averages of bfloat16", "float16", "skipping"]
+WITHIN_ROWS = [
+    (strategy, feature, place)
+    for strategy in STRATEGIES
+    for feature in WITHIN
+    for place in PLACES
+    if feature == "Adam" or place == "within an epoch"
+]
+WITHIN_CORE = [
+    ("single", "Adam", "within an epoch"),
+    ("mirrored-2", "averages of bfloat16", "within an epoch"),
+]
+
+
+@pytest.mark.parametrize(("strategy", "feature", "place"), core_of(WITHIN_ROWS, WITHIN_CORE))
+def test_a_fit_goes_on_within_an_epoch(strategy: str, feature: str, place: str) -> None:
+    onlooker = lockstep.callbacks.EarlyStopping("loss", patience=9, restore_best_weights=True)
+    again = lockstep.callbacks.EarlyStopping("loss", patience=9, restore_best_weights=True)
+    whole, first = make_trainer(feature, strategy), make_trainer(feature, strategy)
+    whole.callbacks = [onlooker]
+    if "schedule" in FEATURES[feature].options:  # of ten steps, which are fifteen here
+        for one in (whole, first):
+            assert one.schedule is not None
+            one.schedule.scheduler.total_steps = 15
+    expected = fit_for_long(whole)
+    taking = Taking(**PLACES[place])
+    first.callbacks = [
+        lockstep.callbacks.EarlyStopping("loss", patience=9, restore_best_weights=True),
+        taking,
+    ]
+    with pytest.raises(ZeroDivisionError):
+        fit_for_long(first)
+    assert taking.state is not None
+    second = make_trainer(feature, strategy, seed=1)
+    second.callbacks = [again]
+    second.load_state_dict(through_files(taking.state))
+    found = fit_for_long(second)
+    assert found == expected
+    ends = [TrainingState.of(one.state_dict()) for one in (whole, second)]
+    assert ends[0].first_difference(ends[1]) is None
+    assert (again.best, again.best_epoch) == (onlooker.best, onlooker.best_epoch)
+
+
+def test_a_fit_goes_on_on_another_number_of_devices() -> None:
+    def make(number: int, seed: int) -> lockstep.Trainer:
+        torch.manual_seed(seed)
+        accuracy = torchmetrics.Accuracy(task="multiclass", num_classes=3)
+        return lockstep.Trainer(
+            make_model(),
+            loss=nn.CrossEntropyLoss(),
+            optimizer=partial(optim.Adam, lr=1e-2),
+            metrics={"accuracy": accuracy},
+            strategy=SHARES[number](),
+        )
+
+    whole, first, second = make(2, 0), make(1, 0), make(0, 1)
+    taking = Taking(step=7)
+    first.callbacks = [taking]
+    with pytest.raises(ZeroDivisionError):
+        fit_for_long(first)
+    assert taking.state is not None
+    second.load_state_dict(through_files(taking.state))
+    assert fit_for_long(second) == fit_for_long(whole)
+    states = [TrainingState.of(one.state_dict()) for one in (whole, second)]
+    assert states[0].first_difference(states[1]) is None
+
+
+class Asking(lockstep.Callback):
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.trainer.state_dict()
+
+
+def test_a_state_that_could_not_be_gone_on_from_is_refused() -> None:
+    trainer = make_trainer("Adam", "single")
+    trainer.callbacks = [Asking()]
+    with pytest.raises(CheckpointError, match="takes_state"):
+        fit(trainer)
+
+
+def test_a_fit_is_gone_on_with_as_it_was_begun() -> None:
+    trainer, taking = make_trainer("Adam", "single"), Taking(step=2)
+    trainer.callbacks = [taking]
+    with pytest.raises(ZeroDivisionError):
+        fit(trainer)
+    assert taking.state is not None
+    second = make_trainer("Adam", "single")
+    second.load_state_dict(taking.state)
+    with pytest.raises(lockstep.errors.OptionError, match="batch_size=3 after batches of 12"):
+        second.fit((X, Y), batch_size=3, verbose=0)
+    with pytest.raises(lockstep.errors.OptionError, match="only be iterated"):
+        second.fit(lambda: iter([(X[:12], Y[:12])]), verbose=0)
+    # Until then it has the place that it was given.
+    assert second.state_dict()["position"]["fit"]["batch"] == 3
