@@ -200,7 +200,7 @@ class Runner(ABC):
         """Run the task, and go on with another where a callback has changed what was sent."""
         resume: Resume | None = task.start
         first_epoch, first_step = self._epochs_trained, self._steps_trained
-        self._epochs_trained += resume.epoch
+        self._epochs_trained += task.start.epoch
         while resume is not None and resume.epoch < task.epochs:
             task = replace(task, start=resume, first_step=first_step)
             conductor.updater = updater = self._make_updater()

@@ -42,7 +42,7 @@ def make_model(*, normed: bool = True) -> nn.Module:
 
 def two_groups(parameters: Any) -> optim.Optimizer:
     every = list(parameters)
-    groups = [
+    groups: list[dict[str, Any]] = [
         {"params": [one for one in every if one.dim() > 1]},
         {"params": [one for one in every if one.dim() == 1], "lr": 3e-2},
     ]
@@ -246,10 +246,12 @@ def test_several_optimizers_go_on() -> None:
             self.one, self.other = nn.Linear(6, 4), nn.Linear(4, 6)
 
     def pull(model: Pair, batch: Tensor) -> Tensor:
-        return model.one(batch).square().mean(1)
+        values: Tensor = model.one(batch).square().mean(1)
+        return values
 
     def restore(model: Pair, batch: Tensor) -> Tensor:
-        return (model.other(model.one(batch)) - batch).square().mean(1)
+        values: Tensor = (model.other(model.one(batch)) - batch).square().mean(1)
+        return values
 
     def make(seed: int) -> lockstep.Trainer:
         torch.manual_seed(seed)
@@ -332,7 +334,7 @@ def test_a_fit_goes_on_within_an_epoch(strategy: str, feature: str, place: str) 
     if "schedule" in FEATURES[feature].options:  # of ten steps, which are fifteen here
         for one in (whole, first):
             assert one.schedule is not None
-            one.schedule.scheduler.total_steps = 15
+            vars(one.schedule.scheduler)["total_steps"] = 15
     expected = fit_for_long(whole)
     taking = Taking(**PLACES[place])
     first.callbacks = [
