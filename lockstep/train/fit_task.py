@@ -211,6 +211,7 @@ class FitTask(Task):
 
     def _begin_sums(self, ensemble: Ensemble, epoch: int) -> list[StepResult]:
         """The steps of the epoch so far; metrics are those of these steps."""
+        ensemble.conductor.stand_at(None)  # until a step is made after which a state is wanted
         self.metrics.reset()
         if not self._num_done(epoch):
             return []

@@ -379,15 +379,30 @@ def test_a_fit_goes_on_on_another_number_of_devices() -> None:
 
 
 class Asking(lockstep.Callback):
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    """Asks without a word before, in the second epoch."""
+
+    def __init__(self, method: str) -> None:
+        self._epoch = 0
+        vars(self)[method] = self._ask
+
+    def acts_in(self, method: str) -> bool:
+        return method.startswith("on_train_batch") or super().acts_in(method)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self.trainer.state_dict()
+        self._epoch = epoch + 1
+
+    def _ask(self, batch: int, logs: Any = None) -> None:
+        if self._epoch and batch:
+            self.trainer.state_dict()
 
 
-def test_a_state_that_could_not_be_gone_on_from_is_refused() -> None:
+@pytest.mark.parametrize("method", ["on_train_batch_begin", "on_train_batch_end"])
+def test_a_state_that_could_not_be_gone_on_from_is_refused(method: str) -> None:
     trainer = make_trainer("Adam", "single")
-    trainer.callbacks = [Asking()]
+    trainer.callbacks = [Asking(method)]
     with pytest.raises(CheckpointError, match="takes_state"):
-        fit(trainer)
+        fit(trainer, 2)
 
 
 def test_a_fit_is_gone_on_with_as_it_was_begun() -> None:
