@@ -1,6 +1,7 @@
 """Keeps the weights of the best epoch, in memory or in a file."""
 
 import os
+from typing import Any
 
 from lockstep.callbacks.monitoring import Monitor, check_monitor
 from lockstep.callbacks.options import check_flag, check_path
@@ -69,6 +70,17 @@ class BestWeights(Callback):
             self._weights = WeightCopy(self.model)
         else:
             self._weights.refresh(self.model)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "best": self._monitor.best,
+            "best_epoch": self.best_epoch,
+            "weights": None if self._weights is None else self._weights.values,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._monitor.best, self.best_epoch = state["best"], state["best_epoch"]
+        self._weights = None if state["weights"] is None else WeightCopy.of(state["weights"])
 
     def on_train_end(self, logs: Logs | None = None) -> None:
         if self._restores and self.best_epoch is not None:

@@ -1,5 +1,7 @@
 """Stops training when a value has not become better for some time."""
 
+from typing import Any
+
 from lockstep.callbacks.monitoring import Monitor, check_monitor
 from lockstep.callbacks.options import check_count, check_flag, check_number
 from lockstep.errors import OptionError, Problems
@@ -80,6 +82,21 @@ class EarlyStopping(Callback):
         if self._wait >= max(self._patience, 1):
             self.stopped_epoch = epoch
             self.trainer.stop_training = True
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "best": self._monitor.best,
+            "best_epoch": self.best_epoch,
+            "stopped_epoch": self.stopped_epoch,
+            "wait": self._wait,
+            "weights": None if self._weights is None else self._weights.values,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._monitor.best = state["best"]
+        self.best_epoch, self.stopped_epoch = state["best_epoch"], state["stopped_epoch"]
+        self._wait = state["wait"]
+        self._weights = None if state["weights"] is None else WeightCopy.of(state["weights"])
 
     def _keep(self, epoch: int) -> None:
         self.best_epoch = epoch

@@ -3,6 +3,7 @@
 import os
 import string
 from pathlib import Path
+from typing import Any
 
 from lockstep.callbacks.monitoring import Monitor, check_monitor
 from lockstep.callbacks.options import check_flag, check_frequency, check_path
@@ -71,6 +72,19 @@ class ModelCheckpoint(Callback):
     @property
     def _counts_steps(self) -> bool:
         return self._every_steps is not None or "step" in self._names
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "best": None if self._monitor is None else self._monitor.best,
+            "step": self._step,
+            "last_path": None if self.last_path is None else str(self.last_path),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self._monitor is not None:
+            self._monitor.best = state["best"]
+        self._step = state["step"]
+        self.last_path = None if state["last_path"] is None else Path(state["last_path"])
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         self._step = 0

@@ -117,12 +117,15 @@ class Updater(ABC):
         """Whole tensors in the store, each with its parameter's name, in one order on all ranks."""
         return []
 
-    def state(self) -> Any:
-        """What the front end's optimizer knows, as a tree that other hosts can be sent."""
+    def state(self) -> dict[str, Any]:
+        """The parts of a ``train.training_state.TrainingState`` that it knows, by name; no copies.
+
+        They are what the front end's optimizer knows, and what is kept beside it.
+        """
         raise NotImplementedError
 
     def load_state(self, state: Any) -> None:
-        """Have the front end's optimizer know what that of another host knew."""
+        """Have the front end's optimizer know what such a state says; it stays as it is."""
         raise NotImplementedError
 
     def changing(self) -> Any:

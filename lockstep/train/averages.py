@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from lockstep.errors import OptionError, problem
+from lockstep.train.training_state import TrainingState
 from lockstep.train.updaters import TorchUpdater
 from lockstep.train.wrapped_updaters import Companion, WrappedUpdater
 
@@ -132,15 +133,18 @@ class AveragingUpdater(WrappedUpdater):
         averages.begun |= self._trainable  # other ranks have begun theirs
         averages.num_updates += 1
 
-    def state(self) -> Any:
+    def state(self) -> dict[str, Any]:
         averages = self._averages
-        begun = sorted(averages.begun)
-        return {**super().state(), "num_updates": averages.num_updates, "begun": begun}
+        weights = {name: one for name, one in self.kept.items() if name in averages.begun}
+        own = {"num_updates": averages.num_updates, "weights": weights}
+        return {**super().state(), "averages": own}
 
-    def load_state(self, state: Any) -> None:
+    def load_state(self, state: TrainingState) -> None:
         super().load_state(state)
-        self._averages.num_updates = state["num_updates"]
-        self._averages.begun = set(state["begun"])
+        assert state.averages is not None
+        self._keep(state.averages["weights"])
+        self._averages.num_updates = state.averages["num_updates"]
+        self._averages.begun = set(state.averages["weights"])
 
 
 def _kept_and_weights(

@@ -42,6 +42,23 @@ class Callback:
         """
         return getattr(getattr(self, method), "__func__", None) is not getattr(Callback, method)
 
+    def state_dict(self) -> dict[str, Any]:
+        """What it must know to go on in another process: tensors, numbers, texts, lists, dicts.
+
+        It becomes a part of ``trainer.state_dict()``. By default it keeps nothing.
+        """
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what ``state_dict`` has given."""
+
+    def takes_state(self, batch: int) -> bool:
+        """Whether it calls ``trainer.state_dict()`` in the ``on_train_batch_end`` that follows.
+
+        All ranks then bring what they have to rank 0. At the end of an epoch they always do.
+        """
+        return False
+
     def set_trainer(self, trainer: TrainerProtocol) -> None:
         """Called before the first use in a ``fit``, ``evaluate`` or ``predict``."""
         self.trainer = trainer

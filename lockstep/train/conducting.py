@@ -12,7 +12,7 @@ from lockstep.parallel.update import PieceSlots
 from lockstep.parallel.worker import StepResult
 from lockstep.train.callbacks import Callback, acting
 from lockstep.train.changes import ChangeWatch, SettingsWatch, fingerprint
-from lockstep.train.conductor import Conductor, Snapshot
+from lockstep.train.conductor import Conductor, Place, Snapshot
 from lockstep.train.feeding import GlobalBatch
 from lockstep.train.history import History
 from lockstep.train.interrupt import Interrupt
@@ -143,6 +143,12 @@ class FitConductor(FollowingConductor):
             self._display.end_step(index, result.total, result.weight, result.num_samples)
         for callback in self._step_enders:
             callback.on_train_batch_end(index, {"loss": result.loss, "size": result.num_samples})
+
+    def wants_state(self, index: int) -> bool:
+        return any(callback.takes_state(index) for callback in self._step_enders)
+
+    def stand_at(self, place: Place | None) -> None:
+        self._trainer.stand_at(place, self.history)
 
     def begin_validation(self) -> None:
         if self._display is not None:

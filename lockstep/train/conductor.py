@@ -37,6 +37,23 @@ class Snapshot:
     is_divided: bool = False
 
 
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where in a ``fit`` training stands, between two steps.
+
+    Attributes:
+        epoch: number of the epoch of the next step.
+        batch: number of its batch.
+        num_steps: made so far by the task under way.
+        so_far: what the epoch has come to (``train.epoch_sums``); None where it has not begun.
+    """
+
+    epoch: int
+    batch: int
+    num_steps: int
+    so_far: Any = None
+
+
 class Conductor:
     """What rank 0 does between steps. This base does nothing, as on every other rank."""
 
@@ -67,6 +84,13 @@ class Conductor:
     def awaited(self, batches: Iterator[GlobalBatch]) -> Iterator[GlobalBatch]:
         """Batches that are read one after the other, as rank 0 sees how long they take to come."""
         return batches
+
+    def wants_state(self, index: int) -> bool:
+        """Whether a callback takes the training's state after this step."""
+        return False
+
+    def stand_at(self, place: Place | None) -> None:
+        """Callbacks are called there next; None where that is no place to go on from."""
 
     def begin_validation(self) -> None:
         """Validation begins."""

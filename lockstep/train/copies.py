@@ -1,16 +1,31 @@
-"""Copies of weights and optimizers in memory of their own, to go back to.
+"""Values of a model's parameters and buffers, by name: taken, set, and copied to go back to.
 
-Values are copied and put back in place: the Parameters, and the shared memory that they may lie in,
-stay the same, so a copy taken under any strategy is right under any. What an optimizer keeps apart
-from its slots and options (attributes of its own) is not covered.
+Values are put back in place: the Parameters, and the shared memory that they may lie in, stay the
+same, so values taken under any strategy are right under any.
 """
 
-import copy
-from collections.abc import Iterator
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn, optim
+from torch import nn
+
+from lockstep.train.training_state import bits_of
+
+
+def values_of(model: nn.Module, *, with_parameters: bool = True) -> dict[str, torch.Tensor]:
+    """A model's buffers, and parameters before them, by name; tied ones once."""
+    named = dict(model.named_parameters()) if with_parameters else {}
+    return {name: one.detach() for name, one in (*named.items(), *model.named_buffers())}
+
+
+@torch.no_grad()
+def set_values(model: nn.Module, values: Mapping[str, torch.Tensor]) -> None:
+    """Give parameters and buffers these values; what is not named stays as it is."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        value = values.get(name, tensor)
+        if value is not tensor:
+            tensor.copy_(value)
 
 
 class WeightCopy:
@@ -23,73 +38,37 @@ class WeightCopy:
 
     def __init__(self, model: nn.Module, *, with_parameters: bool = True) -> None:
         self._with_parameters = with_parameters
-        self._values = {name: value.detach().clone() for name, value in self._named(model)}
+        self.values = {name: value.clone() for name, value in self._of(model).items()}
 
-    def _named(self, model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-        if self._with_parameters:
-            yield from model.named_parameters()
-        yield from model.named_buffers()
+    @classmethod
+    def of(cls, values: Mapping[str, torch.Tensor]) -> "WeightCopy":
+        """A copy that has these values."""
+        copy = cls(nn.Module())
+        copy.values.update(values)
+        return copy
+
+    def _of(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        return values_of(model, with_parameters=self._with_parameters)
 
     @torch.no_grad()
     def refresh(self, model: nn.Module) -> None:
         """Copy the values that the model has now."""
-        for name, value in self._named(model):
-            self._values[name].copy_(value)
+        for name, value in self._of(model).items():
+            self.values[name].copy_(value)
 
-    @torch.no_grad()
     def give_back(self, model: nn.Module) -> None:
         """Give the model the values that were copied."""
-        for name, value in self._named(model):
-            value.copy_(self._values[name])
+        set_values(model, self.values)
 
     def changed(self, model: nn.Module) -> dict[str, torch.Tensor]:
         """The tensors of which the model has other values now, or that were not there, by name."""
         return {
-            name: value.detach()
-            for name, value in self._named(model)
-            if name not in self._values or not _is_same(self._values[name], value)
+            name: value
+            for name, value in self._of(model).items()
+            if name not in self.values or not _is_same(self.values[name], value)
         }
 
 
-class OptimizerCopy:
-    """An optimizer's slots and options.
-
-    Args:
-        optimizer: whose to copy.
-    """
-
-    def __init__(self, optimizer: optim.Optimizer) -> None:
-        self._state = {key: _copied(slots) for key, slots in optimizer.state.items()}
-        self._groups = [
-            (list(group["params"]), _copied(_options(group))) for group in optimizer.param_groups
-        ]
-
-    def give_back(self, optimizer: optim.Optimizer) -> None:
-        """Give the optimizer what was copied; once, as it keeps what it gets."""
-        optimizer.state.clear()
-        optimizer.state.update(self._state)
-        del optimizer.param_groups[len(self._groups) :]
-        for group, (parameters, options) in zip(optimizer.param_groups, self._groups, strict=True):
-            group.clear()
-            group.update(params=parameters, **options)
-
-
-def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+def _is_same(one: torch.Tensor, other: Any) -> bool:
     is_alike = one.dtype == other.dtype and one.shape == other.shape
-    return is_alike and _bits(one).equal(_bits(other))
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """What tells NaN from other NaN, and 0 from -0."""
-    return tensor.detach().contiguous().view(-1).view(torch.uint8)
-
-
-def _options(group: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key != "params"}
-
-
-def _copied(values: dict[str, Any]) -> dict[str, Any]:
-    return {
-        key: value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
-        for key, value in values.items()
-    }
+    return is_alike and bits_of(one).equal(bits_of(other))

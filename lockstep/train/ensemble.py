@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
 
 from lockstep.parallel.control import Control
 from lockstep.parallel.update import PieceSlots
 from lockstep.parallel.worker import Worker
 from lockstep.train.conductor import Conductor
+from lockstep.train.copies import set_values
 from lockstep.train.feeding import Halt
 from lockstep.train.tracing import StepTracer
 
@@ -29,11 +29,15 @@ class Resume:
         epoch: the epoch's number.
         is_begun: its ``on_epoch_begin`` has been called.
         stops: a callback wanted training to stop there, and a step is still to be made.
+        batch: the number of the epoch's next batch.
+        so_far: what the epoch has come to in the batches before (``train.epoch_sums``).
     """
 
     epoch: int = 0
     is_begun: bool = False
     stops: bool = False
+    batch: int = 0
+    so_far: Any = None
 
 
 class Renew(Exception):  # noqa: N818  # no error: all ranks leave the loop here, together
@@ -108,7 +112,7 @@ class Ensemble:
                 values=values,
             )
         directive = self._tell(directive)
-        _set_values(model, directive.values)
+        set_values(model, directive.values)
         updater.look_again()
         if not directive:
             return False
@@ -123,13 +127,15 @@ class Ensemble:
 
     def _tell(self, directive: _Directive | None) -> Any:
         """Rank 0's directive, on every rank; a message is sent only if it says anything."""
+        is_sent = self.worker.board is None or self.is_wanted(bool(directive))
+        return self.control.broadcast(directive) if is_sent else _NOTHING
+
+    def is_wanted(self, wish: bool) -> bool:
+        """Rank 0's wish, on every rank."""
         board = self.worker.board
         if board is None:
-            return self.control.broadcast(directive)
-        leads = self.control.rank == 0
-        if board.announce(bool(directive)) if leads else board.announced():
-            return self.control.broadcast(directive)
-        return _NOTHING
+            return bool(self.control.broadcast(wish))
+        return board.announce(wish) if self.control.rank == 0 else board.announced()
 
     def show_slots(self) -> None:
         """Callbacks find the optimizer's slots where they look for them."""
@@ -176,20 +182,11 @@ class Ensemble:
         if self.control.num_ranks > 1 and next(self.worker.model.buffers(), None) is not None:
             own = self.worker.ruled_buffers()
             for buffers in self.control.gather({} if self.control.rank == 0 else own):
-                _set_values(self.worker.model, buffers)
+                set_values(self.worker.model, buffers)
 
     def share_buffers(self) -> None:
         """Give every rank the values of all buffers that count."""
         self.collect_buffers()
         model = self.worker.model
         if self.control.num_ranks > 1 and next(model.buffers(), None) is not None:
-            _set_values(model, self.control.broadcast(dict(model.named_buffers())))
-
-
-@torch.no_grad()
-def _set_values(model: nn.Module, values: dict[str, torch.Tensor]) -> None:
-    """Set parameters and buffers; ranks that share a parameter all write the same."""
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        value = values.get(name, tensor)
-        if value is not tensor:
-            tensor.copy_(value)
+            set_values(model, self.control.broadcast(dict(model.named_buffers())))

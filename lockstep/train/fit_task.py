@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import ClassVar
 
 import torch
@@ -18,8 +19,9 @@ from lockstep.parallel.passes import Observe
 from lockstep.parallel.readers import reading_ahead
 from lockstep.parallel.update import PieceSlots
 from lockstep.parallel.worker import StepResult, Worker, modes_of
-from lockstep.train.conductor import Conductor, Logs, Snapshot
+from lockstep.train.conductor import Conductor, Logs, Place, Snapshot
 from lockstep.train.ensemble import Ensemble, Renew, Resume
+from lockstep.train.epoch_sums import epoch_sums, results_so_far, set_metrics
 from lockstep.train.feeding import GlobalBatch, Halt, SharedStream
 from lockstep.train.metrics import Metrics
 from lockstep.train.tasks import Task, evaluate, joined_metrics
@@ -80,6 +82,7 @@ class FitTask(Task):
         loss_parts: of the loss, where it has some.
         shows_slots: callbacks that act after steps look at the optimizer's slots, too.
         turns: the losses of several functions that take turns with every batch.
+        takes_states: a callback may take the training's state after a step.
         stops_before_steps: a callback that wants training to stop before a step stops that step,
             too; else training stops after it.
     """
@@ -105,6 +108,7 @@ class FitTask(Task):
     record: bool = False
     counts_skipped: bool = False
     shows_slots: bool = False
+    takes_states: bool = False
     loss_parts: LossParts = ONE_LOSS
     turns: LossParts = ONE_LOSS
 
@@ -156,10 +160,10 @@ class FitTask(Task):
         stops = self._begin_epoch(ensemble, epoch)
         if stops and self.stops_before_steps:
             return True
-        self.metrics.reset()
         observe = self.metrics.update if self.metrics else None
-        results: list[StepResult] = []
-        for index, (batch, indices) in enumerate(self._batches(ensemble, source, epoch)):
+        results = self._begin_sums(ensemble, epoch)
+        batches = self._batches(ensemble, source, epoch)
+        for index, (batch, indices) in enumerate(batches, self._num_done(epoch)):
             if self.before_steps:
                 stops = ensemble.consult(partial(conductor.begin_step, index))
                 if stops and self.stops_before_steps:
@@ -181,6 +185,7 @@ class FitTask(Task):
                     ensemble.collect_buffers()
                 if self.shows_slots:
                     ensemble.show_slots()
+                self._take_stand(ensemble, epoch, index + 1, progress, results)
                 if ensemble.consult(end_step):
                     break
             else:
@@ -196,8 +201,48 @@ class FitTask(Task):
         if self.watched:
             ensemble.collect_buffers()
             ensemble.show_slots()
+        self._stand(ensemble, Place(epoch=epoch + 1, batch=0, num_steps=progress.num_steps))
         end = partial(conductor.end_epoch, epoch, logs)
         return ensemble.consult(end, Resume(epoch + 1) if self.watched else None)
+
+    def _num_done(self, epoch: int) -> int:
+        """Batches of the epoch that were made before this task."""
+        return self.start.batch if epoch == self.start.epoch else 0
+
+    def _begin_sums(self, ensemble: Ensemble, epoch: int) -> list[StepResult]:
+        """The steps of the epoch so far; metrics are those of these steps."""
+        ensemble.conductor.stand_at(None)  # until a step is made after which a state is wanted
+        self.metrics.reset()
+        if not self._num_done(epoch):
+            return []
+        set_metrics(self.metrics, self.start.so_far, ensemble.control)
+        return results_so_far(self.start.so_far, is_told=ensemble.control.rank == 0)
+
+    def _take_stand(
+        self,
+        ensemble: Ensemble,
+        epoch: int,
+        batch: int,
+        progress: _Progress,
+        results: Sequence[StepResult],
+    ) -> None:
+        """After a step, have rank 0 know all that the training's state says, if it is wanted."""
+        conductor = ensemble.conductor
+        if not (self.takes_states and ensemble.is_wanted(conductor.wants_state(batch - 1))):
+            conductor.stand_at(None)
+            return
+        ensemble.collect_buffers()
+        ensemble.show_slots()
+        sums = epoch_sums(results, self.metrics, ensemble.control)
+        num_steps = progress.num_steps
+        place = Place(epoch=epoch, batch=batch, num_steps=num_steps, so_far=sums)
+        self._stand(ensemble, place)
+
+    def _stand(self, ensemble: Ensemble, place: Place) -> None:
+        plan = ensemble.worker.plan
+        is_apart = plan.num_hosts > 1 and plan.pipeline is not None  # weights are on other hosts
+        is_stream = isinstance(self.source, SharedStream)
+        ensemble.conductor.stand_at(None if is_apart or is_stream else place)
 
     def _begin_epoch(self, ensemble: Ensemble, epoch: int) -> bool:
         """Let callbacks begin an epoch, unless they have; returns whether to stop."""
@@ -223,7 +268,11 @@ class FitTask(Task):
             )
             return conductor.awaited(batches)
         watched = conductor.watched(source)
-        return ((watched, indices) for indices in self._indices(epoch))
+        return ((watched, indices) for indices in self._rest(epoch))
+
+    def _rest(self, epoch: int) -> Iterator[torch.Tensor]:
+        """Of the batches that are still to be made of an epoch."""
+        return islice(self._indices(epoch), self._num_done(epoch), None)
 
     def _indices(self, epoch: int) -> Iterator[torch.Tensor]:
         """Of the batches of an epoch, where the data is read by index."""
@@ -242,7 +291,7 @@ class FitTask(Task):
         step = self.first_step
         turns = range(max(len(self.turns.names), 1))
         for epoch in range(self.start.epoch, self.epochs):
-            for indices in self._indices(epoch):
+            for indices in self._rest(epoch):
                 yield [read for turn in turns for read in worker.reads(indices, step, turn)]
                 step += 1
 

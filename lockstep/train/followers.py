@@ -9,7 +9,6 @@ import pickle
 from contextlib import suppress
 from typing import Any
 
-import torch
 from torch import nn
 
 from lockstep.cluster.place import Place
@@ -21,6 +20,7 @@ from lockstep.launch.secret import find_secret
 from lockstep.launch.team import Team
 from lockstep.parallel.control import open_region
 from lockstep.parallel.serialization import pack, unpack
+from lockstep.train.copies import set_values, values_of
 from lockstep.train.interrupt import held_interrupts
 
 _CONCLUSION = b"conclusion"
@@ -69,7 +69,7 @@ class Follower:
                     raise
                 raise error from error.__cause__
         result, values = _kept.pop(said)
-        _set_values(model, values)
+        set_values(model, values)
         return result
 
     def close(self) -> None:
@@ -80,11 +80,7 @@ class Follower:
 
 def call_conclude(team: Team, result: Any, model: nn.Module, timeout_seconds: float) -> None:
     """On the leader: let the followers' calls end with this result, and with these weights."""
-    values = {
-        name: tensor.detach()
-        for name, tensor in (*model.named_parameters(), *model.named_buffers())
-    }
-    serialized = pack((result, values))
+    serialized = pack((result, values_of(model)))
     team.call(
         conclude,
         serialized.payload,
@@ -108,9 +104,3 @@ def conclude(context: HelperContext, body: bytes, descriptors: tuple[int, ...]) 
 
 # From ``conclude`` to ``Follower.serve``, between which only bytes go.
 _kept: dict[bytes, Any] = {}
-
-
-@torch.no_grad()
-def _set_values(model: nn.Module, values: dict[str, torch.Tensor]) -> None:
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        tensor.copy_(values[name])

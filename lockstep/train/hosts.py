@@ -6,7 +6,6 @@ be equal, or the difference is named; values (weights, slots, options) are those
 """
 
 import atexit
-import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -40,8 +39,9 @@ from lockstep.parallel.update import Updater
 from lockstep.plan.spec import Plan
 from lockstep.train.fit_task import FitTask
 from lockstep.train.followers import Follower, host_key
-from lockstep.train.likeness import digest
 from lockstep.train.renewal import Form, take_changes
+from lockstep.train.run_state import set_state, state_of
+from lockstep.train.training_state import Tree, assembled, flattened
 from lockstep.units import format_seconds
 from lockstep.version import __version__
 
@@ -262,7 +262,7 @@ class Hosts:
         others = ("steps_per_epoch", "counts_skipped", "loss_parts", "turns")
         own = {f"`{name}`": getattr(task, name) for name in (*fixed, *others)}
         self.check_equal({**own, **facts})
-        wishes = ("watched", "watches_beginnings", "before_steps", "after_steps")
+        wishes = ("watched", "watches_beginnings", "before_steps", "after_steps", "takes_states")
         told = self.from_chief([getattr(task, name) for name in wishes])
         traced = self.from_chief(
             None if task.traced is None else (task.traced.start, task.traced.stop)
@@ -290,17 +290,20 @@ class Hosts:
 
     def share_values(self, model: nn.Module, updater: Updater | None) -> None:
         """Have every host's model and optimizer be as those of host 0."""
-        tensors = dict([*model.named_parameters(), *model.named_buffers()])
-        mine = digest(tensors.values())
-        if self._differs(mine):
-            for tensor in tensors.values():
-                self._share_tensor(tensor)
-        if updater is not None:
-            state = updater.state()
-            if self._differs(_digest_of_tree(state)):
-                told = self.from_chief(state)
-                if self.host != 0:
-                    updater.load_state(told)
+        own = state_of(model, updater)
+        mine = own.digests()
+        told = self.from_all(mine)
+        for part in mine:
+            if any(one[part] != told[0][part] for one in told):
+                own = replace(own, **{part: self._told_part(getattr(own, part))})
+        if self.host != 0 and told[0] != mine:
+            set_state(model, updater, own)
+
+    def _told_part(self, part: Tree) -> Tree:
+        """Host 0's part of a state, sent one tensor at a time."""
+        tensors, values = flattened(part)
+        names = self.from_chief((list(tensors), values))
+        return assembled({name: self.from_chief(tensors.get(name)) for name in names[0]}, names[1])
 
     def share_changes(
         self, model: nn.Module, optimizers: Sequence[optim.Optimizer], before: Form
@@ -315,17 +318,8 @@ class Hosts:
         if not leads:
             take_changes(model, optimizers, changes)
 
-    def _differs(self, digest: bytes) -> bool:
-        return len(set(self._exchanged(digest))) > 1
-
     def _exchanged(self, payload: bytes) -> list[bytes]:
         return self.control_group.exchange(payload, self.look_around)
-
-    @torch.no_grad()
-    def _share_tensor(self, tensor: torch.Tensor) -> None:
-        told = self.from_chief(tensor.detach().contiguous())
-        if self.host != 0:
-            tensor.copy_(told)
 
 
 class LeaderCrossing:
@@ -473,7 +467,3 @@ def _processor() -> str:
 
 def _as_text(facts: Mapping[str, object]) -> dict[str, str]:
     return {name: str(value) for name, value in facts.items()}
-
-
-def _digest_of_tree(tree: Any) -> bytes:
-    return hashlib.blake2b(encode(tree), digest_size=16).digest()

@@ -138,6 +138,11 @@ class JobContext:
                 )
             )
 
+    @property
+    def is_nested(self) -> bool:
+        """Whether the call under way is made within another one, by a callback."""
+        return self._is_at_work or self._depth > 1
+
     @contextmanager
     def _meeting(self, call: str) -> Iterator[None]:
         reach = "one process" if self._strategy is None else self._strategy.reach

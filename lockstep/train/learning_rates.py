@@ -93,6 +93,16 @@ class RunningSchedule:
         self._differ = len(set(self._rates)) > 1 or _has_several_lambdas(self.scheduler)
         self._check_monitor()
 
+    def state_dict(self) -> dict[str, Any]:
+        """What it must know to go on."""
+        own = {"rates": list(self._rates), "differ": self._differ}
+        return {"scheduler": self.scheduler.state_dict(), **own}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what ``state_dict`` has given; the optimizer has its options already."""
+        self.scheduler.load_state_dict(state["scheduler"])
+        self._rates, self._differ = list(state["rates"]), state["differ"]
+
     def begin(self, names: Collection[str], num_steps: int | None) -> None:
         """Before a ``fit``: what is known to fail fails here.
 

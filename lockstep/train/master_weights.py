@@ -10,11 +10,13 @@ A weight that is no longer its copy, rounded, was set by somebody: then the copy
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from lockstep.errors import OptionError, problem
 from lockstep.parallel.update import BoundPiece, SlotKey
+from lockstep.train.training_state import TrainingState
 from lockstep.train.updaters import TorchUpdater
 from lockstep.train.wrapped_updaters import WrappedUpdater
 
@@ -54,6 +56,16 @@ class MasterUpdater(WrappedUpdater):
             torch._foreach_copy_([one.bound.tensor for one in used], [one.kept for one in used])
         for one in used:
             one.kept.grad = None
+
+    def state(self) -> dict[str, Any]:
+        return {**super().state(), "masters": dict(self.kept)}
+
+    def load_state(self, state: TrainingState) -> None:
+        super().load_state(state)
+        # Of a state from before the first step the copies are the weights.
+        fresh = [name for name in self.kept if name not in state.masters]
+        weights = {name: self.parameters[name].detach().float() for name in fresh}
+        self._keep({**weights, **state.masters})
 
 
 def with_masters(

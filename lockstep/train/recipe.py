@@ -4,9 +4,7 @@ The Trainer's options, checked, and made into the parts of a session: how gradie
 updates, whose functions take turns.
 """
 
-import copy
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -31,11 +29,6 @@ from lockstep.train.recipe_checks import (
 from lockstep.train.updater_sets import UpdaterSet
 from lockstep.train.updaters import TorchUpdater
 from lockstep.train.wrapped_updaters import WrappedUpdater
-
-
-def _copied(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in tensors.items()}
-
 
 AnyUpdater = TorchUpdater | WrappedUpdater | UpdaterSet
 
@@ -91,25 +84,6 @@ class Recipe:
             f"on_nonfinite={rules.on_nonfinite}, average={self.averages and self.averages.ema}, "
             f"compile={self._compile}, accumulate={self._accumulate}, train_step={names})"
         )
-
-    @contextmanager
-    def rewound(self) -> Iterator[None]:
-        """After the block, what a training keeps beside weights and slots is as before it."""
-        scale, averages = self.rules.loss_scale, self.averages
-        kept = copy.copy(scale)
-        begun = (0, set[str]()) if averages is None else (averages.num_updates, {*averages.begun})
-        tensors = [] if averages is None else [averages.by_name]
-        copies = [_copied(own) for own in (*tensors, self._masters)]
-        try:
-            yield
-        finally:
-            for own, before in zip((*tensors, self._masters), copies, strict=True):
-                own.clear()
-                own.update(before)
-            if scale is not None:
-                vars(scale).update(vars(kept))
-            if averages is not None:
-                averages.num_updates, averages.begun = begun
 
     def maker(self, maker: Maker) -> Maker:
         """The strategy's maker, as this recipe needs it."""

@@ -34,9 +34,11 @@ from lockstep.train.optimizers import each_optimizer
 from lockstep.train.planning import Partitions, Planning
 from lockstep.train.recipe import AnyUpdater, Recipe
 from lockstep.train.renewal import Form
+from lockstep.train.run_state import set_state, state_of
 from lockstep.train.session import Session
 from lockstep.train.standing import StandingCalls
 from lockstep.train.tasks import Task
+from lockstep.train.training_state import TrainingState
 
 _T = TypeVar("_T")
 
@@ -131,6 +133,33 @@ class Runner(ABC):
         self._standing = StandingCalls()
         self._session.close()
 
+    # --- state ---------------------------------------------------------------------------------
+
+    def _state(self) -> TrainingState:
+        """What this run consists of now; no copy."""
+        self._initialize()
+        scale = self._recipe.rules.loss_scale
+        return replace(
+            state_of(self.model, self._own_updater()),
+            loss_scale=None if scale is None else dict(vars(scale)),
+            random={"seed": self.seed},
+            position={"epochs": self._epochs_trained, "steps": self._steps_trained},
+        )
+
+    def _set_state(self, state: TrainingState) -> None:
+        """Go on from a state that fits; it stays as it is."""
+        self._initialize()
+        set_state(self.model, self._own_updater(), state)
+        if state.loss_scale is not None:
+            vars(self._recipe.rules.loss_scale).update(state.loss_scale)
+        self.seed = state.random["seed"]
+        self._epochs_trained = state.position["epochs"]
+        self._steps_trained = state.position["steps"]
+
+    def _own_updater(self) -> Any:
+        """What knows the optimizer's state; None without an optimizer."""
+        return None if self.optimizer is None else self._make_updater()
+
     # --- with all processes --------------------------------------------------------------------
 
     def _call(self, name: str, make: Callable[[], _T]) -> _T:
@@ -171,6 +200,7 @@ class Runner(ABC):
         """Run the task, and go on with another where a callback has changed what was sent."""
         resume: Resume | None = task.start
         first_epoch, first_step = self._epochs_trained, self._steps_trained
+        self._epochs_trained += task.start.epoch
         while resume is not None and resume.epoch < task.epochs:
             task = replace(task, start=resume, first_step=first_step)
             conductor.updater = updater = self._make_updater()

@@ -5,16 +5,14 @@ runs tasks on the Plan's ranks through a ``Session``.
 """
 
 import copy
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 from torch import nn, optim
 
-from lockstep.checkpoint.weights import load_weights, save_weights
 from lockstep.data.sources import Source, as_input_source
 from lockstep.data.trees import Tree, concatenate, map_tensors, tensors_of
 from lockstep.errors import (
@@ -43,7 +41,7 @@ from lockstep.train.checks import (
 )
 from lockstep.train.conducting import FitConductor, FollowingConductor
 from lockstep.train.conductor import Conductor
-from lockstep.train.copies import OptimizerCopy, WeightCopy
+from lockstep.train.ensemble import Resume
 from lockstep.train.feeding import SharedStream, sample_of
 from lockstep.train.fit_task import FitTask
 from lockstep.train.history import History
@@ -60,20 +58,18 @@ from lockstep.train.job_context import JobContext, StrategyLike
 from lockstep.train.known_modules import known_modules
 from lockstep.train.learning_rates import make_schedule
 from lockstep.train.metrics import Metrics
-from lockstep.train.optimizers import Optimizers, each_optimizer, make_optimizers
+from lockstep.train.optimizers import Optimizers, make_optimizers
 from lockstep.train.output_console import OutputConsole
+from lockstep.train.persistence import PersistentRunner
 from lockstep.train.progress import ProgressDisplay
 from lockstep.train.rate_rules import RateRule, rule_of
 from lockstep.train.recipe import AnyUpdater, Recipe
-from lockstep.train.runner import Runner
 from lockstep.train.same_data import check_same_data
 from lockstep.train.scope import current_strategy
 from lockstep.train.tasks import EvaluateTask, PredictTask
 
-_T = TypeVar("_T")
 
-
-class Trainer(Runner):
+class Trainer(PersistentRunner):
     """Trains a PyTorch model under a strategy, with the weights one device would have given.
 
     Args:
@@ -385,96 +381,7 @@ class Trainer(Runner):
             callback.on_predict_end()
         return outputs
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the model's weights and buffers, whole and by name, as safetensors.
-
-        The file appears whole or not at all, with the permissions of the one that it replaces.
-        On several hosts all call it, and host 0 writes.
-        """
-        with self._job_context.together("save") as hosts:
-            self._initialize()
-            if self._is_chief:
-                save_weights(self.model, path)
-            if hosts is not None:
-                hosts.wait()  # so that what comes after finds the file, where all hosts see it
-        self._session.stores.release_pages()
-
-    def load(self, path: str | os.PathLike[str]) -> None:
-        """Read weights that ``save`` wrote under any strategy, into the model.
-
-        On several hosts all call it, host 0 reads, and all get the weights.
-
-        Raises:
-            CheckpointError: it is no such file, or names or shapes do not fit the model; nothing is
-                changed then.
-        """
-        self._check_not_averaged("load")
-        with self._job_context.together("load") as hosts:
-            self._initialize()
-            if self._is_chief or self._job_context.follower is not None:
-                load_weights(self.model, path)
-            if hosts is not None:
-                hosts.share_values(self.model, None)
-
-    def averaged(self) -> AbstractContextManager[None]:
-        """Within ``with trainer.averaged():`` the model has the averaged weights.
-
-        ``evaluate``, ``predict`` and ``save`` then use them. The trained weights come back after
-        the block. Buffers are those of training.
-
-        Raises:
-            OptionError: nothing is averaged, or there was no update yet.
-        """
-        self._job_context.check_thread("averaged")
-        averages = self._recipe.averages
-        if averages is None:
-            raise OptionError(
-                problem(
-                    "There are averaged weights where the Trainer was asked for them.",
-                    received="average=None",
-                    fix="Pass average=lockstep.EMA(0.999), for example.",
-                )
-            )
-        return averages.applied_to(self.model)
-
-    @contextmanager
-    def rewound(self) -> Iterator[None]:
-        """Within the block train on trial: after it, all is as before, whatever has happened.
-
-        Put back are weights and buffers, the optimizer's slots and options, and the position in the
-        orders and random streams; a schedule rests meanwhile. So what is trained next has the same
-        bits as without the block. That takes memory for a second copy of weights and slots.
-        """
-        self._job_context.check_thread("rewound")
-        self._initialize()
-        with torch.inference_mode(False):  # the optimizer gets these tensors, to step them
-            weights = WeightCopy(self.model)
-            optimizers = [(one, OptimizerCopy(one)) for one in each_optimizer(self.optimizer)]
-        position = self._epochs_trained, self._steps_trained
-        schedule, self.schedule = self.schedule, None  # whoever trains on trial sets the rate
-        try:
-            with self._recipe.rewound():
-                yield
-        finally:
-            self.schedule = schedule
-            weights.give_back(self.model)
-            for optimizer, copied in optimizers:
-                copied.give_back(optimizer)
-            self._epochs_trained, self._steps_trained = position
-
-    def same_everywhere(self, result: _T) -> _T:
-        """Rank 0's value of something, on all processes, where a launcher has started several.
-
-        All call it. It may be made of numbers, texts, tensors, tuples, lists, dicts, dataclasses.
-        """
-        return self._call("same_everywhere", lambda: self._job_context.from_chief(result))
-
     # --- parts -----------------------------------------------------------------------------------
-
-    @property
-    def _own_callbacks(self) -> list[Callback]:
-        """Callbacks run where rank 0 is."""
-        return self.callbacks if self._is_chief else []
 
     def _check_alone(self, search: BatchSizeSearch | None) -> None:
         """Refuse what one host alone can do."""
@@ -485,19 +392,6 @@ class Trainer(Runner):
                     "A batch size is searched on one host.",
                     received=f"batch_size={search!r} with {hosts.control_group.num_hosts} hosts",
                     fix="Start the script once for that; then pass the number on all hosts.",
-                )
-            )
-
-    def _check_not_averaged(self, method: str) -> None:
-        """Refuse to change weights that are put back at the end of ``averaged()``."""
-        averages = self._recipe.averages
-        if averages is not None and averages.is_applied:
-            raise OptionError(
-                problem(
-                    "Within averaged() the model has other weights for a while: what changes "
-                    "them would be lost.",
-                    received=method,
-                    fix="Call it after the block.",
                 )
             )
 
@@ -518,12 +412,19 @@ class Trainer(Runner):
             said = rule.apply(self.optimizer, batch_size)
             console.print(said, highlight=False, soft_wrap=True)
 
+    def _start_of(self, feed: Feed) -> Resume:
+        return self._start(feed.batch_size, is_stream=isinstance(feed.source, SharedStream))
+
     def _begin_schedule(
         self, loss: LossAdapter | None, feed: Feed, epochs: int, *, has_validation: bool
     ) -> None:
         if self.schedule is not None:
             names = log_names(loss, self.metrics, self._recipe.turns, has_validation=has_validation)
-            num_steps = None if feed.num_steps is None else epochs * feed.num_steps
+            start = self._start_of(feed)
+            num_epochs = epochs - start.epoch
+            num_steps = None
+            if feed.num_steps is not None:
+                num_steps = max(num_epochs * feed.num_steps - start.batch, 0)
             self.schedule.begin(names, num_steps)
 
     def _fit_task(
@@ -548,13 +449,18 @@ class Trainer(Runner):
             watched=bool(self._own_callbacks),
             watches_beginnings=bool(acting(self._own_callbacks, "on_epoch_begin")),
             before_steps=bool(stopping(self._own_callbacks, "on_train_batch_begin")),
-            after_steps=bool(stopping(self._own_callbacks, "on_train_batch_end")),
+            after_steps=bool(
+                stopping(self._own_callbacks, "on_train_batch_end")
+                or acting(self._own_callbacks, "takes_state")
+            ),
             steps_per_epoch=wish.steps_per_epoch,
             traced=traced_steps(self._own_callbacks, self._steps_trained),
             record=records,
             counts_skipped=self._recipe.rules.on_nonfinite == "skip",
             loss_parts=ONE_LOSS if loss is None else loss.parts,
             turns=self._recipe.turns,
+            start=self._start_of(feed),
+            takes_states=bool(acting(self._own_callbacks, "takes_state")),
         )
         if self._job_context.hosts is None:
             return task
@@ -572,7 +478,11 @@ class Trainer(Runner):
     ) -> History:
         """Train, with callbacks and progress around."""
         self.stop_training = False
-        with told_of_errors(self._own_callbacks), held_interrupts() as interrupt:
+        with (
+            told_of_errors(self._own_callbacks),
+            self._fitting(),
+            held_interrupts() as interrupt,
+        ):
             conductor = FollowingConductor(interrupt)
             if self._is_chief:
                 conductor = FitConductor(
@@ -585,6 +495,7 @@ class Trainer(Runner):
                 )
             try:
                 conductor.begin_train()
+                self._go_on(conductor, task.start)
                 self._train(task, loss, conductor, task.batch_size)
             finally:
                 conductor.close()

@@ -10,6 +10,8 @@ from typing import Any, Protocol
 from torch import nn
 
 from lockstep.plan.spec import Plan
+from lockstep.train.conductor import Place
+from lockstep.train.history import History
 
 
 class TrainerProtocol(Protocol):
@@ -65,6 +67,15 @@ class TrainerProtocol(Protocol):
 
     def load(self, path: Any) -> None:
         """Read weights."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """All of which the training consists."""
+
+    def load_state_dict(self, state: Any) -> None:
+        """Go on from a state."""
+
+    def stand_at(self, place: Place | None, history: History) -> None:
+        """Callbacks are called there next."""
 
     def averaged(self) -> AbstractContextManager[None]:
         """Within the block the model has the averaged weights."""

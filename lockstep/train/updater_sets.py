@@ -1,6 +1,7 @@
 """Several optimizers, each with parameters of its own, of which one steps at a time."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,7 +10,10 @@ from torch import nn
 from lockstep.parallel.update import BoundPiece, PieceSlots, SlotKey, Updater
 from lockstep.plan.layout import Extent, Piece, elementwise_slices, whole_parameters
 from lockstep.train.optimizers import Optimizers
+from lockstep.train.training_state import TrainingState
 from lockstep.train.updaters import TorchUpdater
+
+_OWNER = "optimizer"  # of a parameter group, in a state: the optimizer's name
 
 
 class UpdaterSet(Updater):
@@ -22,6 +26,7 @@ class UpdaterSet(Updater):
 
     def __init__(self, optimizers: Optimizers, parameters: Mapping[str, nn.Parameter]) -> None:
         self.owner = optimizers
+        self._names = list(optimizers)
         self._updaters: list[TorchUpdater] = []
         self._of: dict[str, TorchUpdater] = {}
         for optimizer in optimizers.values():
@@ -74,12 +79,25 @@ class UpdaterSet(Updater):
     def stored(self) -> list[tuple[str, torch.Tensor]]:
         return [each for updater in self._updaters for each in updater.stored()]
 
-    def state(self) -> Any:
-        return [updater.state() for updater in self._updaters]
+    def state(self) -> dict[str, Any]:
+        optimizer: dict[str, Any] = {}
+        options: list[dict[str, Any]] = []
+        own: dict[str, Any] = {}
+        for name, updater in zip(self._names, self._updaters, strict=True):
+            parts = updater.state()
+            optimizer |= parts.get("optimizer", {})
+            options += [{**group, _OWNER: name} for group in parts.get("options", ())]
+            if "own" in parts:
+                own[name] = parts["own"][""]
+        return {"optimizer": optimizer, "options": options, "own": own}
 
-    def load_state(self, state: Any) -> None:
-        for updater, own in zip(self._updaters, state, strict=True):
-            updater.load_state(own)
+    def load_state(self, state: TrainingState) -> None:
+        for name, updater in zip(self._names, self._updaters, strict=True):
+            groups = [group for group in state.options if group[_OWNER] == name]
+            plain = [{key: one for key, one in own.items() if key != _OWNER} for own in groups]
+            slots = {key: own for key, own in state.optimizer.items() if key in updater.parameters}
+            own = {"": state.own[name]} if name in state.own else {}
+            updater.load_state(replace(state, optimizer=slots, options=plain, own=own))
 
     def recover(self) -> list[str]:
         return [name for updater in self._updaters for name in updater.recover()]

@@ -33,7 +33,9 @@ from lockstep.parallel.update import (
     assemble_slots,
 )
 from lockstep.plan.layout import Extent, Piece, elementwise_slices, whole_parameters
+from lockstep.train.optimizer_state import optimizer_parts, option_values, set_optimizer
 from lockstep.train.shared_options import SharedOptions, options_spec
+from lockstep.train.training_state import TrainingState
 
 # Treat every element by itself. Exact types: a subclass may do anything.
 ELEMENTWISE = frozenset(
@@ -135,7 +137,7 @@ class TorchUpdater(Updater):
         """The slots that a step with these options makes for a parameter of three elements."""
         dummy = torch.zeros(3)
         dummy.grad = torch.zeros(3)
-        groups = [{**_options(group), "params": [dummy]}]
+        groups = [{**option_values(group), "params": [dummy]}]
         contents = {"state": defaultdict(dict), "param_groups": groups}
         clone = self._rebuild(contents)
         _step_plainly(clone)
@@ -172,7 +174,7 @@ class TorchUpdater(Updater):
                 others = {slot: value for slot, value in slots.items() if slot not in stored}
                 state[bound.tensor] = {**_cut_slots(others, parameter, bound), **stored}
         groups = [
-            {**_options(group), "params": _tensors_of(group["params"], by_parameter)}
+            {**option_values(group), "params": _tensors_of(group["params"], by_parameter)}
             for group in self.optimizer.param_groups
         ]
         return self._rebuild({"state": state, "param_groups": groups})
@@ -272,20 +274,11 @@ class TorchUpdater(Updater):
     def stored(self) -> list[tuple[str, torch.Tensor]]:
         return [(name, place) for name, slots in self._store.items() for place in slots.values()]
 
-    def state(self) -> Any:
-        slots = {
-            name: dict(self.optimizer.state[parameter])
-            for name, parameter in self.parameters.items()
-            if parameter in self.optimizer.state
-        }
-        return {"options": self.options(), "slots": slots}
+    def state(self) -> dict[str, Any]:
+        return optimizer_parts(self.optimizer, self.parameters)
 
-    def load_state(self, state: Any) -> None:
-        for group, values in zip(self.optimizer.param_groups, state["options"], strict=True):
-            group.update(values)
-        self.optimizer.state.clear()
-        for name, slots in state["slots"].items():
-            self.optimizer.state[self.parameters[name]] = slots
+    def load_state(self, state: TrainingState) -> None:
+        set_optimizer(self.optimizer, self.parameters, state)
 
     def recover(self) -> list[str]:
         if self._active is self.optimizer:
@@ -317,7 +310,7 @@ class TorchUpdater(Updater):
         return not stored or any(bool(slot.any()) for slot in stored)
 
     def options(self) -> list[dict[str, Any]]:
-        return [_options(group) for group in self.optimizer.param_groups]
+        return [option_values(group) for group in self.optimizer.param_groups]
 
     def set_options(self, options: list[dict[str, Any]]) -> None:
         for group, values in zip(self._active.param_groups, options, strict=True):
@@ -382,15 +375,6 @@ def _is_known(optimizer: optim.Optimizer) -> bool:
         and not optimizer._optimizer_step_post_hooks
         and (step is None or hasattr(step, "_wrapped_by_lr_sched"))
     )
-
-
-def _options(group: dict[str, Any]) -> dict[str, Any]:
-    """A copy: schedulers change a learning rate that is a tensor in place."""
-    return {
-        key: value.clone() if isinstance(value, torch.Tensor) else value
-        for key, value in group.items()
-        if key not in ("params", "param_names")
-    }
 
 
 def _tensors_of(

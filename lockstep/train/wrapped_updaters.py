@@ -14,6 +14,7 @@ from torch import nn, optim
 from lockstep.comm.gradients import TensorSpec, cut_piece
 from lockstep.parallel.update import BoundPiece, PieceSlots, SlotKey, Updater
 from lockstep.plan.layout import Extent, Piece
+from lockstep.train.training_state import TrainingState, copy_onto
 from lockstep.train.updaters import TorchUpdater
 
 
@@ -120,13 +121,18 @@ class WrappedUpdater(Updater):
     def stored(self) -> list[tuple[str, torch.Tensor]]:
         return [*self.inner.stored(), *self.kept.items()]
 
-    def state(self) -> Any:
-        return {"inner": self.inner.state(), "kept": self.kept}
+    def state(self) -> dict[str, Any]:
+        return self.inner.state()
 
-    def load_state(self, state: Any) -> None:
-        self.inner.load_state(state["inner"])
+    def load_state(self, state: TrainingState) -> None:
+        self.inner.load_state(state)
+
+    def _keep(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """From now on keep tensors with these values."""
+        before = dict(self.kept)
         self.kept.clear()
-        self.kept.update(state["kept"])
+        for name, value in tensors.items():
+            self.kept[name] = copy_onto(before.get(name), value, self.parameters[name])
 
     def recover(self) -> list[str]:
         return self.inner.recover()

@@ -83,11 +83,11 @@ def built(template: Any, variables: Sequence[Any]) -> tuple[Any, list[Slot | Non
     vars(copied)["add_variable_from_reference"] = noting
     copied.build(list(variables))
     del vars(copied)["add_variable_from_reference"]
-    found = {**_listed(copied, len(variables)), **found}
+    found = {**listed_slots(copied, len(variables)), **found}
     return copied, [found.get(id(one)) for one in made_variables(copied)]
 
 
-def _listed(optimizer: Any, num_variables: int) -> dict[int, Slot]:
+def listed_slots(optimizer: Any, num_variables: int) -> dict[int, Slot]:
     """Slots by their addresses, where they are in lists with one for each variable."""
     return {
         id(one): Slot(number, name)

@@ -338,6 +338,10 @@ class KerasTrainer(Runner):
             self._updater = self._look(), updater
         return updater
 
+    def _own_updater(self) -> Any:
+        self.optimizer = self.model.model.optimizer
+        return super()._own_updater()
+
     def _look(self) -> Sight | None:
         """See whether the model is what the last call has found, once before ranks run it."""
         if not self._has_looked:

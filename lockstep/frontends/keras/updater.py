@@ -11,6 +11,7 @@ Of any other nothing is known, or it looks at all gradients at once: rank 0 alon
 user's own object on the model's own variables, and that is exact whatever it does.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import count
 from typing import Any
@@ -19,10 +20,12 @@ import torch
 from keras import device, optimizers
 
 from lockstep.comm.gradients import cut_piece
+from lockstep.errors import CheckpointError, problem
 from lockstep.frontends.keras.fused_adam import step_bare_adam, use_fused_adam
 from lockstep.frontends.keras.optimizer_copy import (
     Slot,
     built,
+    listed_slots,
     made_variables,
     options_of,
     set_options,
@@ -32,6 +35,8 @@ from lockstep.frontends.keras.optimizer_copy import (
 from lockstep.parallel.allocator import temporary_memory
 from lockstep.parallel.update import BoundPiece, PieceSlots, SlotKey, Updater, assemble_slots
 from lockstep.plan.layout import Extent, Piece, elementwise_slices, whole_parameters
+from lockstep.train.training_state import TrainingState
+from lockstep.units import first_few
 
 # Exact types: a subclass may do anything. Keras makes some as subclasses of its own for torch.
 _ELEMENTWISE = frozenset(
@@ -280,14 +285,41 @@ class KerasUpdater(Updater):
     def stored(self) -> list[tuple[str, torch.Tensor]]:
         return [(name, place) for (name, _), place in self._store.items()]
 
-    def state(self) -> Any:
-        values = [variable.value.detach() for variable in self.optimizer._variables]
-        return {"options": self.options(), "values": values}
+    def state(self) -> dict[str, Any]:
+        found: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)
+        for (name, slot), variable in self._named_slots().items():
+            found[name][slot] = variable.value.detach()
+        return {"optimizer": dict(found), "options": self.options()}
 
-    def load_state(self, state: Any) -> None:
-        set_options(self.optimizer, state["options"][0])
-        for variable, value in zip(self.optimizer._variables, state["values"], strict=True):
-            variable.assign(value)
+    def load_state(self, state: TrainingState) -> None:
+        slots = self._named_slots()
+        told = {(name, slot) for name, own in state.optimizer.items() for slot in own}
+        if told != slots.keys():
+            raise _other_slots(sorted(map(str, told ^ slots.keys())))
+        set_options(self.optimizer, state.options[0])
+        for (name, slot), variable in slots.items():
+            variable.assign(state.optimizer[name][slot])
+
+    def _named_slots(self) -> dict[_Key, Any]:
+        """The variables of the user's optimizer, but for its options, by parameter and slot.
+
+        What belongs to no parameter is called as the attribute that holds it, or by its path.
+        """
+        known = {id(variable): key for key, variable in self._slots.items() if key[0]}
+        if not self.is_known:
+            names = {id(variable): name for name, variable in self._variables.items()}
+            trained = [names.get(id(one)) for one in self.optimizer._trainable_variables]
+            for key, slot in listed_slots(self.optimizer, len(trained)).items():
+                if (name := trained[slot.index]) is not None:
+                    known[key] = name, slot.name
+        held = {id(one): ("", name) for name, one in vars(self.optimizer).items()}
+        numbers: dict[str, count[int]] = defaultdict(count)
+        return {
+            known.get(id(one))
+            or held.get(id(one))
+            or ("", f"{one.path} {next(numbers[one.path])}"): one
+            for one in made_variables(self.optimizer)
+        }
 
     def changing(self) -> Any:
         if not self.shares_all:
@@ -326,6 +358,16 @@ def _keys(kinds: Sequence[Slot | None], names: Sequence[str]) -> list[_Key]:
         ("", str(next(numbers))) if kind is None else (names[kind.index], kind.name)
         for kind in kinds
     ]
+
+
+def _other_slots(differing: Sequence[str]) -> CheckpointError:
+    return CheckpointError(
+        problem(
+            "The state of an optimizer must have the slots of the optimizer.",
+            received=f"others: {first_few(differing)}",
+            fix="Compile the model with the optimizer of the run whose state it is.",
+        )
+    )
 
 
 def _on_meta(variable: Any) -> Any:

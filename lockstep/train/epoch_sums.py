@@ -1,0 +1,62 @@
+"""What an epoch has come to so far: losses and metrics, to be kept and gone on from.
+
+Losses of steps are kept one by one: their sums are exactly rounded, so an epoch that is gone on
+with has the very loss of one that was not interrupted.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from lockstep.parallel.control import Control
+from lockstep.parallel.worker import StepResult
+from lockstep.train.metrics import Metrics
+from lockstep.train.training_state import Tree, copied
+
+
+def epoch_sums(results: Sequence[StepResult], metrics: Metrics, control: Control) -> Tree:
+    """A tree of plain values and tensors, on rank 0; all ranks call it."""
+    ranks = control.gather(([result.parts for result in results], metrics.states()))
+    if control.rank != 0:
+        return None
+    losses = [[result.total, result.weight] for result in results]
+    counts = [[result.num_samples, int(result.is_skipped)] for result in results]
+    return {
+        "losses": torch.tensor(losses, dtype=torch.float64).reshape(-1, 2),
+        "counts": torch.tensor(counts, dtype=torch.int64).reshape(-1, 2),
+        "parts": [
+            [sums for parts in steps for sums in parts]
+            for steps in zip(*(parts for parts, _ in ranks), strict=True)
+        ],
+        "metrics": copied([states for _, states in ranks]),
+    }
+
+
+def results_so_far(sums: Tree, *, is_told: bool) -> list[StepResult]:
+    """The steps of an epoch that is gone on with.
+
+    Args:
+        sums: what ``epoch_sums`` has told.
+        is_told: this rank tells of the parts of their losses, of all ranks.
+    """
+    steps = zip(sums["losses"].tolist(), sums["counts"].tolist(), sums["parts"], strict=True)
+    return [
+        StepResult(
+            total=total,
+            weight=weight,
+            num_samples=size,
+            is_skipped=bool(is_skipped),
+            parts=parts if is_told else [],
+        )
+        for (total, weight), (size, is_skipped), parts in steps
+    ]
+
+
+def set_metrics(metrics: Metrics, sums: Tree, control: Control) -> None:
+    """Have metrics go on: each rank's own with as many ranks as there were, else all on rank 0."""
+    ranks: list[Any] = copied(sums["metrics"])
+    if len(ranks) == control.num_ranks:
+        metrics.merge([ranks[control.rank]])
+    elif control.rank == 0:
+        metrics.merge(ranks)

@@ -1,0 +1,304 @@
+"""What of a Trainer outlives its calls: weights in files, its state, trials that are taken back."""
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+
+from lockstep.checkpoint.weights import load_weights, save_weights
+from lockstep.errors import OptionError, problem
+from lockstep.train.callbacks import Callback
+from lockstep.train.conducting import FollowingConductor
+from lockstep.train.conductor import Place
+from lockstep.train.ensemble import Resume
+from lockstep.train.history import History
+from lockstep.train.learning_rates import RunningSchedule
+from lockstep.train.run_state import (
+    callback_states,
+    check_state,
+    module_states,
+    no_place,
+    set_callback_states,
+    set_module_states,
+    within_training,
+)
+from lockstep.train.runner import Runner
+from lockstep.train.training_state import TrainingState, copied
+
+_T = TypeVar("_T")
+
+
+class PersistentRunner(Runner):
+    """A runner whose state can be saved, loaded and taken back.
+
+    Attributes:
+        callbacks: called during every training.
+        schedule: of the learning rate, or None.
+    """
+
+    callbacks: list[Callback]
+    schedule: RunningSchedule | None
+    _resumed: TrainingState | None = None
+    """A state from within a ``fit``, with which the next one goes on."""
+    _first_epoch: int | None = None
+    """Epochs trained before the ``fit`` that is under way; None where none is."""
+    _place: dict[str, Any] | None = None
+    """Where in it callbacks are called."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_resumed": None, "_place": None}
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the model's weights and buffers, whole and by name, as safetensors.
+
+        The file appears whole or not at all, with the permissions of the one that it replaces.
+        On several hosts all call it, and host 0 writes.
+        """
+        with self._job_context.together("save") as hosts:
+            self._initialize()
+            if self._is_chief:
+                save_weights(self.model, path)
+            if hosts is not None:
+                hosts.wait()  # so that what comes after finds the file, where all hosts see it
+        self._session.stores.release_pages()
+
+    def load(self, path: str | os.PathLike[str]) -> None:
+        """Read weights that ``save`` wrote under any strategy, into the model.
+
+        On several hosts all call it, host 0 reads, and all get the weights.
+
+        Raises:
+            CheckpointError: it is no such file, or names or shapes do not fit the model; nothing is
+                changed then.
+        """
+        self._check_not_averaged("load")
+        with self._job_context.together("load") as hosts:
+            self._initialize()
+            if self._is_chief or self._job_context.follower is not None:
+                load_weights(self.model, path)
+            if hosts is not None:
+                hosts.share_values(self.model, None)
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Within ``with trainer.averaged():`` the model has the averaged weights.
+
+        ``evaluate``, ``predict`` and ``save`` then use them. The trained weights come back after
+        the block. Buffers are those of training.
+
+        Raises:
+            OptionError: nothing is averaged, or there was no update yet.
+        """
+        self._job_context.check_thread("averaged")
+        averages = self._recipe.averages
+        if averages is None:
+            raise OptionError(
+                problem(
+                    "There are averaged weights where the Trainer was asked for them.",
+                    received="average=None",
+                    fix="Pass average=lockstep.EMA(0.999), for example.",
+                )
+            )
+        return averages.applied_to(self.model)
+
+    def state_dict(self) -> dict[str, Any]:
+        """All of which this training consists: to go on from it later, in another process.
+
+        A dict of plain values and of tensors, which are copies: weights and buffers, the
+        optimizer's slots and options, float32 copies, averages, the schedule, the loss scale, the
+        seed, how many epochs and steps were made, what callbacks keep. ``torch.save`` writes it,
+        and ``torch.load(path, weights_only=True)`` reads it. See ``load_state_dict``.
+
+        Callbacks may call it in ``on_epoch_end``, and in ``on_train_batch_end`` where their
+        ``takes_state`` has said so. On several hosts all call it, outside of callbacks.
+
+        Raises:
+            CheckpointError: a scheduler, a callback or a module keeps what is neither; a callback
+                calls it where training cannot be gone on from.
+        """
+        self._check_not_averaged("state_dict")
+        parts: dict[str, Any] = self._call("state_dict", self._copied_parts)
+        return parts
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state: what is trained next has the bits that it would have had there.
+
+        The Trainer is made as the other was, by the same script, and may be under another strategy,
+        on another number of devices. Where these have the same ``num_shares``, bits are equal, too.
+        A state that a callback has taken within a ``fit`` is gone on from by the next ``fit``, with
+        the same arguments: from the next batch to the last of its epochs.
+
+        On several hosts all call it, with the same.
+
+        Args:
+            state: what ``state_dict`` has returned; it stays as it is.
+
+        Raises:
+            CheckpointError: it is no such state, or does not fit; nothing is changed then.
+        """
+        self._check_not_averaged("load_state_dict")
+        with self._job_context.together("load_state_dict") as hosts:
+            if self._job_context.is_nested:
+                raise within_training()
+            found = TrainingState.of(state)
+            check_state(
+                found, self._state(), self.callbacks, has_schedule=self.schedule is not None
+            )
+            if hosts is not None:
+                hosts.check_equal({"the state": found.digest()})
+            self._set_whole_state(found)
+            self._resumed = found if found.position["fit"] is not None else None
+
+    def stand_at(self, place: Place | None, history: History) -> None:
+        """For the conductor of a ``fit``: callbacks are called there next."""
+        if place is None:
+            self._place = None
+            return
+        self._place = {
+            "epoch": place.epoch,
+            "batch": place.batch,
+            "batch_size": self.batch_size,
+            "steps": self._steps_trained + place.num_steps,
+            "so_far": place.so_far,
+            "history": history.history,
+            "epochs": history.epoch,
+        }
+
+    def _start(self, batch_size: int, *, is_stream: bool) -> Resume:
+        """Where the next ``fit`` begins.
+
+        Raises:
+            OptionError: it is to go on with other data, or batches of another size.
+        """
+        if self._resumed is None:
+            return Resume()
+        place = self._resumed.position["fit"]
+        if is_stream:
+            raise OptionError(
+                problem(
+                    "A fit is gone on with as it was begun: on arrays or map-style data.",
+                    received="data that can only be iterated",
+                    fix="Give fit the arguments that it had.",
+                )
+            )
+        if place["batch_size"] != batch_size:
+            raise OptionError(
+                problem(
+                    "A fit is gone on with as it was begun.",
+                    received=f"batch_size={batch_size} after batches of {place['batch_size']}",
+                    fix="Give fit the arguments that it had.",
+                )
+            )
+        batch = place["batch"]
+        return Resume(place["epoch"], batch > 0, batch=batch, so_far=place["so_far"])
+
+    def _go_on(self, conductor: FollowingConductor, start: Resume) -> None:
+        """After callbacks have begun, have all be as the state says with which ``fit`` goes on."""
+        state, self._resumed = self._resumed, None
+        if state is None:
+            return
+        if start.is_begun:
+            conductor.begin_epoch(start.epoch)
+        self._set_whole_state(state)
+        place = copied(state.position["fit"])
+        conductor.history = History(place["history"], place["epochs"])
+
+    @contextmanager
+    def _fitting(self) -> Iterator[None]:
+        self._first_epoch = self._epochs_trained
+        try:
+            yield
+        finally:
+            self._first_epoch = self._place = None
+
+    def _position(self) -> dict[str, Any]:
+        """How far training has come.
+
+        Raises:
+            CheckpointError: within a ``fit``, where it cannot be gone on from.
+        """
+        if self._first_epoch is None:
+            place = None if self._resumed is None else self._resumed.position["fit"]
+            return {"epochs": self._epochs_trained, "steps": self._steps_trained, "fit": place}
+        if self._place is None:
+            raise no_place()
+        place = dict(self._place)
+        return {"epochs": self._first_epoch, "steps": place.pop("steps"), "fit": place}
+
+    def _copied_parts(self) -> dict[str, Any]:
+        state = self._whole_state().copied()
+        state.flat()  # what cannot be written is told at once
+        self._session.stores.release_pages()
+        return state.parts()
+
+    def _whole_state(self) -> TrainingState:
+        """With what the script's process alone knows."""
+        states = callback_states(self._own_callbacks)
+        return replace(
+            self._state(),
+            position=self._position(),
+            modules=module_states(self.model),
+            schedule=None if self.schedule is None else self.schedule.state_dict(),
+            callbacks=self._job_context.from_chief(states),
+        )
+
+    def _set_whole_state(self, state: TrainingState) -> None:
+        self._set_state(state)
+        trained = set(state.trained)
+        for name, parameter in self.model.named_parameters():
+            parameter.requires_grad_(name in trained)
+        set_module_states(self.model, state.modules)
+        if self.schedule is not None:
+            self.schedule.load_state_dict(copied(state.schedule))
+        set_callback_states(self._own_callbacks, state.callbacks)
+        self._session.stores.release_pages()
+
+    @contextmanager
+    def rewound(self) -> Iterator[None]:
+        """Within the block train on trial: after it, all is as before, whatever has happened.
+
+        Put back are weights and buffers, the optimizer's slots and options, and the position in the
+        orders and random streams; a schedule rests meanwhile. So what is trained next has the same
+        bits as without the block. That takes memory for a second copy of weights and slots.
+        """
+        self._job_context.check_thread("rewound")
+        with torch.inference_mode(False):  # the optimizer may get these tensors, to step them
+            before = self._state().copied()
+        resumed = self._resumed if self._first_epoch is None else None
+        schedule, self.schedule = self.schedule, None  # whoever trains on trial sets the rate
+        try:
+            yield
+        finally:
+            self.schedule = schedule
+            with torch.inference_mode(False):
+                self._set_state(before)
+            self._resumed = resumed
+
+    def same_everywhere(self, result: _T) -> _T:
+        """Rank 0's value of something, on all processes, where a launcher has started several.
+
+        All call it. It may be made of numbers, texts, tensors, tuples, lists, dicts, dataclasses.
+        """
+        return self._call("same_everywhere", lambda: self._job_context.from_chief(result))
+
+    # --- parts -----------------------------------------------------------------------------------
+
+    @property
+    def _own_callbacks(self) -> list[Callback]:
+        """Callbacks run where rank 0 is."""
+        return self.callbacks if self._is_chief else []
+
+    def _check_not_averaged(self, method: str) -> None:
+        """Refuse to change weights that are put back at the end of ``averaged()``."""
+        averages = self._recipe.averages
+        if averages is not None and averages.is_applied:
+            raise OptionError(
+                problem(
+                    "Within averaged() the model has other weights for a while: what changes "
+                    "them would be lost.",
+                    received=method,
+                    fix="Call it after the block.",
+                )
+            )
