@@ -49,6 +49,9 @@ from lockstep.plan.spec import Plan
 # Messages of one kind that may be in use at once in evaluation: the sender may be so far ahead.
 _SLOTS_IN_EVALUATION = 3
 
+# Of all shares' outputs that are exchanged at once, in float64: what is more goes in turns.
+_OUTPUT_ELEMENTS = 1 << 17
+
 
 def exchange_spec(
     plan: Plan,
@@ -56,7 +59,7 @@ def exchange_spec(
     updater: Updater | None,
     groups: Sequence[ParameterGroup],
     partitions: Mapping[bool, Partition],
-    num_losses: int = 1,
+    loss: LossAdapter | None = None,
 ) -> ExchangeSpec:
     """The layout of what ranks share: known before any process starts.
 
@@ -66,8 +69,9 @@ def exchange_spec(
         updater: the optimizer; None where nothing is trained.
         groups: the parameters, by the ranks that have them.
         partitions: of the model in stages, by whether it is in training.
-        num_losses: parts of the loss.
+        loss: the loss, adapted.
     """
+    row_capacity = _row_capacity(plan, model, loss)
     trained = {
         name: tensor_spec(name, parameter)
         for name, parameter in model.named_parameters()
@@ -85,7 +89,7 @@ def exchange_spec(
             num_ranks=plan.num_ranks,
             share_ranks=tuple(map(plan.replica_of, range(plan.num_shares))),
             groups=group_specs,
-            row_capacity=max(BatchNorms(model).row_length, num_losses),
+            row_capacity=row_capacity,
         )
     graph = stage_graph(plan.pipeline)
     last_stage = len(plan.pipeline.stages) - 1
@@ -93,8 +97,19 @@ def exchange_spec(
         num_ranks=plan.num_ranks,
         share_ranks=tuple(graph.rank_of(last_stage, share) for share in range(plan.num_shares)),
         groups=group_specs,
+        row_capacity=row_capacity,
         mail_bytes=tuple(spec.num_bytes for spec in _mail_specs(plan, partitions).values()),
     )
+
+
+def _row_capacity(plan: Plan, model: nn.Module, loss: LossAdapter | None) -> int:
+    """The longest row that a share may offer: statistics, weights of losses, part of outputs."""
+    longest = 0 if plan.pipeline is not None else BatchNorms(model).row_length
+    if loss is None or plan.num_shares == 1:
+        return longest
+    if not loss.is_certain:
+        longest = max(longest, _OUTPUT_ELEMENTS // plan.num_shares, 1)
+    return max(longest, len(loss.parts.factors))
 
 
 def _group_spec(

@@ -84,6 +84,7 @@ class ShareLoss:
         total: weighted sum of the losses of the share's samples.
         weight: the sum of their weights.
         parts: what it is put together from, if it is.
+        is_guess: nobody knows what the loss is a mean of; the weight is the number of samples.
     """
 
     values: tuple[torch.Tensor, ...]
@@ -91,6 +92,7 @@ class ShareLoss:
     total: float
     weight: float
     parts: Sums = ()
+    is_guess: bool = False
 
     @property
     def sums(self) -> Sums:
@@ -139,6 +141,11 @@ class JointLoss:
     def weights(self) -> list[float]:
         """Of the parts."""
         return [loss.weight for loss in self.losses]
+
+    @property
+    def is_guess(self) -> bool:
+        """Nobody knows what one of them is a mean of."""
+        return any(loss.is_guess for loss in self.losses)
 
     @property
     def sums(self) -> Sums:
@@ -200,11 +207,25 @@ class LossAdapter(ABC):
         loss: what was given.
         parts: its parts, where it has some.
         needs_targets: it compares outputs with targets.
+        is_certain: what a share's loss weighs is known, whatever the loss returns.
+        takes_whole: it is called once, with the outputs of all shares: what it weighs in a share
+            alone is not known (``parallel.whole_batch``).
+        batch_size: samples of the batch under way.
+        sees_all: what it is called with is all of the batch.
     """
 
     loss: Any
     parts = ONE_LOSS
     needs_targets = True
+    is_certain = True
+    takes_whole = False
+    batch_size = 0
+    sees_all = False
+
+    def begin(self, num_samples: int, num_filled: int) -> None:
+        """A batch is on its way, in so many shares."""
+        self.batch_size = num_samples
+        self.sees_all = self.takes_whole or num_filled == 1
 
     @abstractmethod
     def __call__(

@@ -91,8 +91,8 @@ class StagePasses(Passes):
             assert batch is not None
             microbatch_run.loss = _settled(run, self.loss_of(output, batch))
             self._exchange.put_loss(share, microbatch_run.loss.total, microbatch_run.loss.weight)
-            if run.observe is not None:
-                run.observe(self.shown(output), batch.targets)
+            if run.is_observed:
+                run.show(self.shown(output), batch.targets)
         mail.send_stream(stage, share)
 
     def _backward(self, run: Run, action: Backward) -> None:
@@ -218,11 +218,13 @@ class StagePasses(Passes):
 
     def shown(self, output: Tree) -> Tree:
         """What users may keep: copies of what an earlier stage has sent."""
+        return self.held(super().shown(output))
 
-        def show(tensor: torch.Tensor) -> torch.Tensor:
+    def held(self, output: Tree) -> Tree:
+        def hold(tensor: torch.Tensor) -> torch.Tensor:
             return tensor.clone() if self._exchange.lends(tensor) else tensor
 
-        return map_tensors(show, super().shown(output))
+        return map_tensors(hold, output)
 
 
 def _settled(run: Run, loss: ShareLoss | JointLoss) -> ShareLoss:

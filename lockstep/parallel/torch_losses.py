@@ -13,8 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lockstep.errors import OptionError, problem
-
 Loss = Callable[..., Any]
 
 
@@ -37,21 +35,7 @@ def _forward_of(loss: nn.Module) -> Any:
     return getattr(type(loss), "forward", None)
 
 
-def check_reduction(loss: Loss) -> str | None:
-    """``_reduction_of``, or an OptionError for a sum."""
-    reduction = _reduction_of(loss)
-    if reduction == "sum":
-        raise OptionError(
-            problem(
-                "The loss must be a mean over the samples, or give them one by one.",
-                received='reduction="sum"',
-                fix='Use reduction="mean" (and a larger learning rate) or "none".',
-            )
-        )
-    return reduction
-
-
-def _reduction_of(loss: Loss) -> str | None:
+def reduction_of(loss: Loss) -> str | None:
     """``reduction`` of one of torch's own losses; None for any other."""
     inner, options = _options_of(loss)
     if not _is_torch_loss(inner):
@@ -103,7 +87,7 @@ class ClassLoss:
             function = inner
         else:
             return None
-        if _reduction_of(loss) != "mean" or (isinstance(loss, functools.partial) and loss.args):
+        if reduction_of(loss) != "mean" or (isinstance(loss, functools.partial) and loss.args):
             return None
         options = {key: value for key, value in options.items() if key != "reduction"}
         return cls(
