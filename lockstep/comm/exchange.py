@@ -308,6 +308,14 @@ class Exchange:
         if last and self.board is not None:
             self.board.post(self._tag(share))
 
+    def offer_nothing(self, share: int) -> None:
+        """Take part in a turn in the place of a share of another rank."""
+        self._offers[share] += 1
+
+    def relays(self, num_filled: int) -> bool:
+        """Whether this rank brings rows of other hosts to its own, be it with shares or without."""
+        return False
+
     def offered(self, share: int, length: int, num_filled: int) -> torch.Tensor:
         """The rows that all filled shares have offered, shape (num_filled, length), by share.
 

@@ -15,17 +15,22 @@ _ELEMENT_BYTES = 8
 
 
 def gather_bytes(exchange: Exchange, own: Mapping[int, bytes], num_filled: int) -> list[bytes]:
-    """What every filled share has put up, by share; every rank that has such shares calls it.
+    """What every filled share has put up, by share.
+
+    Every rank that has such shares calls it, and every one that ``Exchange.relays`` what others of
+    its host are waiting for.
 
     Args:
         exchange: of this rank.
         own: what the shares of this rank put up.
         num_filled: how many shares have samples.
     """
-    rows = {share: _as_row(payload) for share, payload in own.items()}
     lengths = _turn(exchange, {share: _length(one) for share, one in own.items()}, 1, num_filled)
     num_bytes = [int(length) for length in lengths[:, 0].tolist()]
     longest = -(-max(num_bytes) // _ELEMENT_BYTES)
+    if not longest:
+        return [b""] * num_filled
+    rows = {share: _as_row(payload, longest) for share, payload in own.items()}
     turns = []
     for start in range(0, longest, exchange.row_capacity):
         length = min(exchange.row_capacity, longest - start)
@@ -41,9 +46,11 @@ def gather_bytes(exchange: Exchange, own: Mapping[int, bytes], num_filled: int) 
 def _turn(
     exchange: Exchange, rows: Mapping[int, torch.Tensor], length: int, num_filled: int
 ) -> torch.Tensor:
-    last = max(rows)
+    last = max(rows, default=0)
     for share, row in sorted(rows.items()):
         exchange.offer(share, row, last=share == last)
+    if not rows:
+        exchange.offer_nothing(last)
     return exchange.offered(last, length, num_filled)
 
 
@@ -51,7 +58,7 @@ def _length(payload: bytes) -> torch.Tensor:
     return torch.tensor([len(payload)], dtype=torch.float64)
 
 
-def _as_row(payload: bytes) -> torch.Tensor:
+def _as_row(payload: bytes, length: int) -> torch.Tensor:
     """The bytes as numbers, whatever these mean: they are copied only."""
-    padded = bytearray(payload) + bytes(-len(payload) % _ELEMENT_BYTES)
+    padded = bytearray(payload) + bytes(length * _ELEMENT_BYTES - len(payload))
     return torch.frombuffer(padded, dtype=torch.float64)

@@ -98,7 +98,7 @@ def exchange_spec(
         share_ranks=tuple(graph.rank_of(last_stage, share) for share in range(plan.num_shares)),
         groups=group_specs,
         row_capacity=row_capacity,
-        mail_bytes=tuple(spec.num_bytes for spec in _mail_specs(plan, partitions).values()),
+        mail_bytes=tuple(spec.num_bytes for spec in _mail_specs(plan, partitions, loss).values()),
     )
 
 
@@ -145,11 +145,15 @@ def _has_rows(spec: TensorSpec) -> bool:
     return len(spec.shape) == 2 and spec.stride == (spec.shape[1], 1)
 
 
-def _mail_specs(plan: Plan, partitions: Mapping[bool, Partition]) -> dict[bool, MailSpec]:
+def _mail_specs(
+    plan: Plan, partitions: Mapping[bool, Partition], loss: LossAdapter | None
+) -> dict[bool, MailSpec]:
     """The mailboxes of stages, by whether the model is in training."""
     assert plan.pipeline is not None
     graph = stage_graph(plan.pipeline)
     slots = {True: _slots_in_training(plan), False: _SLOTS_IN_EVALUATION}
+    if loss is not None and not loss.is_certain:
+        slots[True] = plan.num_shares  # no microbatch may go backward before all have gone forward
     return {
         training: mail_spec(graph, partition, slots[training], training=training)
         for training, partition in partitions.items()
@@ -328,7 +332,7 @@ def build_worker(
         passes = StagePasses(
             stages=plan.pipeline.stages,
             partitions=partitions,
-            mail=_open_mail(plan, spec, partitions, exchange, region, mail_channels),
+            mail=_open_mail(plan, spec, partitions, loss, exchange, region, mail_channels),
             mail_channels=mail_channels,
             groups=owned,
             **options,
@@ -363,6 +367,7 @@ def _open_mail(
     plan: Plan,
     spec: ExchangeSpec,
     partitions: Mapping[bool, Partition],
+    loss: LossAdapter | None,
     exchange: Exchange,
     region: SharedRegion | None,
     mail_channels: MailChannels | None,
@@ -372,7 +377,7 @@ def _open_mail(
     assert exchange.board is not None
     opened: dict[bool, StageMail] = {}
     first_box = 0
-    specs = _mail_specs(plan, partitions)
+    specs = _mail_specs(plan, partitions, loss)
     for (training, mail), offset in zip(specs.items(), spec.mail_offsets, strict=True):
         opened[training] = StageMail(
             mail,

@@ -290,14 +290,14 @@ class Passes(ABC):
     def _divided(self, run: Run, own: Mapping[int, SharePart]) -> dict[int, ShareLoss]:
         """What the loss of a whole batch leaves to this rank's shares."""
         assert self._loss is not None
-        whole = WholeBatch(self._exchange, own, run.num_filled, self._device)
-        seed_streams(run.seed_of_batch(self._seed))
+        whole = self._whole(run, own)
         return whole.divided(whole.loss(self._loss), self._trainable)
 
     def losses_of(self, run: Run, own: Mapping[int, SharePart]) -> list[Sums]:
         """In evaluation: sums of what this rank has of a batch."""
         assert self._loss is not None
-        if not own:
+        has_turns = bool(own) or self._exchange.relays(run.num_filled)
+        if not has_turns or (not own and run.num_filled == 1):
             return []
         losses = {}
         if not self._takes_whole or run.num_filled == 1:
@@ -310,10 +310,16 @@ class Passes(ABC):
                 return [loss.sums for loss in losses.values()]
             self.take_whole()
             self._loss.begin(run.num_samples, run.num_filled)
+        if not own:
+            gather_bytes(self._exchange, {}, run.num_filled)
+            return []
+        loss = self._whole(run, own).loss(self._loss)
+        return [loss.sums] if 0 in own else []
+
+    def _whole(self, run: Run, own: Mapping[int, SharePart]) -> WholeBatch:
         whole = WholeBatch(self._exchange, own, run.num_filled, self._device)
         seed_streams(run.seed_of_batch(self._seed))
-        loss = whole.loss(self._loss)
-        return [loss.sums] if 0 in own else []
+        return whole
 
     def held(self, output: Tree) -> Tree:
         """An output that stays as it is until all shares of a batch are through."""

@@ -11,6 +11,9 @@ STRATEGIES = {
     "mirrored-2": lockstep.MirroredStrategy(2),
     "mirrored-3": lockstep.MirroredStrategy(3),
     "mirrored-2-shares-5": lockstep.MirroredStrategy(2, num_shares=5),
+    "pipeline-2": lockstep.PipelineStrategy(2, microbatches=3),
+    "pipeline-2-zb-h1": lockstep.PipelineStrategy(2, microbatches=4, schedule="zb-h1"),
+    "data-2-pipe-2": lockstep.HybridStrategy(data=2, pipe=2, microbatches=2),
 }
 CELLS = [(job, strategy) for job in JOBS for strategy in STRATEGIES]
 
