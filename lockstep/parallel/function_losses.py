@@ -21,6 +21,7 @@ from torch import nn
 
 from lockstep.data.trees import Tree
 from lockstep.errors import DataError, LossError, problem
+from lockstep.parallel.known_means import KnownMeans
 from lockstep.parallel.losses import LossAdapter, ShareLoss, nothing
 from lockstep.parallel.torch_losses import ClassLoss, Loss, reduction_of, unreduced
 
@@ -60,14 +61,32 @@ class FunctionAdapter(LossAdapter):
         if sample_weight is not None and reduction == "mean":
             values = unreduced(self.loss)(output, target)
             returned = values.flatten(1).mean(1) if values.dim() > 1 else values
+        elif reduction is None and not self.sees_all:
+            return self._watched(output, target, sample_weight, num_samples)
         else:
             returned = self.loss(output, target)
         share = read_returned(returned, output, sample_weight, num_samples)
-        if reduction == "sum" and returned.dim() == 0:
-            return sum_over(returned, num_samples, self.batch_size or num_samples)
-        is_scalar = isinstance(returned, torch.Tensor) and returned.dim() == 0
-        is_guess = is_scalar and reduction is None and not self.sees_all
-        return replace(share, is_guess=True) if is_guess else share
+        is_sum = reduction == "sum" and returned.dim() == 0
+        return self._sum(returned, num_samples) if is_sum else share
+
+    def _watched(
+        self, output: Tree, target: Tree, sample_weight: torch.Tensor | None, num_samples: int
+    ) -> ShareLoss:
+        """What a function of the user's makes of a share; a guess where nobody knows."""
+        with KnownMeans((output, target), num_samples) as watching:
+            returned = self.loss(output, target)
+        share = read_returned(returned, output, sample_weight, num_samples)
+        if not (isinstance(returned, torch.Tensor) and returned.dim() == 0):
+            return share
+        known = watching.known(returned)
+        if known is None:
+            return replace(share, is_guess=True)
+        if known.weight is None:
+            return self._sum(returned, num_samples)
+        return mean_over(returned, known.weight) if known.weight else nothing(output)
+
+    def _sum(self, value: torch.Tensor, num_samples: int) -> ShareLoss:
+        return sum_over(value, num_samples, self.batch_size or num_samples)
 
     def _weighted_pair(self, returned: Any, output: Tree) -> ShareLoss:
         if isinstance(returned, tuple | list) and len(returned) == 2:

@@ -1,6 +1,6 @@
 """torch's own losses: recognised, so that they are asked for what their mean alone does not say.
 
-Not covered: a loss of torch's inside a function of the user's. That is a function like any other.
+Those inside a function of the user's are found while it runs (``parallel.known_means``).
 """
 
 import copy
@@ -115,13 +115,22 @@ class ClassLoss:
         return {**self.options, "weight": self.class_weight.to(output)}
 
     def _weights(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """The denominator's terms, one per position of the target."""
-        if target.is_floating_point():
-            return torch.ones_like(output.detach().select(1, 0))
-        counted = target != self.ignore_index
-        if self.class_weight is None:
-            return counted
-        classes = torch.where(counted, target, torch.zeros_like(target))
-        return torch.where(
-            counted, self.class_weight.to(output)[classes], torch.zeros((), dtype=output.dtype)
-        )
+        return class_weights(output, target, self.class_weight, self.ignore_index)
+
+
+def class_weights(
+    output: torch.Tensor,
+    target: torch.Tensor,
+    class_weight: torch.Tensor | None,
+    ignore_index: int,
+) -> torch.Tensor:
+    """The terms of the denominator of a mean over classes, one per position of the target."""
+    if target.is_floating_point():
+        return torch.ones_like(output.detach().select(1, 0))
+    counted = target != ignore_index
+    if class_weight is None:
+        return counted
+    classes = torch.where(counted, target, torch.zeros_like(target))
+    return torch.where(
+        counted, class_weight.to(output)[classes], torch.zeros((), dtype=output.dtype)
+    )
