@@ -210,6 +210,7 @@ class LossAdapter(ABC):
         is_certain: what a share's loss weighs is known, whatever the loss returns.
         takes_whole: it is called once, with the outputs of all shares: what it weighs in a share
             alone is not known (``parallel.whole_batch``).
+        gathered_bytes: the most that all shares of a batch have put up for that.
         batch_size: samples of the batch under way.
         sees_all: what it is called with is all of the batch.
     """
@@ -219,6 +220,7 @@ class LossAdapter(ABC):
     needs_targets = True
     is_certain = True
     takes_whole = False
+    gathered_bytes = 0
     batch_size = 0
     sees_all = False
 

@@ -317,7 +317,9 @@ class Passes(ABC):
         return [loss.sums] if 0 in own else []
 
     def _whole(self, run: Run, own: Mapping[int, SharePart]) -> WholeBatch:
+        assert self._loss is not None
         whole = WholeBatch(self._exchange, own, run.num_filled, self._device)
+        self._loss.gathered_bytes = max(self._loss.gathered_bytes, whole.num_bytes)
         seed_streams(run.seed_of_batch(self._seed))
         return whole
 

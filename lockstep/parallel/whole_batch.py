@@ -22,7 +22,7 @@ from lockstep.data.sources import Batch
 from lockstep.data.trees import Tree, map_leaves, map_tensors, tensors_of
 from lockstep.errors import LossError, problem
 from lockstep.parallel.losses import JointLoss, LossAdapter, ShareLoss
-from lockstep.units import listed
+from lockstep.units import format_bytes, listed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +52,9 @@ class WholeBatch:
         num_filled: how many shares have samples.
         device: where the loss is computed.
 
+    Attributes:
+        num_bytes: what all shares have put up for it.
+
     Raises:
         LossError: outputs cannot be put together.
     """
@@ -65,7 +68,9 @@ class WholeBatch:
     ) -> None:
         payloads = {share: _encoded(part) for share, part in own.items()}
         self._own = own
-        shares = [decode(one) for one in gather_bytes(exchange, payloads, num_filled)]
+        gathered = gather_bytes(exchange, payloads, num_filled)
+        self.num_bytes = sum(map(len, gathered))
+        shares = list(map(decode, gathered))
         self._num_samples = [share["samples"] for share in shares]
         if any(share["others"] != shares[0]["others"] for share in shares):
             raise _unlike("values that are no tensors and differ from share to share")
@@ -152,6 +157,17 @@ class WholeBatch:
         sizes = [len(tensor) for tensor in column]
         counts = {divmod(size, n) for size, n in zip(sizes, self._num_samples, strict=True)}
         return len(counts) == 1 and all(each > 0 and not rest for each, rest in counts)
+
+
+def whole_batch_note(loss: LossAdapter) -> str:
+    """What the Plan says of a loss that is taken on whole batches."""
+    much = ""
+    if loss.gathered_bytes:
+        much = f": {format_bytes(loss.gathered_bytes)} of outputs and targets per step"
+    return (
+        f"the loss is taken on the whole batch{much}; if it is a mean, return values of shape (n,) "
+        "or (total, weight), and no outputs are exchanged"
+    )
 
 
 def _encoded(part: SharePart) -> bytes:

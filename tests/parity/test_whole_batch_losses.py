@@ -1,9 +1,13 @@
 """The parity table of losses that are no means over samples, in fp64."""
 
 import copy
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
+from torchmetrics import MeanSquaredError
 
 import lockstep
 from tests.thorough import core_of
@@ -67,3 +71,64 @@ def test_outputs_are_not_exchanged_for_what_is_known(name: str) -> None:
     assert trainer._loss is not None
     assert not trainer._loss.takes_whole
     trainer.close()
+
+
+def test_the_plan_says_so() -> None:
+    job = JOBS["RMSE"]()
+    trainer = trainer_of(job, STRATEGIES["mirrored-2"])
+    for _ in range(2):
+        trainer.fit(job.data, batch_size=job.batch_size, epochs=1, verbose=0)
+        (note,) = [note for note in trainer.plan.notes if "whole batch" in note]
+        assert "of outputs and targets per step" in note
+        assert "whole batch" in str(trainer.plan)
+    trainer.close()
+
+
+class Watching(lockstep.Callback):
+    """Evaluates in the middle of a training."""
+
+    def __init__(self, data: tuple[torch.Tensor, torch.Tensor]) -> None:
+        self.data = data
+        self.found: list[float] = []
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        self.found.append(self.trainer.evaluate(self.data, batch_size=9)["loss"])
+
+
+@pytest.mark.parametrize("strategy", ["mirrored-2", "mirrored-3", "pipeline-2"])
+def test_options_and_calls_one_after_the_other(strategy: str) -> None:
+    """Streams, clipping, accumulation, metrics, validation, callbacks; calls in any order."""
+    job = JOBS["RMSE"]()
+    inputs, targets = job.data
+    told, errors = [], []
+
+    def batches() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        yield from zip(inputs.split(7), targets.split(7), strict=True)
+
+    for one in (STRATEGIES[strategy], STRATEGIES["single"]):
+        watching = Watching(job.data)
+        model = copy.deepcopy(job.model).double()
+        trainer = lockstep.Trainer(
+            model,
+            loss=job.loss,
+            optimizer=torch.optim.SGD(model.parameters(), lr=1e-2),
+            metrics={"error": MeanSquaredError()},
+            strategy=one,
+            precision="fp64",
+            clip_norm=0.1,
+            accumulate=1 if strategy == "pipeline-2" else 2,
+            callbacks=[watching],
+        )
+        fit = partial(trainer.fit, batch_size=9, verbose=0, validation_data=job.data)
+        calls: list[dict[str, Any]] = [
+            trainer.evaluate(job.data, batch_size=9),
+            fit(job.data, epochs=2).history,
+            trainer.fit(batches, epochs=1, verbose=0).history,
+            trainer.evaluate(batches),
+        ]
+        trainer.close()
+        # What torchmetrics has counted, in float32.
+        errors.append([logs.pop(name) for logs in calls for name in list(logs) if "error" in name])
+        told.append((calls, watching.found, list(model.parameters())))
+    torch.testing.assert_close(told[0], told[1], rtol=1e-11, atol=1e-12)
+    torch.testing.assert_close(errors[0], errors[1], rtol=1e-6, atol=1e-6)
