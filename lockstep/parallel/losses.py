@@ -4,7 +4,8 @@ The loss of a batch is the weighted mean over its samples (or tokens): the sum o
 over the sum of all their weights. What the Trainer is given as its loss is adapted to say so, share
 by share:
 
-- a function of output and target (``parallel.function_losses``);
+- a function of output and target (``parallel.function_losses``), which is given the whole batch
+  where nobody knows what it makes of a share (``parallel.whole_batch``);
 - the loss that the model has computed itself (``parallel.own_losses``);
 - several of the former with a factor each (``parallel.joint_losses``). Each has a denominator of
   its own, so a share's part of such a loss is known when all shares' weights are: ``JointLoss``.
@@ -243,7 +244,6 @@ class LossAdapter(ABC):
         Raises:
             LossError: the loss is something else than agreed.
             DataError: there are no targets.
-            OptionError: the loss has become a sum since it was given.
         """
 
 
