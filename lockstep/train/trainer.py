@@ -82,9 +82,9 @@ class Trainer(Runner):
             modules gives, and ``trainer.model`` is the whole by address.
         loss: ``loss(output, target)`` returning a scalar, values of shape (n,), or a pair (total,
             weight). A scalar that is not known to be a mean or a sum over the samples is taken on
-            the outputs of the whole batch. Several of them, in a dict or list, each for the model's output
-            and the target under its key or in its place. Or ``lockstep.OwnLoss()`` where the model
-            returns its loss. Needed for ``fit`` and ``evaluate``.
+            the outputs of the whole batch. Several of them, in a dict or list, each for the model's
+            output and the target under its key or in its place. Or ``lockstep.OwnLoss()`` where the
+            model returns its loss. Needed for ``fit`` and ``evaluate``.
         optimizer: a torch optimizer over ``model.parameters()``, or a class or function that makes
             one from them. Needed for ``fit``.
         metrics: torchmetrics metrics by name.
