@@ -46,11 +46,10 @@ from lockstep.plan.prediction import stage_graph
 from lockstep.plan.program import Backward, BackwardInput, BackwardWeight, Forward, RankProgram
 from lockstep.plan.spec import Plan
 
-# Messages of one kind that may be in use at once in evaluation: the sender may be so far ahead.
+# Messages of one kind in use at once in evaluation: the sender may be so far ahead.
 _SLOTS_IN_EVALUATION = 3
-
-# Of all shares' outputs that are exchanged at once, in float64: what is more goes in turns.
-_OUTPUT_ELEMENTS = 1 << 17
+# Of a share's outputs that go at once, in float64.
+_OUTPUT_ELEMENTS = 1 << 15
 
 
 def exchange_spec(
@@ -71,7 +70,6 @@ def exchange_spec(
         partitions: of the model in stages, by whether it is in training.
         loss: the loss, adapted.
     """
-    row_capacity = _row_capacity(plan, model, loss)
     trained = {
         name: tensor_spec(name, parameter)
         for name, parameter in model.named_parameters()
@@ -89,7 +87,7 @@ def exchange_spec(
             num_ranks=plan.num_ranks,
             share_ranks=tuple(map(plan.replica_of, range(plan.num_shares))),
             groups=group_specs,
-            row_capacity=row_capacity,
+            row_capacity=_row_capacity(plan, model, loss),
         )
     graph = stage_graph(plan.pipeline)
     last_stage = len(plan.pipeline.stages) - 1
@@ -97,7 +95,7 @@ def exchange_spec(
         num_ranks=plan.num_ranks,
         share_ranks=tuple(graph.rank_of(last_stage, share) for share in range(plan.num_shares)),
         groups=group_specs,
-        row_capacity=row_capacity,
+        row_capacity=_row_capacity(plan, model, loss),
         mail_bytes=tuple(spec.num_bytes for spec in _mail_specs(plan, partitions, loss).values()),
     )
 
@@ -105,11 +103,9 @@ def exchange_spec(
 def _row_capacity(plan: Plan, model: nn.Module, loss: LossAdapter | None) -> int:
     """The longest row that a share may offer: statistics, weights of losses, part of outputs."""
     longest = 0 if plan.pipeline is not None else BatchNorms(model).row_length
-    if loss is None or plan.num_shares == 1:
+    if loss is None:
         return longest
-    if not loss.is_certain:
-        longest = max(longest, _OUTPUT_ELEMENTS // plan.num_shares, 1)
-    return max(longest, len(loss.parts.factors))
+    return max(longest, len(loss.parts.factors), 0 if loss.is_certain else _OUTPUT_ELEMENTS)
 
 
 def _group_spec(
@@ -151,9 +147,9 @@ def _mail_specs(
     """The mailboxes of stages, by whether the model is in training."""
     assert plan.pipeline is not None
     graph = stage_graph(plan.pipeline)
-    slots = {True: _slots_in_training(plan), False: _SLOTS_IN_EVALUATION}
-    if loss is not None and not loss.is_certain:
-        slots[True] = plan.num_shares  # no microbatch may go backward before all have gone forward
+    is_certain = loss is None or loss.is_certain  # else all may go forward before one goes backward
+    in_training = _slots_in_training(plan) if is_certain else plan.num_shares
+    slots = {True: in_training, False: _SLOTS_IN_EVALUATION}
     return {
         training: mail_spec(graph, partition, slots[training], training=training)
         for training, partition in partitions.items()
