@@ -32,11 +32,13 @@ class ShareTotals:
         totals: the sums.
         weights: their weights.
         is_refused: some share could not be computed in the Plan's memory format.
+        is_guess: what some share's loss weighs, nobody knows.
     """
 
     totals: list[float]
     weights: list[float]
     is_refused: bool = False
+    is_guess: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +110,7 @@ class ExchangeSpec:
         """Byte offsets of: losses, marks, offered rows, each group, each part of mail; the end."""
         sizes = [
             self.num_ranks * LINE_BYTES,
-            self.num_shares * 3 * 8,
+            self.num_shares * 4 * 8,
             self.num_ranks * 8,
             2 * self.num_shares * self.row_capacity * 8,
             *(group.num_bytes for group in self.groups),
@@ -183,7 +185,7 @@ class Exchange:
         self._transports = transports or {}
         losses, used, rows, *groups = spec.offsets()
         shares = spec.num_shares
-        self._losses = self._tensor(losses, torch.float64, (shares, 3)).numpy()
+        self._losses = self._tensor(losses, torch.float64, (shares, 4)).numpy()
         self._used = self._tensor(used, torch.int64, (spec.num_ranks,)).numpy()
         self._rows = self._tensor(rows, torch.float64, (2, shares, spec.row_capacity))
         self._gradient_rows = {
@@ -237,7 +239,15 @@ class Exchange:
         for gradients in self.gradients.values():
             gradients.begin_pass()
 
-    def put_loss(self, share: int, total: float, weight: float, is_refused: bool = False) -> None:
+    def put_loss(
+        self,
+        share: int,
+        total: float,
+        weight: float,
+        *,
+        is_refused: bool = False,
+        is_guess: bool = False,
+    ) -> None:
         """What a share's loss has come to.
 
         Args:
@@ -245,8 +255,9 @@ class Exchange:
             total: weighted sum of the losses of its samples.
             weight: the sum of their weights.
             is_refused: see ``ShareTotals``.
+            is_guess: likewise.
         """
-        self._losses[share] = total, weight, is_refused
+        self._losses[share] = total, weight, is_refused, is_guess
 
     def put(self, group: int, row: int, gradients: Gradients) -> None:
         """See ``GroupGradients.put``."""
@@ -271,8 +282,8 @@ class Exchange:
         self._meet()
         for number, gradients in self.gradients.items():
             gradients.collect(self._spec.groups[number].num_filled_rows(num_filled))
-        totals, weights, refused = self._losses[:num_filled].T.tolist()
-        return ShareTotals(totals, weights, any(refused))
+        totals, weights, refused, guessed = self._losses[:num_filled].T.tolist()
+        return ShareTotals(totals, weights, any(refused), any(guessed))
 
     def _meet(self) -> None:
         """Wait for all ranks, and have what they have put be seen here."""
@@ -303,6 +314,11 @@ class Exchange:
 
     # --- rows that shares offer ------------------------------------------------------------------
 
+    @property
+    def row_capacity(self) -> int:
+        """Longest row that a share may offer."""
+        return self._spec.row_capacity
+
     def offer(self, share: int, row: torch.Tensor, *, last: bool) -> None:
         """Put up a share's row (float64); ``last`` says that this rank has no more shares of it.
 
@@ -320,6 +336,14 @@ class Exchange:
         self._rows[self._offers[share] & 1, share, : len(row)].copy_(row)
         if last and self.board is not None:
             self.board.post(self._tag(share))
+
+    def offer_nothing(self, share: int) -> None:
+        """Take part in a turn in the place of a share of another rank."""
+        self._offers[share] += 1
+
+    def relays(self, num_filled: int) -> bool:
+        """Whether this rank brings rows of other hosts to its own, be it with shares or without."""
+        return False
 
     def offered(self, share: int, length: int, num_filled: int) -> torch.Tensor:
         """The rows that all filled shares have offered, shape (num_filled, length), by share.

@@ -110,7 +110,8 @@ class HostExchange(Exchange):
         ranks = self._spec.share_ranks[:num_filled]
         tag, buffer = self._tag(share), self._offers[share] & 1
         self._await_ranks([rank for rank in ranks if rank in self.ranks_here], tag)
-        among = next(host for host, each in enumerate(self._hosts) if ranks[-1] in each) + 1
+        hosts = self._offering_hosts(num_filled)
+        among = max(hosts) + 1
 
         def fetch() -> None:
             crossing = self.board.crossing
@@ -118,13 +119,23 @@ class HostExchange(Exchange):
             own = self._spec.shares_of(self.ranks_here)
             payload = self._rows[buffer, own, :length].contiguous().numpy().tobytes()
             for host, told in enumerate(crossing.exchange(payload, among)):
-                if host != self._host:
+                if host != self._host and told:
                     found = torch.frombuffer(bytearray(told), dtype=torch.float64)
                     shares = self._spec.shares_of(self._hosts[host])
                     self._rows[buffer, shares, :length] = found.view(-1, length)
 
-        if among > 1:
+        if hosts != {self._host}:
             self.board.relay(tag, fetch)
+
+    def relays(self, num_filled: int) -> bool:
+        hosts = self._offering_hosts(num_filled)
+        is_among = len(hosts) > 1 and self._host <= max(hosts)
+        return is_among and self.board.crossing is not None
+
+    def _offering_hosts(self, num_filled: int) -> set[int]:
+        """The hosts of the filled shares."""
+        ranks = set(self._spec.share_ranks[:num_filled])
+        return {host for host, each in enumerate(self._hosts) if not ranks.isdisjoint(each)}
 
 
 def _as_lines(tensor: torch.Tensor) -> Any:

@@ -49,8 +49,10 @@ from lockstep.plan.prediction import stage_graph
 from lockstep.plan.program import Backward, BackwardInput, BackwardWeight, Forward, RankProgram
 from lockstep.plan.spec import Plan
 
-# Messages of one kind that may be in use at once in evaluation: the sender may be so far ahead.
+# Messages of one kind in use at once in evaluation: the sender may be so far ahead.
 _SLOTS_IN_EVALUATION = 3
+# Of a share's outputs that go at once, in float64.
+_OUTPUT_ELEMENTS = 1 << 15
 
 
 def exchange_spec(
@@ -59,7 +61,7 @@ def exchange_spec(
     updater: Updater | None,
     groups: Sequence[ParameterGroup],
     partitions: Mapping[bool, Partition],
-    num_losses: int = 1,
+    loss: LossAdapter | None = None,
 ) -> ExchangeSpec:
     """The layout of what ranks share: known before any process starts.
 
@@ -69,7 +71,7 @@ def exchange_spec(
         updater: the optimizer; None where nothing is trained.
         groups: the parameters, by the ranks that have them.
         partitions: of the model in stages, by whether it is in training.
-        num_losses: parts of the loss.
+        loss: the loss, adapted.
     """
     trained = {
         name: tensor_spec(name, parameter)
@@ -88,7 +90,7 @@ def exchange_spec(
             num_ranks=plan.num_ranks,
             share_ranks=tuple(map(plan.replica_of, range(plan.num_shares))),
             groups=group_specs,
-            row_capacity=max(BatchNorms(model).row_length, num_losses),
+            row_capacity=_row_capacity(plan, model, loss),
         )
     graph = stage_graph(plan.pipeline)
     last_stage = len(plan.pipeline.stages) - 1
@@ -96,8 +98,17 @@ def exchange_spec(
         num_ranks=plan.num_ranks,
         share_ranks=tuple(graph.rank_of(last_stage, share) for share in range(plan.num_shares)),
         groups=group_specs,
-        mail_bytes=tuple(spec.num_bytes for spec in _mail_specs(plan, partitions).values()),
+        row_capacity=_row_capacity(plan, model, loss),
+        mail_bytes=tuple(spec.num_bytes for spec in _mail_specs(plan, partitions, loss).values()),
     )
+
+
+def _row_capacity(plan: Plan, model: nn.Module, loss: LossAdapter | None) -> int:
+    """The longest row that a share may offer: statistics, weights of losses, part of outputs."""
+    longest = 0 if plan.pipeline is not None else BatchNorms(model).row_length
+    if loss is None:
+        return longest
+    return max(longest, len(loss.parts.factors), 0 if loss.is_certain else _OUTPUT_ELEMENTS)
 
 
 def _group_spec(
@@ -133,11 +144,15 @@ def _has_rows(spec: TensorSpec) -> bool:
     return len(spec.shape) == 2 and spec.stride == (spec.shape[1], 1)
 
 
-def _mail_specs(plan: Plan, partitions: Mapping[bool, Partition]) -> dict[bool, MailSpec]:
+def _mail_specs(
+    plan: Plan, partitions: Mapping[bool, Partition], loss: LossAdapter | None
+) -> dict[bool, MailSpec]:
     """The mailboxes of stages, by whether the model is in training."""
     assert plan.pipeline is not None
     graph = stage_graph(plan.pipeline)
-    slots = {True: _slots_in_training(plan), False: _SLOTS_IN_EVALUATION}
+    is_certain = loss is None or loss.is_certain  # else all may go forward before one goes backward
+    in_training = _slots_in_training(plan) if is_certain else plan.num_shares
+    slots = {True: in_training, False: _SLOTS_IN_EVALUATION}
     return {
         training: mail_spec(graph, partition, slots[training], training=training)
         for training, partition in partitions.items()
@@ -363,7 +378,7 @@ def build_worker(
         passes = StagePasses(
             stages=plan.pipeline.stages,
             partitions=partitions,
-            mail=_open_mail(plan, spec, partitions, exchange, region, mail_channels),
+            mail=_open_mail(plan, spec, partitions, loss, exchange, region, mail_channels),
             mail_channels=mail_channels,
             groups=owned,
             **options,
@@ -398,6 +413,7 @@ def _open_mail(
     plan: Plan,
     spec: ExchangeSpec,
     partitions: Mapping[bool, Partition],
+    loss: LossAdapter | None,
     exchange: Exchange,
     region: SharedRegion | None,
     mail_channels: MailChannels | None,
@@ -407,7 +423,7 @@ def _open_mail(
     assert exchange.board is not None
     opened: dict[bool, StageMail] = {}
     first_box = 0
-    specs = _mail_specs(plan, partitions)
+    specs = _mail_specs(plan, partitions, loss)
     for (training, mail), offset in zip(specs.items(), spec.mail_offsets, strict=True):
         opened[training] = StageMail(
             mail,

@@ -2,7 +2,8 @@
 
 A loss function says in one of three ways what a share adds to the loss of the global batch:
 
-- a scalar: the mean over its samples;
+- a scalar, of which is known what it is a mean or a sum of (``parallel.known_means``); else it is
+  taken on the whole batch (``parallel.whole_batch``);
 - per-sample values of shape (n,);
 - a pair ``(total, weight)``: a sum and the weight of that sum.
 
@@ -20,23 +21,24 @@ from torch import nn
 
 from lockstep.data.trees import Tree
 from lockstep.errors import DataError, LossError, problem
+from lockstep.parallel.known_means import KnownMeans
 from lockstep.parallel.losses import LossAdapter, ShareLoss, nothing
-from lockstep.parallel.torch_losses import ClassLoss, Loss, check_reduction, unreduced
+from lockstep.parallel.torch_losses import ClassLoss, Loss, reduction_of, unreduced
 
 _AGREED = "The loss must return a scalar, values of shape (n,), or a pair (total, weight)."
 
 
 class FunctionAdapter(LossAdapter):
-    """Calls a loss function and reads what it returns.
-
-    Raises:
-        OptionError: a torch loss with ``reduction="sum"``, which is no mean over samples.
-    """
+    """Calls a loss function and reads what it returns."""
 
     def __init__(self, loss: Loss) -> None:
         self.loss = loss
-        check_reduction(loss)
         self._takes_weight = _takes(loss, "sample_weight")
+
+    @property
+    def is_certain(self) -> bool:  # type: ignore[override]
+        """It is one of torch's own."""
+        return reduction_of(self.loss) is not None
 
     def __call__(
         self,
@@ -49,7 +51,7 @@ class FunctionAdapter(LossAdapter):
         if target is None:
             raise missing_targets()
         # Looked at anew for every share: a loss may change between two fits, or in a callback.
-        reduction = check_reduction(self.loss)
+        reduction = reduction_of(self.loss)
         by_class = ClassLoss.recognise(self.loss)
         if by_class is not None and isinstance(output, torch.Tensor):
             return _pair(*by_class(output, target, sample_weight))
@@ -59,9 +61,32 @@ class FunctionAdapter(LossAdapter):
         if sample_weight is not None and reduction == "mean":
             values = unreduced(self.loss)(output, target)
             returned = values.flatten(1).mean(1) if values.dim() > 1 else values
+        elif reduction is None and not self.sees_all:
+            return self._watched(output, target, sample_weight, num_samples)
         else:
             returned = self.loss(output, target)
-        return read_returned(returned, output, sample_weight, num_samples)
+        share = read_returned(returned, output, sample_weight, num_samples)
+        is_sum = reduction == "sum" and returned.dim() == 0
+        return self._sum(returned, num_samples) if is_sum else share
+
+    def _watched(
+        self, output: Tree, target: Tree, sample_weight: torch.Tensor | None, num_samples: int
+    ) -> ShareLoss:
+        """What a function of the user's makes of a share; a guess where nobody knows."""
+        with KnownMeans((output, target), num_samples) as watching:
+            returned = self.loss(output, target)
+        share = read_returned(returned, output, sample_weight, num_samples)
+        if not (isinstance(returned, torch.Tensor) and returned.dim() == 0):
+            return share
+        known = watching.known(returned)
+        if known is None:
+            return replace(share, is_guess=True)
+        if known.weight is None:
+            return self._sum(returned, num_samples)
+        return mean_over(returned, known.weight) if known.weight else nothing(output)
+
+    def _sum(self, value: torch.Tensor, num_samples: int) -> ShareLoss:
+        return sum_over(value, num_samples, self.batch_size or num_samples)
 
     def _weighted_pair(self, returned: Any, output: Tree) -> ShareLoss:
         if isinstance(returned, tuple | list) and len(returned) == 2:
@@ -97,6 +122,14 @@ def read_returned(
 def mean_over(value: torch.Tensor, weight: float) -> ShareLoss:
     """A scalar that is a mean over as many terms."""
     return ShareLoss(values=(value,), seeds=(weight,), total=value.item() * weight, weight=weight)
+
+
+def sum_over(value: torch.Tensor, num_samples: int, batch_size: int) -> ShareLoss:
+    """A scalar that is a sum, and not to be divided: the batch's loss is the sum of the shares'."""
+    total = batch_size * value.item()
+    return ShareLoss(
+        values=(value,), seeds=(float(batch_size),), total=total, weight=float(num_samples)
+    )
 
 
 def _per_sample(values: torch.Tensor, sample_weight: torch.Tensor | None) -> ShareLoss:

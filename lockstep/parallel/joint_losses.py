@@ -24,9 +24,6 @@ class JointAdapter(LossAdapter):
     Args:
         loss: the functions by key, or by position.
         factors: of each of them.
-
-    Raises:
-        OptionError: one is a torch loss with ``reduction="sum"``.
     """
 
     def __init__(self, loss: Losses, factors: Sequence[float]) -> None:
@@ -34,6 +31,17 @@ class JointAdapter(LossAdapter):
         keyed = keyed_losses(loss)
         self._adapters = {key: FunctionAdapter(one) for key, one in keyed.items()}
         self.parts = LossParts(names=part_names(loss), factors=tuple(factors))
+
+    @property
+    def is_certain(self) -> bool:  # type: ignore[override]
+        """All of them are."""
+        return all(adapter.is_certain for adapter in self._adapters.values())
+
+    def begin(self, num_samples: int, num_filled: int) -> None:
+        super().begin(num_samples, num_filled)
+        for adapter in self._adapters.values():
+            adapter.takes_whole = self.takes_whole
+            adapter.begin(num_samples, num_filled)
 
     def __call__(
         self,

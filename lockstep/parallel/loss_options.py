@@ -14,11 +14,7 @@ from lockstep.units import listed
 
 
 def adapt_loss(loss: Any, loss_weights: Any = None) -> LossAdapter:
-    """The adapter of a loss that ``check_loss`` has found nothing wrong with.
-
-    Raises:
-        OptionError: a torch loss with ``reduction="sum"``, which is no mean over samples.
-    """
+    """The adapter of a loss that ``check_loss`` has found nothing wrong with."""
     if isinstance(loss, OwnLoss):
         return OwnLossAdapter(loss)
     if not isinstance(loss, Mapping | list | tuple):

@@ -4,7 +4,8 @@ The loss of a batch is the weighted mean over its samples (or tokens): the sum o
 over the sum of all their weights. What the Trainer is given as its loss is adapted to say so, share
 by share:
 
-- a function of output and target (``parallel.function_losses``);
+- a function of output and target (``parallel.function_losses``), which is given the whole batch
+  where nobody knows what it makes of a share (``parallel.whole_batch``);
 - the loss that the model has computed itself (``parallel.own_losses``);
 - several of the former with a factor each (``parallel.joint_losses``). Each has a denominator of
   its own, so a share's part of such a loss is known when all shares' weights are: ``JointLoss``.
@@ -84,6 +85,7 @@ class ShareLoss:
         total: weighted sum of the losses of the share's samples.
         weight: the sum of their weights.
         parts: what it is put together from, if it is.
+        is_guess: nobody knows what the loss is a mean of; the weight is the number of samples.
     """
 
     values: tuple[torch.Tensor, ...]
@@ -91,6 +93,7 @@ class ShareLoss:
     total: float
     weight: float
     parts: Sums = ()
+    is_guess: bool = False
 
     @property
     def sums(self) -> Sums:
@@ -139,6 +142,11 @@ class JointLoss:
     def weights(self) -> list[float]:
         """Of the parts."""
         return [loss.weight for loss in self.losses]
+
+    @property
+    def is_guess(self) -> bool:
+        """Nobody knows what one of them is a mean of."""
+        return any(loss.is_guess for loss in self.losses)
 
     @property
     def sums(self) -> Sums:
@@ -200,11 +208,27 @@ class LossAdapter(ABC):
         loss: what was given.
         parts: its parts, where it has some.
         needs_targets: it compares outputs with targets.
+        is_certain: what a share's loss weighs is known, whatever the loss returns.
+        takes_whole: it is called once, with the outputs of all shares: what it weighs in a share
+            alone is not known (``parallel.whole_batch``).
+        gathered_bytes: the most that all shares of a batch have put up for that.
+        batch_size: samples of the batch under way.
+        sees_all: what it is called with is all of the batch.
     """
 
     loss: Any
     parts = ONE_LOSS
     needs_targets = True
+    is_certain = True
+    takes_whole = False
+    gathered_bytes = 0
+    batch_size = 0
+    sees_all = False
+
+    def begin(self, num_samples: int, num_filled: int) -> None:
+        """A batch is on its way, in so many shares."""
+        self.batch_size = num_samples
+        self.sees_all = self.takes_whole or num_filled == 1
 
     @abstractmethod
     def __call__(
@@ -220,7 +244,6 @@ class LossAdapter(ABC):
         Raises:
             LossError: the loss is something else than agreed.
             DataError: there are no targets.
-            OptionError: the loss has become a sum since it was given.
         """
 
 

@@ -9,6 +9,7 @@ Where a layer needs the whole batch (BatchNorm), a rank's shares run together, l
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -23,9 +24,10 @@ from lockstep.parallel.batch_norm import BatchNorms, GlobalStatistics
 from lockstep.parallel.buffers import Buffers, Kept
 from lockstep.parallel.diagnosis import Diagnosis
 from lockstep.parallel.interleave import Interleaver
-from lockstep.parallel.losses import JointLoss, ShareLoss
+from lockstep.parallel.losses import JointLoss, ShareLoss, nothing
 from lockstep.parallel.passes import Passes, Run, Take
 from lockstep.parallel.step_functions import StepFunction
+from lockstep.parallel.whole_batch import SharePart
 from lockstep.plan.decision import LocalUpdate
 from lockstep.plan.lowering import lower_forward, lower_train
 from lockstep.plan.program import Action, Backward, Forward
@@ -55,6 +57,7 @@ class ModelPasses(Passes):
         )
         self._losses: dict[int, ShareLoss] = {}
         self._joint: dict[int, JointLoss] = {}  # they wait for the weights of all shares
+        self._apart: dict[int, SharePart] = {}  # they wait for the outputs of all shares
         self._refused: dict[int, bool] = {}  # the Plan's memory format, by share
         # Where this rank has several shares of a batch, each starts from the same buffers.
         self._isolates_buffers = False
@@ -64,7 +67,7 @@ class ModelPasses(Passes):
         return _together(
             lower_train(self._plan, self._rank, num_samples),
             interleaved=self._plan.interleaved,
-            forward_first=self._loss is not None and bool(self._loss.parts),
+            forward_first=self._loss is not None and (bool(self._loss.parts) or self._takes_whole),
         )
 
     @property
@@ -78,8 +81,6 @@ class ModelPasses(Passes):
         return self._functions[turn].training(self._model) if self._functions else nullcontext()
 
     def begin(self, run: Run) -> None:
-        if not run.is_training and self._norms.use_batch_statistics:
-            self._exchange.barrier()  # rows of the last pass may still be read
         super().begin(run)
         mine = self._plan.shares_of(self._rank)
         self._isolates_buffers = (
@@ -88,6 +89,10 @@ class ModelPasses(Passes):
             and mine.start + 1 < min(mine.stop, run.num_filled)
         )
         self._left_buffers = {}
+
+    @property
+    def _offers_rows(self) -> bool:
+        return super()._offers_rows or self._norms.use_batch_statistics
 
     def run(self, run: Run, actions: Sequence[Action]) -> None:
         shares = _shares_of(actions)
@@ -110,16 +115,24 @@ class ModelPasses(Passes):
 
     def _compute(self, run: Run, share: int) -> None:
         batch, output = self._output(run, share)
+        if run.is_observed:
+            run.show(self.shown(output), batch.targets)
+        if self._takes_whole and run.num_filled > 1:
+            self._apart[share] = SharePart(output=output, batch=batch)
+            return
         loss = self.loss_of(output, batch)
+        if loss.is_guess:
+            loss = replace(nothing(output), is_guess=True)
         if isinstance(loss, JointLoss):
             self._joint[share] = loss
         else:
             self._losses[share] = loss
-        if run.observe is not None:
-            run.observe(self.shown(output), batch.targets)
 
     def _settle_weights(self, run: Run) -> None:
-        """Several losses: all shares' weights are known now, and with them what each share adds."""
+        """All shares' losses wait for one another no longer: what each share adds is known now."""
+        if self._apart:
+            self._losses |= self._divided(run, self._apart)
+            self._apart = {}
         if not self._joint:
             return
         mine, joint = sorted(self._joint), self._joint
@@ -169,7 +182,9 @@ class ModelPasses(Passes):
             run.parts.append(loss.parts)
         refused = self._refused.pop(share)
         self._exchange.put(_GROUP, self._row_of(share), gradients)
-        self._exchange.put_loss(share, loss.total, loss.weight, refused)
+        self._exchange.put_loss(
+            share, loss.total, loss.weight, is_refused=refused, is_guess=loss.is_guess
+        )
         if self._plan.num_shares > 1:
             self._clear_gradients()
 

@@ -5,7 +5,7 @@ batch; ``parallel.stage_passes`` runs some of its layers on the microbatches tha
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from lockstep.comm.exchange import Exchange
+from lockstep.comm.gathering import gather_bytes
 from lockstep.data.order import evaluation_seed, seed_streams, share_seed
 from lockstep.data.read_ahead import Read
 from lockstep.data.sources import Batch, Source
@@ -22,6 +23,7 @@ from lockstep.parallel.forward import DTYPES, ModelCall
 from lockstep.parallel.gradient_rules import GradientRules
 from lockstep.parallel.linear import LinearLayers
 from lockstep.parallel.losses import JointLoss, LossAdapter, ShareLoss, Sums
+from lockstep.parallel.whole_batch import SharePart, WholeBatch
 from lockstep.plan.program import Action
 from lockstep.plan.shares import num_filled_shares, share_bounds
 from lockstep.plan.spec import Plan
@@ -65,17 +67,34 @@ class Run:
         self.source = source
         self.indices = indices
         self.step = step
-        self.observe = observe
+        self._observe = observe
         self.turn = turn
         self.num_samples = len(indices)
         self.bounds = share_bounds(self.num_samples, num_shares)
         self.num_filled = num_filled_shares(self.num_samples, num_shares)
         self.parts: list[Sums] = []  # of several losses, share by share
+        self._observed: list[tuple[Tree, Tree]] = []
 
     @property
     def is_training(self) -> bool:
         """Whether it is trained on."""
         return self.step is not None
+
+    @property
+    def is_observed(self) -> bool:
+        """Whether somebody looks at the outputs."""
+        return self._observe is not None
+
+    def show(self, output: Tree, target: Tree) -> None:
+        """What is to be observed once the batch is through."""
+        self._observed.append((output, target))
+
+    def end_observing(self) -> None:
+        """Have it observed."""
+        if self._observe is not None:
+            for output, target in self._observed:
+                self._observe(output, target)
+        self._observed.clear()
 
     def indices_of(self, share: int) -> torch.Tensor:
         """The samples of a share."""
@@ -86,6 +105,12 @@ class Run:
         if self.step is None:
             return evaluation_seed(seed, int(self.indices[self.bounds[share][0]]))
         return share_seed(seed, self.step, share, self.turn)
+
+    def seed_of_batch(self, seed: int) -> int:
+        """Of the random streams of a loss that is taken on the whole batch."""
+        if self.step is None:
+            return evaluation_seed(seed, int(self.indices[0]))
+        return share_seed(seed, self.step, len(self.bounds), self.turn)
 
 
 class Passes(ABC):
@@ -176,12 +201,21 @@ class Passes(ABC):
     def begin(self, run: Run) -> None:
         """Another batch is on its way."""
         # Autocast keeps cast weights until its outermost block ends, and that may be around us.
+        if not run.is_training and self._offers_rows:
+            self._exchange.barrier()  # rows of the last pass may still be read
         torch.clear_autocast_cache()
         self._linears.begin_pass()
         self._exchange.begin_pass()
+        if self._loss is not None:
+            self._loss.begin(run.num_samples, run.num_filled)
         if run.is_training:
             self._first_buffers = self._buffers.keep()
             self._clear_gradients()
+
+    @property
+    def _offers_rows(self) -> bool:
+        """Whether shares offer rows in evaluation."""
+        return self._loss is not None and not self._loss.is_certain
 
     def hand_in(self) -> None:
         """All passes are done: have the exchange know of gradients that it does not know of yet."""
@@ -240,6 +274,58 @@ class Passes(ABC):
     def shown(self, output: Tree) -> Tree:
         """What users see of an output: values, in torch's own memory format."""
         return map_tensors(_plain, output)
+
+    # --- losses of whole batches -----------------------------------------------------------------
+
+    def take_whole(self) -> None:
+        """What shares' losses weigh, nobody knows: from now on take them on whole batches."""
+        assert self._loss is not None
+        self._loss.takes_whole = True
+        self._programs.clear()
+
+    @property
+    def _takes_whole(self) -> bool:
+        return self._loss is not None and self._loss.takes_whole
+
+    def _divided(self, run: Run, own: Mapping[int, SharePart]) -> dict[int, ShareLoss]:
+        """What the loss of a whole batch leaves to this rank's shares."""
+        assert self._loss is not None
+        whole = self._whole(run, own)
+        return whole.divided(whole.loss(self._loss), self._trainable)
+
+    def losses_of(self, run: Run, own: Mapping[int, SharePart]) -> list[Sums]:
+        """In evaluation: sums of what this rank has of a batch."""
+        assert self._loss is not None
+        has_turns = bool(own) or self._exchange.relays(run.num_filled)
+        if not has_turns or (not own and run.num_filled == 1):
+            return []
+        losses = {}
+        if not self._takes_whole or run.num_filled == 1:
+            losses = {share: self.loss_of(part.output, part.batch) for share, part in own.items()}
+        if run.num_filled == 1 or self._loss.is_certain:
+            return [loss.sums for loss in losses.values()]
+        if not self._takes_whole:
+            guesses = {share: b"?" * loss.is_guess for share, loss in losses.items()}
+            if not any(gather_bytes(self._exchange, guesses, run.num_filled)):
+                return [loss.sums for loss in losses.values()]
+            self.take_whole()
+            self._loss.begin(run.num_samples, run.num_filled)
+        if not own:
+            gather_bytes(self._exchange, {}, run.num_filled)
+            return []
+        loss = self._whole(run, own).loss(self._loss)
+        return [loss.sums] if 0 in own else []
+
+    def _whole(self, run: Run, own: Mapping[int, SharePart]) -> WholeBatch:
+        assert self._loss is not None
+        whole = WholeBatch(self._exchange, own, run.num_filled, self._device)
+        self._loss.gathered_bytes = max(self._loss.gathered_bytes, whole.num_bytes)
+        seed_streams(run.seed_of_batch(self._seed))
+        return whole
+
+    def held(self, output: Tree) -> Tree:
+        """An output that stays as it is until all shares of a batch are through."""
+        return output
 
     def _clear_gradients(self) -> None:
         for parameter in self._model.parameters():

@@ -11,23 +11,26 @@ are complete. So two branches that meet late run at the same time.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from lockstep.comm.gathering import gather_bytes
 from lockstep.comm.gradient_rows import multiply
 from lockstep.comm.mail_channels import MailChannels
 from lockstep.data.sources import Batch
 from lockstep.data.trees import Tree, map_tensors
 from lockstep.parallel.diagnosis import Diagnosis
 from lockstep.parallel.forward import channels_last, narrowed
-from lockstep.parallel.losses import JointLoss, ShareLoss
+from lockstep.parallel.losses import JointLoss, ShareLoss, nothing
 from lockstep.parallel.microbatch_run import MicrobatchRun
 from lockstep.parallel.owned_group import OwnedGroup
 from lockstep.parallel.partition import Partition
 from lockstep.parallel.passes import Passes, Run, Take
 from lockstep.parallel.stage_mail import StageMail
+from lockstep.parallel.whole_batch import SharePart
 from lockstep.plan.decision import Stage
 from lockstep.plan.lowering import lower_forward, lower_train
 from lockstep.plan.program import Action, Backward, BackwardInput, BackwardWeight, Forward
@@ -62,9 +65,14 @@ class StagePasses(Passes):
         self._mail_channels = mail_channels
         self._groups = groups
         self._microbatch_runs: dict[tuple[int, int], MicrobatchRun] = {}
+        self._apart: dict[int, SharePart] = {}  # they wait for the outputs of all microbatches
+        self._is_settled = False
 
     def _lowered(self, num_samples: int) -> Sequence[tuple[Action, ...]]:
-        return [(action,) for action in lower_train(self._plan, self._rank, num_samples)]
+        program = lower_train(self._plan, self._rank, num_samples)
+        if self._takes_whole:  # no microbatch goes backward before all have gone forward
+            program = tuple(sorted(program, key=lambda action: not isinstance(action, Forward)))
+        return [(action,) for action in program]
 
     # --- training --------------------------------------------------------------------------------
 
@@ -72,9 +80,13 @@ class StagePasses(Passes):
         super().begin(run)
         self._microbatch_runs.clear()
         self._mail[run.is_training].begin_pass(run.num_filled)
+        self._apart.clear()
+        self._is_settled = not self._takes_whole or run.num_filled == 1
 
     def run(self, run: Run, actions: Sequence[Action]) -> None:
         for action in actions:
+            if not (self._is_settled or isinstance(action, Forward)):
+                self._settle(run)
             _HANDLERS[type(action)](self, run, action)
 
     def _forward(self, run: Run, action: Forward) -> None:
@@ -89,11 +101,29 @@ class StagePasses(Passes):
         output = self._output(microbatch_run, batch, recompute=self._stages[stage].recompute)
         if stage == self._last_stage:
             assert batch is not None
-            microbatch_run.loss = _settled(run, self.loss_of(output, batch))
-            self._exchange.put_loss(share, microbatch_run.loss.total, microbatch_run.loss.weight)
-            if run.observe is not None:
-                run.observe(self.shown(output), batch.targets)
+            if self._is_settled:
+                self._set_loss(share, _settled(run, self.loss_of(output, batch), output))
+            else:
+                self._apart[share] = SharePart(output=output, batch=batch)
+            if run.is_observed:
+                run.show(self.shown(output), batch.targets)
         mail.send_stream(stage, share)
+
+    def _settle(self, run: Run) -> None:
+        """All microbatches have gone forward: what each adds to the loss is known now."""
+        self._is_settled = True
+        if self._apart:
+            for share, loss in self._divided(run, self._apart).items():
+                if loss.parts:
+                    run.parts.append(loss.parts)
+                self._set_loss(share, loss)
+            self._apart.clear()
+        elif self._exchange.relays(run.num_filled):
+            gather_bytes(self._exchange, {}, run.num_filled)
+
+    def _set_loss(self, share: int, loss: ShareLoss) -> None:
+        self._microbatch_runs[self._last_stage, share].loss = loss
+        self._exchange.put_loss(share, loss.total, loss.weight, is_guess=loss.is_guess)
 
     def _backward(self, run: Run, action: Backward) -> None:
         microbatch_run = self._microbatch_runs.pop((action.stage, action.microbatch))
@@ -218,15 +248,19 @@ class StagePasses(Passes):
 
     def shown(self, output: Tree) -> Tree:
         """What users may keep: copies of what an earlier stage has sent."""
+        return self.held(super().shown(output))
 
-        def show(tensor: torch.Tensor) -> torch.Tensor:
+    def held(self, output: Tree) -> Tree:
+        def hold(tensor: torch.Tensor) -> torch.Tensor:
             return tensor.clone() if self._exchange.lends(tensor) else tensor
 
-        return map_tensors(show, super().shown(output))
+        return map_tensors(hold, output)
 
 
-def _settled(run: Run, loss: ShareLoss | JointLoss) -> ShareLoss:
+def _settled(run: Run, loss: ShareLoss | JointLoss, output: Tree) -> ShareLoss:
     """A microbatch's loss, ready to go backward; of several losses, if that can be."""
+    if loss.is_guess:
+        return replace(nothing(output), is_guess=True)
     settled = loss
     if isinstance(settled, JointLoss):
         alone = run.num_filled == 1

@@ -1,6 +1,6 @@
 """torch's own losses: recognised, so that they are asked for what their mean alone does not say.
 
-Not covered: a loss of torch's inside a function of the user's. That is a function like any other.
+Those inside a function of the user's are found while it runs (``parallel.known_means``).
 """
 
 import copy
@@ -12,8 +12,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-
-from lockstep.errors import OptionError, problem
 
 Loss = Callable[..., Any]
 
@@ -37,21 +35,7 @@ def _forward_of(loss: nn.Module) -> Any:
     return getattr(type(loss), "forward", None)
 
 
-def check_reduction(loss: Loss) -> str | None:
-    """``_reduction_of``, or an OptionError for a sum."""
-    reduction = _reduction_of(loss)
-    if reduction == "sum":
-        raise OptionError(
-            problem(
-                "The loss must be a mean over the samples, or give them one by one.",
-                received='reduction="sum"',
-                fix='Use reduction="mean" (and a larger learning rate) or "none".',
-            )
-        )
-    return reduction
-
-
-def _reduction_of(loss: Loss) -> str | None:
+def reduction_of(loss: Loss) -> str | None:
     """``reduction`` of one of torch's own losses; None for any other."""
     inner, options = _options_of(loss)
     if not _is_torch_loss(inner):
@@ -103,7 +87,7 @@ class ClassLoss:
             function = inner
         else:
             return None
-        if _reduction_of(loss) != "mean" or (isinstance(loss, functools.partial) and loss.args):
+        if reduction_of(loss) != "mean" or (isinstance(loss, functools.partial) and loss.args):
             return None
         options = {key: value for key, value in options.items() if key != "reduction"}
         return cls(
@@ -131,13 +115,22 @@ class ClassLoss:
         return {**self.options, "weight": self.class_weight.to(output)}
 
     def _weights(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """The denominator's terms, one per position of the target."""
-        if target.is_floating_point():
-            return torch.ones_like(output.detach().select(1, 0))
-        counted = target != self.ignore_index
-        if self.class_weight is None:
-            return counted
-        classes = torch.where(counted, target, torch.zeros_like(target))
-        return torch.where(
-            counted, self.class_weight.to(output)[classes], torch.zeros((), dtype=output.dtype)
-        )
+        return class_weights(output, target, self.class_weight, self.ignore_index)
+
+
+def class_weights(
+    output: torch.Tensor,
+    target: torch.Tensor,
+    class_weight: torch.Tensor | None,
+    ignore_index: int,
+) -> torch.Tensor:
+    """The terms of the denominator of a mean over classes, one per position of the target."""
+    if target.is_floating_point():
+        return torch.ones_like(output.detach().select(1, 0))
+    counted = target != ignore_index
+    if class_weight is None:
+        return counted
+    classes = torch.where(counted, target, torch.zeros_like(target))
+    return torch.where(
+        counted, class_weight.to(output)[classes], torch.zeros((), dtype=output.dtype)
+    )

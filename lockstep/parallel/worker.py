@@ -31,6 +31,7 @@ from lockstep.parallel.losses import Sums
 from lockstep.parallel.owned_group import OwnedGroup
 from lockstep.parallel.passes import Observe, Passes, Run, Take
 from lockstep.parallel.update import Updater
+from lockstep.parallel.whole_batch import SharePart
 from lockstep.plan.lowering import leaves_a_rank_idle
 from lockstep.plan.program import Action, Reduce, Step, Sync
 from lockstep.plan.spec import Plan
@@ -141,13 +142,24 @@ class Worker:
             NonFiniteLossError: the loss is NaN or infinite; nothing has been updated.
             LossError: the loss function broke its contract.
         """
-        batch = Run(source, indices, self.plan.num_shares, step=step, observe=observe, turn=turn)
+        num_shares = self.plan.num_shares
+
+        def begun() -> _Training:
+            run = Run(source, indices, num_shares, step=step, observe=observe, turn=turn)
+            return _Training(run, step)
+
         if self.updater is not None:
             self.updater.turn = turn
         if self.board is not None:
             self.board.step = step
         with self.passes.in_turn(turn):
-            return self._train(_Training(batch, step))
+            try:
+                return self._train(begun())
+            except _GuessError:
+                self.passes.restore_buffers()
+                self.passes.take_whole()
+                self.exchange.end_step()  # all have seen it
+                return self._train(begun())
 
     def _train(self, now: "_Training") -> StepResult:
         self.passes.begin(now.batch)
@@ -179,6 +191,9 @@ class Worker:
         batch = now.batch
         self.passes.hand_in()
         now.totals = self.exchange.collect(batch.num_filled)
+        if now.totals.is_guess:
+            raise _GuessError
+        batch.end_observing()
         if now.totals.is_refused:
             self.passes.call.give_up_format()
         if now.weight:
@@ -267,15 +282,16 @@ class Worker:
         self, source: Source, indices: torch.Tensor, observe: Observe | None = None
     ) -> list[Sums]:
         """The sums of the shares of the batch at ``indices`` whose loss is known here."""
-        losses: list[Sums] = []
+        parts: dict[int, SharePart] = {}
 
         def take(share: int, batch: Batch, output: Tree) -> None:
-            losses.append(self.passes.loss_of(output, batch).sums)
+            parts[share] = SharePart(output=self.passes.held(output), batch=batch)
             if observe is not None:
                 observe(self.passes.shown(output), batch.targets)
 
-        self._infer(Run(source, indices, self.plan.num_shares), take)
-        return losses
+        run = Run(source, indices, self.plan.num_shares)
+        self._infer(run, take)
+        return self.passes.losses_of(run, parts)
 
     @torch.no_grad()
     def predict_step(self, source: Source, indices: torch.Tensor) -> list[tuple[int, Tree]]:
@@ -329,6 +345,10 @@ class Worker:
     def abandon(self) -> None:
         """A task has failed; whoever notices it calls this."""
         self.passes.abandon()
+
+
+class _GuessError(Exception):
+    """What a share's loss weighs, nobody knows: the step is made once more, otherwise."""
 
 
 class _Training:

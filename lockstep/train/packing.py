@@ -22,7 +22,7 @@ def spec_of(assignment: Assignment) -> ExchangeSpec:
         assignment.updater,
         assignment.groups,
         assignment.partitions,
-        1 if assignment.loss is None else len(assignment.loss.parts.factors),
+        assignment.loss,
     )
 
 

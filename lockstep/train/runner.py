@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeVar
 
+import msgspec
 from torch import nn, optim
 
 from lockstep.capture.layers import capture_layers
@@ -19,6 +20,7 @@ from lockstep.parallel.blank import blank_names, forget_blanks, initialize
 from lockstep.parallel.groups import parameter_groups
 from lockstep.parallel.losses import LossAdapter
 from lockstep.parallel.settings import TorchSettings
+from lockstep.parallel.whole_batch import whole_batch_note
 from lockstep.plan.makers import Maker, SingleDevice
 from lockstep.plan.spec import Plan
 from lockstep.train.assignment import Assignment
@@ -232,7 +234,11 @@ class Runner(ABC):
             session.preload = self._preload
         assignment = self._assignment(task, loss, updater, *planned)
         with self._job_context.at_work() as hosts:
-            return session.run(assignment, conductor, hosts, self._standing, self._sight)
+            result = session.run(assignment, conductor, hosts, self._standing, self._sight)
+        if self._plan is not None and loss is not None and loss.takes_whole:
+            notes = (*self._plan.notes, whole_batch_note(loss))
+            self._plan = msgspec.structs.replace(self._plan, notes=tuple(dict.fromkeys(notes)))
+        return result
 
     def _plan_for_all(
         self, task: Task, batch_size: int, announce: Callable[[str], None]

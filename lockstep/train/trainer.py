@@ -76,10 +76,11 @@ class Trainer(PersistentRunner):
         model: the model; it is trained in place. Or a function that makes it: then each rank of a
             pipeline makes its own part only, with the values that ``reset_parameters`` of its
             modules gives, and ``trainer.model`` is the whole by address.
-        loss: ``loss(output, target)`` returning the mean over the batch, values of shape (n,), or
-            a pair (total, weight). Several of them, in a dict or list, each for the model's output
-            and the target under its key or in its place. Or ``lockstep.OwnLoss()`` where the model
-            returns its loss. Needed for ``fit`` and ``evaluate``.
+        loss: ``loss(output, target)`` returning a scalar, values of shape (n,), or a pair (total,
+            weight). A scalar that is not known to be a mean or a sum over the samples is taken on
+            the outputs of the whole batch. Several of them, in a dict or list, each for the model's
+            output and the target under its key or in its place. Or ``lockstep.OwnLoss()`` where the
+            model returns its loss. Needed for ``fit`` and ``evaluate``.
         optimizer: a torch optimizer over ``model.parameters()``, or a class or function that makes
             one from them. Needed for ``fit``.
         metrics: torchmetrics metrics by name.

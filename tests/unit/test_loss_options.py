@@ -354,7 +354,6 @@ WRONG: dict[str, tuple[Any, Any, str]] = {
         None,
         r"loss\['a'\] must be callable.*OwnLoss",
     ),
-    "a sum": ({"a": nn.MSELoss(reduction="sum")}, None, 'reduction="sum"'),
     "weights for one loss": (CROSS_ENTROPY, {"a": 1.0}, "`loss_weights` goes with several"),
     "weights for no loss": (None, [1.0], "`loss_weights` goes with several"),
     "weights of strangers": ({"a": CROSS_ENTROPY}, {"b": 1.0}, r"\['b'\] beside losses \['a'\]"),

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lockstep.errors import LossError, OptionError
+from lockstep.errors import LossError
 from lockstep.parallel.function_losses import FunctionAdapter
 from lockstep.parallel.losses import ShareLoss
 
@@ -179,8 +179,10 @@ def test_a_loss_may_change_after_the_trainer_is_made() -> None:
         share = adapter(OUTPUT, TARGET, None, NUM_SAMPLES)
         assert share.total / share.weight == pytest.approx(loss(OUTPUT, TARGET).item(), rel=1e-6)
     loss.reduction = "sum"
-    with pytest.raises(OptionError, match='reduction="sum"'):
-        adapter(OUTPUT, TARGET, None, NUM_SAMPLES)
+    adapter.begin(12, 3)
+    share = adapter(OUTPUT, TARGET, None, NUM_SAMPLES)
+    assert share.total == pytest.approx(12 * loss(OUTPUT, TARGET).item())
+    assert share.weight == 4.0
 
 
 # --- what is refused ----------------------------------------------------------------------------
@@ -231,18 +233,34 @@ def test_a_loss_that_cannot_weigh_samples_is_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "loss",
+    ("loss", "target"),
     [
-        nn.MSELoss(reduction="sum"),
-        nn.CrossEntropyLoss(reduction="sum"),
-        functools.partial(F.cross_entropy, reduction="sum"),
-        functools.partial(functools.partial(F.mse_loss, reduction="mean"), reduction="sum"),
+        (nn.MSELoss(reduction="sum"), OUTPUT + 1),
+        (nn.CrossEntropyLoss(reduction="sum"), TARGET),
+        (functools.partial(F.cross_entropy, reduction="sum"), TARGET),
+        (
+            functools.partial(functools.partial(F.mse_loss, reduction="mean"), reduction="sum"),
+            OUTPUT + 1,
+        ),
     ],
     ids=["MSELoss", "CrossEntropyLoss", "cross_entropy", "mse_loss, set twice"],
 )
-def test_a_sum_is_no_mean_and_refused_at_once(loss: Any) -> None:
-    with pytest.raises(OptionError, match='reduction="sum"'):
-        FunctionAdapter(loss)
+def test_a_sum_of_a_batch_is_the_sum_of_its_shares(loss: Any, target: Tensor) -> None:
+    adapter = FunctionAdapter(loss)
+    adapter.begin(NUM_SAMPLES, 2)
+    assert adapter.is_certain
+    shares = [adapter(OUTPUT[rows], target[rows], None, 2) for rows in (slice(2), slice(2, None))]
+    total, weight = (sum(column) for column in zip(*(one.sums[0] for one in shares), strict=True))
+    assert total / weight == pytest.approx(loss(OUTPUT, target).item(), rel=1e-6)
+
+
+def test_nobody_knows_what_a_scalar_of_a_share_is_a_mean_of() -> None:
+    adapter = FunctionAdapter(lambda output, target: output.square().mean().sqrt())
+    assert not adapter.is_certain
+    adapter.begin(8, 2)
+    assert adapter(OUTPUT, TARGET, None, NUM_SAMPLES).is_guess
+    adapter.begin(4, 1)
+    assert not adapter(OUTPUT, TARGET, None, NUM_SAMPLES).is_guess
 
 
 def test_a_share_that_depends_on_nothing_trainable_adds_no_gradient() -> None:

@@ -392,7 +392,6 @@ BEFORE_ANY_PROCESS: dict[str, tuple[Callable[[], object], str, str]] = {
     "no loss": (lambda: fit(make_trainer(loss=None)), "OptionError", "loss=None"),
     "optimizer": (lambda: make_trainer(optimizer="adam"), "OptionError", "str"),
     "no optimizer": (lambda: fit(make_trainer(optimizer=None)), "OptionError", "None"),
-    "sum": (lambda: make_trainer(loss=nn.MSELoss(reduction="sum")), "OptionError", "sum"),
     "metric": (lambda: make_trainer(metrics={"a": len}), "OptionError", "builtin"),
     "callback": (lambda: make_trainer(callbacks=[lockstep.Callback]), "OptionError", "type"),
     "frozen": (

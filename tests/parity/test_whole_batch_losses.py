@@ -1,0 +1,134 @@
+"""The parity table of losses that are no means over samples, in fp64."""
+
+import copy
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torchmetrics import MeanSquaredError
+
+import lockstep
+from tests.thorough import core_of
+from tests.whole_batch_zoo import JOBS, KNOWN
+
+STRATEGIES = {
+    "single": lockstep.SingleDeviceStrategy(),
+    "mirrored-2": lockstep.MirroredStrategy(2),
+    "mirrored-3": lockstep.MirroredStrategy(3),
+    "mirrored-2-shares-5": lockstep.MirroredStrategy(2, num_shares=5),
+    "pipeline-2": lockstep.PipelineStrategy(2, microbatches=3),
+    "pipeline-2-zb-h1": lockstep.PipelineStrategy(2, microbatches=4, schedule="zb-h1"),
+    "data-2-pipe-2": lockstep.HybridStrategy(data=2, pipe=2, microbatches=2),
+}
+CELLS = [(job, strategy) for job in JOBS for strategy in STRATEGIES]
+
+
+@pytest.mark.parametrize(
+    ("job", "strategy"),
+    core_of(CELLS, lambda _, strategy: strategy in ("mirrored-2", "pipeline-2")),
+)
+def test_training_equals_one_device(job: str, strategy: str) -> None:
+    report = lockstep.verify(JOBS[job](), STRATEGIES[strategy], steps=5)
+    assert report.passed, str(report)
+    assert not report.undetermined
+    assert not report.notes
+
+
+def trainer_of(job: lockstep.Job, strategy: lockstep.Strategy) -> lockstep.Trainer:
+    model = copy.deepcopy(job.model).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    return lockstep.Trainer(
+        model, loss=job.loss, optimizer=optimizer, strategy=strategy, precision="fp64"
+    )
+
+
+@pytest.mark.parametrize("strategy", ["mirrored-2", "mirrored-3", "pipeline-2", "data-2-pipe-2"])
+@pytest.mark.parametrize("name", ["RMSE", "CLIP", "two means", "by the number of samples"])
+def test_evaluation_is_the_loss_of_each_batch(name: str, strategy: str) -> None:
+    job = JOBS[name]()
+    trainer = trainer_of(job, STRATEGIES[strategy])
+    reference = copy.deepcopy(trainer.model).eval()
+    inputs, targets = job.data
+    inputs = inputs if isinstance(inputs, tuple) else (inputs,)
+    total, size = 0.0, len(targets)
+    for start in range(0, size, job.batch_size):
+        rows = slice(start, start + job.batch_size)
+        with torch.no_grad():
+            output = reference(*(one[rows] for one in inputs))
+            total += len(targets[rows]) * job.loss(output, targets[rows]).item()
+    found = trainer.evaluate(job.data, batch_size=job.batch_size)["loss"]
+    assert found == pytest.approx(total / size, rel=1e-12)
+    trainer.close()
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_outputs_are_not_exchanged_for_what_is_known(name: str) -> None:
+    job = JOBS[name]()
+    trainer = trainer_of(job, STRATEGIES["mirrored-2"])
+    trainer.fit(job.data, batch_size=job.batch_size, epochs=1, verbose=0)
+    assert trainer._loss is not None
+    assert not trainer._loss.takes_whole
+    trainer.close()
+
+
+def test_the_plan_says_so() -> None:
+    job = JOBS["RMSE"]()
+    trainer = trainer_of(job, STRATEGIES["mirrored-2"])
+    for _ in range(2):
+        trainer.fit(job.data, batch_size=job.batch_size, epochs=1, verbose=0)
+        (note,) = [note for note in trainer.plan.notes if "whole batch" in note]
+        assert "of outputs and targets per step" in note
+        assert "whole batch" in str(trainer.plan)
+    trainer.close()
+
+
+class Watching(lockstep.Callback):
+    """Evaluates in the middle of a training."""
+
+    def __init__(self, data: tuple[torch.Tensor, torch.Tensor]) -> None:
+        self.data = data
+        self.found: list[float] = []
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        self.found.append(self.trainer.evaluate(self.data, batch_size=9)["loss"])
+
+
+@pytest.mark.parametrize("strategy", ["mirrored-2", "mirrored-3", "pipeline-2"])
+def test_options_and_calls_one_after_the_other(strategy: str) -> None:
+    """Streams, clipping, accumulation, metrics, validation, callbacks; calls in any order."""
+    job = JOBS["RMSE"]()
+    inputs, targets = job.data
+    told, errors = [], []
+
+    def batches() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        yield from zip(inputs.split(7), targets.split(7), strict=True)
+
+    for one in (STRATEGIES[strategy], STRATEGIES["single"]):
+        watching = Watching(job.data)
+        model = copy.deepcopy(job.model).double()
+        trainer = lockstep.Trainer(
+            model,
+            loss=job.loss,
+            optimizer=torch.optim.SGD(model.parameters(), lr=1e-2),
+            metrics={"error": MeanSquaredError()},
+            strategy=one,
+            precision="fp64",
+            clip_norm=0.1,
+            accumulate=1 if strategy == "pipeline-2" else 2,
+            callbacks=[watching],
+        )
+        fit = partial(trainer.fit, batch_size=9, verbose=0, validation_data=job.data)
+        calls: list[dict[str, Any]] = [
+            trainer.evaluate(job.data, batch_size=9),
+            fit(job.data, epochs=2).history,
+            trainer.fit(batches, epochs=1, verbose=0).history,
+            trainer.evaluate(batches),
+        ]
+        trainer.close()
+        # What torchmetrics has counted, in float32.
+        errors.append([logs.pop(name) for logs in calls for name in list(logs) if "error" in name])
+        told.append((calls, watching.found, list(model.parameters())))
+    torch.testing.assert_close(told[0], told[1], rtol=1e-11, atol=1e-12)
+    torch.testing.assert_close(errors[0], errors[1], rtol=1e-6, atol=1e-6)
