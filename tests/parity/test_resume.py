@@ -30,6 +30,7 @@ STRATEGIES = {
     "single": lockstep.SingleDeviceStrategy(),
     "mirrored-2": lockstep.MirroredStrategy(2),
     "mirrored-2-shares-4": lockstep.MirroredStrategy(2, num_shares=4),
+    "mirrored-2-gloo": lockstep.MirroredStrategy(2, engine="gloo"),
     "pipeline-2": lockstep.PipelineStrategy(2, microbatches=3),
     "hybrid-2x2": lockstep.HybridStrategy(data=2, pipe=2, microbatches=2),
 }
@@ -83,7 +84,7 @@ class Feature:
     strategies: tuple[str, ...] = tuple(STRATEGIES)
 
 
-NOT_PIPELINES = ("single", "mirrored-2", "mirrored-2-shares-4")
+NOT_PIPELINES = ("single", "mirrored-2", "mirrored-2-shares-4", "mirrored-2-gloo")
 COSINE = partial(optim.lr_scheduler.CosineAnnealingLR, T_max=5)
 ONE_CYCLE = partial(optim.lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=10)
 PLATEAU = partial(optim.lr_scheduler.ReduceLROnPlateau, patience=0, threshold=9.0)

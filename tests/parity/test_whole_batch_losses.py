@@ -18,6 +18,7 @@ STRATEGIES = {
     "mirrored-2": lockstep.MirroredStrategy(2),
     "mirrored-3": lockstep.MirroredStrategy(3),
     "mirrored-2-shares-5": lockstep.MirroredStrategy(2, num_shares=5),
+    "mirrored-2-gloo": lockstep.MirroredStrategy(2, engine="gloo"),
     "pipeline-2": lockstep.PipelineStrategy(2, microbatches=3),
     "pipeline-2-zb-h1": lockstep.PipelineStrategy(2, microbatches=4, schedule="zb-h1"),
     "data-2-pipe-2": lockstep.HybridStrategy(data=2, pipe=2, microbatches=2),
