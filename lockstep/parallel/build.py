@@ -5,30 +5,19 @@ made after it, each rank builds its own end. A Plan without stages is one with a
 every rank holds, so that all parameters are in one group.
 """
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import combinations, product
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
 
-from lockstep.channel.channel import Channel
-from lockstep.comm.board import Board
-from lockstep.comm.domain_sums import members_by_domain, pairs
+from lockstep.comm.domain_sums import members_by_domain
 from lockstep.comm.exchange import Exchange, ExchangeSpec, GroupSpec
-from lockstep.comm.gradient_rows import GradientSpec
-from lockstep.comm.gradients import TensorSpec
-from lockstep.comm.host_exchange import HostExchange
 from lockstep.comm.mail_channels import MailChannels
-from lockstep.comm.meeting_point import MeetingPoint
-from lockstep.comm.process_group import ProcessGroupTransport
 from lockstep.comm.shared_memory import SharedRegion
-from lockstep.comm.tensor_channels import TensorChannels
-from lockstep.comm.transport import Transport
-from lockstep.comm.wide_board import Crossing, WideBoard
-from lockstep.parallel.batch_norm import BatchNorms
+from lockstep.parallel.engine import Neighbours, build_exchange
+from lockstep.parallel.exchange_layout import mail_specs
 from lockstep.parallel.gradient_rules import GradientRules
 from lockstep.parallel.groups import ParameterGroup
 from lockstep.parallel.losses import LossAdapter
@@ -36,273 +25,13 @@ from lockstep.parallel.model_passes import ModelPasses
 from lockstep.parallel.owned_group import OwnedGroup
 from lockstep.parallel.partition import Partition
 from lockstep.parallel.passes import Passes
-from lockstep.parallel.stage_mail import MailSpec, StageMail, mail_spec
+from lockstep.parallel.stage_mail import StageMail
 from lockstep.parallel.stage_passes import StagePasses
 from lockstep.parallel.step_functions import StepFunction
-from lockstep.parallel.store import tensor_spec
 from lockstep.parallel.update import Updater
 from lockstep.parallel.worker import Worker
-from lockstep.plan.decision import LocalUpdate, ProcessGroup, SharedMemory
 from lockstep.plan.layout import Piece, block_sizes
-from lockstep.plan.lowering import lower_train
-from lockstep.plan.prediction import stage_graph
-from lockstep.plan.program import Backward, BackwardInput, BackwardWeight, Forward, RankProgram
 from lockstep.plan.spec import Plan
-
-# Messages of one kind in use at once in evaluation: the sender may be so far ahead.
-_SLOTS_IN_EVALUATION = 3
-# Of a share's outputs that go at once, in float64.
-_OUTPUT_ELEMENTS = 1 << 15
-
-
-def exchange_spec(
-    plan: Plan,
-    model: nn.Module,
-    updater: Updater | None,
-    groups: Sequence[ParameterGroup],
-    partitions: Mapping[bool, Partition],
-    loss: LossAdapter | None = None,
-) -> ExchangeSpec:
-    """The layout of what ranks share: known before any process starts.
-
-    Args:
-        plan: the Plan.
-        model: the model.
-        updater: the optimizer; None where nothing is trained.
-        groups: the parameters, by the ranks that have them.
-        partitions: of the model in stages, by whether it is in training.
-        loss: the loss, adapted.
-    """
-    trained = {
-        name: tensor_spec(name, parameter)
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad and updater is not None
-    }
-    limits = {f"{layer.name}.weight".lstrip("."): layer.row_limit for layer in plan.layers}
-    if updater is None or not updater.is_elementwise:
-        limits = {}
-    group_specs = tuple(
-        _group_spec(plan, group, [trained[name] for name in group.names if name in trained], limits)
-        for group in groups
-    )
-    if plan.pipeline is None:
-        return ExchangeSpec(
-            num_ranks=plan.num_ranks,
-            share_ranks=tuple(map(plan.replica_of, range(plan.num_shares))),
-            groups=group_specs,
-            row_capacity=_row_capacity(plan, model, loss),
-        )
-    graph = stage_graph(plan.pipeline)
-    last_stage = len(plan.pipeline.stages) - 1
-    return ExchangeSpec(
-        num_ranks=plan.num_ranks,
-        share_ranks=tuple(graph.rank_of(last_stage, share) for share in range(plan.num_shares)),
-        groups=group_specs,
-        row_capacity=_row_capacity(plan, model, loss),
-        mail_bytes=tuple(spec.num_bytes for spec in _mail_specs(plan, partitions, loss).values()),
-    )
-
-
-def _row_capacity(plan: Plan, model: nn.Module, loss: LossAdapter | None) -> int:
-    """The longest row that a share may offer: statistics, weights of losses, part of outputs."""
-    longest = 0 if plan.pipeline is not None else BatchNorms(model).row_length
-    if loss is None:
-        return longest
-    return max(longest, len(loss.parts.factors), 0 if loss.is_certain else _OUTPUT_ELEMENTS)
-
-
-def _group_spec(
-    plan: Plan,
-    group: ParameterGroup,
-    tensors: Sequence[TensorSpec],
-    limits: Mapping[str, int],
-) -> GroupSpec:
-    """A row for every few shares, or for each rank of a stage; none where a rank is alone."""
-    row_ranks: tuple[int, ...] = ()
-    per_row = 0 if plan.pipeline is not None else plan.shares_per_row
-    if plan.pipeline is None and not isinstance(plan.update, LocalUpdate):
-        row_ranks = tuple(map(plan.replica_of, range(0, plan.num_shares, per_row)))
-    elif len(group.ranks) > 1:
-        row_ranks = group.ranks
-    return GroupSpec(
-        ranks=group.ranks,
-        row_ranks=row_ranks,
-        shares_per_row=per_row,
-        gradients=GradientSpec(
-            num_shares=max(len(row_ranks), 1),
-            tensors=tuple(tensors),
-            row_limits=tuple(
-                limits.get(tensor.name, 0) if row_ranks and per_row and _has_rows(tensor) else 0
-                for tensor in tensors
-            ),
-        ),
-    )
-
-
-def _has_rows(spec: TensorSpec) -> bool:
-    """Whether a weight lies in memory row by row."""
-    return len(spec.shape) == 2 and spec.stride == (spec.shape[1], 1)
-
-
-def _mail_specs(
-    plan: Plan, partitions: Mapping[bool, Partition], loss: LossAdapter | None
-) -> dict[bool, MailSpec]:
-    """The mailboxes of stages, by whether the model is in training."""
-    assert plan.pipeline is not None
-    graph = stage_graph(plan.pipeline)
-    is_certain = loss is None or loss.is_certain  # else all may go forward before one goes backward
-    in_training = _slots_in_training(plan) if is_certain else plan.num_shares
-    slots = {True: in_training, False: _SLOTS_IN_EVALUATION}
-    return {
-        training: mail_spec(graph, partition, slots[training], training=training)
-        for training, partition in partitions.items()
-    }
-
-
-def _slots_in_training(plan: Plan) -> int:
-    """Slots that let no sender wait for one.
-
-    Before its forward pass k, a sender has done the backward pass of all microbatches but those it
-    has in flight. So have the readers of what it sent, but for their passes for weights, and of
-    these no more are missing than they have in flight themselves.
-    """
-    programs = [lower_train(plan, rank, plan.num_shares) for rank in range(plan.num_ranks)]
-    return min(2 * max(map(_most_in_flight, programs)), plan.num_shares)
-
-
-def _most_in_flight(program: RankProgram) -> int:
-    """The most microbatches of one stage whose passes have begun and are not all done."""
-    now: Counter[int] = Counter()
-    most = 0
-    splits = any(isinstance(action, BackwardInput) for action in program)
-    for action in program:
-        if isinstance(action, Forward):
-            now[action.stage] += 1
-            most = max(most, now[action.stage])
-        elif isinstance(action, BackwardWeight if splits else Backward):
-            now[action.stage] -= 1
-    return most
-
-
-# Two ranks of different hosts, the lower one first, and what goes between them.
-ChannelUse = Literal["sums", "mail"]
-ChannelKey = tuple[int, int, ChannelUse]
-
-
-def channel_keys(plan: Plan, groups: Sequence[ParameterGroup]) -> set[ChannelKey]:
-    """The channels that a Plan needs."""
-    keys: set[ChannelKey] = set()
-    for group in groups if isinstance(plan.engine, SharedMemory) else ():
-        members = members_by_domain(group.ranks, plan.domains)
-        keys |= {(low, high, "sums") for low, high in pairs(members)}
-    stages = () if plan.pipeline is None else plan.pipeline.stages
-    for one, other in combinations(stages, 2):
-        for low, high in (sorted(pair) for pair in product(one.ranks, other.ranks)):
-            if plan.host_of(low) != plan.host_of(high):
-                keys.add((low, high, "mail"))
-    return keys
-
-
-@dataclass(frozen=True, kw_only=True)
-class Neighbours:
-    """What a rank has of other hosts.
-
-    Attributes:
-        host: this host.
-        names: of other ranks' hosts, for messages.
-        channels: this rank's for sums, by the rank at the other end.
-        mail_channels: likewise for what stages send.
-        crossing: to the other hosts' leaders; None unless this rank leads its host.
-        mirrored: see ``HostExchange``.
-        timeout_seconds: longest wait for another host.
-    """
-
-    host: int
-    names: Mapping[int, str]
-    channels: Mapping[int, Channel]
-    mail_channels: Mapping[int, Channel]
-    crossing: Crossing | None
-    mirrored: Sequence[torch.Tensor]
-    timeout_seconds: float
-
-    @property
-    def all_channels(self) -> list[Channel]:
-        """Whatever they are for."""
-        return [*self.channels.values(), *self.mail_channels.values()]
-
-
-def build_exchange(
-    plan: Plan,
-    spec: ExchangeSpec,
-    region: SharedRegion | None,
-    *,
-    rank: int,
-    look_around: Callable[[float], None],
-    neighbours: Neighbours | None = None,
-    meeting_point: str = "",
-) -> Exchange:
-    """This rank's end of what the Plan's ranks share."""
-    if region is None:
-        return Exchange(spec, None, board=None, rank=rank)
-    transports = _transports(plan, spec, rank, look_around, neighbours, meeting_point)
-    if neighbours is None:
-        board = Board(region, rank=rank, num_ranks=plan.num_ranks, look_around=look_around)
-        return Exchange(
-            spec, region, board=board, rank=rank, domains=plan.domains, transports=transports
-        )
-    return HostExchange(
-        spec,
-        region,
-        board=WideBoard(
-            region,
-            rank=rank,
-            hosts=plan.hosts,
-            look_around=look_around,
-            crossing=neighbours.crossing,
-        ),
-        hosts=[plan.ranks_of_host(host) for host in range(plan.num_hosts)],
-        host=neighbours.host,
-        domains=plan.domains,
-        transports=transports,
-        mirrored=neighbours.mirrored,
-    )
-
-
-def meeting_point_for(plan: Plan) -> MeetingPoint | None:
-    """Where the ranks of a Plan's process group find each other, if it has one."""
-    return MeetingPoint() if isinstance(plan.engine, ProcessGroup) else None
-
-
-def _transports(
-    plan: Plan,
-    spec: ExchangeSpec,
-    rank: int,
-    look_around: Callable[[float], None],
-    neighbours: Neighbours | None,
-    meeting_point: str,
-) -> dict[int, Transport]:
-    """By the number of a group: what moves its tensors between domains."""
-    numbers = [number for number, group in enumerate(spec.groups) if rank in group.ranks]
-    match plan.engine:
-        case ProcessGroup(backend=backend):
-            return {
-                number: ProcessGroupTransport(
-                    spec.groups[number].ranks,
-                    rank=rank,
-                    name=f"group {number}",
-                    backend=backend,
-                    meeting_point=meeting_point,
-                    look_around=look_around,
-                )
-                for number in numbers
-            }
-        case _ if neighbours is None:
-            return {}
-        case _:
-            channels = TensorChannels(
-                neighbours.channels, neighbours.names, look_around, neighbours.timeout_seconds
-            )
-            return dict.fromkeys(numbers, channels)
 
 
 def build_worker(
@@ -423,7 +152,7 @@ def _open_mail(
     assert exchange.board is not None
     opened: dict[bool, StageMail] = {}
     first_box = 0
-    specs = _mail_specs(plan, partitions, loss)
+    specs = mail_specs(plan, partitions, loss)
     for (training, mail), offset in zip(specs.items(), spec.mail_offsets, strict=True):
         opened[training] = StageMail(
             mail,

@@ -16,7 +16,8 @@ from lockstep.comm.shared_memory import SharedRegion
 from lockstep.data.order import restore_streams, stream_states
 from lockstep.parallel.allocator import keep_freed_memory
 from lockstep.parallel.blank import initialize
-from lockstep.parallel.build import Neighbours, build_worker
+from lockstep.parallel.build import build_worker
+from lockstep.parallel.engine import Neighbours
 from lockstep.parallel.gradient_rules import GradientRules
 from lockstep.parallel.groups import ParameterGroup
 from lockstep.parallel.losses import LossAdapter

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from lockstep.channel.channel import Channel
-from lockstep.parallel.build import ChannelKey, channel_keys
+from lockstep.parallel.engine import ChannelKey, channel_keys
 from lockstep.train.assignment import Assignment
 from lockstep.train.hosts import Hosts
 from lockstep.train.serving import Abroad

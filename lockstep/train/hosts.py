@@ -34,7 +34,7 @@ from lockstep.launch.rendezvous import meet
 from lockstep.launch.secret import find_secret
 from lockstep.launch.team import Team
 from lockstep.launch.untrusted import decode_untrusted
-from lockstep.parallel.build import ChannelKey
+from lockstep.parallel.engine import ChannelKey
 from lockstep.parallel.update import Updater
 from lockstep.plan.spec import Plan
 from lockstep.train.fit_task import FitTask

@@ -6,7 +6,7 @@ from typing import Any
 from lockstep.comm.exchange import ExchangeSpec
 from lockstep.errors import OptionError, problem
 from lockstep.launch.link import MOST_DESCRIPTORS
-from lockstep.parallel.build import exchange_spec
+from lockstep.parallel.exchange_layout import exchange_spec
 from lockstep.parallel.serialization import SerializedObject, parameters_in
 from lockstep.parallel.shipping import pack_named
 from lockstep.parallel.store import TensorStore

@@ -16,8 +16,8 @@ from lockstep.comm.exchange import ExchangeSpec
 from lockstep.comm.gradients import TensorSpec
 from lockstep.comm.wide_board import Crossing
 from lockstep.launch.helper import HelperContext
-from lockstep.parallel.build import ChannelKey, Neighbours
 from lockstep.parallel.control import FollowerControl, open_region
+from lockstep.parallel.engine import ChannelKey, Neighbours
 from lockstep.parallel.serialization import unpack
 from lockstep.parallel.store import TensorStore
 from lockstep.train.assignment import Assignment, compute_settings, initialize_own, make_worker

@@ -25,8 +25,8 @@ from lockstep.launch.failure import add_note, as_raised
 from lockstep.launch.pool import expect_team, give_back, take_team
 from lockstep.launch.team import Team
 from lockstep.parallel.blank import forget_blanks
-from lockstep.parallel.build import meeting_point_for
 from lockstep.parallel.control import LeaderControl, SoloControl
+from lockstep.parallel.engine import meeting_point_for
 from lockstep.parallel.host_control import HostControl
 from lockstep.parallel.serialization import SerializedObject, pack
 from lockstep.parallel.worker import Worker
