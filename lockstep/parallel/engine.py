@@ -1,0 +1,144 @@
+"""A Plan's engine at one rank: its end of the exchange, and transports to other domains."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations, product
+from typing import Literal
+
+import torch
+
+from lockstep.channel.channel import Channel
+from lockstep.comm.board import Board
+from lockstep.comm.domain_sums import members_by_domain, pairs
+from lockstep.comm.exchange import Exchange, ExchangeSpec
+from lockstep.comm.host_exchange import HostExchange
+from lockstep.comm.meeting_point import MeetingPoint
+from lockstep.comm.process_group import ProcessGroupTransport
+from lockstep.comm.shared_memory import SharedRegion
+from lockstep.comm.tensor_channels import TensorChannels
+from lockstep.comm.transport import Transport
+from lockstep.comm.wide_board import Crossing, WideBoard
+from lockstep.parallel.groups import ParameterGroup
+from lockstep.plan.decision import ProcessGroup
+from lockstep.plan.spec import Plan
+
+# Two ranks of different hosts, the lower one first, and what goes between them.
+ChannelUse = Literal["sums", "mail"]
+
+ChannelKey = tuple[int, int, ChannelUse]
+
+
+def channel_keys(plan: Plan, groups: Sequence[ParameterGroup]) -> set[ChannelKey]:
+    """The channels that a Plan needs."""
+    keys: set[ChannelKey] = set()
+    for group in groups if plan.engine.shares_memory else ():
+        members = members_by_domain(group.ranks, plan.domains)
+        keys |= {(low, high, "sums") for low, high in pairs(members)}
+    stages = () if plan.pipeline is None else plan.pipeline.stages
+    for one, other in combinations(stages, 2):
+        for low, high in (sorted(pair) for pair in product(one.ranks, other.ranks)):
+            if plan.host_of(low) != plan.host_of(high):
+                keys.add((low, high, "mail"))
+    return keys
+
+
+@dataclass(frozen=True, kw_only=True)
+class Neighbours:
+    """What a rank has of other hosts.
+
+    Attributes:
+        host: this host.
+        names: of other ranks' hosts, for messages.
+        channels: this rank's for sums, by the rank at the other end.
+        mail_channels: likewise for what stages send.
+        crossing: to the other hosts' leaders; None unless this rank leads its host.
+        mirrored: see ``HostExchange``.
+        timeout_seconds: longest wait for another host.
+    """
+
+    host: int
+    names: Mapping[int, str]
+    channels: Mapping[int, Channel]
+    mail_channels: Mapping[int, Channel]
+    crossing: Crossing | None
+    mirrored: Sequence[torch.Tensor]
+    timeout_seconds: float
+
+    @property
+    def all_channels(self) -> list[Channel]:
+        """Whatever they are for."""
+        return [*self.channels.values(), *self.mail_channels.values()]
+
+
+def build_exchange(
+    plan: Plan,
+    spec: ExchangeSpec,
+    region: SharedRegion | None,
+    *,
+    rank: int,
+    look_around: Callable[[float], None],
+    neighbours: Neighbours | None = None,
+    meeting_point: str = "",
+) -> Exchange:
+    """This rank's end of what the Plan's ranks share."""
+    if region is None:
+        return Exchange(spec, None, board=None, rank=rank)
+    transports = _transports(plan, spec, rank, look_around, neighbours, meeting_point)
+    if neighbours is None:
+        board = Board(region, rank=rank, num_ranks=plan.num_ranks, look_around=look_around)
+        return Exchange(
+            spec, region, board=board, rank=rank, domains=plan.domains, transports=transports
+        )
+    return HostExchange(
+        spec,
+        region,
+        board=WideBoard(
+            region,
+            rank=rank,
+            hosts=plan.hosts,
+            look_around=look_around,
+            crossing=neighbours.crossing,
+        ),
+        hosts=[plan.ranks_of_host(host) for host in range(plan.num_hosts)],
+        host=neighbours.host,
+        domains=plan.domains,
+        transports=transports,
+        mirrored=neighbours.mirrored,
+    )
+
+
+def meeting_point_for(plan: Plan) -> MeetingPoint | None:
+    """Where the ranks of a Plan's process group find each other, if it has one."""
+    return None if plan.engine.shares_memory else MeetingPoint()
+
+
+def _transports(
+    plan: Plan,
+    spec: ExchangeSpec,
+    rank: int,
+    look_around: Callable[[float], None],
+    neighbours: Neighbours | None,
+    meeting_point: str,
+) -> dict[int, Transport]:
+    """By the number of a group: what moves its tensors between domains."""
+    numbers = [number for number, group in enumerate(spec.groups) if rank in group.ranks]
+    match plan.engine:
+        case ProcessGroup(backend=backend):
+            return {
+                number: ProcessGroupTransport(
+                    spec.groups[number].ranks,
+                    rank=rank,
+                    name=f"group {number}",
+                    backend=backend,
+                    meeting_point=meeting_point,
+                    look_around=look_around,
+                )
+                for number in numbers
+            }
+        case _ if neighbours is None:
+            return {}
+        case _:
+            channels = TensorChannels(
+                neighbours.channels, neighbours.names, look_around, neighbours.timeout_seconds
+            )
+            return dict.fromkeys(numbers, channels)

@@ -1,0 +1,157 @@
+"""The layout of what a Plan's ranks share: known before any process starts."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from torch import nn
+
+from lockstep.comm.exchange import ExchangeSpec, GroupSpec
+from lockstep.comm.gradient_rows import GradientSpec
+from lockstep.comm.gradients import TensorSpec
+from lockstep.parallel.batch_norm import BatchNorms
+from lockstep.parallel.groups import ParameterGroup
+from lockstep.parallel.losses import LossAdapter
+from lockstep.parallel.partition import Partition
+from lockstep.parallel.stage_mail import MailSpec, mail_spec
+from lockstep.parallel.store import tensor_spec
+from lockstep.parallel.update import Updater
+from lockstep.plan.decision import LocalUpdate
+from lockstep.plan.lowering import lower_train
+from lockstep.plan.prediction import stage_graph
+from lockstep.plan.program import Backward, BackwardInput, BackwardWeight, Forward, RankProgram
+from lockstep.plan.spec import Plan
+
+# Messages of one kind in use at once in evaluation: the sender may be so far ahead.
+_SLOTS_IN_EVALUATION = 3
+
+# Of a share's outputs that go at once, in float64.
+_OUTPUT_ELEMENTS = 1 << 15
+
+
+def exchange_spec(
+    plan: Plan,
+    model: nn.Module,
+    updater: Updater | None,
+    groups: Sequence[ParameterGroup],
+    partitions: Mapping[bool, Partition],
+    loss: LossAdapter | None = None,
+) -> ExchangeSpec:
+    """The layout of what ranks share: known before any process starts.
+
+    Args:
+        plan: the Plan.
+        model: the model.
+        updater: the optimizer; None where nothing is trained.
+        groups: the parameters, by the ranks that have them.
+        partitions: of the model in stages, by whether it is in training.
+        loss: the loss, adapted.
+    """
+    trained = {
+        name: tensor_spec(name, parameter)
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and updater is not None
+    }
+    limits = {f"{layer.name}.weight".lstrip("."): layer.row_limit for layer in plan.layers}
+    if updater is None or not updater.is_elementwise:
+        limits = {}
+    group_specs = tuple(
+        _group_spec(plan, group, [trained[name] for name in group.names if name in trained], limits)
+        for group in groups
+    )
+    if plan.pipeline is None:
+        return ExchangeSpec(
+            num_ranks=plan.num_ranks,
+            share_ranks=tuple(map(plan.replica_of, range(plan.num_shares))),
+            groups=group_specs,
+            row_capacity=_row_capacity(plan, model, loss),
+        )
+    graph = stage_graph(plan.pipeline)
+    last_stage = len(plan.pipeline.stages) - 1
+    return ExchangeSpec(
+        num_ranks=plan.num_ranks,
+        share_ranks=tuple(graph.rank_of(last_stage, share) for share in range(plan.num_shares)),
+        groups=group_specs,
+        row_capacity=_row_capacity(plan, model, loss),
+        mail_bytes=tuple(spec.num_bytes for spec in mail_specs(plan, partitions, loss).values()),
+    )
+
+
+def _row_capacity(plan: Plan, model: nn.Module, loss: LossAdapter | None) -> int:
+    """The longest row that a share may offer: statistics, weights of losses, part of outputs."""
+    longest = 0 if plan.pipeline is not None else BatchNorms(model).row_length
+    if loss is None:
+        return longest
+    return max(longest, len(loss.parts.factors), 0 if loss.is_certain else _OUTPUT_ELEMENTS)
+
+
+def _group_spec(
+    plan: Plan,
+    group: ParameterGroup,
+    tensors: Sequence[TensorSpec],
+    limits: Mapping[str, int],
+) -> GroupSpec:
+    """A row for every few shares, or for each rank of a stage; none where a rank is alone."""
+    row_ranks: tuple[int, ...] = ()
+    per_row = 0 if plan.pipeline is not None else plan.shares_per_row
+    if plan.pipeline is None and not isinstance(plan.update, LocalUpdate):
+        row_ranks = tuple(map(plan.replica_of, range(0, plan.num_shares, per_row)))
+    elif len(group.ranks) > 1:
+        row_ranks = group.ranks
+    return GroupSpec(
+        ranks=group.ranks,
+        row_ranks=row_ranks,
+        shares_per_row=per_row,
+        gradients=GradientSpec(
+            num_shares=max(len(row_ranks), 1),
+            tensors=tuple(tensors),
+            row_limits=tuple(
+                limits.get(tensor.name, 0) if row_ranks and per_row and _has_rows(tensor) else 0
+                for tensor in tensors
+            ),
+        ),
+    )
+
+
+def _has_rows(spec: TensorSpec) -> bool:
+    """Whether a weight lies in memory row by row."""
+    return len(spec.shape) == 2 and spec.stride == (spec.shape[1], 1)
+
+
+def mail_specs(
+    plan: Plan, partitions: Mapping[bool, Partition], loss: LossAdapter | None
+) -> dict[bool, MailSpec]:
+    """The mailboxes of stages, by whether the model is in training."""
+    assert plan.pipeline is not None
+    graph = stage_graph(plan.pipeline)
+    is_certain = loss is None or loss.is_certain  # else all may go forward before one goes backward
+    in_training = _slots_in_training(plan) if is_certain else plan.num_shares
+    slots = {True: in_training, False: _SLOTS_IN_EVALUATION}
+    return {
+        training: mail_spec(graph, partition, slots[training], training=training)
+        for training, partition in partitions.items()
+    }
+
+
+def _slots_in_training(plan: Plan) -> int:
+    """Slots that let no sender wait for one.
+
+    Before its forward pass k, a sender has done the backward pass of all microbatches but those it
+    has in flight. So have the readers of what it sent, but for their passes for weights, and of
+    these no more are missing than they have in flight themselves.
+    """
+    programs = [lower_train(plan, rank, plan.num_shares) for rank in range(plan.num_ranks)]
+    return min(2 * max(map(_most_in_flight, programs)), plan.num_shares)
+
+
+def _most_in_flight(program: RankProgram) -> int:
+    """The most microbatches of one stage whose passes have begun and are not all done."""
+    now: Counter[int] = Counter()
+    most = 0
+    splits = any(isinstance(action, BackwardInput) for action in program)
+    for action in program:
+        if isinstance(action, Forward):
+            now[action.stage] += 1
+            most = max(most, now[action.stage])
+        elif isinstance(action, BackwardWeight if splits else Backward):
+            now[action.stage] -= 1
+    return most
