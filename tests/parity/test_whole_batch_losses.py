@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 from torchmetrics import MeanSquaredError
 
 import lockstep
 from tests.thorough import core_of
-from tests.whole_batch_zoo import JOBS, KNOWN
+from tests.whole_batch_zoo import JOBS, KNOWN, rmse
+from tests.whole_batch_zoo import job as whole_batch_job
 
 STRATEGIES = {
     "single": lockstep.SingleDeviceStrategy(),
@@ -133,3 +135,45 @@ def test_options_and_calls_one_after_the_other(strategy: str) -> None:
         told.append((calls, watching.found, list(model.parameters())))
     torch.testing.assert_close(told[0], told[1], rtol=1e-11, atol=1e-12)
     torch.testing.assert_close(errors[0], errors[1], rtol=1e-6, atol=1e-6)
+
+
+class _Normed(nn.Module):
+    """Its statistics are of the whole batch, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 4)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layers(x)
+        return out
+
+
+@pytest.mark.parametrize("strategy", ["mirrored-2", "mirrored-2-shares-5", "mirrored-2-gloo"])
+def test_with_batch_norm(strategy: str) -> None:
+    report = lockstep.verify(whole_batch_job(_Normed, rmse), STRATEGIES[strategy], steps=5)
+    assert report.passed, str(report)
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "fp16-mixed", "bf16"])
+def test_the_same_bits_in_low_precision(precision: str) -> None:
+    found = []
+    for strategy in (
+        lockstep.MirroredStrategy(1, num_shares=2),
+        lockstep.MirroredStrategy(2),
+        lockstep.MirroredStrategy(2, engine="gloo"),
+    ):
+        job = whole_batch_job(_Normed, rmse)
+        trainer = lockstep.Trainer(
+            job.model,
+            loss=job.loss,
+            optimizer=job.optimizer,
+            strategy=strategy,
+            precision=precision,
+        )
+        trainer.fit(job.data, batch_size=job.batch_size, verbose=0)
+        found.append(trainer.model.state_dict())
+    for other in found[1:]:
+        assert all(torch.equal(found[0][name], other[name]) for name in found[0])
