@@ -50,10 +50,10 @@ class Contender:
         return [package for package in self.packages if find_spec(package) is None]
 
 
-def lockstep(net_name: str, seconds: float, precision: str) -> Figures:
+def lockstep(net_name: str, seconds: float, precision: str, engine: str | None = None) -> Figures:
     from lockstep_contenders import train  # only here: no other contender's memory is to hold it
 
-    return train(net_name, seconds, precision)
+    return train(net_name, seconds, precision, engine)
 
 
 def bare_ddp(net_name: str, seconds: float) -> Figures:
@@ -96,6 +96,10 @@ def last_error(text: str) -> str:
 CONTENDERS = {
     "lockstep": Contender(
         partial(lockstep, precision="fp32"), "`Trainer.fit` under `MirroredStrategy(2)`"
+    ),
+    "lockstep over gloo": Contender(
+        partial(lockstep, precision="fp32", engine="gloo"),
+        '`MirroredStrategy(2, engine="gloo")`: every replica has parameters of its own',
     ),
     "lockstep bf16-mixed": Contender(
         partial(lockstep, precision="bf16-mixed"),

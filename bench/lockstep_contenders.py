@@ -33,14 +33,16 @@ class EpochClock(lockstep.Callback):
             self.trainer.stop_training = True
 
 
-def train(net_name: str, seconds: float, precision: Any = "fp32") -> dict[str, float]:
+def train(
+    net_name: str, seconds: float, precision: Any = "fp32", engine: str | None = None
+) -> dict[str, float]:
     net = NETS[net_name]
     clock = EpochClock(seconds)
     trainer = lockstep.Trainer(
         net.make_model(),
         loss=net.loss,
         optimizer=FUSED_ADAM,
-        strategy=lockstep.MirroredStrategy(NUM_RANKS),
+        strategy=lockstep.MirroredStrategy(NUM_RANKS, engine=engine),
         callbacks=[clock],
         precision=precision,
     )
