@@ -59,8 +59,16 @@ def in_shared_memory(name: str) -> dict[str, Tensor]:
     return trained(name, lockstep.MirroredStrategy(1, num_shares=8))
 
 
-@pytest.mark.parametrize("devices", core_of([2, 4, 8], [2]))
-@pytest.mark.parametrize("name", [one.name for one in cases()])
+FEW = ("cnn_batch_norm", "gpt_tied", "wide")
+
+
+@pytest.mark.parametrize(
+    ("name", "devices"),
+    core_of(
+        [*((one.name, 2) for one in cases()), *((name, 4) for name in FEW), ("cnn_batch_norm", 8)],
+        [(name, 2) for name in FEW],
+    ),
+)
 def test_the_bits_are_those_of_shared_memory(name: str, devices: int) -> None:
     """Weights of layers whose factors are exchanged included: every rank forms all of these."""
     assert_same_bits(trained(name, GLOO(devices, num_shares=8)), in_shared_memory(name))
