@@ -156,22 +156,21 @@ def with_marker(marker: Path) -> Callable[[Any, Any], MeanOfMeans]:
     return make
 
 
-class MeanOverTokens(nn.Module):
-    """A user's mistake: a scalar that is a mean over tokens, of which shares have unequal many."""
+class WrongWeight(nn.Module):
+    """A user's mistake: a mean over tokens, of which shares have unequal many, weighted by samples."""
 
     def __init__(self, marker: Path) -> None:
         super().__init__()
         self.marker = marker
 
-    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+    def forward(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, int]:
         self.marker.touch()
-        return F.cross_entropy(
-            logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="mean"
-        )
+        mean = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
+        return mean * len(logits), len(logits)
 
 
-def test_a_loss_that_is_no_mean_over_samples(marker: Path) -> None:
-    report = verify(case("gpt_tied"), marker, loss=MeanOverTokens(marker))
+def test_a_pair_with_a_wrong_weight(marker: Path) -> None:
+    report = verify(case("gpt_tied"), marker, loss=WrongWeight(marker))
     assert (first(report).kind, first(report).step) == ("loss", 0)
 
 
