@@ -157,7 +157,7 @@ def with_marker(marker: Path) -> Callable[[Any, Any], MeanOfMeans]:
 
 
 class WrongWeight(nn.Module):
-    """A user's mistake: a mean over tokens, of which shares have unequal many, weighted by samples."""
+    """A mistake: a mean over tokens, of which shares have unequal many, weighted by samples."""
 
     def __init__(self, marker: Path) -> None:
         super().__init__()
