@@ -81,9 +81,10 @@ class Feature:
 
     options: Mapping[str, Any] = field(default_factory=dict)
     normed: bool = True
-    strategies: tuple[str, ...] = tuple(STRATEGIES)
+    strategies: tuple[str, ...] = ("mirrored-2", "pipeline-2")
 
 
+EVERYWHERE = tuple(STRATEGIES)
 NOT_PIPELINES = ("single", "mirrored-2", "mirrored-2-shares-4", "mirrored-2-gloo")
 COSINE = partial(optim.lr_scheduler.CosineAnnealingLR, T_max=5)
 ONE_CYCLE = partial(optim.lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=10)
@@ -91,11 +92,11 @@ PLATEAU = partial(optim.lr_scheduler.ReduceLROnPlateau, patience=0, threshold=9.
 STEPS = partial(optim.lr_scheduler.MultiStepLR, milestones=[1, 2])
 
 FEATURES: dict[str, Feature] = {
-    "Adam": Feature(),
+    "Adam": Feature(strategies=EVERYWHERE),
     "SGD with momentum": Feature({"optimizer": partial(optim.SGD, lr=0.1, momentum=0.9)}),
     "SGD without slots": Feature({"optimizer": partial(optim.SGD, lr=0.1)}),
     "two groups": Feature({"optimizer": two_groups}),
-    "whole parameters": Feature({"optimizer": optim.Adafactor}),
+    "whole parameters": Feature({"optimizer": optim.Adafactor}, strategies=EVERYWHERE),
     "an optimizer of one's own": Feature({"optimizer": Lookahead}, strategies=NOT_PIPELINES),
     "a rate that is a tensor": Feature(
         {"optimizer": lambda ps: optim.Adam(ps, lr=torch.tensor(0.01), foreach=False)},
@@ -108,7 +109,9 @@ FEATURES: dict[str, Feature] = {
     "averages": Feature({"average": lockstep.EMA(0.9)}),
     "float16": Feature({"precision": "fp16-mixed"}),
     "bfloat16": Feature({"precision": "bf16"}),
-    "averages of bfloat16": Feature({"precision": "bf16", "average": lockstep.EMA(0.9)}),
+    "averages of bfloat16": Feature(
+        {"precision": "bf16", "average": lockstep.EMA(0.9)}, strategies=EVERYWHERE
+    ),
     "float64, clipped": Feature({"precision": "fp64", "clip_norm": 0.1}),
     "skipping": Feature({"on_nonfinite": "skip"}),
     "no normalisation": Feature(normed=False),
