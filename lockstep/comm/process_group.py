@@ -101,11 +101,14 @@ class ProcessGroupTransport(Transport):
 
     def _wait(self, is_done: Callable[[], bool]) -> None:
         waited, last = 0.0, monotonic()
+        while not self._has_ended(is_done):
+            now = monotonic()
+            waited, last = waited + min(now - last, _LONGEST_NAP_SECONDS), now
+            self._look_around(waited)
+
+    def _has_ended(self, is_done: Callable[[], bool]) -> bool:
         try:
-            while not is_done():
-                now = monotonic()
-                waited, last = waited + min(now - last, _LONGEST_NAP_SECONDS), now
-                self._look_around(waited)
+            return is_done()
         except RuntimeError as error:  # the backend's: a connection has ended
             self._look_for_the_cause()
             raise WorkerError(
@@ -117,14 +120,14 @@ class ProcessGroupTransport(Transport):
             ) from error
 
     def _look_for_the_cause(self) -> None:
-        """Whoever watches over the ranks knows which has died, but perhaps not yet."""
+        """``look_around`` raises if a rank has died, but perhaps does not know it yet."""
         until = monotonic() + _SECONDS_TO_THE_CAUSE
         while monotonic() < until:
             self._look_around(0.0)
             sleep(_LOOK_AROUND.total_seconds())
 
     def _made_patiently(self) -> Any:
-        """The group. Whoever makes one waits for all others, in vain if one has died."""
+        """The group. Making one waits for all other ranks, in vain if one has died."""
         made: list[Any] = []
         thread = threading.Thread(target=lambda: made.append(self._outcome()), daemon=True)
         thread.start()
