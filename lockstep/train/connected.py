@@ -1,4 +1,4 @@
-"""Wired hosts: the channels that a call has to other hosts, and what goes over them at its end."""
+"""Connected hosts: the channels of a call to other hosts, and what goes over them at its end."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -65,7 +65,7 @@ LAYOUTS = {
     "2 and 1 devices, lockstep run": Layout(
         devices=(2, 1), start=by_lockstep_run, models=(*FEW, "two_inputs"), slow_models=("wide",)
     ),
-    "1 and 2 devices, TF_CONFIG": Layout(devices=(1, 2), start=by_tf_config, slow_models=("wide",)),
+    "1 and 2 devices": Layout(devices=(1, 2), start=by_lockstep_run, slow_models=("wide",)),
     "2 hosts x 2, torchrun": Layout(
         devices=(2, 2), start=by_torchrun, models=(*FEW, "unet"), slow_models=("wide",)
     ),

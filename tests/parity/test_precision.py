@@ -392,9 +392,9 @@ def test_attention_that_is_computed_again_is_the_same() -> None:
     for precision in ("fp32", "bf16-mixed"):
         torch.manual_seed(0)
         model = nn.Sequential(Attending(), nn.Linear(64, 10))
-        trainer = train(model, precision, lockstep.MirroredStrategy(2), epochs=4, steps=14)
+        trainer = train(model, precision, lockstep.MirroredStrategy(2), epochs=10, steps=14)
         found[precision] = accuracy(trainer)
-    assert found["fp32"] > 0.3
+    assert found["fp32"] > 0.5
     assert found["bf16-mixed"] == pytest.approx(found["fp32"], abs=0.03)
 
 
