@@ -262,7 +262,7 @@ class Exchange:
     def put(self, group: int, row: int, gradients: Gradients) -> None:
         """See ``GroupGradients.put``."""
         self._is_used |= any(gradient is not None for gradient in gradients)
-        self.gradients[group].put(row, gradients)
+        self.gradients[group].put(row, [_dense(gradient) for gradient in gradients])
 
     def put_product(
         self,
@@ -367,3 +367,8 @@ class Exchange:
         """Grows with every pass and, within it, with every row that a share offers."""
         assert self._offers[share] < 1 << 20
         return (self._pass << 20) | self._offers[share]
+
+
+def _dense(gradient: torch.Tensor | None) -> torch.Tensor | None:
+    """A gradient of an embedding with ``sparse=True`` as the rows that all ranks add up."""
+    return gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient

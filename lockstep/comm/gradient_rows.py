@@ -25,7 +25,6 @@ import torch
 
 from lockstep.comm.gradients import Gradients, GroupGradients, TensorSpec, cut_piece
 from lockstep.comm.shared_memory import SharedRegion
-from lockstep.errors import ModelError, problem
 from lockstep.plan.layout import Extent, Piece, align, flat_offsets, row_blocks
 from lockstep.plan.sum_tree import additions, subtrees
 
@@ -199,8 +198,6 @@ class GradientRows(GroupGradients):
         for parameter, gradient in enumerate(gradients):
             if gradient is None:
                 continue
-            if gradient.is_sparse:
-                raise _sparse(self._spec.tensors[parameter].name)
             own = self._own_of(row, parameter)
             target = self._gradient_row(row, parameter, own)
             if own.kind == _GRADIENT:
@@ -417,13 +414,3 @@ def multiply(
         torch.addmm(out, factor, inputs, out=out)
     else:
         torch.mm(factor, inputs, out=out)
-
-
-def _sparse(name: str) -> ModelError:
-    return ModelError(
-        problem(
-            "Gradients must be dense.",
-            received=f"a sparse gradient of {name!r}",
-            fix="Make the embedding with sparse=False.",
-        )
-    )

@@ -48,6 +48,15 @@ class BatchNorms:
         return bool(self._layers)
 
     @property
+    def buffer_names(self) -> frozenset[str]:
+        """Names of these layers' buffers in the model."""
+        return frozenset(
+            f"{name}.{buffer}" if name else buffer
+            for name, layer in self._layers
+            for buffer in layer._buffers
+        )
+
+    @property
     def row_length(self) -> int:
         """Longest row that these layers gather."""
         return max((2 + 2 * layer.num_features for _, layer in self._layers), default=0)

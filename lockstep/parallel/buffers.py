@@ -2,12 +2,13 @@
 
 One forward pass over the whole batch changes a buffer once (running statistics, a power iteration,
 a count of calls). So every share of a rank starts from the buffers that the step began with, and
-those that its first share leaves behind are kept.
+those that its first share leaves behind are kept. In a pipeline so does every microbatch, but for
+the statistics of BatchNorm.
 
 A ``forward`` may write to a buffer, or assign another tensor in its place. Both are put back.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -28,12 +29,20 @@ class Kept(NamedTuple):
 
 
 class Buffers:
-    """A model's buffers, to be kept and put back."""
+    """A model's buffers, to be kept and put back.
 
-    def __init__(self, model: nn.Module) -> None:
+    Args:
+        model: the model.
+        names: of some of its buffers; None for all.
+    """
+
+    def __init__(self, model: nn.Module, names: Collection[str] | None = None) -> None:
         # Where they are, not what they are: a forward pass may assign other tensors.
         self._places = [
-            (module._buffers, name) for module in model.modules() for name in module._buffers
+            (module._buffers, name)
+            for path, module in model.named_modules()
+            for name in module._buffers
+            if names is None or f"{path}.{name}".lstrip(".") in names
         ]
 
     def __bool__(self) -> bool:
@@ -45,6 +54,13 @@ class Buffers:
         tensors = [buffers.get(name) for buffers, name in self._places]
         unique = {id(one): one for one in tensors if one is not None}
         return Kept(tensors, [(one, one.clone()) for one in unique.values()])
+
+    def are_as_in(self, kept: Kept) -> bool:
+        """Whether none has changed."""
+        tensors = [buffers.get(name) for buffers, name in self._places]
+        return all(now is then for now, then in zip(tensors, kept.tensors, strict=True)) and all(
+            buffer.equal(values) for buffer, values in kept.values
+        )
 
     @contextmanager
     def as_in(self, kept: Kept) -> Iterator[None]:
@@ -81,3 +97,35 @@ class Buffers:
         for buffer, values in kept.values:
             if not buffer.equal(values):
                 buffer.copy_(values)
+
+
+class ChangedOnce:
+    """Has a batch change buffers once, as the first of its microbatches does.
+
+    Args:
+        buffers: of a stage.
+    """
+
+    def __init__(self, buffers: Buffers) -> None:
+        self._buffers = buffers
+        self._first: Kept | None = None
+        self._changes = False
+
+    def begin(self) -> None:
+        """Another batch is on its way."""
+        self._first = None
+
+    @contextmanager
+    def in_microbatch(self) -> Iterator[None]:
+        """Around the forward pass of a microbatch: it sees what the first one has seen."""
+        if self._first is None:
+            self._first = self._buffers.keep()
+            yield
+            self._changes = not self._buffers.are_as_in(self._first)
+        elif not self._changes:
+            yield
+        else:
+            left = self._buffers.keep()
+            self._buffers.restore(self._first)
+            yield
+            self._buffers.restore(left)

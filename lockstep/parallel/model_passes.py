@@ -20,7 +20,7 @@ from lockstep.comm.exchange import GroupSpec
 from lockstep.data.order import StreamStates, restore_streams, stream_states
 from lockstep.data.sources import Batch
 from lockstep.data.trees import Tree
-from lockstep.parallel.batch_norm import BatchNorms, GlobalStatistics
+from lockstep.parallel.batch_norm import GlobalStatistics
 from lockstep.parallel.buffers import Buffers, Kept
 from lockstep.parallel.diagnosis import Diagnosis
 from lockstep.parallel.interleave import Interleaver
@@ -51,7 +51,6 @@ class ModelPasses(Passes):
         super().__init__(**options)
         self._group = group
         self._functions = functions
-        self._norms = BatchNorms(self._model)
         self._interleaver = Interleaver(
             partial(_keep_own, self._buffers), partial(_restore_own, self._buffers)
         )
@@ -107,6 +106,7 @@ class ModelPasses(Passes):
         self._seed_streams(run, share)
         body = self._compute_by_function if self._functions else self._compute
         self._refused[share] = self.call.attempt(partial(body, run, share))
+        self._buffer_check.note()
 
     def _compute_by_function(self, run: Run, share: int) -> None:
         batch = self._read(run, share)

@@ -18,6 +18,8 @@ from lockstep.data.order import evaluation_seed, seed_streams, share_seed
 from lockstep.data.read_ahead import Read
 from lockstep.data.sources import Batch, Source
 from lockstep.data.trees import Tree, map_tensors
+from lockstep.parallel.batch_norm import BatchNorms
+from lockstep.parallel.buffer_check import BufferCheck
 from lockstep.parallel.buffers import Buffers, Kept
 from lockstep.parallel.forward import DTYPES, ModelCall
 from lockstep.parallel.gradient_rules import GradientRules
@@ -160,6 +162,8 @@ class Passes(ABC):
         self._dtype = DTYPES[plan.precision]
         self._buffers = Buffers(model)
         self._first_buffers = Kept([], [])  # those that the step began with
+        self._norms = BatchNorms(model)
+        self._buffer_check = BufferCheck(model, self._norms.buffer_names)
         self._programs: dict[int, Sequence[tuple[Action, ...]]] = {}
         self._linears = LinearLayers(
             {
@@ -210,6 +214,7 @@ class Passes(ABC):
             self._loss.begin(run.num_samples, run.num_filled)
         if run.is_training:
             self._first_buffers = self._buffers.keep()
+            self._buffer_check.begin(is_divided=run.num_filled > 1)
             self._clear_gradients()
 
     @property
@@ -220,6 +225,14 @@ class Passes(ABC):
     def hand_in(self) -> None:
         """All passes are done: have the exchange know of gradients that it does not know of yet."""
         return
+
+    def check_buffers(self) -> None:
+        """All passes are done, and no weight has changed; every rank calls it.
+
+        Raises:
+            ModelError: the model keeps what depends on the samples.
+        """
+        self._buffer_check.settle(self._exchange.board)
 
     def restore_buffers(self) -> None:
         """The step was left out: have the buffers be what it began with."""

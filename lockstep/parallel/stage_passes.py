@@ -22,6 +22,7 @@ from lockstep.comm.gradient_rows import multiply
 from lockstep.comm.mail_channels import MailChannels
 from lockstep.data.sources import Batch
 from lockstep.data.trees import Tree, map_tensors
+from lockstep.parallel.buffers import Buffers, ChangedOnce
 from lockstep.parallel.diagnosis import Diagnosis
 from lockstep.parallel.forward import channels_last, narrowed
 from lockstep.parallel.losses import JointLoss, ShareLoss, nothing
@@ -65,6 +66,10 @@ class StagePasses(Passes):
         self._mail_channels = mail_channels
         self._groups = groups
         self._microbatch_runs: dict[tuple[int, int], MicrobatchRun] = {}
+        self._stage_buffers = [
+            ChangedOnce(Buffers(self._model, {*part.buffers} - self._norms.buffer_names))
+            for part in partitions[True].parts
+        ]
         self._apart: dict[int, SharePart] = {}  # they wait for the outputs of all microbatches
         self._is_settled = False
 
@@ -79,6 +84,8 @@ class StagePasses(Passes):
     def begin(self, run: Run) -> None:
         super().begin(run)
         self._microbatch_runs.clear()
+        for buffers in self._stage_buffers:
+            buffers.begin()
         self._mail[run.is_training].begin_pass(run.num_filled)
         self._apart.clear()
         self._is_settled = not self._takes_whole or run.num_filled == 1
@@ -98,7 +105,9 @@ class StagePasses(Passes):
         microbatch_run = self._microbatch_runs[stage, share] = self._microbatch_run(
             run, stage, share
         )
-        output = self._output(microbatch_run, batch, recompute=self._stages[stage].recompute)
+        with self._stage_buffers[stage].in_microbatch():
+            output = self._output(microbatch_run, batch, recompute=self._stages[stage].recompute)
+            self._buffer_check.note(self._partitions[True].parts[stage].buffers)
         if stage == self._last_stage:
             assert batch is not None
             if self._is_settled:

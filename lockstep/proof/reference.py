@@ -243,4 +243,7 @@ def _other_streams() -> tuple[Any, ...]:
 
 
 def _clone(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+    """A copy of a tensor, dense; anything else as it is."""
+    if isinstance(value, torch.Tensor):
+        return value.to_dense() if value.is_sparse else value.detach().clone()
+    return value

@@ -180,14 +180,19 @@ class _Proof:
 
     @torch.no_grad()
     def _take_rounding(self, parameters: dict[str, nn.Parameter], snapshot: Snapshot) -> None:
-        scale = norm_of(parameter.grad for parameter in parameters.values())
-        for name, parameter in parameters.items():
+        dense = {
+            name: parameter.grad
+            for name, parameter in parameters.items()
+            if parameter.grad is not None and not parameter.grad.is_sparse
+        }
+        scale = norm_of(dense.values())
+        for name, gradient in dense.items():
             theirs = snapshot.gradients.get(name)
-            if parameter.grad is None or theirs is None or theirs.shape != parameter.shape:
+            if theirs is None or theirs.shape != gradient.shape:
                 continue
-            mask = rounding_mask(parameter.grad, theirs, scale)
+            mask = rounding_mask(gradient, theirs, scale)
             if mask.any():
-                parameter.grad.copy_(theirs.where(mask, parameter.grad))
+                gradient.copy_(theirs.where(mask, gradient))
                 self._rounding[name] = mask | self._rounding.get(name, mask)
 
     def _compare_failure(self, error: NonFiniteLossError) -> None:

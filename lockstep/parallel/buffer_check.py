@@ -1,0 +1,111 @@
+"""Refuses buffers that are made of the samples of a batch.
+
+Every share of a batch starts from the same buffers, and those that the first one leaves stay. That
+is what one pass over the whole batch leaves where a buffer depends on no samples (a count of calls,
+the vectors of a power iteration). A moving average of what a layer has seen would be that of a part
+of the samples, and another one on every device: then the shares leave it different. BatchNorm's
+statistics are none of these, they are taken from all shares (``parallel.batch_norm``).
+"""
+
+import zlib
+from collections.abc import Collection
+
+import torch
+from torch import nn
+
+from lockstep.comm.board import Board
+from lockstep.errors import ModelError, problem
+
+# Told of a buffer that no share of a rank has used, and of one that its own leave different.
+_UNUSED, _DIFFERENT = -1.0, -2.0
+
+
+class BufferCheck:
+    """Compares what shares leave in a model's buffers: in steps 1, 2, 4, 8 and so on of a call.
+
+    Args:
+        model: the model, as far as this rank has it.
+        left_out: names of buffers that may depend on the samples.
+    """
+
+    def __init__(self, model: nn.Module, left_out: Collection[str]) -> None:
+        kept = model.state_dict(keep_vars=True).keys()  # what is not persistent is a cache
+        self._model = model
+        self._names = [
+            name for name, _ in model.named_buffers() if name in kept and name not in left_out
+        ]
+        self._num_steps = 0
+        self._is_due = False
+        self._first: dict[str, float] = {}
+        self._marks: dict[str, float] = {}
+
+    def begin(self, *, is_divided: bool) -> None:
+        """A batch is trained on, in several shares or in one."""
+        self._num_steps += 1
+        self._is_due = (
+            is_divided and bool(self._names) and not self._num_steps & (self._num_steps - 1)
+        )
+        if self._is_due:
+            self._first = self._marks_now()
+            self._marks = {}
+
+    def note(self, names: Collection[str] | None = None) -> None:
+        """A share has gone forward through the layers with these buffers, or through all."""
+        if self._is_due:
+            for name, mark in self._marks_now(names).items():
+                is_same = self._marks.setdefault(name, mark) == mark
+                self._marks[name] = mark if is_same else _DIFFERENT
+
+    def settle(self, board: Board | None) -> None:
+        """All shares have gone forward; every rank calls it.
+
+        Raises:
+            ModelError: on all ranks alike, with the first buffer that shares leave different.
+        """
+        if not self._is_due:
+            return
+        changed = [name for name, mark in self._marks.items() if mark != self._first[name]]
+        if not any(_told(board, float(len(changed)))):
+            return
+        for name in self._names:
+            marks = {*_told(board, self._marks.get(name, _UNUSED))} - {_UNUSED}
+            if len(marks) > 1 or _DIFFERENT in marks:
+                raise _depends_on_samples(name)
+
+    def _marks_now(self, names: Collection[str] | None = None) -> dict[str, float]:
+        buffers = dict(self._model.named_buffers())
+        return {
+            name: _mark(buffers[name])
+            for name in self._names
+            if name in buffers and (names is None or name in names)
+        }
+
+
+def _mark(buffer: torch.Tensor) -> float:
+    """A number that another has too only if it is the same to the bit, as good as always."""
+    if buffer.is_meta:
+        return _UNUSED
+    values = buffer.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return float(zlib.crc32(values.numpy()))
+
+
+def _told(board: Board | None, number: float) -> list[float]:
+    """Every rank's number."""
+    if board is None:
+        return [number]
+    told = [row[0] for row in board.tell([number])]
+    board.barrier()  # all have read them
+    return told
+
+
+def _depends_on_samples(name: str) -> ModelError:
+    return ModelError(
+        problem(
+            "What a layer keeps in a buffer must not depend on the samples: it would see a part of "
+            "each batch. Only the statistics of torch's BatchNorm are those of all samples.",
+            received=f"buffer {name!r}, which shares of one batch leave different",
+            fix="Train on one device, or keep no such buffer (for InstanceNorm: "
+            "track_running_stats=False), or make it no part of the state: register_buffer(..., "
+            "persistent=False) leaves to each device its own.",
+        )
+    )

@@ -1,0 +1,121 @@
+"""What a forward pass keeps in buffers: once per batch and the same everywhere, or refused."""
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lockstep
+from lockstep.errors import ModelError
+from lockstep.strategies.base import Strategy
+
+torch.manual_seed(3)
+X, Y = torch.randn(40, 6), torch.randint(0, 3, (40,))
+
+STRATEGIES: dict[str, Callable[[], Strategy]] = {
+    "mirrored-2": partial(lockstep.MirroredStrategy, 2),
+    "shares-5": partial(lockstep.MirroredStrategy, 2, num_shares=5),
+    "pipeline-2": partial(lockstep.PipelineStrategy, cuts=["cut"], microbatches=3),
+    "hybrid-2x2": partial(lockstep.HybridStrategy, 2, cuts=["cut"], microbatches=2),
+}
+
+
+class Counts(nn.Module):
+    """Its output depends on how often it was called, which a buffer counts."""
+
+    calls: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.add_(1)
+        return x * (1 + self.calls.clone())
+
+
+class Averages(nn.Module):
+    """Keeps an average of what it has seen, from the third step of training on."""
+
+    seen: Tensor
+
+    def __init__(self, *, persistent: bool = True) -> None:
+        super().__init__()
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("seen", torch.zeros(8), persistent=persistent)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.steps += 1
+            late = (self.steps > 2).to(x.dtype)
+            self.seen.lerp_(x.detach().mean(0).to(self.seen), 0.1 * late)
+        return x
+
+
+def net(*layers: nn.Module) -> nn.Module:
+    model = nn.Sequential(*layers)
+    model.add_module("cut", nn.Tanh())
+    model.add_module("last", nn.Linear(8, 3))
+    return model
+
+
+def job_of(model: nn.Module) -> lockstep.Job:
+    optimizer = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+    return lockstep.Job(model, nn.CrossEntropyLoss(), optimizer, (X, Y), batch_size=13)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_what_depends_on_no_sample_changes_once_per_batch(strategy: str) -> None:
+    torch.manual_seed(0)
+    first = nn.utils.parametrizations.spectral_norm(nn.Linear(6, 8))
+    report = lockstep.verify(job_of(net(first, Counts())), STRATEGIES[strategy](), steps=4)
+    assert report.passed, report
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_what_depends_on_the_samples_is_refused(strategy: str) -> None:
+    """Also where it begins late: steps 1, 2, 4, 8 and so on are looked at."""
+    model = net(nn.Linear(6, 8), Averages())
+    trainer = lockstep.Trainer(
+        model,
+        loss=nn.CrossEntropyLoss(),
+        optimizer=torch.optim.SGD,
+        strategy=STRATEGIES[strategy](),
+    )
+    with pytest.raises(ModelError, match=r"buffer '1\.seen', which shares of one batch leave"):
+        trainer.fit((X, Y), batch_size=10, verbose=0)
+    assert int(model[1].steps) <= 4  # type: ignore[index]
+
+
+@pytest.mark.parametrize("strategy", ["mirrored-2", "pipeline-2"])
+def test_statistics_of_instance_norm_are_refused(strategy: str) -> None:
+    norm = nn.Sequential(
+        nn.Unflatten(1, (2, 4)), nn.InstanceNorm1d(2, track_running_stats=True), nn.Flatten()
+    )
+    with pytest.raises(ModelError, match="track_running_stats=False"):
+        lockstep.verify(job_of(net(nn.Linear(6, 8), norm)), STRATEGIES[strategy]())
+
+
+def test_caches_are_each_devices_own() -> None:
+    model = net(nn.Linear(6, 8), Averages(persistent=False))
+    trainer = lockstep.Trainer(
+        model,
+        loss=nn.CrossEntropyLoss(),
+        optimizer=torch.optim.SGD,
+        strategy=lockstep.MirroredStrategy(2),
+    )
+    trainer.fit((X, Y), batch_size=10, verbose=0)
+    assert int(model[1].steps) == 4  # type: ignore[index]
+
+
+@pytest.mark.parametrize("strategy", ["mirrored-2", "pipeline-2"])
+def test_sparse_gradients_are_added_up_as_dense_ones(strategy: str) -> None:
+    model = net(nn.EmbeddingBag(20, 8, sparse=True))
+    tokens = torch.randint(0, 20, (40, 5))
+    job = lockstep.Job(
+        model, nn.CrossEntropyLoss(), partial(torch.optim.SGD, lr=0.1), (tokens, Y), 13
+    )
+    report = lockstep.verify(job, STRATEGIES[strategy]())
+    assert report.passed, report
