@@ -86,7 +86,7 @@ def _mark(buffer: torch.Tensor) -> float:
     if buffer.is_meta:
         return _UNUSED
     values = buffer.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return float(zlib.crc32(values.numpy()))
+    return float(zlib.crc32(values.numpy().data))
 
 
 def _told(board: Board | None, number: float) -> list[float]:

@@ -39,6 +39,7 @@ class Counts(nn.Module):
 class Averages(nn.Module):
     """Keeps an average of what it has seen, from the third step of training on."""
 
+    steps: Tensor
     seen: Tensor
 
     def __init__(self, *, persistent: bool = True) -> None:
@@ -48,7 +49,7 @@ class Averages(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
-            self.steps += 1
+            self.steps.add_(1)
             late = (self.steps > 2).to(x.dtype)
             self.seen.lerp_(x.detach().mean(0).to(self.seen), 0.1 * late)
         return x
