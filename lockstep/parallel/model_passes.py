@@ -106,7 +106,7 @@ class ModelPasses(Passes):
         self._seed_streams(run, share)
         body = self._compute_by_function if self._functions else self._compute
         self._refused[share] = self.call.attempt(partial(body, run, share))
-        self._buffer_check.note()
+        self._side_effects.note()
 
     def _compute_by_function(self, run: Run, share: int) -> None:
         batch = self._read(run, share)

@@ -19,12 +19,12 @@ from lockstep.data.read_ahead import Read
 from lockstep.data.sources import Batch, Source
 from lockstep.data.trees import Tree, map_tensors
 from lockstep.parallel.batch_norm import BatchNorms
-from lockstep.parallel.buffer_check import BufferCheck
 from lockstep.parallel.buffers import Buffers, Kept
 from lockstep.parallel.forward import DTYPES, ModelCall
 from lockstep.parallel.gradient_rules import GradientRules
 from lockstep.parallel.linear import LinearLayers
 from lockstep.parallel.losses import JointLoss, LossAdapter, ShareLoss, Sums
+from lockstep.parallel.side_effects import SideEffects
 from lockstep.parallel.whole_batch import SharePart, WholeBatch
 from lockstep.plan.program import Action
 from lockstep.plan.shares import num_filled_shares, share_bounds
@@ -163,7 +163,11 @@ class Passes(ABC):
         self._buffers = Buffers(model)
         self._first_buffers = Kept([], [])  # those that the step began with
         self._norms = BatchNorms(model)
-        self._buffer_check = BufferCheck(model, self._norms.buffer_names)
+        holders = [plan.num_ranks]
+        if plan.pipeline is not None:
+            holders = [len(stage.ranks) for stage in plan.pipeline.stages]
+        is_shared = max(holders) > 1
+        self._side_effects = SideEffects(model, self._norms.buffer_names, is_shared=is_shared)
         self._programs: dict[int, Sequence[tuple[Action, ...]]] = {}
         self._linears = LinearLayers(
             {
@@ -214,7 +218,7 @@ class Passes(ABC):
             self._loss.begin(run.num_samples, run.num_filled)
         if run.is_training:
             self._first_buffers = self._buffers.keep()
-            self._buffer_check.begin(is_divided=run.num_filled > 1)
+            self._side_effects.begin(is_divided=run.num_filled > 1)
             self._clear_gradients()
 
     @property
@@ -226,13 +230,13 @@ class Passes(ABC):
         """All passes are done: have the exchange know of gradients that it does not know of yet."""
         return
 
-    def check_buffers(self) -> None:
+    def check_side_effects(self) -> None:
         """All passes are done, and no weight has changed; every rank calls it.
 
         Raises:
             ModelError: the model keeps what depends on the samples.
         """
-        self._buffer_check.settle(self._exchange.board)
+        self._side_effects.settle(self._exchange.board)
 
     def restore_buffers(self) -> None:
         """The step was left out: have the buffers be what it began with."""

@@ -193,7 +193,7 @@ class Worker:
         now.totals = self.exchange.collect(batch.num_filled)
         if now.totals.is_guess:
             raise _GuessError
-        self.passes.check_buffers()
+        self.passes.check_side_effects()
         batch.end_observing()
         if now.totals.is_refused:
             self.passes.call.give_up_format()

@@ -1,4 +1,4 @@
-"""What a forward pass keeps in buffers: once per batch and the same everywhere, or refused."""
+"""What a forward pass changes: buffers once per batch and alike everywhere, or it is refused."""
 
 from collections.abc import Callable
 from functools import partial
@@ -97,6 +97,56 @@ def test_statistics_of_instance_norm_are_refused(strategy: str) -> None:
     )
     with pytest.raises(ModelError, match="track_running_stats=False"):
         lockstep.verify(job_of(net(nn.Linear(6, 8), norm)), STRATEGIES[strategy]())
+
+
+class Teacher(nn.Module):
+    """Follows another layer's weights."""
+
+    def __init__(self, follow: Callable[[Tensor, Tensor], object]) -> None:
+        super().__init__()
+        self.student, self.teacher = nn.Linear(6, 8), nn.Linear(6, 8).requires_grad_(False)
+        self.follow = follow
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.follow(self.teacher.weight, self.student.weight)
+        output: Tensor = self.student(x) + self.teacher(x)
+        return output
+
+
+def in_place(teacher: Tensor, student: Tensor) -> None:
+    teacher.lerp_(student, 0.1)
+
+
+def in_data(teacher: Tensor, student: Tensor) -> None:
+    teacher.data.lerp_(student.data, 0.1)
+
+
+def anew(teacher: Tensor, student: Tensor) -> None:
+    teacher.data = teacher.data.lerp(student.data, 0.1)
+
+
+@pytest.mark.parametrize("strategy", ["mirrored-2", "pipeline-2"])
+@pytest.mark.parametrize("follow", [in_place, in_data, anew])
+def test_a_forward_pass_that_changes_parameters_is_refused(
+    follow: Callable[[Tensor, Tensor], object], strategy: str
+) -> None:
+    with pytest.raises(ModelError, match=r"a change of '0\.teacher\.weight'"):
+        lockstep.verify(job_of(net(Teacher(follow))), STRATEGIES[strategy]())
+
+
+@pytest.mark.parametrize("strategy", ["mirrored-2", "pipeline-2"])
+def test_rows_that_are_shortened_are_refused_where_ranks_share_them(strategy: str) -> None:
+    torch.manual_seed(0)
+    model = net(nn.EmbeddingBag(20, 8, max_norm=0.5))
+    job = lockstep.Job(
+        model, nn.CrossEntropyLoss(), torch.optim.Adam, (torch.randint(0, 20, (40, 5)), Y), 13
+    )
+    if strategy == "pipeline-2":
+        assert lockstep.verify(job, STRATEGIES[strategy]()).passed
+    else:
+        with pytest.raises(ModelError, match="max_norm=None"):
+            lockstep.verify(job, STRATEGIES[strategy]())
 
 
 def test_caches_are_each_devices_own() -> None:
