@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.capture.calls import has_drawn, host_streams, streams_differ
@@ -80,7 +81,7 @@ def _losses(
     model.train(training)
     norms = BatchNorms(model)
     for module in model.modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+        if isinstance(module, _BatchNorm):
             module.eval()
     if norms.use_batch_statistics:  # of layers that keep none: their statistics are of the batch
         return None

@@ -10,6 +10,7 @@ is not is named. The model and the random streams are left as they were.
 Gradients of large weights are not formed: their memory would be taken twice.
 """
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -109,7 +110,7 @@ def _fingerprints(
             return [*found, (f"a {type(error).__name__}", b"")]
         try:
             found += _gradients(model, losses, outputs)
-        except RuntimeError as error:  # reentrant checkpoints go backward in one way only
+        except Exception as error:  # reentrant checkpoints go backward in one way only
             found += [(f"a {type(error).__name__} in backward", b"")]
     return found
 
@@ -120,7 +121,9 @@ def _left_alone(model: nn.Module) -> Iterator[None]:
     state = ModelState(model, with_parameters=False)
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the first step gives them, too
+            yield
     finally:
         state.restore()
         for parameter, gradient in gradients:
