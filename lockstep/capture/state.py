@@ -19,9 +19,11 @@ class ModelState:
 
     Args:
         model: the model; a copy of its tensors is kept unless they are on the meta device.
+        with_parameters: keep the values of parameters, too; they are most of a model, and hardly
+            any forward pass writes to them.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, with_parameters: bool = True) -> None:
         self._streams = stream_states()
         self._modules = [(module, dict(vars(module))) for module in model.modules()]
         self._contents = [
@@ -36,7 +38,11 @@ class ModelState:
             for held in attributes.values()
             if isinstance(held, torch.Generator)
         ]
-        tensors = {id(tensor): tensor for tensor in self._tensors() if not tensor.is_meta}
+        tensors = {
+            id(tensor): tensor
+            for tensor in self._tensors()
+            if not tensor.is_meta and (with_parameters or not isinstance(tensor, nn.Parameter))
+        }
         self._values = [
             (tensor, tensor.detach(), tensor.detach().clone()) for tensor in tensors.values()
         ]

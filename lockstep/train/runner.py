@@ -29,11 +29,13 @@ from lockstep.train.conductor import Conductor
 from lockstep.train.ensemble import Resume
 from lockstep.train.feeding import sample_of
 from lockstep.train.fit_task import FitResult, FitTask
+from lockstep.train.inner_loss import check_inner_loss
 from lockstep.train.intake import DEFAULT_BATCH_SIZE
 from lockstep.train.job_context import DEFAULT_TIMEOUT_SECONDS, JobContext, StrategyLike
 from lockstep.train.optimizer_checks import check_divisible
 from lockstep.train.optimizers import each_optimizer
 from lockstep.train.planning import Partitions, Planning
+from lockstep.train.rank_proof import samples_of, standing
 from lockstep.train.recipe import AnyUpdater, Recipe
 from lockstep.train.renewal import Form
 from lockstep.train.run_state import set_state, state_of
@@ -233,12 +235,34 @@ class Runner(ABC):
             session = self._session
             session.preload = self._preload
         assignment = self._assignment(task, loss, updater, *planned)
+        proof = self._prepare_proof(assignment, session, conductor)
+        if isinstance(task, FitTask) and loss is not None and not self._steps_trained:
+            check_inner_loss(assignment, loss, sample_of(task.source), batch_size)
         with self._job_context.at_work() as hosts:
             result = session.run(assignment, conductor, hosts, self._standing, self._sight)
+        session.proven = proof or session.proven
         if self._plan is not None and loss is not None and loss.takes_whole:
             notes = (*self._plan.notes, whole_batch_note(loss))
             self._plan = msgspec.structs.replace(self._plan, notes=tuple(dict.fromkeys(notes)))
         return result
+
+    def _prepare_proof(
+        self, assignment: Assignment, session: Session, conductor: Conductor
+    ) -> object:
+        """Have the ranks of a training prove that they compute the same, unless they have.
+
+        Returns what the proof is going to hold for; None where there is none.
+        """
+        task, plan = assignment.task, assignment.plan
+        if not isinstance(task, FitTask) or plan.num_ranks == 1 or plan.pipeline is not None:
+            return None
+        parts = (self.model, assignment.loss and assignment.loss.loss, assignment.functions)
+        proof = standing(self._sight, parts, self.model)
+        # Hosts remember each for itself, and all must agree.
+        task.proves = plan.num_hosts > 1 or session.proven != proof
+        if task.proves:
+            conductor.samples = samples_of(sample_of(task.source), self.precision)
+        return proof
 
     def _plan_for_all(
         self, task: Task, batch_size: int, announce: Callable[[str], None]

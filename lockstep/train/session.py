@@ -62,8 +62,10 @@ class Session:
     Attributes:
         preload: modules that helpers should have imported, beside what all need.
         stores: of the model.
+        proven: what the helpers have proved to compute as this process does; None before.
     """
 
+    proven: object = None
     preload: tuple[str, ...] = ()
 
     def __init__(self, timeout_seconds: float) -> None:
@@ -305,7 +307,7 @@ class Session:
 
     def close(self, error: BaseException | None = None) -> None:
         """End the helpers; those that go on with a script of their own are told of the error."""
-        team, self._team = self._team, None
+        team, self._team, self.proven = self._team, None, None
         if team is not None and error is not None and self._is_attached:
             team.tell_failure(error)
         if team is not None:
