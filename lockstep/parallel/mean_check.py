@@ -14,11 +14,10 @@ with dropout drawn likewise.
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.capture.calls import has_drawn, host_streams, streams_differ
@@ -41,6 +40,8 @@ _Draw = tuple[Any, tuple[float, ...], torch.Tensor]
 
 LossOf = Callable[[Batch], ShareLoss | JointLoss]
 
+_T = TypeVar("_T")
+
 
 def is_tried(step: int | None) -> bool:
     """Whether a training step is one of those on which the loss is tried."""
@@ -60,50 +61,71 @@ def check_mean(model: nn.Module, loss_of: LossOf, batch: Batch) -> None:
     Raises:
         LossError: it is not the weighted mean of them.
     """
-    middle = batch.num_samples // 2
-    cuts = [slice(0, middle), slice(middle, batch.num_samples)]
-    if not middle:
-        batch = _mapped(batch, lambda one: torch.cat([one, one]), 2)
-        cuts = [slice(0, 1), slice(1, 2)]
-    with _left_alone(model):
+    with left_alone(model) as state:
         try:
-            found = _losses(model, loss_of, batch, cuts, training=False)
+            found = on_halves(model, loss_of, batch, state, training=False)
         except LossError:  # it computes none in evaluation mode
-            found = _losses(model, loss_of, batch, cuts, training=True)
+            found = on_halves(model, loss_of, batch, state, training=True)
     if found is not None:
         _compare(found, batch.num_samples, _tolerance(model, found[0]))
 
 
-def _losses(
-    model: nn.Module, loss_of: LossOf, batch: Batch, cuts: Sequence[slice], *, training: bool
-) -> list[ShareLoss | JointLoss] | None:
-    """Of the whole and of its parts; None where they cannot be compared."""
-    model.train(training)
+def on_halves(
+    model: nn.Module,
+    function: Callable[[Batch], _T],
+    batch: Batch,
+    state: ModelState,
+    *,
+    training: bool | None,
+) -> list[_T] | None:
+    """What a function makes of some samples and of both halves; None if that says nothing.
+
+    Args:
+        model: which it runs; its BatchNorm layers are in evaluation mode.
+        function: of samples.
+        batch: the samples; a single one is joined by itself.
+        state: of the model, from which each time it starts.
+        training: the mode of the model; None leaves it.
+    """
+    if training is not None:
+        model.train(training)
     norms = BatchNorms(model)
     for module in model.modules():
-        if isinstance(module, _BatchNorm):
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
             module.eval()
     if norms.use_batch_statistics:  # of layers that keep none: their statistics are of the batch
         return None
-    host = host_streams()
-    draws = _Draws(batch.num_samples)
-    losses = []
-    for cut in (slice(0, batch.num_samples), *cuts):
-        size = cut.stop - cut.start
-        with draws.of(cut):
-            losses.append(loss_of(_mapped(batch, lambda one, cut=cut: one[cut], size)))  # type: ignore[misc]
-    is_comparable = draws.fit and not streams_differ(host, host_streams())
-    return losses if is_comparable else None
+    if batch.num_samples == 1:
+        batch = _mapped(batch, lambda one: torch.cat([one, one]), 2)
+    draws, found, draws_elsewhere = _Draws(batch.num_samples), [], False
+    for rows in (slice(0, batch.num_samples), *halves(batch)):
+        state.restore()
+        host = host_streams()
+        with draws.of(rows):
+            found.append(function(rows_of(batch, rows)))
+        draws_elsewhere |= streams_differ(host, host_streams())
+    return found if draws.fit and not draws_elsewhere else None
+
+
+def halves(batch: Batch) -> tuple[slice, slice]:
+    """The rows of both halves."""
+    middle = batch.num_samples // 2
+    return slice(0, middle), slice(middle, batch.num_samples)
+
+
+def rows_of(batch: Batch, rows: slice) -> Batch:
+    """Some samples of a batch."""
+    return _mapped(batch, lambda one: one[rows], rows.stop - rows.start)
 
 
 @contextmanager
-def _left_alone(model: nn.Module) -> Iterator[None]:
+def left_alone(model: nn.Module) -> Iterator[ModelState]:
     """After the block the model, its mode and the random streams are as they were."""
     state = ModelState(model, with_parameters=False)
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     try:
         with torch.no_grad():
-            yield
+            yield state
     finally:
         state.restore()
         for parameter, gradient in gradients:

@@ -23,6 +23,7 @@ from lockstep.data.trees import Tree
 from lockstep.parallel.batch_norm import GlobalStatistics
 from lockstep.parallel.buffers import Buffers, Kept
 from lockstep.parallel.diagnosis import Diagnosis
+from lockstep.parallel.independence import check_apart
 from lockstep.parallel.interleave import Interleaver
 from lockstep.parallel.losses import JointLoss, ShareLoss, nothing
 from lockstep.parallel.mean_check import LossOf, check_mean, is_tried
@@ -309,7 +310,10 @@ class ModelPasses(Passes):
     def _check_mean(self, run: Run, batch: Batch) -> None:
         """Try what is computed inside the model, or a function of the user's."""
         is_inside = self._functions or (self._loss is not None and self._loss.is_inside)
-        if not (is_inside and is_tried(run.step) and run.num_filled > 1):
+        if not (is_tried(run.step) and run.num_filled > 1):
+            return
+        if not is_inside:
+            check_apart(self._model, self.call, batch)
             return
         loss_of: LossOf = partial(self._loss_by_function, run)
         if not self._functions:

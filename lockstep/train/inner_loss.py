@@ -8,6 +8,7 @@ import torch
 from lockstep.data.order import kept_streams
 from lockstep.data.sources import Batch, Source
 from lockstep.parallel.forward import DTYPES, ModelCall
+from lockstep.parallel.independence import check_apart
 from lockstep.parallel.losses import JointLoss, LossAdapter, ShareLoss
 from lockstep.parallel.mean_check import check_mean
 from lockstep.parallel.passes import moved
@@ -29,13 +30,17 @@ def check_inner_loss(
         LossError: it is not the weighted mean of the losses of parts of the batch.
     """
     plan, model, device = assignment.plan, assignment.model, assignment.device
-    is_due = plan.pipeline is not None and loss.is_inside
+    is_due = plan.pipeline is not None
     if not is_due or source is None or assignment.blank or plan.num_shares == 1:
         return
     with kept_streams():
         num_samples = min(batch_size, len(source))
         batch = moved(source.read(torch.arange(num_samples), DTYPES[plan.precision]), device)
     call = ModelCall(model, plan, device)
+
+    if not loss.is_inside:
+        check_apart(model, call, batch)
+        return
 
     def loss_of(part: Batch) -> ShareLoss | JointLoss:
         with loss.watching():

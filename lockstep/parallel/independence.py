@@ -1,0 +1,133 @@
+"""Whether what a model makes of a sample depends on the others, tried with a share and its halves.
+
+Shares of a batch go through the model apart. A model that takes a mean over the batch, that decides
+by all samples at once, or that remembers those before it in an attribute would see parts of it.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from lockstep.capture.state import ModelState
+from lockstep.data.order import seed_streams
+from lockstep.data.sources import Batch
+from lockstep.data.trees import Tree, tensors_of
+from lockstep.errors import ModelError, problem
+from lockstep.parallel.mean_check import halves, left_alone, on_halves, rows_of
+
+# Of the largest value: what rounding comes to, also where models compute in float32 inside, and far
+# less than seeing others makes; of what computes in half precision.
+_TOLERANCE, _LOW_TOLERANCE = 1e-3, 0.1
+
+
+def check_apart(model: nn.Module, call: Callable[[Tree], Tree], batch: Batch) -> None:
+    """Compare what comes of some samples with what comes of their halves; leaves the model as is.
+
+    Args:
+        model: in training mode.
+        call: runs it on inputs.
+        batch: the samples.
+
+    Raises:
+        ModelError: it makes something else of them.
+    """
+    with left_alone(model) as state:
+        for training in (None, False):
+            found = on_halves(
+                model, lambda part: call(part.inputs), batch, state, training=training
+            )
+            if found is not None:
+                whole, *parts = ([*tensors_of(output)] for output in found)
+                apart = [
+                    torch.cat(pair) if _are_samples(both, *pair) else both
+                    for both, *pair in zip(whole, *parts, strict=False)
+                ]
+                if (distance := _distance(whole, apart)) is not None:
+                    raise _sees_others(batch.num_samples, distance)
+                break
+        if (distance := _distance(*_after_halves(model, call, batch, state))) is not None:
+            raise _remembers(distance)
+
+
+def _after_halves(
+    model: nn.Module, call: Callable[[Tree], Tree], batch: Batch, state: ModelState
+) -> list[list[torch.Tensor]]:
+    """What comes of all samples after the first half has been there, and after the second.
+
+    Of a model that keeps the same of both there is nothing to be seen.
+    """
+    kept, outputs = [], []
+    for rows in halves(batch):
+        state.restore()
+        call(rows_of(batch, rows).inputs)
+        kept.append(_kept(model))
+    if _are_equal(*kept):
+        return [[], []]
+    for rows in halves(batch):
+        state.restore()
+        call(rows_of(batch, rows).inputs)
+        seed_streams(0)
+        outputs.append([*tensors_of(call(batch.inputs))])
+    return outputs
+
+
+def _kept(model: nn.Module) -> list[torch.Tensor]:
+    """Tensors in attributes of modules that are neither parameters nor buffers."""
+    held = [
+        value
+        for module in model.modules()
+        for name, value in vars(module).items()
+        if name not in ("_parameters", "_buffers", "_modules")
+    ]
+    return [*tensors_of(held)]
+
+
+def _are_equal(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
+    return len(some) == len(others) and all(map(torch.equal, some, others))
+
+
+def _are_samples(both: torch.Tensor, one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether the rows of an output are the samples."""
+    if not (both.dim() and one.dim() and other.dim()):
+        return False
+    shapes = {each.shape[1:] for each in (both, one, other)}
+    return len(one) + len(other) == len(both) and len(shapes) == 1
+
+
+def _distance(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> float | None:
+    """How far outputs are from each other, as a part of the largest; None for what rounding is."""
+    for one, other in zip(some, others, strict=False):
+        if one.shape != other.shape or not one.numel() or not one.is_floating_point():
+            continue
+        size, distance = (float(each.double().abs().max()) for each in (one, one - other))
+        is_low = one.dtype in (torch.bfloat16, torch.float16)
+        if distance > (_LOW_TOLERANCE if is_low else _TOLERANCE) * size:  # not where one is NaN
+            return distance / size if size else math.inf
+    return None
+
+
+def _sees_others(num_samples: int, distance: float) -> ModelError:
+    return ModelError(
+        problem(
+            "What a model makes of a sample must not depend on the others of its batch: shares of "
+            "it are worked on apart.",
+            received=f"outputs for {num_samples} samples that differ by {distance:.1%} from those "
+            "for their halves",
+            fix="Use nn.BatchNorm for statistics of the batch, compute in the loss what compares "
+            "samples, or train on one device.",
+        )
+    )
+
+
+def _remembers(distance: float) -> ModelError:
+    return ModelError(
+        problem(
+            "What a model makes of a batch must not depend on the samples of those before: each "
+            "share sees others.",
+            received=f"outputs that differ by {distance:.1%} after other samples, which attributes "
+            "of modules have kept",
+            fix="Pass on as an input what is to be remembered, or train on one device.",
+        )
+    )
