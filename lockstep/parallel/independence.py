@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
+from lockstep.capture.layers import FrontEndLayer
 from lockstep.capture.state import ModelState
 from lockstep.data.order import seed_streams
 from lockstep.data.sources import Batch
@@ -33,13 +34,18 @@ def check_apart(model: nn.Module, call: Callable[[Tree], Tree], batch: Batch) ->
     Raises:
         ModelError: it makes something else of them.
     """
-    with left_alone(model) as state:
+    if any(isinstance(module, FrontEndLayer) for module in model.modules()):
+        return  # front ends look for themselves: they know what their layers keep
+    # With gradients, which a model may take in its forward pass.
+    with left_alone(model) as state, torch.enable_grad():
         for training in (None, False):
             found = on_halves(
                 model, lambda part: call(part.inputs), batch, state, training=training
             )
             if found is not None:
-                whole, *parts = ([*tensors_of(output)] for output in found)
+                whole, *parts = (
+                    [*map(torch.Tensor.detach, tensors_of(output))] for output in found
+                )
                 apart = [
                     torch.cat(pair) if _are_samples(both, *pair) else both
                     for both, *pair in zip(whole, *parts, strict=False)
@@ -69,7 +75,7 @@ def _after_halves(
         state.restore()
         call(rows_of(batch, rows).inputs)
         seed_streams(0)
-        outputs.append([*tensors_of(call(batch.inputs))])
+        outputs.append([*map(torch.Tensor.detach, tensors_of(call(batch.inputs)))])
     return outputs
 
 
@@ -81,7 +87,7 @@ def _kept(model: nn.Module) -> list[torch.Tensor]:
         for name, value in vars(module).items()
         if name not in ("_parameters", "_buffers", "_modules")
     ]
-    return [*tensors_of(held)]
+    return [*map(torch.Tensor.detach, tensors_of(held))]
 
 
 def _are_equal(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:

@@ -12,6 +12,7 @@ with dropout drawn likewise.
 """
 
 import math
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -87,24 +88,28 @@ def on_halves(
         state: of the model, from which each time it starts.
         training: the mode of the model; None leaves it.
     """
-    if training is not None:
-        model.train(training)
-    norms = BatchNorms(model)
-    for module in model.modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            module.eval()
-    if norms.use_batch_statistics:  # of layers that keep none: their statistics are of the batch
-        return None
     if batch.num_samples == 1:
         batch = _mapped(batch, lambda one: torch.cat([one, one]), 2)
     draws, found, draws_elsewhere = _Draws(batch.num_samples), [], False
     for rows in (slice(0, batch.num_samples), *halves(batch)):
         state.restore()
+        _without_statistics(model, training)
+        if BatchNorms(model).use_batch_statistics:  # of layers that keep none
+            return None
         host = host_streams()
         with draws.of(rows):
             found.append(function(rows_of(batch, rows)))
         draws_elsewhere |= streams_differ(host, host_streams())
     return found if draws.fit and not draws_elsewhere else None
+
+
+def _without_statistics(model: nn.Module, training: bool | None) -> None:
+    """Put a model in a mode in which its BatchNorm layers do not look at the batch."""
+    if training is not None:
+        model.train(training)
+    for module in model.modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            module.eval()
 
 
 def halves(batch: Batch) -> tuple[slice, slice]:
@@ -124,7 +129,8 @@ def left_alone(model: nn.Module) -> Iterator[ModelState]:
     state = ModelState(model, with_parameters=False)
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     try:
-        with torch.no_grad():
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the model's own are shown when it trains
             yield state
     finally:
         state.restore()
