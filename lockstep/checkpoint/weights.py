@@ -92,7 +92,7 @@ def _write_whole(tensors: State, metadata: dict[str, str], path: Path, mode: int
     num_bytes = sum(tensor.nbytes for tensor in tensors.values())
     try:
         with writing(path, num_bytes), open(new, "wb") as file:
-            _write(tensors, metadata, file)
+            write_tensors(tensors, metadata, file)
             if mode is not None:
                 os.fchmod(new, mode)
         os.replace(temporary, path)
@@ -128,7 +128,7 @@ def _kind_of(mode: int) -> str:
     return "a pipe" if stat.S_ISFIFO(mode) else "a device or socket"
 
 
-def _write(tensors: State, metadata: dict[str, str], file: BinaryIO) -> None:
+def write_tensors(tensors: State, metadata: dict[str, str], file: BinaryIO) -> None:
     """The format of safetensors: size of the header, the header as JSON, the elements.
 
     https://huggingface.co/docs/safetensors/index#format

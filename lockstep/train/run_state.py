@@ -6,11 +6,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from lockstep.checkpoint.trees import Tree
 from lockstep.errors import CheckpointError, Problems, problem
 from lockstep.parallel.update import Updater
 from lockstep.train.callbacks import Callback
 from lockstep.train.copies import set_values
-from lockstep.train.training_state import TrainingState, Tree, copied
+from lockstep.train.training_state import TrainingState, copied
 from lockstep.units import first_few
 
 _SAME_SCRIPT = "Load it into a Trainer that the same script has made."
