@@ -61,7 +61,7 @@ class SharedStream:
 
     def __init__(self, reading: Reading | None) -> None:
         self._reading = reading
-        self._background = Background()
+        self._background = Background("lockstep: reading")
         self._slots = [_Slot(number) for number in range(_NUM_SLOTS)]
 
     def __reduce__(self) -> tuple[Any, ...]:

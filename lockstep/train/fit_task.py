@@ -179,13 +179,14 @@ class FitTask(Task):
                 ensemble.share_buffers()
             if self.record:
                 _record(ensemble, step, result)
+            if self.takes_states:
+                self._take_stand(ensemble, epoch, index + 1, progress, results)
             end_step = partial(conductor.end_step, index, result)
             if self.after_steps:
                 if worker.held_names() is not None:  # callbacks may look at the whole model
                     ensemble.collect_buffers()
                 if self.shows_slots:
                     ensemble.show_slots()
-                self._take_stand(ensemble, epoch, index + 1, progress, results)
                 if ensemble.consult(end_step):
                     break
             else:
@@ -228,7 +229,7 @@ class FitTask(Task):
     ) -> None:
         """After a step, have rank 0 know all that the training's state says, if it is wanted."""
         conductor = ensemble.conductor
-        if not (self.takes_states and ensemble.is_wanted(conductor.wants_state(batch - 1))):
+        if not ensemble.is_wanted(conductor.wants_state(batch - 1)):
             conductor.stand_at(None)
             return
         ensemble.collect_buffers()

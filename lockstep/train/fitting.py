@@ -3,6 +3,8 @@
 What comes before and after is the Trainer's; what happens between the steps is the conductor's.
 """
 
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
@@ -10,6 +12,7 @@ from lockstep.errors import ModelError, OptionError, problem
 from lockstep.parallel.losses import ONE_LOSS, LossAdapter
 from lockstep.train.batch_size import BatchSizeSearch, Training, choose_batch_size, search_of
 from lockstep.train.callbacks import acting, stopping, told_of_errors, traced_steps
+from lockstep.train.checkpoints import Checkpoint, FitRecord, Found, Keeper
 from lockstep.train.checks import check_counts, check_targets, log_names
 from lockstep.train.conducting import FitConductor, FollowingConductor
 from lockstep.train.ensemble import Resume
@@ -18,12 +21,13 @@ from lockstep.train.fit_task import FitTask
 from lockstep.train.history import History
 from lockstep.train.intake import Feed, Wish, close_all, closing_on_error, take_in
 from lockstep.train.interrupt import held_interrupts
+from lockstep.train.likeness import said
 from lockstep.train.metrics import Metrics
 from lockstep.train.output_console import OutputConsole
 from lockstep.train.persistence import PersistentRunner
 from lockstep.train.progress import ProgressDisplay
 from lockstep.train.rate_rules import RateRule
-from lockstep.train.same_data import check_same_data
+from lockstep.train.same_data import check_same_data, fingerprint
 from lockstep.train.trainer_protocol import TrainerProtocol
 
 
@@ -39,6 +43,7 @@ class FitRequest:
     shuffle: bool | None
     verbose: int
     rule: RateRule | None
+    checkpoint: Checkpoint | None
     on_snapshot: Any
 
 
@@ -77,25 +82,45 @@ class FittingRunner(PersistentRunner):
 
     def _fit(self, asked: FitRequest) -> History:
         self._check_not_averaged("fit")
+        if asked.checkpoint is None:
+            return self._fit_on(asked, None, None)
+        keeper = Keeper(asked.checkpoint)
+        with keeper.opened() if self._is_chief else nullcontext() as tree:
+            tree = self._job_context.from_chief(tree)
+            return self._fit_on(asked, keeper, None if tree is None else Found.of(tree))
+
+    def _fit_on(self, asked: FitRequest, keeper: Keeper | None, found: Found | None) -> History:
+        """Go on with the ``fit`` that was found, if one was."""
         search = search_of(asked.batch_size)
         self._check_alone(search)
         fit = self._taken_in(asked, search)
         console = OutputConsole(quiet=not self._shows(asked))
-        with closing_on_error(fit.feed, fit.validation):
+        with closing(fit):
             self._check_targets(fit)
             if search is not None:
-                size = self._find_batch_size(search, fit, console)
+                size = self._find_batch_size(search, fit, console) if found is None else found.size
                 fit = replace(fit, feed=fit.feed.resized(size))
             self._settle_batch_size(fit.feed.batch_size, asked.rule, console)
+            if keeper is not None:
+                keeper.record = self._record(fit)
+            if found is not None and keeper is not None:
+                found.record.check_same(keeper.record)
+                self._take_up(found.state)
+                if found.record.is_finished:
+                    return History(found.record.history, found.record.epoch)
             self._begin_schedule(fit)
+            with self._kept(keeper):
+                history = self._train_through(asked, fit)
+        if keeper is not None:
+            self._finish(keeper, history)
+        return history
+
+    def _train_through(self, asked: FitRequest, fit: _Fit) -> History:
         task = self._fit_task(fit, records=asked.on_snapshot is not None)
         display = None
         if self._shows(asked):
             display = ProgressDisplay(fit.wish.epochs, fit.feed.num_steps)
-        try:
-            return self._conduct(task, fit.loss, display, asked.on_snapshot)
-        finally:
-            fit.close()
+        return self._conduct(task, fit.loss, display, asked.on_snapshot)
 
     def _shows(self, asked: FitRequest) -> bool:
         return bool(asked.verbose) and self._is_chief
@@ -123,6 +148,44 @@ class FittingRunner(PersistentRunner):
         with closing_on_error(feed):
             validation = _take_in_validation(asked.validation_data, wish, feed)
         return _Fit(loss=loss, wish=wish, feed=feed, validation=validation)
+
+    # --- checkpoints -----------------------------------------------------------------------------
+
+    @contextmanager
+    def _kept(self, keeper: Keeper | None) -> Iterator[None]:
+        """Within the block checkpoints are taken, after all that the user's callbacks do."""
+        if keeper is None:
+            yield
+            return
+        if self._resumed is not None:
+            keeper.num_steps = self._resumed.position["steps"] - keeper.record.steps
+        callbacks, self.callbacks = self.callbacks, [*self.callbacks, keeper]
+        try:
+            yield
+        finally:
+            self.callbacks = callbacks
+
+    def _finish(self, keeper: Keeper, history: History) -> None:
+        parts = self._copied_parts()
+        if self._is_chief:
+            keeper.finish(parts, history)
+
+    def _record(self, fit: _Fit) -> FitRecord:
+        wish = fit.wish
+        asked = {
+            "epochs": wish.epochs,
+            "batch_size": fit.feed.batch_size,
+            "steps_per_epoch": wish.steps_per_epoch,
+            "shuffle": wish.shuffle,
+            "seed": self.seed,
+            "data": fingerprint(fit.feed.source),
+            "validation_data": None
+            if fit.validation is None
+            else fingerprint(fit.validation.source),
+            "loss": None if fit.loss is None else said(fit.loss.loss),
+            "optimizer": said(self.optimizer),
+        }
+        return FitRecord(epochs=self._epochs_trained, steps=self._steps_trained, asked=asked)
 
     # --- checks ----------------------------------------------------------------------------------
 
@@ -241,9 +304,7 @@ class FittingRunner(PersistentRunner):
             watched=bool(callbacks),
             watches_beginnings=bool(acting(callbacks, "on_epoch_begin")),
             before_steps=bool(stopping(callbacks, "on_train_batch_begin")),
-            after_steps=bool(
-                stopping(callbacks, "on_train_batch_end") or acting(callbacks, "takes_state")
-            ),
+            after_steps=bool(stopping(callbacks, "on_train_batch_end")),
             steps_per_epoch=wish.steps_per_epoch,
             traced=traced_steps(callbacks, self._steps_trained),
             record=records,

@@ -143,13 +143,9 @@ class PersistentRunner(Runner):
             if self._job_context.is_nested:
                 raise within_training()
             found = TrainingState.of(state)
-            check_state(
-                found, self._state(), self.callbacks, has_schedule=self.schedule is not None
-            )
             if hosts is not None:
                 hosts.check_equal({"the state": found.digest()})
-            self._set_whole_state(found)
-            self._resumed = found if found.position["fit"] is not None else None
+            self._take_up(found)
 
     def stand_at(self, place: Place | None, history: History) -> None:
         """For the conductor of a ``fit``: callbacks are called there next."""
@@ -212,6 +208,16 @@ class PersistentRunner(Runner):
             yield
         finally:
             self._first_epoch = self._place = None
+
+    def _take_up(self, state: TrainingState) -> None:
+        """Be as a state says, and have the next ``fit`` go on from there.
+
+        Raises:
+            CheckpointError: it does not fit; nothing is changed then.
+        """
+        check_state(state, self._state(), self.callbacks, has_schedule=self.schedule is not None)
+        self._set_whole_state(state)
+        self._resumed = state if state.position["fit"] is not None else None
 
     def _position(self) -> dict[str, Any]:
         """How far training has come.

@@ -27,6 +27,7 @@ from lockstep.parallel.loss_options import adapt_loss
 from lockstep.train.averages import EMA
 from lockstep.train.batch_size import BatchSizeSearch
 from lockstep.train.callbacks import Callback, Logs
+from lockstep.train.checkpoints import Checkpoint
 from lockstep.train.checks import (
     check_arguments,
     check_counts,
@@ -194,6 +195,7 @@ class Trainer(FittingRunner):
         verbose: int = 1,
         learning_rate_rule: Literal["linear", "sqrt"] | None = None,
         reference_batch_size: int = DEFAULT_BATCH_SIZE,
+        checkpoint: Checkpoint | None = None,
         on_snapshot: Any = None,
     ) -> History:
         """Train; a second ``fit`` goes on where the first ended.
@@ -221,6 +223,9 @@ class Trainer(FittingRunner):
                 once, and by the ratio when a later ``fit`` has the rule and another size. None
                 leaves them as they are.
             reference_batch_size: the batch size that the learning rates were chosen for.
+            checkpoint: where and how often to write all that is needed to go on. Started again, the
+                same script goes on from the newest of these at the very next batch, on any number
+                of devices; a ``fit`` that had ended returns its history.
             on_snapshot: called with a ``train.conductor.Snapshot`` after every step: gradients,
                 every rank's state and the optimizer's slots. For proofs; slow.
 
@@ -230,6 +235,8 @@ class Trainer(FittingRunner):
         Raises:
             OptionError, DataError, DeviceError, PlanError, ShippingError: before a process starts.
             LossError, NonFiniteError: at the step they name.
+            CheckpointError: checkpoints are there, but none is whole, or they are of another ``fit``.
+            OSError: a checkpoint cannot be written; at the next one, or at the end.
             Exception: what the model, loss or data raise, on whichever rank; a note names it.
             WorkerError: a helper died or hung, or raised what cannot be brought here.
             KeyboardInterrupt: after Ctrl-C and the step that was under way, with weights and
@@ -244,6 +251,7 @@ class Trainer(FittingRunner):
             shuffle=shuffle,
             verbose=verbose,
             rule=rule_of(learning_rate_rule, reference_batch_size),
+            checkpoint=checkpoint,
             on_snapshot=on_snapshot,
         )
         return self._call("fit", lambda: self._fit(asked))
