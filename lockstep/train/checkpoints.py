@@ -70,6 +70,7 @@ class Checkpoint:
         self.every = every
         self.keep = keep
         assert found is not None
+        self.is_by_epoch = found["epoch"] is not None
         self.num_steps = int(found["steps"]) if found["steps"] else None
         self.num_seconds = float(found["seconds"]) if found["seconds"] else None
 
@@ -205,10 +206,9 @@ class Keeper(Callback):
     # --- between the steps -----------------------------------------------------------------------
 
     def acts_in(self, method: str) -> bool:
-        at_epochs = self._checkpoint.every == "epoch"
         if method in ("takes_state", "on_train_batch_end"):
-            return not at_epochs
-        return at_epochs if method == "on_epoch_end" else super().acts_in(method)
+            return not self._checkpoint.is_by_epoch
+        return super().acts_in(method)
 
     def takes_state(self, batch: int) -> bool:
         self.num_steps += 1
@@ -224,7 +224,8 @@ class Keeper(Callback):
             self._take()
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
-        self._take()
+        if self._checkpoint.is_by_epoch:
+            self._take()
 
     def _take(self) -> None:
         if not self.trainer.stop_training:  # the end is near, and one in between would go on

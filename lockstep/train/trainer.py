@@ -235,7 +235,7 @@ class Trainer(FittingRunner):
         Raises:
             OptionError, DataError, DeviceError, PlanError, ShippingError: before a process starts.
             LossError, NonFiniteError: at the step they name.
-            CheckpointError: checkpoints are there, but none is whole, or they are of another ``fit``.
+            CheckpointError: there are checkpoints, but none is whole, or they are of another fit.
             OSError: a checkpoint cannot be written; at the next one, or at the end.
             Exception: what the model, loss or data raise, on whichever rank; a note names it.
             WorkerError: a helper died or hung, or raised what cannot be brought here.
