@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from typing import ClassVar
@@ -242,8 +242,10 @@ class FitTask(Task):
     def _stand(self, ensemble: Ensemble, place: Place) -> None:
         plan = ensemble.worker.plan
         is_apart = plan.num_hosts > 1 and plan.pipeline is not None  # weights are on other hosts
-        is_stream = isinstance(self.source, SharedStream)
-        ensemble.conductor.stand_at(None if is_apart or is_stream else place)
+        if isinstance(self.source, SharedStream):
+            place = replace(place, read=self.source.used)
+            is_apart = is_apart or place.read is None
+        ensemble.conductor.stand_at(None if is_apart else place)
 
     def _begin_epoch(self, ensemble: Ensemble, epoch: int) -> bool:
         """Let callbacks begin an epoch, unless they have; returns whether to stop."""

@@ -109,6 +109,7 @@ class FittingRunner(PersistentRunner):
                 if found.record.is_finished:
                     return History(found.record.history, found.record.epoch)
             self._begin_schedule(fit)
+            self._pass_over(fit)
             with self._kept(keeper):
                 history = self._train_through(asked, fit)
         if keeper is not None:
@@ -143,6 +144,7 @@ class FittingRunner(PersistentRunner):
             seed=self.seed,
             first_epoch=self._epochs_trained,
             is_read_here=self._is_chief,
+            is_summed=asked.checkpoint is not None,
         )
         feed = self._job_context.agreed_feed(take_in(asked.data, wish))
         with closing_on_error(feed):
@@ -164,6 +166,26 @@ class FittingRunner(PersistentRunner):
             yield
         finally:
             self.callbacks = callbacks
+
+    def _pass_over(self, fit: _Fit) -> None:
+        """Read streams again up to where they were left.
+
+        Raises:
+            DataError: they give something else.
+        """
+        start = self._start_of(fit.feed)
+        used = None if self._resumed is None else self._resumed.position["fit"].get("read")
+        streams = [
+            feed.source
+            for feed in (fit.feed, fit.validation)
+            if feed is not None and isinstance(feed.source, SharedStream)
+        ]
+        for epoch in range(start.epoch):  # in turns: they may draw from one generator
+            for stream in streams:
+                stream.skip(epoch)
+        if isinstance(fit.feed.source, SharedStream) and used is not None:
+            fit.feed.source.skip(start.epoch, start.batch)
+            fit.feed.source.check_used(used)
 
     def _finish(self, keeper: Keeper, history: History) -> None:
         parts = self._copied_parts()

@@ -158,6 +158,7 @@ class PersistentRunner(Runner):
             "batch_size": self.batch_size,
             "steps": self._steps_trained + place.num_steps,
             "so_far": place.so_far,
+            "read": place.read,
             "history": history.history,
             "epochs": history.epoch,
         }
@@ -171,11 +172,12 @@ class PersistentRunner(Runner):
         if self._resumed is None:
             return Resume()
         place = self._resumed.position["fit"]
-        if is_stream:
+        if is_stream != (place.get("read") is not None):
+            kinds = ["arrays or map-style data", "data that can only be iterated"]
             raise OptionError(
                 problem(
-                    "A fit is gone on with as it was begun: on arrays or map-style data.",
-                    received="data that can only be iterated",
+                    f"A fit is gone on with as it was begun: on {kinds[not is_stream]}.",
+                    received=kinds[is_stream],
                     fix="Give fit the arguments that it had.",
                 )
             )

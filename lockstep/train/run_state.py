@@ -179,8 +179,8 @@ def no_place() -> CheckpointError:
     return CheckpointError(
         problem(
             "Within a fit, a callback finds the state of the training in on_epoch_end, and in "
-            "on_train_batch_end where its takes_state() says so: on arrays and map-style data, and "
-            "not in pipelines over several hosts.",
+            "on_train_batch_end where its takes_state() says so: not in pipelines over several "
+            "hosts, and on data that can only be iterated with fit(checkpoint=...) only.",
             received="state_dict elsewhere",
             fix="Call it there, or after fit.",
         )
