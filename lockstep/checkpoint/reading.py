@@ -37,11 +37,21 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Saved:
     Raises:
         CheckpointError: there is none, or none is whole.
     """
+    every = found_generations(path)
+    return read_generation(every[0]) if every[0] == Path(path) else _first_whole(Path(path), every)
+
+
+def found_generations(path: str | os.PathLike[str]) -> list[Path]:
+    """The generations in a folder, the oldest first; or the one that it is.
+
+    Raises:
+        CheckpointError: there is none.
+    """
     folder = Path(path)
     if os.path.lexists(folder / NAME):
-        return read_generation(folder)
-    found = read_newest(folder)
-    if found is None:
+        return [folder]
+    found = generations(folder)
+    if not found:
         raise CheckpointError(
             problem(
                 "A folder of checkpoints is needed.",
@@ -61,15 +71,18 @@ def read_newest(folder: Path) -> Saved | None:
     Raises:
         CheckpointError: there are some, and none is whole.
     """
+    every = generations(folder)
+    return _first_whole(folder, every) if every else None
+
+
+def _first_whole(folder: Path, every: list[Path]) -> Saved:
     reasons = []
-    for generation in reversed(generations(folder)):
+    for generation in reversed(every):
         try:
             return read_generation(generation)
         except CheckpointError as error:
             reasons.append(str(error))
             warnings.warn(str(error), DamagedCheckpointWarning, stacklevel=level_of_user())
-    if not reasons:
-        return None
     raise CheckpointError(
         problem(
             f"Of the checkpoints in {folder} one must be whole.",

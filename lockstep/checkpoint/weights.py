@@ -5,6 +5,7 @@ import json
 import os
 import secrets
 import stat
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -40,7 +41,12 @@ _DTYPE_NAMES = {
 
 
 def save_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
-    """Write ``model.state_dict()``; the file appears whole or not at all.
+    """Write ``model.state_dict()``: see ``save_state_dict``."""
+    save_state_dict(model.state_dict(), path)
+
+
+def save_state_dict(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
+    """Write a model's ``state_dict()``; the file appears whole or not at all.
 
     A file that was there before gives it its permissions.
 
@@ -60,7 +66,7 @@ def save_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
     tensors: State = {}
     metadata = {"format": "pt"}
     first_names: dict[tuple[Any, ...], str] = {}
-    for name, value in model.state_dict().items():
+    for name, value in state.items():
         if not isinstance(value, torch.Tensor):
             raise CheckpointError(
                 problem(
