@@ -10,6 +10,7 @@ import os
 import stat
 import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -26,6 +27,23 @@ _LARGEST_MANIFEST = 1 << 30
 
 class DamagedCheckpointWarning(UserWarning):
     """A checkpoint is damaged, and an older one is taken."""
+
+
+def load_state_dict(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The model's weights and buffers, for ``model.load_state_dict`` of plain PyTorch.
+
+    A ``DamagedCheckpointWarning`` tells of newer checkpoints that are damaged.
+
+    Args:
+        path: of a folder with checkpoints, of which the newest whole one is read; or of one.
+
+    Returns:
+        What ``model.state_dict()`` was, tensors in this process's memory.
+
+    Raises:
+        CheckpointError: there is none, or none is whole.
+    """
+    return read_checkpoint(path).state_dict()
 
 
 def read_checkpoint(path: str | os.PathLike[str]) -> Saved:
