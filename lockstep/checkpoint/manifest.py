@@ -56,8 +56,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         epoch: of the next step.
         step: steps made.
         is_finished: the training has come to its end.
-        strategy: the Plan's.
-        num_devices: the Plan's.
+        strategy: the Plan's; empty without one.
+        num_devices: the Plan's; 0 without one.
         lockstep: the version that wrote it.
     """
 

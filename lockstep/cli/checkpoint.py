@@ -86,7 +86,7 @@ def _table(generations: list[Path], reasons: dict[Path, str], *, whole: str) -> 
 
 def _row(manifest: Manifest) -> list[str]:
     summary = manifest.summary
-    trained_by = f"{summary.strategy} on {summary.num_devices}"
+    trained_by = f"{summary.strategy} on {summary.num_devices}" if summary.num_devices else ""
     return [
         format_count(summary.step),
         f"{summary.epoch}{', the end' if summary.is_finished else ''}",

@@ -25,6 +25,7 @@ from lockstep.checkpoint.reading import read_newest
 from lockstep.checkpoint.saved import Saved
 from lockstep.checkpoint.trees import Tree, flattened, pointer
 from lockstep.errors import CheckpointError, OptionError, Problems, problem
+from lockstep.plan.spec import Plan
 from lockstep.train.background import Background
 from lockstep.train.callbacks import Callback, Logs
 from lockstep.train.history import History
@@ -229,23 +230,29 @@ class Keeper(Callback):
 
     def _take(self) -> None:
         if not self.trainer.stop_training:  # the end is near, and one in between would go on
-            self.write(self.trainer.state_dict(), self.record)
+            self._write(self.trainer.state_dict(), self.record, self.trainer.plan)
             self._last_seconds = time.monotonic()
 
     # --- writing ---------------------------------------------------------------------------------
 
-    def finish(self, parts: Mapping[str, Tree], history: History) -> None:
-        """Write the last checkpoint: training has ended."""
-        done = {"history": history.history, "epoch": history.epoch, "is_finished": True}
-        self.write(parts, msgspec.structs.replace(self.record, **done))
+    def finish(self, parts: Mapping[str, Tree], history: History, plan: Plan | None) -> None:
+        """Write the last checkpoint: training has ended.
 
-    def write(self, parts: Mapping[str, Tree], record: FitRecord) -> None:
+        Args:
+            parts: of the state.
+            history: of the whole ``fit``.
+            plan: the last one; None where no step was left to be made.
+        """
+        done = {"history": history.history, "epoch": history.epoch, "is_finished": True}
+        self._write(parts, msgspec.structs.replace(self.record, **done), plan)
+
+    def _write(self, parts: Mapping[str, Tree], record: FitRecord, plan: Plan | None) -> None:
         """Have a state written, once the one before is.
 
         Raises:
             OSError: the one before could not be written.
         """
-        saved = _saved(parts, record, self.trainer.plan, self.model)
+        saved = _saved(parts, record, plan, self.model)
         self._wait()
         folder, keep = self._checkpoint.directory, self._checkpoint.keep
         self._writing = self._background.submit(partial(write_generation, folder, saved, keep))
@@ -259,11 +266,13 @@ class Keeper(Callback):
         """Where training has failed, what else has failed is a note."""
         try:
             self._wait()
-        except OSError as other:
+        except Exception as other:
             error.add_note(f"The last checkpoint was not written: {other}")
 
 
-def _saved(parts: Mapping[str, Tree], record: FitRecord, plan: Any, model: nn.Module) -> Saved:
+def _saved(
+    parts: Mapping[str, Tree], record: FitRecord, plan: Plan | None, model: nn.Module
+) -> Saved:
     tensors, values = flattened({**parts, "fit": msgspec.structs.asdict(record)})
     place = parts["position"]["fit"]
     return Saved(
@@ -271,14 +280,14 @@ def _saved(parts: Mapping[str, Tree], record: FitRecord, plan: Any, model: nn.Mo
             epoch=parts["position"]["epochs"] + (0 if place is None else place["epoch"]),
             step=parts["position"]["steps"],
             is_finished=record.is_finished,
-            strategy=plan.strategy,
-            num_devices=plan.num_ranks,
+            strategy="" if plan is None else plan.strategy,
+            num_devices=0 if plan is None else plan.num_ranks,
             lockstep=__version__,
         ),
         tensors=tensors,
         weights=_weights(model),
         values=values,
-        plan=msgspec.json.decode(plan.to_json()),
+        plan=msgspec.to_builtins(plan),
     )
 
 

@@ -190,7 +190,7 @@ class FittingRunner(PersistentRunner):
     def _finish(self, keeper: Keeper, history: History) -> None:
         parts = self._copied_parts()
         if self._is_chief:
-            keeper.finish(parts, history)
+            keeper.finish(parts, history, self._plan)
 
     def _record(self, fit: _Fit) -> FitRecord:
         wish = fit.wish

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lockstep
 from lockstep.checkpoint.generations import generations, write_generation
+from lockstep.checkpoint.reading import read_checkpoint
 from lockstep.errors import CheckpointError, DataError, OptionError
 from lockstep.train import checkpoints
 from lockstep.train.training_state import TrainingState
@@ -281,6 +282,24 @@ def test_what_cannot_be_written_is_an_error_at_the_next_one_or_at_the_end(
         fit(make_trainer("Adam", "single"), tmp_path)
     assert len(written) == failing
     assert len(generations(tmp_path)) == (0 if failing == 1 else 3)
+
+
+def test_a_run_that_ends_before_its_last_checkpoint_has_nothing_to_train(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(folder: Path, saved: Any, keep: int) -> Path:
+        if saved.summary.is_finished:
+            raise OSError(28, "No space left on device", "a file")
+        return write_generation(folder, saved, keep)
+
+    whole, first, second = (make_trainer("Adam", "single") for _ in range(3))
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoints, "write_generation", fail)
+        with pytest.raises(OSError, match="No space left"):
+            fit(first, tmp_path, every="epoch")
+    assert fit(second, tmp_path, every="epoch") == fit(whole, None)
+    assert_same(whole, second)
+    assert read_checkpoint(tmp_path).summary.is_finished
 
 
 def test_an_error_in_training_is_the_one_that_is_raised(
