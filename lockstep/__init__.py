@@ -14,6 +14,7 @@ from lockstep.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from lockstep import callbacks as callbacks
+    from lockstep import checkpoint as checkpoint
     from lockstep import data as data
     from lockstep.capture.scopes import device as device
     from lockstep.data.own_loss import OwnLoss as OwnLoss
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from lockstep.train.averages import EMA as EMA
     from lockstep.train.batch_size import BatchSizeSearch as BatchSizeSearch
     from lockstep.train.callbacks import Callback as Callback
+    from lockstep.train.checkpoints import Checkpoint as Checkpoint
     from lockstep.train.history import History as History
     from lockstep.train.learning_rates import Schedule as Schedule
     from lockstep.train.trainer import Trainer as Trainer
@@ -48,6 +50,7 @@ if "keras" not in sys.modules:
 _HOMES = {
     "BatchSizeSearch": ("lockstep.train.batch_size", "BatchSizeSearch"),
     "Callback": ("lockstep.train.callbacks", "Callback"),
+    "Checkpoint": ("lockstep.train.checkpoints", "Checkpoint"),
     "EMA": ("lockstep.train.averages", "EMA"),
     "HybridStrategy": ("lockstep.strategies.hybrid", "HybridStrategy"),
     "History": ("lockstep.train.history", "History"),
@@ -67,6 +70,7 @@ _HOMES = {
     "Strategy": ("lockstep.strategies.base", "Strategy"),
     "Trainer": ("lockstep.train.trainer", "Trainer"),
     "callbacks": ("lockstep.callbacks", ""),
+    "checkpoint": ("lockstep.checkpoint", ""),
     "data": ("lockstep.data", ""),
     "device": ("lockstep.capture.scopes", "device"),
     "verify": ("lockstep.proof.verification", "verify_job"),

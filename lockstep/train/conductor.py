@@ -46,12 +46,14 @@ class Place:
         batch: number of its batch.
         num_steps: made so far by the task under way.
         so_far: what the epoch has come to (``train.epoch_sums``); None where it has not begun.
+        read: of a stream, the number of batches that were used, and their checksum; else None.
     """
 
     epoch: int
     batch: int
     num_steps: int
     so_far: Any = None
+    read: list[int] | None = None
 
 
 class Conductor:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from typing import ClassVar
@@ -179,13 +179,14 @@ class FitTask(Task):
                 ensemble.share_buffers()
             if self.record:
                 _record(ensemble, step, result)
+            if self.takes_states:
+                self._take_stand(ensemble, epoch, index + 1, progress, results)
             end_step = partial(conductor.end_step, index, result)
             if self.after_steps:
                 if worker.held_names() is not None:  # callbacks may look at the whole model
                     ensemble.collect_buffers()
                 if self.shows_slots:
                     ensemble.show_slots()
-                self._take_stand(ensemble, epoch, index + 1, progress, results)
                 if ensemble.consult(end_step):
                     break
             else:
@@ -228,7 +229,7 @@ class FitTask(Task):
     ) -> None:
         """After a step, have rank 0 know all that the training's state says, if it is wanted."""
         conductor = ensemble.conductor
-        if not (self.takes_states and ensemble.is_wanted(conductor.wants_state(batch - 1))):
+        if not ensemble.is_wanted(conductor.wants_state(batch - 1)):
             conductor.stand_at(None)
             return
         ensemble.collect_buffers()
@@ -241,8 +242,10 @@ class FitTask(Task):
     def _stand(self, ensemble: Ensemble, place: Place) -> None:
         plan = ensemble.worker.plan
         is_apart = plan.num_hosts > 1 and plan.pipeline is not None  # weights are on other hosts
-        is_stream = isinstance(self.source, SharedStream)
-        ensemble.conductor.stand_at(None if is_apart or is_stream else place)
+        if isinstance(self.source, SharedStream):
+            place = replace(place, read=self.source.used)
+            is_apart = is_apart or place.read is None
+        ensemble.conductor.stand_at(None if is_apart else place)
 
     def _begin_epoch(self, ensemble: Ensemble, epoch: int) -> bool:
         """Let callbacks begin an epoch, unless they have; returns whether to stop."""

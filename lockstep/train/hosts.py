@@ -19,6 +19,7 @@ from torch import nn, optim
 
 from lockstep.channel.channel import Channel
 from lockstep.channel.waiting import Stopwatch
+from lockstep.checkpoint.trees import Tree, assembled, flattened
 from lockstep.cluster.devices import discover
 from lockstep.cluster.environment import find_place
 from lockstep.cluster.place import Place, Reach
@@ -41,7 +42,6 @@ from lockstep.train.fit_task import FitTask
 from lockstep.train.followers import Follower, host_key
 from lockstep.train.renewal import Form, take_changes
 from lockstep.train.run_state import set_state, state_of
-from lockstep.train.training_state import Tree, assembled, flattened
 from lockstep.units import format_seconds
 from lockstep.version import __version__
 

@@ -18,6 +18,7 @@ PACKAGE = Path(lockstep.__file__).parent
 PUBLIC = {
     "BatchSizeSearch",
     "Callback",
+    "Checkpoint",
     "EMA",
     "History",
     "HybridStrategy",
@@ -34,6 +35,7 @@ PUBLIC = {
     "Strategy",
     "Trainer",
     "callbacks",
+    "checkpoint",
     "data",
     "device",
     "verify",
