@@ -70,6 +70,7 @@ class Updater(ABC):
     shares_all: bool = False
     owner: object = None  # whose slots these are: the front end's optimizer
     turn = 0  # of several optimizers, which one steps
+    velocities: Mapping[str, torch.Tensor] = {}  # of an outer optimizer, by parameter
 
     @abstractmethod
     def divide(
