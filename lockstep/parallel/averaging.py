@@ -125,6 +125,8 @@ class Averaging:
     @torch.no_grad()
     def begin(self) -> None:
         """The replicas are alike, and are going to train apart."""
+        if not self._start:
+            self._exchange.barrier()  # the others have copied the first one's weights by now
         now = self._now()
         for name, value in (*now.parameters.items(), *now.buffers.items()):
             if name in self._start:

@@ -108,6 +108,8 @@ class LocalWorker(Worker):
         total = math.fsum(weight for weight, _ in told)
         if total:
             self._averaging.average(self._weight / total)
+        else:
+            self.barrier()  # all have heard it before anybody tells anything else
         self._weight, self._num_steps = 0.0, 0
         self._is_over = any(last for _, last in told)
 
@@ -117,9 +119,13 @@ class LocalWorker(Worker):
             return self.board is not None and self.board.wants_end()
         return super().is_halted
 
-    def slots(self) -> list[PieceSlots]:
+    def slots(self, *, with_stored: bool = False) -> list[PieceSlots]:
         """The first replica's are those that count."""
-        return super().slots() if self.rank == 0 else []
+        return super().slots(with_stored=with_stored) if self.rank == 0 else []
+
+    def gradients(self) -> dict[str, torch.Tensor | None]:
+        """The first replica's."""
+        return self._alone.gradients() if self.rank == 0 else {}
 
     def gather_slots(self) -> None:
         """No other replica's count."""
@@ -170,9 +176,7 @@ def build_local_worker(
             first_share=plan.shares_of(rank)[0],
             **parts,
         ),
-        averaging=Averaging(
-            plan, rank, model, updater, exchange, spec.groups[0].gradients.tensors
-        ),
+        averaging=Averaging(plan, rank, model, updater, exchange, spec.groups[0].gradients.tensors),
         plan=plan,
         rank=rank,
         exchange=exchange,

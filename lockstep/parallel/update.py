@@ -70,7 +70,6 @@ class Updater(ABC):
     shares_all: bool = False
     owner: object = None  # whose slots these are: the front end's optimizer
     turn = 0  # of several optimizers, which one steps
-    velocities: Mapping[str, torch.Tensor] = {}  # of an outer optimizer, by parameter
 
     @abstractmethod
     def divide(
@@ -105,6 +104,11 @@ class Updater(ABC):
     @abstractmethod
     def step(self) -> None:
         """Update every piece that has a gradient."""
+
+    @property
+    def velocities(self) -> Mapping[str, torch.Tensor]:
+        """Of an outer optimizer, by the parameter's name; none without one."""
+        return {}
 
     def look_again(self) -> None:
         """Somebody may have set the weights."""

@@ -354,10 +354,10 @@ class Worker:
         """Whether to stop here: on all ranks or on none."""
         return self.board is not None and self.board.is_halted
 
-    def slots(self) -> list[PieceSlots]:
-        """What this rank has of the optimizer's slots, but for what lies in stores."""
+    def slots(self, *, with_stored: bool = False) -> list[PieceSlots]:
+        """What this rank has of the optimizer's slots that count; see ``Updater.slots``."""
         assert self.updater is not None
-        return self.updater.slots()
+        return self.updater.slots(with_stored=with_stored)
 
     def barrier(self) -> None:
         """Wait for all ranks."""

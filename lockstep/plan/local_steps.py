@@ -6,7 +6,7 @@ import msgspec
 
 from lockstep.cluster.topology import Cluster
 from lockstep.graph.layer_graph import LayerGraph
-from lockstep.plan.averaging import AveragedUpdate
+from lockstep.plan.averaging import AveragedUpdate, Nesterov
 from lockstep.plan.makers import Maker, Mirrored
 from lockstep.plan.spec import Plan
 
@@ -40,6 +40,10 @@ class LocalSteps(Maker):
             layers=tuple(msgspec.structs.replace(layer, row_limit=0) for layer in plan.layers),
             notes=(*plan.notes, *([] if is_alone else [INEXACT])),
         )
+
+    @property
+    def outer(self) -> Nesterov | None:
+        return self.update.outer
 
     def in_precision(self, precision: str) -> "LocalSteps":
         """The same in another precision."""

@@ -13,11 +13,12 @@ from lockstep.strategies.mirrored import check_format
 
 
 class LocalSGDStrategy(Strategy):
-    """Every device trains a model of its own on its share of each batch; they average their weights.
+    """Every device trains a model of its own, and now and then they average their weights.
 
-    Between averages no replica waits for another. The result is not that of one device, but for
-    ``every=1`` and plain SGD. Weights count by what their replica has trained on since the last
-    average. Stich, Local SGD Converges Fast and Communicates Little (2018).
+    Each trains on its share of every batch, and between averages none waits for another. Weights
+    count by what their replica has trained on since the last average. The result is not that of one
+    device, but for ``every=1`` and plain SGD. Stich, Local SGD Converges Fast and Communicates
+    Little (2018).
 
     Args:
         every: steps from one average to the next, or ``"epoch"``. The end of an epoch always

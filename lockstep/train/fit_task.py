@@ -386,10 +386,9 @@ def _joined(results: list[StepResult], *, is_told: bool) -> StepResult:
 
 def _record(ensemble: Ensemble, step: int, result: StepResult) -> None:
     worker, control = ensemble.worker, ensemble.control
-    assert worker.updater is not None
     gradients = worker.gradients() if result.weight else {}
     ranks = control.gather(
-        (_state(worker), worker.updater.slots(with_stored=True), dict(gradients))
+        (_state(worker), worker.slots(with_stored=True), dict(gradients), result.weight)
     )
     if control.rank == 0:
         ensemble.conductor.observe_state(
@@ -399,12 +398,13 @@ def _record(ensemble: Ensemble, step: int, result: StepResult) -> None:
                 weight=result.weight,
                 gradients={
                     name: None if gradient is None else gradient.clone()
-                    for _, _, own in ranks
+                    for _, _, own, _ in ranks
                     for name, gradient in own.items()
                 },
-                states=[state for state, _, _ in ranks],
-                slots=[part for _, parts, _ in ranks for part in parts],
+                states=[state for state, *_ in ranks],
+                slots=[part for _, parts, *_ in ranks for part in parts],
                 is_divided=worker.held_names() is not None,
+                weights=tuple(weight for *_, weight in ranks) if worker.trains_apart else (),
             )
         )
     worker.barrier()  # the next step overwrites the gradients

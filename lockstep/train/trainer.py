@@ -559,7 +559,12 @@ class Trainer(PersistentRunner):
 
     def _make_updater(self) -> AnyUpdater:
         changes_by_step = self.schedule is not None and self.schedule.every == "step"
-        return self._recipe.updater(self.optimizer, self.model, changes_by_step=changes_by_step)
+        return self._recipe.updater(
+            self.optimizer,
+            self.model,
+            changes_by_step=changes_by_step,
+            has_outer=self._maker().outer is not None,
+        )
 
     def _check_trainable(self) -> None:
         if self.optimizer is None:
