@@ -17,6 +17,8 @@ from lockstep.comm.exchange import ExchangeSpec
 from lockstep.comm.shared_memory import SharedRegion
 from lockstep.data.read_ahead import Read
 from lockstep.data.sources import Source
+from lockstep.errors import NonFiniteError
+from lockstep.launch.failure import add_note
 from lockstep.parallel.averaging import Averaging
 from lockstep.parallel.build import build_worker
 from lockstep.parallel.engine import build_exchange
@@ -74,7 +76,7 @@ class LocalWorker(Worker):
         self.board.step = step
         if not self._num_steps:
             self._averaging.begin()
-        result = self._train_alone(source, self._part_of(indices), step, observe)
+        result = self._train_alone(source, indices, step, observe)
         self._weight += result.weight
         self._num_steps += 1
         if self._num_steps == self._every:
@@ -86,15 +88,25 @@ class LocalWorker(Worker):
     def _train_alone(
         self, source: Source, indices: torch.Tensor, step: int, observe: Observe | None
     ) -> StepResult:
-        if not len(indices):
+        part = self._part_of(len(indices))
+        if not part:
             return StepResult(total=0.0, weight=0.0, num_samples=0)
         self._alone.passes.reading = self.passes.reading
-        return self._alone.train_step(source, indices, step, observe)
+        try:
+            return self._alone.train_step(source, indices[part.start : part.stop], step, observe)
+        except NonFiniteError as error:
+            add_note(
+                error,
+                f"Shares and samples are counted within replica {self.rank}'s part of the batch: "
+                f"samples {part.start} to {part.stop - 1}.",
+            )
+            raise
 
-    def _part_of(self, indices: torch.Tensor) -> torch.Tensor:
+    def _part_of(self, num_samples: int) -> range:
+        """The samples of a batch that this replica trains on."""
         shares = self.plan.shares_of(self.rank)
-        bounds = share_bounds(len(indices), self.plan.num_shares)
-        return indices[bounds[shares[0]][0] : bounds[shares[-1]][1]]
+        bounds = share_bounds(num_samples, self.plan.num_shares)
+        return range(bounds[shares[0]][0], bounds[shares[-1]][1])
 
     def settle(self, *, is_last: bool = False) -> None:
         """Have the replicas be alike: average what they have come to, if anything.
@@ -133,8 +145,8 @@ class LocalWorker(Worker):
     def reads(self, indices: torch.Tensor, step: int | None = None, turn: int = 0) -> list[Read]:
         if step is None:
             return super().reads(indices)
-        part = self._part_of(indices)
-        return self._alone.reads(part, step, turn) if len(part) else []
+        part = self._part_of(len(indices))
+        return self._alone.reads(indices[part.start : part.stop], step, turn) if part else []
 
     def leaves_a_rank_idle(self, num_samples: int) -> bool:
         """Buffers are averaged."""

@@ -1,5 +1,7 @@
 """What does not go with replicas that train apart and average (``plan.averaging``)."""
 
+from torch import optim
+
 from lockstep.errors import OptionError, Problems
 from lockstep.parallel.update import Updater
 from lockstep.plan.averaging import AveragedUpdate
@@ -25,7 +27,7 @@ def check_apart(plan: Plan, updater: Updater, averages: Averages | None, precisi
             received="several training steps that take turns",
             fix=f"{_MIRRORED} for them.",
         )
-    elif not updater.is_known:
+    elif not updater.is_known:  # nor do hooks and methods of an instance travel
         problems.add(
             "Every replica steps an optimizer of its own, so LocalSGDStrategy must know how to "
             "copy it.",
@@ -37,6 +39,13 @@ def check_apart(plan: Plan, updater: Updater, averages: Averages | None, precisi
             "`average_optimizer` needs an optimizer whose slots are of the parameters' sizes.",
             received=type(updater.owner).__name__,
             fix="Leave it out, or use AdamW, for example.",
+        )
+    is_torch = isinstance(updater.owner, optim.Optimizer)
+    if not is_torch and (plan.update.outer is not None or plan.update.averages_optimizer):
+        problems.add(
+            "`outer` and `average_optimizer` need a PyTorch model and a Trainer.",
+            received=f"a model of Keras, with {type(updater.owner).__name__}",
+            fix="Leave them out.",
         )
     if updater.options_spec() is not None:
         problems.add(
