@@ -19,7 +19,7 @@ class Nesterov(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     less ``lr * (gradient + momentum * velocity)`` are those that they go on with. With ``lr=1``
     and ``momentum=0`` that is the average itself.
 
-    Args:
+    Attributes:
         lr: above 0.
         momentum: from 0 to below 1.
 
