@@ -106,7 +106,7 @@ def _mirrored(options: argparse.Namespace) -> Strategy:
 
 
 def _local(options: argparse.Namespace) -> Strategy:
-    every = options.every or "16"
+    every: Any = options.every or "16"  # of what it cannot be, the strategy tells
     return LocalSGDStrategy(int(every) if every.isdecimal() else every, options.devices)
 
 
