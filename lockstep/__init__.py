@@ -19,11 +19,13 @@ if TYPE_CHECKING:
     from lockstep.capture.scopes import device as device
     from lockstep.data.own_loss import OwnLoss as OwnLoss
     from lockstep.errors import LockstepError as LockstepError
+    from lockstep.plan.averaging import Nesterov as Nesterov
     from lockstep.plan.spec import Plan as Plan
     from lockstep.proof.job import Job as Job
     from lockstep.proof.verification import verify_job
     from lockstep.strategies.base import Strategy as Strategy
     from lockstep.strategies.hybrid import HybridStrategy as HybridStrategy
+    from lockstep.strategies.local_sgd import LocalSGDStrategy as LocalSGDStrategy
     from lockstep.strategies.mirrored import MirroredStrategy as MirroredStrategy
     from lockstep.strategies.multi_worker import (
         MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy,
@@ -56,12 +58,14 @@ _HOMES = {
     "History": ("lockstep.train.history", "History"),
     "InputBoundWarning": ("lockstep.train.waiting", "InputBoundWarning"),
     "Job": ("lockstep.proof.job", "Job"),
+    "LocalSGDStrategy": ("lockstep.strategies.local_sgd", "LocalSGDStrategy"),
     "LockstepError": ("lockstep.errors", "LockstepError"),
     "MirroredStrategy": ("lockstep.strategies.mirrored", "MirroredStrategy"),
     "MultiWorkerMirroredStrategy": (
         "lockstep.strategies.multi_worker",
         "MultiWorkerMirroredStrategy",
     ),
+    "Nesterov": ("lockstep.plan.averaging", "Nesterov"),
     "OwnLoss": ("lockstep.data.own_loss", "OwnLoss"),
     "PipelineStrategy": ("lockstep.strategies.pipeline", "PipelineStrategy"),
     "Plan": ("lockstep.plan.spec", "Plan"),

@@ -118,6 +118,7 @@ class FitTask(Task):
     def run(self, worker: Worker, control: Control, conductor: Conductor) -> FitResult:
         """Train until the last epoch, or until a callback or Ctrl-C ends it."""
         ensemble = Ensemble(worker=worker, control=control, conductor=conductor)
+        worker.keeps_pace = self._meets_between_steps
         progress = _Progress()
         tracer = StepTracer(self.traced)
         resume = None
@@ -139,6 +140,7 @@ class FitTask(Task):
                 tracer.is_running
             ):  # training has ended, or goes on anew, before the last of the steps
                 ensemble.show_traces(tracer)
+        worker.settle(is_last=True)
         ensemble.collect_buffers()
         return FitResult(
             num_epochs=progress.num_epochs,
@@ -146,6 +148,12 @@ class FitTask(Task):
             slots=ensemble.gathered_slots(),
             resume=resume,
         )
+
+    @property
+    def _meets_between_steps(self) -> bool:
+        """Whether what goes on between two steps concerns all ranks."""
+        is_stream = isinstance(self.source, SharedStream)
+        return self.before_steps or self.after_steps or self.record or is_stream
 
     def _train_epoch(
         self,
@@ -195,6 +203,9 @@ class FitTask(Task):
                 if stops:
                     break
         progress.num_epochs = epoch + 1
+        worker.settle()
+        ensemble.check_halt()
+        results = _of_all(ensemble, results)
         losses = self._losses(ensemble, results)
         logs = self._logs(ensemble, epoch, losses)
         if self.counts_skipped:
@@ -347,6 +358,13 @@ class FitTask(Task):
         return {**logs, **{f"val_{name}": value for name, value in validated.items()}}
 
 
+def _of_all(ensemble: Ensemble, results: list[StepResult]) -> list[StepResult]:
+    """Of ranks that have trained apart: on rank 0 what all of them have done."""
+    if not ensemble.worker.trains_apart:
+        return results
+    return [one for own in ensemble.control.gather(results) for one in own]
+
+
 def _mean(totals: Sequence[float], weights: Sequence[float]) -> float:
     """Exactly rounded sums: the order of ranks cannot matter."""
     weight = math.fsum(weights)
@@ -371,10 +389,9 @@ def _joined(results: list[StepResult], *, is_told: bool) -> StepResult:
 
 def _record(ensemble: Ensemble, step: int, result: StepResult) -> None:
     worker, control = ensemble.worker, ensemble.control
-    assert worker.updater is not None
     gradients = worker.gradients() if result.weight else {}
     ranks = control.gather(
-        (_state(worker), worker.updater.slots(with_stored=True), dict(gradients))
+        (_state(worker), worker.slots(with_stored=True), dict(gradients), result.weight)
     )
     if control.rank == 0:
         ensemble.conductor.observe_state(
@@ -384,12 +401,13 @@ def _record(ensemble: Ensemble, step: int, result: StepResult) -> None:
                 weight=result.weight,
                 gradients={
                     name: None if gradient is None else gradient.clone()
-                    for _, _, own in ranks
+                    for _, _, own, _ in ranks
                     for name, gradient in own.items()
                 },
-                states=[state for state, _, _ in ranks],
-                slots=[part for _, parts, _ in ranks for part in parts],
+                states=[state for state, *_ in ranks],
+                slots=[part for _, parts, *_ in ranks for part in parts],
                 is_divided=worker.held_names() is not None,
+                weights=tuple(weight for *_, weight in ranks) if worker.trains_apart else (),
             )
         )
     worker.barrier()  # the next step overwrites the gradients

@@ -145,6 +145,7 @@ def _check_names(state: TrainingState, own: TrainingState, problems: Problems) -
         "trained": state.trained,
         "options": [name for group in state.options for name in group.get("params", ())],
         "masters": state.masters,
+        "velocities": state.velocities,
         "averages": weights,
     }
     for part, names in named.items():

@@ -31,6 +31,7 @@ from lockstep.parallel.host_control import HostControl
 from lockstep.parallel.serialization import SerializedObject, pack
 from lockstep.parallel.worker import Worker
 from lockstep.pickling import dumps
+from lockstep.plan.averaging import AveragedUpdate
 from lockstep.plan.decision import LocalUpdate
 from lockstep.plan.spec import Plan
 from lockstep.train.assignment import Assignment, compute_settings, initialize_own, make_worker
@@ -44,7 +45,7 @@ from lockstep.train.read_limit import ReadLimit
 from lockstep.train.serving import Call, serve, serve_again
 from lockstep.train.standing import Footing, News, StandingCalls, may_stand
 from lockstep.train.stores import Mapped, Stores, has_options, options_store
-from lockstep.train.watch import Position, Watch, state_of_training
+from lockstep.train.watch import STATE_OF_FIRST, Position, Watch, state_of_training
 
 # What every helper needs; the template imports it before any helper is born.
 PRELOAD: tuple[str, ...] = ("lockstep.train.serving",)
@@ -349,7 +350,9 @@ class _Part:
         """The call has failed, and the helpers have ended: note in the error what is left."""
         worker = self.worker
         worker.abandon()
-        if worker.updater is not None:
+        if isinstance(self.assignment.plan.update, AveragedUpdate) and worker.updater is not None:
+            add_note(error, STATE_OF_FIRST)
+        elif worker.updater is not None:
             lost = worker.updater.recover()
             has_older = len(self.assignment.plan.domains) > 1 and bool(worker.updater.slot_keys())
             add_note(error, state_of_training(worker.board, lost, has_older=has_older))

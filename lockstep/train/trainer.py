@@ -340,7 +340,12 @@ class Trainer(FittingRunner):
 
     def _make_updater(self) -> AnyUpdater:
         changes_by_step = self.schedule is not None and self.schedule.every == "step"
-        return self._recipe.updater(self.optimizer, self.model, changes_by_step=changes_by_step)
+        return self._recipe.updater(
+            self.optimizer,
+            self.model,
+            changes_by_step=changes_by_step,
+            has_outer=self._maker().outer is not None,
+        )
 
     def _predict(self, feed: Feed) -> Tree:
         task = PredictTask(source=feed.source, batch_size=feed.batch_size)

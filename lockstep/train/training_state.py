@@ -36,6 +36,7 @@ class TrainingState:
         own: ``state_dict()`` of the optimizers whose class has one of its own, by the name of the
             optimizer, or ``""``; the two parts above have nothing of these.
         masters: float32 copies of parameters, by name.
+        velocities: of an outer optimizer, by the parameter's name.
         averages: of the weights, with how many updates they have seen; None without.
         schedule: of the learning rate; None without.
         loss_scale: of float16; None without.
@@ -52,6 +53,7 @@ class TrainingState:
     options: list[dict[str, Tree]] = field(default_factory=list)
     own: dict[str, Tree] = field(default_factory=dict)
     masters: Tensors = field(default_factory=dict)
+    velocities: Tensors = field(default_factory=dict)
     averages: dict[str, Tree] | None = None
     schedule: dict[str, Tree] | None = None
     loss_scale: dict[str, Tree] | None = None
