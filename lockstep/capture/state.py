@@ -19,11 +19,11 @@ class ModelState:
 
     Args:
         model: the model; a copy of its tensors is kept unless they are on the meta device.
-        with_parameters: keep the values of parameters, too; they are most of a model, and hardly
-            any forward pass writes to them.
+        with_trained: keep the values of parameters that are trained, too: a forward pass writes to
+            others (statistics of Keras's layers, averages of weights), but hardly to these.
     """
 
-    def __init__(self, model: nn.Module, *, with_parameters: bool = True) -> None:
+    def __init__(self, model: nn.Module, *, with_trained: bool = True) -> None:
         self._streams = stream_states()
         self._modules = [(module, dict(vars(module))) for module in model.modules()]
         self._contents = [
@@ -41,7 +41,7 @@ class ModelState:
         tensors = {
             id(tensor): tensor
             for tensor in self._tensors()
-            if not tensor.is_meta and (with_parameters or not isinstance(tensor, nn.Parameter))
+            if not tensor.is_meta and (with_trained or not _is_trained(tensor))
         }
         self._values = [
             (tensor, tensor.detach(), tensor.detach().clone()) for tensor in tensors.values()
@@ -90,6 +90,10 @@ def set_mode(model: nn.Module, *, training: bool) -> None:
     """
     if not (training and model.training):
         model.train(training)
+
+
+def _is_trained(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, nn.Parameter) and tensor.requires_grad
 
 
 def _own(attributes: dict[str, Any]) -> dict[str, Any]:

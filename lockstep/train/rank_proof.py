@@ -118,7 +118,7 @@ def _fingerprints(
 @contextmanager
 def _left_alone(model: nn.Module) -> Iterator[None]:
     """After the block the model, its gradients and the random streams are as they were."""
-    state = ModelState(model, with_parameters=False)
+    state = ModelState(model, with_trained=False)
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     try:
         with warnings.catch_warnings():

@@ -94,12 +94,13 @@ class Runner(ABC):
     def _begin_session(self, job_context: JobContext) -> None:
         self._job_context = job_context
         self._standing = StandingCalls()
+        self._proven: object = None  # what the helpers have proved to compute as this process does
         self._session = Session(self.timeout_seconds)
         self._finalizer = weakref.finalize(self, self._session.release)
 
     def __getstate__(self) -> dict[str, Any]:
         """What a runner of another process needs."""
-        own = ("_job_context", "_session", "_standing", "_finalizer")
+        own = ("_job_context", "_session", "_standing", "_finalizer", "_proven")
         return {name: value for name, value in vars(self).items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -240,7 +241,7 @@ class Runner(ABC):
             check_inner_loss(assignment, loss, sample_of(task.source), batch_size)
         with self._job_context.at_work() as hosts:
             result = session.run(assignment, conductor, hosts, self._standing, self._sight)
-        session.proven = proof or session.proven
+        self._proven = proof or self._proven
         if self._plan is not None and loss is not None and loss.takes_whole:
             notes = (*self._plan.notes, whole_batch_note(loss))
             self._plan = msgspec.structs.replace(self._plan, notes=tuple(dict.fromkeys(notes)))
@@ -257,9 +258,9 @@ class Runner(ABC):
         if not isinstance(task, FitTask) or plan.num_ranks == 1 or plan.pipeline is not None:
             return None
         parts = (self.model, assignment.loss and assignment.loss.loss, assignment.functions)
-        proof = standing(self._sight, parts, self.model)
+        proof = session.num_ended, plan, standing(self._sight, parts, self.model)
         # Hosts remember each for itself, and all must agree.
-        task.proves = plan.num_hosts > 1 or session.proven != proof
+        task.proves = plan.num_hosts > 1 or self._proven != proof
         if task.proves:
             conductor.samples = samples_of(sample_of(task.source), self.precision)
         return proof

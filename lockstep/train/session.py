@@ -62,10 +62,10 @@ class Session:
     Attributes:
         preload: modules that helpers should have imported, beside what all need.
         stores: of the model.
-        proven: what the helpers have proved to compute as this process does; None before.
+        num_ended: teams that it has ended.
     """
 
-    proven: object = None
+    num_ended = 0
     preload: tuple[str, ...] = ()
 
     def __init__(self, timeout_seconds: float) -> None:
@@ -307,7 +307,8 @@ class Session:
 
     def close(self, error: BaseException | None = None) -> None:
         """End the helpers; those that go on with a script of their own are told of the error."""
-        team, self._team, self.proven = self._team, None, None
+        team, self._team = self._team, None
+        self.num_ended += team is not None
         if team is not None and error is not None and self._is_attached:
             team.tell_failure(error)
         if team is not None:
