@@ -1,7 +1,9 @@
 """What running a model changes, to be put back: tensors, attributes, random streams."""
 
+import warnings
 from collections import deque
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -80,6 +82,25 @@ class ModelState:
             if not _is_same(_own(vars(module)), _own(attributes))
             or any(id(held) in changed for held in attributes.values())
         ]
+
+
+@contextmanager
+def left_alone(model: nn.Module) -> Iterator[None]:
+    """After the block the model, its gradients and the random streams are as they were.
+
+    What runs in it gives no warnings: it runs once more, for good.
+    """
+    state = ModelState(model, with_trained=False)
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        state.restore()
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        torch.clear_autocast_cache()  # it may hold weights that were cast without gradients
 
 
 def set_mode(model: nn.Module, *, training: bool) -> None:

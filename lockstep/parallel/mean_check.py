@@ -22,7 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.capture.calls import has_drawn, host_streams, streams_differ
-from lockstep.capture.state import ModelState
+from lockstep.capture.state import left_alone
 from lockstep.data.sources import Batch
 from lockstep.data.trees import map_tensors
 from lockstep.errors import LossError, problem
@@ -65,7 +65,7 @@ def check_mean(model: nn.Module, loss_of: LossOf, batch: Batch) -> None:
     if not middle:
         batch = _mapped(batch, lambda one: torch.cat([one, one]), 2)
         cuts = [slice(0, 1), slice(1, 2)]
-    with _left_alone(model):
+    with left_alone(model), torch.no_grad():
         try:
             found = _losses(model, loss_of, batch, cuts, training=False)
         except LossError:  # it computes none in evaluation mode
@@ -94,21 +94,6 @@ def _losses(
             losses.append(loss_of(_mapped(batch, lambda one, cut=cut: one[cut], size)))  # type: ignore[misc]
     is_comparable = draws.fit and not streams_differ(host, host_streams())
     return losses if is_comparable else None
-
-
-@contextmanager
-def _left_alone(model: nn.Module) -> Iterator[None]:
-    """After the block the model, its mode and the random streams are as they were."""
-    state = ModelState(model, with_trained=False)
-    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        state.restore()
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
-        torch.clear_autocast_cache()  # weights that were cast without gradients
 
 
 def _compare(losses: Sequence[ShareLoss | JointLoss], num_samples: int, tolerance: float) -> None:
