@@ -66,10 +66,20 @@ def padded_sequences(num_samples: int = 4 * 11 + 3) -> dict[str, Tensor]:
     return {"input_ids": tokens, "attention_mask": mask, "labels": labels}
 
 
-def causal_job() -> lockstep.Job:
+class LastCausalModel(CausalModel):
+    """As in nanoGPT: (logits, loss)."""
+
+    def forward(self, *args: Tensor, **options: Tensor) -> Any:
+        output = super().forward(*args, **options)
+        return output.logits, output.loss
+
+
+def causal_job(
+    loss: lockstep.OwnLoss | None = None, model: type[nn.Module] = CausalModel
+) -> lockstep.Job:
     return lockstep.Job(
-        model=build_seeded(CausalModel),
-        loss=lockstep.OwnLoss.tokens(),
+        model=build_seeded(model),
+        loss=loss or lockstep.OwnLoss.tokens(),
         optimizer=SGD,
         data=padded_sequences(),
         batch_size=11,
@@ -117,14 +127,16 @@ def mask_sum(inputs: tuple[Tensor, ...]) -> Tensor:
     return inputs[2].sum()
 
 
-def regression_job(form: Callable[[Tensor, Tensor, Tensor], Any]) -> lockstep.Job:
+def regression_job(
+    form: Callable[[Tensor, Tensor, Tensor], Any], *, seen: bool = False
+) -> lockstep.Job:
     generator = Generator().manual_seed(22)
     x = normal(generator, 4 * 11 + 2, 6)
     mask = (torch.rand((len(x), 2), generator=generator) < 0.6).long()
     mask[-1] = 0
     return lockstep.Job(
         model=build_seeded(partial(Regression, form)),
-        loss=lockstep.OwnLoss(mask_sum if form is masked else None),
+        loss=lockstep.OwnLoss(mask_sum if form is masked and not seen else None),
         optimizer=ADAMW,
         data=((x, x[:, :2] * x[:, 2:4], mask),),
         batch_size=11,
@@ -201,6 +213,9 @@ def ordered_job() -> lockstep.Job:
 
 JOBS: dict[str, Callable[[], lockstep.Job]] = {
     "own loss": causal_job,
+    "own loss whose weight is seen": partial(causal_job, lockstep.OwnLoss()),
+    "own loss at the end": partial(causal_job, lockstep.OwnLoss(output=1), LastCausalModel),
+    "own loss over a mask that is seen": partial(regression_job, masked, seen=True),
     "own loss in a dict": partial(regression_job, in_dict),
     "own loss in front": partial(regression_job, in_front),
     "own loss alone": partial(regression_job, alone),

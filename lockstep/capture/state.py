@@ -1,7 +1,9 @@
 """What running a model changes, to be put back: tensors, attributes, random streams."""
 
+import warnings
 from collections import deque
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,9 +21,11 @@ class ModelState:
 
     Args:
         model: the model; a copy of its tensors is kept unless they are on the meta device.
+        with_trained: keep the values of parameters that are trained, too: a forward pass writes to
+            others (statistics of Keras's layers, averages of weights), but hardly to these.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, with_trained: bool = True) -> None:
         self._streams = stream_states()
         self._modules = [(module, dict(vars(module))) for module in model.modules()]
         self._contents = [
@@ -36,7 +40,11 @@ class ModelState:
             for held in attributes.values()
             if isinstance(held, torch.Generator)
         ]
-        tensors = {id(tensor): tensor for tensor in self._tensors() if not tensor.is_meta}
+        tensors = {
+            id(tensor): tensor
+            for tensor in self._tensors()
+            if not tensor.is_meta and (with_trained or not _is_trained(tensor))
+        }
         self._values = [
             (tensor, tensor.detach(), tensor.detach().clone()) for tensor in tensors.values()
         ]
@@ -76,6 +84,25 @@ class ModelState:
         ]
 
 
+@contextmanager
+def left_alone(model: nn.Module) -> Iterator[None]:
+    """After the block the model, its gradients and the random streams are as they were.
+
+    What runs in it gives no warnings: it runs once more, for good.
+    """
+    state = ModelState(model, with_trained=False)
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        state.restore()
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        torch.clear_autocast_cache()  # it may hold weights that were cast without gradients
+
+
 def set_mode(model: nn.Module, *, training: bool) -> None:
     """Put a model in the mode in which it is going to run.
 
@@ -84,6 +111,10 @@ def set_mode(model: nn.Module, *, training: bool) -> None:
     """
     if not (training and model.training):
         model.train(training)
+
+
+def _is_trained(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, nn.Parameter) and tensor.requires_grad
 
 
 def _own(attributes: dict[str, Any]) -> dict[str, Any]:

@@ -17,21 +17,38 @@ from lockstep.errors import LossError, OptionError, problem
 class OwnLoss:
     """The loss is computed by the model, from its inputs.
 
-    The model returns it as ``output.loss``, as ``output["loss"]``, as the first part of a tuple, or
-    as its whole output: a scalar, the mean over the batch's samples or over what ``weight`` counts;
-    without ``weight`` also values of shape (n,) or a pair (total, weight).
+    The model returns it as ``output.loss``, as ``output["loss"]``, as the first part of a tuple, as
+    its whole output, or where ``output`` says: a scalar; without ``weight`` also values of shape
+    (n,) or a pair (total, weight).
+
+    What a scalar is a mean over is seen where it is one of torch's own losses, ``mean()``,
+    ``sum()``, or a sum over a sum of what counts. Else it must be the mean over the samples, or
+    over what ``weight`` counts: some shares are compared with their halves, and a difference is an
+    error.
 
     Args:
         weight: ``weight(inputs)`` returns over how many terms the mean for these inputs is, such as
-            ``lambda inputs: (inputs["labels"][:, 1:] != -100).sum()``; None for the samples.
+            ``lambda inputs: (inputs["labels"][:, 1:] != -100).sum()``; None for what is seen.
+        output: the position of the loss in what the model returns, or its key or attribute: 1 for
+            a model that returns (logits, loss).
 
     Raises:
-        OptionError: ``weight`` cannot be called.
+        OptionError: ``weight`` cannot be called, or ``output`` is no position or key.
     """
 
     weight: Callable[[Any], Any] | None = None
+    output: int | str | None = None
 
     def __post_init__(self) -> None:
+        output: object = self.output
+        if not isinstance(output, int | str | None) or isinstance(output, bool):
+            raise OptionError(
+                problem(
+                    "`output` of OwnLoss must say where the loss is in what the model returns.",
+                    received=repr(output),
+                    fix="Pass a position, such as 1, or a key or attribute, such as 'loss'.",
+                )
+            )
         weight: object = self.weight
         if weight is not None and (isinstance(weight, type) or not callable(weight)):
             raise OptionError(
@@ -44,7 +61,12 @@ class OwnLoss:
 
     @classmethod
     def tokens(
-        cls, labels: str | int = "labels", *, ignore_index: int = -100, shift: bool = True
+        cls,
+        labels: str | int = "labels",
+        *,
+        ignore_index: int = -100,
+        shift: bool = True,
+        output: int | str | None = None,
     ) -> "OwnLoss":
         """A mean over the labels that count, as language models have it.
 
@@ -53,8 +75,9 @@ class OwnLoss:
             ignore_index: the label that does not count.
             shift: labels are shifted within the model, as for next tokens, so that the first one of
                 every sample is not predicted.
+            output: see the class.
         """
-        return cls(_LabelCount(labels=labels, ignore_index=ignore_index, shift=shift))
+        return cls(_LabelCount(labels=labels, ignore_index=ignore_index, shift=shift), output)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -45,7 +45,7 @@ _HARMLESS = _names(
     "grad_fn"
 )
 _SIZES = _names("shape size numel nelement __len__")
-_OF_ELEMENTS = (
+OF_ELEMENTS = (
     F.mse_loss,
     F.l1_loss,
     F.smooth_l1_loss,
@@ -55,7 +55,7 @@ _OF_ELEMENTS = (
     F.soft_margin_loss,
     F.kl_div,
 )
-_OF_CLASSES = (F.cross_entropy, F.nll_loss)
+OF_CLASSES = (F.cross_entropy, F.nll_loss)
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ class KnownMeans(TorchFunctionMode):
     ) -> Known | None:
         if result.dim():
             return None
-        if func in _OF_ELEMENTS or func in _OF_CLASSES:
+        if func in OF_ELEMENTS or func in OF_CLASSES:
             return self._loss(func, args, kwargs)
         if getattr(func, "__module__", None) not in _MODULES or not args:
             return None
@@ -179,14 +179,14 @@ class KnownMeans(TorchFunctionMode):
 
     def _loss(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Known | None:
         """One of torch's own, of values that belong to one sample each."""
-        options = _options(func, args, kwargs)
+        options = options_of(func, args, kwargs)
         if not self._is_of_samples(func, options):
             return None
         output, target = options["input"], options["target"]
         match options["reduction"]:
             case "sum":
                 return Known(None)
-            case "mean" | "batchmean" if func in _OF_ELEMENTS:
+            case "mean" | "batchmean" if func in OF_ELEMENTS:
                 return Known(float(self._num_samples))
             case "mean":
                 weights = class_weights(output, target, options["weight"], options["ignore_index"])
@@ -208,7 +208,7 @@ class KnownMeans(TorchFunctionMode):
             return False
         if not all(map(self._is_constant, others)):
             return False
-        if func in _OF_CLASSES:
+        if func in OF_CLASSES:
             return output.dim() > 1 and len(output) == len(target)
         weighs = func in (F.binary_cross_entropy, F.binary_cross_entropy_with_logits)
         fits = all(weighs and _is_narrower(each, output) for each in others)
@@ -229,8 +229,8 @@ class KnownMeans(TorchFunctionMode):
         others = [tensor for tensor in tensors if id(tensor) not in self._apart]
         if not rows or not all(map(self._is_constant, others)) or not result.dim():
             return False
-        if func in _OF_ELEMENTS or func in _OF_CLASSES:
-            options = _options(func, args, kwargs)
+        if func in OF_ELEMENTS or func in OF_CLASSES:
+            options = options_of(func, args, kwargs)
             return options["reduction"] == "none" and self._is_of_samples(func, options)
         if getattr(func, "__module__", None) not in _MODULES:
             return False
@@ -345,7 +345,8 @@ def _keeps_first(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], num_
     return dims[0] == 0 if name == "permute" else 0 not in dims
 
 
-def _options(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def options_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """What a loss function is called with, by name."""
     bound = _signature(func).bind(*args, **kwargs)
     bound.apply_defaults()
     return bound.arguments

@@ -14,6 +14,7 @@ by share:
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -139,6 +140,11 @@ class JointLoss:
     num_samples: int
 
     @property
+    def values(self) -> tuple[torch.Tensor, ...]:
+        """The tensors that backward starts from."""
+        return tuple(value for loss in self.losses for value in loss.values)
+
+    @property
     def weights(self) -> list[float]:
         """Of the parts."""
         return [loss.weight for loss in self.losses]
@@ -209,6 +215,7 @@ class LossAdapter(ABC):
         parts: its parts, where it has some.
         needs_targets: it compares outputs with targets.
         is_certain: what a share's loss weighs is known, whatever the loss returns.
+        is_inside: the model computes it.
         takes_whole: it is called once, with the outputs of all shares: what it weighs in a share
             alone is not known (``parallel.whole_batch``).
         gathered_bytes: the most that all shares of a batch have put up for that.
@@ -220,6 +227,7 @@ class LossAdapter(ABC):
     parts = ONE_LOSS
     needs_targets = True
     is_certain = True
+    is_inside = False
     takes_whole = False
     gathered_bytes = 0
     batch_size = 0
@@ -229,6 +237,10 @@ class LossAdapter(ABC):
         """A batch is on its way, in so many shares."""
         self.batch_size = num_samples
         self.sees_all = self.takes_whole or num_filled == 1
+
+    def watching(self) -> AbstractContextManager[Any]:
+        """Around the model's forward pass, where the loss is computed in it."""
+        return nullcontext()
 
     @abstractmethod
     def __call__(

@@ -25,7 +25,8 @@ from lockstep.parallel.buffers import Buffers, Kept
 from lockstep.parallel.diagnosis import Diagnosis
 from lockstep.parallel.interleave import Interleaver
 from lockstep.parallel.losses import JointLoss, ShareLoss, nothing
-from lockstep.parallel.passes import Passes, Run, Take
+from lockstep.parallel.mean_check import LossOf, check_mean, is_tried
+from lockstep.parallel.passes import Passes, Run, Take, moved
 from lockstep.parallel.step_functions import StepFunction
 from lockstep.parallel.whole_batch import SharePart
 from lockstep.plan.decision import LocalUpdate
@@ -111,7 +112,8 @@ class ModelPasses(Passes):
     def _compute_by_function(self, run: Run, share: int) -> None:
         batch = self._read(run, share)
         with self.call.computing():
-            self._losses[share] = self._functions[run.turn].loss_of(self._model, batch)
+            self._check_mean(run, batch)
+            self._losses[share] = self._loss_by_function(run, batch)
 
     def _compute(self, run: Run, share: int) -> None:
         batch, output = self._output(run, share)
@@ -229,10 +231,21 @@ class ModelPasses(Passes):
         told = [[place]] if board is None else board.tell([place])
         return Diagnosis(self._model).text(max(number for (number,) in told))
 
+    def losses_alone(self, batch: Batch) -> list[ShareLoss | JointLoss]:
+        batch = moved(batch, self._device)
+        with self.call.applied():
+            if not self._functions:
+                assert self._loss is not None
+                self._loss.begin(batch.num_samples, 1)
+                return [self.loss_of(self._watched_call(batch), batch)]
+            with self.call.computing():
+                size = batch.num_samples
+                return [one.loss_of(self._model, batch, size) for one in self._functions]
+
     def _try(self, run: Run, batch: Batch) -> object:
         """Run the model once more, to look at it."""
         if self._functions:
-            return self._functions[run.turn].loss_of(self._model, batch)
+            return self._loss_by_function(run, batch)
         return self.call(batch.inputs)
 
     # --- evaluation and prediction ---------------------------------------------------------------
@@ -283,7 +296,25 @@ class ModelPasses(Passes):
     def _output(self, run: Run, share: int) -> tuple[Batch, Tree]:
         """A share's samples, and what the model makes of them."""
         batch = self._read(run, share)
-        return batch, self.call(batch.inputs)
+        self._check_mean(run, batch)
+        return batch, self._watched_call(batch)
+
+    def _watched_call(self, batch: Batch) -> Tree:
+        with nullcontext() if self._loss is None else self._loss.watching():
+            return self.call(batch.inputs)
+
+    def _loss_by_function(self, run: Run, batch: Batch) -> ShareLoss:
+        return self._functions[run.turn].loss_of(self._model, batch, run.num_samples)
+
+    def _check_mean(self, run: Run, batch: Batch) -> None:
+        """Try what is computed inside the model, or a function of the user's."""
+        is_inside = self._functions or (self._loss is not None and self._loss.is_inside)
+        if not (is_inside and is_tried(run.step) and run.num_filled > 1):
+            return
+        loss_of: LossOf = partial(self._loss_by_function, run)
+        if not self._functions:
+            loss_of = lambda part: self.loss_of(self._watched_call(part), part)  # noqa: E731
+        check_mean(self._model, loss_of, batch)
 
 
 def _keep_own(buffers: Buffers) -> tuple[StreamStates, Kept]:

@@ -1,7 +1,11 @@
-"""The loss that a model has computed itself: found in its output, weighed by its inputs."""
+"""The loss that a model has computed itself: found in its output, and what it is a mean over.
+
+A training step of the user's own (``parallel.step_functions``) returns one, too.
+"""
 
 import math
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -9,7 +13,8 @@ import torch
 from lockstep.data.own_loss import OwnLoss
 from lockstep.data.trees import Tree, tensors_of
 from lockstep.errors import LossError, problem
-from lockstep.parallel.function_losses import mean_over, read_returned, read_weight
+from lockstep.parallel.function_losses import mean_over, read_returned, read_weight, sum_over
+from lockstep.parallel.inner_means import InnerMeans, seen_mean
 from lockstep.parallel.losses import LossAdapter, ShareLoss, nothing
 
 
@@ -17,9 +22,14 @@ class OwnLossAdapter(LossAdapter):
     """Reads the loss in a model's output."""
 
     needs_targets = False
+    is_inside = True
 
     def __init__(self, loss: OwnLoss) -> None:
         self.loss = loss
+        self._reader = InnerLoss()
+
+    def watching(self) -> AbstractContextManager[Any]:
+        return InnerMeans() if self.loss.weight is None else nullcontext()
 
     def __call__(
         self,
@@ -38,9 +48,9 @@ class OwnLossAdapter(LossAdapter):
                     "or pass a loss function.",
                 )
             )
-        found = _find(output)
+        found = _find(output) if self.loss.output is None else _part(output, self.loss.output)
         if self.loss.weight is None:
-            return read_returned(found, output, None, num_samples)
+            return self._reader.read(found, output, num_samples, self.batch_size or num_samples)
         if not isinstance(found, torch.Tensor) or found.dim() != 0:
             raise LossError(
                 problem(
@@ -55,6 +65,63 @@ class OwnLossAdapter(LossAdapter):
         if weight or (math.isfinite(share.total) and found.requires_grad):
             return share
         return _mean_of_nothing(output, found)
+
+
+class InnerLoss:
+    """Reads losses that were computed under ``InnerMeans``.
+
+    What is seen of a scalar must be seen of all: the weights of shares could not be compared else.
+    """
+
+    def __init__(self) -> None:
+        self._is_seen: dict[bool, bool] = {}  # in training, and without gradients
+
+    def read(self, found: Any, output: Tree, num_samples: int, batch_size: int) -> ShareLoss:
+        """What a share's loss adds.
+
+        Args:
+            found: the loss: a scalar, values of shape (n,), or a pair (total, weight).
+            output: what it was found in.
+            num_samples: of the share.
+            batch_size: of the global batch.
+        """
+        if not (isinstance(found, torch.Tensor) and found.dim() == 0):
+            return read_returned(found, output, None, num_samples)
+        known = seen_mean(found)
+        if self._is_seen.setdefault(torch.is_grad_enabled(), known is not None) is (known is None):
+            raise LossError(
+                problem(
+                    "The loss is a mean over other things than before: what it weighs cannot be "
+                    "seen any more, or could not before.",
+                    received="a scalar that depends on the samples in another way",
+                    fix="Say what it is a mean over: OwnLoss(weight=...), or return (total, "
+                    "weight).",
+                )
+            )
+        if known is None:
+            return mean_over(found, float(num_samples))
+        if known.weight is None:
+            return sum_over(found, num_samples, batch_size)
+        share = mean_over(found, known.weight)
+        if known.weight or (math.isfinite(share.total) and found.requires_grad):
+            return share
+        return _mean_of_nothing(output, found)
+
+
+def _part(output: Tree, place: int | str) -> Any:
+    """The loss in an output, where the user says it is."""
+    try:
+        if isinstance(place, str) and not isinstance(output, Mapping):
+            return getattr(output, place)
+        return output[place]
+    except (AttributeError, IndexError, KeyError, TypeError) as error:
+        raise LossError(
+            problem(
+                "`output` of OwnLoss must say where the model returns its loss.",
+                received=f"output={place!r} of {_describe(output)}",
+                fix="Pass its position in a tuple, its key, or its attribute.",
+            )
+        ) from error
 
 
 def _find(output: Tree) -> Any:
@@ -73,8 +140,8 @@ def _find(output: Tree) -> Any:
                 "With OwnLoss the model must return its loss: as output.loss, as output['loss'], "
                 "as the first part of a tuple, or as its whole output.",
                 received=_describe(output),
-                fix="Give the model what it computes the loss from, such as labels, or pass a "
-                "loss function.",
+                fix="Give the model what it computes the loss from, such as labels; say where the "
+                "loss is with OwnLoss(output=...); or pass a loss function.",
             )
         )
     return found

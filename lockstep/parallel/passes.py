@@ -253,6 +253,14 @@ class Passes(ABC):
     def diagnose(self, run: Run, share: int) -> str:
         """Where a share's values cease to be finite; every rank asks."""
 
+    def losses_alone(self, batch: Batch) -> list[ShareLoss | JointLoss]:
+        """The loss of samples that are no part of a batch; of several functions, of each.
+
+        Raises:
+            NotImplementedError: this rank has not the whole model.
+        """
+        raise NotImplementedError
+
     # --- evaluation and prediction ---------------------------------------------------------------
 
     @abstractmethod

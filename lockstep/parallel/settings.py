@@ -1,10 +1,29 @@
 """torch's process-wide settings that decide what is computed: the same on every rank."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch.backends import cuda, cudnn, mkldnn
+
+# Which kernels compute, and how exactly: how each is read, and set.
+_KERNELS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
+    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    (lambda: mkldnn.enabled, lambda value: setattr(mkldnn, "enabled", value)),
+    (cuda.flash_sdp_enabled, cuda.enable_flash_sdp),
+    (cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp),
+    (cuda.math_sdp_enabled, cuda.enable_math_sdp),
+    (lambda: cudnn.allow_tf32, lambda value: setattr(cudnn, "allow_tf32", value)),
+    (lambda: cudnn.deterministic, lambda value: setattr(cudnn, "deterministic", value)),
+    (lambda: cudnn.benchmark, lambda value: setattr(cudnn, "benchmark", value)),
+    (
+        torch.backends.mha.get_fastpath_enabled,
+        torch.backends.mha.set_fastpath_enabled,
+    ),
+    (lambda: _flushes_denormals(), torch.set_flush_denormal),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,12 +35,14 @@ class TorchSettings:
         deterministic: whether only deterministic algorithms may be used.
         warn_only: whether breaking that only warns.
         autocast_dtype: of CPU autocast; None where it is off.
+        kernels: which kernels may be used, and how exactly they compute.
     """
 
     default_dtype: torch.dtype
     deterministic: bool
     warn_only: bool
     autocast_dtype: torch.dtype | None
+    kernels: tuple[Any, ...]
 
     @classmethod
     def current(cls) -> "TorchSettings":
@@ -32,6 +53,7 @@ class TorchSettings:
             deterministic=torch.are_deterministic_algorithms_enabled(),
             warn_only=torch.is_deterministic_algorithms_warn_only_enabled(),
             autocast_dtype=torch.get_autocast_dtype("cpu") if autocast else None,
+            kernels=tuple(read() for read, _ in _KERNELS),
         )
 
     @contextmanager
@@ -52,6 +74,14 @@ class TorchSettings:
         # It imports torch.compile's machinery, for longer than all else a helper starts with.
         if (now.deterministic, now.warn_only) != (self.deterministic, self.warn_only):
             torch.use_deterministic_algorithms(self.deterministic, warn_only=self.warn_only)
+        for (_, write), value, own in zip(_KERNELS, self.kernels, now.kernels, strict=True):
+            if value != own:
+                write(value)
+
+
+def _flushes_denormals() -> bool:
+    """Whether numbers below the smallest normal one are 0: torch sets that, but does not tell."""
+    return not torch.full((1,), 1e-40, dtype=torch.float32).mul_(0.5).item()
 
 
 @contextmanager

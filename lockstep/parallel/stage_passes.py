@@ -242,7 +242,8 @@ class StagePasses(Passes):
         inputs = None if batch is None else narrowed(batch.inputs, self._plan.precision)
         if self.call.channels_last:
             inputs = map_tensors(channels_last, inputs)
-        with self._linears.applied(), self.call.applied(), self.call.computing():
+        watching = nullcontext() if self._loss is None else self._loss.watching()
+        with self._linears.applied(), self.call.applied(), self.call.computing(), watching:
             if recompute:
                 kept = self._buffers.keep()
                 output, *_ = checkpoint(
@@ -253,7 +254,7 @@ class StagePasses(Passes):
                 )
             else:
                 output, *_ = microbatch_run.forward(inputs)
-        return self.call.widened(output)
+            return self.call.widened(output)
 
     def shown(self, output: Tree) -> Tree:
         """What users may keep: copies of what an earlier stage has sent."""

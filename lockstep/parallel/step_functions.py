@@ -8,7 +8,7 @@ its optimizer. While it runs the others need no gradient.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -16,8 +16,9 @@ from torch import nn
 from lockstep.data.sources import Batch
 from lockstep.data.trees import Tree
 from lockstep.errors import LossError, problem
-from lockstep.parallel.function_losses import read_returned
+from lockstep.parallel.inner_means import InnerMeans
 from lockstep.parallel.losses import ShareLoss
+from lockstep.parallel.own_losses import InnerLoss
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,18 +28,21 @@ class StepFunction:
     Attributes:
         function: ``function(model, batch) -> loss``.
         parameters: names of the parameters that its optimizer has; None for all.
+        reader: of the losses that it returns.
     """
 
     function: Callable[[nn.Module, Any], Any]
     parameters: frozenset[str] | None = None
+    reader: InnerLoss = field(default_factory=InnerLoss, compare=False)
 
-    def loss_of(self, model: nn.Module, batch: Batch) -> ShareLoss:
-        """The loss of a share.
+    def loss_of(self, model: nn.Module, batch: Batch, batch_size: int) -> ShareLoss:
+        """The loss of a share, in a global batch of so many samples.
 
         Raises:
             LossError: the function returned something else than agreed.
         """
-        returned = self.function(model, as_given(batch))
+        with InnerMeans():
+            returned = self.function(model, as_given(batch))
         is_scalar = getattr(returned, "dim", lambda: -1)() == 0
         if batch.sample_weight is not None and is_scalar:
             raise LossError(
@@ -48,7 +52,7 @@ class StepFunction:
                     fix="Return (sum of weight times loss, sum of weight).",
                 )
             )
-        return read_returned(returned, returned, None, batch.num_samples)
+        return self.reader.read(returned, returned, batch.num_samples, batch_size)
 
     @contextmanager
     def training(self, model: nn.Module) -> Iterator[None]:

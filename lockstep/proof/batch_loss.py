@@ -64,11 +64,16 @@ def weighted_losses(losses: Any, factors: Any, output: Any, batch: Batch) -> tor
 
 def own_loss(loss: OwnLoss, output: Any, inputs: Any) -> torch.Tensor | None:
     """The mean that the model has computed; None where it is a mean of nothing."""
-    value = _own_value(output)
+    value = _own_value(output) if loss.output is None else _at(output, loss.output)
     if isinstance(value, torch.Tensor) and value.dim() == 0:
         is_nothing = loss.weight is not None and value.isnan() and not loss.weight(inputs)
         return None if is_nothing else value
     return _mean(value, None)
+
+
+def _at(output: Any, place: int | str) -> Any:
+    is_attribute = isinstance(place, str) and not isinstance(output, dict)
+    return getattr(output, place) if is_attribute else output[place]  # type: ignore[call-overload]
 
 
 def _own_value(output: Any) -> Any:

@@ -66,6 +66,8 @@ class Conductor:
     is_interrupted = False
     updater: Updater | None = None
     """Of the training that is conducted."""
+    samples: Any = None
+    """A few, on which all ranks prove that they compute the same (``train.rank_proof``)."""
 
     def announce(self, doing: str) -> None:
         """What is done before the first step, as it begins."""

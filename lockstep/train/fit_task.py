@@ -24,6 +24,7 @@ from lockstep.train.ensemble import Ensemble, Renew, Resume
 from lockstep.train.epoch_sums import epoch_sums, results_so_far, set_metrics
 from lockstep.train.feeding import GlobalBatch, Halt, SharedStream
 from lockstep.train.metrics import Metrics
+from lockstep.train.rank_proof import prove_alike
 from lockstep.train.tasks import Task, evaluate, joined_metrics
 from lockstep.train.tracing import StepTracer
 
@@ -83,6 +84,7 @@ class FitTask(Task):
         shows_slots: callbacks that act after steps look at the optimizer's slots, too.
         turns: the losses of several functions that take turns with every batch.
         takes_states: a callback may take the training's state after a step.
+        proves: all ranks prove first that they compute the same (``train.rank_proof``).
         stops_before_steps: a callback that wants training to stop before a step stops that step,
             too; else training stops after it.
     """
@@ -111,6 +113,7 @@ class FitTask(Task):
     takes_states: bool = False
     loss_parts: LossParts = ONE_LOSS
     turns: LossParts = ONE_LOSS
+    proves: bool = False
 
     def sources(self) -> list[Source | SharedStream]:
         return [self.source, *([] if self.validation is None else [self.validation])]
@@ -130,6 +133,8 @@ class FitTask(Task):
             suppress(Halt),
             reading_ahead(self.source, self._reads(worker)) as source,
         ):
+            if self.proves:
+                prove_alike(worker, control, conductor.samples)
             try:
                 for epoch in range(self.start.epoch, self.epochs):
                     if self._train_epoch(ensemble, source, epoch, progress, tracer):

@@ -30,11 +30,13 @@ from lockstep.train.conductor import Conductor
 from lockstep.train.ensemble import Resume
 from lockstep.train.feeding import sample_of
 from lockstep.train.fit_task import FitResult, FitTask
+from lockstep.train.inner_loss import check_inner_loss
 from lockstep.train.intake import DEFAULT_BATCH_SIZE
 from lockstep.train.job_context import DEFAULT_TIMEOUT_SECONDS, JobContext, StrategyLike
 from lockstep.train.optimizer_checks import check_divisible
 from lockstep.train.optimizers import each_optimizer
 from lockstep.train.planning import Partitions, Planning
+from lockstep.train.rank_proof import samples_of, standing
 from lockstep.train.recipe import AnyUpdater, Recipe
 from lockstep.train.renewal import Form
 from lockstep.train.run_state import set_state, state_of
@@ -93,12 +95,13 @@ class Runner(ABC):
     def _begin_session(self, job_context: JobContext) -> None:
         self._job_context = job_context
         self._standing = StandingCalls()
+        self._proven: object = None  # what the helpers have proved to compute as this process does
         self._session = Session(self.timeout_seconds)
         self._finalizer = weakref.finalize(self, self._session.release)
 
     def __getstate__(self) -> dict[str, Any]:
         """What a runner of another process needs."""
-        own = ("_job_context", "_session", "_standing", "_finalizer")
+        own = ("_job_context", "_session", "_standing", "_finalizer", "_proven")
         return {name: value for name, value in vars(self).items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -234,12 +237,35 @@ class Runner(ABC):
             session = self._session
             session.preload = self._preload
         assignment = self._assignment(task, loss, updater, *planned)
+        proof = self._prepare_proof(assignment, session, conductor)
+        if isinstance(task, FitTask) and loss is not None and not self._steps_trained:
+            check_inner_loss(assignment, loss, sample_of(task.source), batch_size)
         with self._job_context.at_work() as hosts:
             result = session.run(assignment, conductor, hosts, self._standing, self._sight)
+        self._proven = proof or self._proven
         if self._plan is not None and loss is not None and loss.takes_whole:
             notes = (*self._plan.notes, whole_batch_note(loss))
             self._plan = msgspec.structs.replace(self._plan, notes=tuple(dict.fromkeys(notes)))
         return result
+
+    def _prepare_proof(
+        self, assignment: Assignment, session: Session, conductor: Conductor
+    ) -> object:
+        """Have the ranks of a training prove that they compute the same, unless they have.
+
+        Returns what the proof is going to hold for; None where there is none.
+        """
+        task, plan = assignment.task, assignment.plan
+        is_left_out = plan.pipeline is not None or plan.compiled  # compiling takes longer
+        if not isinstance(task, FitTask) or plan.num_ranks == 1 or is_left_out:
+            return None
+        parts = (self.model, assignment.loss and assignment.loss.loss, assignment.functions)
+        proof = session.num_ended, plan, standing(self._sight, parts, self.model)
+        # Hosts remember each for itself, and all must agree.
+        task.proves = plan.num_hosts > 1 or self._proven != proof
+        if task.proves:
+            conductor.samples = samples_of(sample_of(task.source), self.precision)
+        return proof
 
     def _plan_for_all(
         self, task: Task, batch_size: int, announce: Callable[[str], None]

@@ -18,6 +18,7 @@ from lockstep.comm.wide_board import Crossing
 from lockstep.launch.helper import HelperContext
 from lockstep.parallel.control import FollowerControl, open_region
 from lockstep.parallel.engine import ChannelKey, Neighbours
+from lockstep.parallel.registries import register_copies
 from lockstep.parallel.serialization import unpack
 from lockstep.parallel.store import TensorStore
 from lockstep.train.assignment import Assignment, compute_settings, initialize_own, make_worker
@@ -125,6 +126,7 @@ def serve(context: HelperContext, body: bytes, descriptors: tuple[int, ...]) -> 
         *(view for views in opened[call.num_groups :] for view in views),
     ]
     assignment: Assignment = _unpacked(call.payload, packed, tensors)
+    register_copies(assignment.model)
     neighbours = _open_channels(call, rank, channels, opened)
     with assignment.settings.applied(), compute_settings(assignment.plan):
         worker = make_worker(

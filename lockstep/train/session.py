@@ -63,8 +63,10 @@ class Session:
     Attributes:
         preload: modules that helpers should have imported, beside what all need.
         stores: of the model.
+        num_ended: teams that it has ended.
     """
 
+    num_ended = 0
     preload: tuple[str, ...] = ()
 
     def __init__(self, timeout_seconds: float) -> None:
@@ -307,6 +309,7 @@ class Session:
     def close(self, error: BaseException | None = None) -> None:
         """End the helpers; those that go on with a script of their own are told of the error."""
         team, self._team = self._team, None
+        self.num_ended += team is not None
         if team is not None and error is not None and self._is_attached:
             team.tell_failure(error)
         if team is not None:

@@ -150,9 +150,10 @@ def test_arrays_and_datasets_train_the_same() -> None:
 
 def test_a_wrong_weight_is_found_out() -> None:
     job = causal_job()
-    wrong = lockstep.Job(job.model, lockstep.OwnLoss(), job.optimizer, job.data, job.batch_size)
-    report = lockstep.verify(wrong, lockstep.MirroredStrategy(1, num_shares=2), steps=2)
-    assert not report.passed
+    loss = lockstep.OwnLoss.tokens(shift=False)
+    wrong = lockstep.Job(job.model, loss, job.optimizer, job.data, job.batch_size)
+    with pytest.raises(errors.LossError, match="must be a weighted mean"):
+        lockstep.verify(wrong, lockstep.MirroredStrategy(1, num_shares=2), steps=2)
 
 
 def test_metrics_see_targets_that_are_given_beside() -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torchmetrics
+import transformers
 from torch import nn
 from torch.autograd import forward_ad
 from torch.nn.utils import parametrize
@@ -72,6 +73,7 @@ ATTRIBUTES = {
     "forward_ad": ("_current_level",),
     "parametrize": ("_inject_new_class", "_inject_property"),
     "process group": ("_Options",),
+    "transformer": ("_can_record_outputs",),
     "metric": ("_computed", "_reductions", "_update_count"),
 }
 
@@ -104,6 +106,7 @@ def holders() -> dict[str, Any]:
         "forward_ad": forward_ad,
         "parametrize": parametrize,
         "process group": torch.distributed.ProcessGroupGloo,
+        "transformer": transformers.PreTrainedModel,
         "metric": torchmetrics.MeanMetric(),
     }
 
