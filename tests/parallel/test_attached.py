@@ -414,6 +414,7 @@ def test_a_stopped_follower_is_told_from_one_that_waits(tmp_path: Path) -> None:
             assert re.search("WorkerError Rank 0 .* has (ended|given up)", finish(script)[1])
 
 
+@pytest.mark.thorough
 def test_ctrl_c_in_a_follower(tmp_path: Path) -> None:
     with started(CAUGHT + WAITING, tmp_path) as (leader, pressed, other):
         leader.wait_for_line("waits")

@@ -114,6 +114,7 @@ def num_naps(pid: int) -> int:
     return int(status.partition("voluntary_ctxt_switches:")[2].split()[0])
 
 
+@pytest.mark.thorough
 def test_idle_helpers_sleep(team: Team) -> None:
     """A hundred of them would take a core if each looked around 50 times a second."""
     assert team.answers()

@@ -221,6 +221,7 @@ def train_low(strategy: Strategy, *, fits: int = 1, **options: Any) -> lockstep.
     return trainer
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_small_updates_are_not_lost(strategy: str) -> None:
     trainer = train_low(STRATEGIES[strategy](), fits=2)

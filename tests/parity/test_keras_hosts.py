@@ -18,8 +18,8 @@ SECONDS = 400.0
 QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3"}
 NOISE = ("WARNING: All log messages before absl", "I0000 ")
 CORE = (
-    *("sequential", "subclassed", "batch normalization", "sample weights", "momentum", "averages"),
-    *("loader", "stopping early", "meddler", "checkpoints", "pipeline"),
+    *("sequential", "batch normalization", "averages", "loader", "stopping early"),
+    *("checkpoints", "pipeline"),
 )
 FOLLOWED = ["sequential", "images", "loader", "stopping early", "meddler", "pipeline"]
 

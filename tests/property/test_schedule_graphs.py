@@ -102,6 +102,7 @@ def test_a_rank_sums_the_gradients_of_a_stage_in_the_order_of_microbatches(
     assert orders == [sorted(order) for order in orders]
 
 
+@pytest.mark.thorough
 @given(graph=graphs_of_one_stage_per_rank(), num_microbatches=MICROBATCHES)
 def test_zero_bubble_schedules_keep_to_their_memory(
     graph: StageGraph, num_microbatches: int
