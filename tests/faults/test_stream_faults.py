@@ -47,11 +47,14 @@ class Stuck:
         wait_until(lambda: not readers(), 30)
 
 
-@pytest.mark.parametrize("devices", core_of([1, 2], [2]))
 @pytest.mark.parametrize(
-    ("num_batches", "draws"), [(1, False), (2, True), (4, False)], ids=["first", "drawing", "ahead"]
+    ("num_batches", "draws", "devices"),
+    core_of(
+        [(*read, devices) for read in ((1, False), (2, True), (4, False)) for devices in (1, 2)],
+        [(4, False, 2)],
+    ),
 )
-def test_ctrl_c_ends_waiting_for_data(devices: int, num_batches: int, draws: bool) -> None:
+def test_ctrl_c_ends_waiting_for_data(num_batches: int, draws: bool, devices: int) -> None:
     data = Stuck(num_batches, draws=draws)
     trainer, expected = make_trainer(devices), make_trainer(devices)
     with pytest.raises(KeyboardInterrupt):
