@@ -87,7 +87,7 @@ def with_layers_as_activations() -> Any:
 def deep() -> Any:
     """Deeper than pickle goes by itself."""
     inputs = hidden = keras.Input((8,))
-    for _ in range(60):
+    for _ in range(40):
         hidden = layers.Add()([hidden, layers.Dense(8, activation="tanh")(hidden)])
         hidden = layers.LayerNormalization()(hidden)
     return keras.Model(inputs, layers.Dense(zoo.NUM_CLASSES)(hidden))
