@@ -28,6 +28,7 @@ def check_imports() -> None:
         fail(AssertionError(f"{found} were imported"))
 
 
+@pytest.mark.thorough
 def test_the_first_steps_of_a_helper_do_not_import_for_seconds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -124,7 +124,7 @@ def train(
 
 
 @pytest.mark.parametrize("after", core_of([False, True], [True]))
-@pytest.mark.parametrize("act", ACTS)
+@pytest.mark.parametrize("act", core_of(ACTS, [freeze, stop_dropping, forget, regroup]))
 def test_what_is_changed_between_epochs_reaches_all_ranks(
     act: Callable[[Model, torch.optim.Optimizer], None], after: bool
 ) -> None:
