@@ -15,7 +15,7 @@ from xdist.scheduler import LoadFileScheduling
 
 from lockstep.launch.pool import keep_teams
 from lockstep.train import session
-from tests import warm
+from tests import preloading, warm
 from tests.netns import Hosts, NoHostsError, connected_hosts
 
 faulthandler.enable()
@@ -79,7 +79,7 @@ def helper_pool() -> Iterator[None]:
 
     One that gets a class of a test file imports the file, and with it what takes longest to import.
     """
-    session.PRELOAD += ("tests.preloading",)
+    session.PRELOAD += (preloading.__name__, "pytest")
     with keep_teams():
         yield
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 import lockstep
 from lockstep.errors import WorkerError
+from lockstep.train import background
 from lockstep.train.waiting import InputBoundWarning
 from tests.faults.jobs import make_data, make_trainer, warm_up
 from tests.faults.processes import wait_until
@@ -45,6 +46,12 @@ class Stuck:
     def let_go(self) -> None:
         self.go.set()
         wait_until(lambda: not readers(), 30)
+
+
+@pytest.fixture(autouse=True)
+def little_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a thread that is stuck, and will be as long as the test wants."""
+    monkeypatch.setattr(background, "_PATIENCE_SECONDS", 0.2)
 
 
 @pytest.mark.parametrize(
