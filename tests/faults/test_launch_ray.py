@@ -202,7 +202,6 @@ def test_mistakes_are_told(name: str, capsys: pytest.CaptureFixture[str]) -> Non
     assert [message for message in messages if message not in told] == [], told
 
 
-@pytest.mark.thorough
 def test_the_spread_is_a_choice(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["launch", "ray", "--spread", "wide", "a.py"])
