@@ -412,13 +412,12 @@ def test_attention_that_is_computed_again_is_the_same() -> None:
 # torch hides this one itself, but not from those who make errors of warnings.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("name", ["mlp", "cnn_batch_norm"])
+@inductor_config.patch({"cpp.vec_isa_ok": True, "compile_threads": 1})
 def test_a_compiled_model_trains_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # Else torch compiles programs to find out what the processor can, and starts processes; here
     # as in helpers, which get the variables.
     monkeypatch.setenv("TORCHINDUCTOR_VEC_ISA_OK", "1")
     monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
-    monkeypatch.setattr(inductor_config.cpp, "vec_isa_ok", True)
-    monkeypatch.setattr(inductor_config, "compile_threads", 1)
     one = case(name)
     found = []
     for compiled in (False, True):
