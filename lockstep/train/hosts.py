@@ -235,7 +235,7 @@ class Hosts:
             values = [one.get(name, "missing") for one in told]
             other = next((host for host, value in enumerate(values) if value != values[0]), None)
             if other is not None:
-                raise HostError(
+                error = HostError(
                     problem(
                         f"Hosts must run the same script on the same data; these differ in {name}.",
                         received=f"{values[0]} on {self.names[0]}, {values[other]} on "
@@ -243,6 +243,8 @@ class Hosts:
                         fix="Start the same script with the same arguments everywhere.",
                     )
                 )
+                self.control_group.fail(str(error), error)  # all find it: nobody waits for reasons
+                raise error
 
     def wait(self) -> None:
         """Wait for all hosts."""
