@@ -14,15 +14,18 @@ from lockstep.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from lockstep import callbacks as callbacks
+    from lockstep import checkpoint as checkpoint
     from lockstep import data as data
     from lockstep.capture.scopes import device as device
     from lockstep.data.own_loss import OwnLoss as OwnLoss
     from lockstep.errors import LockstepError as LockstepError
+    from lockstep.plan.averaging import Nesterov as Nesterov
     from lockstep.plan.spec import Plan as Plan
     from lockstep.proof.job import Job as Job
     from lockstep.proof.verification import verify_job
     from lockstep.strategies.base import Strategy as Strategy
     from lockstep.strategies.hybrid import HybridStrategy as HybridStrategy
+    from lockstep.strategies.local_sgd import LocalSGDStrategy as LocalSGDStrategy
     from lockstep.strategies.mirrored import MirroredStrategy as MirroredStrategy
     from lockstep.strategies.multi_worker import (
         MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy,
@@ -32,6 +35,7 @@ if TYPE_CHECKING:
     from lockstep.train.averages import EMA as EMA
     from lockstep.train.batch_size import BatchSizeSearch as BatchSizeSearch
     from lockstep.train.callbacks import Callback as Callback
+    from lockstep.train.checkpoints import Checkpoint as Checkpoint
     from lockstep.train.history import History as History
     from lockstep.train.learning_rates import Schedule as Schedule
     from lockstep.train.trainer import Trainer as Trainer
@@ -48,17 +52,20 @@ if "keras" not in sys.modules:
 _HOMES = {
     "BatchSizeSearch": ("lockstep.train.batch_size", "BatchSizeSearch"),
     "Callback": ("lockstep.train.callbacks", "Callback"),
+    "Checkpoint": ("lockstep.train.checkpoints", "Checkpoint"),
     "EMA": ("lockstep.train.averages", "EMA"),
     "HybridStrategy": ("lockstep.strategies.hybrid", "HybridStrategy"),
     "History": ("lockstep.train.history", "History"),
     "InputBoundWarning": ("lockstep.train.waiting", "InputBoundWarning"),
     "Job": ("lockstep.proof.job", "Job"),
+    "LocalSGDStrategy": ("lockstep.strategies.local_sgd", "LocalSGDStrategy"),
     "LockstepError": ("lockstep.errors", "LockstepError"),
     "MirroredStrategy": ("lockstep.strategies.mirrored", "MirroredStrategy"),
     "MultiWorkerMirroredStrategy": (
         "lockstep.strategies.multi_worker",
         "MultiWorkerMirroredStrategy",
     ),
+    "Nesterov": ("lockstep.plan.averaging", "Nesterov"),
     "OwnLoss": ("lockstep.data.own_loss", "OwnLoss"),
     "PipelineStrategy": ("lockstep.strategies.pipeline", "PipelineStrategy"),
     "Plan": ("lockstep.plan.spec", "Plan"),
@@ -67,6 +74,7 @@ _HOMES = {
     "Strategy": ("lockstep.strategies.base", "Strategy"),
     "Trainer": ("lockstep.train.trainer", "Trainer"),
     "callbacks": ("lockstep.callbacks", ""),
+    "checkpoint": ("lockstep.checkpoint", ""),
     "data": ("lockstep.data", ""),
     "device": ("lockstep.capture.scopes", "device"),
     "verify": ("lockstep.proof.verification", "verify_job"),

@@ -3,7 +3,7 @@
 import faulthandler
 import gc
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from xdist.scheduler import LoadFileScheduling
 
 from lockstep.launch.pool import keep_teams
 from lockstep.train import session
-from tests import warm
+from tests import preloading, warm
 from tests.netns import Hosts, NoHostsError, connected_hosts
 
 faulthandler.enable()
@@ -50,6 +50,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: turns[item.path])
 
 
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection() -> Generator[None, Any, Any]:
+    """What collecting imports is here to stay: the collector need not look at it ever again."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
+
+
 @pytest.hookimpl(tryfirst=True)  # before fixtures, which may start scripts for many tests
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Scripts are forks of warm interpreters, but for those of tests marked ``fresh``."""
@@ -67,7 +79,7 @@ def helper_pool() -> Iterator[None]:
 
     One that gets a class of a test file imports the file, and with it what takes longest to import.
     """
-    session.PRELOAD += ("torchmetrics",)
+    session.PRELOAD += (preloading.__name__, "pytest")
     with keep_teams():
         yield
 

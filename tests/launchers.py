@@ -123,6 +123,34 @@ def on_loopback(
         yield processes
 
 
+def run_script(
+    arguments: Sequence[str | Path],
+    directory: Path,
+    variables: Mapping[str, str | None] | None = None,
+    *,
+    like: str | None = "torch",
+    timeout_seconds: float = 280.0,
+) -> str:
+    """What a script of this host says; it must come to a good end.
+
+    Args:
+        arguments: of the interpreter: options, the script, and what is for the script.
+        directory: where it runs.
+        variables: added to the environment; None removes one.
+        like: the kind of warm interpreter that may run it; None starts a fresh one.
+        timeout_seconds: longest wait; below pytest's, so that its stacks are shown.
+    """
+    told = {**os.environ, **warm.VARIABLES, **(variables or {})}
+    environment = {name: value for name, value in told.items() if value is not None}
+    process = HostProcess([sys.executable, *map(str, arguments)], environment, directory, like=like)
+    try:
+        status, out, err = process.finish(timeout_seconds)
+    finally:
+        process.close()
+    assert status == 0, f"{out[-3000:]}\n{err[-3000:]}"
+    return out
+
+
 def by_standalone_torchrun(script: list[str], timeout_seconds: float) -> list[Any]:
     """All that two processes of this host have told; they must come to a good end."""
     done = subprocess.run(

@@ -69,7 +69,7 @@ def padded_sequences(num_samples: int = 4 * 11 + 3) -> dict[str, Tensor]:
 class LastCausalModel(CausalModel):
     """As in nanoGPT: (logits, loss)."""
 
-    def forward(self, *args: Tensor, **options: Tensor) -> Any:
+    def forward(self, *args: Any, **options: Any) -> Any:
         output = super().forward(*args, **options)
         return output.logits, output.loss
 

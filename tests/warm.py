@@ -31,7 +31,10 @@ from tests import seed
 
 # What the interpreters of each kind have imported. Dynamo comes with the first optimizer.
 KINDS = {
-    "torch": ("lockstep.train.session", "lockstep.train.trainer", "torch._dynamo", "torchmetrics"),
+    "torch": (
+        *("lockstep.train.session", "lockstep.train.trainer"),
+        *("torch._dynamo", "tests.preloading"),
+    ),
     "keras": ("lockstep.frontends.keras.preloading", "torch._dynamo"),
 }
 # With these it has started, and so have all scripts.

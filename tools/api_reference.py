@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "api.md"
 
 # Packages of public names beside ``lockstep`` itself, those that are there.
-PACKAGES = ("data", "callbacks", "plan")
+PACKAGES = ("data", "callbacks", "checkpoint", "plan")
 
 HEAD = """\
 # API reference

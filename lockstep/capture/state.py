@@ -1,7 +1,9 @@
 """What running a model changes, to be put back: tensors, attributes, random streams."""
 
+import warnings
 from collections import deque
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,11 +21,11 @@ class ModelState:
 
     Args:
         model: the model; a copy of its tensors is kept unless they are on the meta device.
-        with_parameters: keep the values of parameters, too; they are most of a model, and hardly
-            any forward pass writes to them.
+        with_trained: keep the values of parameters that are trained, too: a forward pass writes to
+            others (statistics of Keras's layers, averages of weights), but hardly to these.
     """
 
-    def __init__(self, model: nn.Module, *, with_parameters: bool = True) -> None:
+    def __init__(self, model: nn.Module, *, with_trained: bool = True) -> None:
         self._streams = stream_states()
         self._modules = [(module, dict(vars(module))) for module in model.modules()]
         self._contents = [
@@ -41,7 +43,7 @@ class ModelState:
         tensors = {
             id(tensor): tensor
             for tensor in self._tensors()
-            if not tensor.is_meta and (with_parameters or not isinstance(tensor, nn.Parameter))
+            if not tensor.is_meta and (with_trained or not _is_trained(tensor))
         }
         self._values = [
             (tensor, tensor.detach(), tensor.detach().clone()) for tensor in tensors.values()
@@ -82,6 +84,26 @@ class ModelState:
         ]
 
 
+@contextmanager
+def left_alone(model: nn.Module) -> Iterator[ModelState]:
+    """After the block the model, its gradients and the random streams are as they were.
+
+    Gives its state, to be restored between. What runs in it gives no warnings: it runs once more,
+    for good.
+    """
+    state = ModelState(model, with_trained=False)
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield state
+    finally:
+        state.restore()
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        torch.clear_autocast_cache()  # it may hold weights that were cast without gradients
+
+
 def set_mode(model: nn.Module, *, training: bool) -> None:
     """Put a model in the mode in which it is going to run.
 
@@ -90,6 +112,10 @@ def set_mode(model: nn.Module, *, training: bool) -> None:
     """
     if not (training and model.training):
         model.train(training)
+
+
+def _is_trained(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, nn.Parameter) and tensor.requires_grad
 
 
 def _own(attributes: dict[str, Any]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ import json
 import os
 import secrets
 import stat
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -40,7 +41,12 @@ _DTYPE_NAMES = {
 
 
 def save_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
-    """Write ``model.state_dict()``; the file appears whole or not at all.
+    """Write ``model.state_dict()``: see ``save_state_dict``."""
+    save_state_dict(model.state_dict(), path)
+
+
+def save_state_dict(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
+    """Write a model's ``state_dict()``; the file appears whole or not at all.
 
     A file that was there before gives it its permissions.
 
@@ -60,7 +66,7 @@ def save_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
     tensors: State = {}
     metadata = {"format": "pt"}
     first_names: dict[tuple[Any, ...], str] = {}
-    for name, value in model.state_dict().items():
+    for name, value in state.items():
         if not isinstance(value, torch.Tensor):
             raise CheckpointError(
                 problem(
@@ -92,7 +98,7 @@ def _write_whole(tensors: State, metadata: dict[str, str], path: Path, mode: int
     num_bytes = sum(tensor.nbytes for tensor in tensors.values())
     try:
         with writing(path, num_bytes), open(new, "wb") as file:
-            _write(tensors, metadata, file)
+            write_tensors(tensors, metadata, file)
             if mode is not None:
                 os.fchmod(new, mode)
         os.replace(temporary, path)
@@ -128,7 +134,7 @@ def _kind_of(mode: int) -> str:
     return "a pipe" if stat.S_ISFIFO(mode) else "a device or socket"
 
 
-def _write(tensors: State, metadata: dict[str, str], file: BinaryIO) -> None:
+def write_tensors(tensors: State, metadata: dict[str, str], file: BinaryIO) -> None:
     """The format of safetensors: size of the header, the header as JSON, the elements.
 
     https://huggingface.co/docs/safetensors/index#format

@@ -23,6 +23,10 @@ COMMANDS = {
         "compare a strategy with a plain loop on one device, tensor by tensor",
     ),
     "plan": ("lockstep.cli.plan", "show how a strategy would train a model"),
+    "checkpoint": (
+        "lockstep.cli.checkpoint",
+        "show, verify and export the checkpoints of a training",
+    ),
     "doctor": (
         "lockstep.cli.doctor",
         "examine this host, or all hosts of a job and the network between them",

@@ -18,6 +18,7 @@ from lockstep.plan.schedules import SCHEDULES
 from lockstep.proof.job import Job
 from lockstep.strategies.base import Strategy
 from lockstep.strategies.hybrid import HybridStrategy
+from lockstep.strategies.local_sgd import LocalSGDStrategy
 from lockstep.strategies.mirrored import MirroredStrategy
 from lockstep.strategies.pipeline import PipelineStrategy
 from lockstep.strategies.single import SingleDeviceStrategy
@@ -39,6 +40,9 @@ def add_strategy_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--shares", type=int, metavar="S", help="parts of each batch (default: one per device)"
+    )
+    parser.add_argument(
+        "--every", metavar="H", help="of local: steps between two averages, or epoch (default: 16)"
     )
     stages = parser.add_argument_group("pipeline and hybrid")
     stages.add_argument(
@@ -67,8 +71,12 @@ def make_strategy(options: argparse.Namespace) -> Strategy:
 
 def _check_options(options: argparse.Namespace) -> None:
     """Refuse options of other strategies."""
-    taken = {"pipeline": _PIPELINE_OPTIONS, "hybrid": (*_PIPELINE_OPTIONS, "data")}
-    others = {"shares", "cuts", "microbatches", "schedule", "data"}
+    taken = {
+        "pipeline": _PIPELINE_OPTIONS,
+        "hybrid": (*_PIPELINE_OPTIONS, "data"),
+        "local": ("every",),
+    }
+    others = {"shares", "cuts", "microbatches", "schedule", "data", "every"}
     others -= set(taken.get(options.strategy, ("shares",)))
     strange = sorted(name for name in others if getattr(options, name) is not None)
     if strange:
@@ -95,6 +103,11 @@ def _single(options: argparse.Namespace) -> Strategy:
 
 def _mirrored(options: argparse.Namespace) -> Strategy:
     return MirroredStrategy(options.devices, num_shares=options.shares)
+
+
+def _local(options: argparse.Namespace) -> Strategy:
+    every: Any = options.every or "16"  # of what it cannot be, the strategy tells
+    return LocalSGDStrategy(int(every) if every.isdecimal() else every, options.devices)
 
 
 _PIPELINE_OPTIONS = ("cuts", "microbatches", "schedule")
@@ -139,6 +152,7 @@ _STRATEGIES: dict[str, Callable[[argparse.Namespace], Strategy]] = {
     "mirrored": _mirrored,
     "pipeline": _pipeline,
     "hybrid": _hybrid,
+    "local": _local,
 }
 
 

@@ -147,6 +147,12 @@ class Board:
         halt = int(self._lines[self._leading_rank].halt)
         return 0 < halt <= int(self._own.barriers)
 
+    def wants_end(self) -> bool:
+        """Whether rank 0 wants all to stop, for ranks that are wherever they are."""
+        if not self._own.halt and self.wants_halt():
+            self._own.halt = self._own.barriers + 1
+        return bool(self._lines[self._leading_rank].halt)
+
     def barrier(self) -> None:
         """Wait until every rank has entered this barrier as often as this one."""
         entered = self._own.barriers + 1

@@ -14,9 +14,12 @@ though the first do not, cannot be told from one that never draws.
 Nothing here starts a thread or a process.
 """
 
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+
+import torch
 
 from lockstep.data.order import (
     StreamStates,
@@ -27,12 +30,15 @@ from lockstep.data.order import (
     stream_seed,
     stream_states,
 )
-from lockstep.data.sources import ArraySource
+from lockstep.data.sources import ArraySource, named_parts
 from lockstep.data.streams import Stream
 from lockstep.errors import DataError, LockstepError, problem
 
 _QUIET_READS = 2  # that must have drawn nothing
 _END = object()
+
+# Of so many counts of batches the checksums are known: reading is that far ahead at most.
+_NUM_SUMS = 8
 
 
 class Reading:
@@ -45,6 +51,8 @@ class Reading:
         first_epoch: epochs trained before.
         steps: batches of an epoch, which then goes on where the one before has ended; None is a
             pass over the data.
+        is_summed: what is read goes into a checksum, so that reading it again can be told from
+            reading something else.
 
     Attributes:
         stream: what is read.
@@ -58,8 +66,12 @@ class Reading:
         purpose: str = "reading",
         first_epoch: int = 0,
         steps: int | None = None,
+        is_summed: bool = False,
     ) -> None:
         self.stream = stream
+        self._sums: list[tuple[int, int]] | None = None
+        if is_summed:
+            self._sums = [(0, 0)] * _NUM_SUMS
         self._seed = seed
         self._purpose = purpose
         self._first_epoch = first_epoch
@@ -75,6 +87,7 @@ class Reading:
         self._draws = False
         self._sample: ArraySource | None = None
         self._next: ArraySource | None = None  # read before its time
+        self._num_summed = 0
 
     def peek(self, epoch: int) -> ArraySource:
         """The first batch of all, which is still to be read."""
@@ -126,6 +139,39 @@ class Reading:
         """
         return self._take()
 
+    def skip(self, epoch: int, num_batches: int | None = None) -> int:
+        """Read batches of an epoch, or all, that were used before, and drop them; how many.
+
+        Raises:
+            DataError: there are fewer.
+        """
+        self.begin_epoch(epoch)
+        passed = 0
+        while passed != num_batches and self.read() is not None:
+            passed += 1
+        if num_batches is not None and passed != num_batches:
+            raise self.changed(f"{passed} batches in epoch {epoch}, where there were more")
+        return passed
+
+    def checksum(self, num_batches: int) -> int | None:
+        """Of the first batches of all that are read; None where these are not summed."""
+        if self._sums is None:
+            return None
+        number, found = self._sums[num_batches % _NUM_SUMS]
+        assert number == num_batches, "the reading is too far ahead"
+        return found
+
+    def changed(self, received: str) -> DataError:
+        """For data that is not what it was before."""
+        return DataError(
+            problem(
+                f"To go on, `{self.stream.name}` must give the batches again that it gave before.",
+                received=f"{self.stream.kind} with {received}",
+                fix="Seed what decides its order, and let nothing else draw from that; or begin "
+                "anew in another folder.",
+            )
+        )
+
     def close(self) -> None:
         """Let go of the pass under way, in the thread that has read it."""
         self._iterator = None
@@ -148,6 +194,11 @@ class Reading:
                 self._iterator, self._is_over = None, self._steps is None
                 return None
             found = self.stream.batch(element)
+        if self._sums is not None:
+            before, number = self._num_summed, self._num_summed + 1
+            total = _checksum(found, self._sums[before % _NUM_SUMS][1])
+            self._sums[number % _NUM_SUMS] = (number, total)
+            self._num_summed = number
         self._index += 1
         self._num_read += 1
         return found
@@ -215,6 +266,15 @@ class Reading:
                 "The weights are those of the last step.",
             )
         )
+
+
+def _checksum(batch: ArraySource, before: int) -> int:
+    """CRC-32 of the bytes of all that was read before and of a batch."""
+    for _, tensor in named_parts(batch):
+        plain = tensor.detach().contiguous().view(-1)
+        if plain.numel():
+            before = zlib.crc32(plain.view(torch.uint8).numpy(), before)  # type: ignore[arg-type]
+    return before
 
 
 def _first_line(error: Exception) -> str:

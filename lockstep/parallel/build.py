@@ -52,6 +52,7 @@ def build_worker(
     look_around: Callable[[float], None],
     neighbours: Neighbours | None = None,
     meeting_point: str = "",
+    first_share: int = 0,
 ) -> Worker:
     """Put a rank's parts together.
 
@@ -72,6 +73,7 @@ def build_worker(
         look_around: see ``Board``.
         neighbours: what this rank has of other hosts, where there are several.
         meeting_point: see ``ProcessGroupTransport``.
+        first_share: see ``Worker``.
     """
     exchange = build_exchange(
         plan,
@@ -126,6 +128,7 @@ def build_worker(
         told_elsewhere=_told_elsewhere(plan, spec, rank),
         held=held,
         ruled=ruled,
+        first_share=first_share,
     )
 
 

@@ -32,7 +32,7 @@ def channel_keys(plan: Plan, groups: Sequence[ParameterGroup]) -> set[ChannelKey
     """The channels that a Plan needs."""
     keys: set[ChannelKey] = set()
     for group in groups if plan.engine.shares_memory else ():
-        members = members_by_domain(group.ranks, plan.domains)
+        members = members_by_domain(group.ranks, plan.memory_domains)
         keys |= {(low, high, "sums") for low, high in pairs(members)}
     stages = () if plan.pipeline is None else plan.pipeline.stages
     for one, other in combinations(stages, 2):
@@ -87,7 +87,7 @@ def build_exchange(
     if neighbours is None:
         board = Board(region, rank=rank, num_ranks=plan.num_ranks, look_around=look_around)
         return Exchange(
-            spec, region, board=board, rank=rank, domains=plan.domains, transports=transports
+            spec, region, board=board, rank=rank, domains=plan.memory_domains, transports=transports
         )
     return HostExchange(
         spec,
@@ -101,7 +101,7 @@ def build_exchange(
         ),
         hosts=[plan.ranks_of_host(host) for host in range(plan.num_hosts)],
         host=neighbours.host,
-        domains=plan.domains,
+        domains=plan.memory_domains,
         transports=transports,
         mirrored=neighbours.mirrored,
     )

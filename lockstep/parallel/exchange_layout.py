@@ -8,6 +8,7 @@ from torch import nn
 from lockstep.comm.exchange import ExchangeSpec, GroupSpec
 from lockstep.comm.gradient_rows import GradientSpec
 from lockstep.comm.gradients import TensorSpec
+from lockstep.parallel.averaging import averaged_group
 from lockstep.parallel.batch_norm import BatchNorms
 from lockstep.parallel.groups import ParameterGroup
 from lockstep.parallel.losses import LossAdapter
@@ -15,6 +16,7 @@ from lockstep.parallel.partition import Partition
 from lockstep.parallel.stage_mail import MailSpec, mail_spec
 from lockstep.parallel.store import tensor_spec
 from lockstep.parallel.update import Updater
+from lockstep.plan.averaging import AveragedUpdate
 from lockstep.plan.decision import LocalUpdate
 from lockstep.plan.lowering import lower_train
 from lockstep.plan.prediction import stage_graph
@@ -58,6 +60,8 @@ def exchange_spec(
         _group_spec(plan, group, [trained[name] for name in group.names if name in trained], limits)
         for group in groups
     )
+    if isinstance(plan.update, AveragedUpdate):
+        group_specs = (averaged_group(plan, model, updater),)
     if plan.pipeline is None:
         return ExchangeSpec(
             num_ranks=plan.num_ranks,

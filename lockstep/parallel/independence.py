@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 from lockstep.capture.layers import FrontEndLayer
-from lockstep.capture.state import ModelState
+from lockstep.capture.state import ModelState, left_alone
 from lockstep.data.order import seed_streams
 from lockstep.data.sources import Batch
 from lockstep.data.trees import Tree, tensors_of
 from lockstep.errors import ModelError, problem
-from lockstep.parallel.mean_check import halves, left_alone, on_halves, rows_of
+from lockstep.parallel.halves import halves, on_halves, rows_of
 
 # Of the largest value: what rounding comes to, also where models compute in float32 inside, and far
 # less than seeing others makes; of what computes in half precision.
@@ -64,7 +64,10 @@ def _after_halves(
 
     Of a model that keeps the same of both there is nothing to be seen.
     """
-    kept, outputs = [], []
+    kept: list[list[torch.Tensor]] = []
+    outputs: list[list[torch.Tensor]] = []
+    if batch.num_samples < 2:
+        return [[], []]
     for rows in halves(batch):
         state.restore()
         call(rows_of(batch, rows).inputs)
@@ -75,7 +78,7 @@ def _after_halves(
         state.restore()
         call(rows_of(batch, rows).inputs)
         seed_streams(0)
-        outputs.append([*map(torch.Tensor.detach, tensors_of(call(batch.inputs)))])
+        outputs.append(_values(call(batch.inputs)))
     return outputs
 
 
@@ -87,7 +90,11 @@ def _kept(model: nn.Module) -> list[torch.Tensor]:
         for name, value in vars(module).items()
         if name not in ("_parameters", "_buffers", "_modules")
     ]
-    return [*map(torch.Tensor.detach, tensors_of(held))]
+    return _values(held)
+
+
+def _values(tree: Tree) -> list[torch.Tensor]:
+    return [tensor.detach() for tensor in tensors_of(tree)]
 
 
 def _are_equal(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:

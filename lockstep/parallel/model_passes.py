@@ -23,10 +23,11 @@ from lockstep.data.trees import Tree
 from lockstep.parallel.batch_norm import GlobalStatistics
 from lockstep.parallel.buffers import Buffers, Kept
 from lockstep.parallel.diagnosis import Diagnosis
+from lockstep.parallel.halves import is_tried
 from lockstep.parallel.independence import check_apart
 from lockstep.parallel.interleave import Interleaver
 from lockstep.parallel.losses import JointLoss, ShareLoss, nothing
-from lockstep.parallel.mean_check import LossOf, check_mean, is_tried
+from lockstep.parallel.mean_check import LossOf, check_mean
 from lockstep.parallel.passes import Passes, Run, Take, moved
 from lockstep.parallel.step_functions import StepFunction
 from lockstep.parallel.whole_batch import SharePart

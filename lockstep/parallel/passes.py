@@ -54,6 +54,7 @@ class Run:
         step: of training; None in evaluation and prediction.
         observe: is shown the outputs.
         turn: of several functions that train on it, the one that does now.
+        first_share: the number of its first share, where the batch is a part of another.
     """
 
     def __init__(
@@ -65,12 +66,14 @@ class Run:
         step: int | None = None,
         observe: Observe | None = None,
         turn: int = 0,
+        first_share: int = 0,
     ) -> None:
         self.source = source
         self.indices = indices
         self.step = step
         self._observe = observe
         self.turn = turn
+        self._first_share = first_share
         self.num_samples = len(indices)
         self.bounds = share_bounds(self.num_samples, num_shares)
         self.num_filled = num_filled_shares(self.num_samples, num_shares)
@@ -106,7 +109,7 @@ class Run:
         """Of a share's random streams."""
         if self.step is None:
             return evaluation_seed(seed, int(self.indices[self.bounds[share][0]]))
-        return share_seed(seed, self.step, share, self.turn)
+        return share_seed(seed, self.step, self._first_share + share, self.turn)
 
     def seed_of_batch(self, seed: int) -> int:
         """Of the random streams of a loss that is taken on the whole batch."""

@@ -7,7 +7,6 @@ their number there, so that both sides hold the same memory, and arrays in mappe
 place in the file, which the receiver maps for itself.
 """
 
-import copyreg
 import io
 import pickle
 import struct
@@ -140,16 +139,6 @@ def _own_memory(num_bytes: int) -> Any:
     return torch.empty(num_bytes, dtype=torch.uint8).numpy()
 
 
-def _reduce_constant(constant: torch.memory_format | torch.layout) -> Any:
-    return getattr, (torch, str(constant).removeprefix("torch."))
-
-
-# Of these pickle knows the name only: it would look for that in all modules, find it in the script,
-# which has imported torch, and look there for it on the other side.
-for _kind in (torch.memory_format, torch.layout):
-    copyreg.pickle(_kind, _reduce_constant)  # type: ignore[arg-type]  # neither is generic
-
-
 # Where a tensor lies in the region: offset in bytes, dtype, shape, strides.
 _Place = tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...]]
 
@@ -185,6 +174,10 @@ class _Pickler(Pickler):
         reduced = NotImplemented if reduce is None else reduce(obj)
         if reduced is not NotImplemented:
             return reduced
+        if isinstance(obj, torch.memory_format | torch.layout):
+            # Pickle knows the name only: it would look for that in all modules, find it in the
+            # script, which has imported torch, and look there for it on the other side.
+            return getattr, (torch, str(obj).removeprefix("torch."))
         if isinstance(obj, Optimizer):
             # Its own pickling drops what subclasses add and what schedulers wrap.
             contents = optimizer_contents(obj)

@@ -105,6 +105,11 @@ class Updater(ABC):
     def step(self) -> None:
         """Update every piece that has a gradient."""
 
+    @property
+    def velocities(self) -> Mapping[str, torch.Tensor]:
+        """Of an outer optimizer, by the parameter's name; none without one."""
+        return {}
+
     def look_again(self) -> None:
         """Somebody may have set the weights."""
         return

@@ -30,7 +30,7 @@ from lockstep.parallel.gradient_rules import GradientJudge, GradientRules, OnNon
 from lockstep.parallel.losses import Sums
 from lockstep.parallel.owned_group import OwnedGroup
 from lockstep.parallel.passes import Observe, Passes, Run, Take
-from lockstep.parallel.update import Updater
+from lockstep.parallel.update import PieceSlots, Updater
 from lockstep.parallel.whole_batch import SharePart
 from lockstep.plan.lowering import leaves_a_rank_idle
 from lockstep.plan.program import Action, Reduce, Step, Sync
@@ -76,10 +76,16 @@ class Worker:
         told_elsewhere: see ``GradientJudge``.
         held: names of the parameters and buffers that this rank has; None for all.
         ruled: names of the buffers of which this rank has the values that count.
+        first_share: see ``Run``.
 
     Attributes:
         board: where the ranks of the host wait for each other; None where there is one alone.
+        trains_apart: a step is one on this rank's part of the batch, on parameters of its own.
+        keeps_pace: such steps end together all the same, for what goes on between them.
     """
+
+    trains_apart = False
+    keeps_pace = False
 
     def __init__(
         self,
@@ -95,6 +101,7 @@ class Worker:
         told_elsewhere: frozenset[str] = frozenset(),
         held: frozenset[str] | None = None,
         ruled: frozenset[str] = frozenset(),
+        first_share: int = 0,
     ) -> None:
         self.plan = plan
         self.rank = rank
@@ -106,6 +113,7 @@ class Worker:
         self._groups = groups
         self._held = held
         self._ruled = ruled
+        self._first_share = first_share
         self._pieces = [group.bound(is_alone=plan.num_ranks == 1) for group in groups]
         bound = [piece for pieces in self._pieces for piece in pieces]
         if updater is not None:
@@ -145,7 +153,15 @@ class Worker:
         num_shares = self.plan.num_shares
 
         def begun() -> _Training:
-            run = Run(source, indices, num_shares, step=step, observe=observe, turn=turn)
+            run = Run(
+                source,
+                indices,
+                num_shares,
+                step=step,
+                observe=observe,
+                turn=turn,
+                first_share=self._first_share,
+            )
             return _Training(run, step)
 
         if self.updater is not None:
@@ -320,8 +336,29 @@ class Worker:
             step: of training; None in evaluation and prediction.
             turn: see ``train_step``.
         """
-        run = Run(None, indices, self.plan.num_shares, step=step, turn=turn)
+        run = Run(
+            None,
+            indices,
+            self.plan.num_shares,
+            step=step,
+            turn=turn,
+            first_share=self._first_share,
+        )
         return self.passes.reads(run)
+
+    def settle(self, *, is_last: bool = False) -> None:
+        """All steps of an epoch, or with ``is_last`` of the task, are made: have ranks be alike."""
+        return
+
+    @property
+    def is_halted(self) -> bool:
+        """Whether to stop here: on all ranks or on none."""
+        return self.board is not None and self.board.is_halted
+
+    def slots(self, *, with_stored: bool = False) -> list[PieceSlots]:
+        """What this rank has of the optimizer's slots that count; see ``Updater.slots``."""
+        assert self.updater is not None
+        return self.updater.slots(with_stored=with_stored)
 
     def barrier(self) -> None:
         """Wait for all ranks."""

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import msgspec
 
 from lockstep.errors import PlanError, Problems
+from lockstep.plan.averaging import AveragedUpdate
 from lockstep.plan.shares import replica_of_share, shares_of_replica
 
 PLAN_VERSION = 1
@@ -64,7 +65,7 @@ class StagedUpdate(
     """
 
 
-Update = LocalUpdate | SlicedUpdate | StagedUpdate
+Update = LocalUpdate | SlicedUpdate | StagedUpdate | AveragedUpdate
 
 
 class SharedMemory(
@@ -220,6 +221,13 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     @property
     def domains(self) -> list[range]:
         """The ranks that share one copy of the parameters, copy by copy."""
+        if isinstance(self.update, AveragedUpdate):
+            return [range(rank, rank + 1) for rank in range(self.num_ranks)]
+        return self.memory_domains
+
+    @property
+    def memory_domains(self) -> list[range]:
+        """The ranks that can share memory: they exchange without sending."""
         return self.engine.domains([self.ranks_of_host(host) for host in range(self.num_hosts)])
 
     def host_of(self, rank: int) -> int:

@@ -1,5 +1,6 @@
 """Lowering: from a Plan to each rank's program for a batch of a given size."""
 
+from lockstep.plan.averaging import AveragedUpdate
 from lockstep.plan.decision import LocalUpdate
 from lockstep.plan.prediction import stage_graph
 from lockstep.plan.program import Action, Backward, Forward, RankProgram, Reduce, Step, Sync
@@ -11,8 +12,8 @@ from lockstep.plan.spec import Plan
 def lower_train(plan: Plan, rank: int, num_samples: int) -> RankProgram:
     """One training step of ``rank`` on a batch of ``num_samples``.
 
-    Empty shares have no passes: the rank still reduces, steps and synchronises. Consecutive passes
-    of one kind in an interleaved Plan run together.
+    Empty shares have no passes: the rank still reduces, steps and synchronises, but for one that
+    steps on its own parameters. Consecutive passes of one kind in an interleaved Plan run together.
     """
     if plan.pipeline is not None:
         num_filled = num_filled_shares(num_samples, plan.num_shares)
@@ -26,7 +27,9 @@ def lower_train(plan: Plan, rank: int, num_samples: int) -> RankProgram:
     else:
         for share in shares:
             passes += [Forward(0, share), Backward(0, share)]
-    if isinstance(plan.update, LocalUpdate):
+    if isinstance(plan.update, AveragedUpdate) and not passes:
+        return ()
+    if isinstance(plan.update, LocalUpdate | AveragedUpdate):
         return (*passes, Reduce(), Step())
     return (*passes, Reduce(), Step(), Sync())
 

@@ -12,6 +12,7 @@ import msgspec
 from lockstep.cluster.topology import MAX_CPU_REPLICAS_PER_CORE, Cluster
 from lockstep.errors import DeviceError, OptionError, problem
 from lockstep.graph.layer_graph import Layer, LayerGraph, ParameterInfo
+from lockstep.plan.averaging import Nesterov
 from lockstep.plan.decision import Axis, LayerPlacement, LocalUpdate, SlicedUpdate
 from lockstep.plan.spec import Plan
 
@@ -30,6 +31,11 @@ class Maker(ABC):
             OptionError: this one cannot.
         """
         return
+
+    @property
+    def outer(self) -> Nesterov | None:
+        """What steps on the average of replicas that train apart; None if there is no such."""
+        return None
 
     @abstractmethod
     def __call__(self, graph: LayerGraph, cluster: Cluster, batch_size: int) -> Plan:
@@ -53,6 +59,10 @@ class Accumulating(Maker):
 
     def check_batch_size(self, batch_size: int) -> None:
         self.maker.check_batch_size(self._batch_of_a_part(batch_size))
+
+    @property
+    def outer(self) -> Nesterov | None:
+        return self.maker.outer
 
     def __call__(self, graph: LayerGraph, cluster: Cluster, batch_size: int) -> Plan:
         """Make the Plan for global batches of ``batch_size`` samples."""

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from lockstep.plan.averaging import AveragedUpdate
 from lockstep.plan.decision import Decision, LayerPlacement, LocalUpdate, Pipeline, Stage
 from lockstep.units import format_bytes, format_count, format_time
 
@@ -90,6 +91,8 @@ def _work(plan: Decision) -> str:
     update = (
         "updated where they are"
         if isinstance(plan.update, LocalUpdate)
+        else f"each replica's own, {plan.update}"
+        if isinstance(plan.update, AveragedUpdate)
         else "in shared memory, each rank updates its slice"
         if plan.engine.shares_memory
         else f"each rank's own, which updates its slice, over {plan.engine.name}"

@@ -72,8 +72,9 @@ def own_loss(loss: OwnLoss, output: Any, inputs: Any) -> torch.Tensor | None:
 
 
 def _at(output: Any, place: int | str) -> Any:
-    is_attribute = isinstance(place, str) and not isinstance(output, dict)
-    return getattr(output, place) if is_attribute else output[place]  # type: ignore[call-overload]
+    if isinstance(place, str) and not isinstance(output, dict):
+        return getattr(output, place)
+    return output[place]
 
 
 def _own_value(output: Any) -> Any:

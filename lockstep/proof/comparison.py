@@ -14,7 +14,7 @@ be equal; so must be infinities; NaN equals nothing.
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,12 +70,18 @@ class Comparison:
 
 
 def compare_step(snapshot: Snapshot, record: Record) -> list[Comparison]:
-    """Compare everything that a step left behind."""
+    """Compare everything that a step left behind on ranks that are alike."""
+    return compare_replicas(snapshot, [record] * len(snapshot.states))
+
+
+def compare_replicas(snapshot: Snapshot, records: Sequence[Record]) -> list[Comparison]:
+    """Compare everything that a step left behind, with a record for each rank."""
+    first = records[0]
     return [
-        _compare_loss(snapshot, record),
-        *_compare_gradients(snapshot, record),
-        *_compare_slots(snapshot, record),
-        *_compare_states(snapshot, record),
+        _compare_loss(snapshot, first),
+        *_compare_gradients(snapshot, first),
+        *_compare_slots(snapshot, first),
+        *compare_states(snapshot, records),
     ]
 
 
@@ -144,18 +150,28 @@ def _compare_gradients(snapshot: Snapshot, record: Record) -> Iterator[Compariso
         )
 
 
-def _compare_states(snapshot: Snapshot, record: Record) -> Iterator[Comparison]:
-    scales = {
-        PARAMETER: norm_of(_floating(record.state, record.parameters)),
-        BUFFER: norm_of(_floating(record.state, record.moved_buffers)),
-    }
-    for rank, state in enumerate(snapshot.states):
+def compare_states(snapshot: Snapshot, records: Sequence[Record]) -> Iterator[Comparison]:
+    """Compare parameters and buffers of each rank with those of its record."""
+    for rank, (state, record) in enumerate(zip(snapshot.states, records, strict=True)):
+        scales = _scales_of_state(record)
         for name in state if snapshot.is_divided else _all_names(state, record.state):
             kind = BUFFER if name in record.buffers else PARAMETER
             ours, theirs = record.state.get(name), state.get(name)
             yield _compare(kind, name, rank, record.step, theirs, ours, scales[kind])
-    if not snapshot.is_divided:
-        return
+    if snapshot.is_divided:
+        yield from _compare_left_out(snapshot, records[0])
+
+
+def _scales_of_state(record: Record) -> dict[str, float]:
+    return {
+        PARAMETER: norm_of(_floating(record.state, record.parameters)),
+        BUFFER: norm_of(_floating(record.state, record.moved_buffers)),
+    }
+
+
+def _compare_left_out(snapshot: Snapshot, record: Record) -> Iterator[Comparison]:
+    """What no rank has."""
+    scales = _scales_of_state(record)
     found = {name for state in snapshot.states for name in state}
     for name in sorted(record.state.keys() - found):
         kind = BUFFER if name in record.buffers else PARAMETER

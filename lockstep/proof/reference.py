@@ -65,6 +65,11 @@ class Reference:
         batch_size: of the whole batch.
         seed: of all random streams.
         loss_weights: of several losses.
+        share: of each batch, the only one that it trains on; None for all.
+
+    Attributes:
+        model: the model.
+        optimizer: the optimizer.
     """
 
     def __init__(
@@ -77,12 +82,16 @@ class Reference:
         batch_size: int,
         seed: int,
         loss_weights: Any = None,
+        share: int | None = None,
     ) -> None:
         self.notes: list[str] = []
-        self._model = model
+        self.model = model
+        self.optimizer = optimizer
+        self._share = share
+        self._step = -1
+        self._last_loss: float | None = None
         self._loss = loss
         self._loss_weights = loss_weights
-        self._optimizer = optimizer
         self._source = source
         self._seed = seed
         self._batches = enumerate(_batches(source, batch_size))
@@ -103,27 +112,33 @@ class Reference:
             settle: called with the trainable parameters between backward and update.
         """
         number, indices = next(self._batches)
-        self._optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad(set_to_none=True)
         loss = self._pass(number, indices, num_shares)
         if loss is not None:
             if settle is not None:
                 settle(dict(self._trainable()))
-            self._optimizer.step()
-        return self._record(number, None if loss is None else loss.item())
+            self.optimizer.step()
+        self._step, self._last_loss = number, None if loss is None else loss.item()
+        return self.record()
 
     # --- forward and backward --------------------------------------------------------------------
 
     def _pass(self, number: int, indices: torch.Tensor, num_shares: int) -> torch.Tensor | None:
         bounds = share_bounds(len(indices), num_shares)
         bounds = bounds[: num_filled_shares(len(indices), num_shares)]
-        batch, states = self._read(number, indices, bounds)
+        first_share = self._share or 0
+        if self._share is not None:
+            bounds = bounds[first_share : first_share + 1]
+        if not bounds:
+            return None
+        batch, states = self._read(number, indices, bounds, first_share)
         others = _other_streams()
         streams: ShareStreams | None = None
         scope: AbstractContextManager[Any] = nullcontext()
         if len(bounds) > 1:
             scope = streams = ShareStreams(bounds, states, self._probe(batch))
         with scope:
-            loss = self._loss_of(self._model, self._loss, batch)
+            loss = self._loss_of(self.model, self._loss, batch)
             if loss is not None:
                 loss.backward()
         if streams is not None:
@@ -133,14 +148,18 @@ class Reference:
         return None if loss is None else loss.detach()
 
     def _read(
-        self, number: int, indices: torch.Tensor, bounds: list[tuple[int, int]]
+        self,
+        number: int,
+        indices: torch.Tensor,
+        bounds: list[tuple[int, int]],
+        first_share: int,
     ) -> tuple[Batch, list[torch.Tensor]]:
         """The batch, and each share's generator state once its samples are read.
 
         Read share by share, because data may be augmented at random while it is read.
         """
         parts, states = [], []
-        for share, (start, stop) in enumerate(bounds):
+        for share, (start, stop) in enumerate(bounds, first_share):
             seed_streams(share_seed(self._seed, number, share))
             parts.append(self._source.read(indices[start:stop], torch.float64))
             states.append(torch.get_rng_state())
@@ -166,7 +185,7 @@ class Reference:
         return batch_loss(loss, output, batch.targets, batch.sample_weight)
 
     def _moved(self, batch: Batch) -> Batch:
-        device = next(self._model.parameters()).device
+        device = next(self.model.parameters()).device
         return batch if device.type == "cpu" else _mapped(lambda part: part.to(device), batch)
 
     def _note(self, texts: list[str]) -> None:
@@ -175,31 +194,32 @@ class Reference:
     # --- what is left behind ---------------------------------------------------------------------
 
     def _trainable(self) -> Iterator[tuple[str, nn.Parameter]]:
-        for name, parameter in self._model.named_parameters():
+        for name, parameter in self.model.named_parameters():
             if parameter.requires_grad:
                 yield name, parameter
 
-    def _record(self, number: int, loss: float | None) -> Record:
+    def record(self) -> Record:
+        """What the last step has left behind, as it is now."""
         return Record(
-            step=number,
-            loss=loss,
+            step=self._step,
+            loss=self._last_loss,
             gradients={name: _clone(parameter.grad) for name, parameter in self._trainable()},
             state={
                 name: _clone(value)
-                for name, value in self._model.state_dict().items()
+                for name, value in self.model.state_dict().items()
                 if isinstance(value, torch.Tensor)
             },
-            buffers=frozenset(dict(self._model.named_buffers(remove_duplicate=False))),
-            parameters=frozenset(dict(self._model.named_parameters())),
+            buffers=frozenset(dict(self.model.named_buffers(remove_duplicate=False))),
+            parameters=frozenset(dict(self.model.named_parameters())),
             moved_buffers=frozenset(
                 name
-                for name, value in self._model.named_buffers()
+                for name, value in self.model.named_buffers()
                 if name not in self._first_buffers or not value.equal(self._first_buffers[name])
             ),
             slots={
                 name: {slot: _clone(value) for slot, value in slots.items()}
                 for name, parameter in self._trainable()
-                if (slots := self._optimizer.state.get(parameter))
+                if (slots := self.optimizer.state.get(parameter))
             },
         )
 

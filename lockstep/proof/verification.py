@@ -11,7 +11,8 @@ slots and everything behind it (a running mean) can still be compared. Such para
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,17 +30,22 @@ from lockstep.errors import (
     Problems,
     problem,
 )
+from lockstep.plan.averaging import AveragedUpdate
+from lockstep.plan.local_steps import INEXACT
 from lockstep.plan.spec import Plan
 from lockstep.proof.comparison import (
     GRADIENT,
     LOSS,
     Comparison,
+    compare_replicas,
+    compare_states,
     compare_step,
     norm_of,
     rounding_mask,
 )
 from lockstep.proof.job import Job, copy_in_double
 from lockstep.proof.reference import Record, Reference
+from lockstep.proof.replicas import Replicas, is_synchronous
 from lockstep.proof.report import Report, make_report
 from lockstep.train.callbacks import Callback, Logs
 from lockstep.train.checks import check_strategy
@@ -74,17 +80,23 @@ def verify_job(job: Job, strategy: StrategyLike, *, steps: int = 5, seed: int = 
 
 
 def _verify(job: Job, strategy: StrategyLike, steps: int, seed: int) -> Report:
-    ours, theirs = copy_in_double(job), copy_in_double(job)
+    theirs = copy_in_double(job)
     source = as_source(job.data)
-    reference = Reference(
-        ours.model,
-        ours.loss,
-        ours.optimizer,
-        source,
-        batch_size=job.batch_size,
-        seed=seed,
-        loss_weights=job.loss_weights,
-    )
+
+    def reference_of(share: int | None) -> Reference:
+        ours = copy_in_double(job)
+        return Reference(
+            ours.model,
+            ours.loss,
+            ours.optimizer,
+            source,
+            batch_size=job.batch_size,
+            seed=seed,
+            loss_weights=job.loss_weights,
+            share=share,
+        )
+
+    reference = reference_of(None)
     trainer = Trainer(
         theirs.model,
         loss=theirs.loss,
@@ -94,7 +106,7 @@ def _verify(job: Job, strategy: StrategyLike, steps: int, seed: int) -> Report:
         seed=seed,
         loss_weights=job.loss_weights,
     )
-    proof = _Proof(reference, trainer, linear=type(ours.optimizer) is optim.SGD)
+    proof = _Proof(reference, trainer, reference_of)
     states = stream_states()
     try:
         proof.run(source, job.batch_size, steps)
@@ -105,12 +117,12 @@ def _verify(job: Job, strategy: StrategyLike, steps: int, seed: int) -> Report:
     finally:
         restore_streams(states)
     undivided = _undivided(trainer.plan)
-    reasons = trainer.plan.notes if undivided else ()
+    reasons = trainer.plan.notes if undivided else () if proof.is_synchronous else (INEXACT,)
     report = make_report(
-        _title(trainer.plan, steps, job.batch_size),
+        _title(trainer.plan, steps, job.batch_size, is_simulated=not proof.is_synchronous),
         proof.comparisons,
         proof.undetermined(),
-        [*reference.notes, *proof.notes(), *reasons],
+        [*proof.notes(), *reasons],
         undivided,
     )
     return trainer.same_everywhere(report)  # rank 0 has compared
@@ -122,21 +134,30 @@ class _Proof:
     Args:
         reference: the plain loop.
         trainer: Lockstep.
-        linear: the update is linear in the gradient: rounding stays rounding.
+        reference_of: makes one that trains on one share of each batch alone.
     """
 
-    def __init__(self, reference: Reference, trainer: Trainer, *, linear: bool) -> None:
+    def __init__(
+        self,
+        reference: Reference,
+        trainer: Trainer,
+        reference_of: Callable[[int], Reference],
+    ) -> None:
         self.comparisons: list[Comparison] = []
         self._reference = reference
         self._trainer = trainer
-        self._linear = linear
+        self._reference_of = reference_of
+        self._replicas: Replicas | None = None
+        # The update is linear in the gradient: rounding stays rounding.
+        self._linear = type(reference.optimizer) is optim.SGD
         self._rounding: dict[str, torch.Tensor] = {}
         self._steps = 0
         self._updates = 0
 
     def run(self, source: Source, batch_size: int, steps: int) -> None:
         """Train both, comparing every step."""
-        epochs = -(-steps // -(-len(source) // batch_size)) if len(source) else 1
+        self._steps_per_epoch = -(-len(source) // batch_size)
+        epochs = -(-steps // self._steps_per_epoch) if len(source) else 1
         self._trainer.callbacks = [_StopAfter(steps)] if epochs > 1 else []
         try:
             self._trainer.fit(
@@ -162,21 +183,54 @@ class _Proof:
 
     def notes(self) -> Iterator[str]:
         """What a person should know of this run."""
+        first = self._reference if self._replicas is None else self._replicas.references[0]
+        yield from first.notes
         if not self._updates:
             yield "no batch weighed anything, so nothing was updated"
 
     def _compare(self, snapshot: Snapshot) -> None:
+        update = self._trainer.plan.update
+        if isinstance(update, AveragedUpdate):
+            self._compare_averaged(snapshot, update)
+            return
         record = self._step(snapshot)
-        self._steps += 1
-        self._updates += record.loss is not None
+        self._count(record)
         self.comparisons += compare_step(snapshot, record)
 
-    def _step(self, snapshot: Snapshot | None) -> Record:
-        def settle(parameters: dict[str, nn.Parameter]) -> None:
-            if snapshot is not None and not self._linear:
-                self._take_rounding(parameters, snapshot)
+    def _compare_averaged(self, snapshot: Snapshot, update: AveragedUpdate) -> None:
+        """Ranks that train apart: with replicas that are simulated, or with one device."""
+        if self.is_synchronous:
+            record = self._step(None)
+            self._count(record)
+            self.comparisons += compare_states(snapshot, [record] * len(snapshot.states))
+            return
+        if self._replicas is None:
+            references = [self._reference_of(rank) for rank in range(len(snapshot.states))]
+            self._replicas = Replicas(references, update, self._steps_per_epoch)
+        records = self._replicas.step(
+            self._trainer.plan.num_shares, snapshot.weights, partial(self._settle, snapshot)
+        )
+        self._count(records[0])
+        self.comparisons += compare_replicas(snapshot, records)
 
-        return self._reference.step(self._trainer.plan.num_shares, settle)
+    @property
+    def is_synchronous(self) -> bool:
+        """Whether the ranks train together, or average what comes to the same."""
+        update, reference = self._trainer.plan.update, self._reference
+        return not isinstance(update, AveragedUpdate) or is_synchronous(
+            update, reference.optimizer, reference.model
+        )
+
+    def _count(self, record: Record) -> None:
+        self._steps += 1
+        self._updates += record.loss is not None
+
+    def _step(self, snapshot: Snapshot | None) -> Record:
+        return self._reference.step(self._trainer.plan.num_shares, partial(self._settle, snapshot))
+
+    def _settle(self, snapshot: Snapshot | None, parameters: dict[str, nn.Parameter]) -> None:
+        if snapshot is not None and not self._linear:
+            self._take_rounding(parameters, snapshot)
 
     @torch.no_grad()
     def _take_rounding(self, parameters: dict[str, nn.Parameter], snapshot: Snapshot) -> None:
@@ -239,10 +293,13 @@ class _StopAfter(Callback):
         self._left -= 1
 
 
-def _title(plan: Plan, steps: int, batch_size: int) -> str:
+def _title(plan: Plan, steps: int, batch_size: int, *, is_simulated: bool) -> str:
+    plain = "a plain PyTorch loop"
+    if is_simulated:
+        plain += f" that simulates {plan.num_ranks} replicas"
     mesh = " x ".join(f"{axis.name} {axis.size}" for axis in plan.mesh) or "one device"
     return (
-        f"{plan.strategy}, {mesh}, num_shares={plan.num_shares}, against a plain PyTorch loop: "
+        f"{plan.strategy}, {mesh}, num_shares={plan.num_shares}, against {plain}: "
         f"{steps} {'step' if steps == 1 else 'steps'} of {batch_size} samples, float64"
     )
 

@@ -20,12 +20,14 @@ from lockstep.parallel.build import build_worker
 from lockstep.parallel.engine import Neighbours
 from lockstep.parallel.gradient_rules import GradientRules
 from lockstep.parallel.groups import ParameterGroup
+from lockstep.parallel.local_worker import build_local_worker
 from lockstep.parallel.losses import LossAdapter
 from lockstep.parallel.partition import Partition
 from lockstep.parallel.settings import TorchSettings
 from lockstep.parallel.step_functions import StepFunction
 from lockstep.parallel.update import Updater
 from lockstep.parallel.worker import Worker
+from lockstep.plan.averaging import AveragedUpdate
 from lockstep.plan.spec import Plan
 from lockstep.train.tasks import Task
 
@@ -86,6 +88,21 @@ def make_worker(
         neighbours: what this rank has of other hosts, where there are several.
         meeting_point: where ranks of a process group find each other, if there is one.
     """
+    if isinstance(assignment.plan.update, AveragedUpdate) and assignment.updater is not None:
+        return build_local_worker(
+            assignment.plan,
+            spec,
+            region,
+            rank=rank,
+            model=assignment.model,
+            loss=assignment.loss,
+            updater=assignment.updater,
+            rules=assignment.rules,
+            functions=assignment.functions,
+            seed=assignment.seed,
+            device=assignment.device,
+            look_around=look_around,
+        )
     return build_worker(
         assignment.plan,
         spec,

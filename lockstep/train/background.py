@@ -22,9 +22,14 @@ _Job = tuple[Future[Any], Callable[[], Any]]
 
 
 class Background:
-    """Runs functions in a thread of its own, which starts with the first of them."""
+    """Runs functions in a thread of its own, which starts with the first of them.
 
-    def __init__(self) -> None:
+    Args:
+        name: the thread's.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         weakref.finalize(self, self._jobs.put, None)  # if nobody has closed it
@@ -36,7 +41,7 @@ class Background:
             self._thread = threading.Thread(
                 target=context.run,
                 args=(_work, self._jobs),
-                name="lockstep: reading",
+                name=self._name,
                 daemon=True,
             )
             self._thread.start()

@@ -145,7 +145,8 @@ class FitConductor(FollowingConductor):
             callback.on_train_batch_end(index, {"loss": result.loss, "size": result.num_samples})
 
     def wants_state(self, index: int) -> bool:
-        return any(callback.takes_state(index) for callback in self._step_enders)
+        wishes = [callback.takes_state(index) for callback in self._step_enders]  # all are asked
+        return any(wishes)
 
     def stand_at(self, place: Place | None) -> None:
         self._trainer.stand_at(place, self.history)

@@ -26,6 +26,8 @@ class Snapshot:
         states: what each rank has of the model's ``state_dict``.
         slots: pieces of the optimizer's slots, of all ranks.
         is_divided: ranks have parts of the model only.
+        weights: where ranks train apart, what each has trained on. Loss, gradients and slots are
+            then those of the first.
     """
 
     step: int
@@ -35,6 +37,7 @@ class Snapshot:
     states: list[dict[str, torch.Tensor]]
     slots: list[PieceSlots]
     is_divided: bool = False
+    weights: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,12 +49,14 @@ class Place:
         batch: number of its batch.
         num_steps: made so far by the task under way.
         so_far: what the epoch has come to (``train.epoch_sums``); None where it has not begun.
+        read: of a stream, the number of batches that were used, and their checksum; else None.
     """
 
     epoch: int
     batch: int
     num_steps: int
     so_far: Any = None
+    read: list[int] | None = None
 
 
 class Conductor:

@@ -148,7 +148,7 @@ class Ensemble:
         self.worker.gather_slots()
         if updater.shares_all:
             return []
-        return [part for parts in self.control.gather(updater.slots()) for part in parts]
+        return [part for parts in self.control.gather(self.worker.slots()) for part in parts]
 
     def show_traces(self, tracer: StepTracer) -> None:
         """Whoever has asked for traces gets those of all ranks."""
@@ -168,8 +168,7 @@ class Ensemble:
 
     @property
     def _is_halted(self) -> bool:
-        board = self.worker.board
-        return board is not None and board.is_halted
+        return self.worker.is_halted
 
     def pause_validation(self, index: int) -> None:
         """After a batch of the validation: nothing waits there otherwise, so not at each."""

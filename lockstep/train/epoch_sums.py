@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
+from lockstep.checkpoint.trees import Tree
 from lockstep.parallel.control import Control
 from lockstep.parallel.worker import StepResult
 from lockstep.train.metrics import Metrics
-from lockstep.train.training_state import Tree, copied
+from lockstep.train.training_state import copied
 
 
 def epoch_sums(results: Sequence[StepResult], metrics: Metrics, control: Control) -> Tree:

@@ -61,8 +61,9 @@ class SharedStream:
 
     def __init__(self, reading: Reading | None) -> None:
         self._reading = reading
-        self._background = Background()
+        self._background = Background("lockstep: reading")
         self._slots = [_Slot(number) for number in range(_NUM_SLOTS)]
+        self._num_used = 0
 
     def __reduce__(self) -> tuple[Any, ...]:
         return SharedStream, (None,)
@@ -81,6 +82,33 @@ class SharedStream:
         reading = self._reading
         assert reading is not None
         return self._background.submit(lambda: reading.peek(epoch)).result()
+
+    @property
+    def used(self) -> list[int] | None:
+        """How many batches were used, and their checksum; None where these are not summed here."""
+        if self._reading is None or (total := self._reading.checksum(self._num_used)) is None:
+            return None
+        return [self._num_used, total]
+
+    def skip(self, epoch: int, num_batches: int | None = None) -> None:
+        """Pass over batches of an epoch, or all, that were used before.
+
+        Raises:
+            DataError: there are fewer, or they cannot be read.
+        """
+        reading = self._reading
+        if reading is not None:
+            skipped = self._background.submit(lambda: reading.skip(epoch, num_batches))
+            self._num_used += skipped.result()
+
+    def check_used(self, before: list[int]) -> None:
+        """See that the batches passed over are those that were used before.
+
+        Raises:
+            DataError: they are others.
+        """
+        if self._reading is not None and self.used != before:
+            raise self._reading.changed("other batches than then")
 
     def batches(
         self,
@@ -142,6 +170,7 @@ class SharedStream:
             slot.tell(control)
             aside = reading.can_read_aside
             ahead = self._read(reading.read_aside, next_slot) if aside else None
+            self._num_used += 1
             yield batch
         control.broadcast(_News())
 

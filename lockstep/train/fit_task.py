@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from typing import ClassVar
@@ -121,6 +121,7 @@ class FitTask(Task):
     def run(self, worker: Worker, control: Control, conductor: Conductor) -> FitResult:
         """Train until the last epoch, or until a callback or Ctrl-C ends it."""
         ensemble = Ensemble(worker=worker, control=control, conductor=conductor)
+        worker.keeps_pace = self._meets_between_steps
         progress = _Progress()
         tracer = StepTracer(self.traced)
         resume = None
@@ -144,6 +145,7 @@ class FitTask(Task):
                 tracer.is_running
             ):  # training has ended, or goes on anew, before the last of the steps
                 ensemble.show_traces(tracer)
+        worker.settle(is_last=True)
         ensemble.collect_buffers()
         return FitResult(
             num_epochs=progress.num_epochs,
@@ -151,6 +153,12 @@ class FitTask(Task):
             slots=ensemble.gathered_slots(),
             resume=resume,
         )
+
+    @property
+    def _meets_between_steps(self) -> bool:
+        """Whether what goes on between two steps concerns all ranks."""
+        is_stream = isinstance(self.source, SharedStream)
+        return self.before_steps or self.after_steps or self.record or is_stream
 
     def _train_epoch(
         self,
@@ -184,13 +192,14 @@ class FitTask(Task):
                 ensemble.share_buffers()
             if self.record:
                 _record(ensemble, step, result)
+            if self.takes_states:
+                self._take_stand(ensemble, epoch, index + 1, progress, results)
             end_step = partial(conductor.end_step, index, result)
             if self.after_steps:
                 if worker.held_names() is not None:  # callbacks may look at the whole model
                     ensemble.collect_buffers()
                 if self.shows_slots:
                     ensemble.show_slots()
-                self._take_stand(ensemble, epoch, index + 1, progress, results)
                 if ensemble.consult(end_step):
                     break
             else:
@@ -199,6 +208,9 @@ class FitTask(Task):
                 if stops:
                     break
         progress.num_epochs = epoch + 1
+        worker.settle()
+        ensemble.check_halt()
+        results = _of_all(ensemble, results)
         losses = self._losses(ensemble, results)
         logs = self._logs(ensemble, epoch, losses)
         if self.counts_skipped:
@@ -233,7 +245,7 @@ class FitTask(Task):
     ) -> None:
         """After a step, have rank 0 know all that the training's state says, if it is wanted."""
         conductor = ensemble.conductor
-        if not (self.takes_states and ensemble.is_wanted(conductor.wants_state(batch - 1))):
+        if not ensemble.is_wanted(conductor.wants_state(batch - 1)):
             conductor.stand_at(None)
             return
         ensemble.collect_buffers()
@@ -246,8 +258,10 @@ class FitTask(Task):
     def _stand(self, ensemble: Ensemble, place: Place) -> None:
         plan = ensemble.worker.plan
         is_apart = plan.num_hosts > 1 and plan.pipeline is not None  # weights are on other hosts
-        is_stream = isinstance(self.source, SharedStream)
-        ensemble.conductor.stand_at(None if is_apart or is_stream else place)
+        if isinstance(self.source, SharedStream):
+            place = replace(place, read=self.source.used)
+            is_apart = is_apart or place.read is None
+        ensemble.conductor.stand_at(None if is_apart else place)
 
     def _begin_epoch(self, ensemble: Ensemble, epoch: int) -> bool:
         """Let callbacks begin an epoch, unless they have; returns whether to stop."""
@@ -349,6 +363,13 @@ class FitTask(Task):
         return {**logs, **{f"val_{name}": value for name, value in validated.items()}}
 
 
+def _of_all(ensemble: Ensemble, results: list[StepResult]) -> list[StepResult]:
+    """Of ranks that have trained apart: on rank 0 what all of them have done."""
+    if not ensemble.worker.trains_apart:
+        return results
+    return [one for own in ensemble.control.gather(results) for one in own]
+
+
 def _mean(totals: Sequence[float], weights: Sequence[float]) -> float:
     """Exactly rounded sums: the order of ranks cannot matter."""
     weight = math.fsum(weights)
@@ -373,10 +394,9 @@ def _joined(results: list[StepResult], *, is_told: bool) -> StepResult:
 
 def _record(ensemble: Ensemble, step: int, result: StepResult) -> None:
     worker, control = ensemble.worker, ensemble.control
-    assert worker.updater is not None
     gradients = worker.gradients() if result.weight else {}
     ranks = control.gather(
-        (_state(worker), worker.updater.slots(with_stored=True), dict(gradients))
+        (_state(worker), worker.slots(with_stored=True), dict(gradients), result.weight)
     )
     if control.rank == 0:
         ensemble.conductor.observe_state(
@@ -386,12 +406,13 @@ def _record(ensemble: Ensemble, step: int, result: StepResult) -> None:
                 weight=result.weight,
                 gradients={
                     name: None if gradient is None else gradient.clone()
-                    for _, _, own in ranks
+                    for _, _, own, _ in ranks
                     for name, gradient in own.items()
                 },
-                states=[state for state, _, _ in ranks],
-                slots=[part for _, parts, _ in ranks for part in parts],
+                states=[state for state, *_ in ranks],
+                slots=[part for _, parts, *_ in ranks for part in parts],
                 is_divided=worker.held_names() is not None,
+                weights=tuple(weight for *_, weight in ranks) if worker.trains_apart else (),
             )
         )
     worker.barrier()  # the next step overwrites the gradients

@@ -19,6 +19,7 @@ from torch import nn, optim
 
 from lockstep.channel.channel import Channel
 from lockstep.channel.waiting import Stopwatch
+from lockstep.checkpoint.trees import Tree, assembled, flattened
 from lockstep.cluster.devices import discover
 from lockstep.cluster.environment import find_place
 from lockstep.cluster.place import Place, Reach
@@ -41,7 +42,6 @@ from lockstep.train.fit_task import FitTask
 from lockstep.train.followers import Follower, host_key
 from lockstep.train.renewal import Form, take_changes
 from lockstep.train.run_state import set_state, state_of
-from lockstep.train.training_state import Tree, assembled, flattened
 from lockstep.units import format_seconds
 from lockstep.version import __version__
 
@@ -235,7 +235,7 @@ class Hosts:
             values = [one.get(name, "missing") for one in told]
             other = next((host for host, value in enumerate(values) if value != values[0]), None)
             if other is not None:
-                raise HostError(
+                error = HostError(
                     problem(
                         f"Hosts must run the same script on the same data; these differ in {name}.",
                         received=f"{values[0]} on {self.names[0]}, {values[other]} on "
@@ -243,6 +243,8 @@ class Hosts:
                         fix="Start the same script with the same arguments everywhere.",
                     )
                 )
+                self.control_group.fail(str(error), error)  # all find it: nobody waits for reasons
+                raise error
 
     def wait(self) -> None:
         """Wait for all hosts."""

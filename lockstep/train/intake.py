@@ -32,6 +32,7 @@ class Wish:
         first_epoch: epochs trained before.
         with_targets: there must be targets.
         is_read_here: a stream is read by this process, and not on another host.
+        is_summed: see ``Reading``.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Wish:
     first_epoch: int = 0
     with_targets: bool = True
     is_read_here: bool = True
+    is_summed: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,6 +150,7 @@ def _take_in_stream(stream: Stream, wish: Wish) -> Feed:
         purpose=wish.purpose,
         first_epoch=wish.first_epoch,
         steps=wish.steps_per_epoch,
+        is_summed=wish.is_summed,
     )
     shared = SharedStream(reading)
     try:
@@ -179,6 +182,12 @@ def _check(stream: Stream, wish: Wish) -> None:
             received=f"{stream.kind} and epochs={wish.epochs}",
             fix="Pass a function that makes it anew (a generator function), or, to train, "
             "steps_per_epoch: then every epoch takes as many batches.",
+        )
+    if wish.is_summed and not stream.restarts:
+        problems.add(
+            f"To go on from a checkpoint, `{wish.name}` is read again up to there.",
+            received=f"{stream.kind}, which can be gone through once only",
+            fix="Pass a function that makes it anew (a generator function).",
         )
     if stream.is_endless and wish.steps_per_epoch is None:
         problems.add(

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import optim
 
-from lockstep.train.training_state import TrainingState, Tree, copied, copy_onto
+from lockstep.checkpoint.trees import Tree
+from lockstep.train.training_state import TrainingState, copied, copy_onto
 
 Parameters = Mapping[str, torch.Tensor]
 

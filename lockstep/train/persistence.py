@@ -143,13 +143,9 @@ class PersistentRunner(Runner):
             if self._job_context.is_nested:
                 raise within_training()
             found = TrainingState.of(state)
-            check_state(
-                found, self._state(), self.callbacks, has_schedule=self.schedule is not None
-            )
             if hosts is not None:
                 hosts.check_equal({"the state": found.digest()})
-            self._set_whole_state(found)
-            self._resumed = found if found.position["fit"] is not None else None
+            self._take_up(found)
 
     def stand_at(self, place: Place | None, history: History) -> None:
         """For the conductor of a ``fit``: callbacks are called there next."""
@@ -162,6 +158,7 @@ class PersistentRunner(Runner):
             "batch_size": self.batch_size,
             "steps": self._steps_trained + place.num_steps,
             "so_far": place.so_far,
+            "read": place.read,
             "history": history.history,
             "epochs": history.epoch,
         }
@@ -175,11 +172,12 @@ class PersistentRunner(Runner):
         if self._resumed is None:
             return Resume()
         place = self._resumed.position["fit"]
-        if is_stream:
+        if is_stream != (place.get("read") is not None):
+            kinds = ["arrays or map-style data", "data that can only be iterated"]
             raise OptionError(
                 problem(
-                    "A fit is gone on with as it was begun: on arrays or map-style data.",
-                    received="data that can only be iterated",
+                    f"A fit is gone on with as it was begun: on {kinds[not is_stream]}.",
+                    received=kinds[is_stream],
                     fix="Give fit the arguments that it had.",
                 )
             )
@@ -212,6 +210,16 @@ class PersistentRunner(Runner):
             yield
         finally:
             self._first_epoch = self._place = None
+
+    def _take_up(self, state: TrainingState) -> None:
+        """Be as a state says, and have the next ``fit`` go on from there.
+
+        Raises:
+            CheckpointError: it does not fit; nothing is changed then.
+        """
+        check_state(state, self._state(), self.callbacks, has_schedule=self.schedule is not None)
+        self._set_whole_state(state)
+        self._resumed = state if state.position["fit"] is not None else None
 
     def _position(self) -> dict[str, Any]:
         """How far training has come.

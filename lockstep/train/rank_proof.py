@@ -10,7 +10,6 @@ is not is named. The model and the random streams are left as they were.
 Gradients of large weights are not formed: their memory would be taken twice.
 """
 
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -20,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lockstep.capture.state import ModelState
+from lockstep.capture.state import left_alone
 from lockstep.data.order import kept_streams, seed_streams
 from lockstep.data.sources import Batch, Source
 from lockstep.data.trees import tensors_of
@@ -100,7 +99,7 @@ def _fingerprints(
     """Of all that is computed, in its order. What fails everywhere fails in the first step."""
     found: list[Print] = []
     outputs: list[tuple[str, torch.Tensor]] = []
-    with _left_alone(model):
+    with left_alone(model):
         seed_streams(0)
         try:
             with _watching(model, found, outputs):
@@ -113,22 +112,6 @@ def _fingerprints(
         except Exception as error:  # reentrant checkpoints go backward in one way only
             found += [(f"a {type(error).__name__} in backward", b"")]
     return found
-
-
-@contextmanager
-def _left_alone(model: nn.Module) -> Iterator[None]:
-    """After the block the model, its gradients and the random streams are as they were."""
-    state = ModelState(model, with_parameters=False)
-    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the first step gives them, too
-            yield
-    finally:
-        state.restore()
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
-        torch.clear_autocast_cache()
 
 
 @contextmanager

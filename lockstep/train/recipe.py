@@ -19,6 +19,7 @@ from lockstep.plan.spec import Plan
 from lockstep.train.averages import EMA, Averages, AveragingUpdater
 from lockstep.train.master_weights import with_masters
 from lockstep.train.optimizers import Optimizers, names_of
+from lockstep.train.outer_updater import OuterUpdater
 from lockstep.train.recipe_checks import (
     check_additions,
     check_gradient_options,
@@ -73,6 +74,7 @@ class Recipe:
         self._accumulate = accumulate
         self._compile = compile
         self._masters: dict[str, torch.Tensor] = {}
+        self._velocities: dict[str, torch.Tensor] = {}
 
     def __repr__(self) -> str:
         """All that has an influence on the time and memory of a step."""
@@ -129,6 +131,7 @@ class Recipe:
         model: nn.Module,
         *,
         changes_by_step: bool,
+        has_outer: bool = False,
     ) -> AnyUpdater:
         """Who updates.
 
@@ -136,6 +139,7 @@ class Recipe:
             optimizer: the user's.
             model: whose parameters it has.
             changes_by_step: a schedule moves its options at every step.
+            has_outer: replicas' averages are stepped on, too.
 
         Raises:
             OptionError: the optimizer cannot be used like this.
@@ -151,4 +155,6 @@ class Recipe:
             updater = AveragingUpdater(updater, self.averages, dtype)
         if self._precision == "bf16":
             updater = with_masters(updater, self._masters)
+        if has_outer:
+            updater = OuterUpdater(updater, self._velocities)
         return updater

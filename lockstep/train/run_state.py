@@ -6,11 +6,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from lockstep.checkpoint.trees import Tree
 from lockstep.errors import CheckpointError, Problems, problem
 from lockstep.parallel.update import Updater
 from lockstep.train.callbacks import Callback
 from lockstep.train.copies import set_values
-from lockstep.train.training_state import TrainingState, Tree, copied
+from lockstep.train.training_state import TrainingState, copied
 from lockstep.units import first_few
 
 _SAME_SCRIPT = "Load it into a Trainer that the same script has made."
@@ -144,6 +145,7 @@ def _check_names(state: TrainingState, own: TrainingState, problems: Problems) -
         "trained": state.trained,
         "options": [name for group in state.options for name in group.get("params", ())],
         "masters": state.masters,
+        "velocities": state.velocities,
         "averages": weights,
     }
     for part, names in named.items():
@@ -178,8 +180,8 @@ def no_place() -> CheckpointError:
     return CheckpointError(
         problem(
             "Within a fit, a callback finds the state of the training in on_epoch_end, and in "
-            "on_train_batch_end where its takes_state() says so: on arrays and map-style data, and "
-            "not in pipelines over several hosts.",
+            "on_train_batch_end where its takes_state() says so: not in pipelines over several "
+            "hosts, and on data that can only be iterated with fit(checkpoint=...) only.",
             received="state_dict elsewhere",
             fix="Call it there, or after fit.",
         )

@@ -23,6 +23,7 @@ from lockstep.parallel.settings import TorchSettings
 from lockstep.parallel.whole_batch import whole_batch_note
 from lockstep.plan.makers import Maker, SingleDevice
 from lockstep.plan.spec import Plan
+from lockstep.train.apart_checks import check_apart
 from lockstep.train.assignment import Assignment
 from lockstep.train.checks import check_device
 from lockstep.train.conductor import Conductor
@@ -94,12 +95,13 @@ class Runner(ABC):
     def _begin_session(self, job_context: JobContext) -> None:
         self._job_context = job_context
         self._standing = StandingCalls()
+        self._proven: object = None  # what the helpers have proved to compute as this process does
         self._session = Session(self.timeout_seconds)
         self._finalizer = weakref.finalize(self, self._session.release)
 
     def __getstate__(self) -> dict[str, Any]:
         """What a runner of another process needs."""
-        own = ("_job_context", "_session", "_standing", "_finalizer")
+        own = ("_job_context", "_session", "_standing", "_finalizer", "_proven")
         return {name: value for name, value in vars(self).items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -240,7 +242,7 @@ class Runner(ABC):
             check_inner_loss(assignment, loss, sample_of(task.source), batch_size)
         with self._job_context.at_work() as hosts:
             result = session.run(assignment, conductor, hosts, self._standing, self._sight)
-        session.proven = proof or session.proven
+        self._proven = proof or self._proven
         if self._plan is not None and loss is not None and loss.takes_whole:
             notes = (*self._plan.notes, whole_batch_note(loss))
             self._plan = msgspec.structs.replace(self._plan, notes=tuple(dict.fromkeys(notes)))
@@ -254,12 +256,13 @@ class Runner(ABC):
         Returns what the proof is going to hold for; None where there is none.
         """
         task, plan = assignment.task, assignment.plan
-        if not isinstance(task, FitTask) or plan.num_ranks == 1 or plan.pipeline is not None:
+        is_left_out = plan.pipeline is not None or plan.compiled  # compiling takes longer
+        if not isinstance(task, FitTask) or plan.num_ranks == 1 or is_left_out:
             return None
         parts = (self.model, assignment.loss and assignment.loss.loss, assignment.functions)
-        proof = standing(self._sight, parts, self.model)
+        proof = session.num_ended, plan, standing(self._sight, parts, self.model)
         # Hosts remember each for itself, and all must agree.
-        task.proves = plan.num_hosts > 1 or session.proven != proof
+        task.proves = plan.num_hosts > 1 or self._proven != proof
         if task.proves:
             conductor.samples = samples_of(sample_of(task.source), self.precision)
         return proof
@@ -295,6 +298,7 @@ class Runner(ABC):
         """What every rank is told."""
         if updater is not None:
             check_divisible(self.model, self.optimizer, plan, is_known=updater.is_known)
+            check_apart(plan, updater, self._recipe.averages, self.precision)
         if plan.pipeline is None or len(plan.domains) > 1:
             self._initialize()
         return Assignment(

@@ -57,6 +57,21 @@ def check_same_data(hosts: Hosts, source: Source | SharedStream | None, name: st
         _check_samples(hosts, source, name)
 
 
+def fingerprint(source: Source | SharedStream | None) -> str:
+    """What data is, for a later ``fit`` to compare; of arrays also their values, or a sample's."""
+    said = _kind(source)
+    if source is None or isinstance(source, SharedStream):
+        return said
+    said = f"{said} of {len(source)} samples"
+    if not isinstance(source, ArraySource):
+        return said
+    picked = torch.arange(len(source))
+    if array_bytes(source) > WHOLE_BYTES:
+        picked = picked[:: max(len(source) // _NUM_INTERVALS, 1)]
+    batch = source.read(picked, None)
+    return f"{said} ({digest(tensor for _, tensor in named_parts(batch)).hex()[:8]})"
+
+
 def _kind(source: Source | SharedStream | None) -> str:
     if source is None:
         return "none"

@@ -31,6 +31,7 @@ from lockstep.parallel.host_control import HostControl
 from lockstep.parallel.serialization import SerializedObject, pack
 from lockstep.parallel.worker import Worker
 from lockstep.pickling import dumps
+from lockstep.plan.averaging import AveragedUpdate
 from lockstep.plan.decision import LocalUpdate
 from lockstep.plan.spec import Plan
 from lockstep.train.assignment import Assignment, compute_settings, initialize_own, make_worker
@@ -44,7 +45,7 @@ from lockstep.train.read_limit import ReadLimit
 from lockstep.train.serving import Call, serve, serve_again
 from lockstep.train.standing import Footing, News, StandingCalls, may_stand
 from lockstep.train.stores import Mapped, Stores, has_options, options_store
-from lockstep.train.watch import Position, Watch, state_of_training
+from lockstep.train.watch import STATE_OF_FIRST, Position, Watch, state_of_training
 
 # What every helper needs; the template imports it before any helper is born.
 PRELOAD: tuple[str, ...] = ("lockstep.train.serving",)
@@ -62,10 +63,10 @@ class Session:
     Attributes:
         preload: modules that helpers should have imported, beside what all need.
         stores: of the model.
-        proven: what the helpers have proved to compute as this process does; None before.
+        num_ended: teams that it has ended.
     """
 
-    proven: object = None
+    num_ended = 0
     preload: tuple[str, ...] = ()
 
     def __init__(self, timeout_seconds: float) -> None:
@@ -307,7 +308,8 @@ class Session:
 
     def close(self, error: BaseException | None = None) -> None:
         """End the helpers; those that go on with a script of their own are told of the error."""
-        team, self._team, self.proven = self._team, None, None
+        team, self._team = self._team, None
+        self.num_ended += team is not None
         if team is not None and error is not None and self._is_attached:
             team.tell_failure(error)
         if team is not None:
@@ -351,7 +353,9 @@ class _Part:
         """The call has failed, and the helpers have ended: note in the error what is left."""
         worker = self.worker
         worker.abandon()
-        if worker.updater is not None:
+        if isinstance(self.assignment.plan.update, AveragedUpdate) and worker.updater is not None:
+            add_note(error, STATE_OF_FIRST)
+        elif worker.updater is not None:
             lost = worker.updater.recover()
             has_older = len(self.assignment.plan.domains) > 1 and bool(worker.updater.slot_keys())
             add_note(error, state_of_training(worker.board, lost, has_older=has_older))

@@ -9,6 +9,7 @@ from torch import nn
 
 from lockstep.parallel.groups import ParameterGroup
 from lockstep.parallel.store import ParameterStore, TensorStore, check_separate, slot_spec
+from lockstep.plan.averaging import AveragedUpdate
 from lockstep.train.assignment import Assignment
 
 # How ranks have a store, but for the first of them, which has the store itself: they map it, too;
@@ -49,11 +50,12 @@ class Stores:
             assignment: what they are for.
             leader: this process's rank.
         """
-        shares = assignment.plan.engine.shares_memory
+        is_apart = isinstance(assignment.plan.update, AveragedUpdate)
+        shares = assignment.plan.engine.shares_memory and not is_apart
         stores = _mapped(
             assignment, self._adopt(assignment, leader), "shared" if shares else "copied"
         )
-        if assignment.updater is not None:
+        if assignment.updater is not None and not is_apart:
             # A rank writes to the slots of its pieces only, so of the others it has no pages.
             slots = self._adopt_slots(assignment, leader)
             stores += _mapped(assignment, slots, "shared" if shares else "copied on write")

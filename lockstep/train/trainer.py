@@ -7,7 +7,6 @@ runs tasks on the Plan's ranks through a ``Session``.
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -17,8 +16,6 @@ from lockstep.data.sources import Source, as_input_source
 from lockstep.data.trees import Tree, concatenate, map_tensors, tensors_of
 from lockstep.errors import (
     DataError,
-    ModelError,
-    OptionError,
     problem,
 )
 from lockstep.parallel.blank import (
@@ -27,10 +24,10 @@ from lockstep.parallel.blank import (
 )
 from lockstep.parallel.gradient_rules import OnNonFinite
 from lockstep.parallel.loss_options import adapt_loss
-from lockstep.parallel.losses import ONE_LOSS, LossAdapter
 from lockstep.train.averages import EMA
-from lockstep.train.batch_size import BatchSizeSearch, Training, choose_batch_size, search_of
-from lockstep.train.callbacks import Callback, Logs, acting, stopping, told_of_errors, traced_steps
+from lockstep.train.batch_size import BatchSizeSearch
+from lockstep.train.callbacks import Callback, Logs
+from lockstep.train.checkpoints import Checkpoint
 from lockstep.train.checks import (
     check_arguments,
     check_counts,
@@ -39,37 +36,28 @@ from lockstep.train.checks import (
     log_names,
     prepare_model,
 )
-from lockstep.train.conducting import FitConductor, FollowingConductor
 from lockstep.train.conductor import Conductor
-from lockstep.train.ensemble import Resume
 from lockstep.train.feeding import SharedStream, sample_of
-from lockstep.train.fit_task import FitTask
+from lockstep.train.fitting import FitRequest, FittingRunner
 from lockstep.train.history import History
 from lockstep.train.intake import (
     DEFAULT_BATCH_SIZE,
     Feed,
     Wish,
-    close_all,
-    closing_on_error,
     take_in,
 )
-from lockstep.train.interrupt import held_interrupts
 from lockstep.train.job_context import JobContext, StrategyLike
 from lockstep.train.known_modules import known_modules
 from lockstep.train.learning_rates import make_schedule
 from lockstep.train.metrics import Metrics
 from lockstep.train.optimizers import Optimizers, make_optimizers
-from lockstep.train.output_console import OutputConsole
-from lockstep.train.persistence import PersistentRunner
-from lockstep.train.progress import ProgressDisplay
-from lockstep.train.rate_rules import RateRule, rule_of
+from lockstep.train.rate_rules import rule_of
 from lockstep.train.recipe import AnyUpdater, Recipe
-from lockstep.train.same_data import check_same_data
 from lockstep.train.scope import current_strategy
 from lockstep.train.tasks import EvaluateTask, PredictTask
 
 
-class Trainer(PersistentRunner):
+class Trainer(FittingRunner):
     """Trains a PyTorch model under a strategy, with the weights one device would have given.
 
     Args:
@@ -207,6 +195,7 @@ class Trainer(PersistentRunner):
         verbose: int = 1,
         learning_rate_rule: Literal["linear", "sqrt"] | None = None,
         reference_batch_size: int = DEFAULT_BATCH_SIZE,
+        checkpoint: Checkpoint | None = None,
         on_snapshot: Any = None,
     ) -> History:
         """Train; a second ``fit`` goes on where the first ended.
@@ -234,6 +223,9 @@ class Trainer(PersistentRunner):
                 once, and by the ratio when a later ``fit`` has the rule and another size. None
                 leaves them as they are.
             reference_batch_size: the batch size that the learning rates were chosen for.
+            checkpoint: where and how often to write all that is needed to go on. Started again, the
+                same script goes on from the newest of these at the very next batch, on any number
+                of devices; a ``fit`` that had ended returns its history.
             on_snapshot: called with a ``train.conductor.Snapshot`` after every step: gradients,
                 every rank's state and the optimizer's slots. For proofs; slow.
 
@@ -243,75 +235,26 @@ class Trainer(PersistentRunner):
         Raises:
             OptionError, DataError, DeviceError, PlanError, ShippingError: before a process starts.
             LossError, NonFiniteError: at the step they name.
+            CheckpointError: there are checkpoints, but none is whole, or they are of another fit.
+            OSError: a checkpoint cannot be written; at the next one, or at the end.
             Exception: what the model, loss or data raise, on whichever rank; a note names it.
             WorkerError: a helper died or hung, or raised what cannot be brought here.
             KeyboardInterrupt: after Ctrl-C and the step that was under way, with weights and
                 optimizer as that step left them; at once after a second Ctrl-C.
         """
-        rule = rule_of(learning_rate_rule, reference_batch_size)
-        return self._call(
-            "fit",
-            lambda: self._fit(
-                data,
-                epochs,
-                batch_size,
-                steps_per_epoch,
-                validation_data,
-                shuffle,
-                verbose,
-                rule,
-                on_snapshot,
-            ),
-        )
-
-    def _fit(
-        self,
-        data: Any,
-        epochs: int,
-        batch_size: int | Literal["auto"] | BatchSizeSearch | None,
-        steps_per_epoch: int | None,
-        validation_data: Any,
-        shuffle: bool | None,
-        verbose: int,
-        rule: RateRule | None,
-        on_snapshot: Any,
-    ) -> History:
-        self._check_not_averaged("fit")
-        search = search_of(batch_size)
-        self._check_alone(search)
-        epochs, size, steps_per_epoch = check_counts(
-            {"batch_size": None if search else batch_size, "steps_per_epoch": steps_per_epoch},
+        asked = FitRequest(
+            data=data,
             epochs=epochs,
-        )
-        loss = self._loss_of_fit(has_validation=validation_data is not None)
-        self._check_trainable()
-        wish = Wish(
-            name="data",
-            batch_size=size,
-            shuffle=shuffle,
-            epochs=epochs,
+            batch_size=batch_size,
             steps_per_epoch=steps_per_epoch,
-            seed=self.seed,
-            first_epoch=self._epochs_trained,
-            is_read_here=self._is_chief,
+            validation_data=validation_data,
+            shuffle=shuffle,
+            verbose=verbose,
+            rule=rule_of(learning_rate_rule, reference_batch_size),
+            checkpoint=checkpoint,
+            on_snapshot=on_snapshot,
         )
-        feed = self._job_context.agreed_feed(take_in(data, wish))
-        verbose = verbose if self._is_chief else 0
-        with closing_on_error(feed):
-            validation = _take_in_validation(validation_data, wish, feed)
-        with closing_on_error(feed, validation):
-            self._check_targets(loss, feed, validation)
-            console = OutputConsole(quiet=not verbose)
-            if search is not None:
-                feed = feed.resized(self._find_batch_size(search, loss, feed, validation, console))
-            self._settle_batch_size(feed.batch_size, rule, console)
-            self._begin_schedule(loss, feed, epochs, has_validation=validation is not None)
-        task = self._fit_task(wish, feed, validation, loss, records=on_snapshot is not None)
-        display = ProgressDisplay(epochs, feed.num_steps) if verbose else None
-        try:
-            return self._conduct(task, loss, display, on_snapshot)
-        finally:
-            close_all(feed, validation)
+        return self._call("fit", lambda: self._fit(asked))
 
     def evaluate(self, data: Any, *, batch_size: int | None = None) -> Logs:
         """Loss and metrics over ``data``, every sample counted once.
@@ -384,138 +327,6 @@ class Trainer(PersistentRunner):
 
     # --- parts -----------------------------------------------------------------------------------
 
-    def _check_alone(self, search: BatchSizeSearch | None) -> None:
-        """Refuse what one host alone can do."""
-        hosts = self._job_context.hosts
-        if hosts is not None and search is not None:
-            raise OptionError(
-                problem(
-                    "A batch size is searched on one host.",
-                    received=f"batch_size={search!r} with {hosts.control_group.num_hosts} hosts",
-                    fix="Start the script once for that; then pass the number on all hosts.",
-                )
-            )
-
-    def _settle_batch_size(
-        self, batch_size: int, rule: RateRule | None, console: OutputConsole
-    ) -> None:
-        self._maker().check_batch_size(batch_size)
-        self.batch_size = batch_size
-        if rule is not None and self.schedule is not None:
-            raise OptionError(
-                problem(
-                    "A schedule has rates of its own, which no rule scales.",
-                    received=f"learning_rate_rule={rule.name!r} with a schedule",
-                    fix="Leave the rule out, and give the schedule the rates you want.",
-                )
-            )
-        if rule is not None:
-            said = rule.apply(self.optimizer, batch_size)
-            console.print(said, highlight=False, soft_wrap=True)
-
-    def _start_of(self, feed: Feed) -> Resume:
-        return self._start(feed.batch_size, is_stream=isinstance(feed.source, SharedStream))
-
-    def _begin_schedule(
-        self, loss: LossAdapter | None, feed: Feed, epochs: int, *, has_validation: bool
-    ) -> None:
-        if self.schedule is not None:
-            names = log_names(loss, self.metrics, self._recipe.turns, has_validation=has_validation)
-            start = self._start_of(feed)
-            num_epochs = epochs - start.epoch
-            num_steps = None
-            if feed.num_steps is not None:
-                num_steps = max(num_epochs * feed.num_steps - start.batch, 0)
-            self.schedule.begin(names, num_steps)
-
-    def _fit_task(
-        self,
-        wish: Wish,
-        feed: Feed,
-        validation: Feed | None,
-        loss: LossAdapter | None,
-        *,
-        records: bool,
-    ) -> FitTask:
-        task = FitTask(
-            source=feed.source,
-            validation=None if validation is None else validation.source,
-            epochs=wish.epochs,
-            batch_size=feed.batch_size,
-            shuffle=wish.shuffle is not False,
-            seed=self.seed,
-            first_epoch=self._epochs_trained,
-            first_step=self._steps_trained,
-            metrics=self.metrics,
-            watched=bool(self._own_callbacks),
-            watches_beginnings=bool(acting(self._own_callbacks, "on_epoch_begin")),
-            before_steps=bool(stopping(self._own_callbacks, "on_train_batch_begin")),
-            after_steps=bool(
-                stopping(self._own_callbacks, "on_train_batch_end")
-                or acting(self._own_callbacks, "takes_state")
-            ),
-            steps_per_epoch=wish.steps_per_epoch,
-            traced=traced_steps(self._own_callbacks, self._steps_trained),
-            record=records,
-            counts_skipped=self._recipe.rules.on_nonfinite == "skip",
-            loss_parts=ONE_LOSS if loss is None else loss.parts,
-            turns=self._recipe.turns,
-            start=self._start_of(feed),
-            takes_states=bool(acting(self._own_callbacks, "takes_state")),
-        )
-        if self._job_context.hosts is None:
-            return task
-        schedule = None if self.schedule is None else self.schedule.every
-        facts = {"the schedule": schedule, "the Trainer's options": self._recipe}
-        check_same_data(self._job_context.hosts, task.validation, "validation_data")
-        return self._job_context.hosts.agree_on_task(task, facts)
-
-    def _conduct(
-        self,
-        task: FitTask,
-        loss: LossAdapter | None,
-        display: ProgressDisplay | None,
-        on_snapshot: Any,
-    ) -> History:
-        """Train, with callbacks and progress around."""
-        self.stop_training = False
-        with (
-            told_of_errors(self._own_callbacks),
-            self._fitting(),
-            held_interrupts() as interrupt,
-        ):
-            conductor = FollowingConductor(interrupt)
-            if self._is_chief:
-                conductor = FitConductor(
-                    self,
-                    self.callbacks,
-                    display,
-                    lambda: self._session.stores.readopt(self.model),
-                    on_snapshot,
-                    interrupt,
-                )
-            try:
-                conductor.begin_train()
-                self._go_on(conductor, task.start)
-                self._train(task, loss, conductor, task.batch_size)
-            finally:
-                conductor.close()
-            # Schedules have moved on host 0 alone, and some optimizers have stepped there. Also
-            # where Ctrl-C now ends the call on one host, all have got all.
-            self._job_context.share_values(self.model, conductor.updater)
-        history: History = self._job_context.from_chief(conductor.history)
-        self._job_context.share_values(self.model)  # of layers that other hosts alone have
-        conductor.end_train()
-        self._end_together(task)
-        return history
-
-    def _end_together(self, task: FitTask) -> None:
-        """A call ends well only where it does so on all hosts."""
-        if self._job_context.hosts is not None:
-            self._job_context.hosts.wait()
-            if task.watched:  # ``on_train_end`` may have set weights
-                self._job_context.share_values(self.model)
-
     @property
     def _preload(self) -> tuple[str, ...]:
         loss = None if self._loss is None else self._loss.loss
@@ -527,68 +338,14 @@ class Trainer(PersistentRunner):
         one: optim.Optimizer | None = self.optimizer
         return None if isinstance(self.optimizer, Optimizers) else one
 
-    def _loss_of_fit(self, *, has_validation: bool) -> LossAdapter | None:
-        has_own_step = self._recipe.train_step is not None
-        return self._loss if has_own_step and not has_validation else self._need_loss("fit")
-
-    def _check_targets(self, loss: LossAdapter | None, feed: Feed, validation: Feed | None) -> None:
-        """Refuse data without targets where there must be some."""
-        if loss is not None and self._recipe.train_step is None:
-            check_targets(sample_of(feed.source), loss, self.metrics)
-        if loss is not None and validation is not None:
-            check_targets(sample_of(validation.source), loss, self.metrics)
-
-    def _find_batch_size(
-        self,
-        search: BatchSizeSearch,
-        loss: LossAdapter | None,
-        feed: Feed,
-        validation: Feed | None,
-        console: OutputConsole,
-    ) -> int:
-        """The batch size that the search finds, or remembers."""
-        training = Training(
-            trainer=self,
-            loss=None if loss is None else loss.loss,
-            maker=self._maker(),
-            source=feed.by_index("data"),
-            validation=None if validation is None else sample_of(validation.source),
-            options=(self._recipe,),
-        )
-        return choose_batch_size(training, search, console)
-
     def _make_updater(self) -> AnyUpdater:
         changes_by_step = self.schedule is not None and self.schedule.every == "step"
-        return self._recipe.updater(self.optimizer, self.model, changes_by_step=changes_by_step)
-
-    def _check_trainable(self) -> None:
-        if self.optimizer is None:
-            raise OptionError(
-                problem(
-                    "fit needs an optimizer.",
-                    received="optimizer=None",
-                    fix="Give the Trainer one: functools.partial(torch.optim.Adam, lr=1e-3).",
-                )
-            )
-        if not any(parameter.requires_grad for parameter in self.model.parameters()):
-            raise ModelError(
-                problem(
-                    "The model must have a trainable parameter.",
-                    received=f"a {type(self.model).__name__} without any",
-                    fix="Unfreeze a part of it, or use evaluate or predict.",
-                )
-            )
-
-    def _need_loss(self, method: str) -> LossAdapter:
-        if self._loss is None:
-            raise OptionError(
-                problem(
-                    f"{method} needs a loss.",
-                    received="loss=None",
-                    fix="Give the Trainer one: torch.nn.CrossEntropyLoss(), for example.",
-                )
-            )
-        return self._loss
+        return self._recipe.updater(
+            self.optimizer,
+            self.model,
+            changes_by_step=changes_by_step,
+            has_outer=self._maker().outer is not None,
+        )
 
     def _predict(self, feed: Feed) -> Tree:
         task = PredictTask(source=feed.source, batch_size=feed.batch_size)
@@ -617,24 +374,6 @@ def _made(
         prepare_model(one, precision)
     allocate(made)
     return made, meta_model.to("meta")
-
-
-def _take_in_validation(data: Any, wish: Wish, feed: Feed) -> Feed | None:
-    """What is evaluated after every epoch; in batches of the same size, if it has none."""
-    if data is None:
-        return None
-    return take_in(
-        data,
-        replace(
-            wish,
-            name="validation_data",
-            batch_size=None,
-            default_batch_size=feed.batch_size,
-            shuffle=None,
-            steps_per_epoch=None,
-            purpose="validation",
-        ),
-    )
 
 
 def _inputs(source: Source | SharedStream) -> Tree:

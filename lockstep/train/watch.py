@@ -15,6 +15,13 @@ _PATIENCE_SECONDS = 1.0
 _HEAD_START_SECONDS = 5.0
 
 
+# Of ranks that train apart, for whoever goes on after an error.
+STATE_OF_FIRST = (
+    "The weights and the optimizer are those of the first replica, which has trained apart since "
+    "the last average. What the others have learned since then is lost."
+)
+
+
 class Watch:
     """What rank 0 looks after while it waits at the board."""
 

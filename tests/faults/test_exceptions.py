@@ -25,6 +25,7 @@ from tests.faults.mishaps import (
     recurse,
 )
 from tests.faults.processes import is_alive
+from tests.thorough import core_of
 
 ACTS: dict[str, tuple[Callable[[], None], type[BaseException], str]] = {
     "plain": (lambda: fail(AsAsked("as asked")), AsAsked, "AsAsked: as asked"),
@@ -41,7 +42,7 @@ ACTS: dict[str, tuple[Callable[[], None], type[BaseException], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", ACTS)
+@pytest.mark.parametrize("name", core_of(ACTS, ["plain", "unpicklable", "exit"]))
 def test_an_exception_of_one_rank(name: str) -> None:
     act, kind, expected = ACTS[name]
     trainer = make_trainer(3, act, step=2)
@@ -149,6 +150,7 @@ def test_the_other_helpers_end_at_once() -> None:
     assert not any(is_alive(pid) for pid in before)
 
 
+@pytest.mark.thorough
 def test_where_all_ranks_fail_alike_the_error_is_rank_0s_own() -> None:
     for step in range(6):
         with pytest.raises(AsAsked, match="as asked"):

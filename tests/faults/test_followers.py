@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from tests.launchers import BEGINNING, by_standalone_torchrun
-from tests.thorough import core_of
 
 SECONDS = 120.0
 
@@ -70,15 +69,13 @@ def told(how: str, folder: Path) -> dict[str, dict[str, Any]]:
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("how", "error"),
-    core_of(
-        [
-            ("early", "OptionError: "),  # before the two have met
-            ("late", "ArithmeticError: a callback's own"),  # after all training
-        ],
-        lambda how, _: how == "late",
-    ),
+    [
+        ("early", "OptionError: "),  # before the two have met
+        ("late", "ArithmeticError: a callback's own"),  # after all training
+    ],
 )
 def test_a_call_that_fails_at_the_leader_ends_for_the_other(
     how: str, error: str, tmp_path: Path

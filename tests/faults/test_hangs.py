@@ -25,8 +25,8 @@ from tests.faults.jobs import (
 from tests.faults.mishaps import SlowRows, wait_to_be_told
 from tests.faults.processes import is_alive
 
-SECONDS = 6.0  # more than a step takes on a busy machine
-STOPPED_SECONDS = 8.0
+SECONDS = 4.0  # more than a step takes on a busy machine
+STOPPED_SECONDS = 6.0
 LIMIT = 60.0  # the helpers' start included
 
 

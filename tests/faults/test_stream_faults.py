@@ -13,6 +13,7 @@ from torch import Tensor
 
 import lockstep
 from lockstep.errors import WorkerError
+from lockstep.train import background
 from lockstep.train.waiting import InputBoundWarning
 from tests.faults.jobs import make_data, make_trainer, warm_up
 from tests.faults.processes import wait_until
@@ -47,11 +48,20 @@ class Stuck:
         wait_until(lambda: not readers(), 30)
 
 
-@pytest.mark.parametrize("devices", core_of([1, 2], [2]))
+@pytest.fixture(autouse=True)
+def little_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a thread that is stuck, and will be as long as the test wants."""
+    monkeypatch.setattr(background, "_PATIENCE_SECONDS", 0.2)
+
+
 @pytest.mark.parametrize(
-    ("num_batches", "draws"), [(1, False), (2, True), (4, False)], ids=["first", "drawing", "ahead"]
+    ("num_batches", "draws", "devices"),
+    core_of(
+        [(*read, devices) for read in ((1, False), (2, True), (4, False)) for devices in (1, 2)],
+        [(4, False, 2)],
+    ),
 )
-def test_ctrl_c_ends_waiting_for_data(devices: int, num_batches: int, draws: bool) -> None:
+def test_ctrl_c_ends_waiting_for_data(num_batches: int, draws: bool, devices: int) -> None:
     data = Stuck(num_batches, draws=draws)
     trainer, expected = make_trainer(devices), make_trainer(devices)
     with pytest.raises(KeyboardInterrupt):

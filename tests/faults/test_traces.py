@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,15 @@ def settings() -> dict[str, Any]:
         "group": (os.getpgrp(), os.getsid(0)),
         "collector": (gc.isenabled(), gc.get_threshold(), gc.get_freeze_count()),
     }
+
+
+@pytest.fixture(autouse=True)
+def nothing_frozen() -> Iterator[None]:
+    """What ``conftest`` froze may die meanwhile, and would be counted."""
+    gc.unfreeze()
+    yield
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.mark.parametrize("devices", [1, 2, 3])

@@ -21,6 +21,8 @@ from lockstep.capture.tracing import trace_modes
 from lockstep.cluster.topology import Cluster, Device, Host
 from lockstep.data.trees import map_tensors
 from lockstep.graph.layer_graph import LayerCosts, LayerGraph
+from lockstep.plan.averaging import AveragedUpdate, Nesterov
+from lockstep.plan.local_steps import LocalSteps
 from lockstep.plan.lowering import lower_forward, lower_train
 from lockstep.plan.makers import Maker, Mirrored, SingleDevice
 from lockstep.plan.pipelines import Pipelined
@@ -38,6 +40,9 @@ MAKERS: dict[str, Maker] = {
     "single": SingleDevice(),
     "mirrored": Mirrored(devices=2, precision="fp64"),
     "mirrored-shares": Mirrored(devices=3, num_shares=5),
+    "local": LocalSteps(
+        mirrored=Mirrored(devices=2), update=AveragedUpdate(every=16, outer=Nesterov())
+    ),
 }
 MODELS = ("mlp", "cnn_batch_norm", "gpt_tied")
 

@@ -168,6 +168,7 @@ print("trained in", __name__)
 """
 
 
+@pytest.mark.thorough
 def test_a_script_that_another_one_runs_can_train(tmp_path: Path) -> None:
     write(tmp_path / "script.py", SCRIPT)
     code = "import runpy; runpy.run_path('script.py')"

@@ -109,7 +109,9 @@ def test_two_hosts_with_a_slow_link(make_hosts: MakeHosts, tmp_path: Path) -> No
     secret.chmod(0o600)
     other = {"PYTHONPATH": package_of_another_version(tmp_path, "numpy", "1.26.3")}
     first, second = (
-        hosts.run(host, on_hosts(hosts, host, "--secret-file", str(secret)), {**WIDE, **env})
+        hosts.run(
+            host, on_hosts(hosts, host, "--secret-file", str(secret)), {**WIDE, **env}, like="torch"
+        )
         for host, env in ((0, {}), (1, other))
     )
     assert "Host 1 is examined: host 0 shows what was found." in second.check()
@@ -138,7 +140,7 @@ def test_hosts_that_must_agree(make_hosts: MakeHosts, tmp_path: Path) -> None:
     for host, env in ((0, {}), (1, other)):
         task = {"cluster": {"worker": workers}, "task": {"type": "worker", "index": host}}
         own = {"TF_CONFIG": json.dumps(task), "LOCKSTEP_SECRET": secret, **WIDE, **env}
-        processes.append(hosts.run(host, COMMAND, own))
+        processes.append(hosts.run(host, COMMAND, own, like="torch"))
     status, out, _ = processes[0].finish()
     assert status == 1
     assert "Wrong: All hosts should have the same version of torch." in out

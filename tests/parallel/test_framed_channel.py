@@ -287,6 +287,7 @@ def drop_all(sock: socket.socket) -> None:
     sock.setsockopt(socket.SOL_SOCKET, _ATTACH_FILTER, option)
 
 
+@pytest.mark.thorough
 def test_an_idle_host_that_vanishes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sockets, "_IDLE_SECONDS", 1)
     monkeypatch.setattr(sockets, "_PROBE_SECONDS", 1)
@@ -312,6 +313,7 @@ def test_a_host_that_vanishes_while_it_is_sent_to(monkeypatch: pytest.MonkeyPatc
     right.close()
 
 
+@pytest.mark.thorough
 def test_a_host_that_does_not_read_has_not_vanished(monkeypatch: pytest.MonkeyPatch) -> None:
     """It may be computing, or writing a checkpoint; its kernel answers."""
     monkeypatch.setattr(sockets, "VANISHED_SECONDS", 1)

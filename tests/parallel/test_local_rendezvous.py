@@ -164,7 +164,7 @@ def test_what_was_overheard_is_good_for_one_connection_only(place: Place) -> Non
 
 def test_another_secret_is_refused_at_once(place: Place) -> None:
     with threads() as call:
-        leading = call(lead, place, 1, 5.0)
+        leading = call(lead, place, 1, 2.0)
         for secret in (b"another secret", None):
             with pytest.raises(WorkerError, match="has another secret, or this process") as caught:
                 follow(place, 1, secret)
@@ -291,7 +291,7 @@ def test_another_user_is_turned_away(place: Place) -> None:
         "print(sock.recv(100))"
     )
     with threads() as call:
-        leading = call(lead, place, 1, 5.0)
+        leading = call(lead, place, 1, 3.0)
         with connected(place):
             pass  # now somebody listens
         name = local_rendezvous._name_of(place).hex()

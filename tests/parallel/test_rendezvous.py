@@ -208,6 +208,7 @@ def test_an_address_that_stays_taken() -> None:
             enter(0, 2, where, timeout=0.3)
 
 
+@pytest.mark.thorough
 def test_missing_hosts_are_named_on_all_that_came() -> None:
     where = address()
     first, second = together(
@@ -343,6 +344,7 @@ def test_a_host_that_dies_before_all_are_there_may_come_again(entered: threading
     close(together(patient, come_twice, come_last))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("host", [0, 1])
 def test_whoever_waits_can_give_up(host: int) -> None:
     num_open, listening = num_descriptors(), listening_ports()

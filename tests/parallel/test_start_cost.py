@@ -16,7 +16,6 @@ from lockstep.train.known_modules import known_modules
 from tests.faults.jobs import fit, make_trainer
 from tests.faults.mishaps import fail
 from tests.faults.processes import run
-from tests.thorough import core_of
 
 # Torch imports the first for its own optimizers, settings and decorators, unless asked not to, and
 # the second for gradients that backward starts from.
@@ -29,6 +28,7 @@ def check_imports() -> None:
         fail(AssertionError(f"{found} were imported"))
 
 
+@pytest.mark.thorough
 def test_the_first_steps_of_a_helper_do_not_import_for_seconds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -57,16 +57,14 @@ print([name for name in {slow} if name in sys.modules])
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("strategy", "optimizer"),
-    core_of(
-        [
-            ("SingleDeviceStrategy()", "Adam"),
-            ("MirroredStrategy(2)", "SGD"),
-            ("PipelineStrategy(2)", "AdamW"),
-        ],
-        lambda strategy, _: strategy.startswith("Pipeline"),
-    ),
+    [
+        ("SingleDeviceStrategy()", "Adam"),
+        ("MirroredStrategy(2)", "SGD"),
+        ("PipelineStrategy(2)", "AdamW"),
+    ],
 )
 def test_nor_do_those_of_the_script(strategy: str, optimizer: str, tmp_path: Path) -> None:
     source = SCRIPT.format(strategy=strategy, optimizer=optimizer, slow=SLOW)

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from tests.launching import MEET, TIMEOUT_SECONDS, clean_environment, free_port, write
-from tests.thorough import core_of
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 
@@ -35,7 +34,8 @@ def outputs(agents: list["subprocess.Popen[str]"]) -> list[list[str]]:
     return [sorted(out.splitlines()) for out, _ in said]
 
 
-@pytest.mark.parametrize("backend", core_of(["static", "c10d"], ["static"]))
+@pytest.mark.thorough
+@pytest.mark.parametrize("backend", ["static", "c10d"])
 def test_hosts_with_different_numbers_of_processes_can_meet(backend: str, tmp_path: Path) -> None:
     write(tmp_path / "script.py", MEET)
     port = free_port()

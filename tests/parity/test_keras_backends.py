@@ -1,40 +1,27 @@
 """Keras beside TensorFlow and JAX, each in processes of their own."""
 
-import os
-import subprocess
-import sys
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+
+from tests.launchers import run_script
 
 HERE = Path(__file__).parent
 REPOSITORY = HERE.parents[1]
 STRATEGIES = ("hybrid", "mirrored", "pipeline")
 
 
-def run(script: str, *arguments: object, **environment: str) -> list[str]:
+def run(script: str, *arguments: Path, like: str | None, **environment: str) -> list[str]:
     """A script's lines."""
-    kept: Mapping[str, str] = {
-        name: value for name, value in os.environ.items() if name != "KERAS_BACKEND"
-    }
-    done = subprocess.run(
-        [sys.executable, HERE / script, *map(str, arguments)],
-        env={**kept, "PYTHONPATH": str(REPOSITORY), **environment},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout.splitlines()
+    own = {"KERAS_BACKEND": None, "PYTHONPATH": str(REPOSITORY), **environment}
+    return run_script([HERE / script, *arguments], REPOSITORY, own, like=like).splitlines()
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     """A folder of models trained under strategies, and what was found meanwhile."""
     folder = tmp_path_factory.mktemp("models")
-    return folder, run("keras_tensorflow.py", folder)
+    return folder, run("keras_tensorflow.py", folder, like="keras")
 
 
 @pytest.mark.thorough
@@ -49,7 +36,7 @@ def test_data_of_tensorflow(trained: tuple[Path, list[str]]) -> None:
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("backend", ["tensorflow", "jax"])
 def test_files_load_on_other_backends(trained: tuple[Path, list[str]], backend: str) -> None:
-    found = run("keras_loading.py", trained[0], KERAS_BACKEND=backend)
+    found = run("keras_loading.py", trained[0], like=None, KERAS_BACKEND=backend)
     assert found == [f"{backend} {name} same" for name in STRATEGIES]
 
 
@@ -75,7 +62,7 @@ except lockstep.LockstepError as error:
 def test_another_backend(tmp_path: Path, first: str, inside: str) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCOPE.format(first=first, inside=inside))
-    (said,) = run(str(script), KERAS_BACKEND="jax")
+    (said,) = run(str(script), like="torch", KERAS_BACKEND="jax")
     assert "'jax'" in said
     assert 'import os; os.environ["KERAS_BACKEND"] = "torch"' in said
 
@@ -97,4 +84,4 @@ sys.stdout.write(model.fit.__func__.__module__)
 assert keras.Model.fit.__module__.startswith("keras.")
 """
     )
-    assert run(str(script)) == ["lockstep.frontends.keras.methods"]
+    assert run(str(script), like=None) == ["lockstep.frontends.keras.methods"]

@@ -148,6 +148,7 @@ def test_the_progress_bar_shows_the_loss_of_each_step_and_now_and_then_all_value
             np.testing.assert_allclose(value, theirs[name], rtol=1e-6, err_msg=name)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_averages_in_place_of_weights_where_it_is_evaluated(strategy: str) -> None:
     def make() -> Any:

@@ -21,6 +21,7 @@ from keras import layers, ops
 import lockstep
 from lockstep.errors import ModelError, OptionError
 from tests import keras_zoo as zoo
+from tests.thorough import core_of
 
 X = zoo.vectors(41).astype("float32")
 Y = X[:, :1] * 2 + 1
@@ -364,7 +365,7 @@ def dense() -> list[Any]:
     return [layers.Dense(6, activation="relu"), layers.Dense(1)]
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("name", core_of(STRATEGIES, ["mirrored"]))
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_calls_without_autograd_are_as_those_with_it(mode: Any, name: str) -> None:
     results, models = [], []

@@ -17,10 +17,7 @@ SECONDS = 400.0
 # TensorFlow, which Keras imports, says what it finds; some of it, whatever it is told.
 QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3"}
 NOISE = ("WARNING: All log messages before absl", "I0000 ")
-CORE = (
-    *("sequential", "subclassed", "batch normalization", "sample weights", "momentum", "averages"),
-    *("loader", "stopping early", "meddler", "checkpoints", "pipeline"),
-)
+CORE = (*("sequential", "batch normalization", "loader", "stopping early", "pipeline"),)
 FOLLOWED = ["sequential", "images", "loader", "stopping early", "meddler", "pipeline"]
 
 Told = dict[str, Any]

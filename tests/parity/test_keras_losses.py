@@ -368,6 +368,7 @@ def test_metrics_of_layers_that_are_no_sums() -> None:
         model.fit(X, Y, verbose=0)
 
 
+@pytest.mark.thorough
 def test_added_losses_beside_batch_normalization() -> None:
     def make() -> Any:
         return keras.Sequential(

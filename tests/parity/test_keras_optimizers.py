@@ -150,6 +150,7 @@ def test_excluded_from_decay() -> None:
     compare(lockstep.MirroredStrategy(devices=2), zoo.sequential, "excluded")
 
 
+@pytest.mark.thorough
 def test_an_optimizer_of_two_models() -> None:
     """It was built for all layers of the one, of which the other has a part."""
 

@@ -19,6 +19,7 @@ from keras import layers, ops
 import lockstep
 from lockstep.train.session import Session
 from tests import keras_zoo as zoo
+from tests.thorough import core_of
 
 Model = Any
 X, Y = zoo.vectors(12), zoo.classes(12)
@@ -179,9 +180,10 @@ CHANGES: list[Callable[[Model], None]] = [
     *(_set_statistics, _replace_weight, _set_momentum, _set_activation, _set_penalty, _freeze),
     *(_freeze_statistics, _compile_anew, _set_epsilon),
 ]
+CORE = (_set_rate, _set_slot, _set_weights, _set_activation, _freeze, _compile_anew)
 
 
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("change", core_of(CHANGES, CORE))
 def test_what_changes_in_between(change: Callable[[Model], None], sent: list[str]) -> None:
     models, epsilon = pair(), keras.config.epsilon()
     try:

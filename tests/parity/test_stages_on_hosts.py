@@ -140,6 +140,7 @@ tell(len(list(ours.model.parameters())))
 """
 
 
+@pytest.mark.thorough
 def test_every_host_has_the_whole_model_afterwards(make_hosts: MakeHosts, tmp_path: Path) -> None:
     """Weights, slots, histories, predictions; a schedule that moves at every step; a second fit; a
     checkpoint."""

@@ -51,7 +51,7 @@ for name in sys.argv[2:]:
 """
 
 
-@pytest.mark.parametrize("name", core_of(ROWS, ["replicas", "a stage on each host"]))
+@pytest.mark.parametrize("name", core_of(ROWS, ["a stage on each host"]))
 def test_hosts_equal_one_device(name: str, make_hosts: MakeHosts, tmp_path: Path) -> None:
     devices, strategy = ROWS[name]
     hosts = make_hosts(len(devices))

@@ -103,9 +103,13 @@ def exact(seconds: float) -> int:
     return int(units)
 
 
-@settings(max_examples=1000)
-@given(problem=cut_problems(), data=st.data())
-def test_the_best_cut_is_what_trying_all_finds(problem: CutProblem, data: st.DataObject) -> None:
+@pytest.mark.parametrize("num_examples", [100, pytest.param(1000, marks=pytest.mark.thorough)])
+def test_the_best_cut_is_what_trying_all_finds(num_examples: int) -> None:
+    examples = given(problem=cut_problems(), data=st.data())
+    settings(max_examples=num_examples)(examples(check_best_cut))()
+
+
+def check_best_cut(problem: CutProblem, data: st.DataObject) -> None:
     num_stages = data.draw(nums_stages(problem))
     tried = [Tried(problem, starts) for starts in all_starts(problem, num_stages)]
     limit = problem.memory_limit_bytes

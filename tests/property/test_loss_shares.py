@@ -137,7 +137,11 @@ def in_double(loss: Any) -> Any:
     return copy.deepcopy(loss).double() if isinstance(loss, nn.Module) else loss
 
 
-@pytest.mark.parametrize("places", [(), (3,), (2, 3)], ids=str)
+@pytest.mark.parametrize(
+    "places",
+    [(3,), *(pytest.param(each, marks=pytest.mark.thorough) for each in ((), (2, 3)))],
+    ids=str,
+)
 @pytest.mark.parametrize("name", CLASS_LOSSES)
 @given(division=divisions())
 @settings(max_examples=20)

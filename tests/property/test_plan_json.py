@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
+from lockstep.plan.averaging import AveragedUpdate, Nesterov
 from lockstep.plan.decision import (
     Axis,
     LayerPlacement,
@@ -69,7 +70,7 @@ def plans(draw: st.DrawFn) -> Plan:
     mesh = tuple(Axis(name=name, size=size) for name, size in zip(names, sizes, strict=False))
     num_ranks = math.prod(sizes)
     num_shares = draw(st.integers(sizes[0] if sizes else 1, 20))
-    updates: list[Update] = [SlicedUpdate()]
+    updates: list[Update] = [SlicedUpdate(), AveragedUpdate(every=3, outer=Nesterov(lr=0.5))]
     if num_ranks == num_shares == 1:
         updates.append(LocalUpdate())
     pipeline = draw(st.none() | pipelines(num_ranks))

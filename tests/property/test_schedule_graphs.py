@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from lockstep.plan.program import Backward, BackwardInput, BackwardWeight, Forward, Pass
 from lockstep.plan.schedules import SCHEDULES, StageGraph, forward_schedule, make_schedule
 from lockstep.plan.simulation import StageCosts, Timeline, check_programs, run_programs
+from tests.thorough import core_of
 
 MICROBATCHES = st.integers(1, 14)
 MOST_STAGES = 7
@@ -87,7 +88,7 @@ def test_evaluation_runs_on_any_graph(graph: StageGraph, num_microbatches: int) 
     assert sum(map(len, programs)) == num_microbatches * graph.num_stages
 
 
-@pytest.mark.parametrize("kind", SCHEDULES)
+@pytest.mark.parametrize("kind", core_of(SCHEDULES, ["1f1b", "zb-h1"]))
 @given(data=st.data(), num_microbatches=MICROBATCHES)
 def test_a_rank_sums_the_gradients_of_a_stage_in_the_order_of_microbatches(
     kind: str, data: st.DataObject, num_microbatches: int
@@ -102,6 +103,7 @@ def test_a_rank_sums_the_gradients_of_a_stage_in_the_order_of_microbatches(
     assert orders == [sorted(order) for order in orders]
 
 
+@pytest.mark.thorough
 @given(graph=graphs_of_one_stage_per_rank(), num_microbatches=MICROBATCHES)
 def test_zero_bubble_schedules_keep_to_their_memory(
     graph: StageGraph, num_microbatches: int

@@ -2,7 +2,7 @@
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,9 @@ from lockstep import errors
 from lockstep.cluster.memory_limits import FreeMemory, Kills
 from lockstep.data.sources import as_source
 from lockstep.launch.failure import describe_exit
+from lockstep.launch.template import Template
 from lockstep.train import batch_size as batch_sizes
+from lockstep.train import session
 from lockstep.train.batch_size_cache import BatchSizeCache, file_path
 from lockstep.train.callbacks import stopping
 from lockstep.train.doubling import Doubling, Measured, Trial
@@ -33,6 +35,25 @@ SEARCH = lockstep.BatchSizeSearch(smallest=8, largest=16)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     return tmp_path
+
+
+class Kept(Template):
+    """One for the trials of all searches; in ``faults/test_batch_size_limits`` each has its own."""
+
+    def close(self) -> None:
+        """Not with a search."""
+
+
+@pytest.fixture(scope="module")
+def template() -> Iterator[Kept]:
+    kept = Kept(None, (*session.PRELOAD, "torch._dynamo", __name__))
+    yield kept
+    Template.close(kept)
+
+
+@pytest.fixture(autouse=True)
+def one_template(template: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lockstep.train.trials.Template", lambda threads, preload: template)
 
 
 class Net(nn.Module):

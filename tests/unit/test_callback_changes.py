@@ -124,7 +124,7 @@ def train(
 
 
 @pytest.mark.parametrize("after", core_of([False, True], [True]))
-@pytest.mark.parametrize("act", ACTS)
+@pytest.mark.parametrize("act", core_of(ACTS, [freeze, stop_dropping, forget, regroup]))
 def test_what_is_changed_between_epochs_reaches_all_ranks(
     act: Callable[[Model, torch.optim.Optimizer], None], after: bool
 ) -> None:
@@ -176,6 +176,7 @@ def test_what_is_changed_between_epochs_reaches_a_clone_on_one_rank(
         assert torch.equal(changed.model.state_dict()[name], value), name
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("act", ACTS)
 def test_the_change_matters(act: Callable[[Model, torch.optim.Optimizer], None]) -> None:
     """Otherwise the test above would pass for a Trainer that ignores it."""

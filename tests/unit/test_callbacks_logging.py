@@ -244,6 +244,7 @@ file.close()
 """
 
 
+@pytest.mark.thorough
 def test_tensorboard_imports_no_tensorflow(tmp_path: Path) -> None:
     """Not even where it is installed: that takes seconds, and sets Keras's backend."""
     command = [sys.executable, "-c", NO_TENSORFLOW, str(tmp_path)]

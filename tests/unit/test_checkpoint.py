@@ -288,7 +288,7 @@ def test_a_save_that_fails_leaves_the_old_file_and_nothing_else(
         file.write(b"half of it")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(weights, "_write", fail)
+    monkeypatch.setattr(weights, "write_tensors", fail)
     with pytest.raises(KeyboardInterrupt):
         save_weights(nn.Linear(30, 20), path)
     assert path.read_bytes() == before
@@ -324,13 +324,13 @@ def test_a_new_file_follows_the_umask_and_is_never_open_to_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = []
-    write = weights._write
+    write = weights.write_tensors
 
     def look(tensors: Any, metadata: Any, file: Any) -> None:
         seen.append(stat.S_IMODE(os.fstat(file.fileno()).st_mode))
         write(tensors, metadata, file)
 
-    monkeypatch.setattr(weights, "_write", look)
+    monkeypatch.setattr(weights, "write_tensors", look)
     before = os.umask(0o027)
     try:
         save_weights(nn.Linear(3, 2), tmp_path / "weights")

@@ -84,7 +84,7 @@ def test_what_is_written_to_a_full_disk_is_named(what: str) -> None:
 def test_weights_name_the_file_that_was_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(weights, "_write", no_space)
+    monkeypatch.setattr(weights, "write_tensors", no_space)
     path = tmp_path / "w.safetensors"
     with pytest.raises(OSError, match=rf"\(60 B to write, .* free on its disk\): '{path}'"):
         make().save(path)

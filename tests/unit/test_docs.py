@@ -1,7 +1,6 @@
 """Every example of every page runs, as a reader would run it; see ``tests/pages.py``."""
 
 import importlib.util
-import os
 import re
 import shlex
 import subprocess
@@ -12,9 +11,8 @@ from pathlib import Path
 import pytest
 
 from lockstep.cli.main import _make_parser
-from tests import warm
+from tests.launchers import run_script
 from tests.launching import STRICT_BUT_KERAS
-from tests.netns import HostProcess
 from tests.pages import Page, PageError, imports_lockstep_first, read_page
 from tools.api_reference import anchor
 
@@ -34,10 +32,18 @@ SCRIPTS = [
     for name, page in PAGES.items()
     if name != PROGRAMS and any(block.is_python for block in page.blocks)
 ]
-# Of torch and of Keras, a page runs in an interpreter that is as new as its reader's.
-FRESH = ("README.md", "docs/keras.md")
+# It runs in an interpreter that is as new as its reader's, as examples/keras/multi_worker.py does.
+FRESH = ("README.md",)
+CORE = ("README.md", "docs/training.md")
+
+
+def marks_of(name: str, need: str) -> list[pytest.MarkDecorator]:
+    fresh = [pytest.mark.fresh] if name in FRESH and not need else []
+    return fresh if name in CORE and not need else [*fresh, pytest.mark.thorough]
+
+
 CASES = [
-    pytest.param(name, need, marks=pytest.mark.fresh if name in FRESH and not need else ())
+    pytest.param(name, need, marks=marks_of(name, need))
     for name in SCRIPTS
     for need in ("", *PAGES[name].needs)
 ]
@@ -46,21 +52,11 @@ COMMANDS = [
 ]
 TARGETS = re.findall(r"^([a-z][\w-]*):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
 
-# Longest time for one page.
-TIMEOUT_SECONDS = 300
-
 
 def run(arguments: list[str], folder: Path, *, like: str = "torch") -> str:
     """Run Python in a folder of its own, as a reader with one core would; returns what it says."""
     own = {"COLUMNS": "200", "XDG_CACHE_HOME": str(folder / "cache")}
-    words = [sys.executable, *STRICT_BUT_KERAS, *arguments]
-    process = HostProcess(words, {**os.environ, **warm.VARIABLES, **own}, folder, like=like)
-    try:
-        status, out, err = process.finish(TIMEOUT_SECONDS)
-    finally:
-        process.close()
-    assert status == 0, out + err
-    return out
+    return run_script([*STRICT_BUT_KERAS, *arguments], folder, own, like=like)
 
 
 def write_files(page: Page, folder: Path) -> None:

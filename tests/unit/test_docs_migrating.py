@@ -98,9 +98,7 @@ def weights_in(folder: Path) -> list[Tensor]:
     return [state[name] for name in ("0.weight", "0.bias", "2.weight", "2.bias")]
 
 
-@pytest.mark.parametrize(
-    "command", core_of(PAGE.commands, lambda command: "_loop" in command or "after_ddp" in command)
-)
+@pytest.mark.parametrize("command", core_of(PAGE.commands, lambda command: "_loop" in command))
 def test_a_program_comes_to_the_weights(
     command: str, expected: list[Tensor], tmp_path: Path
 ) -> None:

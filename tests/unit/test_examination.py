@@ -16,6 +16,7 @@ from lockstep.cluster.memory_limits import FreeMemory
 from lockstep.comm import shared_memory
 
 
+@pytest.mark.thorough
 def test_what_a_host_has(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from lockstep.data.sources import Batch
 from lockstep.errors import LossError
+from lockstep.parallel.halves import is_tried
 from lockstep.parallel.losses import ShareLoss
-from lockstep.parallel.mean_check import check_mean, is_tried
+from lockstep.parallel.mean_check import check_mean
 from lockstep.parallel.step_functions import StepFunction
 
 X = torch.linspace(-2, 2, 18, dtype=torch.float64).reshape(6, 3).cos()

@@ -139,6 +139,7 @@ def test_arrays_that_torch_cannot_map_are_copied(tmp_path: Path) -> None:
     assert source.inputs.tolist() == list(range(10))
 
 
+@pytest.mark.thorough
 def test_helpers_map_the_file_and_take_no_shared_memory_for_it(tmp_path: Path) -> None:
     """The file is sparse, and larger than the memory of most machines."""
     rows = np.memmap(tmp_path / "large.bin", np.float32, "w+", shape=(1 << 21, 1 << 16))

@@ -34,7 +34,7 @@ class Halved(torch.autograd.Function):
         return x / 2
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
         return gradient / 2
 
 
@@ -60,7 +60,7 @@ class Own(nn.Module):
             + float(np.hypot(3, 4)) / 10
         )
         x = torch.tanh(F.relu(x) * numbers * self.slope).sigmoid()
-        halved: Tensor = Halved.apply(x)
+        halved: Tensor = Halved.apply(x)  # type: ignore[no-untyped-call]
         return halved
 
 
@@ -253,7 +253,7 @@ SETTINGS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 
 
 def with_a_forward_of_its_own(model: Net) -> None:
-    model.own.forward = lambda x: x * 3  # type: ignore[method-assign]
+    model.own.forward = lambda x: x * 3  # type: ignore[method-assign, assignment]
 
 
 def with_a_hook(model: Net) -> None:

@@ -351,6 +351,7 @@ def test_many_processes_make_and_fill_one_file(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["cached"]
 
 
+@pytest.mark.thorough
 def test_a_process_that_is_killed_leaves_nothing_wrong(tmp_path: Path) -> None:
     path = tmp_path / "cached"
     process = start_filling(path)

@@ -16,8 +16,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import lockstep
+from lockstep.checkpoint.trees import pointer
 from lockstep.errors import CheckpointError
-from lockstep.train.training_state import TrainingState, pointer
+from lockstep.train.training_state import TrainingState
 
 X, Y = torch.rand(24, 4), torch.rand(24, 2)
 

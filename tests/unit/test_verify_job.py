@@ -22,7 +22,6 @@ from lockstep.proof.job import copy_in_double
 from lockstep.proof.report import Report
 from lockstep.train import trainer
 from lockstep.train.fit_task import FitTask
-from tests.thorough import core_of
 from tests.zoo import Case, build_seeded, case
 
 # One process, but the batch is divided all the same.
@@ -373,12 +372,10 @@ assert callable(verify)
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "first",
-    core_of(
-        ["", "import lockstep.proof.report", "import lockstep.cli.verify"],
-        ["import lockstep.cli.verify"],
-    ),
+    ["", "import lockstep.proof.report", "import lockstep.cli.verify"],
 )
 def test_verify_is_a_function_whatever_was_imported_before(first: str) -> None:
     root = Path(lockstep.__file__).parents[1]

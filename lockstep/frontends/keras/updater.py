@@ -130,9 +130,8 @@ class KerasUpdater(Updater):
         self._pieces = list(pieces)
         own = [self._variables[bound.name] for bound in pieces]
         pairs = list(zip(own, pieces, strict=True))
-        if not self.is_known or (
-            pieces and all(variable._value is bound.tensor for variable, bound in pairs)
-        ):
+        is_whole = pieces and all(variable._value is bound.tensor for variable, bound in pairs)
+        if not self.is_known or (self.optimizer is not None and is_whole):
             self._active, self._stepped = self.optimizer, own
             return
         self._stepped = [stand_in(variable, bound.tensor) for variable, bound in pairs]

@@ -1,0 +1,195 @@
+"""Reading checkpoints: the newest that is whole, and why others were passed over.
+
+Each file is read once, and what is used is what was hashed. Nothing in a checkpoint is run, and no
+name in it leads out of its folder: files are opened by names that are checked (``manifest``), and
+links are not followed.
+"""
+
+import hashlib
+import os
+import stat
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load as parse_tensors
+
+from lockstep.checkpoint.generations import generations
+from lockstep.checkpoint.manifest import NAME, FileEntry, Manifest, TensorEntry, decode_manifest
+from lockstep.checkpoint.saved import Saved
+from lockstep.checkpoint.trees import Tensors
+from lockstep.errors import CheckpointError, level_of_user, problem
+
+_LARGEST_MANIFEST = 1 << 30
+
+
+class DamagedCheckpointWarning(UserWarning):
+    """A checkpoint is damaged, and an older one is taken."""
+
+
+def load_state_dict(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The model's weights and buffers, for ``model.load_state_dict`` of plain PyTorch.
+
+    A ``DamagedCheckpointWarning`` tells of newer checkpoints that are damaged.
+
+    Args:
+        path: of a folder with checkpoints, of which the newest whole one is read; or of one.
+
+    Returns:
+        What ``model.state_dict()`` was, tensors in this process's memory.
+
+    Raises:
+        CheckpointError: there is none, or none is whole.
+    """
+    return read_checkpoint(path).state_dict()
+
+
+def read_checkpoint(path: str | os.PathLike[str]) -> Saved:
+    """What a checkpoint says.
+
+    Args:
+        path: of a folder with generations, of which the newest whole one is read; or of one.
+
+    Raises:
+        CheckpointError: there is none, or none is whole.
+    """
+    every = found_generations(path)
+    return read_generation(every[0]) if every[0] == Path(path) else _first_whole(Path(path), every)
+
+
+def found_generations(path: str | os.PathLike[str]) -> list[Path]:
+    """The generations in a folder, the oldest first; or the one that it is.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    folder = Path(path)
+    if os.path.lexists(folder / NAME):
+        return [folder]
+    found = generations(folder)
+    if not found:
+        raise CheckpointError(
+            problem(
+                "A folder of checkpoints is needed.",
+                received=f"{folder}, without any",
+                fix="Give the folder that fit(checkpoint=...) has written to.",
+            )
+        )
+    return found
+
+
+def read_newest(folder: Path) -> Saved | None:
+    """The newest whole generation in a folder; None where there are none at all.
+
+    Warns:
+        DamagedCheckpointWarning: of each newer one, why it was passed over.
+
+    Raises:
+        CheckpointError: there are some, and none is whole.
+    """
+    every = generations(folder)
+    return _first_whole(folder, every) if every else None
+
+
+def _first_whole(folder: Path, every: list[Path]) -> Saved:
+    reasons = []
+    for generation in reversed(every):
+        try:
+            return read_generation(generation)
+        except CheckpointError as error:
+            reasons.append(str(error))
+            warnings.warn(str(error), DamagedCheckpointWarning, stacklevel=level_of_user())
+    raise CheckpointError(
+        problem(
+            f"Of the checkpoints in {folder} one must be whole.",
+            received="; ".join(reasons),
+            fix="Take a copy of the folder, or another folder to begin anew.",
+        )
+    )
+
+
+def read_generation(generation: Path) -> Saved:
+    """One generation, checked as a whole.
+
+    Raises:
+        CheckpointError: what is wrong with it.
+    """
+    try:
+        manifest = read_manifest(generation)
+        tensors: Tensors = {}
+        for name, entry in manifest.files.items():
+            shard = _parsed(_read_whole(generation / name, entry), name)
+            _check_shard(name, shard, manifest)
+            tensors.update(shard)
+    except (CheckpointError, OSError) as error:
+        raise _damaged(generation, error) from error
+    return Saved(
+        summary=manifest.summary,
+        tensors=tensors,
+        weights=manifest.weights,
+        values=manifest.values,
+        plan=manifest.plan,
+    )
+
+
+def read_manifest(generation: Path) -> Manifest:
+    """The manifest of a generation.
+
+    Raises:
+        CheckpointError, OSError: it is damaged, or cannot be read.
+    """
+    return decode_manifest(_read_at_most(generation / NAME, _LARGEST_MANIFEST))
+
+
+def _read_whole(path: Path, entry: FileEntry) -> bytes:
+    data = _read_at_most(path, entry.size)
+    if len(data) != entry.size:
+        raise CheckpointError(f"{path.name} has {len(data)} bytes of {entry.size}")
+    if hashlib.sha256(data).hexdigest() != entry.sha256:
+        raise CheckpointError(f"{path.name} does not fit its hash")
+    return data
+
+
+def _read_at_most(path: Path, size: int) -> bytes:
+    # A pipe would be waited for.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    with open(descriptor, "rb") as file:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise CheckpointError(f"{path.name} is no file")
+        if status.st_size > size:
+            raise CheckpointError(f"{path.name} has {status.st_size} bytes, more than {size}")
+        return file.read()
+
+
+def _parsed(data: bytes, name: str) -> dict[str, torch.Tensor]:
+    try:
+        return parse_tensors(data)
+    except (SafetensorError, ValueError, TypeError, KeyError, RuntimeError) as error:
+        raise CheckpointError(f"{name} is no safetensors file: {error}") from error
+
+
+def _check_shard(name: str, shard: Tensors, manifest: Manifest) -> None:
+    """A file must hold the tensors that the manifest says, and no others."""
+    expected = {key: entry for key, entry in manifest.tensors.items() if entry.file == name}
+    found = {
+        key: TensorEntry(str(one.dtype).removeprefix("torch."), tuple(one.shape), name)
+        for key, one in shard.items()
+    }
+    if found != expected:
+        strange = sorted(
+            key for key in found.keys() | expected if found.get(key) != expected.get(key)
+        )
+        raise CheckpointError(f"{name} has not the tensors that {NAME} says: {strange[:5]}")
+
+
+def _damaged(generation: Path, error: BaseException) -> CheckpointError:
+    return CheckpointError(
+        problem(
+            f"{generation} must be a whole checkpoint.",
+            received=str(error).rstrip("."),
+            fix="Take an older one, or another copy.",
+        )
+    )

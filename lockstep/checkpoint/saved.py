@@ -1,0 +1,55 @@
+"""What a checkpoint says, in memory."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from lockstep.checkpoint.manifest import Summary
+from lockstep.checkpoint.trees import Tensors, Tree, assembled
+from lockstep.errors import CheckpointError, problem
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saved:
+    """What a checkpoint says.
+
+    Attributes:
+        summary: for people.
+        tensors: by qualified name.
+        weights: of each name in the model's ``state_dict()``, the tensor's qualified name.
+        values: the rest of the training's state, and of what ``fit`` keeps, as JSON can say it.
+        plan: the Plan under which it was trained, as JSON has it; None if unknown.
+    """
+
+    summary: Summary
+    tensors: Tensors
+    weights: dict[str, str]
+    values: dict[str, Any]
+    plan: Any = None
+
+    def tree(self) -> dict[str, Tree]:
+        """Tensors and values together, by the name of the part.
+
+        Raises:
+            CheckpointError: they do not fit together.
+        """
+        tree: dict[str, Tree] = assembled(self.tensors, self.values)
+        return tree
+
+    def state_dict(self) -> dict[str, Any]:
+        """The model's ``state_dict()``, tied tensors under each of their names.
+
+        Raises:
+            CheckpointError: it says what modules keep in another form than by their names.
+        """
+        tensors = {name: self.tensors[qualified] for name, qualified in self.weights.items()}
+        modules = self.tree().get("modules", {})
+        if not isinstance(modules, dict):
+            raise CheckpointError(
+                problem(
+                    "What modules keep goes by their names.",
+                    received=f"a {type(modules).__name__}",
+                    fix="Take another checkpoint.",
+                )
+            )
+        extra = {f"{name}." if name else "": state for name, state in modules.items()}
+        return {**tensors, **{f"{prefix}_extra_state": state for prefix, state in extra.items()}}

@@ -1,0 +1,95 @@
+"""``lockstep checkpoint``: what checkpoints there are, whether they are whole, and their export.
+
+The exit status of ``verify`` is 1 where one is damaged, and 0 where all are whole.
+"""
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from lockstep.checkpoint.exporting import export_dcp, export_safetensors
+from lockstep.checkpoint.manifest import Manifest
+from lockstep.checkpoint.reading import found_generations, read_generation, read_manifest
+from lockstep.errors import CheckpointError
+from lockstep.units import format_bytes, format_count
+
+_PATH_HELP = "folder that fit(checkpoint=...) has written to, or one checkpoint in it"
+_FORMATS = {"safetensors": export_safetensors, "dcp": export_dcp}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of the command."""
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    for name, summary in (
+        ("show", "list the checkpoints, the oldest first"),
+        ("verify", "read every byte of them, and compare it with its hash"),
+        ("export", "write the newest whole one in a form that others read"),
+    ):
+        action = actions.add_parser(name, help=summary, description=f"{summary.capitalize()}.")
+        action.add_argument("path", type=Path, metavar="PATH", help=_PATH_HELP)
+    action.add_argument("out", type=Path, metavar="OUT", help="file, or folder, to be written")
+    action.add_argument(
+        "--format",
+        choices=list(_FORMATS),
+        default="safetensors",
+        help="safetensors: the weights, as one file (the default); dcp: weights and optimizer, "
+        "as a folder of torch.distributed.checkpoint",
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Do what is asked.
+
+    Raises:
+        CheckpointError: there is no checkpoint, or none is whole.
+    """
+    console = Console(highlight=False, soft_wrap=True)
+    if options.action == "export":
+        _FORMATS[options.format](options.path, options.out)
+        console.print(f"{options.out} is written.")
+        return 0
+    generations = found_generations(options.path)
+    reasons = dict(_damages(generations, reads_all=options.action == "verify"))
+    console.print(_table(generations, reasons, whole=_WHOLE[options.action]))
+    for generation, reason in reasons.items():
+        console.print(f"{generation.name}: {reason}", style="red", markup=False)
+    return 1 if reasons and options.action == "verify" else 0
+
+
+# What is said of one without a fault: ``show`` has not looked at its tensors.
+_WHOLE = {"show": "", "verify": "whole"}
+
+
+def _damages(generations: list[Path], *, reads_all: bool) -> Iterator[tuple[Path, str]]:
+    """What is wrong, of those where something is."""
+    for generation in generations:
+        try:
+            (read_generation if reads_all else read_manifest)(generation)
+        except (CheckpointError, OSError) as error:
+            yield generation, str(error)
+
+
+def _table(generations: list[Path], reasons: dict[Path, str], *, whole: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("checkpoint", "steps", "epochs", "trained by", "size", ""):
+        table.add_column(name, justify="right" if name in ("steps", "epochs", "size") else "left")
+    for generation in generations:
+        if generation in reasons:
+            table.add_row(generation.name, *[""] * 4, "damaged", style="red")
+        else:
+            table.add_row(generation.name, *_row(read_manifest(generation)), whole)
+    return table
+
+
+def _row(manifest: Manifest) -> list[str]:
+    summary = manifest.summary
+    trained_by = f"{summary.strategy} on {summary.num_devices}" if summary.num_devices else ""
+    return [
+        format_count(summary.step),
+        f"{summary.epoch}{', the end' if summary.is_finished else ''}",
+        trained_by,
+        format_bytes(sum(file.size for file in manifest.files.values())),
+    ]

@@ -1,0 +1,99 @@
+"""Data parallelism without waiting: replicas step on their own and average now and then."""
+
+import os
+
+from lockstep.cluster.devices import discover
+from lockstep.cluster.environment import find_devices
+from lockstep.errors import DeviceError, OptionError, Problems, problem
+from lockstep.plan.averaging import AveragedUpdate, Every, Nesterov, is_every
+from lockstep.plan.local_steps import LocalSteps
+from lockstep.plan.makers import Maker, Mirrored, num_mirrored_replicas
+from lockstep.strategies.base import Strategy, check_timeout, is_count
+from lockstep.strategies.mirrored import check_format
+
+
+class LocalSGDStrategy(Strategy):
+    """Every device trains a model of its own, and now and then they average their weights.
+
+    Each trains on its share of every batch, and between averages none waits for another. Weights
+    count by what their replica has trained on since the last average. The result is not that of one
+    device, but for ``every=1`` and plain SGD. Stich, Local SGD Converges Fast and Communicates
+    Little (2018).
+
+    Args:
+        every: steps from one average to the next, or ``"epoch"``. The end of an epoch always
+            averages.
+        devices: number of CPU replicas; None is what ``lockstep run --devices`` says, or else one
+            per usable core, at most 8.
+        outer: what is done with the average; None takes it as it is, ``Nesterov()`` is DiLoCo.
+        average_optimizer: average the optimizer's slots, too. If not, each replica keeps its own
+            for as long as ``fit`` runs; afterwards the optimizer has those of the first.
+        channels_last: see ``MirroredStrategy``.
+        timeout_seconds: longest wait for a replica; what hangs longer is reported. With few
+            averages it is the longest time by which one replica may be behind.
+
+    Raises:
+        DeviceError: fewer than one device, or more than this host can hold.
+        OptionError: another argument that cannot be.
+    """
+
+    def __init__(
+        self,
+        every: Every,
+        devices: int | None = None,
+        *,
+        outer: Nesterov | None = None,
+        average_optimizer: bool = False,
+        channels_last: bool | None = None,
+        timeout_seconds: float = 600.0,
+    ) -> None:
+        if devices is not None and not is_count(devices):
+            raise DeviceError(
+                problem(
+                    "`devices` must be a number of devices, at least 1.",
+                    received=f"devices={devices!r}",
+                    fix="Use devices=2 for two CPU replicas, or leave it out for one per core.",
+                )
+            )
+        problems = Problems()
+        _check_averaging(problems, every, outer, average_optimizer)
+        check_format(problems, channels_last)
+        check_timeout(problems, timeout_seconds)
+        problems.raise_if_any(OptionError)
+        self.devices = find_devices(os.environ) if devices is None else devices
+        self.timeout_seconds = timeout_seconds
+        self._maker = LocalSteps(
+            mirrored=Mirrored(devices=self.devices, channels_last=channels_last),
+            update=AveragedUpdate(every=every, outer=outer, averages_optimizer=average_optimizer),
+        )
+        num_mirrored_replicas(self.devices, discover())
+
+    def maker(self, precision: str = "fp32") -> Maker:
+        return self._maker.in_precision(precision)
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        return num_mirrored_replicas(self.devices, discover())
+
+
+def _check_averaging(
+    problems: Problems, every: object, outer: object, average_optimizer: object
+) -> None:
+    if not is_every(every):
+        problems.add(
+            "`every` must be a number of steps, at least 1, or 'epoch'.",
+            received=f"every={every!r}",
+            fix="Use every=16, for example.",
+        )
+    if outer is not None and not isinstance(outer, Nesterov):
+        problems.add(
+            "`outer` must be a lockstep.Nesterov.",
+            received=f"outer={outer!r}",
+            fix="Use lockstep.Nesterov(lr=0.7, momentum=0.9), or leave it out.",
+        )
+    if not isinstance(average_optimizer, bool):
+        problems.add(
+            "`average_optimizer` must be True or False.",
+            received=f"average_optimizer={average_optimizer!r}",
+            fix="Leave it out for an optimizer of each replica's own.",
+        )

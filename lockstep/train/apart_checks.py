@@ -1,0 +1,68 @@
+"""What does not go with replicas that train apart and average (``plan.averaging``)."""
+
+from torch import optim
+
+from lockstep.errors import OptionError, Problems
+from lockstep.parallel.update import Updater
+from lockstep.plan.averaging import AveragedUpdate
+from lockstep.plan.spec import Plan
+from lockstep.train.averages import Averages
+from lockstep.train.updater_sets import UpdaterSet
+
+_MIRRORED = "Use MirroredStrategy"
+
+
+def check_apart(plan: Plan, updater: Updater, averages: Averages | None, precision: str) -> None:
+    """Refuse what replicas cannot do each for itself.
+
+    Raises:
+        OptionError: with all that they cannot.
+    """
+    if not isinstance(plan.update, AveragedUpdate):
+        return
+    problems = Problems()
+    if isinstance(updater, UpdaterSet):
+        problems.add(
+            "Under LocalSGDStrategy a batch is one step, of one optimizer.",
+            received="several training steps that take turns",
+            fix=f"{_MIRRORED} for them.",
+        )
+    elif not updater.is_known:  # nor do hooks and methods of an instance travel
+        problems.add(
+            "Every replica steps an optimizer of its own, so LocalSGDStrategy must know how to "
+            "copy it.",
+            received=f"{type(updater.owner).__name__}, of which that is not known",
+            fix=f"Use one of torch.optim without hooks. {_MIRRORED} for others.",
+        )
+    elif plan.update.averages_optimizer and not updater.is_elementwise:
+        problems.add(
+            "`average_optimizer` needs an optimizer whose slots are of the parameters' sizes.",
+            received=type(updater.owner).__name__,
+            fix="Leave it out, or use AdamW, for example.",
+        )
+    is_torch = isinstance(updater.owner, optim.Optimizer)
+    if not is_torch and (plan.update.outer is not None or plan.update.averages_optimizer):
+        problems.add(
+            "`outer` and `average_optimizer` need a PyTorch model and a Trainer.",
+            received=f"a model of Keras, with {type(updater.owner).__name__}",
+            fix="Leave them out.",
+        )
+    if updater.options_spec() is not None:
+        problems.add(
+            "Replicas that train apart cannot follow a schedule that moves at every step.",
+            received="a Schedule with every='step'",
+            fix="Use every='epoch' for it, or MirroredStrategy.",
+        )
+    if averages is not None:
+        problems.add(
+            "Replicas that train apart have no moving average in common.",
+            received="average=EMA(...) with LocalSGDStrategy",
+            fix="Leave it out: the replicas' average is smooth itself.",
+        )
+    if precision == "bf16":
+        problems.add(
+            "Averages of bfloat16 weights would lose what replicas have learned.",
+            received='precision="bf16" with LocalSGDStrategy',
+            fix='Use precision="bf16-mixed", where weights are in float32.',
+        )
+    problems.raise_if_any(OptionError)

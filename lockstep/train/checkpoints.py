@@ -1,0 +1,303 @@
+"""Checkpoints of a ``fit``: taken between its steps, written meanwhile, gone on from by the next.
+
+A checkpoint is the training's whole state (``train.training_state``), the place in the ``fit``, and
+what that was asked to do. Training waits for the copy in memory only: a thread writes it.
+"""
+
+import os
+import re
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch import nn
+
+from lockstep.checkpoint.generations import write_generation, writing_alone
+from lockstep.checkpoint.manifest import Summary
+from lockstep.checkpoint.reading import read_newest
+from lockstep.checkpoint.saved import Saved
+from lockstep.checkpoint.trees import Tree, flattened, pointer
+from lockstep.errors import CheckpointError, OptionError, Problems, problem
+from lockstep.plan.spec import Plan
+from lockstep.train.background import Background
+from lockstep.train.callbacks import Callback, Logs
+from lockstep.train.history import History
+from lockstep.train.training_state import TrainingState
+from lockstep.version import __version__
+
+_EVERY = re.compile(r"(?P<steps>\d+) steps?|(?P<epoch>epoch)|(?P<seconds>\d+(\.\d+)?) ?s")
+
+
+class Checkpoint:
+    """Where and how often ``fit`` writes checkpoints, for ``fit(..., checkpoint=...)``.
+
+    The same script started again goes on at the very next batch, with the bits that it would have
+    had; a ``fit`` that had ended trains nothing and returns the same history. Each ``fit`` has a
+    folder of its own. On several hosts host 0 reads and writes.
+
+    Args:
+        directory: the folder, which need not be there yet.
+        every: ``"epoch"``, ``"100 steps"`` or ``"60s"``. The end of a ``fit`` is written always.
+        keep: how many checkpoints are kept, the newest.
+
+    Raises:
+        OptionError: an argument cannot be what it is.
+    """
+
+    def __init__(
+        self, directory: str | os.PathLike[str], every: str = "epoch", keep: int = 3
+    ) -> None:
+        found = _EVERY.fullmatch(every) if isinstance(every, str) else None
+        problems = Problems()
+        if found is None or not any(found.groups()) or _number(found) == 0:
+            problems.add(
+                'A checkpoint is written every "epoch", "100 steps" or "60s".',
+                received=f"every={every!r}",
+                fix="Give one of these forms, with a number above 0.",
+            )
+        if not isinstance(keep, int) or isinstance(keep, bool) or keep < 1:
+            problems.add(
+                "At least 1 is kept.", received=f"keep={keep!r}", fix="Leave it out for 3."
+            )
+        problems.raise_if_any(OptionError)
+        self.directory = Path(directory)
+        self.every = every
+        self.keep = keep
+        assert found is not None
+        self.is_by_epoch = found["epoch"] is not None
+        self.num_steps = int(found["steps"]) if found["steps"] else None
+        self.num_seconds = float(found["seconds"]) if found["seconds"] else None
+
+    def __repr__(self) -> str:
+        return f"Checkpoint({str(self.directory)!r}, every={self.every!r}, keep={self.keep})"
+
+
+def _number(found: re.Match[str]) -> float:
+    return 1 if found["epoch"] else float(found["steps"] or found["seconds"])
+
+
+class FitRecord(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What a checkpoint knows of its ``fit``, beside the training's state.
+
+    Attributes:
+        epochs: trained before it.
+        steps: made before it.
+        asked: what it was asked to do, as far as the result depends on it.
+        history: at its end; empty before.
+        epoch: numbers of the epochs in the history.
+        is_finished: it has ended.
+    """
+
+    epochs: int
+    steps: int
+    asked: dict[str, Any]
+    history: dict[str, list[Any]] = {}
+    epoch: list[int] = []
+    is_finished: bool = False
+
+    def check_same(self, other: "FitRecord") -> None:
+        """See that a ``fit`` is the one that this is of.
+
+        Raises:
+            CheckpointError: it is another, or asks for something else.
+        """
+        problems = Problems()
+        if (self.epochs, self.steps) != (other.epochs, other.steps):
+            problems.add(
+                f"The checkpoints are of a fit that began after {self.steps} steps.",
+                received=f"a fit that begins after {other.steps}",
+                fix="Give each fit a folder of its own, and have the script do as before.",
+            )
+        for name, value in self.asked.items():
+            if other.asked.get(name) != value:
+                problems.add(
+                    f"A fit is gone on with as it was begun: with {name}={value!r}.",
+                    received=f"{name}={other.asked.get(name)!r}",
+                    fix="Give fit the arguments that it had, or another folder to begin anew.",
+                )
+        problems.raise_if_any(CheckpointError)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """A ``fit`` that was begun.
+
+    Attributes:
+        state: of the training.
+        record: what was asked of the ``fit``.
+    """
+
+    state: TrainingState
+    record: FitRecord
+
+    @property
+    def size(self) -> int:
+        """Of its batches."""
+        return int(self.record.asked["batch_size"])
+
+    @classmethod
+    def of(cls, tree: Mapping[str, Tree]) -> "Found":
+        """What a checkpoint says.
+
+        Raises:
+            CheckpointError: it says something else.
+        """
+        parts = dict(tree)
+        try:
+            record = msgspec.convert(parts.pop("fit", None), FitRecord)
+        except msgspec.ValidationError as error:
+            raise CheckpointError(
+                problem(
+                    "A checkpoint says what its fit was asked to do.",
+                    received=error,
+                    fix="Take one that fit(checkpoint=...) has written.",
+                )
+            ) from error
+        return cls(state=TrainingState.of(parts), record=record)
+
+
+class Keeper(Callback):
+    """Writes the checkpoints of one ``fit``. It is called after all other callbacks.
+
+    Args:
+        checkpoint: where, and how often.
+
+    Attributes:
+        record: of the ``fit``; set before training.
+        num_steps: made in it; set where it is gone on with.
+    """
+
+    is_observer = True
+    record: FitRecord
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+        self._background = Background("lockstep: checkpoints")
+        self._writing: Future[Path] | None = None
+        self._is_due = False
+        self._last_seconds = time.monotonic()
+        self.num_steps = 0
+
+    @contextmanager
+    def opened(self) -> Iterator[dict[str, Tree] | None]:
+        """Within the block nobody else writes there; gives the newest checkpoint, if there is one.
+
+        Raises:
+            CheckpointError: there are some, and none is whole; another process writes there.
+            OSError: the folder, or the last checkpoint, cannot be written.
+        """
+        with ExitStack() as stack:
+            stack.enter_context(writing_alone(self._checkpoint.directory))
+            stack.callback(self._background.close)
+            found = read_newest(self._checkpoint.directory)
+            try:
+                yield None if found is None else found.tree()
+            except BaseException as error:
+                self._wait_after(error)
+                raise
+            self._wait()
+
+    # --- between the steps -----------------------------------------------------------------------
+
+    def acts_in(self, method: str) -> bool:
+        if method in ("takes_state", "on_train_batch_end"):
+            return not self._checkpoint.is_by_epoch
+        return super().acts_in(method)
+
+    def takes_state(self, batch: int) -> bool:
+        self.num_steps += 1
+        every = self._checkpoint
+        if every.num_steps is not None:
+            self._is_due = self.num_steps % every.num_steps == 0
+        elif every.num_seconds is not None:
+            self._is_due = time.monotonic() - self._last_seconds >= every.num_seconds
+        return self._is_due
+
+    def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
+        if self._is_due:
+            self._take()
+
+    def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
+        if self._checkpoint.is_by_epoch:
+            self._take()
+
+    def _take(self) -> None:
+        if not self.trainer.stop_training:  # the end is near, and one in between would go on
+            self._write(self.trainer.state_dict(), self.record, self.trainer.plan)
+            self._last_seconds = time.monotonic()
+
+    # --- writing ---------------------------------------------------------------------------------
+
+    def finish(self, parts: Mapping[str, Tree], history: History, plan: Plan | None) -> None:
+        """Write the last checkpoint: training has ended.
+
+        Args:
+            parts: of the state.
+            history: of the whole ``fit``.
+            plan: the last one; None where no step was left to be made.
+        """
+        done = {"history": history.history, "epoch": history.epoch, "is_finished": True}
+        self._write(parts, msgspec.structs.replace(self.record, **done), plan)
+
+    def _write(self, parts: Mapping[str, Tree], record: FitRecord, plan: Plan | None) -> None:
+        """Have a state written, once the one before is.
+
+        Raises:
+            OSError: the one before could not be written.
+        """
+        saved = _saved(parts, record, plan, self.model)
+        self._wait()
+        folder, keep = self._checkpoint.directory, self._checkpoint.keep
+        self._writing = self._background.submit(partial(write_generation, folder, saved, keep))
+
+    def _wait(self) -> None:
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
+
+    def _wait_after(self, error: BaseException) -> None:
+        """Where training has failed, what else has failed is a note."""
+        try:
+            self._wait()
+        except Exception as other:
+            error.add_note(f"The last checkpoint was not written: {other}")
+
+
+def _saved(
+    parts: Mapping[str, Tree], record: FitRecord, plan: Plan | None, model: nn.Module
+) -> Saved:
+    tensors, values = flattened({**parts, "fit": msgspec.structs.asdict(record)})
+    place = parts["position"]["fit"]
+    return Saved(
+        summary=Summary(
+            epoch=parts["position"]["epochs"] + (0 if place is None else place["epoch"]),
+            step=parts["position"]["steps"],
+            is_finished=record.is_finished,
+            strategy="" if plan is None else plan.strategy,
+            num_devices=0 if plan is None else plan.num_ranks,
+            lockstep=__version__,
+        ),
+        tensors=tensors,
+        weights=_weights(model),
+        values=values,
+        plan=msgspec.to_builtins(plan),
+    )
+
+
+def _weights(model: nn.Module) -> dict[str, str]:
+    """Of each name in the model's ``state_dict()``, the tensor's name in the training's state."""
+    parts = {"parameters": model.named_parameters(), "buffers": model.named_buffers()}
+    names = {id(one): pointer((part, name)) for part, every in parts.items() for name, one in every}
+    found = model.state_dict(keep_vars=True).items()
+    return {
+        name: names[id(one)]
+        for name, one in found
+        if isinstance(one, torch.Tensor) and id(one) in names
+    }

@@ -1,0 +1,413 @@
+"""The course of one ``fit``: check, take the data in, settle batch size and rates, train.
+
+What comes before and after is the Trainer's; what happens between the steps is the conductor's.
+"""
+
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, Literal, cast
+
+from lockstep.errors import ModelError, OptionError, problem
+from lockstep.parallel.losses import ONE_LOSS, LossAdapter
+from lockstep.train.batch_size import BatchSizeSearch, Training, choose_batch_size, search_of
+from lockstep.train.callbacks import acting, stopping, told_of_errors, traced_steps
+from lockstep.train.checkpoints import Checkpoint, FitRecord, Found, Keeper
+from lockstep.train.checks import check_counts, check_targets, log_names
+from lockstep.train.conducting import FitConductor, FollowingConductor
+from lockstep.train.ensemble import Resume
+from lockstep.train.feeding import SharedStream, sample_of
+from lockstep.train.fit_task import FitTask
+from lockstep.train.history import History
+from lockstep.train.intake import Feed, Wish, close_all, closing_on_error, take_in
+from lockstep.train.interrupt import held_interrupts
+from lockstep.train.likeness import said
+from lockstep.train.metrics import Metrics
+from lockstep.train.output_console import OutputConsole
+from lockstep.train.persistence import PersistentRunner
+from lockstep.train.progress import ProgressDisplay
+from lockstep.train.rate_rules import RateRule
+from lockstep.train.same_data import check_same_data, fingerprint
+from lockstep.train.trainer_protocol import TrainerProtocol
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitRequest:
+    """The arguments of a ``fit``: see ``Trainer.fit``."""
+
+    data: Any
+    epochs: int
+    batch_size: int | Literal["auto"] | BatchSizeSearch | None
+    steps_per_epoch: int | None
+    validation_data: Any
+    shuffle: bool | None
+    verbose: int
+    rule: RateRule | None
+    checkpoint: Checkpoint | None
+    on_snapshot: Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Fit:
+    """A ``fit`` whose data is taken in.
+
+    Attributes:
+        loss: None where the step has its own.
+        wish: what was asked of the data.
+        feed: the training data.
+        validation: what is evaluated after every epoch, or None.
+    """
+
+    loss: LossAdapter | None
+    wish: Wish
+    feed: Feed
+    validation: Feed | None
+
+    def close(self) -> None:
+        """Read no more."""
+        close_all(self.feed, self.validation)
+
+
+class FittingRunner(PersistentRunner):
+    """A runner that fits.
+
+    Attributes:
+        metrics: by name.
+        stop_training: set to True to end training after the step under way.
+    """
+
+    metrics: Metrics
+    stop_training: bool
+    _loss: LossAdapter | None
+
+    def _fit(self, asked: FitRequest) -> History:
+        self._check_not_averaged("fit")
+        if asked.checkpoint is None:
+            return self._fit_on(asked, None, None)
+        keeper = Keeper(asked.checkpoint)
+        with keeper.opened() if self._is_chief else nullcontext() as tree:
+            tree = self._job_context.from_chief(tree)
+            return self._fit_on(asked, keeper, None if tree is None else Found.of(tree))
+
+    def _fit_on(self, asked: FitRequest, keeper: Keeper | None, found: Found | None) -> History:
+        """Go on with the ``fit`` that was found, if one was."""
+        search = search_of(asked.batch_size)
+        self._check_alone(search)
+        fit = self._taken_in(asked, search)
+        console = OutputConsole(quiet=not self._shows(asked))
+        with closing(fit):
+            self._check_targets(fit)
+            if search is not None:
+                size = self._find_batch_size(search, fit, console) if found is None else found.size
+                fit = replace(fit, feed=fit.feed.resized(size))
+            self._settle_batch_size(fit.feed.batch_size, asked.rule, console)
+            if keeper is not None:
+                keeper.record = self._record(fit)
+            if found is not None and keeper is not None:
+                found.record.check_same(keeper.record)
+                self._take_up(found.state)
+                if found.record.is_finished:
+                    return History(found.record.history, found.record.epoch)
+            self._begin_schedule(fit)
+            self._pass_over(fit)
+            with self._kept(keeper):
+                history = self._train_through(asked, fit)
+        if keeper is not None:
+            self._finish(keeper, history)
+        return history
+
+    def _train_through(self, asked: FitRequest, fit: _Fit) -> History:
+        task = self._fit_task(fit, records=asked.on_snapshot is not None)
+        display = None
+        if self._shows(asked):
+            display = ProgressDisplay(fit.wish.epochs, fit.feed.num_steps)
+        return self._conduct(task, fit.loss, display, asked.on_snapshot)
+
+    def _shows(self, asked: FitRequest) -> bool:
+        return bool(asked.verbose) and self._is_chief
+
+    def _taken_in(self, asked: FitRequest, search: BatchSizeSearch | None) -> _Fit:
+        """Check what needs no data, and take the data in."""
+        sizes = {
+            "batch_size": None if search else asked.batch_size,
+            "steps_per_epoch": asked.steps_per_epoch,
+        }
+        epochs, size, steps_per_epoch = check_counts(sizes, epochs=asked.epochs)
+        loss = self._loss_of_fit(has_validation=asked.validation_data is not None)
+        self._check_trainable()
+        wish = Wish(
+            name="data",
+            batch_size=size,
+            shuffle=asked.shuffle,
+            epochs=epochs,
+            steps_per_epoch=steps_per_epoch,
+            seed=self.seed,
+            first_epoch=self._epochs_trained,
+            is_read_here=self._is_chief,
+            is_summed=asked.checkpoint is not None,
+        )
+        feed = self._job_context.agreed_feed(take_in(asked.data, wish))
+        with closing_on_error(feed):
+            validation = _take_in_validation(asked.validation_data, wish, feed)
+        return _Fit(loss=loss, wish=wish, feed=feed, validation=validation)
+
+    # --- checkpoints -----------------------------------------------------------------------------
+
+    @contextmanager
+    def _kept(self, keeper: Keeper | None) -> Iterator[None]:
+        """Within the block checkpoints are taken, after all that the user's callbacks do."""
+        if keeper is None:
+            yield
+            return
+        if self._resumed is not None:
+            keeper.num_steps = self._resumed.position["steps"] - keeper.record.steps
+        callbacks, self.callbacks = self.callbacks, [*self.callbacks, keeper]
+        try:
+            yield
+        finally:
+            self.callbacks = callbacks
+
+    def _pass_over(self, fit: _Fit) -> None:
+        """Read streams again up to where they were left.
+
+        Raises:
+            DataError: they give something else.
+        """
+        start = self._start_of(fit.feed)
+        used = None if self._resumed is None else self._resumed.position["fit"].get("read")
+        streams = [
+            feed.source
+            for feed in (fit.feed, fit.validation)
+            if feed is not None and isinstance(feed.source, SharedStream)
+        ]
+        for epoch in range(start.epoch):  # in turns: they may draw from one generator
+            for stream in streams:
+                stream.skip(epoch)
+        if isinstance(fit.feed.source, SharedStream) and used is not None:
+            fit.feed.source.skip(start.epoch, start.batch)
+            fit.feed.source.check_used(used)
+
+    def _finish(self, keeper: Keeper, history: History) -> None:
+        parts = self._copied_parts()
+        if self._is_chief:
+            keeper.finish(parts, history, self._plan)
+
+    def _record(self, fit: _Fit) -> FitRecord:
+        wish = fit.wish
+        asked = {
+            "epochs": wish.epochs,
+            "batch_size": fit.feed.batch_size,
+            "steps_per_epoch": wish.steps_per_epoch,
+            "shuffle": wish.shuffle,
+            "seed": self.seed,
+            "data": fingerprint(fit.feed.source),
+            "validation_data": None
+            if fit.validation is None
+            else fingerprint(fit.validation.source),
+            "loss": None if fit.loss is None else said(fit.loss.loss),
+            "optimizer": said(self.optimizer),
+        }
+        return FitRecord(epochs=self._epochs_trained, steps=self._steps_trained, asked=asked)
+
+    # --- checks ----------------------------------------------------------------------------------
+
+    def _check_alone(self, search: BatchSizeSearch | None) -> None:
+        """Refuse what one host alone can do."""
+        hosts = self._job_context.hosts
+        if hosts is not None and search is not None:
+            raise OptionError(
+                problem(
+                    "A batch size is searched on one host.",
+                    received=f"batch_size={search!r} with {hosts.control_group.num_hosts} hosts",
+                    fix="Start the script once for that; then pass the number on all hosts.",
+                )
+            )
+
+    def _loss_of_fit(self, *, has_validation: bool) -> LossAdapter | None:
+        has_own_step = self._recipe.train_step is not None
+        return self._loss if has_own_step and not has_validation else self._need_loss("fit")
+
+    def _need_loss(self, method: str) -> LossAdapter:
+        if self._loss is None:
+            raise OptionError(
+                problem(
+                    f"{method} needs a loss.",
+                    received="loss=None",
+                    fix="Give the Trainer one: torch.nn.CrossEntropyLoss(), for example.",
+                )
+            )
+        return self._loss
+
+    def _check_trainable(self) -> None:
+        if self.optimizer is None:
+            raise OptionError(
+                problem(
+                    "fit needs an optimizer.",
+                    received="optimizer=None",
+                    fix="Give the Trainer one: functools.partial(torch.optim.Adam, lr=1e-3).",
+                )
+            )
+        if not any(parameter.requires_grad for parameter in self.model.parameters()):
+            raise ModelError(
+                problem(
+                    "The model must have a trainable parameter.",
+                    received=f"a {type(self.model).__name__} without any",
+                    fix="Unfreeze a part of it, or use evaluate or predict.",
+                )
+            )
+
+    def _check_targets(self, fit: _Fit) -> None:
+        """Refuse data without targets where there must be some."""
+        if fit.loss is not None and self._recipe.train_step is None:
+            check_targets(sample_of(fit.feed.source), fit.loss, self.metrics)
+        if fit.loss is not None and fit.validation is not None:
+            check_targets(sample_of(fit.validation.source), fit.loss, self.metrics)
+
+    # --- batch size and rates --------------------------------------------------------------------
+
+    def _find_batch_size(self, search: BatchSizeSearch, fit: _Fit, console: OutputConsole) -> int:
+        """The batch size that the search finds, or remembers."""
+        training = Training(
+            trainer=cast(TrainerProtocol, self),
+            loss=None if fit.loss is None else fit.loss.loss,
+            maker=self._maker(),
+            source=fit.feed.by_index("data"),
+            validation=None if fit.validation is None else sample_of(fit.validation.source),
+            options=(self._recipe,),
+        )
+        return choose_batch_size(training, search, console)
+
+    def _settle_batch_size(
+        self, batch_size: int, rule: RateRule | None, console: OutputConsole
+    ) -> None:
+        self._maker().check_batch_size(batch_size)
+        self.batch_size = batch_size
+        if rule is not None and self.schedule is not None:
+            raise OptionError(
+                problem(
+                    "A schedule has rates of its own, which no rule scales.",
+                    received=f"learning_rate_rule={rule.name!r} with a schedule",
+                    fix="Leave the rule out, and give the schedule the rates you want.",
+                )
+            )
+        if rule is not None:
+            said = rule.apply(self.optimizer, batch_size)
+            console.print(said, highlight=False, soft_wrap=True)
+
+    def _begin_schedule(self, fit: _Fit) -> None:
+        if self.schedule is None:
+            return
+        has_validation = fit.validation is not None
+        names = log_names(fit.loss, self.metrics, self._recipe.turns, has_validation=has_validation)
+        start = self._start_of(fit.feed)
+        num_steps = None
+        if fit.feed.num_steps is not None:
+            num_epochs = fit.wish.epochs - start.epoch
+            num_steps = max(num_epochs * fit.feed.num_steps - start.batch, 0)
+        self.schedule.begin(names, num_steps)
+
+    # --- training --------------------------------------------------------------------------------
+
+    def _start_of(self, feed: Feed) -> Resume:
+        return self._start(feed.batch_size, is_stream=isinstance(feed.source, SharedStream))
+
+    def _fit_task(self, fit: _Fit, *, records: bool) -> FitTask:
+        callbacks, wish = self._own_callbacks, fit.wish
+        task = FitTask(
+            source=fit.feed.source,
+            validation=None if fit.validation is None else fit.validation.source,
+            epochs=wish.epochs,
+            batch_size=fit.feed.batch_size,
+            shuffle=wish.shuffle is not False,
+            seed=self.seed,
+            first_epoch=self._epochs_trained,
+            first_step=self._steps_trained,
+            metrics=self.metrics,
+            watched=bool(callbacks),
+            watches_beginnings=bool(acting(callbacks, "on_epoch_begin")),
+            before_steps=bool(stopping(callbacks, "on_train_batch_begin")),
+            after_steps=bool(stopping(callbacks, "on_train_batch_end")),
+            steps_per_epoch=wish.steps_per_epoch,
+            traced=traced_steps(callbacks, self._steps_trained),
+            record=records,
+            counts_skipped=self._recipe.rules.on_nonfinite == "skip",
+            loss_parts=ONE_LOSS if fit.loss is None else fit.loss.parts,
+            turns=self._recipe.turns,
+            start=self._start_of(fit.feed),
+            takes_states=bool(acting(callbacks, "takes_state")),
+        )
+        return self._agreed(task)
+
+    def _agreed(self, task: FitTask) -> FitTask:
+        """The task that all hosts have alike."""
+        hosts = self._job_context.hosts
+        if hosts is None:
+            return task
+        schedule = None if self.schedule is None else self.schedule.every
+        facts = {"the schedule": schedule, "the Trainer's options": self._recipe}
+        check_same_data(hosts, task.validation, "validation_data")
+        return hosts.agree_on_task(task, facts)
+
+    def _conduct(
+        self,
+        task: FitTask,
+        loss: LossAdapter | None,
+        display: ProgressDisplay | None,
+        on_snapshot: Any,
+    ) -> History:
+        """Train, with callbacks and progress around."""
+        self.stop_training = False
+        with (
+            told_of_errors(self._own_callbacks),
+            self._fitting(),
+            held_interrupts() as interrupt,
+        ):
+            conductor = FollowingConductor(interrupt)
+            if self._is_chief:
+                conductor = FitConductor(
+                    cast(TrainerProtocol, self),
+                    self.callbacks,
+                    display,
+                    lambda: self._session.stores.readopt(self.model),
+                    on_snapshot,
+                    interrupt,
+                )
+            try:
+                conductor.begin_train()
+                self._go_on(conductor, task.start)
+                self._train(task, loss, conductor, task.batch_size)
+            finally:
+                conductor.close()
+            # Schedules have moved on host 0 alone, and some optimizers have stepped there. Also
+            # where Ctrl-C now ends the call on one host, all have got all.
+            self._job_context.share_values(self.model, conductor.updater)
+        history: History = self._job_context.from_chief(conductor.history)
+        self._job_context.share_values(self.model)  # of layers that other hosts alone have
+        conductor.end_train()
+        self._end_together(task)
+        return history
+
+    def _end_together(self, task: FitTask) -> None:
+        """A call ends well only where it does so on all hosts."""
+        if self._job_context.hosts is not None:
+            self._job_context.hosts.wait()
+            if task.watched:  # ``on_train_end`` may have set weights
+                self._job_context.share_values(self.model)
+
+
+def _take_in_validation(data: Any, wish: Wish, feed: Feed) -> Feed | None:
+    """What is evaluated after every epoch; in batches of the same size, if it has none."""
+    if data is None:
+        return None
+    return take_in(
+        data,
+        replace(
+            wish,
+            name="validation_data",
+            batch_size=None,
+            default_batch_size=feed.batch_size,
+            shuffle=None,
+            steps_per_epoch=None,
+            purpose="validation",
+        ),
+    )
