@@ -35,9 +35,10 @@ from lockstep.capture.calls import (
     host_streams,
     name_of,
     streams_differ,
+    telling,
 )
 from lockstep.capture.instructions import Apply, CallFunction, Decision, Input, Instruction, Output
-from lockstep.capture.notes import Notes, Record, UntraceableError
+from lockstep.capture.notes import DataError, Notes, Record, UntraceableError
 from lockstep.capture.sizes import has_numbers, plain
 from lockstep.data.trees import Tree, tensors_of
 
@@ -97,6 +98,8 @@ class Recorder(TorchFunctionMode):
         model: the model.
         leaves: paths of modules that are called as a whole, beside those that are by nature.
         grad_enabled: whether the model runs with gradients.
+        is_told: the model's code is told that it is traced; layers that are called as a whole are
+            not.
 
     Attributes:
         culprit: path of the module that made it fail.
@@ -104,7 +107,14 @@ class Recorder(TorchFunctionMode):
         failure: the first thing that could not be noted; the model may have caught it.
     """
 
-    def __init__(self, model: nn.Module, leaves: Mapping[str, str], *, grad_enabled: bool) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        leaves: Mapping[str, str],
+        *,
+        grad_enabled: bool,
+        is_told: bool = False,
+    ) -> None:
         super().__init__()
         self.culprit = ""
         self.inside = ""
@@ -113,6 +123,7 @@ class Recorder(TorchFunctionMode):
         self._notes = Notes(model, self)
         self._leaves = leaves
         self._grad_enabled = grad_enabled
+        self._is_told = is_told
         self._autocast = autocast_state()
         self._host_streams = host_streams()
         self._static: set[int] = set()  # storages that depend on sizes and constants alone
@@ -138,7 +149,7 @@ class Recorder(TorchFunctionMode):
                 kwargs[target] = noted
             else:
                 args.append(noted)
-        with self._watch, self._patched(), self:
+        with self._watch, self._patched(), telling(self._is_told), self:
             output = self._model(*args, **kwargs)
         if self.failure is not None:
             raise self.failure
@@ -155,7 +166,8 @@ class Recorder(TorchFunctionMode):
     ) -> Any:
         self._is_busy = True
         try:
-            return self._call(func, args, kwargs or {})
+            with telling(False):
+                return self._call(func, args, kwargs or {})
         except UntraceableError as error:
             self._keep(error)
             raise
@@ -215,7 +227,7 @@ class Recorder(TorchFunctionMode):
             if is_ragged and type(result) in (tuple, list):
                 raise UntraceableError(f"makes as many tensors as the data says ({name})")
         elif self._watch.reads_data or name in _ESCAPES:
-            raise UntraceableError(f"uses a tensor's values outside torch ({name})")
+            raise DataError(f"uses a tensor's values outside torch ({name})")
         elif is_ragged and name not in _RANKS and has_numbers(result):
             raise UntraceableError(f"uses a size that depends on the data ({name})")
 
