@@ -48,7 +48,16 @@ _CONSTANTS = (
 
 
 class UntraceableError(Exception):
-    """The forward pass does what instructions cannot say."""
+    """The forward pass does what instructions cannot say.
+
+    Attributes:
+        place: file and line; empty where that is not known.
+    """
+
+    place = ""
+
+    def __str__(self) -> str:
+        return super().__str__() + (f" ({self.place})" if self.place else "")
 
 
 class DataError(UntraceableError):
@@ -199,7 +208,9 @@ class Notes:
         make = getattr(type(value), "_make", None)
         if isinstance(value, tuple) and make is not None:  # what it holds may have to be tensors
             parts = [self.argument(part) for part in value]
-            return Ref(self._append(CallFunction(target=make, args=(parts,)), value))
+            number = self._append(CallFunction(target=make, args=(parts,)), value)
+            self._values[id(value)] = number
+            return Ref(number)
         attributes = attributes_of(value)
         copied = rebuild(self.argument, value) if attributes is None else self._made(value)
         if copied is value and value != ():

@@ -19,6 +19,7 @@ import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,7 +38,15 @@ from lockstep.capture.calls import (
     streams_differ,
     telling,
 )
-from lockstep.capture.instructions import Apply, CallFunction, Decision, Input, Instruction, Output
+from lockstep.capture.instructions import (
+    Apply,
+    CallFunction,
+    Decision,
+    Input,
+    Instruction,
+    Output,
+    is_like,
+)
 from lockstep.capture.notes import DataError, Notes, Record, UntraceableError
 from lockstep.capture.sizes import has_numbers, plain
 from lockstep.data.trees import Tree, tensors_of
@@ -89,6 +98,21 @@ def _label(module: nn.Module) -> str:
     name = getattr(module, "name", None)
     kind = type(module).__name__
     return f"{kind} {name!r}" if isinstance(name, str) else kind
+
+
+def _may_change(func: Any) -> bool:
+    """Whether it is code of the user's that may change the objects and lists that it is given."""
+    return isinstance(func, LeafCall | Apply)
+
+
+def _place_in_code() -> str:
+    """File and line of the model's code that is running; empty where it is torch's."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code is not Recorder.record.__code__:
+        if str(frame.f_globals.get("__name__")).partition(".")[0] not in ("torch", "lockstep"):
+            return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
 
 
 class Recorder(TorchFunctionMode):
@@ -179,6 +203,7 @@ class Recorder(TorchFunctionMode):
         tensors = list(tensors_of((args, kwargs)))
         versions = [tensor._version for tensor in tensors]
         stream = torch.get_rng_state()
+        given = self._references(func, args, kwargs) if _may_change(func) else None
         self._watch.reset()
         result = func(*plain(args), **plain(kwargs))
         self._host_streams = host_streams()
@@ -198,6 +223,8 @@ class Recorder(TorchFunctionMode):
             if result is not None and all(map(self._notes.path_of, tensors)):
                 return self._ask_elsewhere(result)
         instruction = self._instruction(func, args, kwargs)
+        if given is not None and not is_like(given, (instruction.args, instruction.kwargs)):
+            raise UntraceableError("hands an object to a layer that changes it")
         is_question = not made and not changed and result is not None
         has_drawn_here = has_drawn(stream) or (
             self._watch.draws and any(tensor.is_meta for tensor in made)
@@ -261,13 +288,23 @@ class Recorder(TorchFunctionMode):
         return self._notes.ask_device(value) if isinstance(value, torch.device) else value
 
     def _instruction(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Instruction:
-        kind, target, args = describe(func, args)
+        kind, target, _ = describe(func, args)
+        references, named = self._references(func, args, kwargs)
         return kind(
             target=target,
-            args=tuple(map(self._notes.argument, args)),
-            kwargs={name: self._notes.argument(value) for name, value in kwargs.items()},
+            args=references,
+            kwargs=named,
             no_grad=self._grad_enabled and not torch.is_grad_enabled(),
         )
+
+    def _references(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments as instructions have them."""
+        _, _, args = describe(func, args)
+        argument = self._notes.argument
+        named = {name: argument(value) for name, value in kwargs.items()}
+        return tuple(map(argument, args)), named
 
     def compute(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Note a calculation with sizes."""
@@ -302,6 +339,7 @@ class Recorder(TorchFunctionMode):
         """The model may catch what is raised: the first failure counts."""
         if self.failure is None:
             self.failure = failure
+            failure.place = _place_in_code()
             self.culprit, self.inside = self._notes.scope, self._notes.inside
 
     # --- what is replaced while recording ---------------------------------------------------------

@@ -204,9 +204,7 @@ class _Tracer:
         compare_recordings(records, others)
 
     def _record(self, atomic: Mapping[str, str], inputs: Tree) -> list[Record]:
-        recorder = Recorder(
-            self._model, atomic, grad_enabled=self._training, is_told=self._is_told
-        )
+        recorder = Recorder(self._model, atomic, grad_enabled=self._training, is_told=self._is_told)
 
         def record(copied: Tree) -> tuple[list[Record], list[str]]:
             return recorder.record(copied), self._state.changed_modules()
