@@ -1,21 +1,25 @@
 """Models that nobody here wrote: architectures of transformers, as they are, cut in two.
 
-Every architecture is tried in a process of its own: proofs under two replicas and under two stages,
-the balance of the cut, and whether torch's ``pipeline()`` splits the same model. A row is kept as
-soon as it is known, so a run that was interrupted goes on where it was. Run: ``python
-bench/architectures.py --results rows.jsonl --report docs/architectures.md``, with ``--only Llama``
-for one.
+Of each: proofs under two replicas and under two stages, the balance of the cut, and whether torch's
+``pipeline()`` splits the same model. A process tries one after the other; one that makes it hang or
+die has a row that says so, and the next process goes on behind it. What is found is kept at once,
+so a run that was interrupted goes on where it was. Run: ``python bench/architectures.py --results
+rows.jsonl --report docs/architectures.md``, with ``--only Llama`` for one.
 """
 
 import argparse
 import copy
 import json
+import os
 import platform
 import subprocess
 import sys
+import time
 import warnings
-from collections.abc import Callable, Iterable
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +34,7 @@ _BATCH_SIZE = 16
 _LENGTH = 16
 _STEPS = 3
 _BALANCED = 1.5
+_MARK = "found: "
 
 Row = dict[str, Any]
 
@@ -189,8 +194,7 @@ def attempt(body: Callable[[], Any]) -> Any:
         return first_line(error)
 
 
-def try_architecture(row: Architecture) -> Row:
-    """One row of the table."""
+def by_lockstep(row: Architecture) -> Row:
     import lockstep
 
     model, inputs = make_model(row), make_inputs(row)
@@ -198,46 +202,90 @@ def try_architecture(row: Architecture) -> Row:
     mirrored = lockstep.MirroredStrategy(devices=2)
     pipeline = lockstep.PipelineStrategy(2)
     return {
-        "model": row.model,
         "mirrored": attempt(lambda: proof_of(model, data, mirrored)),
         "pipeline": attempt(lambda: proof_of(model, data, pipeline)),
         "float32": attempt(lambda: computes_in_float32(model, inputs)),
         "cut": attempt(lambda: cut_of(model, data)),
-        "torch": attempt(lambda: split_by_torch(model, inputs)),
     }
+
+
+def by_torch(row: Architecture) -> Row:
+    return {"torch": attempt(lambda: split_by_torch(make_model(row), make_inputs(row)))}
+
+
+TRIALS: dict[str, Callable[[Architecture], Row]] = {"lockstep": by_lockstep, "torch": by_torch}
 
 
 # --- all of them ----------------------------------------------------------------------------------
 
 
-def run_apart(row: Architecture, timeout: float) -> Row:
-    """Try an architecture in a process of its own, which may hang or die."""
-    command = [sys.executable, __file__, "--alone", row.name]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout)
-    except subprocess.TimeoutExpired:
-        return {"model": row.model, "error": f"took longer than {timeout:.0f} seconds"}
-    if done.returncode:
-        lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
-        return {"model": row.model, "error": lines[-1][:160]}
-    found: Row = json.loads(done.stdout.splitlines()[-1])
-    return found
+def work(trial: str, names: Sequence[str]) -> None:
+    """In a process of its own: a line for every architecture."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    rows = {row.name: row for row in ARCHITECTURES}
+    for name in names:
+        found = attempt(lambda name=name: TRIALS[trial](rows[name]))
+        reply(found if isinstance(found, dict) else {"error": found})
+
+
+def reply(found: Row) -> None:
+    """Torch and transformers print on the same stream: a line of our own begins with a mark."""
+    print(f"\n{_MARK}{json.dumps(found)}", flush=True)
+
+
+def run_trial(trial: str, names: Sequence[str], timeout: float) -> Iterator[tuple[str, Row]]:
+    """What comes of each, with a new worker after one that hangs or dies."""
+    left = list(names)
+    while left:
+        command = [sys.executable, __file__, "--work", trial, "--only", *left]
+        with subprocess.Popen(command, stdout=subprocess.PIPE) as worker:
+            for found in replies(worker, timeout):
+                yield left.pop(0), found
+                if "error" in found or not left:
+                    break
+            worker.kill()
+
+
+def replies(worker: subprocess.Popen[bytes], timeout: float) -> Iterator[Row]:
+    """A worker's lines; an error where the next one does not come."""
+    assert worker.stdout is not None
+    pending, output = b"", worker.stdout.fileno()
+    deadline = time.monotonic() + timeout
+    while True:
+        if not wait([output], max(deadline - time.monotonic(), 0)):
+            yield {"error": f"took longer than {timeout:.0f} seconds"}
+            return
+        received = os.read(output, 1 << 16)
+        if not received:
+            yield {"error": f"the process ended with status {worker.wait()}"}
+            return
+        *lines, pending = (pending + received).split(b"\n")
+        for line in lines:
+            if line.startswith(_MARK.encode()):
+                deadline = time.monotonic() + timeout
+                yield json.loads(line[len(_MARK) :])
 
 
 def known_rows(path: Path) -> dict[str, Row]:
-    lines = path.read_text().splitlines() if path.exists() else []
-    return {row.pop("name"): row for row in map(json.loads, lines)}
+    """By architecture: what each trial has found."""
+    known: dict[str, Row] = defaultdict(dict)
+    for line in path.read_text().splitlines() if path.exists() else ():
+        found = json.loads(line)
+        known[found["name"]][found["trial"]] = found
+    return known
 
 
-def run_all(path: Path, names: Iterable[str], timeout: float) -> None:
+def run_all(path: Path, only: Sequence[str], timeout: float) -> None:
     """Try what is not in the file yet, and what is named once more."""
-    known = known_rows(path)
-    for row in ARCHITECTURES:
-        if row.name in names or not (names or row.name in known):
-            found = {"name": row.name, **run_apart(row, timeout)}
-            print(json.dumps(found), flush=True)
+    for trial in TRIALS:
+        known = known_rows(path)
+        missing = [row.name for row in ARCHITECTURES if trial not in known[row.name]]
+        for name, found in run_trial(trial, only or missing, timeout):
+            line = json.dumps({"name": name, "trial": trial, **found})
+            print(line, flush=True)
             with path.open("a") as file:
-                file.write(json.dumps(found) + "\n")
+                file.write(f"{line}\n")
 
 
 # --- the page -------------------------------------------------------------------------------------
@@ -253,25 +301,27 @@ def proof_cell(proof: Any, row: Row) -> str:
     return f"{proof['difference']:.0e}{reason}"
 
 
-def table_line(name: str, row: Row) -> str:
-    if "error" in row:
-        return f"| {name} | {row['model']} | {row['error']} | | | |"
-    cut = row["cut"]
-    balance = cut if isinstance(cut, str) else f"{cut['balance']:.2f}"
-    cells = [proof_cell(row[kind], row) for kind in ("mirrored", "pipeline")]
-    texts = [name, f"`{row['model']}`", *cells, balance, row["torch"]]
-    return f"| {' | '.join(text.replace('|', '/') for text in texts)} |"
+def table_line(row: Architecture, found: Row) -> str:
+    ours, torchs = found["lockstep"], found["torch"]
+    if "error" in ours:
+        cells = [ours["error"], "", ""]
+    else:
+        cut = ours["cut"]
+        balance = cut if isinstance(cut, str) else f"{cut['balance']:.2f}"
+        cells = [*(proof_cell(ours[kind], ours) for kind in ("mirrored", "pipeline")), balance]
+    cells = [row.name, f"`{row.model}`", *cells, torchs.get("torch") or torchs["error"]]
+    return f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"
 
 
-def counts(rows: Iterable[Row]) -> dict[str, int]:
+def counts(rows: Sequence[Row]) -> dict[str, int]:
     """Of the rows that are as they should be."""
-    tried = [row for row in rows if "error" not in row]
-    cuts = [row["cut"] for row in tried]
+    ours = [row["lockstep"] for row in rows if "error" not in row["lockstep"]]
+    cuts = [one["cut"] for one in ours]
     return {
-        "mirrored": sum(proof_cell(row["mirrored"], row) == "exact" for row in tried),
-        "pipeline": sum(proof_cell(row["pipeline"], row) == "exact" for row in tried),
+        "mirrored": sum(proof_cell(one["mirrored"], one) == "exact" for one in ours),
+        "pipeline": sum(proof_cell(one["pipeline"], one) == "exact" for one in ours),
         "balanced": sum(isinstance(cut, dict) and cut["balance"] <= _BALANCED for cut in cuts),
-        "torch": sum(row["torch"] == "yes" for row in tried),
+        "torch": sum(row["torch"].get("torch") == "yes" for row in rows),
     }
 
 
@@ -302,24 +352,25 @@ What cannot be followed is one layer, which is never cut, and the plan says why:
 {pieces}
 
 Made by `python bench/architectures.py` with lockstep {lockstep}, torch {pytorch} and Python
-{python}, every architecture in a process of its own: `lockstep.verify` with
+{python}: `lockstep.verify` with
 `MirroredStrategy(devices=2)` and with `PipelineStrategy(2)`, then the plan of two stages, whose
 layers are timed on this machine, then torch's `pipeline()` on two samples. *Balance* is the slower
 stage's time over the mean of both; 1 is perfect.
 """
 
 
-def write_page(rows: dict[str, Row], path: Path) -> None:
+def write_page(known: dict[str, Row], path: Path) -> None:
+    tried = {row: known[row.name] for row in ARCHITECTURES if len(known[row.name]) == len(TRIALS)}
     pieces = [
-        f"- {name}: {piece}"
-        for name, row in rows.items()
-        if isinstance(row.get("cut"), dict)
-        for piece in row["cut"]["pieces"]
+        f"- {row.name}: {piece}"
+        for row, found in tried.items()
+        if isinstance(found["lockstep"].get("cut"), dict)
+        for piece in found["lockstep"]["cut"]["pieces"]
     ]
     path.write_text(
         _PAGE.format(
-            num_rows=len(rows),
-            table="\n".join(table_line(name, row) for name, row in rows.items()),
+            num_rows=len(tried),
+            table="\n".join(table_line(row, found) for row, found in tried.items()),
             pieces="\n".join(pieces) or "- nothing here",
             steps=_STEPS,
             samples=_SAMPLES,
@@ -328,7 +379,7 @@ def write_page(rows: dict[str, Row], path: Path) -> None:
             lockstep=version("lockstep-train"),
             pytorch=version("torch"),
             python=platform.python_version(),
-            **counts(rows.values()),
+            **counts(list(tried.values())),
         )
     )
 
@@ -339,19 +390,14 @@ def main() -> None:
     parser.add_argument("--report", type=Path, help="the page to write")
     parser.add_argument("--only", nargs="*", default=(), help="names, to be tried once more")
     parser.add_argument("--timeout", type=float, default=300, help="seconds for each")
-    parser.add_argument("--alone", help=argparse.SUPPRESS)
+    parser.add_argument("--work", choices=TRIALS, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.alone:
-        warnings.simplefilter("ignore")
-        torch.set_num_threads(1)
-        (row,) = (one for one in ARCHITECTURES if one.name == options.alone)
-        print("\n" + json.dumps(try_architecture(row)))
+    if options.work:
+        work(options.work, options.only)
         return
     run_all(options.results, options.only, options.timeout)
-    known = known_rows(options.results)
     if options.report:
-        ordered = {row.name: known[row.name] for row in ARCHITECTURES if row.name in known}
-        write_page(ordered, options.report)
+        write_page(known_rows(options.results), options.report)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -268,18 +267,10 @@ def parts_of(tree: Any) -> list[Any]:
     return parts
 
 
-def is_like(one: Any, other: Any) -> bool:
-    """Whether instructions, or their arguments, are the same."""
-    if type(one) is not type(other):
-        return False
-    parts, others = parts_of(one), parts_of(other)
-    if isinstance(one, dict) and one.keys() != other.keys():
-        return False
-    if parts or others:
-        return len(parts) == len(others) and all(map(is_like, parts, others))
-    if isinstance(one, np.ndarray):
-        return np.array_equal(one, other, equal_nan=one.dtype.kind in "fc")
-    return bool(one == other) or one != one
+def contents_of(tree: Any) -> list[Any]:
+    """All that containers and objects hold, however deep."""
+    parts = parts_of(attributes_of(tree) or tree)
+    return [one for part in parts for one in contents_of(part)] if parts else [tree]
 
 
 def rebuild(change: Callable[[Any], Any], tree: Any) -> Any:

@@ -45,7 +45,7 @@ from lockstep.capture.instructions import (
     Input,
     Instruction,
     Output,
-    is_like,
+    contents_of,
 )
 from lockstep.capture.notes import DataError, Notes, Record, UntraceableError
 from lockstep.capture.sizes import has_numbers, plain
@@ -203,7 +203,7 @@ class Recorder(TorchFunctionMode):
         tensors = list(tensors_of((args, kwargs)))
         versions = [tensor._version for tensor in tensors]
         stream = torch.get_rng_state()
-        given = self._references(func, args, kwargs) if _may_change(func) else None
+        given = contents_of((args, kwargs)) if _may_change(func) else []
         self._watch.reset()
         result = func(*plain(args), **plain(kwargs))
         self._host_streams = host_streams()
@@ -222,9 +222,9 @@ class Recorder(TorchFunctionMode):
                 return result
             if result is not None and all(map(self._notes.path_of, tensors)):
                 return self._ask_elsewhere(result)
-        instruction = self._instruction(func, args, kwargs)
-        if given is not None and not is_like(given, (instruction.args, instruction.kwargs)):
+        if given and list(map(id, given)) != list(map(id, contents_of((args, kwargs)))):
             raise UntraceableError("hands an object to a layer that changes it")
+        instruction = self._instruction(func, args, kwargs)
         is_question = not made and not changed and result is not None
         has_drawn_here = has_drawn(stream) or (
             self._watch.draws and any(tensor.is_meta for tensor in made)
@@ -288,23 +288,13 @@ class Recorder(TorchFunctionMode):
         return self._notes.ask_device(value) if isinstance(value, torch.device) else value
 
     def _instruction(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Instruction:
-        kind, target, _ = describe(func, args)
-        references, named = self._references(func, args, kwargs)
+        kind, target, args = describe(func, args)
         return kind(
             target=target,
-            args=references,
-            kwargs=named,
+            args=tuple(map(self._notes.argument, args)),
+            kwargs={name: self._notes.argument(value) for name, value in kwargs.items()},
             no_grad=self._grad_enabled and not torch.is_grad_enabled(),
         )
-
-    def _references(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments as instructions have them."""
-        _, _, args = describe(func, args)
-        argument = self._notes.argument
-        named = {name: argument(value) for name, value in kwargs.items()}
-        return tuple(map(argument, args)), named
 
     def compute(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Note a calculation with sizes."""

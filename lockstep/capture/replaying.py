@@ -16,7 +16,6 @@ from lockstep.capture.instructions import (
     Input,
     Instruction,
     attributes_of,
-    is_like,
     parts_of,
     references,
     run_instruction,
@@ -275,7 +274,7 @@ def compare_recordings(one: Sequence[Record], other: Sequence[Record]) -> None:
         MismatchError: they do.
     """
     for first, second in zip_longest(one, other):
-        if first is None or second is None or not is_like(first.instruction, second.instruction):
+        if first is None or second is None or not _is_like(first.instruction, second.instruction):
             different = [record for record in (first, second) if record is not None]
             # Where a module goes on longer with one of them, the other is back in what called it.
             deepest = max(different, key=lambda record: len(record.scope))
@@ -284,6 +283,20 @@ def compare_recordings(one: Sequence[Record], other: Sequence[Record]) -> None:
                 "what it does depends on the number of samples",
                 inside=deepest.inside,
             )
+
+
+def _is_like(one: Any, other: Any) -> bool:
+    """Whether instructions, or their arguments, are the same."""
+    if type(one) is not type(other):
+        return False
+    parts, others = parts_of(one), parts_of(other)
+    if isinstance(one, dict) and one.keys() != other.keys():
+        return False
+    if parts or others:
+        return len(parts) == len(others) and all(map(_is_like, parts, others))
+    if isinstance(one, np.ndarray):
+        return np.array_equal(one, other, equal_nan=one.dtype.kind in "fc")
+    return bool(one == other) or one != one
 
 
 def one_line(error: Exception) -> str:
