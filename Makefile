@@ -4,7 +4,7 @@ BIN := .venv/bin
 # Hundreds of interpreters are started: all but the first read what was compiled.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all check lint format api-docs bench bench-hosts bench-input bench-overhead bench-pipelines bench-small-calls bench-starting clean
+.PHONY: demo test test-all check lint format api-docs bench bench-architectures bench-hosts bench-input bench-overhead bench-pipelines bench-small-calls bench-starting clean
 demo: .venv/.installed-demo
 	$(BIN)/lockstep demo
 
@@ -37,6 +37,9 @@ bench: .venv-bench/.installed
 	.venv-bench/bin/python bench/data_parallel.py --report docs/benchmarks.md
 
 # Pipelines against torch.distributed.pipelining; prints tables.
+bench-architectures: .venv/.installed-dev
+	$(BIN)/python bench/architectures.py --report docs/architectures.md
+
 bench-pipelines: .venv-bench/.installed
 	.venv-bench/bin/python bench/pipelines.py
 

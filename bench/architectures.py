@@ -145,7 +145,12 @@ def proof_of(model: nn.Module, data: Any, strategy: Any) -> Row:
     if report.undivided:
         raise RuntimeError(report.undivided)
     largest = max(kind.worst.relative for kind in report.kinds)
-    return {"difference": largest, "passed": report.passed, "notes": list(report.notes)}
+    return {
+        "difference": largest,
+        "passed": report.passed,
+        "draws": any("none per sample" in note for note in report.notes),
+        "float32": computes_in_float32(model, data[0]),
+    }
 
 
 def cut_of(model: nn.Module, data: Any) -> Row:
@@ -163,7 +168,7 @@ def cut_of(model: nn.Module, data: Any) -> Row:
     return {"balance": max(costs) * len(costs) / sum(costs), "pieces": pieces}
 
 
-def split_by_torch(model: nn.Module, inputs: dict[str, Tensor]) -> str:
+def split_by_torch(model: nn.Module, inputs: dict[str, Tensor]) -> int:
     """What torch's ``pipeline()`` makes of it, cut in the middle of its longest list of layers."""
     from torch.distributed.pipelining import SplitPoint, pipeline
 
@@ -177,7 +182,7 @@ def split_by_torch(model: nn.Module, inputs: dict[str, Tensor]) -> str:
     longest = max(lists, key=lists.__getitem__)
     middle = {f"{longest}.{lists[longest] // 2}": SplitPoint.BEGINNING}
     split = pipeline(model, mb_args=(), mb_kwargs=few_of(inputs), split_spec=middle)
-    return "yes" if split.num_stages == 2 else f"{split.num_stages} stage"
+    return int(split.num_stages)
 
 
 def first_line(error: BaseException) -> str:
@@ -194,26 +199,38 @@ def attempt(body: Callable[[], Any]) -> Any:
         return first_line(error)
 
 
-def by_lockstep(row: Architecture) -> Row:
+def job_of(row: Architecture) -> tuple[nn.Module, Any]:
+    """The model and its data."""
+    model, inputs = make_model(row), make_inputs(row)
+    return model, (inputs, make_target(model, inputs))
+
+
+def mirrored(row: Architecture) -> Row:
     import lockstep
 
-    model, inputs = make_model(row), make_inputs(row)
-    data = (inputs, make_target(model, inputs))
-    mirrored = lockstep.MirroredStrategy(devices=2)
-    pipeline = lockstep.PipelineStrategy(2)
-    return {
-        "mirrored": attempt(lambda: proof_of(model, data, mirrored)),
-        "pipeline": attempt(lambda: proof_of(model, data, pipeline)),
-        "float32": attempt(lambda: computes_in_float32(model, inputs)),
-        "cut": attempt(lambda: cut_of(model, data)),
-    }
+    return proof_of(*job_of(row), lockstep.MirroredStrategy(devices=2))
 
 
-def by_torch(row: Architecture) -> Row:
-    return {"torch": attempt(lambda: split_by_torch(make_model(row), make_inputs(row)))}
+def pipeline(row: Architecture) -> Row:
+    import lockstep
+
+    return proof_of(*job_of(row), lockstep.PipelineStrategy(2))
 
 
-TRIALS: dict[str, Callable[[Architecture], Row]] = {"lockstep": by_lockstep, "torch": by_torch}
+def cut(row: Architecture) -> Row:
+    return cut_of(*job_of(row))
+
+
+def torchs(row: Architecture) -> Row:
+    return {"stages": split_by_torch(make_model(row), make_inputs(row))}
+
+
+TRIALS: dict[str, Callable[[Architecture], Row]] = {
+    "cut": cut,
+    "torch": torchs,
+    "pipeline": pipeline,
+    "mirrored": mirrored,
+}
 
 
 # --- all of them ----------------------------------------------------------------------------------
@@ -291,52 +308,58 @@ def run_all(path: Path, only: Sequence[str], timeout: float) -> None:
 # --- the page -------------------------------------------------------------------------------------
 
 
-def proof_cell(proof: Any, row: Row) -> str:
-    if isinstance(proof, str):
-        return proof
+def proof_cell(proof: Row) -> str:
     if proof["passed"]:
         return "exact"
-    draws = any("none per sample" in note for note in proof["notes"])
-    reason = " [^2]" if draws else " [^1]" if row["float32"] is True else ""
+    reason = " [^2]" if proof["draws"] else " [^1]" if proof["float32"] else ""
     return f"{proof['difference']:.0e}{reason}"
 
 
-def table_line(row: Architecture, found: Row) -> str:
-    ours, torchs = found["lockstep"], found["torch"]
-    if "error" in ours:
-        cells = [ours["error"], "", ""]
-    else:
-        cut = ours["cut"]
-        balance = cut if isinstance(cut, str) else f"{cut['balance']:.2f}"
-        cells = [*(proof_cell(ours[kind], ours) for kind in ("mirrored", "pipeline")), balance]
-    cells = [row.name, f"`{row.model}`", *cells, torchs.get("torch") or torchs["error"]]
-    return f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"
+# What a trial has found, in a few words.
+_CELLS: dict[str, Callable[[Row], str]] = {
+    "mirrored": proof_cell,
+    "pipeline": proof_cell,
+    "cut": lambda found: f"{found['balance']:.2f}",
+    "torch": lambda found: "yes" if found["stages"] == 2 else f"{found['stages']} stage",
+}
 
 
-def counts(rows: Sequence[Row]) -> dict[str, int]:
-    """Of the rows that are as they should be."""
-    ours = [row["lockstep"] for row in rows if "error" not in row["lockstep"]]
-    cuts = [one["cut"] for one in ours]
+def cells_of(found: Row) -> list[str]:
+    """Of one architecture; a trial that was not made has none."""
+    cells = []
+    for trial, describe in _CELLS.items():
+        one = found.get(trial)
+        text = "" if one is None else one.get("error") or describe(one)
+        cells.append(text.replace("|", "/"))
+    return cells
+
+
+def counts(rows: Sequence[list[str]]) -> dict[str, str]:
+    """Of the cells that are as they should be, and of all in the column."""
+    columns = [[cell for cell in column if cell] for column in zip(*rows, strict=True)]
+    is_good = {
+        "mirrored": lambda cell: cell == "exact",
+        "pipeline": lambda cell: cell == "exact",
+        "cut": lambda cell: cell[0].isdigit() and float(cell) <= _BALANCED,
+        "torch": lambda cell: cell == "yes",
+    }
     return {
-        "mirrored": sum(proof_cell(one["mirrored"], one) == "exact" for one in ours),
-        "pipeline": sum(proof_cell(one["pipeline"], one) == "exact" for one in ours),
-        "balanced": sum(isinstance(cut, dict) and cut["balance"] <= _BALANCED for cut in cuts),
-        "torch": sum(row["torch"].get("torch") == "yes" for row in rows),
+        trial: f"{sum(map(is_good[trial], column))} of {len(column)}"
+        for trial, column in zip(_CELLS, columns, strict=True)
     }
 
 
 _PAGE = """# Architectures
 
 {num_rows} architectures of transformers {transformers}, of every kind it has: each class as it is
-written, with random weights and a tiny configuration, trained for {steps} steps in float64 on
-{samples} samples with padding. No option was set, and nothing was patched.
+written, with random weights and a tiny configuration. No option was set, and nothing was patched.
 
-- **{mirrored}** of them are exact on two replicas: loss, gradients and weights are those of a plain
-  loop on one device, to within 1e-12.
-- **{pipeline}** are exact in two stages.
-- **{balanced}** are cut evenly: the slower stage takes at most {limit} times the mean of both.
-- **{torch}** are split by `torch.distributed.pipelining.pipeline()`, asked for a cut in the middle
-  of their longest list of layers.
+- Cut evenly in two: **{cut}**. The slower stage takes at most {limit} times the mean of both.
+- Split by `torch.distributed.pipelining.pipeline()`, asked for a cut in the middle of the longest
+  list of layers: **{torch}**.
+- Exact in two stages: **{pipeline}** that were tried. Loss, gradients and weights of {steps} steps in
+  float64 on {samples} samples with padding are those of a plain loop, to within 1e-12.
+- Exact on two replicas: **{mirrored}** that were tried.
 
 | architecture | class | two replicas | two stages | balance | torch's `pipeline()` |
 |---|---|---|---|---|---|
@@ -351,26 +374,26 @@ What cannot be followed is one layer, which is never cut, and the plan says why:
 
 {pieces}
 
-Made by `python bench/architectures.py` with lockstep {lockstep}, torch {pytorch} and Python
-{python}: `lockstep.verify` with
-`MirroredStrategy(devices=2)` and with `PipelineStrategy(2)`, then the plan of two stages, whose
-layers are timed on this machine, then torch's `pipeline()` on two samples. *Balance* is the slower
-stage's time over the mean of both; 1 is perfect.
+Made by `python bench/architectures.py` (`make bench-architectures`) with lockstep {lockstep}, torch
+{pytorch} and Python {python}: the plan of two stages, whose layers are timed on this machine; torch's
+`pipeline()` on two samples; `lockstep.verify` with `PipelineStrategy(2)` and with
+`MirroredStrategy(devices=2)`. *Balance* is the slower stage's time over the mean of both; 1 is
+perfect. An empty cell was not tried.
 """
 
 
 def write_page(known: dict[str, Row], path: Path) -> None:
-    tried = {row: known[row.name] for row in ARCHITECTURES if len(known[row.name]) == len(TRIALS)}
+    rows = {row: cells_of(known[row.name]) for row in ARCHITECTURES}
+    lines = [f"| {row.name} | `{row.model}` | {' | '.join(rows[row])} |" for row in rows]
     pieces = [
         f"- {row.name}: {piece}"
-        for row, found in tried.items()
-        if isinstance(found["lockstep"].get("cut"), dict)
-        for piece in found["lockstep"]["cut"]["pieces"]
+        for row in ARCHITECTURES
+        for piece in known[row.name].get("cut", {}).get("pieces", ())
     ]
     path.write_text(
         _PAGE.format(
-            num_rows=len(tried),
-            table="\n".join(table_line(row, found) for row, found in tried.items()),
+            num_rows=len(rows),
+            table="\n".join(lines),
             pieces="\n".join(pieces) or "- nothing here",
             steps=_STEPS,
             samples=_SAMPLES,
@@ -379,7 +402,7 @@ def write_page(known: dict[str, Row], path: Path) -> None:
             lockstep=version("lockstep-train"),
             pytorch=version("torch"),
             python=platform.python_version(),
-            **counts(list(tried.values())),
+            **counts(list(rows.values())),
         )
     )
 
