@@ -36,10 +36,11 @@ api-docs: .venv/.installed-dev
 bench: .venv-bench/.installed
 	.venv-bench/bin/python bench/data_parallel.py --report docs/benchmarks.md
 
-# Pipelines against torch.distributed.pipelining; prints tables.
+# Architectures of transformers, cut and proven; writes docs/architectures.md anew. Takes an hour.
 bench-architectures: .venv/.installed-dev
 	$(BIN)/python bench/architectures.py --report docs/architectures.md
 
+# Pipelines against torch.distributed.pipelining; prints tables.
 bench-pipelines: .venv-bench/.installed
 	.venv-bench/bin/python bench/pipelines.py
 

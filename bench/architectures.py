@@ -357,8 +357,8 @@ written, with random weights and a tiny configuration. No option was set, and no
 - Cut evenly in two: **{cut}**. The slower stage takes at most {limit} times the mean of both.
 - Split by `torch.distributed.pipelining.pipeline()`, asked for a cut in the middle of the longest
   list of layers: **{torch}**.
-- Exact in two stages: **{pipeline}** that were tried. Loss, gradients and weights of {steps} steps in
-  float64 on {samples} samples with padding are those of a plain loop, to within 1e-12.
+- Exact in two stages: **{pipeline}** that were tried. Loss, gradients and weights of {steps} steps
+  in float64 on {samples} samples with padding are those of a plain loop, to within 1e-12.
 - Exact on two replicas: **{mirrored}** that were tried.
 
 | architecture | class | two replicas | two stages | balance | torch's `pipeline()` |
@@ -375,8 +375,8 @@ What cannot be followed is one layer, which is never cut, and the plan says why:
 {pieces}
 
 Made by `python bench/architectures.py` (`make bench-architectures`) with lockstep {lockstep}, torch
-{pytorch} and Python {python}: the plan of two stages, whose layers are timed on this machine; torch's
-`pipeline()` on two samples; `lockstep.verify` with `PipelineStrategy(2)` and with
+{pytorch} and Python {python}: the plan of two stages, whose layers are timed on this machine;
+torch's `pipeline()` on two samples; `lockstep.verify` with `PipelineStrategy(2)` and with
 `MirroredStrategy(devices=2)`. *Balance* is the slower stage's time over the mean of both; 1 is
 perfect. An empty cell was not tried.
 """
