@@ -18,6 +18,7 @@ import time
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from importlib.metadata import version
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -117,8 +118,8 @@ class Precisions(TorchDispatchMode):
     """Sees whether anything is computed in float32."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.has_float32 = False
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.has_float32: bool = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -132,7 +133,7 @@ def computes_in_float32(model: nn.Module, inputs: dict[str, Tensor]) -> bool:
     doubled = {name: one.double() if one.is_floating_point() else one for name, one in few.items()}
     with Precisions() as seen:
         copy.deepcopy(model).double()(**doubled)
-    return seen.has_float32
+    return bool(seen.has_float32)
 
 
 def proof_of(model: nn.Module, data: Any, strategy: Any) -> Row:
@@ -242,7 +243,7 @@ def work(trial: str, names: Sequence[str]) -> None:
     torch.set_num_threads(1)
     rows = {row.name: row for row in ARCHITECTURES}
     for name in names:
-        found = attempt(lambda name=name: TRIALS[trial](rows[name]))
+        found = attempt(partial(TRIALS[trial], rows[name]))
         reply(found if isinstance(found, dict) else {"error": found})
 
 

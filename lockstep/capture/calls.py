@@ -79,12 +79,12 @@ def telling(is_traced: bool) -> Iterator[None]:
     What it is there for: a trace cannot follow code that looks at values, and code that asks leaves
     this out, be it a warning or a mask that would change nothing.
     """
-    before = torch.compiler._is_compiling_flag  # type: ignore[attr-defined]
-    torch.compiler._is_compiling_flag = is_traced  # type: ignore[attr-defined]
+    before = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = is_traced
     try:
         yield
     finally:
-        torch.compiler._is_compiling_flag = before  # type: ignore[attr-defined]
+        torch.compiler._is_compiling_flag = before
 
 
 def host_streams() -> tuple[Any, ...]:

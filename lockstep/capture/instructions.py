@@ -117,14 +117,14 @@ class Made:
 
     def make(self) -> Any:
         """The object; ``__init__`` is not run."""
-        made = object.__new__(self.kind)
+        made: Any = object.__new__(self.kind)
         vars(made).update(self.attributes)
         return made
 
 
 def attributes_of(value: Any) -> dict[str, Any] | None:
     """What an object consists of, where that is its attributes and nothing else."""
-    kind = type(value)
+    kind: Any = type(value)
     is_plain = (
         hasattr(value, "__dict__")
         and kind.__new__ is object.__new__
