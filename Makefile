@@ -4,7 +4,7 @@ BIN := .venv/bin
 # Hundreds of interpreters are started: all but the first read what was compiled.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all check lint format api-docs bench bench-hosts bench-input bench-overhead bench-pipelines bench-small-calls bench-starting clean
+.PHONY: demo test test-all check lint format api-docs bench bench-architectures bench-hosts bench-input bench-overhead bench-pipelines bench-small-calls bench-starting clean
 demo: .venv/.installed-demo
 	$(BIN)/lockstep demo
 
@@ -35,6 +35,10 @@ api-docs: .venv/.installed-dev
 # Compares with other libraries on the cores of this machine, and writes docs/benchmarks.md anew.
 bench: .venv-bench/.installed
 	.venv-bench/bin/python bench/data_parallel.py --report docs/benchmarks.md
+
+# Architectures of transformers, cut and proven; writes docs/architectures.md anew. Takes an hour.
+bench-architectures: .venv/.installed-dev
+	$(BIN)/python bench/architectures.py --report docs/architectures.md
 
 # Pipelines against torch.distributed.pipelining; prints tables.
 bench-pipelines: .venv-bench/.installed

@@ -2,7 +2,8 @@
 
 import pickle
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -69,6 +70,21 @@ class Watch(TorchDispatchMode):
                 index.dtype in (torch.bool, torch.uint8) for index in tensors_of(args[1])
             )
         return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def telling(is_traced: bool) -> Iterator[None]:
+    """Tell code that asks ``torch.compiler.is_compiling()`` whether it is traced.
+
+    What it is there for: a trace cannot follow code that looks at values, and code that asks leaves
+    this out, be it a warning or a mask that would change nothing.
+    """
+    before = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = is_traced
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before
 
 
 def host_streams() -> tuple[Any, ...]:

@@ -109,6 +109,33 @@ class Apply:
 
 
 @dataclass(frozen=True)
+class Made:
+    """Stands for an object of a plain class, which is made anew with these attributes."""
+
+    kind: type
+    attributes: dict[str, Any]
+
+    def make(self) -> Any:
+        """The object; ``__init__`` is not run."""
+        made: Any = object.__new__(self.kind)
+        vars(made).update(self.attributes)
+        return made
+
+
+def attributes_of(value: Any) -> dict[str, Any] | None:
+    """What an object consists of, where that is its attributes and nothing else."""
+    kind: Any = type(value)
+    is_plain = (
+        hasattr(value, "__dict__")
+        and kind.__new__ is object.__new__
+        and kind.__reduce_ex__ is object.__reduce_ex__
+        and not hasattr(kind, "__setstate__")
+        and not any(vars(base).get("__slots__") for base in kind.__mro__)
+    )
+    return vars(value) if is_plain else None
+
+
+@dataclass(frozen=True)
 class Decision:
     """A comparison of sizes by which the model's code has decided what to do.
 
@@ -164,7 +191,10 @@ def _resolve(tree: Any, fetch: Callable[[int], Any]) -> Any:
     kind = type(tree)
     if kind is Ref:
         return fetch(tree.index)
-    return tree if kind in _SIMPLE else rebuild(lambda part: _resolve(part, fetch), tree)
+    if kind in _SIMPLE:
+        return tree
+    rebuilt = rebuild(lambda part: _resolve(part, fetch), tree)
+    return rebuilt.make() if kind is Made else rebuilt
 
 
 def _evaluate(
@@ -235,6 +265,12 @@ def parts_of(tree: Any) -> list[Any]:
 
     rebuild(add, tree)
     return parts
+
+
+def contents_of(tree: Any) -> list[Any]:
+    """All that containers and objects hold, however deep."""
+    parts = parts_of(attributes_of(tree) or tree)
+    return [one for part in parts for one in contents_of(part)] if parts else [tree]
 
 
 def rebuild(change: Callable[[Any], Any], tree: Any) -> Any:

@@ -18,7 +18,9 @@ from lockstep.capture.instructions import (
     CallFunction,
     GetAttribute,
     Instruction,
+    Made,
     Ref,
+    attributes_of,
     rebuild,
 )
 from lockstep.capture.sizes import Calculator, TracedFloat, TracedInt, has_numbers
@@ -46,7 +48,20 @@ _CONSTANTS = (
 
 
 class UntraceableError(Exception):
-    """The forward pass does what instructions cannot say."""
+    """The forward pass does what instructions cannot say.
+
+    Attributes:
+        place: file and line; empty where that is not known.
+    """
+
+    place = ""
+
+    def __str__(self) -> str:
+        return super().__str__() + (f" ({self.place})" if self.place else "")
+
+
+class DataError(UntraceableError):
+    """Its Python code looks at values, which are other ones in the next batch."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -93,6 +108,7 @@ class Notes:
         self._attributes = _tensor_attributes(model)
         self._values: dict[int, int] = {}  # by id of a value: its record
         self._fetched: dict[str, int] = {}  # by path of an attribute: its record
+        self._open: set[int] = set()  # ids of the objects that are being looked at
 
     def note(
         self, instruction: Instruction, value: Any, *, removable: bool = False, draws: bool = False
@@ -192,11 +208,23 @@ class Notes:
         make = getattr(type(value), "_make", None)
         if isinstance(value, tuple) and make is not None:  # what it holds may have to be tensors
             parts = [self.argument(part) for part in value]
-            return Ref(self._append(CallFunction(target=make, args=(parts,)), value))
-        copied = rebuild(self.argument, value)
+            number = self._append(CallFunction(target=make, args=(parts,)), value)
+            self._values[id(value)] = number
+            return Ref(number)
+        attributes = attributes_of(value)
+        copied = rebuild(self.argument, value) if attributes is None else self._made(value)
         if copied is value and value != ():
             raise UntraceableError(f"passes on a {type(value).__name__}")
         return copied
+
+    def _made(self, value: Any) -> Made:
+        if id(value) in self._open:
+            raise UntraceableError(f"passes on a {type(value).__name__} that holds itself")
+        self._open.add(id(value))
+        try:
+            return Made(type(value), self.argument(vars(value)))
+        finally:
+            self._open.remove(id(value))
 
     def path_of(self, value: Any) -> str | None:
         """Where the model has a tensor or module, if it does."""

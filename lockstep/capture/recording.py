@@ -19,6 +19,7 @@ import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,9 +36,18 @@ from lockstep.capture.calls import (
     host_streams,
     name_of,
     streams_differ,
+    telling,
 )
-from lockstep.capture.instructions import Apply, CallFunction, Decision, Input, Instruction, Output
-from lockstep.capture.notes import Notes, Record, UntraceableError
+from lockstep.capture.instructions import (
+    Apply,
+    CallFunction,
+    Decision,
+    Input,
+    Instruction,
+    Output,
+    contents_of,
+)
+from lockstep.capture.notes import DataError, Notes, Record, UntraceableError
 from lockstep.capture.sizes import has_numbers, plain
 from lockstep.data.trees import Tree, tensors_of
 
@@ -90,6 +100,21 @@ def _label(module: nn.Module) -> str:
     return f"{kind} {name!r}" if isinstance(name, str) else kind
 
 
+def _may_change(func: Any) -> bool:
+    """Whether it is code of the user's that may change the objects and lists that it is given."""
+    return isinstance(func, LeafCall | Apply)
+
+
+def _place_in_code() -> str:
+    """File and line of the model's code that is running; empty where it is torch's."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code is not Recorder.record.__code__:
+        if str(frame.f_globals.get("__name__")).partition(".")[0] not in ("torch", "lockstep"):
+            return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
 class Recorder(TorchFunctionMode):
     """Records one run of a model.
 
@@ -97,6 +122,8 @@ class Recorder(TorchFunctionMode):
         model: the model.
         leaves: paths of modules that are called as a whole, beside those that are by nature.
         grad_enabled: whether the model runs with gradients.
+        is_told: the model's code is told that it is traced; layers that are called as a whole are
+            not.
 
     Attributes:
         culprit: path of the module that made it fail.
@@ -104,7 +131,14 @@ class Recorder(TorchFunctionMode):
         failure: the first thing that could not be noted; the model may have caught it.
     """
 
-    def __init__(self, model: nn.Module, leaves: Mapping[str, str], *, grad_enabled: bool) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        leaves: Mapping[str, str],
+        *,
+        grad_enabled: bool,
+        is_told: bool = False,
+    ) -> None:
         super().__init__()
         self.culprit = ""
         self.inside = ""
@@ -113,6 +147,7 @@ class Recorder(TorchFunctionMode):
         self._notes = Notes(model, self)
         self._leaves = leaves
         self._grad_enabled = grad_enabled
+        self._is_told = is_told
         self._autocast = autocast_state()
         self._host_streams = host_streams()
         self._static: set[int] = set()  # storages that depend on sizes and constants alone
@@ -138,7 +173,7 @@ class Recorder(TorchFunctionMode):
                 kwargs[target] = noted
             else:
                 args.append(noted)
-        with self._watch, self._patched(), self:
+        with self._watch, self._patched(), telling(self._is_told), self:
             output = self._model(*args, **kwargs)
         if self.failure is not None:
             raise self.failure
@@ -155,7 +190,8 @@ class Recorder(TorchFunctionMode):
     ) -> Any:
         self._is_busy = True
         try:
-            return self._call(func, args, kwargs or {})
+            with telling(False):
+                return self._call(func, args, kwargs or {})
         except UntraceableError as error:
             self._keep(error)
             raise
@@ -167,6 +203,7 @@ class Recorder(TorchFunctionMode):
         tensors = list(tensors_of((args, kwargs)))
         versions = [tensor._version for tensor in tensors]
         stream = torch.get_rng_state()
+        given = contents_of((args, kwargs)) if _may_change(func) else []
         self._watch.reset()
         result = func(*plain(args), **plain(kwargs))
         self._host_streams = host_streams()
@@ -185,6 +222,8 @@ class Recorder(TorchFunctionMode):
                 return result
             if result is not None and all(map(self._notes.path_of, tensors)):
                 return self._ask_elsewhere(result)
+        if given and list(map(id, given)) != list(map(id, contents_of((args, kwargs)))):
+            raise UntraceableError("hands an object to a layer that changes it")
         instruction = self._instruction(func, args, kwargs)
         is_question = not made and not changed and result is not None
         has_drawn_here = has_drawn(stream) or (
@@ -215,7 +254,7 @@ class Recorder(TorchFunctionMode):
             if is_ragged and type(result) in (tuple, list):
                 raise UntraceableError(f"makes as many tensors as the data says ({name})")
         elif self._watch.reads_data or name in _ESCAPES:
-            raise UntraceableError(f"uses a tensor's values outside torch ({name})")
+            raise DataError(f"uses a tensor's values outside torch ({name})")
         elif is_ragged and name not in _RANKS and has_numbers(result):
             raise UntraceableError(f"uses a size that depends on the data ({name})")
 
@@ -290,6 +329,7 @@ class Recorder(TorchFunctionMode):
         """The model may catch what is raised: the first failure counts."""
         if self.failure is None:
             self.failure = failure
+            failure.place = _place_in_code()
             self.culprit, self.inside = self._notes.scope, self._notes.inside
 
     # --- what is replaced while recording ---------------------------------------------------------

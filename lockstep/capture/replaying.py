@@ -2,7 +2,7 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
@@ -15,6 +15,7 @@ from lockstep.capture.instructions import (
     GetAttribute,
     Input,
     Instruction,
+    attributes_of,
     parts_of,
     references,
     run_instruction,
@@ -26,6 +27,11 @@ from lockstep.data.trees import Tree, map_tensors, tensors_of
 
 # How far gradients may be apart: what is looked for are missing ones.
 _GRADIENT_TOLERANCE = 1e-3
+
+# How far outputs may be apart, over their norm, where the same is computed in another way. Many a
+# model in float64 has its masks and softmax in float32.
+_ROUNDING = 1e-4
+_COARSE_ROUNDING = 0.05  # of 16 bits
 
 # Terminals show what is between these in bold or in colour.
 _COLOURS = re.compile("\x1b\\[[0-9;]*m")
@@ -41,10 +47,14 @@ class MismatchError(Exception):
         path: of the module to blame.
         reason: in one line.
         inside: what is to blame in there, see ``Notes``.
+        looks_at_values: Python code does, and might not if it were told that it is traced.
     """
 
-    def __init__(self, path: str, reason: str, *, inside: str = "") -> None:
+    def __init__(
+        self, path: str, reason: str, *, inside: str = "", looks_at_values: bool = False
+    ) -> None:
         super().__init__(path, reason)
+        self.looks_at_values = looks_at_values
         self.path = path
         self.reason = f"{inside}: {reason}" if inside else reason
 
@@ -136,10 +146,11 @@ class Result:
     stream: torch.Tensor
     gradients: list[tuple[float, float] | None] | None
 
-    def unlike(self, other: "Result") -> str:
-        """What differs, or nothing."""
+    def unlike(self, other: "Result", *, rounded: bool = False) -> str:
+        """What differs, or nothing; but for rounding, where it may be ``rounded`` otherwise."""
+        is_like = is_nearly if rounded else _is_same_tensor
         for name in ("outputs", "buffers", "stream"):
-            if not is_same(getattr(self, name), getattr(other, name)):
+            if not is_same(getattr(self, name), getattr(other, name), is_like):
                 return name
         if self.gradients is None or other.gradients is None:
             return ""
@@ -192,28 +203,68 @@ def _is_close(one: tuple[float, float] | None, other: tuple[float, float] | None
     )
 
 
-def is_same(one: Any, other: Any) -> bool:
-    """Whether two trees are equal bit by bit; objects that are no values are not compared."""
+def _is_same_tensor(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if not _is_comparable(one, other) or torch.equal(one, other):
+        return _is_alike(one, other)
+    if not (one.is_floating_point() or one.is_complex()):
+        return False
+    is_nan = one.isnan()
+    return torch.equal(is_nan, other.isnan()) and torch.equal(one[~is_nan], other[~is_nan])
+
+
+def is_nearly(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether tensors are equal but for rounding."""
+    if not _is_comparable(one, other) or not one.is_floating_point():
+        return _is_same_tensor(one, other)
+    is_finite = one.isfinite()
+    if not _is_same_tensor(one[~is_finite], other[~other.isfinite()]):
+        return False
+    tolerance = _COARSE_ROUNDING if _is_coarse(one) else _ROUNDING
+    apart = (one - other)[is_finite].double().norm()
+    return bool(apart <= tolerance * other[is_finite].double().norm())
+
+
+def _is_coarse(tensor: torch.Tensor) -> bool:
+    return tensor.element_size() < 4 or torch.is_autocast_enabled(tensor.device.type)
+
+
+def is_same(
+    one: Any,
+    other: Any,
+    is_like: Callable[[torch.Tensor, torch.Tensor], bool] = _is_same_tensor,
+    within: frozenset[int] = frozenset(),
+) -> bool:
+    """Whether two trees are equal, bit by bit or as ``is_like`` says.
+
+    Objects are equal if their attributes are; what has none is not compared. Those that these two
+    are ``within``, by id, are being compared.
+    """
     if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
         is_both = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
-        return is_both and _is_same_tensor(one, other)
+        return is_both and is_like(one, other)
     if isinstance(one, int | float | str | None):
         return bool(one == other) or (one != one and other != other)
     if isinstance(one, np.ndarray):
         return np.array_equal(one, other, equal_nan=one.dtype.kind in "fc")
-    parts, others = parts_of(one), parts_of(other)
-    return len(parts) == len(others) and all(map(is_same, parts, others))
-
-
-def _is_same_tensor(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if (one.shape, one.dtype, one.device) != (other.shape, other.dtype, other.device):
-        return False
-    if one.is_meta or one.layout != torch.strided:
+    if id(one) in within:
         return True
-    if torch.equal(one, other) or not (one.is_floating_point() or one.is_complex()):
-        return torch.equal(one, other)
-    is_nan = one.isnan()
-    return torch.equal(is_nan, other.isnan()) and torch.equal(one[~is_nan], other[~is_nan])
+    parts, others = _parts_of(one), _parts_of(other)
+    within |= {id(one)}
+    pairs = zip(parts, others, strict=False)
+    return len(parts) == len(others) and all(is_same(*pair, is_like, within) for pair in pairs)
+
+
+def _parts_of(value: Any) -> list[Any]:
+    return parts_of(attributes_of(value) or value)
+
+
+def _is_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
+
+
+def _is_comparable(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether their values can be looked at."""
+    return _is_alike(one, other) and not one.is_meta and one.layout == torch.strided
 
 
 def compare_recordings(one: Sequence[Record], other: Sequence[Record]) -> None:

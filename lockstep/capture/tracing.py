@@ -18,10 +18,11 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from lockstep.capture.calls import telling
 from lockstep.capture.instructions import CallModule, Instruction, run_instruction
 from lockstep.capture.layering import TracedLayer, divide
 from lockstep.capture.layers import check_modules
-from lockstep.capture.notes import Record
+from lockstep.capture.notes import DataError, Record
 from lockstep.capture.recording import Recorder, inputs_of, is_leaf
 from lockstep.capture.replaying import (
     MismatchError,
@@ -139,6 +140,7 @@ class _Tracer:
         self._inputs = inputs
         self._more = _more_samples(inputs)
         self._state = ModelState(model)
+        self._is_told = False
 
     def trace(self, atomic: dict[str, str]) -> Trace:
         """Trace until what is recorded is what the model does."""
@@ -148,11 +150,24 @@ class _Tracer:
             try:
                 return self._attempt(atomic, wanted)
             except MismatchError as mismatch:
+                if mismatch.looks_at_values and self._may_tell(wanted):
+                    self._is_told = True
+                    continue
                 if "" in atomic:  # the whole model is one call, and that failed
                     raise mismatch.__cause__ or mismatch from None
                 path, reason = mismatch.path, mismatch.reason
                 assert path not in atomic, reason  # what is called as a whole runs no instructions
                 atomic[path] = reason
+
+    def _may_tell(self, wanted: Result) -> bool:
+        """Whether the model, told that it is traced, does the same, and was not told before."""
+        if self._is_told:
+            return False
+        with telling(True):
+            try:
+                return not self._result(self._call).unlike(wanted, rounded=True)
+            except Exception:  # whatever: then it is not told
+                return False
 
     def _attempt(self, atomic: Mapping[str, str], wanted: Result) -> Trace:
         records = self._record(atomic, self._inputs)
@@ -189,7 +204,7 @@ class _Tracer:
         compare_recordings(records, others)
 
     def _record(self, atomic: Mapping[str, str], inputs: Tree) -> list[Record]:
-        recorder = Recorder(self._model, atomic, grad_enabled=self._training)
+        recorder = Recorder(self._model, atomic, grad_enabled=self._training, is_told=self._is_told)
 
         def record(copied: Tree) -> tuple[list[Record], list[str]]:
             return recorder.record(copied), self._state.changed_modules()
@@ -198,7 +213,10 @@ class _Tracer:
             records, changed = self._run(record, inputs)
         except Exception as error:
             raise MismatchError(
-                recorder.culprit, one_line(recorder.failure or error), inside=recorder.inside
+                recorder.culprit,
+                one_line(recorder.failure or error),
+                inside=recorder.inside,
+                looks_at_values=isinstance(recorder.failure, DataError),
             ) from error
         for path in changed:
             is_whole = is_leaf(self._model.get_submodule(path))
@@ -207,7 +225,7 @@ class _Tracer:
         return list(records)
 
     def _verify(self, replay: Replay, wanted: Result) -> None:
-        difference = self._result(replay).unlike(wanted)
+        difference = self._result(replay).unlike(wanted, rounded=self._is_told)
         if not difference:
             return
         if self._result(self._call).unlike(wanted):  # the model never does the same
