@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import lockstep
 from lockstep.errors import ModelError
-from lockstep.train import runner
+from lockstep.train.rank_proof import samples_of
 
 X = torch.linspace(-2, 2, 48).reshape(8, 6).sin()
 Y = torch.arange(8) % 3
@@ -308,13 +308,12 @@ def test_it_leaves_no_trace(proves: bool, monkeypatch: Patch) -> None:
 
 def test_it_is_remembered(monkeypatch: Patch) -> None:
     proofs = []
-    plain = runner.samples_of
 
     def counted(*options: Any) -> Any:
         proofs.append(1)
-        return plain(*options)
+        return samples_of(*options)
 
-    monkeypatch.setattr(runner, "samples_of", counted)
+    monkeypatch.setattr("lockstep.train.runner.samples_of", counted)
     trainer = trainer_of(Looking())
     for _ in range(3):
         trainer.fit((X, Y), batch_size=4, verbose=0)
