@@ -1,6 +1,6 @@
 """The Trainer of a Keras model: plans, processes and steps are those of any model."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -12,6 +12,7 @@ from lockstep.data.trees import Tree, concatenate, tensors_of
 from lockstep.errors import ModelError, problem
 from lockstep.frontends.keras.additions import find_additions
 from lockstep.frontends.keras.attributes import NO_SETTINGS, with_settings
+from lockstep.frontends.keras.checks import has_own_loss
 from lockstep.frontends.keras.conducting import (
     EvaluationConductor,
     KerasFitConductor,
@@ -91,12 +92,14 @@ class _Known:
 
     Attributes:
         key: where it has changed, the model is looked at anew.
-        additions: what was found.
+        loss: the model's: which is taken on whole batches once that was seen to be needed.
+        has_rows: see ``Additions``.
         trains: in training, too.
     """
 
     key: object
-    additions: Additions
+    loss: KerasLoss
+    has_rows: bool
     trains: bool
 
 
@@ -280,16 +283,17 @@ class KerasTrainer(Runner):
         is_known = known is not None and known.key == key and (known.trains or not trains)
         looks = (looks and sight is None) or self._job_context.hosts is not None
         if looks or not is_known:
-            own = self._find_additions(samples, is_divided=is_divided, trains=trains)
+            own = self._find_additions(samples[0], is_divided=is_divided, trains=trains)
             found = self._job_context.from_chief(own)
             assert found is not None
-            self._known = known = _Known(key, found, trains)
+            module = self.model if has_own_loss(model) else None
+            loss = KerasLoss(model._compile_loss, found, module)
+            self._known = known = _Known(key, loss, found.has_rows, trains)
         assert known is not None
-        loss = KerasLoss(model._compile_loss, known.additions)
         layers = model._flatten_layers(include_self=False)
         of_layers = [*model._metrics, *(one for layer in layers for one in layer._metrics)]
-        has_rows = known.additions.has_rows
-        return loss, KerasMetrics(model._compile_metrics, of_layers, has_rows=has_rows)
+        metrics = KerasMetrics(model._compile_metrics, of_layers, has_rows=known.has_rows)
+        return known.loss, metrics
 
     def _look_before_predicting(self, source: Source | SharedStream) -> None:
         """See that outputs can be divided, unless that is known."""
@@ -303,19 +307,13 @@ class KerasTrainer(Runner):
             self._can_predict = True
 
     def _find_additions(
-        self, samples: Sequence[ArraySource], *, is_divided: bool, trains: bool
+        self, sample: ArraySource, *, is_divided: bool, trains: bool
     ) -> Additions | None:
         """What layers add to the loss, where rank 0 is."""
         if not self._job_context.is_chief:
             return None
         self.model.look_anew()
-        compiled = self.model.model._compile_loss
-        first, *others = (
-            find_additions(self.model, compiled, one, is_divided=is_divided, trains=trains)
-            for one in samples
-        )
-        alike = all(one.weighs_alike for one in (first, *others))
-        return replace(first, weighs_alike=alike)
+        return find_additions(self.model, sample, is_divided=is_divided, trains=trains)
 
     def _make_updater(self) -> Any:
         self.optimizer = self.model.model.optimizer  # a callback may have given it another
