@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 import lockstep
-from tests import keras_whole_batch_zoo as whole_batch
 from tests import keras_zoo as zoo
 from tests.keras_whole_batch_zoo import BATCH, JOBS, KNOWN, Job
 from tests.thorough import core_of
@@ -71,9 +70,9 @@ def test_as_plain_keras(name: str, strategy: str) -> None:
         model = made(job)
     wanted, found = told(plain, job), told(model, job)
     assert zoo.distance(plain, model) < 1e-12
-    paths = [path for path, _ in keras.tree.flatten_with_path(wanted)]
-    assert [path for path, _ in keras.tree.flatten_with_path(found)] == paths
-    for ours, theirs in zip(keras.tree.flatten(found), keras.tree.flatten(wanted), strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-6)
+    ours, theirs = map(keras.tree.flatten_with_path, (found, wanted))
+    for (path, value), (wanted_path, wanted_value) in zip(ours, theirs, strict=True):
+        assert path == wanted_path
+        np.testing.assert_allclose(value, wanted_value, rtol=1e-6, err_msg=str(path))
     is_gathered = any("whole batch" in note for note in model._lockstep.plan.notes)
     assert is_gathered == (strategy != "one" and name not in KNOWN and "by sample" not in name)

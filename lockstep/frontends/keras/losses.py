@@ -72,6 +72,7 @@ class KerasLoss(LossAdapter):
         compiled: the model's ``CompileLoss``, built; None where there are only additions.
         additions: what layers add.
         module: the model, where it has a ``compute_loss`` of its own.
+        is_divided: batches are.
 
     Attributes:
         counts: metrics that ``compute_loss`` updates are counted here: on one rank.
@@ -81,7 +82,12 @@ class KerasLoss(LossAdapter):
     counts = True
 
     def __init__(
-        self, compiled: Any, additions: Additions, module: KerasModel | None = None
+        self,
+        compiled: Any,
+        additions: Additions,
+        module: KerasModel | None = None,
+        *,
+        is_divided: bool = True,
     ) -> None:
         self._asking = Asking(additions.has_rows)
         self.loss = None if compiled is None else asked(compiled, self._asking)
@@ -96,14 +102,14 @@ class KerasLoss(LossAdapter):
         self.names = tuple(f"{one.name}_loss" for one in entries) if len(entries) > 1 else ()
         self._is_known = additions.has_rows and all(map(is_by_sample, self._losses))
         self.is_certain = self._is_known and module is None
-        self.takes_whole = module is not None
+        self.takes_whole = is_divided and module is not None
         weighs = additions.has_masks or any(map(may_weigh, self._losses))
         if module is None and weighs and (len(entries) > 1 or additions):
             self.parts = LossParts(
                 names=(*(one.name for one in entries), "additions"), factors=(*self._factors, 1.0)
             )
             # Shares that wait for each other's weights must all come to have some.
-            self.takes_whole = not self._is_known
+            self.takes_whole = is_divided and not self._is_known
 
     def __call__(
         self,
@@ -293,7 +299,8 @@ def _as_called(
     """
     own = vars(model)
     before = own.get("_compile_loss"), own["_losses_override"]
-    counted = [] if counts else [(one, one.value.clone()) for one in model.metrics_variables]
+    metrics = [] if counts else [one for layer in model._flatten_layers() for one in layer._metrics]
+    counted = [(one, one.value.clone()) for metric in metrics for one in metric.variables]
     own.update(_compile_loss=compiled, _losses_override=added)
     try:
         yield

@@ -7,6 +7,7 @@ they are to be asked again with all samples of the batch.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -107,6 +108,13 @@ def _watched(
     return value, known if known is None or known.weight in (None, size) else None
 
 
+def _function(loss: Any, given: tuple[Any, ...]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """What ``loss.call`` comes to: the user's function alone, without Keras's look at shapes."""
+    if type(loss) is LossFunctionWrapper and not any(map(tree.is_nested, given)):
+        return partial(loss.fn, **loss._fn_kwargs), squeeze_or_expand_to_same_rank(*given)
+    return loss.call, given
+
+
 def _one_number(number: torch.Tensor, known: Known | None, size: float, loss: Any) -> Reduced:
     """A loss that was reduced by its own function."""
     if number.dim():
@@ -133,7 +141,7 @@ def _of_values(
     )
     known: Known | None = Known(size)
     if is_watched:
-        values, known = _watched(loss.call, given, size)
+        values, known = _watched(*_function(loss, given), size)
     else:
         values = loss.call(*given)
     masks = [one for one in (mask, get_keras_mask(values)) if one is not None]

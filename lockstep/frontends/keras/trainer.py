@@ -287,7 +287,7 @@ class KerasTrainer(Runner):
             found = self._job_context.from_chief(own)
             assert found is not None
             module = self.model if has_own_loss(model) else None
-            loss = KerasLoss(model._compile_loss, found, module)
+            loss = KerasLoss(model._compile_loss, found, module, is_divided=is_divided)
             self._known = known = _Known(key, loss, found.has_rows, trains)
         assert known is not None
         layers = model._flatten_layers(include_self=False)
