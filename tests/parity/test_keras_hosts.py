@@ -20,6 +20,7 @@ NOISE = ("WARNING: All log messages before absl", "I0000 ")
 CORE = (
     *("sequential", "subclassed", "batch normalization", "sample weights", "momentum", "averages"),
     *("loader", "stopping early", "meddler", "checkpoints", "pipeline"),
+    *("across samples", "own loss"),
 )
 FOLLOWED = ["sequential", "images", "loader", "stopping early", "meddler", "pipeline"]
 
