@@ -48,7 +48,7 @@ def rows_of(data: Any, rows: slice) -> Any:
 
 def told(model: Any, job: Job) -> dict[str, Any]:
     """Everything that calls of a model come to."""
-    validation = (job.x, job.y)
+    validation: tuple[Any, ...] = (job.x, job.y)
     if "sample_weight" in job.fit:
         validation = (*validation, job.fit["sample_weight"])
     options: dict[str, Any] = {"batch_size": BATCH, "shuffle": False, "verbose": 0, **job.fit}

@@ -3,7 +3,7 @@
 ``add_loss`` takes a number, and nobody says what it was made of: ``ops.mean`` of something over the
 batch, or ``ops.sum``, as activity regularizers are. The loss of the whole batch is the mean of what
 the shares add, or their sum. So the model is run on a few samples before it is trained: on some, on
-others, and on both together; on more of them where what is added is 0 for the first.
+others, and on both together.
 
 Not covered: what is neither (a deviation over the batch, a product of two means). It is refused
 where these samples show it.
@@ -18,7 +18,6 @@ from lockstep.frontends.keras.independence import check_outputs
 from lockstep.frontends.keras.layer_state import check_layer_state
 from lockstep.frontends.keras.looking import (
     FEW,
-    MANY,
     Seen,
     added_losses,
     fixed_batch_size,
@@ -51,8 +50,6 @@ def find_additions(
             _check_batch_size(module)
             check_layer_state(module, state, lots(module, source, FEW))
         seen = look(module, source, state, FEW if is_divided else None)
-        if is_divided and seen.has_zeros:
-            seen = look(module, source, state, MANY)
         if is_divided:
             check_outputs(module, state, seen, trains=trains)
         return _found(module, seen, is_divided=is_divided)

@@ -18,7 +18,7 @@ from lockstep.data.trees import Tree
 from lockstep.frontends.keras.attributes import plain_attributes_kept
 from lockstep.frontends.keras.model import KerasModel
 
-FEW, MANY = 2, 32  # samples of each kind
+FEW = 4  # samples of each kind
 
 
 @dataclass(frozen=True)
@@ -34,15 +34,6 @@ class Seen:
     batches: list[Batch]
     evaluated: list[Tree]
     trained: list[Tree]
-
-    @property
-    def has_zeros(self) -> bool:
-        """Whether there is a loss of which nothing is seen."""
-        return any(
-            not any(values)
-            for outputs in (self.evaluated, self.trained)
-            for values in added_losses(outputs)
-        )
 
 
 def look(

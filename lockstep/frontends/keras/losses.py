@@ -20,13 +20,14 @@ found to be (``frontends.keras.additions``); penalties on weights are the same f
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import keras
 import torch
 from keras import tree
+from torch.overrides import TorchFunctionMode
 
 from lockstep.data.trees import Tree, tensors_of
 from lockstep.errors import LossError, problem
@@ -41,6 +42,7 @@ from lockstep.frontends.keras.reductions import (
     may_weigh,
 )
 from lockstep.parallel.losses import JointLoss, LossAdapter, LossParts, ShareLoss, Sums, mean
+from lockstep.plan.spec import Plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,12 +76,10 @@ class KerasLoss(LossAdapter):
         module: the model, where it has a ``compute_loss`` of its own.
         is_divided: batches are.
 
-    Attributes:
-        counts: metrics that ``compute_loss`` updates are counted here: on one rank.
     """
 
     needs_targets = False
-    counts = True
+    _counts, _has_weights = True, True
 
     def __init__(
         self,
@@ -127,8 +127,15 @@ class KerasLoss(LossAdapter):
             own = [self._alone(one, num_samples) for one in found]
             return JointLoss(losses=(*own, added), parts=self.parts, num_samples=num_samples)
         if len(found) == 1 and not added.values:
-            return self._scaled(self._alone(found[0], num_samples), self._factors[0])
+            return self._alone(found[0], num_samples, self._factors[0])
         return self._joined(found, added, num_samples)
+
+    def run_on(self, plan: Plan, rank: int) -> None:
+        """It is going to be called on a rank."""
+        last = None if plan.pipeline is None else plan.pipeline.stages[-1].ranks
+        self._has_weights = last is None
+        # What ``compute_loss`` tells metrics counts on the rank that has the first share.
+        self._counts = rank == (last[0] if last else 0)
 
     def _found(self, output: Tree, target: Tree) -> list[Reduced]:
         """What each compiled loss makes of a share; where that is a guess, they are asked again."""
@@ -156,7 +163,10 @@ class KerasLoss(LossAdapter):
     def _computed(self, model: Any, output: Tree, target: Tree, num_samples: int) -> ShareLoss:
         """What the model's own ``compute_loss`` makes of a whole batch."""
         self._asking.sees_all, self._asking.found = True, []
-        with _as_called(model, self.loss, self._numbers(output), counts=self.counts):
+        with (
+            _as_called(model, self.loss, self._numbers(output), counts=self._counts),
+            nullcontext() if self._has_weights else _WithoutWeights(model),
+        ):
             number = model._compute_loss(
                 x=output["inputs"],
                 y=target[0],
@@ -202,32 +212,30 @@ class KerasLoss(LossAdapter):
 
     def _added(self, output: Tree, num_samples: int) -> ShareLoss:
         """What comes on top, as a total over the samples."""
-        found = self._rows_added(output)
-        parts = self.batch_size / output["sizes"] if found else None
-        seeds = [parts.to(rows.dtype) if is_sum else 1.0 for rows, is_sum in found]
-        values = tuple(rows for rows, _ in found)
-        total = math.fsum(
-            float((seed * rows.detach()).sum()) for seed, rows in zip(seeds, values, strict=True)
+        values, seeds = [], []
+        for rows, is_sum in self._rows_added(output):
+            values.append(rows)
+            sums = self.batch_size / output["sizes"] if is_sum else torch.ones_like(output["sizes"])
+            seeds.append(sums.to(rows.dtype))
+        totals = (float(seed @ rows.detach()) for seed, rows in zip(seeds, values, strict=True))
+        return ShareLoss(
+            values=tuple(values),
+            seeds=tuple(seeds),
+            total=math.fsum(totals),
+            weight=float(num_samples),
         )
-        return ShareLoss(values=values, seeds=tuple(seeds), total=total, weight=float(num_samples))
 
-    def _alone(self, one: Reduced, num_samples: int) -> ShareLoss:
+    def _alone(self, one: Reduced, num_samples: int, factor: float = 1.0) -> ShareLoss:
         """A loss by itself; one that is not divided is a total over all samples of the batch."""
-        seed = 1.0 if one.weight is not None else float(self.batch_size)
+        seed = factor * (1 if one.weight is not None else self.batch_size)
         weight = float(num_samples) if one.weight is None else one.weight
         return ShareLoss(
             values=(one.total,),
             seeds=(seed,),
-            total=seed * one.total.item(),
+            total=float(seed * one.total),
             weight=weight,
             is_guess=one.is_guess,
         )
-
-    def _scaled(self, loss: ShareLoss, factor: float) -> ShareLoss:
-        if factor == 1.0:
-            return loss
-        seeds = tuple(factor * seed for seed in loss.seeds)
-        return replace(loss, seeds=seeds, total=factor * loss.total)
 
     def _joined(self, found: Sequence[Reduced], added: ShareLoss, num_samples: int) -> ShareLoss:
         """All losses as one total over the samples; a guess where they divide by something else."""
@@ -283,6 +291,36 @@ def _left_as_found(losses: Sequence[Any]) -> Callable[[], None]:
             variable.assign(value)
 
     return leave
+
+
+class _WithoutWeights(TorchFunctionMode):
+    """Within the block a model's weights are not to be used: other stages have them.
+
+    Args:
+        model: the model.
+
+    Raises:
+        LossError: they are.
+    """
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self._paths = {id(one.value): one.path for one in model.weights}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        for tensor in tensors_of([list(args), dict(kwargs or {})]):
+            if id(tensor) in self._paths:
+                raise LossError(
+                    problem(
+                        "In a pipeline the loss is computed by the last stage, which has its own "
+                        "weights only.",
+                        received=f"a compute_loss that uses {self._paths[id(tensor)]}",
+                        fix="Compute it from the outputs, or use a data parallel strategy.",
+                    )
+                )
+        return func(*args, **(kwargs or {}))
 
 
 @contextmanager

@@ -193,7 +193,7 @@ class KerasModel(nn.Module):
         }
         if added or penalties:
             # Keras takes sums of what is no number. No look at sizes, which traces dislike.
-            first = next(tensors_of(inputs))
+            first: Any = next(tensors_of(inputs))
             ones = torch.ones_like(
                 first[(slice(None), *(0,) * (first.dim() - 1))], dtype=torch.float64
             )

@@ -102,8 +102,11 @@ def _watched(
     function: Callable[..., Any], given: tuple[Any, ...], size: float
 ) -> tuple[torch.Tensor, Known | None]:
     """What a function of the user's makes of a share, and what is known of that."""
-    with KnownMeans(given, int(size)) as watching:
-        value = function(*given)
+    try:
+        with KnownMeans(given, int(size)) as watching:
+            value = function(*given)
+    except Exception:  # perhaps these are too few samples for it: it is asked again, with all
+        return torch.zeros(()), None
     known = watching.known(value)
     return value, known if known is None or known.weight in (None, size) else None
 

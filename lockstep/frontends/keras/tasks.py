@@ -117,7 +117,7 @@ class KerasFitTask(FitTask):
         step: int,
         observe: Observe | None,
     ) -> StepResult:
-        self.loss.counts = counts_losses(ensemble.worker)
+        self.loss.run_on(ensemble.worker.plan, ensemble.worker.rank)
         result = super()._train_step(ensemble, source, indices, step, observe)
         self.metrics.settle(ensemble.control)
         self._results.append(result)
@@ -234,7 +234,7 @@ def evaluate(
     sizes: list[int] = []
     shares: list[list[Sums]] = []
     means = LossMeans(loss.names)  # on rank 0
-    loss.counts = counts_losses(worker)
+    loss.run_on(worker.plan, worker.rank)
 
     def caught_up() -> Logs:
         metrics.join(control)
@@ -265,12 +265,6 @@ def evaluate(
             if is_validation:
                 ensemble.pause_validation(index)
     return conductor.results(caught_up())
-
-
-def counts_losses(worker: Worker) -> bool:
-    """Whether this is the one rank where what a loss tells metrics counts."""
-    pipeline = worker.plan.pipeline
-    return worker.rank == (0 if pipeline is None else pipeline.stages[-1].ranks[0])
 
 
 def batch_losses(

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from torch import optim
 
 from lockstep.data.sources import ArraySource, Source
-from lockstep.data.trees import Tree, concatenate, tensors_of
+from lockstep.data.trees import Tree, concatenate
 from lockstep.errors import ModelError, problem
 from lockstep.frontends.keras.additions import find_additions
 from lockstep.frontends.keras.attributes import NO_SETTINGS, with_settings
@@ -143,9 +143,8 @@ class KerasTrainer(Runner):
         self._has_looked = False
         model = self.model.model
         self.optimizer = model.optimizer
-        sources = [feed.source, *([] if evaluation is None else [evaluation.source])]
         loss, metrics = self._loss_and_metrics(
-            *sources, looks=not options.is_one_batch, trains=True
+            feed.source, looks=not options.is_one_batch, trains=True
         )
         begins = any_acts_in(callbacks, "on_train_batch_begin", "on_batch_begin")
         # Callbacks are on host 0, and one may have found where an earlier run has ended.
@@ -256,34 +255,29 @@ class KerasTrainer(Runner):
         )
 
     def _loss_and_metrics(
-        self, *sources: Source | SharedStream, looks: bool, trains: bool
+        self, source: Source | SharedStream, *, looks: bool, trains: bool
     ) -> tuple[KerasLoss, KerasMetrics]:
         """The model's losses and metrics, as they are compiled now.
 
         Args:
-            sources: the data.
+            source: the data.
             looks: what layers add is looked at anew, unless all can be seen and is as it was.
             trains: the model is going to be trained.
         """
         model = self.model.model
-        samples = [sample for sample in map(sample_of, sources) if isinstance(sample, ArraySource)]
         is_divided = not isinstance(self._maker(), SingleDevice)
         sight = self._look()
-        key = (
-            [_form(one) for one in samples],
-            sight
-            or (
-                model._compile_loss,
-                settings_of(with_settings(model), NO_SETTINGS) if is_divided else None,
-                [one.requires_grad for one in self.model.parameters()],
-            ),
+        key = sight or (
+            model._compile_loss,
+            settings_of(with_settings(model), NO_SETTINGS) if is_divided else None,
+            [one.requires_grad for one in self.model.parameters()],
         )
         # Hosts look together, and always: what one of them remembers, another may not.
         known = self._known
         is_known = known is not None and known.key == key and (known.trains or not trains)
         looks = (looks and sight is None) or self._job_context.hosts is not None
         if looks or not is_known:
-            own = self._find_additions(samples[0], is_divided=is_divided, trains=trains)
+            own = self._find_additions(source, is_divided=is_divided, trains=trains)
             found = self._job_context.from_chief(own)
             assert found is not None
             module = self.model if has_own_loss(model) else None
@@ -307,12 +301,14 @@ class KerasTrainer(Runner):
             self._can_predict = True
 
     def _find_additions(
-        self, sample: ArraySource, *, is_divided: bool, trains: bool
+        self, source: Source | SharedStream, *, is_divided: bool, trains: bool
     ) -> Additions | None:
         """What layers add to the loss, where rank 0 is."""
         if not self._job_context.is_chief:
             return None
         self.model.look_anew()
+        sample = sample_of(source)
+        assert isinstance(sample, ArraySource)
         return find_additions(self.model, sample, is_divided=is_divided, trains=trains)
 
     def _make_updater(self) -> Any:
@@ -419,13 +415,6 @@ class KerasTrainer(Runner):
         if model._compile_metrics is not None:
             facts["the metrics of compile"] = said(model._compile_metrics._user_metrics)
         return facts
-
-
-def _form(samples: ArraySource) -> object:
-    """The shapes and dtypes of what there is of each sample."""
-    _, weights = samples.targets
-    tensors = tensors_of((samples.inputs, samples.targets))
-    return weights is not None, [(one.shape[1:], one.dtype) for one in tensors]
 
 
 def _layer_path(layer: Any) -> str:
