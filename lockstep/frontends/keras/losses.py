@@ -11,27 +11,24 @@ it is divided by, so that sums over the shares give what the whole batch would h
 
 The user's own are watched (``parallel.known_means``). Where it is seen that what they return
 belongs to one sample each, or is a mean or a sum of that, the same holds; else the losses are
-taken on the whole batch (``parallel.whole_batch``), as Keras takes them. So are those of a model
-that has a ``compute_loss`` of its own.
+taken on the whole batch (``parallel.whole_batch``), as Keras takes them. So is what a model's own
+``compute_loss`` makes of them (``frontends.keras.computed_loss``).
 
 What layers add (``add_loss``, activity regularizers) counts as a mean or as a sum, whichever it was
 found to be (``frontends.keras.additions``); penalties on weights are the same for every share.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import keras
 import torch
 from keras import tree
-from torch.overrides import TorchFunctionMode
 
-from lockstep.data.trees import Tree, tensors_of
+from lockstep.data.trees import Tree
 from lockstep.errors import LossError, problem
-from lockstep.frontends.keras.model import KerasModel
 from lockstep.frontends.keras.reductions import (
     Asking,
     Reduced,
@@ -73,26 +70,16 @@ class KerasLoss(LossAdapter):
     Args:
         compiled: the model's ``CompileLoss``, built; None where there are only additions.
         additions: what layers add.
-        module: the model, where it has a ``compute_loss`` of its own.
         is_divided: batches are.
 
     """
 
     needs_targets = False
-    _counts, _has_weights = True, True
 
-    def __init__(
-        self,
-        compiled: Any,
-        additions: Additions,
-        module: KerasModel | None = None,
-        *,
-        is_divided: bool = True,
-    ) -> None:
+    def __init__(self, compiled: Any, additions: Additions, *, is_divided: bool = True) -> None:
         self._asking = Asking(additions.has_rows)
         self.loss = None if compiled is None else asked(compiled, self._asking)
         self._additions = additions
-        self._module = module
         entries = [] if compiled is None else compiled._flat_losses
         self._losses = [one.loss for one in entries]
         self._only = entries[0].loss if len(entries) == 1 and not entries[0].path else None
@@ -100,16 +87,14 @@ class KerasLoss(LossAdapter):
             1.0 if one.loss_weights is None else one.loss_weights for one in entries
         )
         self.names = tuple(f"{one.name}_loss" for one in entries) if len(entries) > 1 else ()
-        self._is_known = additions.has_rows and all(map(is_by_sample, self._losses))
-        self.is_certain = self._is_known and module is None
-        self.takes_whole = is_divided and module is not None
+        self.is_certain = additions.has_rows and all(map(is_by_sample, self._losses))
         weighs = additions.has_masks or any(map(may_weigh, self._losses))
-        if module is None and weighs and (len(entries) > 1 or additions):
+        if weighs and (len(entries) > 1 or additions):
             self.parts = LossParts(
                 names=(*(one.name for one in entries), "additions"), factors=(*self._factors, 1.0)
             )
             # Shares that wait for each other's weights must all come to have some.
-            self.takes_whole = is_divided and not self._is_known
+            self.takes_whole = is_divided and not self.is_certain
 
     def __call__(
         self,
@@ -119,8 +104,6 @@ class KerasLoss(LossAdapter):
         num_samples: int,
         inputs: Tree = None,
     ) -> ShareLoss | JointLoss:
-        if self._module is not None:
-            return self._computed(self._module.model, output, target, num_samples)
         found = self._found(output, target)
         added = self._added(output, num_samples)
         if self.parts:
@@ -132,10 +115,6 @@ class KerasLoss(LossAdapter):
 
     def run_on(self, plan: Plan, rank: int) -> None:
         """It is going to be called on a rank."""
-        last = None if plan.pipeline is None else plan.pipeline.stages[-1].ranks
-        self._has_weights = last is None
-        # What ``compute_loss`` tells metrics counts on the rank that has the first share.
-        self._counts = rank == (last[0] if last else 0)
 
     def _found(self, output: Tree, target: Tree) -> list[Reduced]:
         """What each compiled loss makes of a share; where that is a guess, they are asked again."""
@@ -160,42 +139,8 @@ class KerasLoss(LossAdapter):
         self.loss(target[0], masked_outputs(output), target[1])
         return self._asking.found
 
-    def _computed(self, model: Any, output: Tree, target: Tree, num_samples: int) -> ShareLoss:
-        """What the model's own ``compute_loss`` makes of a whole batch."""
-        self._asking.sees_all, self._asking.found = True, []
-        with (
-            _as_called(model, self.loss, self._numbers(output), counts=self._counts),
-            nullcontext() if self._has_weights else _WithoutWeights(model),
-        ):
-            number = model._compute_loss(
-                x=output["inputs"],
-                y=target[0],
-                y_pred=masked_outputs(output),
-                sample_weight=target[1],
-                training=model.training,
-            )
-        weight = float(num_samples)
-        overall = (weight * float(number), weight)
-        parts = [(weight * float(one.number), weight) for one in self._asking.found]
-        parts += [(0.0, weight)] * (len(self.names) - len(parts))
-        return ShareLoss(
-            values=(number,),
-            seeds=(weight,),
-            total=overall[0],
-            weight=weight,
-            parts=(overall, *parts) if self.names else (),
-        )
-
-    def _numbers(self, output: Tree) -> list[torch.Tensor]:
-        """What comes on top, as Keras has it: numbers of the whole batch."""
-        num_samples = len(next(tensors_of(output["inputs"])))
-        return [
-            (rows / (output["sizes"].to(rows.dtype) if is_sum else num_samples)).sum()
-            for rows, is_sum in self._rows_added(output)
-        ]
-
-    def _rows_added(self, output: Tree) -> list[tuple[torch.Tensor, bool]]:
-        """Each number that comes on top, repeated for every sample, and whether it is a sum."""
+    def _added(self, output: Tree, num_samples: int) -> ShareLoss:
+        """What comes on top, as a total over the samples."""
         losses, penalties = output["losses"], output["penalties"]
         are_sums = self._additions.are_sums[torch.is_grad_enabled()]
         if len(losses) != len(are_sums):
@@ -206,23 +151,15 @@ class KerasLoss(LossAdapter):
                     fix="Call add_loss always, with 0 where there is nothing to add.",
                 )
             )
-        return list(
-            zip([*losses, *penalties], [*are_sums, *(False for _ in penalties)], strict=True)
+        values = (*losses, *penalties)
+        kinds = (*are_sums, *(False for _ in penalties))
+        seeds = tuple(
+            (self.batch_size / output["sizes"] if is_sum else torch.ones_like(rows)).to(rows.dtype)
+            for rows, is_sum in zip(values, kinds, strict=True)
         )
-
-    def _added(self, output: Tree, num_samples: int) -> ShareLoss:
-        """What comes on top, as a total over the samples."""
-        values, seeds = [], []
-        for rows, is_sum in self._rows_added(output):
-            values.append(rows)
-            sums = self.batch_size / output["sizes"] if is_sum else torch.ones_like(output["sizes"])
-            seeds.append(sums.to(rows.dtype))
         totals = (float(seed @ rows.detach()) for seed, rows in zip(seeds, values, strict=True))
         return ShareLoss(
-            values=tuple(values),
-            seeds=tuple(seeds),
-            total=math.fsum(totals),
-            weight=float(num_samples),
+            values=values, seeds=seeds, total=math.fsum(totals), weight=float(num_samples)
         )
 
     def _alone(self, one: Reduced, num_samples: int, factor: float = 1.0) -> ShareLoss:
@@ -232,7 +169,7 @@ class KerasLoss(LossAdapter):
         return ShareLoss(
             values=(one.total,),
             seeds=(seed,),
-            total=float(seed * one.total),
+            total=float(seed * one.total.item()),
             weight=weight,
             is_guess=one.is_guess,
         )
@@ -291,58 +228,3 @@ def _left_as_found(losses: Sequence[Any]) -> Callable[[], None]:
             variable.assign(value)
 
     return leave
-
-
-class _WithoutWeights(TorchFunctionMode):
-    """Within the block a model's weights are not to be used: other stages have them.
-
-    Args:
-        model: the model.
-
-    Raises:
-        LossError: they are.
-    """
-
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        self._paths = {id(one.value): one.path for one in model.weights}
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        for tensor in tensors_of([list(args), dict(kwargs or {})]):
-            if id(tensor) in self._paths:
-                raise LossError(
-                    problem(
-                        "In a pipeline the loss is computed by the last stage, which has its own "
-                        "weights only.",
-                        received=f"a compute_loss that uses {self._paths[id(tensor)]}",
-                        fix="Compute it from the outputs, or use a data parallel strategy.",
-                    )
-                )
-        return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def _as_called(
-    model: Any, compiled: Any, added: list[torch.Tensor], *, counts: bool
-) -> Iterator[None]:
-    """Within the block a model has the losses of a batch, as if it had just been called on it.
-
-    Args:
-        model: the model.
-        compiled: its ``CompileLoss``.
-        added: what its layers have added.
-        counts: its metrics count.
-    """
-    own = vars(model)
-    before = own.get("_compile_loss"), own["_losses_override"]
-    metrics = [] if counts else [one for layer in model._flatten_layers() for one in layer._metrics]
-    counted = [(one, one.value.clone()) for metric in metrics for one in metric.variables]
-    own.update(_compile_loss=compiled, _losses_override=added)
-    try:
-        yield
-    finally:
-        own.update(_compile_loss=before[0], _losses_override=before[1])
-        for variable, value in counted:
-            variable.assign(value)

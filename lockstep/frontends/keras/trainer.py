@@ -13,6 +13,7 @@ from lockstep.errors import ModelError, problem
 from lockstep.frontends.keras.additions import find_additions
 from lockstep.frontends.keras.attributes import NO_SETTINGS, with_settings
 from lockstep.frontends.keras.checks import has_own_loss
+from lockstep.frontends.keras.computed_loss import ComputedLoss
 from lockstep.frontends.keras.conducting import (
     EvaluationConductor,
     KerasFitConductor,
@@ -280,14 +281,20 @@ class KerasTrainer(Runner):
             own = self._find_additions(source, is_divided=is_divided, trains=trains)
             found = self._job_context.from_chief(own)
             assert found is not None
-            module = self.model if has_own_loss(model) else None
-            loss = KerasLoss(model._compile_loss, found, module, is_divided=is_divided)
-            self._known = known = _Known(key, loss, found.has_rows, trains)
+            self._known = known = _Known(
+                key, self._loss(found, is_divided=is_divided), found.has_rows, trains
+            )
         assert known is not None
         layers = model._flatten_layers(include_self=False)
         of_layers = [*model._metrics, *(one for layer in layers for one in layer._metrics)]
         metrics = KerasMetrics(model._compile_metrics, of_layers, has_rows=known.has_rows)
         return known.loss, metrics
+
+    def _loss(self, additions: Additions, *, is_divided: bool) -> KerasLoss:
+        compiled = self.model.model._compile_loss
+        if has_own_loss(self.model.model):
+            return ComputedLoss(compiled, additions, self.model, is_divided=is_divided)
+        return KerasLoss(compiled, additions, is_divided=is_divided)
 
     def _look_before_predicting(self, source: Source | SharedStream) -> None:
         """See that outputs can be divided, unless that is known."""
