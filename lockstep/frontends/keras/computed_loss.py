@@ -55,7 +55,8 @@ class ComputedLoss(KerasLoss):
     ) -> ShareLoss:
         model, added = self._module.model, self._added(output, num_samples)
         numbers = [
-            seed @ rows / num_samples for seed, rows in zip(added.seeds, added.values, strict=True)
+            (seed * rows).sum() / num_samples
+            for seed, rows in zip(added.seeds, added.values, strict=True)
         ]
         self._asking.sees_all, self._asking.found = True, []
         with (
