@@ -33,16 +33,17 @@ def _names(text: str) -> frozenset[str]:
 _SAME = _names("to float double half bfloat16 detach clone contiguous")
 _BY_ELEMENT = _SAME | _names(
     "neg abs exp log log1p expm1 sqrt rsqrt square sign sigmoid logsigmoid tanh relu gelu silu "
-    "softplus sin cos clamp clamp_min clamp_max add sub mul div true_divide rsub __rsub__ pow "
+    "softplus sin cos clamp clip clamp_min clamp_max add sub mul div divide true_divide rsub "
+    "__rsub__ pow "
     "__rpow__ __rdiv__ eq ne lt le gt ge logical_not logical_and logical_or where maximum minimum "
     "masked_fill long int bool zeros_like ones_like full_like"
 )
 _ALONG = _names("softmax log_softmax sum mean logsumexp amax amin var std argmax")
 _VIEWS = _names("flatten reshape view unflatten squeeze unsqueeze")
-_LINEAR = _names("add sub mul div true_divide neg rsub __rsub__")
+_LINEAR = _names("add sub mul div divide true_divide neg rsub __rsub__")
 _HARMLESS = _names(
     "dim ndim dtype device layout requires_grad is_floating_point is_complex is_cuda is_leaf "
-    "grad_fn"
+    "is_meta grad_fn"
 )
 _SIZES = _names("shape size numel nelement __len__")
 OF_ELEMENTS = (
@@ -92,10 +93,17 @@ class KnownMeans(TorchFunctionMode):
             is_parameter = tensor.is_leaf and tensor.requires_grad
             (self._apart if has_rows and not is_parameter else self._others)[id(tensor)] = tensor
 
-    def known(self, scalar: torch.Tensor) -> Known | None:
-        """What a scalar is that the function has returned; None if nobody knows."""
-        found = self._scalars.get(id(scalar))
-        return None if self._is_lost or found is None else found[1]
+    def known(self, value: torch.Tensor) -> Known | None:
+        """What a scalar is that the function has returned; None if nobody knows.
+
+        Of values with rows of each sample, kept apart, it is the mean that is asked for.
+        """
+        if self._is_lost:
+            return None
+        if id(value) in self._apart:
+            return Known(float(self._num_samples))
+        found = self._scalars.get(id(value))
+        return None if found is None else found[1]
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
@@ -118,7 +126,7 @@ class KnownMeans(TorchFunctionMode):
             self._scalars[id(result)] = result, scalar
         elif self._keeps_apart(func, name, args, kwargs, result):
             self._apart[id(result)] = result
-        elif not (name in _SAME and (result is args[0] or self._is_constant(args[0]))):
+        elif not self._makes_constant(name, args, result):
             self._others[id(result)] = result
 
     def _note_others(
@@ -134,6 +142,12 @@ class KnownMeans(TorchFunctionMode):
     def _is_seen(self, tensor: torch.Tensor) -> bool:
         known: Iterable[Mapping[int, Any]] = (self._apart, self._scalars, self._others)
         return any(id(tensor) in each for each in known)
+
+    def _makes_constant(self, name: str, args: Sequence[Any], result: torch.Tensor) -> bool:
+        """Or gives back what it was given."""
+        if name in ("as_tensor", "tensor"):
+            return type(args[0]) in (int, float) and not self._has_size
+        return name in _SAME and (result is args[0] or self._is_constant(args[0]))
 
     def _is_constant(self, tensor: torch.Tensor) -> bool:
         """It was there before: a weight of classes, for example."""
@@ -155,7 +169,7 @@ class KnownMeans(TorchFunctionMode):
             return self._loss(func, args, kwargs)
         if getattr(func, "__module__", None) not in _MODULES or not args:
             return None
-        is_reduced = name in ("mean", "sum") and len(args) == 1 and not kwargs
+        is_reduced = name in ("mean", "sum") and "dtype" not in kwargs
         if is_reduced and id(args[0]) in self._apart:
             return Known(float(self._num_samples) if name == "mean" else None)
         if is_reduced or name in _SAME:
@@ -172,7 +186,7 @@ class KnownMeans(TorchFunctionMode):
         if len(found) == 2:
             is_sum = name in ("add", "sub", "rsub", "__rsub__")
             return found[0] if is_sum and found[0] == found[1] else None
-        if name in ("div", "true_divide"):
+        if name in ("div", "divide", "true_divide"):
             return found[0] if id(args[0]) in self._scalars else None
         adds = name not in ("mul", "neg")
         return None if adds and found[0].weight is None and any(numbers) else found[0]
@@ -316,7 +330,7 @@ def _is_later_dim(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 
 def _dims(given: Sequence[Any], kwargs: Mapping[str, Any], num_dims: int) -> list[int]:
     """Dims that are named, counted from the first; none if that is unclear."""
-    found = given[0] if given else kwargs.get("dim")
+    found = given[0] if given else kwargs.get("dim", kwargs.get("axis"))
     dims: list[Any] = list(found) if isinstance(found, tuple | list) else [found]
     if not all(type(dim) is int for dim in dims):
         return []

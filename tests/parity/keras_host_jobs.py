@@ -203,6 +203,18 @@ def with_added_losses() -> Any:
     return keras.Model(inputs, layers.Dense(zoo.NUM_CLASSES)(hidden))
 
 
+def root(target: Any, output: Any) -> Any:
+    """A loss that looks across samples."""
+    return ops.sqrt(ops.mean(ops.square(ops.one_hot(target, zoo.NUM_CLASSES) - output)))
+
+
+class Rooted(zoo.Subclassed):
+    """One that is made of Keras's own."""
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        return ops.sqrt(super().compute_loss(*args, **kwargs))
+
+
 def spread(target: Any, output: Any) -> Any:
     """A metric of the user's, of which nothing is known."""
     return ops.max(output) - ops.min(output)
@@ -226,6 +238,8 @@ JOBS: dict[str, tuple[Callable[[], Any], Story, Callable[[], lockstep.Strategy]]
     "batch normalization": (compiled(zoo.normalized, optimizer="sgd"), plainly, several),
     "sample weights": (compiled(zoo.sequential), with_weights, several),
     "added losses": (compiled(with_added_losses), plainly, several),
+    "across samples": (compiled(zoo.sequential, loss=root), plainly, several),
+    "own loss": (compiled(Rooted), with_weights, several),
     "own metric": (compiled(zoo.sequential, metrics=[spread]), plainly, several),
     "momentum": (
         lambda: zoo.compiled(zoo.sequential, optimizer=keras.optimizers.SGD(0.1, momentum=0.9)),
@@ -267,6 +281,7 @@ JOBS: dict[str, tuple[Callable[[], Any], Story, Callable[[], lockstep.Strategy]]
     "made differently": (compiled(zoo.sequential), made_differently, several),
     "pipeline": (compiled(zoo.sequential), plainly, pipeline),
     "pipeline of a subclass": (compiled(zoo.Subclassed), plainly, pipeline),
+    "pipeline of one with its own loss": (compiled(Rooted), with_weights, pipeline),
 }
 
 

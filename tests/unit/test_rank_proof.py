@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import lockstep
 from lockstep.errors import ModelError
 from lockstep.train.rank_proof import samples_of
+from lockstep.train.runner import Runner
 
 X = torch.linspace(-2, 2, 48).reshape(8, 6).sin()
 Y = torch.arange(8) % 3
@@ -295,7 +296,7 @@ def test_it_leaves_no_trace(proves: bool, monkeypatch: Patch) -> None:
     for is_on in (proves, not proves):
         with nullcontext() if is_on else monkeypatch.context() as patched:
             if patched is not None:
-                patched.setattr(runner.Runner, "_prepare_proof", lambda *options: None)
+                patched.setattr(Runner, "_prepare_proof", lambda *options: None)
             torch.manual_seed(1)
             model = Net()
             fit(model)

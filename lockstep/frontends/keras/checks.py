@@ -17,7 +17,6 @@ _STEPS = (
     "make_train_function",
     "make_test_function",
     "make_predict_function",
-    "compute_loss",
     "compute_metrics",
 )
 
@@ -69,8 +68,12 @@ def check_model(model: Any) -> None:
     problems.raise_if_any(ModelError)
 
 
+def has_own_loss(model: Any) -> bool:
+    """Whether a model has a ``compute_loss`` of its own."""
+    return type(model).compute_loss is not keras.Model.compute_loss
+
+
 _FIXES = {
-    "compute_loss": "Pass the loss to compile, and add what else counts with add_loss in call.",
     "compute_metrics": "Pass metrics to compile.",
 }
 

@@ -1,8 +1,8 @@
-"""Samples that see one another: outputs and losses that depend on what else is in the batch.
+"""Samples that see one another: outputs that depend on what else is in the batch.
 
 Each device runs the model on its own part of a batch. So before several do, it is seen whether the
-model makes the same of some samples alone as of the same samples among others, and whether a loss
-does. Not found: what is random, and what shows in larger batches only.
+model makes the same of some samples alone as of the same samples among others. Not found: what is
+random, and what shows in larger batches only.
 """
 
 from collections.abc import Sequence
@@ -14,19 +14,16 @@ from lockstep.capture.layers import BatchLayer
 from lockstep.capture.state import ModelState
 from lockstep.data.order import seed_streams
 from lockstep.data.sources import ArraySource, Batch
-from lockstep.data.trees import Tree, map_tensors, tensors_of
+from lockstep.data.trees import Tree, tensors_of
 from lockstep.errors import ModelError, problem
 from lockstep.frontends.keras.attributes import plain_attributes_kept
 from lockstep.frontends.keras.looking import FEW, Seen, fixed_batch_size, left_as_found, look
-from lockstep.frontends.keras.losses import KerasLoss, Reduced
 from lockstep.frontends.keras.model import KerasModel, giving_losses
 
 # Of the largest output: what rounding comes to, and far less than seeing others makes.
 _TOLERANCE, _TOLERANCE_OF_HALF = 1e-3, 0.1
 # Of outputs that are whole numbers, as classes are: so many may differ, where two are as good.
 _MOST_UNLIKE = 0.1
-# Losses are given the very same outputs: of their values, and of the mean value where these cancel.
-_TOLERANCE_OF_TOTALS, _LEAST = 1e-3, 1e-6
 
 _NORMALIZING = (_BatchNorm, BatchLayer)
 
@@ -44,16 +41,18 @@ def check_predictions(module: KerasModel, source: ArraySource) -> None:
     """
     if fixed_batch_size(module.model) is None:
         with giving_losses(module, True), left_as_found(module) as state:
-            check_outputs(module, state, look(module, source, state, FEW, trains=False))
+            seen = look(module, source, state, FEW, trains=False)
+            check_outputs(module, state, seen, trains=False)
 
 
-def check_outputs(module: KerasModel, state: ModelState, seen: Seen) -> None:
+def check_outputs(module: KerasModel, state: ModelState, seen: Seen, *, trains: bool) -> None:
     """Refuse a model that makes something else of samples when others are with them.
 
     Args:
         module: the model.
         state: its state, which is restored.
         seen: what it made of some, of others, and of both.
+        trains: the model is going to be trained.
 
     Raises:
         ModelError: it makes something else of them.
@@ -62,7 +61,7 @@ def check_outputs(module: KerasModel, state: ModelState, seen: Seen) -> None:
     tolerance = _TOLERANCE_OF_HALF if dtypes & {"bfloat16", "float16"} else _TOLERANCE
     looked_at = [(False, seen.evaluated)]
     # Statistics are of the whole batch on several devices, too.
-    if seen.trained and not any(isinstance(one, _NORMALIZING) for one in module.modules()):
+    if trains and not any(isinstance(one, _NORMALIZING) for one in module.modules()):
         looked_at.append((True, seen.trained))
     for training, outputs in looked_at:
         is_unlike = _distance(seen, outputs) > tolerance
@@ -76,54 +75,6 @@ def check_outputs(module: KerasModel, state: ModelState, seen: Seen) -> None:
                     fix=_FIX,
                 )
             )
-
-
-def check_losses(module: KerasModel, loss: KerasLoss, seen: Seen) -> None:
-    """Refuse losses that make something else of samples when others are with them.
-
-    Those that return one number for a batch are looked at elsewhere.
-
-    Raises:
-        ModelError: one does.
-    """
-    made = seen.evaluated[-1]
-    everything = (made["outputs"], made["masks"], seen.targets)
-    sizes = {len(tensor) if tensor.dim() else 0 for tensor in tensors_of(everything)}
-    if len(sizes) != 1:
-        return
-    size = sizes.pop()
-
-    def reduced(rows: slice) -> list[Reduced]:
-        outputs, masks, targets = map_tensors(lambda tensor: tensor[rows], everything)
-        with torch.no_grad():
-            return loss.reduced({"outputs": outputs, "masks": masks}, targets)
-
-    both, again = reduced(slice(None)), reduced(slice(None))
-    try:
-        some, others = reduced(slice(size // 2)), reduced(slice(size // 2, None))
-    except Exception:  # of the user's loss, which takes certain numbers of samples: nobody can say
-        return
-    for number, lots in enumerate(zip(some, others, both, strict=True)):
-        is_random = float(again[number].total) != float(both[number].total)
-        if not (is_random or any(one.is_own for one in lots) or _adds_up(*lots)):
-            totals = [f"{float(one.total):g}" for one in lots]
-            raise ModelError(
-                problem(
-                    "Devices work on parts of a batch, so what a loss makes of a sample must not "
-                    "depend on the others.",
-                    received=f"loss {number} of compile of the model {module.model.name!r}: "
-                    f"{totals[0]} for some samples, {totals[1]} for others, and {totals[2]} in all",
-                    fix="Use SingleDeviceStrategy.",
-                )
-            )
-
-
-def _adds_up(some: Reduced, others: Reduced, both: Reduced) -> bool:
-    """Whether a loss is a sum over samples, but for rounding."""
-    totals = [float(one.total) for one in (some, others, both)]
-    tolerance = max(_TOLERANCE_OF_TOTALS, 8 * torch.finfo(both.total.dtype).eps)
-    bound = tolerance * max(map(abs, totals)) + _LEAST * (both.weight or 1.0)
-    return not abs(totals[2] - totals[0] - totals[1]) > bound  # what is NaN is no news
 
 
 def _distance(seen: Seen, outputs: Sequence[Tree]) -> float:

@@ -18,7 +18,7 @@ from lockstep.data.trees import Tree
 from lockstep.frontends.keras.attributes import plain_attributes_kept
 from lockstep.frontends.keras.model import KerasModel
 
-FEW, MANY = 2, 32  # samples of each kind
+FEW = 4  # samples of each kind
 
 
 @dataclass(frozen=True)
@@ -34,20 +34,6 @@ class Seen:
     batches: list[Batch]
     evaluated: list[Tree]
     trained: list[Tree]
-
-    @property
-    def targets(self) -> Tree:
-        """Of all samples."""
-        return self.batches[-1].targets
-
-    @property
-    def has_zeros(self) -> bool:
-        """Whether there is a loss of which nothing is seen."""
-        return any(
-            not any(values)
-            for outputs in (self.evaluated, self.trained)
-            for values in added_losses(outputs)
-        )
 
 
 def look(
@@ -80,19 +66,19 @@ def look(
 
 
 def lots(module: KerasModel, source: ArraySource, num_each: int | None) -> list[Batch]:
-    """Some samples, as many others, and both; or without a number some only."""
+    """Some samples, as many others, and both, from all over; or without a number some only."""
     if num_each is None:  # of which the model may have a fixed number
         size, parts = fixed_batch_size(module.model) or 2 * FEW, [slice(None)]
     else:
         size, parts = 2 * num_each, [slice(num_each), slice(num_each, None), slice(None)]
-    indices = torch.arange(size) % len(source)
+    indices = torch.linspace(0, len(source) - 1, size).long()
     dtype = next((one.dtype for one in module.parameters()), torch.get_default_dtype())
     return [source.read(indices[part], dtype) for part in parts]
 
 
 def added_losses(outputs: list[Tree]) -> list[tuple[float, ...]]:
     """Of each loss that layers add, what it is for each lot of samples."""
-    return list(zip(*([float(loss) for loss in one["losses"]] for one in outputs), strict=True))
+    return list(zip(*([float(rows[0]) for rows in one["losses"]] for one in outputs), strict=True))
 
 
 @contextmanager
@@ -130,23 +116,3 @@ def fixed_batch_size(model: Any) -> int | None:
     sizes = {one.shape[0] for one in inputs if one is not None}
     fixed: int | None = next(iter(sizes - {None}), None)
     return fixed
-
-
-@contextmanager
-def losses_as_found(compiled: Any) -> Iterator[None]:
-    """After the block losses have what they had: one may count its calls."""
-    losses = [] if compiled is None else [entry.loss for entry in compiled._flat_losses]
-    before = [(loss, dict(vars(loss))) for loss in losses]
-    values = [
-        (value, value.value.clone())
-        for _, attributes in before
-        for value in attributes.values()
-        if isinstance(value, keras.Variable)
-    ]
-    try:
-        yield
-    finally:
-        for loss, attributes in before:
-            vars(loss).update(attributes)
-        for variable, value in values:
-            variable.assign(value)

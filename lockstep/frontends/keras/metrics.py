@@ -8,7 +8,6 @@ of the whole batch.
 """
 
 from collections.abc import Sequence
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -17,13 +16,10 @@ from keras.src.metrics.reduction_metrics import MeanMetricWrapper
 
 from lockstep.data.trees import Tree, map_tensors
 from lockstep.errors import ModelError, problem
-from lockstep.frontends.keras.losses import masked
+from lockstep.frontends.keras.reductions import is_of_each_sample, masked
 from lockstep.parallel.control import Control
 from lockstep.train.metrics import Metrics
 from lockstep.units import first_few
-
-# Functions of Keras's that return one number for a batch.
-_ACROSS_SAMPLES = ("control group", "dice", "tversky")
 
 # A share's outputs, masks, targets and sample weights.
 _Seen = tuple[Tree, Tree, Tree, Tree]
@@ -128,17 +124,9 @@ def _is_sum(metric: Any) -> bool:
         return False
     if metric._metrics:
         return False
-    return not issubclass(kind, MeanMetricWrapper) or _is_by_sample(metric)
-
-
-def _is_by_sample(metric: MeanMetricWrapper) -> bool:
-    """Whether a mean is one over values of samples, and not over numbers of whole batches."""
-    function = metric._fn
-    return (
-        isinstance(function, FunctionType)  # a loss of Keras's returns one number for a batch
-        and function.__module__.startswith("keras.src.")
-        and function.__name__ not in _ACROSS_SAMPLES
-        and metric._fn_kwargs.get("axis", -1) == -1
+    # A mean over values of samples, and not over numbers of whole batches.
+    return not issubclass(kind, MeanMetricWrapper) or is_of_each_sample(
+        metric._fn, metric._fn_kwargs
     )
 
 

@@ -28,9 +28,9 @@ from torch.overrides import TorchFunctionMode
 
 from lockstep.capture.layers import BatchLayer, FrontEndLayer
 from lockstep.capture.sizes import TracedFloat, TracedInt
-from lockstep.data.trees import Tree
+from lockstep.data.trees import Tree, tensors_of
 from lockstep.errors import ModelError, problem
-from lockstep.frontends.keras.checks import check_model
+from lockstep.frontends.keras.checks import check_model, has_own_loss
 from lockstep.frontends.keras.direct_calls import DirectCalls
 from lockstep.frontends.keras.images import channels_last_in_memory, only_keras_sees
 from lockstep.frontends.keras.settings import KerasSettings
@@ -140,7 +140,9 @@ class KerasModel(nn.Module):
 
         Returns:
             The model's outputs; ``with_losses`` a dict of these as ``"outputs"``, of their masks,
-            of the losses that layers have added, and of the penalties on weights.
+            of the losses that layers have added and the penalties on weights, each repeated for
+            every sample beside the number of samples, and of the inputs, where the model's own
+            ``compute_loss`` gets them.
         """
         model = self.model
         if model.training != self.training:
@@ -168,9 +170,11 @@ class KerasModel(nn.Module):
             mode = {"training": self.training} if model._call_has_training_arg else {}
             outputs = model(inputs, **mode)
             added = [loss for layer in model._flatten_layers() for loss in layer._losses]
-        return self._with_losses(outputs, added) if self.with_losses else outputs
+        return self._with_losses(inputs, outputs, added) if self.with_losses else outputs
 
-    def _with_losses(self, outputs: Tree, added: list[torch.Tensor]) -> dict[str, Any]:
+    def _with_losses(
+        self, inputs: Tree, outputs: Tree, added: list[torch.Tensor]
+    ) -> dict[str, Any]:
         if added and self._calls.overlap:  # a layer keeps the losses of the last call only
             raise ModelError(
                 problem(
@@ -180,16 +184,23 @@ class KerasModel(nn.Module):
                     fix="Leave num_shares out.",
                 )
             )
-        return {
+        penalties = self.model._get_regularization_losses() if self._calls.has_penalties else []
+        found = {
             "outputs": outputs,
             "masks": keras.tree.map_structure(get_keras_mask, outputs),
-            "losses": list(map(torch.sum, added)),  # Keras takes the sum of what is no number
-            "penalties": (
-                list(map(torch.sum, self.model._get_regularization_losses()))
-                if self._calls.has_penalties
-                else []
-            ),
+            "losses": [],
+            "penalties": [],
         }
+        if added or penalties:
+            # Keras takes sums of what is no number. No look at sizes, which traces dislike.
+            first: Any = next(tensors_of(inputs))
+            ones = torch.ones_like(
+                first[(slice(None), *(0,) * (first.dim() - 1))], dtype=torch.float64
+            )
+            found["losses"] = [torch.sum(one).expand_as(ones) for one in added]
+            found["penalties"] = [torch.sum(one).expand_as(ones) for one in penalties]
+            found["sizes"] = ones.sum().expand_as(ones)
+        return {**found, "inputs": inputs} if has_own_loss(self.model) else found
 
     def _moments_of(
         self, layer: Any, inputs: torch.Tensor, mask: torch.Tensor | None

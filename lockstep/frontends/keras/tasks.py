@@ -117,7 +117,7 @@ class KerasFitTask(FitTask):
         step: int,
         observe: Observe | None,
     ) -> StepResult:
-        self.loss.batch_size = len(indices)
+        self.loss.run_on(ensemble.worker.plan, ensemble.worker.rank)
         result = super()._train_step(ensemble, source, indices, step, observe)
         self.metrics.settle(ensemble.control)
         self._results.append(result)
@@ -234,6 +234,7 @@ def evaluate(
     sizes: list[int] = []
     shares: list[list[Sums]] = []
     means = LossMeans(loss.names)  # on rank 0
+    loss.run_on(worker.plan, worker.rank)
 
     def caught_up() -> Logs:
         metrics.join(control)
@@ -253,7 +254,6 @@ def evaluate(
         )
         for index, (part, indices) in enumerate(islice(batches, evaluation.steps)):
             conductor.begin_batch(index)
-            loss.batch_size = len(indices)
             sizes.append(len(indices))
             shares.append(worker.evaluate_step(part, indices, observe))
             metrics.settle(control)

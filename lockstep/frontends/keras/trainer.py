@@ -1,6 +1,6 @@
 """The Trainer of a Keras model: plans, processes and steps are those of any model."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -8,10 +8,12 @@ from typing import Any, TypeVar
 from torch import optim
 
 from lockstep.data.sources import ArraySource, Source
-from lockstep.data.trees import Tree, concatenate, tensors_of
+from lockstep.data.trees import Tree, concatenate
 from lockstep.errors import ModelError, problem
 from lockstep.frontends.keras.additions import find_additions
 from lockstep.frontends.keras.attributes import NO_SETTINGS, with_settings
+from lockstep.frontends.keras.checks import has_own_loss
+from lockstep.frontends.keras.computed_loss import ComputedLoss
 from lockstep.frontends.keras.conducting import (
     EvaluationConductor,
     KerasFitConductor,
@@ -91,12 +93,14 @@ class _Known:
 
     Attributes:
         key: where it has changed, the model is looked at anew.
-        additions: what was found.
+        loss: the model's: which is taken on whole batches once that was seen to be needed.
+        has_rows: see ``Additions``.
         trains: in training, too.
     """
 
     key: object
-    additions: Additions
+    loss: KerasLoss
+    has_rows: bool
     trains: bool
 
 
@@ -140,9 +144,8 @@ class KerasTrainer(Runner):
         self._has_looked = False
         model = self.model.model
         self.optimizer = model.optimizer
-        sources = [feed.source, *([] if evaluation is None else [evaluation.source])]
         loss, metrics = self._loss_and_metrics(
-            *sources, looks=not options.is_one_batch, trains=True
+            feed.source, looks=not options.is_one_batch, trains=True
         )
         begins = any_acts_in(callbacks, "on_train_batch_begin", "on_batch_begin")
         # Callbacks are on host 0, and one may have found where an earlier run has ended.
@@ -253,43 +256,45 @@ class KerasTrainer(Runner):
         )
 
     def _loss_and_metrics(
-        self, *sources: Source | SharedStream, looks: bool, trains: bool
+        self, source: Source | SharedStream, *, looks: bool, trains: bool
     ) -> tuple[KerasLoss, KerasMetrics]:
         """The model's losses and metrics, as they are compiled now.
 
         Args:
-            sources: the data.
+            source: the data.
             looks: what layers add is looked at anew, unless all can be seen and is as it was.
             trains: the model is going to be trained.
         """
         model = self.model.model
-        samples = [sample for sample in map(sample_of, sources) if isinstance(sample, ArraySource)]
         is_divided = not isinstance(self._maker(), SingleDevice)
         sight = self._look()
-        key = (
-            [_form(one) for one in samples],
-            sight
-            or (
-                model._compile_loss,
-                settings_of(with_settings(model), NO_SETTINGS) if is_divided else None,
-                [one.requires_grad for one in self.model.parameters()],
-            ),
+        key = sight or (
+            model._compile_loss,
+            settings_of(with_settings(model), NO_SETTINGS) if is_divided else None,
+            [one.requires_grad for one in self.model.parameters()],
         )
         # Hosts look together, and always: what one of them remembers, another may not.
         known = self._known
         is_known = known is not None and known.key == key and (known.trains or not trains)
         looks = (looks and sight is None) or self._job_context.hosts is not None
         if looks or not is_known:
-            own = self._find_additions(samples, is_divided=is_divided, trains=trains)
+            own = self._find_additions(source, is_divided=is_divided, trains=trains)
             found = self._job_context.from_chief(own)
             assert found is not None
-            self._known = known = _Known(key, found, trains)
+            self._known = known = _Known(
+                key, self._loss(found, is_divided=is_divided), found.has_rows, trains
+            )
         assert known is not None
-        loss = KerasLoss(model._compile_loss, known.additions)
         layers = model._flatten_layers(include_self=False)
         of_layers = [*model._metrics, *(one for layer in layers for one in layer._metrics)]
-        has_rows = known.additions.has_rows
-        return loss, KerasMetrics(model._compile_metrics, of_layers, has_rows=has_rows)
+        metrics = KerasMetrics(model._compile_metrics, of_layers, has_rows=known.has_rows)
+        return known.loss, metrics
+
+    def _loss(self, additions: Additions, *, is_divided: bool) -> KerasLoss:
+        compiled = self.model.model._compile_loss
+        if has_own_loss(self.model.model):
+            return ComputedLoss(compiled, additions, self.model, is_divided=is_divided)
+        return KerasLoss(compiled, additions, is_divided=is_divided)
 
     def _look_before_predicting(self, source: Source | SharedStream) -> None:
         """See that outputs can be divided, unless that is known."""
@@ -303,19 +308,15 @@ class KerasTrainer(Runner):
             self._can_predict = True
 
     def _find_additions(
-        self, samples: Sequence[ArraySource], *, is_divided: bool, trains: bool
+        self, source: Source | SharedStream, *, is_divided: bool, trains: bool
     ) -> Additions | None:
         """What layers add to the loss, where rank 0 is."""
         if not self._job_context.is_chief:
             return None
         self.model.look_anew()
-        compiled = self.model.model._compile_loss
-        first, *others = (
-            find_additions(self.model, compiled, one, is_divided=is_divided, trains=trains)
-            for one in samples
-        )
-        alike = all(one.weighs_alike for one in (first, *others))
-        return replace(first, weighs_alike=alike)
+        sample = sample_of(source)
+        assert isinstance(sample, ArraySource)
+        return find_additions(self.model, sample, is_divided=is_divided, trains=trains)
 
     def _make_updater(self) -> Any:
         self.optimizer = self.model.model.optimizer  # a callback may have given it another
@@ -421,13 +422,6 @@ class KerasTrainer(Runner):
         if model._compile_metrics is not None:
             facts["the metrics of compile"] = said(model._compile_metrics._user_metrics)
         return facts
-
-
-def _form(samples: ArraySource) -> object:
-    """The shapes and dtypes of what there is of each sample."""
-    _, weights = samples.targets
-    tensors = tensors_of((samples.inputs, samples.targets))
-    return weights is not None, [(one.shape[1:], one.dtype) for one in tensors]
 
 
 def _layer_path(layer: Any) -> str:
