@@ -18,8 +18,7 @@
     ├── HostError            (RuntimeError)     another host did not come, fit in, or stay
     └── ExtraError           (ImportError)      an optional package that is not installed
 
-Each message says what is wrong, what was received and how to fix it; ``problem`` gives them one
-shape. Validators gather every problem they find in a ``Problems`` and raise once.
+Each message says what is wrong, what was received and how to fix it. Validators gather every problem they find in a ``Problems`` and raise once.
 
 Notebooks show tracebacks with some lines of each frame: there, Lockstep's own frames are left out.
 """
@@ -37,7 +36,16 @@ _PACKAGE = Path(__file__).parent
 
 
 class LockstepError(Exception):
-    """Base of all errors raised by Lockstep."""
+    """Base of all errors raised by Lockstep.
+
+    Args:
+        what: what is wrong; the whole message where there is no more to say.
+        received: what came instead.
+        fix: how to put it right.
+    """
+
+    def __init__(self, what: str = "", *, received: object = None, fix: str = "") -> None:
+        super().__init__(problem(what, received=received, fix=fix) if fix else what)
 
     def _render_traceback_(self) -> list[str]:
         """What IPython shows of it."""
@@ -117,8 +125,9 @@ class HostError(LockstepError, RuntimeError):
 
     raised: BaseException | None = None
 
-    def __init__(self, *args: object) -> None:
-        super().__init__(*(printable(each) if isinstance(each, str) else each for each in args))
+    def __init__(self, what: str = "", *, received: object = None, fix: str = "") -> None:
+        super().__init__(what, received=received, fix=fix)
+        self.args = tuple(map(printable, self.args))
 
 
 class ExtraError(LockstepError, ImportError):

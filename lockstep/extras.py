@@ -3,7 +3,7 @@
 from importlib import import_module
 from typing import Any
 
-from lockstep.errors import ExtraError, problem
+from lockstep.errors import ExtraError
 
 
 def import_extra(module: str, *, extra: str, user: str, otherwise: str = "") -> Any:
@@ -22,9 +22,7 @@ def import_extra(module: str, *, extra: str, user: str, otherwise: str = "") -> 
         return import_module(module)
     except ImportError as error:
         raise ExtraError(
-            problem(
-                f"{user} needs a package that is not installed.",
-                received=error,
-                fix=f'Run `pip install ".[{extra}]"` in a clone of Lockstep{otherwise}.',
-            )
+            f"{user} needs a package that is not installed.",
+            received=error,
+            fix=f'Run `pip install ".[{extra}]"` in a clone of Lockstep{otherwise}.',
         ) from error

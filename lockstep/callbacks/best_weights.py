@@ -5,7 +5,7 @@ from typing import Any
 
 from lockstep.callbacks.monitoring import Monitor, check_monitor
 from lockstep.callbacks.options import check_flag, check_path
-from lockstep.errors import OptionError, Problems, problem
+from lockstep.errors import OptionError, Problems
 from lockstep.train.callbacks import Callback, Logs
 from lockstep.train.copies import WeightCopy
 
@@ -95,11 +95,9 @@ class BestWeights(Callback):
         """
         if self.best_epoch is None:
             raise OptionError(
-                problem(
-                    "There are no best weights yet.",
-                    received="no epoch with a value that could be compared",
-                    fix=f"Train first, and see that {self._monitor.name!r} is a number.",
-                )
+                "There are no best weights yet.",
+                received="no epoch with a value that could be compared",
+                fix=f"Train first, and see that {self._monitor.name!r} is a number.",
             )
         if self._weights is not None:
             self._weights.give_back(self.model)

@@ -8,7 +8,7 @@ from typing import Any, TextIO
 
 from lockstep.callbacks.options import check_flag, check_path
 from lockstep.disk import writing
-from lockstep.errors import OptionError, Problems, problem
+from lockstep.errors import OptionError, Problems
 from lockstep.train.callbacks import Callback, Logs
 from lockstep.units import listed
 
@@ -83,11 +83,9 @@ class CSVLogger(Callback):
         assert self._columns is not None
         if not row.keys() <= set(self._columns):
             raise OptionError(
-                problem(
-                    f"{self._path} has columns {listed(self._columns)}.",
-                    received=f"values of {listed(row)}",
-                    fix="Write to another file, with append=False, or with the same separator.",
-                )
+                f"{self._path} has columns {listed(self._columns)}.",
+                received=f"values of {listed(row)}",
+                fix="Write to another file, with append=False, or with the same separator.",
             )
 
     def on_train_end(self, logs: Logs | None = None) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from lockstep.callbacks.options import check_count, check_number
-from lockstep.errors import NonFiniteError, OptionError, Problems, problem
+from lockstep.errors import NonFiniteError, OptionError, Problems
 from lockstep.extras import import_extra
 from lockstep.train.callbacks import Callback, Logs
 from lockstep.train.trainer_protocol import TrainerProtocol
@@ -129,11 +129,9 @@ class LearningRateFinder(Callback):
         slopes = np.gradient(losses, np.log(rates)) if len(losses) >= _FEWEST_POINTS else losses[:0]
         if not slopes.size or slopes.min() >= 0:
             raise OptionError(
-                problem(
-                    "There is no learning rate to suggest.",
-                    received=f"a sweep of {len(losses)} steps in which the loss never fell",
-                    fix="Sweep over more steps, from a smaller `start` to a larger `end`.",
-                )
+                "There is no learning rate to suggest.",
+                received=f"a sweep of {len(losses)} steps in which the loss never fell",
+                fix="Sweep over more steps, from a smaller `start` to a larger `end`.",
             )
         return float(rates[slopes.argmin()])
 
@@ -167,11 +165,9 @@ class LearningRateFinder(Callback):
         rates = [float(group["lr"]) for group in self._groups()]
         if not rates or max(rates) <= 0:
             raise OptionError(
-                problem(
-                    "The optimizer must have a learning rate, which the sweep replaces.",
-                    received=rates or "no option 'lr'",
-                    fix="Give it one above 0; groups keep their ratios.",
-                )
+                "The optimizer must have a learning rate, which the sweep replaces.",
+                received=rates or "no option 'lr'",
+                fix="Give it one above 0; groups keep their ratios.",
             )
         self._ratios = [rate / max(rates) for rate in rates]
         self._set_rate()

@@ -7,7 +7,7 @@ from typing import Any
 
 from lockstep.callbacks.monitoring import Monitor, check_monitor
 from lockstep.callbacks.options import check_flag, check_frequency, check_path
-from lockstep.errors import OptionError, Problems, problem
+from lockstep.errors import OptionError, Problems
 from lockstep.train.callbacks import Callback, Logs
 from lockstep.units import listed
 
@@ -119,11 +119,9 @@ class ModelCheckpoint(Callback):
             return Path(self._template.format(**values))
         except (KeyError, IndexError, ValueError, TypeError) as error:
             raise OptionError(
-                problem(
-                    f"`filepath` {self._template!r} cannot be filled in.",
-                    received=f"{error}; values {values}",
-                    fix="Correct the name or the format; names with 'val_' need validation_data.",
-                )
+                f"`filepath` {self._template!r} cannot be filled in.",
+                received=f"{error}; values {values}",
+                fix="Correct the name or the format; names with 'val_' need validation_data.",
             ) from error
 
 

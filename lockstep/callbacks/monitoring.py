@@ -8,7 +8,7 @@ import math
 from typing import Any
 
 from lockstep.callbacks.options import check_name, check_number
-from lockstep.errors import OptionError, Problems, problem
+from lockstep.errors import OptionError, Problems
 from lockstep.train.trainer_protocol import TrainerProtocol
 from lockstep.units import listed
 
@@ -65,11 +65,9 @@ class Monitor:
         higher = getattr(trainer.metrics.by_name[metric], "higher_is_better", None)
         if higher is None:
             raise OptionError(
-                problem(
-                    f"{self.name!r} does not say whether small or large values are better.",
-                    received="mode='auto'",
-                    fix="Pass mode='min' or mode='max'.",
-                )
+                f"{self.name!r} does not say whether small or large values are better.",
+                received="mode='auto'",
+                fix="Pass mode='min' or mode='max'.",
             )
         return 1.0 if higher else -1.0
 
@@ -84,11 +82,9 @@ class Monitor:
         value = logs[self.name]
         if not isinstance(value, int | float):
             raise OptionError(
-                problem(
-                    f"{self.name!r} must be one number to be compared.",
-                    received=repr(value),
-                    fix="Give the metric an average, or monitor another value.",
-                )
+                f"{self.name!r} must be one number to be compared.",
+                received=repr(value),
+                fix="Give the metric an average, or monitor another value.",
             )
         return float(value)
 
@@ -111,9 +107,7 @@ class Monitor:
 
 def _unknown(name: str, known: list[str]) -> OptionError:
     return OptionError(
-        problem(
-            f"Training logs no value named {name!r}.",
-            received=f"a choice of {listed(known)}",
-            fix="Monitor one of these; those with 'val_' need validation_data.",
-        )
+        f"Training logs no value named {name!r}.",
+        received=f"a choice of {listed(known)}",
+        fix="Monitor one of these; those with 'val_' need validation_data.",
     )

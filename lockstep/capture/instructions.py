@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from lockstep.data.trees import Tree
-from lockstep.errors import ModelError, problem
+from lockstep.errors import ModelError
 
 # Arguments that hold nothing.
 _SIMPLE = frozenset((type(None), bool, int, float, str, type(...), torch.dtype, torch.device))
@@ -149,13 +149,11 @@ class Decision:
         if self.function(one, other) == self.outcome:
             return self.outcome
         raise ModelError(
-            problem(
-                "Where a model runs in stages, what its code decides by sizes must be decided as "
-                "for the first batch.",
-                received=f"{self.__name__}({one}, {other}), which was {self.outcome} then",
-                fix="Give all batches the same shape but for the number of samples, or use a data "
-                "parallel strategy.",
-            )
+            "Where a model runs in stages, what its code decides by sizes must be decided as "
+            "for the first batch.",
+            received=f"{self.__name__}({one}, {other}), which was {self.outcome} then",
+            fix="Give all batches the same shape but for the number of samples, or use a data "
+            "parallel strategy.",
         )
 
     @property

@@ -20,7 +20,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-from lockstep.errors import OptionError, problem
+from lockstep.errors import OptionError
 
 _MARK = "_lockstep_device"
 _current: ContextVar[int | None] = ContextVar("lockstep_device", default=None)
@@ -81,10 +81,8 @@ def _index(device: object) -> int:
     match = re.fullmatch(r"(?:cpu|cuda):(\d+)", device) if isinstance(device, str) else None
     if match is None:
         raise OptionError(
-            problem(
-                "A device is a number from 0, or a name with one.",
-                received=f"device({device!r})",
-                fix="Use device(1), device('cpu:1') or device('cuda:1').",
-            )
+            "A device is a number from 0, or a name with one.",
+            received=f"device({device!r})",
+            fix="Use device(1), device('cpu:1') or device('cuda:1').",
         )
     return int(match[1])

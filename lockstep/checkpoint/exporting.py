@@ -8,7 +8,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 
 from lockstep.checkpoint.reading import read_checkpoint
 from lockstep.checkpoint.weights import save_state_dict
-from lockstep.errors import CheckpointError, problem
+from lockstep.errors import CheckpointError
 
 
 def export_safetensors(path: str | os.PathLike[str], out: str | os.PathLike[str]) -> None:
@@ -43,9 +43,7 @@ def export_dcp(path: str | os.PathLike[str], out: str | os.PathLike[str]) -> Non
     """
     if os.path.exists(out) and (not os.path.isdir(out) or os.listdir(out)):
         raise CheckpointError(
-            problem(
-                "A checkpoint is exported into a new folder.", received=out, fix="Name another."
-            )
+            "A checkpoint is exported into a new folder.", received=out, fix="Name another."
         )
     saved = read_checkpoint(path)
     state = {"model": saved.state_dict(), "optim": _optimizer(saved.tree())}
@@ -58,10 +56,8 @@ def _optimizer(tree: dict[str, Any]) -> dict[str, Any]:
     """Slots and options by names of parameters."""
     if tree["own"]:
         raise CheckpointError(
-            problem(
-                "Of an optimizer, slots and options are exported.",
-                received="one whose state_dict() is its own",
-                fix="Export the weights alone: --format safetensors.",
-            )
+            "Of an optimizer, slots and options are exported.",
+            received="one whose state_dict() is its own",
+            fix="Export the weights alone: --format safetensors.",
         )
     return {"state": tree["optimizer"], "param_groups": tree["options"]}

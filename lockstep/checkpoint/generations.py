@@ -30,7 +30,7 @@ from lockstep.checkpoint.saved import Saved
 from lockstep.checkpoint.trees import Tensors
 from lockstep.checkpoint.weights import write_tensors
 from lockstep.disk import writing
-from lockstep.errors import CheckpointError, problem
+from lockstep.errors import CheckpointError
 
 _GENERATION = re.compile(r"generation-(\d{6,})")
 _TEMPORARY = ".generation-"
@@ -78,11 +78,9 @@ def _lock(lock: int, folder: Path) -> None:
         if error.errno not in (errno.EACCES, errno.EAGAIN):
             raise
         raise CheckpointError(
-            problem(
-                "One process at a time writes checkpoints into a folder.",
-                received=f"{folder}, into which another one writes",
-                fix="Wait for it to end, or give this training a folder of its own.",
-            )
+            "One process at a time writes checkpoints into a folder.",
+            received=f"{folder}, into which another one writes",
+            fix="Wait for it to end, or give this training a folder of its own.",
         ) from error
 
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from lockstep.errors import CheckpointError, problem
+from lockstep.errors import CheckpointError
 
 NAME = "manifest.json"
 VERSION = 1
@@ -137,9 +137,7 @@ def _hash(data: bytes) -> bytes:
 
 def _damaged(received: object) -> CheckpointError:
     return CheckpointError(
-        problem(
-            f"{NAME} of a checkpoint must be what was written.",
-            received=received,
-            fix="Take an older checkpoint, or another copy of this one.",
-        )
+        f"{NAME} of a checkpoint must be what was written.",
+        received=received,
+        fix="Take an older checkpoint, or another copy of this one.",
     )

@@ -20,7 +20,7 @@ from lockstep.checkpoint.generations import generations
 from lockstep.checkpoint.manifest import NAME, FileEntry, Manifest, TensorEntry, decode_manifest
 from lockstep.checkpoint.saved import Saved
 from lockstep.checkpoint.trees import Tensors
-from lockstep.errors import CheckpointError, level_of_user, problem
+from lockstep.errors import CheckpointError, level_of_user
 
 _LARGEST_MANIFEST = 1 << 30
 
@@ -71,11 +71,9 @@ def found_generations(path: str | os.PathLike[str]) -> list[Path]:
     found = generations(folder)
     if not found:
         raise CheckpointError(
-            problem(
-                "A folder of checkpoints is needed.",
-                received=f"{folder}, without any",
-                fix="Give the folder that fit(checkpoint=...) has written to.",
-            )
+            "A folder of checkpoints is needed.",
+            received=f"{folder}, without any",
+            fix="Give the folder that fit(checkpoint=...) has written to.",
         )
     return found
 
@@ -102,11 +100,9 @@ def _first_whole(folder: Path, every: list[Path]) -> Saved:
             reasons.append(str(error))
             warnings.warn(str(error), DamagedCheckpointWarning, stacklevel=level_of_user())
     raise CheckpointError(
-        problem(
-            f"Of the checkpoints in {folder} one must be whole.",
-            received="; ".join(reasons),
-            fix="Take a copy of the folder, or another folder to begin anew.",
-        )
+        f"Of the checkpoints in {folder} one must be whole.",
+        received="; ".join(reasons),
+        fix="Take a copy of the folder, or another folder to begin anew.",
     )
 
 
@@ -187,9 +183,7 @@ def _check_shard(name: str, shard: Tensors, manifest: Manifest) -> None:
 
 def _damaged(generation: Path, error: BaseException) -> CheckpointError:
     return CheckpointError(
-        problem(
-            f"{generation} must be a whole checkpoint.",
-            received=str(error).rstrip("."),
-            fix="Take an older one, or another copy.",
-        )
+        f"{generation} must be a whole checkpoint.",
+        received=str(error).rstrip("."),
+        fix="Take an older one, or another copy.",
     )

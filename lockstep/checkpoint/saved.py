@@ -5,7 +5,7 @@ from typing import Any
 
 from lockstep.checkpoint.manifest import Summary
 from lockstep.checkpoint.trees import Tensors, Tree, assembled
-from lockstep.errors import CheckpointError, problem
+from lockstep.errors import CheckpointError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,11 +45,9 @@ class Saved:
         modules = self.tree().get("modules", {})
         if not isinstance(modules, dict):
             raise CheckpointError(
-                problem(
-                    "What modules keep goes by their names.",
-                    received=f"a {type(modules).__name__}",
-                    fix="Take another checkpoint.",
-                )
+                "What modules keep goes by their names.",
+                received=f"a {type(modules).__name__}",
+                fix="Take another checkpoint.",
             )
         extra = {f"{name}." if name else "": state for name, state in modules.items()}
         return {**tensors, **{f"{prefix}_extra_state": state for prefix, state in extra.items()}}

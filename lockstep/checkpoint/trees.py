@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lockstep.errors import CheckpointError, problem
+from lockstep.errors import CheckpointError
 
 Tree = Any
 """Dicts, lists and tuples of tensors and of plain values."""
@@ -85,11 +85,9 @@ def _plain(value: Tree, path: Path, tensors: Tensors) -> Any:
         items = [_plain(one, (*path, str(index)), tensors) for index, one in enumerate(value)]
         return items if isinstance(value, list) else {"$tuple": items}
     raise CheckpointError(
-        problem(
-            "The state of a training is made of tensors, numbers, texts, lists, tuples and dicts.",
-            received=f"{pointer(path)!r}, a {type(value).__name__}",
-            fix="Have its state_dict() say it in these, and load_state_dict() make it of them.",
-        )
+        "The state of a training is made of tensors, numbers, texts, lists, tuples and dicts.",
+        received=f"{pointer(path)!r}, a {type(value).__name__}",
+        fix="Have its state_dict() say it in these, and load_state_dict() make it of them.",
     )
 
 
@@ -133,9 +131,7 @@ _READERS: dict[str, Callable[[Any, Any], Tree]] = {
 
 def _malformed(received: str) -> CheckpointError:
     return CheckpointError(
-        problem(
-            "The values of a training's state must be what was written.",
-            received=received,
-            fix="Take another copy of the file.",
-        )
+        "The values of a training's state must be what was written.",
+        received=received,
+        fix="Take another copy of the file.",
     )

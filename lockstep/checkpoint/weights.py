@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from lockstep.disk import writing
-from lockstep.errors import CheckpointError, Problems, problem
+from lockstep.errors import CheckpointError, Problems
 
 State = dict[str, torch.Tensor]
 
@@ -69,11 +69,9 @@ def save_state_dict(state: Mapping[str, Any], path: str | os.PathLike[str]) -> N
     for name, value in state.items():
         if not isinstance(value, torch.Tensor):
             raise CheckpointError(
-                problem(
-                    "A safetensors file holds tensors only.",
-                    received=f"{name!r}, a {type(value).__name__} (from get_extra_state?)",
-                    fix="Save it apart, or keep it in a buffer.",
-                )
+                "A safetensors file holds tensors only.",
+                received=f"{name!r}, a {type(value).__name__} (from get_extra_state?)",
+                fix="Save it apart, or keep it in a buffer.",
             )
         first = first_names.setdefault(_place(name, value), name)
         if first != name:
@@ -119,11 +117,9 @@ def _mode_of(path: Path) -> int | None:
         return None
     if not stat.S_ISREG(mode):
         raise CheckpointError(
-            problem(
-                "Weights are saved into a file.",
-                received=f"{path}, {_kind_of(mode)}",
-                fix="Give the path of a file, which need not be there yet.",
-            )
+            "Weights are saved into a file.",
+            received=f"{path}, {_kind_of(mode)}",
+            fix="Give the path of a file, which need not be there yet.",
         )
     return stat.S_IMODE(mode)
 
@@ -162,11 +158,9 @@ def _dtype_name(name: str, tensor: torch.Tensor) -> str:
         return _DTYPE_NAMES[tensor.dtype]
     except KeyError:
         raise CheckpointError(
-            problem(
-                "A safetensors file cannot hold numbers of every type.",
-                received=f"{name!r}, of {tensor.dtype}",
-                fix="Convert it, or save it apart.",
-            )
+            "A safetensors file cannot hold numbers of every type.",
+            received=f"{name!r}, of {tensor.dtype}",
+            fix="Convert it, or save it apart.",
         ) from None
 
 
@@ -254,9 +248,7 @@ def _checked(path: Any) -> str:
 
 def _no_weights(path: object, received: object) -> CheckpointError:
     return CheckpointError(
-        problem(
-            f"{path} must be a safetensors file.",
-            received=received,
-            fix="Give the path of a file that save() wrote.",
-        )
+        f"{path} must be a safetensors file.",
+        received=received,
+        fix="Give the path of a file that save() wrote.",
     )

@@ -18,7 +18,7 @@ from lockstep.cli.examination import HostReport, examine
 from lockstep.cli.verdict import Finding, judge, network_advice
 from lockstep.cluster.environment import find_place
 from lockstep.cluster.place import Place
-from lockstep.errors import HostError, OptionError, problem
+from lockstep.errors import HostError, OptionError
 from lockstep.launch.control_group import ControlGroup, HostInfo
 from lockstep.launch.network_measuring import MEASURING_SECONDS, HostSurvey, survey_network
 from lockstep.launch.rendezvous import meet
@@ -141,11 +141,9 @@ def _check_times(options: argparse.Namespace) -> None:
     for name in ("timeout", "seconds"):
         if not 0 < getattr(options, name) < float("inf"):
             raise OptionError(
-                problem(
-                    f"--{name} must be a number of seconds above 0.",
-                    received=getattr(options, name),
-                    fix="Leave it out for the default.",
-                )
+                f"--{name} must be a number of seconds above 0.",
+                received=getattr(options, name),
+                fix="Leave it out for the default.",
             )
 
 
@@ -160,11 +158,9 @@ def _find_place(options: argparse.Namespace, environ: Mapping[str, str]) -> Plac
         return find_place(environ)
     if any(value is None for value in given.values()):
         raise OptionError(
-            problem(
-                "--hosts, --host-index and --rendezvous go together.",
-                received=" and ".join(name for name, value in given.items() if value is not None),
-                fix="Give all three on every host, or none where a launcher says it.",
-            )
+            "--hosts, --host-index and --rendezvous go together.",
+            received=" and ".join(name for name, value in given.items() if value is not None),
+            fix="Give all three on every host, or none where a launcher says it.",
         )
     own = {
         "LOCKSTEP_HOSTS": str(options.hosts),

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from lockstep.cli.script_words import add_script, take_script
 from lockstep.disk import writing
-from lockstep.errors import OptionError, Problems, problem
+from lockstep.errors import OptionError, Problems
 from lockstep.launch.kubernetes import ClusterJob, default_name, write_manifest
 from lockstep.launch.ray_cluster import SPREADS, RayJob, run_on_ray
 from lockstep.launch.script import Script
@@ -97,7 +97,7 @@ def _write(options: argparse.Namespace, text: str) -> int:
             Path(options.output).write_text(text)
     except OSError as error:
         raise OptionError(
-            problem("--output must be a file to write.", received=error, fix="Check its path.")
+            "--output must be a file to write.", received=error, fix="Check its path."
         ) from error
     return 0
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from lockstep.cli.script_words import add_script, take_script
 from lockstep.cluster.place import MAX_PORT, Address
-from lockstep.errors import OptionError, Problems, problem
+from lockstep.errors import OptionError, Problems
 from lockstep.launch.script import Script
 
 
@@ -185,9 +185,7 @@ def _written(name: str) -> str:
 def _check_target(script: Script) -> None:
     if not script.is_module and not os.path.exists(script.target):
         raise OptionError(
-            problem(
-                "SCRIPT must be a file.",
-                received=script.target,
-                fix="Check its path; a module's name goes with -m.",
-            )
+            "SCRIPT must be a file.",
+            received=script.target,
+            fix="Check its path; a module's name goes with -m.",
         )

@@ -8,7 +8,7 @@ either: it is refused, and not guessed at.
 import argparse
 from collections.abc import Callable, Mapping, Sequence
 
-from lockstep.errors import OptionError, problem
+from lockstep.errors import OptionError
 from lockstep.launch.script import Script
 
 AddOptions = Callable[[argparse.ArgumentParser], None]
@@ -43,11 +43,9 @@ def take_script(options: argparse.Namespace, add_options: AddOptions) -> Script:
     words = options.words[1:] if options.words[:1] == ["--"] else options.words
     if not words:
         raise OptionError(
-            problem(
-                "There must be a SCRIPT to run.",
-                received="nothing",
-                fix="For example: lockstep run --devices 2 train.py",
-            )
+            "There must be a SCRIPT to run.",
+            received="nothing",
+            fix="For example: lockstep run --devices 2 train.py",
         )
     parser = argparse.ArgumentParser(
         f"lockstep {options.command}", add_help=False, allow_abbrev=False
@@ -82,10 +80,8 @@ def _check_arguments(arguments: Sequence[str], known: Mapping[str, argparse.Acti
             return
         if word.startswith("--") and word.partition("=")[0] in known:
             raise OptionError(
-                problem(
-                    "An option of Lockstep's must stand before the script's own arguments.",
-                    received=word,
-                    fix="Put it right after SCRIPT; or, if it is the script's, put -- before the "
-                    "script's arguments.",
-                )
+                "An option of Lockstep's must stand before the script's own arguments.",
+                received=word,
+                fix="Put it right after SCRIPT; or, if it is the script's, put -- before the "
+                "script's arguments.",
             )

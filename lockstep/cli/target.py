@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from lockstep.errors import LockstepError, OptionError, problem
+from lockstep.errors import LockstepError, OptionError
 from lockstep.plan.schedules import SCHEDULES
 from lockstep.proof.job import Job
 from lockstep.strategies.base import Strategy
@@ -81,22 +81,18 @@ def _check_options(options: argparse.Namespace) -> None:
     strange = sorted(name for name in others if getattr(options, name) is not None)
     if strange:
         raise OptionError(
-            problem(
-                f"The strategy {options.strategy} has no such option.",
-                received=", ".join(f"--{name} {getattr(options, name)}" for name in strange),
-                fix="Leave it out, or use another strategy.",
-            )
+            f"The strategy {options.strategy} has no such option.",
+            received=", ".join(f"--{name} {getattr(options, name)}" for name in strange),
+            fix="Leave it out, or use another strategy.",
         )
 
 
 def _single(options: argparse.Namespace) -> Strategy:
     if options.devices not in (None, 1) or options.shares not in (None, 1):
         raise OptionError(
-            problem(
-                "The strategy single has one device and one share.",
-                received=f"--devices {options.devices} --shares {options.shares}",
-                fix="Use --strategy mirrored, or leave these out.",
-            )
+            "The strategy single has one device and one share.",
+            received=f"--devices {options.devices} --shares {options.shares}",
+            fix="Use --strategy mirrored, or leave these out.",
         )
     return SingleDeviceStrategy()
 
@@ -138,11 +134,9 @@ def _replicas(text: str | None) -> int | list[int]:
         counts = [int(count) for count in (text or "1").split(",")]
     except ValueError as error:
         raise OptionError(
-            problem(
-                "--data must be a number of replicas, or one for each stage.",
-                received=text,
-                fix="Use --data 2, or --data 3,1.",
-            )
+            "--data must be a number of replicas, or one for each stage.",
+            received=text,
+            fix="Use --data 2, or --data 3,1.",
         ) from error
     return counts if len(counts) > 1 else counts[0]
 
@@ -170,11 +164,9 @@ def load_job(target: str) -> Job:
     job = _guarded(f"{name} of {path.name} fails.", path, make)
     if not isinstance(job, Job):
         raise OptionError(
-            problem(
-                f"{name} of {path.name} must return a lockstep.Job.",
-                received=type(job).__name__,
-                fix="Return lockstep.Job(model, loss, optimizer, data, batch_size).",
-            )
+            f"{name} of {path.name} must return a lockstep.Job.",
+            received=type(job).__name__,
+            fix="Return lockstep.Job(model, loss, optimizer, data, batch_size).",
         )
     return job
 
@@ -183,16 +175,14 @@ def _parse(target: str) -> tuple[Path, str]:
     file, colon, name = target.rpartition(":")
     if not colon or not name.isidentifier() or not file.endswith(".py"):
         raise OptionError(
-            problem(
-                "A TARGET must be file.py:function.",
-                received=target,
-                fix="For example: lockstep verify job.py:make_job",
-            )
+            "A TARGET must be file.py:function.",
+            received=target,
+            fix="For example: lockstep verify job.py:make_job",
         )
     path = Path(file).resolve()
     if not path.is_file():
         raise OptionError(
-            problem("There is no such file.", received=file, fix=f"It was looked for as {path}.")
+            "There is no such file.", received=file, fix=f"It was looked for as {path}."
         )
     return path, name
 
@@ -204,11 +194,9 @@ def _import(path: Path) -> ModuleType:
         return loaded
     if loaded is not None or name in sys.stdlib_module_names or not name.isidentifier():
         raise OptionError(
-            problem(
-                "The file must have a name that can be imported and is not taken.",
-                received=path.name,
-                fix="Rename it, for example to job.py.",
-            )
+            "The file must have a name that can be imported and is not taken.",
+            received=path.name,
+            fix="Rename it, for example to job.py.",
         )
     sys.path.insert(0, str(path.parent))  # helpers get this path, too
     importlib.invalidate_caches()
@@ -233,11 +221,9 @@ def _function(module: ModuleType, name: str) -> Callable[[], Any]:
         if callable(value) and getattr(value, "__module__", None) == module.__name__
     ]
     raise OptionError(
-        problem(
-            f"{module.__name__}.py has no function of this name.",
-            received=name,
-            fix=f"It defines: {', '.join(there) or 'none'}.",
-        )
+        f"{module.__name__}.py has no function of this name.",
+        received=name,
+        fix=f"It defines: {', '.join(there) or 'none'}.",
     )
 
 
@@ -255,9 +241,7 @@ def _guarded(what: str, path: Path, call: Callable[[], Any]) -> Any:
         ]
         place = f" (line {lines[-1]} of {path.name})" if lines else ""
         raise OptionError(
-            problem(
-                what,
-                received=f"{type(error).__name__}: {error}{place}",
-                fix="Run the function by itself to see more.",
-            )
+            what,
+            received=f"{type(error).__name__}: {error}{place}",
+            fix="Run the function by itself to see more.",
         ) from error

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from lockstep.comm import array_bytes, record_classes
-from lockstep.errors import HostError, ShippingError, problem
+from lockstep.errors import HostError, ShippingError
 
 _DEEPEST = 100
 _MOST_DIMS = 64
@@ -53,11 +53,9 @@ def decode(payload: bytes | memoryview) -> Any:
         raise
     except Exception as error:  # of msgspec, torch, numpy, or a class that got wrong parts
         raise HostError(
-            problem(
-                "What another host sends must be whole.",
-                received=f"{len(payload)} bytes that cannot be read: {_shown(error)}",
-                fix="Run the same version of Lockstep on every host.",
-            )
+            "What another host sends must be whole.",
+            received=f"{len(payload)} bytes that cannot be read: {_shown(error)}",
+            fix="Run the same version of Lockstep on every host.",
         ) from error
 
 
@@ -215,11 +213,9 @@ def _get_record(reader: _Reader, module: Any, name: Any, items: Any, attributes:
     cls = record_classes.find(module, name)
     if cls is None:
         raise HostError(
-            problem(
-                "A class in what another host sends must be known here, too.",
-                received=_shown((module, name)),
-                fix="Define or import it at the top of the script, which every host runs.",
-            )
+            "A class in what another host sends must be known here, too.",
+            received=_shown((module, name)),
+            fix="Define or import it at the top of the script, which every host runs.",
         )
     return record_classes.put_together(cls, reader.made(items), reader.made(attributes))
 
@@ -271,11 +267,9 @@ def _name(cls: type) -> str:
 
 def _unsendable(received: str) -> ShippingError:
     return ShippingError(
-        problem(
-            "Only tensors, arrays, plain values, and tuples, lists, dicts, sets, dataclasses and "
-            "named tuples of these can be sent to another host; classes must be defined at the top "
-            "of a module.",
-            received=received,
-            fix="Return tensors, in tuples, lists, dicts or dataclasses.",
-        )
+        "Only tensors, arrays, plain values, and tuples, lists, dicts, sets, dataclasses and "
+        "named tuples of these can be sent to another host; classes must be defined at the top "
+        "of a module.",
+        received=received,
+        fix="Return tensors, in tuples, lists, dicts or dataclasses.",
     )

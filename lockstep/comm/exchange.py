@@ -20,7 +20,7 @@ from lockstep.comm.gradient_rows import GradientRows, GradientSpec
 from lockstep.comm.gradients import Gradients, GroupGradients, OwnGradients
 from lockstep.comm.shared_memory import SharedRegion, dense_stride
 from lockstep.comm.transport import Transport
-from lockstep.errors import ModelError, problem
+from lockstep.errors import ModelError
 from lockstep.plan.layout import align
 
 
@@ -326,11 +326,9 @@ class Exchange:
         """
         if len(row) > self._spec.row_capacity:
             raise ModelError(
-                problem(
-                    "A functional batch_norm has more channels than any BatchNorm layer.",
-                    received=f"{(len(row) - 2) // 2} channels",
-                    fix="Use a BatchNorm layer instead.",
-                )
+                "A functional batch_norm has more channels than any BatchNorm layer.",
+                received=f"{(len(row) - 2) // 2} channels",
+                fix="Use a BatchNorm layer instead.",
             )
         self._offers[share] += 1
         self._rows[self._offers[share] & 1, share, : len(row)].copy_(row)

@@ -23,7 +23,7 @@ import torch
 
 from lockstep.comm.board import Board
 from lockstep.comm.shared_memory import SharedRegion, dense_stride
-from lockstep.errors import ModelError, problem
+from lockstep.errors import ModelError
 from lockstep.pickling import Pickler
 from lockstep.plan.layout import align
 from lockstep.units import format_bytes
@@ -217,11 +217,8 @@ class _Unpacker(pickle.Unpickler):
 
 def _too_large(spec: MailboxSpec, received: str) -> ModelError:
     return ModelError(
-        problem(
-            f"There is room for {format_bytes(spec.capacity_bytes)} of {spec.name}, as much as "
-            "the first batch needed.",
-            received=received,
-            fix="Pad samples to one size, begin with the largest batch, or cut the model "
-            "elsewhere.",
-        )
+        f"There is room for {format_bytes(spec.capacity_bytes)} of {spec.name}, as much as "
+        "the first batch needed.",
+        received=received,
+        fix="Pad samples to one size, begin with the largest batch, or cut the model elsewhere.",
     )

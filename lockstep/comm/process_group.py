@@ -21,7 +21,7 @@ from torch import distributed
 
 from lockstep.comm.meeting_point import SharedStore
 from lockstep.comm.transport import Buffers, Transport
-from lockstep.errors import WorkerError, problem
+from lockstep.errors import WorkerError
 
 _LOOK_AROUND = timedelta(milliseconds=20)
 _SECONDS_TO_THE_CAUSE = 3.0
@@ -112,11 +112,9 @@ class ProcessGroupTransport(Transport):
         except RuntimeError as error:  # the backend's: a connection has ended
             self._look_for_the_cause()
             raise WorkerError(
-                problem(
-                    f"Rank {self._rank} cannot reach the others through torch.distributed.",
-                    received=str(error).splitlines()[0],
-                    fix="See whether another rank has ended.",
-                )
+                f"Rank {self._rank} cannot reach the others through torch.distributed.",
+                received=str(error).splitlines()[0],
+                fix="See whether another rank has ended.",
             ) from error
 
     def _look_for_the_cause(self) -> None:

@@ -25,7 +25,7 @@ import torch
 
 from lockstep.cluster.memory_limits import free_memory
 from lockstep.cluster.nameless_files import nameless_file
-from lockstep.errors import DeviceError, problem
+from lockstep.errors import DeviceError
 from lockstep.units import format_bytes
 
 # Not worth a look at what is free.
@@ -240,9 +240,7 @@ def _reason(error: OSError) -> str:
 
 def _shortage(num_bytes: int, received: object) -> DeviceError:
     return DeviceError(
-        problem(
-            f"Training needs {format_bytes(num_bytes)} more of shared memory.",
-            received=received,
-            fix="Free memory or raise the limit by as much, or use fewer devices or shares.",
-        )
+        f"Training needs {format_bytes(num_bytes)} more of shared memory.",
+        received=received,
+        fix="Free memory or raise the limit by as much, or use fewer devices or shares.",
     )

@@ -13,7 +13,7 @@ import torch
 
 from lockstep.channel.channel import Channel, lost
 from lockstep.comm.transport import Buffers, Transport
-from lockstep.errors import HostError, problem
+from lockstep.errors import HostError
 from lockstep.units import format_seconds
 
 _LOOK_AROUND_SECONDS = 0.02
@@ -93,13 +93,11 @@ class TensorChannels(Transport):
     def _too_late(self, peers: Iterable[int], waited: float) -> HostError:
         names = dict.fromkeys(self._names[peer] for peer in sorted(peers))
         return HostError(
-            problem(
-                f"{' and '.join(names)} must come to the same step within "
-                f"{format_seconds(self._timeout)}.",
-                received=f"nothing for {format_seconds(waited)}",
-                fix="See whether that host hangs or is cut off; raise `timeout_seconds` if steps "
-                "may take so long.",
-            )
+            f"{' and '.join(names)} must come to the same step within "
+            f"{format_seconds(self._timeout)}.",
+            received=f"nothing for {format_seconds(waited)}",
+            fix="See whether that host hangs or is cut off; raise `timeout_seconds` if steps "
+            "may take so long.",
         )
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from lockstep.errors import DataError, problem
+from lockstep.errors import DataError
 
 # Among how many it divides, and which one's part it gives.
 _COUNTS_AND_NUMBERS = (
@@ -41,14 +41,12 @@ def check_whole(data: Any, name: str) -> None:
             is_told = count == "num_replicas" or _attribute(part, number) is not None
             if isinstance(among, int) and among > 1 and is_told:
                 raise DataError(
-                    problem(
-                        f"`{name}` must give all samples: each batch is divided among the devices "
-                        "after it was read.",
-                        received=f"a {type(data).__name__} with a {type(part).__name__} that "
-                        f"gives one process of {among} its part ({count}={among})",
-                        fix="Leave it out: pass shuffle=True to the DataLoader instead, and the "
-                        "size of the global batch.",
-                    )
+                    f"`{name}` must give all samples: each batch is divided among the devices "
+                    "after it was read.",
+                    received=f"a {type(data).__name__} with a {type(part).__name__} that "
+                    f"gives one process of {among} its part ({count}={among})",
+                    fix="Leave it out: pass shuffle=True to the DataLoader instead, and the "
+                    "size of the global batch.",
                 )
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from lockstep.errors import DataError, LockstepError, Problems, problem
+from lockstep.errors import DataError, LockstepError, Problems
 from lockstep.units import first_few
 
 _NOT_MAP_STYLE = (
@@ -63,9 +63,7 @@ def _named(indices: Sequence[int]) -> Iterator[None]:
     except Exception as error:
         which = f"Sample {indices[0]}" if len(indices) == 1 else f"One of {first_few(indices)}"
         raise DataError(
-            problem(
-                f"{which} of the dataset cannot be read.",
-                received=f"{type(error).__name__}: {error}",
-                fix=f"Try dataset[{indices[0]}] by itself, or leave the sample out.",
-            )
+            f"{which} of the dataset cannot be read.",
+            received=f"{type(error).__name__}: {error}",
+            fix=f"Try dataset[{indices[0]}] by itself, or leave the sample out.",
         ) from error

@@ -26,7 +26,7 @@ import numpy as np
 from numpy.lib.npyio import NpzFile
 from numpy.typing import NDArray
 
-from lockstep.errors import DataError, problem
+from lockstep.errors import DataError
 
 __all__ = ["Mnist", "load_mnist"]
 
@@ -78,11 +78,9 @@ def load_mnist(folder: str | os.PathLike[str]) -> Mnist:
     if path.is_file() and path.suffix == ".npz":
         return _complete(_read_npz(path), path)
     raise DataError(
-        problem(
-            "Cannot load MNIST: looked for a folder with its files, or an .npz file.",
-            received=f"{path}, which {'is neither' if path.exists() else 'does not exist'}",
-            fix=f"Give the folder that holds {_wanted()}.",
-        )
+        "Cannot load MNIST: looked for a folder with its files, or an .npz file.",
+        received=f"{path}, which {'is neither' if path.exists() else 'does not exist'}",
+        fix=f"Give the folder that holds {_wanted()}.",
     )
 
 
@@ -94,12 +92,10 @@ def _complete(splits: dict[str, Split], path: Path) -> Mnist:
     cut = len(labels) * 9 // 10
     if cut == 0:
         raise DataError(
-            problem(
-                f"Cannot divide MNIST's {name} split into two, and {path} has no other: looked "
-                "for at least 2 images.",
-                received=len(labels),
-                fix="Add images, or the files of the other split.",
-            )
+            f"Cannot divide MNIST's {name} split into two, and {path} has no other: looked "
+            "for at least 2 images.",
+            received=len(labels),
+            fix="Add images, or the files of the other split.",
         )
     return Mnist(train=(images[:cut], labels[:cut]), test=(images[cut:], labels[cut:]))
 
@@ -114,12 +110,10 @@ def _read_folder(folder: Path) -> dict[str, Split]:
     if (folder / _NPZ_NAME).is_file():
         return _read_npz(folder / _NPZ_NAME)
     raise DataError(
-        problem(
-            f"No MNIST in {folder}: looked for {_wanted()}.",
-            received=_listing(folder),
-            fix="Give the folder that holds them: torchvision keeps them in <root>/MNIST/raw, "
-            "Keras in ~/.keras/datasets.",
-        )
+        f"No MNIST in {folder}: looked for {_wanted()}.",
+        received=_listing(folder),
+        fix="Give the folder that holds them: torchvision keeps them in <root>/MNIST/raw, "
+        "Keras in ~/.keras/datasets.",
     )
 
 
@@ -134,12 +128,10 @@ def _find_pairs(folder: Path) -> dict[str, tuple[Path, Path]]:
             missing.append(names[1] if images else names[0])
     if missing:
         raise DataError(
-            problem(
-                f"Images and labels come in pairs, but {folder} lacks {' and '.join(missing)} "
-                "(plain or .gz).",
-                received=_listing(folder),
-                fix="Put it beside its partner, or remove the partner.",
-            )
+            f"Images and labels come in pairs, but {folder} lacks {' and '.join(missing)} "
+            "(plain or .gz).",
+            received=_listing(folder),
+            fix="Put it beside its partner, or remove the partner.",
         )
     return pairs
 
@@ -242,11 +234,9 @@ def _describe(array: NDArray[Any]) -> str:
 
 def _damaged(source: Path | str, wanted: str, received: str) -> DataError:
     return DataError(
-        problem(
-            f"Damaged, or not MNIST: {source}. Looked for {wanted}.",
-            received=received,
-            fix="Copy or download it again.",
-        )
+        f"Damaged, or not MNIST: {source}. Looked for {wanted}.",
+        received=received,
+        fix="Copy or download it again.",
     )
 
 

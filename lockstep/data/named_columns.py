@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from lockstep.errors import DataError, OptionError, Problems, problem
+from lockstep.errors import DataError, OptionError, Problems
 
 Names = str | Sequence[str]
 
@@ -48,13 +48,11 @@ def columns(
     elif hasattr(dataset, "__iter__"):
         return _Samples(dataset, choice)
     raise DataError(
-        problem(
-            "`dataset` must be a dataset or a DataLoader whose items are dicts.",
-            received=type(dataset).__name__,
-            fix="Choose one of its splits: dataset['train'], for example."
-            if isinstance(dataset, dict)
-            else "Pass datasets.load_dataset(..., split='train'), for example.",
-        )
+        "`dataset` must be a dataset or a DataLoader whose items are dicts.",
+        received=type(dataset).__name__,
+        fix="Choose one of its splits: dataset['train'], for example."
+        if isinstance(dataset, dict)
+        else "Pass datasets.load_dataset(..., split='train'), for example.",
     )
 
 
@@ -98,11 +96,9 @@ class _Choice:
         """An item as the inputs, or a tuple of these, targets and weight."""
         if not isinstance(row, Mapping):
             raise DataError(
-                problem(
-                    "lockstep.data.columns needs items that are dicts.",
-                    received=f"an item that is a {type(row).__name__}",
-                    fix="Pass the dataset as it is if its items are (input, target).",
-                )
+                "lockstep.data.columns needs items that are dicts.",
+                received=f"an item that is a {type(row).__name__}",
+                fix="Pass the dataset as it is if its items are (input, target).",
             )
 
         def take(names: Names) -> Any:
@@ -175,11 +171,9 @@ def _are_names(names: object) -> bool:
 def _value(row: Mapping[str, Any], name: str, *, is_batch: bool) -> Any:
     if name not in row:
         raise DataError(
-            problem(
-                f"Every item must have a column {name!r}.",
-                received=f"an item with {', '.join(map(repr, row))}",
-                fix="Correct the name, or leave such items out.",
-            )
+            f"Every item must have a column {name!r}.",
+            received=f"an item with {', '.join(map(repr, row))}",
+            fix="Correct the name, or leave such items out.",
         )
     value = row[name]
     return value if is_batch else _as_tensor(value, name)
@@ -192,9 +186,7 @@ def _as_tensor(value: Any, name: str) -> torch.Tensor:
         return torch.tensor(np.asarray(value))
     except (TypeError, ValueError) as error:
         raise DataError(
-            problem(
-                f"Column {name!r} must hold numbers, of one shape within an item.",
-                received=f"a {type(value).__name__}: {error}",
-                fix="Turn it into numbers with dataset.map(...), texts with a tokenizer.",
-            )
+            f"Column {name!r} must hold numbers, of one shape within an item.",
+            received=f"a {type(value).__name__}: {error}",
+            fix="Turn it into numbers with dataset.map(...), texts with a tokenizer.",
         ) from error

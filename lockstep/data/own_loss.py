@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.errors import LossError, OptionError, problem
+from lockstep.errors import LossError, OptionError
 
 
 @dataclass(frozen=True)
@@ -43,20 +43,16 @@ class OwnLoss:
         output: object = self.output
         if not isinstance(output, int | str | None) or isinstance(output, bool):
             raise OptionError(
-                problem(
-                    "`output` of OwnLoss must say where the loss is in what the model returns.",
-                    received=repr(output),
-                    fix="Pass a position, such as 1, or a key or attribute, such as 'loss'.",
-                )
+                "`output` of OwnLoss must say where the loss is in what the model returns.",
+                received=repr(output),
+                fix="Pass a position, such as 1, or a key or attribute, such as 'loss'.",
             )
         weight: object = self.weight
         if weight is not None and (isinstance(weight, type) or not callable(weight)):
             raise OptionError(
-                problem(
-                    "`weight` of OwnLoss must be a function of the model's inputs.",
-                    received=repr(weight),
-                    fix="Pass OwnLoss.tokens(), or a function that counts the terms of the mean.",
-                )
+                "`weight` of OwnLoss must be a function of the model's inputs.",
+                received=repr(weight),
+                fix="Pass OwnLoss.tokens(), or a function that counts the terms of the mean.",
             )
 
     @classmethod
@@ -99,11 +95,9 @@ class _LabelCount:
             return whole[self.labels]
         except (KeyError, IndexError, TypeError) as error:
             raise LossError(
-                problem(
-                    "OwnLoss.tokens needs the labels among the inputs.",
-                    received=f"labels={self.labels!r} for inputs {_describe(whole)}",
-                    fix="Name the model's argument that takes them, or give its position.",
-                )
+                "OwnLoss.tokens needs the labels among the inputs.",
+                received=f"labels={self.labels!r} for inputs {_describe(whole)}",
+                fix="Name the model's argument that takes them, or give its position.",
             ) from error
 
 

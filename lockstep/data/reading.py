@@ -32,7 +32,7 @@ from lockstep.data.order import (
 )
 from lockstep.data.sources import ArraySource, named_parts
 from lockstep.data.streams import Stream
-from lockstep.errors import DataError, LockstepError, problem
+from lockstep.errors import DataError, LockstepError
 
 _QUIET_READS = 2  # that must have drawn nothing
 _END = object()
@@ -164,12 +164,10 @@ class Reading:
     def changed(self, received: str) -> DataError:
         """For data that is not what it was before."""
         return DataError(
-            problem(
-                f"To go on, `{self.stream.name}` must give the batches again that it gave before.",
-                received=f"{self.stream.kind} with {received}",
-                fix="Seed what decides its order, and let nothing else draw from that; or begin "
-                "anew in another folder.",
-            )
+            f"To go on, `{self.stream.name}` must give the batches again that it gave before.",
+            received=f"{self.stream.kind} with {received}",
+            fix="Seed what decides its order, and let nothing else draw from that; or begin "
+            "anew in another folder.",
         )
 
     def close(self) -> None:
@@ -237,34 +235,28 @@ class Reading:
             raise
         except Exception as error:
             raise DataError(
-                problem(
-                    f"Reading {place} has failed.",
-                    received=f"{type(error).__name__}: {_first_line(error)}",
-                    fix="The exception above says where.",
-                )
+                f"Reading {place} has failed.",
+                received=f"{type(error).__name__}: {_first_line(error)}",
+                fix="The exception above says where.",
             ) from error
 
     def _empty(self) -> DataError:
         return DataError(
-            problem(
-                f"`{self.stream.name}` must give a batch in every epoch.",
-                received=f"{self.stream.kind} without any in epoch {self._epoch} (from 0)",
-                fix="Check its source. A function must return a new iterator at every call."
-                if self.stream.restarts
-                else "An iterator gives every batch once: pass a generator function.",
-            )
+            f"`{self.stream.name}` must give a batch in every epoch.",
+            received=f"{self.stream.kind} without any in epoch {self._epoch} (from 0)",
+            fix="Check its source. A function must return a new iterator at every call."
+            if self.stream.restarts
+            else "An iterator gives every batch once: pass a generator function.",
         )
 
     def _too_short(self) -> DataError:
         return DataError(
-            problem(
-                f"`{self.stream.name}` must give {self._steps} batches in every epoch, as "
-                "steps_per_epoch says.",
-                received=f"{self.stream.kind} that ended after {self._index} batches of epoch "
-                f"{self._epoch} (from 0)",
-                fix="Pass a generator function, which is called again then, or fewer epochs. "
-                "The weights are those of the last step.",
-            )
+            f"`{self.stream.name}` must give {self._steps} batches in every epoch, as "
+            "steps_per_epoch says.",
+            received=f"{self.stream.kind} that ended after {self._index} batches of epoch "
+            f"{self._epoch} (from 0)",
+            fix="Pass a generator function, which is called again then, or fewer epochs. "
+            "The weights are those of the last step.",
         )
 
 

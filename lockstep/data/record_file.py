@@ -33,7 +33,7 @@ from lockstep.cluster.memory_limits import free_memory
 from lockstep.cluster.nameless_files import nameless_file
 from lockstep.data.records import Layout, num_bytes
 from lockstep.disk import writing
-from lockstep.errors import DataError, problem
+from lockstep.errors import DataError
 from lockstep.units import format_bytes
 
 VERSION = 1
@@ -253,11 +253,9 @@ def _check_header(path: str, found: Header, num_records: int, layout: Layout) ->
     if (found.num_records, found.layout) == (num_records, layout):
         return
     raise DataError(
-        problem(
-            f"The cache {path} must be of this dataset: {num_records} samples, each {layout}.",
-            received=f"a cache of {found.num_records} samples, each {found.layout}",
-            fix="Give another path, or remove the file.",
-        )
+        f"The cache {path} must be of this dataset: {num_records} samples, each {layout}.",
+        received=f"a cache of {found.num_records} samples, each {found.layout}",
+        fix="Give another path, or remove the file.",
     )
 
 
@@ -265,11 +263,9 @@ def _check_memory(needed: int) -> None:
     free = free_memory() if needed > _ALWAYS_FREE_BYTES else None
     if free is not None and needed > free.num_bytes:
         raise DataError(
-            problem(
-                f"To cache this dataset in memory takes {format_bytes(needed)}.",
-                received=free,
-                fix="Cache it on disk with path=..., or only a part: torch.utils.data.Subset.",
-            )
+            f"To cache this dataset in memory takes {format_bytes(needed)}.",
+            received=free,
+            fix="Cache it on disk with path=..., or only a part: torch.utils.data.Subset.",
         )
 
 
@@ -277,11 +273,9 @@ def _check_disk(path: str, needed: int) -> None:
     free = shutil.disk_usage(os.path.dirname(path)).free
     if needed > free:
         raise DataError(
-            problem(
-                f"The cache {path} will grow by {format_bytes(needed)}.",
-                received=f"{format_bytes(free)} free on its disk",
-                fix="Give a path on another disk, or cache a part: torch.utils.data.Subset.",
-            )
+            f"The cache {path} will grow by {format_bytes(needed)}.",
+            received=f"{format_bytes(free)} free on its disk",
+            fix="Give a path on another disk, or cache a part: torch.utils.data.Subset.",
         )
 
 
@@ -295,31 +289,25 @@ def _errors_of(path: str, num_bytes: int | None = None) -> Iterator[None]:
     except OSError as error:
         free = f" ({free_memory()})" if is_memory else ""
         raise DataError(
-            problem(
-                f"The cache {'in memory' if is_memory else path} cannot be written.",
-                received=f"{type(error).__name__}: {error.strerror}{free}",
-                fix="Give a path in a folder that is there, can be written to and has room.",
-            )
+            f"The cache {'in memory' if is_memory else path} cannot be written.",
+            received=f"{type(error).__name__}: {error.strerror}{free}",
+            fix="Give a path in a folder that is there, can be written to and has room.",
         ) from error
 
 
 def _damaged(name: str, received: str) -> DataError:
     return DataError(
-        problem(
-            f"{name} must be a cache that Lockstep has made.",
-            received=received,
-            fix="Give another path, or remove the file.",
-        )
+        f"{name} must be a cache that Lockstep has made.",
+        received=received,
+        fix="Give another path, or remove the file.",
     )
 
 
 def _gone(name: str) -> DataError:
     return DataError(
-        problem(
-            "A cache in memory lives in the process that has made it, and those it was sent to.",
-            received=f"{name}, where it is no more",
-            fix="Keep the cached dataset until training has ended, or cache to a file: path=...",
-        )
+        "A cache in memory lives in the process that has made it, and those it was sent to.",
+        received=f"{name}, where it is no more",
+        fix="Keep the cached dataset until training has ended, or cache to a file: path=...",
     )
 
 

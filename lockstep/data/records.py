@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 import torch
 
-from lockstep.errors import DataError, problem
+from lockstep.errors import DataError
 
 _ALIGNMENT_BYTES = 8
 
@@ -188,12 +188,10 @@ def _pack_leaf(item: Any) -> tuple[Leaf, bytes]:
 
 def _unfit(received: str) -> DataError:
     return DataError(
-        problem(
-            "The samples of a cached dataset must be tensors on the CPU, arrays and numbers, in "
-            "plain tuples, lists or dicts with text as keys.",
-            received=received,
-            fix="Convert it in __getitem__, or cache a dataset below the one that makes it.",
-        )
+        "The samples of a cached dataset must be tensors on the CPU, arrays and numbers, in "
+        "plain tuples, lists or dicts with text as keys.",
+        received=received,
+        fix="Convert it in __getitem__, or cache a dataset below the one that makes it.",
     )
 
 

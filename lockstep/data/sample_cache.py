@@ -22,7 +22,7 @@ from lockstep.data.order import same_streams, stream_states
 from lockstep.data.read_ahead import Prefetch
 from lockstep.data.record_file import Header, RecordFile
 from lockstep.data.records import Layout, pack_item, unpack_item
-from lockstep.errors import DataError, OptionError, Problems, problem
+from lockstep.errors import DataError, OptionError, Problems
 
 # For how long a process waits for another that is reading the sample; then it reads it, too.
 _PATIENCE_SECONDS = 5.0
@@ -192,31 +192,25 @@ def _items(dataset: Any, indices: Sequence[int]) -> list[Any]:
     if same_streams(before, stream_states()):
         return items
     raise DataError(
-        problem(
-            "A cached sample must be the same whenever it is read.",
-            received=f"sample {indices[0]}, which draws random numbers while it is read",
-            fix="Cache what is below the random part, and augment in a dataset on top: "
-            "Augmented(lockstep.data.cache(files)).",
-        )
+        "A cached sample must be the same whenever it is read.",
+        received=f"sample {indices[0]}, which draws random numbers while it is read",
+        fix="Cache what is below the random part, and augment in a dataset on top: "
+        "Augmented(lockstep.data.cache(files)).",
     )
 
 
 def _check_layout(expected: Layout, found: Layout, index: int) -> None:
     if found != expected:
         raise DataError(
-            problem(
-                f"All samples of a cached dataset must be like the first: {expected}.",
-                received=f"sample {index}: {found}",
-                fix="Give them one shape and type in __getitem__, padded for example.",
-            )
+            f"All samples of a cached dataset must be like the first: {expected}.",
+            received=f"sample {index}: {found}",
+            fix="Give them one shape and type in __getitem__, padded for example.",
         )
 
 
 def _stale(path: str) -> DataError:
     return DataError(
-        problem(
-            f"The cache {path} must be of this dataset.",
-            received="a first sample that is not the dataset's own",
-            fix="Remove the file if the data has changed, or give another path.",
-        )
+        f"The cache {path} must be of this dataset.",
+        received="a first sample that is not the dataset's own",
+        fix="Remove the file if the data has changed, or give another path.",
     )

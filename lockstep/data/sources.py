@@ -18,7 +18,7 @@ from lockstep.data.map_style import read_items
 from lockstep.data.mapped_files import remember_file
 from lockstep.data.read_ahead import Prefetch, ReadAhead
 from lockstep.data.trees import Tree, map_tensors, named_tensors, tensors_of
-from lockstep.errors import DataError, Problems, problem
+from lockstep.errors import DataError, Problems
 
 SUPPORTED = (
     "(inputs, targets) or (inputs, targets, sample_weight) of arrays or tensors, "
@@ -138,13 +138,11 @@ class DatasetSource(Source):
         parts = len(item) if isinstance(item, tuple | list) else 0
         if parts not in (2, 3):
             raise DataError(
-                problem(
-                    "An item of the dataset must be (input, target) or (input, target, weight), "
-                    "or (input,) or a dict of inputs where no targets are needed.",
-                    received=_describe(item),
-                    fix="Return such a tuple from __getitem__; of items that are dicts "
-                    "lockstep.data.columns makes them.",
-                )
+                "An item of the dataset must be (input, target) or (input, target, weight), "
+                "or (input,) or a dict of inputs where no targets are needed.",
+                received=_describe(item),
+                fix="Return such a tuple from __getitem__; of items that are dicts "
+                "lockstep.data.columns makes them.",
             )
         inputs, targets, *weight = collated
         return _arguments(item[0], inputs), targets, weight[0] if weight else None
@@ -160,24 +158,20 @@ def _collated(items: list[Any]) -> Any:
         return default_collate(items)
     except TypeError as error:
         raise DataError(
-            problem(
-                "The items of a dataset must consist of tensors, arrays and numbers.",
-                received=f"an item that is a {_describe(items[0])}",
-                fix="Where there is no target, give the input twice and let the loss ignore it."
-                if _holds_none(items[0])
-                else "Convert the rest in __getitem__.",
-            )
+            "The items of a dataset must consist of tensors, arrays and numbers.",
+            received=f"an item that is a {_describe(items[0])}",
+            fix="Where there is no target, give the input twice and let the loss ignore it."
+            if _holds_none(items[0])
+            else "Convert the rest in __getitem__.",
         ) from error
     except RuntimeError as error:  # torch's, of tensors that cannot be stacked
         shapes = sorted({_shapes_of(item) for item in items})
         if len(shapes) == 1:
             raise
         raise DataError(
-            problem(
-                "The items of a batch must have the same shapes.",
-                received=f"items of {' and of '.join(shapes)}",
-                fix="Pad them in __getitem__, or make batches with a DataLoader's collate_fn.",
-            )
+            "The items of a batch must have the same shapes.",
+            received=f"items of {' and of '.join(shapes)}",
+            fix="Pad them in __getitem__, or make batches with a DataLoader's collate_fn.",
         ) from error
 
 
@@ -266,13 +260,11 @@ def _dataset_source(data: Any, name: str, *, with_targets: bool) -> Source:
     )
     if unfit or not map_style:
         raise DataError(
-            problem(
-                f"`{name}` must be {SUPPORTED}.",
-                received=_describe(data),
-                fix="Pass a DataLoader's dataset, and its batch size as batch_size."
-                if isinstance(data, DataLoader)
-                else "Put it into one of these forms.",
-            )
+            f"`{name}` must be {SUPPORTED}.",
+            received=_describe(data),
+            fix="Pass a DataLoader's dataset, and its batch size as batch_size."
+            if isinstance(data, DataLoader)
+            else "Put it into one of these forms.",
         )
     return DatasetSource(data, with_targets=with_targets)
 
@@ -290,11 +282,9 @@ def _as_tensors(value: Any, name: str) -> Tree:
     if isinstance(value, list) or hasattr(value, "__array__"):
         return _from_numpy(_as_array(value, name), name)
     raise DataError(
-        problem(
-            f"`{name}` must be {SUPPORTED}.",
-            received=_describe(value),
-            fix="Put it into one of these forms.",
-        )
+        f"`{name}` must be {SUPPORTED}.",
+        received=_describe(value),
+        fix="Put it into one of these forms.",
     )
 
 
@@ -303,11 +293,9 @@ def _as_array(value: Any, name: str) -> np.ndarray[Any, Any]:
         return np.asarray(value)
     except ValueError as error:
         raise DataError(
-            problem(
-                f"`{name}` holds rows that form no array.",
-                received=error,
-                fix="Give all rows the same shape, or pass a map-style Dataset.",
-            )
+            f"`{name}` holds rows that form no array.",
+            received=error,
+            fix="Give all rows the same shape, or pass a map-style Dataset.",
         ) from error
 
 
@@ -332,11 +320,9 @@ def _from_numpy(array: np.ndarray[Any, Any], name: str) -> torch.Tensor:
         return remember_file(_shared_with(array), array)
     except TypeError as error:
         raise DataError(
-            problem(
-                f"`{name}` holds an array that torch cannot read.",
-                received=f"dtype {array.dtype}, shape {array.shape}",
-                fix="Convert it to numbers, for example with .astype('float32').",
-            )
+            f"`{name}` holds an array that torch cannot read.",
+            received=f"dtype {array.dtype}, shape {array.shape}",
+            fix="Convert it to numbers, for example with .astype('float32').",
         ) from error
 
 

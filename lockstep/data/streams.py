@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lockstep.data.sources import ArraySource, Source, array_source
 from lockstep.data.trees import Tree
-from lockstep.errors import DataError, problem
+from lockstep.errors import DataError
 
 _INFINITE = -1  # tf.data.INFINITE_CARDINALITY
 
@@ -62,9 +62,7 @@ class Stream:
         source = array_source(*map(_arguments, parts), name=self.name)
         if len(source) == 0:
             raise DataError(
-                problem(
-                    "A batch must hold a sample.", received="an empty batch", fix="Leave it out."
-                )
+                "A batch must hold a sample.", received="an empty batch", fix="Leave it out."
             )
         return source
 
@@ -77,13 +75,11 @@ class Stream:
         if isinstance(element, Mapping):  # inputs of a model that computes its own loss
             return [dict(element)]
         raise DataError(
-            problem(
-                f"A batch of `{self.name}` must be (inputs, targets) or "
-                "(inputs, targets, sample_weight), or (inputs,) or a dict of inputs where no "
-                "targets are needed.",
-                received=_describe(element),
-                fix="Make such a tuple of it.",
-            )
+            f"A batch of `{self.name}` must be (inputs, targets) or "
+            "(inputs, targets, sample_weight), or (inputs,) or a dict of inputs where no "
+            "targets are needed.",
+            received=_describe(element),
+            fix="Make such a tuple of it.",
         )
 
 

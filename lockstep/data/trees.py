@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from lockstep.errors import ModelError, problem
+from lockstep.errors import ModelError
 
 Tree = Any
 
@@ -147,12 +147,10 @@ def _common(leaves: list[Any]) -> Any:
     if all(_is_equal(leaf, leaves[0]) for leaf in leaves[1:]):
         return leaves[0]
     raise ModelError(
-        problem(
-            "predict joins the tensors of a model's outputs; what is no tensor must be the same "
-            "for all samples.",
-            received=f"a {type(leaves[0]).__name__} that differs from share to share",
-            fix="Return tensors, in tuples, lists, dicts or dataclasses.",
-        )
+        "predict joins the tensors of a model's outputs; what is no tensor must be the same "
+        "for all samples.",
+        received=f"a {type(leaves[0]).__name__} that differs from share to share",
+        fix="Return tensors, in tuples, lists, dicts or dataclasses.",
     )
 
 
@@ -165,10 +163,8 @@ def _is_equal(one: Any, other: Any) -> bool:
 
 def _unlike(received: object) -> ModelError:
     return ModelError(
-        problem(
-            "predict joins outputs along their first dim: every tensor must have one row per "
-            "sample, and all batches the same structure.",
-            received=received,
-            fix="Return tensors of shape (samples, ...), padded to one shape.",
-        )
+        "predict joins outputs along their first dim: every tensor must have one row per "
+        "sample, and all batches the same structure.",
+        received=received,
+        fix="Return tensors of shape (samples, ...), padded to one shape.",
     )

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from lockstep.disk import writing
-from lockstep.errors import PlanError, problem
+from lockstep.errors import PlanError
 
 
 class ParameterInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -145,11 +145,9 @@ class LayerGraph(msgspec.Struct, frozen=True, kw_only=True):
             return msgspec.json.decode(text, type=cls)
         except (msgspec.MsgspecError, UnicodeError) as error:
             raise PlanError(
-                problem(
-                    "This is no graph of layers.",
-                    received=error,
-                    fix="Give a file that LayerGraph.save wrote.",
-                )
+                "This is no graph of layers.",
+                received=error,
+                fix="Give a file that LayerGraph.save wrote.",
             ) from error
 
     def save(self, path: str | os.PathLike[str]) -> None:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import msgspec
 
 from lockstep.channel.waiting import LookAround, Stopwatch, is_readable, wait_on
-from lockstep.errors import HostError, problem
+from lockstep.errors import HostError
 from lockstep.launch.framed_channel import Frame, FramedChannel
 from lockstep.launch.secret import Secret
 from lockstep.units import first_few
@@ -146,11 +146,9 @@ class ControlGroup:
         if len(groups) > 1:
             listed = [f"{_shown(each, answers)} on {first_few(groups[each])}" for each in groups]
             raise HostError(
-                problem(
-                    f"{name} must be the same on all hosts.",
-                    received="; ".join(listed),
-                    fix="Run the same script with the same options, data and seed on every host.",
-                )
+                f"{name} must be the same on all hosts.",
+                received="; ".join(listed),
+                fix="Run the same script with the same options, data and seed on every host.",
             )
 
     def look_around(self, waited_seconds: float = 0.0) -> None:
@@ -238,11 +236,9 @@ class ControlGroup:
             return frame.payload
         theirs = _CALLS.get(frame.kind, repr(frame.kind))
         raise HostError(
-            problem(
-                "All hosts must come to the same calls in the same order.",
-                received=f"{theirs} from {channel.peer}, {_CALLS[kind]} on host {self.host}",
-                fix="Run the same script with the same options on every host.",
-            )
+            "All hosts must come to the same calls in the same order.",
+            received=f"{theirs} from {channel.peer}, {_CALLS[kind]} on host {self.host}",
+            fix="Run the same script with the same options on every host.",
         )
 
     @contextmanager

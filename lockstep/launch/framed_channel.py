@@ -20,7 +20,7 @@ from lockstep.channel.channel import Channel, tampered
 from lockstep.channel.frames import FrameReader
 from lockstep.channel.records import TamperedError
 from lockstep.channel.waiting import LookAround, Stopwatch, give_up_after, wait_for, wait_on
-from lockstep.errors import HostError, problem
+from lockstep.errors import HostError
 from lockstep.launch.error_report import decode_report, encode_report
 from lockstep.launch.sockets import VANISHED_SECONDS, is_unanswered
 from lockstep.units import format_bytes
@@ -232,6 +232,4 @@ class FramedChannel:
 
     def _oversized(self, what: str, num_bytes: int) -> HostError:
         most = format_bytes(self.most_bytes)
-        return HostError(
-            problem(what, received=format_bytes(num_bytes), fix=f"A frame holds up to {most}.")
-        )
+        return HostError(what, received=format_bytes(num_bytes), fix=f"A frame holds up to {most}.")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from lockstep.errors import OptionError, Problems, problem
+from lockstep.errors import OptionError, Problems
 
 # A name or address that no command could take for an option.
 _LOGIN = re.compile(r"(?:(?P<user>[A-Za-z0-9_][\w.-]*)@)?(?P<name>[A-Za-z0-9_:][\w.:%-]*)")
@@ -72,7 +72,7 @@ def _read(path: Path) -> str:
         return path.read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise OptionError(
-            problem("The host file must be a text file.", received=error, fix="Check its path.")
+            "The host file must be a text file.", received=error, fix="Check its path."
         ) from error
 
 

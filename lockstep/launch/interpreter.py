@@ -12,7 +12,7 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any
 
-from lockstep.errors import WorkerError, problem
+from lockstep.errors import WorkerError
 from lockstep.launch.diagnostics import DiagnosticsFile
 from lockstep.pickling import search_path
 
@@ -52,11 +52,9 @@ def start_interpreter(
         )
     except OSError as error:
         raise WorkerError(
-            problem(
-                "A helper process cannot be started.",
-                received=f"{error} (the interpreter is {sys.executable!r})",
-                fix="Check sys.executable, and the limits on processes and memory.",
-            )
+            "A helper process cannot be started.",
+            received=f"{error} (the interpreter is {sys.executable!r})",
+            fix="Check sys.executable, and the limits on processes and memory.",
         ) from error
 
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 from lockstep.channel.waiting import LOOK_AROUND_SECONDS, Stopwatch, has_hung_up, wait_on
 from lockstep.cluster.place import Place
-from lockstep.errors import WorkerError, problem
+from lockstep.errors import WorkerError
 from lockstep.launch.handshake import (
     NO_SECRET,
     OTHER_JOB,
@@ -137,13 +137,11 @@ def meet_leader(place: Place, secret: bytes | None, *, timeout_seconds: float) -
             pass
         time.sleep(LOOK_AROUND_SECONDS)
     raise WorkerError(
-        problem(
-            f"Process {place.process} of this host, started by {place.launcher}, has waited "
-            f"{timeout_seconds:.0f} s for process 0, which leads the host's processes.",
-            received=seen,
-            fix="All of them must run the same script, with the same secret, and call fit, "
-            "evaluate and predict equally often.",
-        )
+        f"Process {place.process} of this host, started by {place.launcher}, has waited "
+        f"{timeout_seconds:.0f} s for process 0, which leads the host's processes.",
+        received=seen,
+        fix="All of them must run the same script, with the same secret, and call fit, "
+        "evaluate and predict equally often.",
     )
 
 
@@ -161,13 +159,11 @@ def _listen(place: Place, watch: Stopwatch, timeout_seconds: float) -> socket.so
                 raise
         if watch.tick() > timeout_seconds:
             raise WorkerError(
-                problem(
-                    "The name by which the processes of this host find each other is taken.",
-                    received=f"job {place.job!r} on host {place.host}, "
-                    f"tried for {timeout_seconds:.0f} s",
-                    fix=f"Another process of this job leads the host, or {place.launcher} has "
-                    "started two jobs under one name.",
-                )
+                "The name by which the processes of this host find each other is taken.",
+                received=f"job {place.job!r} on host {place.host}, "
+                f"tried for {timeout_seconds:.0f} s",
+                fix=f"Another process of this job leads the host, or {place.launcher} has "
+                "started two jobs under one name.",
             )
         time.sleep(LOOK_AROUND_SECONDS)
 
@@ -178,25 +174,20 @@ def _incomplete(
     missing = [str(number) for purpose, number in numbers.items() if purpose in gate.purposes]
     refused = f"; {gate.num_refused} were turned away, the last: {gate.last_refusal}"
     return WorkerError(
-        problem(
-            f"Of this host's processes, started by {place.launcher}, {len(missing)} did not come "
-            f"to this call within {waited_seconds:.0f} s: process {first_few(missing)}.",
-            received=f"{len(numbers) - len(missing)} of {len(numbers)} besides process 0"
-            f"{refused if gate.num_refused else ''}",
-            fix="All of them must run the same script, with the same secret, and call fit, "
-            "evaluate and predict as often as process 0.",
-        )
+        f"Of this host's processes, started by {place.launcher}, {len(missing)} did not come "
+        f"to this call within {waited_seconds:.0f} s: process {first_few(missing)}.",
+        received=f"{len(numbers) - len(missing)} of {len(numbers)} besides process 0"
+        f"{refused if gate.num_refused else ''}",
+        fix="All of them must run the same script, with the same secret, and call fit, "
+        "evaluate and predict as often as process 0.",
     )
 
 
 def _refused(place: Place, why: str) -> WorkerError:
     return WorkerError(
-        problem(
-            "The process that leads this host's processes is not the one to work with.",
-            received=why,
-            fix=f"Check the variables that {place.launcher} sets, and that no two jobs "
-            "have one name.",
-        )
+        "The process that leads this host's processes is not the one to work with.",
+        received=why,
+        fix=f"Check the variables that {place.launcher} sets, and that no two jobs have one name.",
     )
 
 
@@ -213,9 +204,7 @@ def _purpose(place: Place, number: int) -> bytes:
 def _check_platform() -> None:
     if sys.platform != "linux":
         raise WorkerError(
-            problem(
-                "Processes that a launcher started for one host can work together on Linux only.",
-                received=sys.platform,
-                fix="Start one process per host: it starts its helpers by itself.",
-            )
+            "Processes that a launcher started for one host can work together on Linux only.",
+            received=sys.platform,
+            fix="Start one process per host: it starts its helpers by itself.",
         )

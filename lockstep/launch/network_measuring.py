@@ -20,7 +20,7 @@ import msgspec
 
 from lockstep.channel.channel import Channel, lost
 from lockstep.channel.waiting import LookAround, Stopwatch, wait_for
-from lockstep.errors import HostError, problem
+from lockstep.errors import HostError
 from lockstep.launch.control_group import ControlGroup
 from lockstep.launch.pair_channels import open_channels
 from lockstep.launch.untrusted import decode_untrusted
@@ -257,9 +257,7 @@ def _drain(talk: Conversation) -> float:
 def _until_all_come(waited_seconds: float) -> None:
     if waited_seconds > 2 * SILENCE_SECONDS:
         raise HostError(
-            problem(
-                "All hosts must come to the same measurements.",
-                received=f"nothing from one of them for {waited_seconds:.0f} s",
-                fix="See what the command says on the other hosts.",
-            )
+            "All hosts must come to the same measurements.",
+            received=f"nothing from one of them for {waited_seconds:.0f} s",
+            fix="See what the command says on the other hosts.",
         )

@@ -15,7 +15,7 @@ import msgspec
 
 from lockstep.channel.channel import Channel
 from lockstep.channel.waiting import LOOK_AROUND_SECONDS, LookAround, Stopwatch, wait_on
-from lockstep.errors import HostError, problem
+from lockstep.errors import HostError
 from lockstep.launch.control_group import ControlGroup
 from lockstep.launch.handshake import Gate, HandshakeError, call, purpose_of
 from lockstep.launch.secret import Secret
@@ -101,13 +101,11 @@ class _Opening:
         names = " and ".join(self.control_group.name_of(host) for host in hosts)
         own_name = self.control_group.name_of(self.control_group.host)
         return HostError(
-            problem(
-                f"{names} must be connected with {own_name} within "
-                f"{format_seconds(self.timeout_seconds)}.",
-                received=received,
-                fix="See whether a firewall stands between these hosts: every pair talks over "
-                "ports that the kernel chooses.",
-            )
+            f"{names} must be connected with {own_name} within "
+            f"{format_seconds(self.timeout_seconds)}.",
+            received=received,
+            fix="See whether a firewall stands between these hosts: every pair talks over "
+            "ports that the kernel chooses.",
         )
 
 
@@ -191,11 +189,9 @@ def _open_gate(control_group: ControlGroup, secret: Secret, purposes: Iterable[b
         return Gate(listen(family, (address, 0)), secret, set(purposes), once=True)
     except OSError as error:
         raise HostError(
-            problem(
-                f"{control_group.name_of(control_group.host)} must be able to listen at {address}.",
-                received=error.strerror or str(error),
-                fix="See whether the interface is still up.",
-            )
+            f"{control_group.name_of(control_group.host)} must be able to listen at {address}.",
+            received=error.strerror or str(error),
+            fix="See whether the interface is still up.",
         ) from error
 
 
@@ -214,11 +210,9 @@ def _exchange_notices(
     for host, notice in enumerate(notices):
         if notice.counts != wanted:
             raise HostError(
-                problem(
-                    "All hosts must ask for the same channels.",
-                    received=f"{notice.counts} on {control_group.name_of(host)}, {wanted} on "
-                    f"{control_group.name_of(control_group.host)}",
-                    fix="Run the same script with the same options on every host.",
-                )
+                "All hosts must ask for the same channels.",
+                received=f"{notice.counts} on {control_group.name_of(host)}, {wanted} on "
+                f"{control_group.name_of(control_group.host)}",
+                fix="Run the same script with the same options on every host.",
             )
     return notices

@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from lockstep.cluster.place import Address
-from lockstep.errors import HostError, Problems, problem
+from lockstep.errors import HostError, Problems
 from lockstep.extras import import_extra
 from lockstep.launch.fleet import Member, watch
 from lockstep.launch.free_port import find_free_port
@@ -108,11 +108,9 @@ def _connected(ray: Any, address: str) -> Iterator[None]:
         ray.init(address=address, log_to_driver=False, logging_level="ERROR")
     except (OSError, ValueError, RuntimeError) as error:
         raise HostError(
-            problem(
-                "There must be a Ray cluster at the address.",
-                received=f"{address!r}: {error}",
-                fix="Start one with `ray start --head`, or use --address.",
-            )
+            "There must be a Ray cluster at the address.",
+            received=f"{address!r}: {error}",
+            fix="Start one with `ray start --head`, or use --address.",
         ) from error
     try:
         yield
@@ -134,14 +132,12 @@ def _reserved(ray: Any, job: RayJob) -> Iterator[Any]:
         if not group.wait(job.timeout_seconds):
             nodes = [node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"]]
             raise HostError(
-                problem(
-                    f"The cluster must have {job.hosts} times {job.devices} free CPUs "
-                    f"({job.spread}) within {job.timeout_seconds:g} s.",
-                    received=f"nodes with {', '.join(f'{cpus:g}' for cpus in nodes)} CPUs, free "
-                    "and taken",
-                    fix="Use fewer --hosts or --devices, another --spread, or wait longer with "
-                    "--timeout.",
-                )
+                f"The cluster must have {job.hosts} times {job.devices} free CPUs "
+                f"({job.spread}) within {job.timeout_seconds:g} s.",
+                received=f"nodes with {', '.join(f'{cpus:g}' for cpus in nodes)} CPUs, free "
+                "and taken",
+                fix="Use fewer --hosts or --devices, another --spread, or wait longer with "
+                "--timeout.",
             )
         yield group
     finally:

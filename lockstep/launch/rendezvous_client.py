@@ -3,7 +3,7 @@
 import msgspec
 
 from lockstep.cluster.place import Address, Place
-from lockstep.errors import HostError, problem
+from lockstep.errors import HostError
 from lockstep.launch.control_group import ControlGroup, HostInfo, name_of
 from lockstep.launch.deadline import Deadline, DeadlineError
 from lockstep.launch.framed_channel import FramedChannel, Peer
@@ -107,28 +107,21 @@ class RendezvousClient:
     def _in_vain(self) -> HostError:
         if self.missing:
             return HostError(
-                problem(
-                    f"All {self.place.num_hosts} hosts must come to host 0 within {self.deadline}.",
-                    received=f"nothing from {numbers_of(self.missing)}, on host {self.place.host}",
-                    fix="See that each was started, with the same rendezvous, job and secret.",
-                )
+                f"All {self.place.num_hosts} hosts must come to host 0 within {self.deadline}.",
+                received=f"nothing from {numbers_of(self.missing)}, on host {self.place.host}",
+                fix="See that each was started, with the same rendezvous, job and secret.",
             )
         listed = "; ".join(f"{address}: {answer}" for address, answer in self.answers.items())
         if OTHER_SECRET in self.answers.values():
             return HostError(
-                problem(
-                    f"Host 0 and host {self.place.host} must have the same secret.",
-                    received=f"{listed}, whose secret is from {self.secret.origin}",
-                    fix="Give both the same one. If that is another job's host 0, give this job "
-                    "a rendezvous of its own.",
-                )
+                f"Host 0 and host {self.place.host} must have the same secret.",
+                received=f"{listed}, whose secret is from {self.secret.origin}",
+                fix="Give both the same one. If that is another job's host 0, give this job "
+                "a rendezvous of its own.",
             )
         return HostError(
-            problem(
-                f"Host {self.place.host} must reach host 0 at the rendezvous within "
-                f"{self.deadline}.",
-                received=listed or "no answer",
-                fix="See that host 0 was started, with the same rendezvous, job and secret, and "
-                "that no firewall is in the way.",
-            )
+            f"Host {self.place.host} must reach host 0 at the rendezvous within {self.deadline}.",
+            received=listed or "no answer",
+            fix="See that host 0 was started, with the same rendezvous, job and secret, and "
+            "that no firewall is in the way.",
         )

@@ -12,7 +12,7 @@ import msgspec
 from lockstep.channel.channel import Channel
 from lockstep.channel.waiting import LOOK_AROUND_SECONDS
 from lockstep.cluster.place import Address, Place
-from lockstep.errors import HostError, Problems, problem
+from lockstep.errors import HostError, Problems
 from lockstep.launch.control_group import ControlGroup, HostInfo, name_of
 from lockstep.launch.deadline import Deadline, DeadlineError
 from lockstep.launch.framed_channel import MOST_BYTES, Frame, FramedChannel, Peer
@@ -197,14 +197,12 @@ class RendezvousServer:
         refused = f"; {gate.num_refused} connections were refused, the last: {gate.last_refusal}"
         only_here = "; only this machine can reach that address"
         return HostError(
-            problem(
-                f"All {self.place.num_hosts} hosts must come to host 0 at "
-                f"{Address(name=where[0], port=where[1])} within {self.deadline}.",
-                received=f"nothing from {numbers_of(self.missing)}{self.left}"
-                f"{refused if gate.num_refused else ''}",
-                fix="See that each was started, with the same rendezvous, job and secret"
-                f"{only_here if ipaddress.ip_address(where[0]).is_loopback else ''}.",
-            )
+            f"All {self.place.num_hosts} hosts must come to host 0 at "
+            f"{Address(name=where[0], port=where[1])} within {self.deadline}.",
+            received=f"nothing from {numbers_of(self.missing)}{self.left}"
+            f"{refused if gate.num_refused else ''}",
+            fix="See that each was started, with the same rendezvous, job and secret"
+            f"{only_here if ipaddress.ip_address(where[0]).is_loopback else ''}.",
         )
 
 
@@ -230,12 +228,10 @@ def _listen(place: Place, deadline: Deadline) -> socket.socket:
         except DeadlineError:
             listed = "; ".join(f"{address}: {answer}" for address, answer in answers.items())
             raise HostError(
-                problem(
-                    "Host 0 must be able to listen at the rendezvous.",
-                    received=listed,
-                    fix="Give an address of host 0 that the other hosts can reach, and a port that "
-                    "is free.",
-                )
+                "Host 0 must be able to listen at the rendezvous.",
+                received=listed,
+                fix="Give an address of host 0 that the other hosts can reach, and a port that "
+                "is free.",
             ) from None
 
 

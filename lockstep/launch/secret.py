@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NoReturn
 
-from lockstep.errors import HostError, problem
+from lockstep.errors import HostError
 
 SECRET_VARIABLE = "LOCKSTEP_SECRET"
 SECRET_FILE_VARIABLE = "LOCKSTEP_SECRET_FILE"
@@ -75,11 +75,9 @@ def find_secret(environ: Mapping[str, str], *, is_one_machine: bool = False) -> 
         path = _path_of_own(environ)
         return _checked(_read_own(path), path)
     raise HostError(
-        problem(
-            "Hosts must share a secret, by which they know each other.",
-            received=f"neither {SECRET_VARIABLE} nor {SECRET_FILE_VARIABLE} is set",
-            fix=_HOW_TO_MAKE,
-        )
+        "Hosts must share a secret, by which they know each other.",
+        received=f"neither {SECRET_VARIABLE} nor {SECRET_FILE_VARIABLE} is set",
+        fix=_HOW_TO_MAKE,
     )
 
 
@@ -87,12 +85,9 @@ def _checked(text: bytes, origin: str) -> Secret:
     value = text.strip()
     if len(value) < _LEAST_BYTES:
         raise HostError(
-            problem(
-                f"{origin} is too short for a secret: it must have {_LEAST_BYTES} characters or "
-                "more.",
-                received=f"{len(value)} characters",
-                fix=_HOW_TO_MAKE,
-            )
+            f"{origin} is too short for a secret: it must have {_LEAST_BYTES} characters or more.",
+            received=f"{len(value)} characters",
+            fix=_HOW_TO_MAKE,
         )
     return Secret(value, origin)
 
@@ -150,12 +145,10 @@ def _read_own(path: str) -> bytes:
 
 def _no_own(path: str, received: str) -> HostError:
     return HostError(
-        problem(
-            "Hosts that are one machine share a secret that lies in a file of the user's.",
-            received=f"{path}: {received}",
-            fix=f"Set XDG_STATE_HOME to a folder of your own, or {SECRET_FILE_VARIABLE} to a file "
-            "with a secret.",
-        )
+        "Hosts that are one machine share a secret that lies in a file of the user's.",
+        received=f"{path}: {received}",
+        fix=f"Set XDG_STATE_HOME to a folder of your own, or {SECRET_FILE_VARIABLE} to a file "
+        "with a secret.",
     )
 
 
@@ -172,4 +165,4 @@ def _check_file(path: str, status: os.stat_result) -> None:
 
 def _unusable(path: str, received: str, fix: str) -> HostError:
     what = "A secret must lie in a file that its owner alone can read."
-    return HostError(problem(what, received=f"{path}: {received}", fix=fix))
+    return HostError(what, received=f"{path}: {received}", fix=fix)

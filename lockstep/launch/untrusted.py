@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from lockstep.errors import HostError, printable, problem
+from lockstep.errors import HostError, printable
 
 _T = TypeVar("_T")
 
@@ -28,11 +28,9 @@ def decode_untrusted(payload: bytes | str, kind: type[_T], sender: str = "Anothe
         return msgspec.convert(_shown(msgspec.json.decode(payload)), kind)
     except (msgspec.DecodeError, RecursionError) as error:
         raise HostError(
-            problem(
-                f"{sender} must send data of the form that this host expects.",
-                received=error,
-                fix="Run the same version of Lockstep on every host.",
-            )
+            f"{sender} must send data of the form that this host expects.",
+            received=error,
+            fix="Run the same version of Lockstep on every host.",
         ) from error
 
 

@@ -15,7 +15,7 @@ from torch import nn
 from lockstep.comm.exchange import Exchange, GroupSpec
 from lockstep.comm.gradient_rows import GradientSpec
 from lockstep.comm.gradients import TensorSpec
-from lockstep.errors import ModelError, problem
+from lockstep.errors import ModelError
 from lockstep.parallel.store import tensor_spec
 from lockstep.parallel.update import Updater
 from lockstep.plan.averaging import AveragedUpdate, Nesterov
@@ -209,10 +209,8 @@ def _part_of(value: torch.Tensor | None, part: float) -> torch.Tensor | None:
 
 def _reshaped(spec: TensorSpec, value: torch.Tensor) -> ModelError:
     return ModelError(
-        problem(
-            "What replicas average must keep its shape and dtype.",
-            received=f"a buffer {spec.name!r} of shape {tuple(value.shape)}, {value.dtype}, "
-            f"which was of shape {spec.shape}, {spec.dtype}",
-            fix="Write into the buffer, or use MirroredStrategy.",
-        )
+        "What replicas average must keep its shape and dtype.",
+        received=f"a buffer {spec.name!r} of shape {tuple(value.shape)}, {value.dtype}, "
+        f"which was of shape {spec.shape}, {spec.dtype}",
+        fix="Write into the buffer, or use MirroredStrategy.",
     )

@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lockstep.capture.layers import BatchLayer
-from lockstep.errors import LockstepError, ModelError, problem
+from lockstep.errors import LockstepError, ModelError
 from lockstep.parallel.redirection import Redirection
 
 # row -> rows of all filled shares, shape (shares, len(row)), in the order of the shares
@@ -168,11 +168,9 @@ class LayerStatistics:
         if other is not None:
             names = (self._norms.name_of(number) for number in (self._number, int(other) // 2))
             raise LockstepError(
-                problem(
-                    "BatchNorm layers must run in the same order for every share of a batch.",
-                    received=" in one share, ".join(map(repr, names)) + " in another",
-                    fix="Do not choose layers by the samples at hand before a BatchNorm.",
-                )
+                "BatchNorm layers must run in the same order for every share of a batch.",
+                received=" in one share, ".join(map(repr, names)) + " in another",
+                fix="Do not choose layers by the samples at hand before a BatchNorm.",
             )
         return rows[:, 1:]
 
@@ -214,11 +212,9 @@ class _GlobalBatchNorm(torch.autograd.Function):
         total, mean, variance = merge(rows)
         if total <= 1:
             raise ModelError(
-                problem(
-                    "BatchNorm needs more than one value per channel in training.",
-                    received=f"a global batch of shape {tuple(inputs.shape)}",
-                    fix="Use larger batches, or drop the last short one.",
-                )
+                "BatchNorm needs more than one value per channel in training.",
+                received=f"a global batch of shape {tuple(inputs.shape)}",
+                fix="Use larger batches, or drop the last short one.",
             )
         mean, variance = mean.to(exact), variance.to(exact)
         factor, shift = _in(exact, weight), _in(exact, bias)

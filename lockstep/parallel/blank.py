@@ -16,7 +16,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from lockstep.comm.gradients import TensorSpec
 from lockstep.comm.shared_memory import SharedRegion
 from lockstep.data.order import restore_streams, seed_streams, stream_seed, stream_states
-from lockstep.errors import ModelError, OptionError, problem
+from lockstep.errors import ModelError, OptionError
 from lockstep.parallel.store import TensorStore, tensor_spec
 from lockstep.plan.layout import flat_offsets
 
@@ -44,11 +44,9 @@ def build_on_meta(function: Callable[[], nn.Module]) -> nn.Module:
         hook.remove()
     if not isinstance(model, nn.Module):
         raise OptionError(
-            problem(
-                "A function given as `model` must return a torch.nn.Module.",
-                received=type(model).__name__,
-                fix="Return the model.",
-            )
+            "A function given as `model` must return a torch.nn.Module.",
+            received=type(model).__name__,
+            fix="Return the model.",
         )
     _check_resets(model)
     return model
@@ -62,12 +60,9 @@ def _check_resets(model: nn.Module) -> None:
     ]
     if helpless:
         raise ModelError(
-            problem(
-                "A model made by a function gets its first values from its modules' "
-                "reset_parameters.",
-                received=f"modules with parameters and without it: {', '.join(helpless[:5])}",
-                fix="Give them a method reset_parameters(self), or pass the model itself.",
-            )
+            "A model made by a function gets its first values from its modules' reset_parameters.",
+            received=f"modules with parameters and without it: {', '.join(helpless[:5])}",
+            fix="Give them a method reset_parameters(self), or pass the model itself.",
         )
 
 

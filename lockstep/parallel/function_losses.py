@@ -92,11 +92,9 @@ class FunctionAdapter(LossAdapter):
         if isinstance(returned, tuple | list) and len(returned) == 2:
             return _pair_or_nothing(returned, output)
         raise LossError(
-            problem(
-                "A loss that takes sample_weight must return a pair (total, weight).",
-                received=type(returned).__name__,
-                fix="Return (sum of weight times loss, sum of weight).",
-            )
+            "A loss that takes sample_weight must return a pair (total, weight).",
+            received=type(returned).__name__,
+            fix="Return (sum of weight times loss, sum of weight).",
         )
 
 
@@ -198,33 +196,27 @@ def _misfit(received: str) -> str:
 
 def _needs_per_sample_values() -> LossError:
     return LossError(
-        problem(
-            "With sample_weight the loss must say what each sample contributes.",
-            received="a scalar",
-            fix='Return values of shape (n,), for torch losses with reduction="none".',
-        )
+        "With sample_weight the loss must say what each sample contributes.",
+        received="a scalar",
+        fix='Return values of shape (n,), for torch losses with reduction="none".',
     )
 
 
 def _needs_weight_argument() -> LossError:
     return LossError(
-        problem(
-            "With sample_weight a loss that returns (total, weight) must weigh the samples itself.",
-            received="a loss without an argument named sample_weight",
-            fix="Take (output, target, sample_weight), or return values of shape (n,).",
-        )
+        "With sample_weight a loss that returns (total, weight) must weigh the samples itself.",
+        received="a loss without an argument named sample_weight",
+        fix="Take (output, target, sample_weight), or return values of shape (n,).",
     )
 
 
 def missing_targets() -> DataError:
     """For data that a loss cannot work with."""
     return DataError(
-        problem(
-            "A loss that compares outputs with targets needs targets.",
-            received="data without any",
-            fix="Pass (inputs, targets), which lockstep.data.columns makes of dicts with named "
-            "columns; or loss=lockstep.OwnLoss() where the model computes its own loss.",
-        )
+        "A loss that compares outputs with targets needs targets.",
+        received="data without any",
+        fix="Pass (inputs, targets), which lockstep.data.columns makes of dicts with named "
+        "columns; or loss=lockstep.OwnLoss() where the model computes its own loss.",
     )
 
 

@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 
 from lockstep.comm.board import Board
-from lockstep.errors import NonFiniteGradientError, problem
+from lockstep.errors import NonFiniteGradientError
 from lockstep.parallel.update import BoundPiece
 
 OnNonFinite = Literal["raise", "skip", "ignore"]
@@ -196,12 +196,10 @@ class GradientJudge:
             return False
         name = self._names[int(bad)]
         error = NonFiniteGradientError(
-            problem(
-                f"The gradient of step {step} is not finite.",
-                received=f"NaN or infinite values first in the gradient of {name!r}",
-                fix="Lower the learning rate, look for sqrt(0) or log(0) after that layer, or pass "
-                'on_nonfinite="skip". The weights are those before this step.',
-            )
+            f"The gradient of step {step} is not finite.",
+            received=f"NaN or infinite values first in the gradient of {name!r}",
+            fix="Lower the learning rate, look for sqrt(0) or log(0) after that layer, or pass "
+            'on_nonfinite="skip". The weights are those before this step.',
         )
         error.step, error.parameter = step, name
         raise error

@@ -15,7 +15,7 @@ from lockstep.capture.state import ModelState, left_alone
 from lockstep.data.order import seed_streams
 from lockstep.data.sources import Batch
 from lockstep.data.trees import Tree, tensors_of
-from lockstep.errors import ModelError, problem
+from lockstep.errors import ModelError
 from lockstep.parallel.halves import halves, on_halves, rows_of
 
 # Of the largest value: what rounding comes to, also where models compute in float32 inside, and far
@@ -123,24 +123,20 @@ def _distance(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> f
 
 def _sees_others(num_samples: int, distance: float) -> ModelError:
     return ModelError(
-        problem(
-            "What a model makes of a sample must not depend on the others of its batch: shares of "
-            "it are worked on apart.",
-            received=f"outputs for {num_samples} samples that differ by {distance:.1%} from those "
-            "for their halves",
-            fix="Use nn.BatchNorm for statistics of the batch, compute in the loss what compares "
-            "samples, or train on one device.",
-        )
+        "What a model makes of a sample must not depend on the others of its batch: shares of "
+        "it are worked on apart.",
+        received=f"outputs for {num_samples} samples that differ by {distance:.1%} from those "
+        "for their halves",
+        fix="Use nn.BatchNorm for statistics of the batch, compute in the loss what compares "
+        "samples, or train on one device.",
     )
 
 
 def _remembers(distance: float) -> ModelError:
     return ModelError(
-        problem(
-            "What a model makes of a batch must not depend on the samples of those before: each "
-            "share sees others.",
-            received=f"outputs that differ by {distance:.1%} after other samples, which attributes "
-            "of modules have kept",
-            fix="Pass on as an input what is to be remembered, or train on one device.",
-        )
+        "What a model makes of a batch must not depend on the samples of those before: each "
+        "share sees others.",
+        received=f"outputs that differ by {distance:.1%} after other samples, which attributes "
+        "of modules have kept",
+        fix="Pass on as an input what is to be remembered, or train on one device.",
     )

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from lockstep.errors import ModelError, problem
+from lockstep.errors import ModelError
 from lockstep.parallel.settings import TorchSettings
 
 
@@ -82,11 +82,9 @@ class Interleaver:
         self._restore(kept)
         if self._left_behind(own):
             raise ModelError(
-                problem(
-                    "BatchNorm layers must run equally often for every share of a batch.",
-                    received="a share that passed through fewer of them than another",
-                    fix="Do not choose layers by the samples at hand before a BatchNorm.",
-                )
+                "BatchNorm layers must run equally often for every share of a batch.",
+                received="a share that passed through fewer of them than another",
+                fix="Do not choose layers by the samples at hand before a BatchNorm.",
             )
 
     def _left_behind(self, own: int) -> bool:

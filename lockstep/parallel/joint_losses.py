@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from lockstep.data.trees import Tree
-from lockstep.errors import DataError, LossError, problem
+from lockstep.errors import DataError, LossError
 from lockstep.parallel.function_losses import FunctionAdapter, missing_targets
 from lockstep.parallel.losses import JointLoss, LossAdapter, LossParts, ShareLoss
 
@@ -103,22 +103,18 @@ def _part(tree: Tree, key: str | int) -> Any:
 
 def _no_output(name: str, received: str) -> LossError:
     return LossError(
-        problem(
-            f"The loss {name!r} needs an output of the model with this key or position.",
-            received=received,
-            fix="Give losses the keys of the model's outputs, or a list of losses for a tuple of "
-            "outputs.",
-        )
+        f"The loss {name!r} needs an output of the model with this key or position.",
+        received=received,
+        fix="Give losses the keys of the model's outputs, or a list of losses for a tuple of "
+        "outputs.",
     )
 
 
 def _no_target(name: str, received: str) -> DataError:
     return DataError(
-        problem(
-            f"The loss {name!r} needs targets with this key or position.",
-            received=received,
-            fix="Give targets the keys of the losses, or a tuple of targets for a list of losses.",
-        )
+        f"The loss {name!r} needs targets with this key or position.",
+        received=received,
+        fix="Give targets the keys of the losses, or a tuple of targets for a list of losses.",
     )
 
 

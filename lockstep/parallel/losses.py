@@ -22,7 +22,7 @@ import torch
 
 from lockstep.capture.seeding import seeded
 from lockstep.data.trees import Tree, tensors_of
-from lockstep.errors import LossError, problem
+from lockstep.errors import LossError
 from lockstep.units import first_few
 
 # (total, weight) of each part of a share's loss; of the one part where it is one loss.
@@ -182,13 +182,11 @@ class JointLoss:
         if any(weight != weights[0] for weight in weights):
             named = zip(self.parts.names, weights, strict=True)
             raise LossError(
-                problem(
-                    "In a pipeline several losses must weigh the same in every microbatch: "
-                    "backward begins before all of them are known.",
-                    received=first_few([f"{name} {weight:g}" for name, weight in named]),
-                    fix="Let each be a mean over the samples, or use microbatches=1 or a data "
-                    "parallel strategy.",
-                )
+                "In a pipeline several losses must weigh the same in every microbatch: "
+                "backward begins before all of them are known.",
+                received=first_few([f"{name} {weight:g}" for name, weight in named]),
+                fix="Let each be a mean over the samples, or use microbatches=1 or a data "
+                "parallel strategy.",
             )
         return self._scaled(self.parts.factors, weights[0])
 

@@ -19,7 +19,7 @@ from torch import nn
 
 from lockstep.capture.state import left_alone
 from lockstep.data.sources import Batch
-from lockstep.errors import LossError, problem
+from lockstep.errors import LossError
 from lockstep.parallel.halves import on_halves
 from lockstep.parallel.losses import JointLoss, ShareLoss
 
@@ -70,14 +70,12 @@ def _compare(losses: Sequence[ShareLoss | JointLoss], num_samples: int, toleranc
 
 def _no_mean(received: str) -> LossError:
     return LossError(
-        problem(
-            "A loss that is computed in the model, or in train_step, must be a weighted mean: "
-            "shares of the batch compute it apart.",
-            received=received,
-            fix="Say what it is a mean over: OwnLoss(weight=...), or return (total, weight) or "
-            "values of shape (n,). If it compares samples with each other, pass it as a loss "
-            "function, loss=..., which is taken on the whole batch.",
-        )
+        "A loss that is computed in the model, or in train_step, must be a weighted mean: "
+        "shares of the batch compute it apart.",
+        received=received,
+        fix="Say what it is a mean over: OwnLoss(weight=...), or return (total, weight) or "
+        "values of shape (n,). If it compares samples with each other, pass it as a loss "
+        "function, loss=..., which is taken on the whole batch.",
     )
 
 

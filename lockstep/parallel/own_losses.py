@@ -12,7 +12,7 @@ import torch
 
 from lockstep.data.own_loss import OwnLoss
 from lockstep.data.trees import Tree, tensors_of
-from lockstep.errors import LossError, problem
+from lockstep.errors import LossError
 from lockstep.parallel.function_losses import mean_over, read_returned, read_weight, sum_over
 from lockstep.parallel.inner_means import InnerMeans, seen_mean
 from lockstep.parallel.losses import LossAdapter, ShareLoss, nothing
@@ -41,24 +41,20 @@ class OwnLossAdapter(LossAdapter):
     ) -> ShareLoss:
         if sample_weight is not None:
             raise LossError(
-                problem(
-                    "A model that computes its own loss must weigh the samples itself.",
-                    received="data with sample_weight",
-                    fix="Leave sample_weight out and give the weights to the model as an input, "
-                    "or pass a loss function.",
-                )
+                "A model that computes its own loss must weigh the samples itself.",
+                received="data with sample_weight",
+                fix="Leave sample_weight out and give the weights to the model as an input, "
+                "or pass a loss function.",
             )
         found = _find(output) if self.loss.output is None else _part(output, self.loss.output)
         if self.loss.weight is None:
             return self._reader.read(found, output, num_samples, self.batch_size or num_samples)
         if not isinstance(found, torch.Tensor) or found.dim() != 0:
             raise LossError(
-                problem(
-                    "With OwnLoss(weight=...) the model's loss must be a scalar: the mean over "
-                    "what `weight` counts.",
-                    received=_describe(found),
-                    fix="Return the mean, or leave `weight` out.",
-                )
+                "With OwnLoss(weight=...) the model's loss must be a scalar: the mean over "
+                "what `weight` counts.",
+                received=_describe(found),
+                fix="Return the mean, or leave `weight` out.",
             )
         weight = read_weight(self.loss.weight(inputs), "`weight` of OwnLoss that")
         share = mean_over(found, weight)
@@ -90,13 +86,10 @@ class InnerLoss:
         known = seen_mean(found)
         if self._is_seen.setdefault(torch.is_grad_enabled(), known is not None) is (known is None):
             raise LossError(
-                problem(
-                    "The loss is a mean over other things than before: what it weighs cannot be "
-                    "seen any more, or could not before.",
-                    received="a scalar that depends on the samples in another way",
-                    fix="Say what it is a mean over: OwnLoss(weight=...), or return (total, "
-                    "weight).",
-                )
+                "The loss is a mean over other things than before: what it weighs cannot be "
+                "seen any more, or could not before.",
+                received="a scalar that depends on the samples in another way",
+                fix="Say what it is a mean over: OwnLoss(weight=...), or return (total, weight).",
             )
         if known is None:
             return mean_over(found, float(num_samples))
@@ -116,11 +109,9 @@ def _part(output: Tree, place: int | str) -> Any:
         return output[place]
     except (AttributeError, IndexError, KeyError, TypeError) as error:
         raise LossError(
-            problem(
-                "`output` of OwnLoss must say where the model returns its loss.",
-                received=f"output={place!r} of {_describe(output)}",
-                fix="Pass its position in a tuple, its key, or its attribute.",
-            )
+            "`output` of OwnLoss must say where the model returns its loss.",
+            received=f"output={place!r} of {_describe(output)}",
+            fix="Pass its position in a tuple, its key, or its attribute.",
         ) from error
 
 
@@ -136,13 +127,11 @@ def _find(output: Tree) -> Any:
         found = output
     if found is None or isinstance(found, Mapping):
         raise LossError(
-            problem(
-                "With OwnLoss the model must return its loss: as output.loss, as output['loss'], "
-                "as the first part of a tuple, or as its whole output.",
-                received=_describe(output),
-                fix="Give the model what it computes the loss from, such as labels; say where the "
-                "loss is with OwnLoss(output=...); or pass a loss function.",
-            )
+            "With OwnLoss the model must return its loss: as output.loss, as output['loss'], "
+            "as the first part of a tuple, or as its whole output.",
+            received=_describe(output),
+            fix="Give the model what it computes the loss from, such as labels; say where the "
+            "loss is with OwnLoss(output=...); or pass a loss function.",
         )
     return found
 
@@ -162,11 +151,9 @@ def _mean_of_nothing(output: Tree, loss: torch.Tensor) -> ShareLoss:
     others = [tensor for tensor in tensors_of(output) if tensor is not loss]
     if loss.requires_grad and not any(tensor.requires_grad for tensor in others):
         raise LossError(
-            problem(
-                "A model whose loss is NaN where nothing counts must return more than its loss.",
-                received="a share of weight 0",
-                fix="Return the logits as well, or 0 for a mean over nothing.",
-            )
+            "A model whose loss is NaN where nothing counts must return more than its loss.",
+            received="a share of weight 0",
+            fix="Return the logits as well, or 0 for a mean over nothing.",
         )
     return nothing(others)
 

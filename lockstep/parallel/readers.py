@@ -42,7 +42,7 @@ from lockstep.data.order import (
 from lockstep.data.read_ahead import Read
 from lockstep.data.sources import Batch, Source
 from lockstep.data.trees import tensors_of
-from lockstep.errors import DataError, WorkerError, problem
+from lockstep.errors import DataError, WorkerError
 from lockstep.launch.failure import add_note, pack_failure, unpack_failure
 from lockstep.launch.helper import die_with
 from lockstep.parallel.settings import TorchSettings
@@ -334,22 +334,18 @@ def _begin(parent: int, worker: int) -> None:
 
 def _drawing() -> DataError:
     return DataError(
-        problem(
-            "A dataset that draws random numbers cannot be read ahead in a thread: it would draw "
-            "from the model's random streams.",
-            received="prefetch(dataset, workers=0), whose first read has moved them",
-            fix="Read it in processes, which have streams of their own: "
-            "lockstep.data.prefetch(dataset, workers=1).",
-        )
+        "A dataset that draws random numbers cannot be read ahead in a thread: it would draw "
+        "from the model's random streams.",
+        received="prefetch(dataset, workers=0), whose first read has moved them",
+        fix="Read it in processes, which have streams of their own: "
+        "lockstep.data.prefetch(dataset, workers=1).",
     )
 
 
 def _ended(error: Exception) -> WorkerError:
     return WorkerError(
-        problem(
-            "A process that reads ahead (lockstep.data.prefetch) has ended.",
-            received=f"{type(error).__name__}: {error}",
-            fix="Look for what kills it: memory that runs out, or a library that does not "
-            "stand a fork. prefetch(dataset, workers=0) reads in a thread.",
-        )
+        "A process that reads ahead (lockstep.data.prefetch) has ended.",
+        received=f"{type(error).__name__}: {error}",
+        fix="Look for what kills it: memory that runs out, or a library that does not "
+        "stand a fork. prefetch(dataset, workers=0) reads in a thread.",
     )

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.errors import LockstepError, ShippingError, problem
+from lockstep.errors import LockstepError, ShippingError
 from lockstep.parallel.serialization import SerializedObject, pack
 
 _DEEPEST = 20
@@ -36,12 +36,10 @@ def pack_named(
     except Exception as error:
         culprit, reason = _find_culprit(parts, parameters, error)
         raise ShippingError(
-            problem(
-                f"{culprit} cannot be sent to a helper process.",
-                received=f"{type(reason).__name__}: {reason}",
-                fix="Make it where it is used (in forward, __getitem__, ...), or keep it out of "
-                "what is trained.",
-            )
+            f"{culprit} cannot be sent to a helper process.",
+            received=f"{type(reason).__name__}: {reason}",
+            fix="Make it where it is used (in forward, __getitem__, ...), or keep it out of "
+            "what is trained.",
         ) from error
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from lockstep.comm.board import Board
-from lockstep.errors import ModelError, problem
+from lockstep.errors import ModelError
 
 # Told of a buffer that no share of a rank has used, and of one that its own leave different.
 _UNUSED, _DIFFERENT = -1.0, -2.0
@@ -136,24 +136,20 @@ def _told(board: Board | None, number: float) -> list[float]:
 
 def _changes_parameter(name: str) -> ModelError:
     return ModelError(
-        problem(
-            "A forward pass must not change parameters: each share of a batch would do it again.",
-            received=f"a change of {name!r}",
-            fix="Keep what follows the weights, such as a teacher's average, in buffers, or change "
-            "it in a callback's on_train_batch_end; an embedding that several ranks have must have "
-            "max_norm=None.",
-        )
+        "A forward pass must not change parameters: each share of a batch would do it again.",
+        received=f"a change of {name!r}",
+        fix="Keep what follows the weights, such as a teacher's average, in buffers, or change "
+        "it in a callback's on_train_batch_end; an embedding that several ranks have must have "
+        "max_norm=None.",
     )
 
 
 def _depends_on_samples(name: str) -> ModelError:
     return ModelError(
-        problem(
-            "What a layer keeps in a buffer must not depend on the samples: it would see a part of "
-            "each batch. Only the statistics of torch's BatchNorm are those of all samples.",
-            received=f"buffer {name!r}, which shares of one batch leave different",
-            fix="Train on one device, or keep no such buffer (for InstanceNorm: "
-            "track_running_stats=False), or make it no part of the state: register_buffer(..., "
-            "persistent=False) leaves to each device its own.",
-        )
+        "What a layer keeps in a buffer must not depend on the samples: it would see a part of "
+        "each batch. Only the statistics of torch's BatchNorm are those of all samples.",
+        received=f"buffer {name!r}, which shares of one batch leave different",
+        fix="Train on one device, or keep no such buffer (for InstanceNorm: "
+        "track_running_stats=False), or make it no part of the state: register_buffer(..., "
+        "persistent=False) leaves to each device its own.",
     )

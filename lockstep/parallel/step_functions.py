@@ -15,7 +15,7 @@ from torch import nn
 
 from lockstep.data.sources import Batch
 from lockstep.data.trees import Tree
-from lockstep.errors import LossError, problem
+from lockstep.errors import LossError
 from lockstep.parallel.inner_means import InnerMeans
 from lockstep.parallel.losses import ShareLoss
 from lockstep.parallel.own_losses import InnerLoss
@@ -46,11 +46,9 @@ class StepFunction:
         is_scalar = getattr(returned, "dim", lambda: -1)() == 0
         if batch.sample_weight is not None and is_scalar:
             raise LossError(
-                problem(
-                    "With sample_weight a train_step must say what its loss weighs.",
-                    received="a scalar",
-                    fix="Return (sum of weight times loss, sum of weight).",
-                )
+                "With sample_weight a train_step must say what its loss weighs.",
+                received="a scalar",
+                fix="Return (sum of weight times loss, sum of weight).",
             )
         return self.reader.read(returned, returned, batch.num_samples, batch_size)
 

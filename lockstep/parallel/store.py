@@ -15,7 +15,7 @@ from torch import nn
 
 from lockstep.comm.gradients import TensorSpec
 from lockstep.comm.shared_memory import SharedRegion, dense_stride
-from lockstep.errors import ModelError, problem
+from lockstep.errors import ModelError
 from lockstep.parallel.allocator import temporary_memory
 from lockstep.parallel.update import SlotKey
 from lockstep.plan.layout import flat_offsets
@@ -142,12 +142,10 @@ def check_separate(
     for (_, end, name, moves), (start, _, other, other_moves) in pairwise(spans):
         if start < end and (moves or other_moves):
             raise ModelError(
-                problem(
-                    "A Parameter lies in the same memory as another Parameter or buffer.",
-                    received=f"{name!r} and {other!r}",
-                    fix="Tie parameters by making them one Parameter, `b.weight = a.weight`; "
-                    "make a buffer a copy.",
-                )
+                "A Parameter lies in the same memory as another Parameter or buffer.",
+                received=f"{name!r} and {other!r}",
+                fix="Tie parameters by making them one Parameter, `b.weight = a.weight`; "
+                "make a buffer a copy.",
             )
 
 

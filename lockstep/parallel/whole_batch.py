@@ -20,7 +20,7 @@ from lockstep.comm.exchange import Exchange
 from lockstep.comm.gathering import gather_bytes
 from lockstep.data.sources import Batch
 from lockstep.data.trees import Tree, map_leaves, map_tensors, tensors_of
-from lockstep.errors import LossError, problem
+from lockstep.errors import LossError
 from lockstep.parallel.losses import JointLoss, LossAdapter, ShareLoss
 from lockstep.units import format_bytes, listed
 
@@ -208,12 +208,10 @@ def _gradients(loss: ShareLoss, sources: Sequence[torch.Tensor]) -> dict[int, to
 
 def _unlike(received: str) -> LossError:
     return LossError(
-        problem(
-            "The loss is taken on the outputs of the whole batch: every tensor of outputs and "
-            "targets must have a row for each sample, or be the same for all of them.",
-            received=received,
-            fix="Return tensors of shape (samples, ...), padded to one shape; or let the loss "
-            "return values of shape (n,) or a pair (total, weight), for which nothing is put "
-            "together.",
-        )
+        "The loss is taken on the outputs of the whole batch: every tensor of outputs and "
+        "targets must have a row for each sample, or be the same for all of them.",
+        received=received,
+        fix="Return tensors of shape (samples, ...), padded to one shape; or let the loss "
+        "return values of shape (n,) or a pair (total, weight), for which nothing is put "
+        "together.",
     )

@@ -25,7 +25,7 @@ from lockstep.comm.gradients import cut_piece
 from lockstep.data.read_ahead import Read
 from lockstep.data.sources import Batch, Source
 from lockstep.data.trees import Tree
-from lockstep.errors import LossError, NonFiniteError, NonFiniteLossError, problem
+from lockstep.errors import LossError, NonFiniteError, NonFiniteLossError
 from lockstep.parallel.gradient_rules import GradientJudge, GradientRules, OnNonFinite
 from lockstep.parallel.losses import Sums
 from lockstep.parallel.owned_group import OwnedGroup
@@ -465,13 +465,10 @@ def _nonfinite_loss(
     start, stop = bounds
     where = f"; {diagnosis}" if diagnosis else ""
     return NonFiniteLossError(
-        problem(
-            f"The loss of step {step} is not finite.",
-            received=f"{total} from share {share} "
-            f"(samples {start} to {stop - 1} of the batch){where}",
-            fix="Lower the learning rate, or look at these samples, or leave such steps out with "
-            'on_nonfinite="skip". The weights are those before this step.',
-        )
+        f"The loss of step {step} is not finite.",
+        received=f"{total} from share {share} (samples {start} to {stop - 1} of the batch){where}",
+        fix="Lower the learning rate, or look at these samples, or leave such steps out with "
+        'on_nonfinite="skip". The weights are those before this step.',
     )
 
 
@@ -483,11 +480,9 @@ def check_used(step: int, is_any_used: bool) -> None:
     """
     if not is_any_used:
         raise LossError(
-            problem(
-                f"The loss of step {step} must depend on a trainable parameter.",
-                received="a loss that needs no gradient",
-                fix="Look for detach(), no_grad() or frozen parameters on the way to it.",
-            )
+            f"The loss of step {step} must depend on a trainable parameter.",
+            received="a loss that needs no gradient",
+            fix="Look for detach(), no_grad() or frozen parameters on the way to it.",
         )
 
 

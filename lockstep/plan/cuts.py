@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from operator import add
 
-from lockstep.errors import PlanError, Problems, problem
+from lockstep.errors import PlanError, Problems
 from lockstep.graph.layer_graph import Flow
 from lockstep.units import first_few, format_bytes
 
@@ -385,12 +385,10 @@ def check_memory(cut_problem: CutProblem, num_stages: int) -> None:
             "use smaller microbatches, or devices with more memory."
         )
     raise PlanError(
-        problem(
-            f"{counted(num_stages, 'stage')} of this model, however cut, "
-            f"need {_exact_bytes(needed)} of memory on some device.",
-            received=f"memory_limit_bytes={limit} ({format_bytes(limit)})",
-            fix=fix,
-        )
+        f"{counted(num_stages, 'stage')} of this model, however cut, "
+        f"need {_exact_bytes(needed)} of memory on some device.",
+        received=f"memory_limit_bytes={limit} ({format_bytes(limit)})",
+        fix=fix,
     )
 
 
@@ -407,11 +405,9 @@ def _check_starts(starts: Sequence[int], num_layers: int) -> None:
     rising = all(start < stop for start, stop in pairwise([*starts, num_layers]))
     if not (starts and starts[0] == 0 and rising):
         raise PlanError(
-            problem(
-                f"Stages start at rising indices of the {counted(num_layers, 'layer')}, from 0.",
-                received=f"starts={tuple(starts)}",
-                fix="Give every stage a layer.",
-            )
+            f"Stages start at rising indices of the {counted(num_layers, 'layer')}, from 0.",
+            received=f"starts={tuple(starts)}",
+            fix="Give every stage a layer.",
         )
 
 
@@ -419,11 +415,9 @@ def _check_num_stages(cut_problem: CutProblem, num_stages: int) -> None:
     num_layers = len(cut_problem.layers)
     if not 1 <= num_stages <= num_layers:
         raise PlanError(
-            problem(
-                "Every stage holds a layer at least.",
-                received=f"{counted(num_stages, 'stage')} of {counted(num_layers, 'layer')}",
-                fix=f"Use 1 to {num_layers} stages." if num_layers > 1 else "Use 1 stage.",
-            )
+            "Every stage holds a layer at least.",
+            received=f"{counted(num_stages, 'stage')} of {counted(num_layers, 'layer')}",
+            fix=f"Use 1 to {num_layers} stages." if num_layers > 1 else "Use 1 stage.",
         )
 
 

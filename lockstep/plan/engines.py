@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import msgspec
 
 from lockstep.cluster.topology import Cluster
-from lockstep.errors import OptionError, Problems, problem
+from lockstep.errors import OptionError, Problems
 from lockstep.graph.layer_graph import LayerGraph
 from lockstep.plan.decision import ProcessGroup
 from lockstep.plan.makers import Maker
@@ -51,11 +51,9 @@ class OverProcessGroup(Maker):
         plan = self.maker(graph, cluster, batch_size)
         if plan.num_hosts > 1:
             raise OptionError(
-                problem(
-                    "A process group joins the devices of one host so far.",
-                    received=f"engine={self.backend!r} with {plan.num_hosts} hosts",
-                    fix="Leave `engine` out: Lockstep's own channels join hosts.",
-                )
+                "A process group joins the devices of one host so far.",
+                received=f"engine={self.backend!r} with {plan.num_hosts} hosts",
+                fix="Leave `engine` out: Lockstep's own channels join hosts.",
             )
         if plan.num_ranks == 1:
             return plan

@@ -1,7 +1,7 @@
 """How many of a Plan's ranks each host gets, where their number does not follow from the hosts."""
 
 from lockstep.cluster.topology import MAX_CPU_REPLICAS_PER_CORE, Cluster
-from lockstep.errors import DeviceError, problem
+from lockstep.errors import DeviceError
 from lockstep.plan.shares import share_bounds
 
 
@@ -17,21 +17,17 @@ def ranks_per_host(num_ranks: int, cluster: Cluster) -> tuple[int, ...]:
         counts = tuple(stop - start for start, stop in share_bounds(num_ranks, len(given)))
     if min(counts) == 0:
         raise DeviceError(
-            problem(
-                "Every host must have something to do.",
-                received=f"a plan for {num_ranks} devices on {len(counts)} hosts",
-                fix="Use more stages or replicas, or fewer hosts.",
-            )
+            "Every host must have something to do.",
+            received=f"a plan for {num_ranks} devices on {len(counts)} hosts",
+            fix="Use more stages or replicas, or fewer hosts.",
         )
     for host, count in zip(cluster.hosts, counts, strict=True):
         most = host.num_cores * MAX_CPU_REPLICAS_PER_CORE
         if count > most:
             which = "This host" if len(counts) == 1 else f"Host {host.name}"
             raise DeviceError(
-                problem(
-                    f"{which} has {host.num_cores} usable cores, enough for {most} processes.",
-                    received=f"a plan for {count}",
-                    fix="Use fewer stages or replicas.",
-                )
+                f"{which} has {host.num_cores} usable cores, enough for {most} processes.",
+                received=f"a plan for {count}",
+                fix="Use fewer stages or replicas.",
             )
     return counts

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import msgspec
 
 from lockstep.cluster.topology import MAX_CPU_REPLICAS_PER_CORE, Cluster
-from lockstep.errors import DeviceError, OptionError, problem
+from lockstep.errors import DeviceError, OptionError
 from lockstep.graph.layer_graph import Layer, LayerGraph, ParameterInfo
 from lockstep.plan.averaging import Nesterov
 from lockstep.plan.decision import Axis, LayerPlacement, LocalUpdate, SlicedUpdate
@@ -156,11 +156,9 @@ class Mirrored(Maker):
         shares = replicas if self.num_shares is None else self.num_shares
         if shares < replicas:
             raise OptionError(
-                problem(
-                    "Every replica needs a share of the batch.",
-                    received=f"num_shares={shares} with {replicas} replicas",
-                    fix=f"Use num_shares >= {replicas}, or fewer devices.",
-                )
+                "Every replica needs a share of the batch.",
+                received=f"num_shares={shares} with {replicas} replicas",
+                fix=f"Use num_shares >= {replicas}, or fewer devices.",
             )
         return Plan(
             strategy="mirrored",
@@ -196,11 +194,9 @@ def num_mirrored_replicas(devices: int | None, cluster: Cluster) -> int:
     most = cores * MAX_CPU_REPLICAS_PER_CORE
     if devices > most:
         raise DeviceError(
-            problem(
-                f"This host has {cores} usable cores, enough for {most} CPU replicas.",
-                received=f"devices={devices}",
-                fix=f"Use devices={cores} for one replica per core.",
-            )
+            f"This host has {cores} usable cores, enough for {most} CPU replicas.",
+            received=f"devices={devices}",
+            fix=f"Use devices={cores} for one replica per core.",
         )
     return devices
 
@@ -209,11 +205,9 @@ def _check_gpu(device: str, cluster: Cluster) -> None:
     gpus = [gpu.name for gpu in cluster.hosts[0].devices_of("cuda")]
     if device.startswith("cuda") and device not in gpus:
         raise DeviceError(
-            problem(
-                f"This host's GPUs are: {', '.join(gpus) or 'none'}.",
-                received=f"device={device!r}",
-                fix=f"Use {gpus[0]!r}." if gpus else "Use 'cpu', or a torch built for the GPU.",
-            )
+            f"This host's GPUs are: {', '.join(gpus) or 'none'}.",
+            received=f"device={device!r}",
+            fix=f"Use {gpus[0]!r}." if gpus else "Use 'cpu', or a torch built for the GPU.",
         )
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from lockstep.cluster.topology import Cluster, num_devices
-from lockstep.errors import OptionError, PlanError, problem
+from lockstep.errors import OptionError, PlanError
 from lockstep.graph.layer_graph import Flow, Layer, LayerCosts, LayerGraph
 from lockstep.plan.cut_places import stages_from_names, stages_from_scopes
 from lockstep.plan.cuts import Cut, CutProblem, LayerCost, best_cut, describe_cut
@@ -76,15 +76,13 @@ class Pipelined(Maker):
         wanted = (self.microbatches or 1) * self.most_replicas
         if wanted > batch_size:
             raise OptionError(
-                problem(
-                    "Every microbatch needs a sample.",
-                    received=f"microbatches={self.microbatches} for each of "
-                    f"{self.most_replicas} replicas, with batch_size={batch_size}"
-                    if self.most_replicas > 1
-                    else f"microbatches={self.microbatches} with batch_size={batch_size}",
-                    fix=f"Use microbatches={max(batch_size // self.most_replicas, 1)} or fewer, "
-                    "or a larger batch.",
-                )
+                "Every microbatch needs a sample.",
+                received=f"microbatches={self.microbatches} for each of "
+                f"{self.most_replicas} replicas, with batch_size={batch_size}"
+                if self.most_replicas > 1
+                else f"microbatches={self.microbatches} with batch_size={batch_size}",
+                fix=f"Use microbatches={max(batch_size // self.most_replicas, 1)} or fewer, "
+                "or a larger batch.",
             )
 
     def sample_size(self, cluster: Cluster, batch_size: int) -> int:
@@ -215,20 +213,16 @@ class Pipelined(Maker):
         devices = self.stages
         if isinstance(self.replicas, tuple) and len(self.replicas) != found:
             raise OptionError(
-                problem(
-                    "Every stage needs its number of replicas.",
-                    received=f"{len(self.replicas)} numbers for the {found} stages of the {source}",
-                    fix=f"Give {found}.",
-                )
+                "Every stage needs its number of replicas.",
+                received=f"{len(self.replicas)} numbers for the {found} stages of the {source}",
+                fix=f"Give {found}.",
             )
         is_shared = self.schedule == "interleaved" and devices is not None and found >= devices
         if devices is not None and devices != found and not is_shared:
             raise OptionError(
-                problem(
-                    f"The {source} must make as many stages as are asked for.",
-                    received=f"stages={devices}, and {source} that make {found}",
-                    fix="Leave `stages` out, or change the one or the other.",
-                )
+                f"The {source} must make as many stages as are asked for.",
+                received=f"stages={devices}, and {source} that make {found}",
+                fix="Leave `stages` out, or change the one or the other.",
             )
 
     def _recomputes(self, stage: int, num_stages: int) -> bool:
@@ -237,11 +231,9 @@ class Pipelined(Maker):
         strange = [number for number in self.recompute if not 0 <= number < num_stages]
         if strange:
             raise OptionError(
-                problem(
-                    f"The stages are numbered from 0 to {num_stages - 1}.",
-                    received=f"recompute={self.recompute}",
-                    fix="Name these, or use recompute=True for all.",
-                )
+                f"The stages are numbered from 0 to {num_stages - 1}.",
+                received=f"recompute={self.recompute}",
+                fix="Name these, or use recompute=True for all.",
             )
         return stage in self.recompute
 
@@ -301,20 +293,16 @@ def _raise_inseparable(graph: LayerGraph, start: int) -> None:
     shared = set(graph.layers[first].buffers) & set(graph.layers[last].buffers)
     if shared:
         raise OptionError(
-            problem(
-                "All layers that change a buffer must be in one stage.",
-                received=f"a cut at {names[start]!r}: {names[first]!r} and {names[last]!r} change "
-                f"{min(shared)!r}",
-                fix=f"{elsewhere}, or use a data parallel strategy.",
-            )
+            "All layers that change a buffer must be in one stage.",
+            received=f"a cut at {names[start]!r}: {names[first]!r} and {names[last]!r} change "
+            f"{min(shared)!r}",
+            fix=f"{elsewhere}, or use a data parallel strategy.",
         )
     raise OptionError(
-        problem(
-            "No tensor that crosses a cut may be changed in place on the other side.",
-            received=f"a cut at {names[start]!r}: {names[last]!r} changes what "
-            f"{names[first]!r} has made",
-            fix=f"{elsewhere}, or let {names[last]!r} make a new tensor (inplace=False).",
-        )
+        "No tensor that crosses a cut may be changed in place on the other side.",
+        received=f"a cut at {names[start]!r}: {names[last]!r} changes what "
+        f"{names[first]!r} has made",
+        fix=f"{elsewhere}, or let {names[last]!r} make a new tensor (inplace=False).",
     )
 
 
@@ -362,11 +350,9 @@ def _cost_of(layers: Sequence[Layer], in_flight: int) -> LayerCost:
 def _costs(layer: Layer) -> LayerCosts:
     if layer.costs is None:
         raise PlanError(
-            problem(
-                "A pipeline is planned from what each layer costs.",
-                received=f"no costs of {layer.name!r}",
-                fix="Capture the model with a sample of its data.",
-            )
+            "A pipeline is planned from what each layer costs.",
+            received=f"no costs of {layer.name!r}",
+            fix="Capture the model with a sample of its data.",
         )
     return layer.costs
 
@@ -388,11 +374,9 @@ def _raise_too_few(graph: LayerGraph, units: Sequence[tuple[int, int]], wanted: 
         instead = ", or change what makes it one piece" if atomic else ""
         found, fix = "1 layer", f"Use a data parallel strategy, such as MirroredStrategy{instead}."
     raise OptionError(
-        problem(
-            "A pipeline cannot have more stages than the model has layers.",
-            received=f"{wanted} stages for {found}{because}",
-            fix=fix,
-        )
+        "A pipeline cannot have more stages than the model has layers.",
+        received=f"{wanted} stages for {found}{because}",
+        fix=fix,
     )
 
 

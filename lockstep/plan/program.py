@@ -10,7 +10,7 @@ shares, ``STEP`` updates the slice, ``SYNC`` waits until every rank has updated 
 import re
 from dataclasses import dataclass
 
-from lockstep.errors import PlanError, problem
+from lockstep.errors import PlanError
 
 
 @dataclass(frozen=True)
@@ -118,11 +118,9 @@ def _parse_action(word: str) -> Action:
     match = _PASS.fullmatch(word)
     if match is None:
         raise PlanError(
-            problem(
-                "An action is a pass such as 0F2, 0B2, 0I2 or 0W2, or one of REDUCE, STEP, SYNC.",
-                received=repr(word),
-                fix="Correct the word.",
-            )
+            "An action is a pass such as 0F2, 0B2, 0I2 or 0W2, or one of REDUCE, STEP, SYNC.",
+            received=repr(word),
+            fix="Correct the word.",
         )
     stage, kind, microbatch = match.groups()
     return _PASSES[kind](int(stage), int(microbatch))

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import chain
 
-from lockstep.errors import PlanError, Problems, problem
+from lockstep.errors import PlanError, Problems
 from lockstep.plan.program import (
     Backward,
     BackwardInput,
@@ -67,11 +67,9 @@ class StageGraph:
         num_ranks = num_stages if num_ranks is None else num_ranks
         if min(num_stages, num_ranks) < 1:
             raise PlanError(
-                problem(
-                    "A pipeline needs stages and ranks.",
-                    received=f"{num_stages} stages on {num_ranks} ranks",
-                    fix="Use at least one of each.",
-                )
+                "A pipeline needs stages and ranks.",
+                received=f"{num_stages} stages on {num_ranks} ranks",
+                fix="Use at least one of each.",
             )
         return cls(
             ranks=tuple((stage % num_ranks,) for stage in range(num_stages)),
@@ -415,22 +413,18 @@ def _earliest_start(graph: StageGraph, backward: Backward, ends: dict[Pass, int]
 def _check_schedule(kind: str) -> None:
     if kind not in _ORDERS:
         raise PlanError(
-            problem(
-                "There is no such schedule.",
-                received=repr(kind),
-                fix=f"Use one of {', '.join(SCHEDULES)}.",
-            )
+            "There is no such schedule.",
+            received=repr(kind),
+            fix=f"Use one of {', '.join(SCHEDULES)}.",
         )
 
 
 def _check_num_microbatches(num_microbatches: int) -> None:
     if num_microbatches < 1:
         raise PlanError(
-            problem(
-                "A schedule needs a microbatch.",
-                received=f"num_microbatches={num_microbatches}",
-                fix="Use at least one.",
-            )
+            "A schedule needs a microbatch.",
+            received=f"num_microbatches={num_microbatches}",
+            fix="Use at least one.",
         )
 
 
@@ -438,11 +432,9 @@ def _check_ranks_can_be_shared(kind: str, graph: StageGraph) -> None:
     if kind.startswith("zb-"):
         rank = next(rank for rank, stages in enumerate(graph.stages_of_rank) if len(stages) > 1)
         raise PlanError(
-            problem(
-                f"Schedule {kind} is for ranks that hold one stage each.",
-                received=f"stages {graph.stages_of_rank[rank]} on rank {rank}",
-                fix='Use "interleaved", or a rank for each stage.',
-            )
+            f"Schedule {kind} is for ranks that hold one stage each.",
+            received=f"stages {graph.stages_of_rank[rank]} on rank {rank}",
+            fix='Use "interleaved", or a rank for each stage.',
         )
 
 

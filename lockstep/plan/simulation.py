@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import astuple, dataclass
 from functools import cached_property
 
-from lockstep.errors import PlanError, Problems, problem
+from lockstep.errors import PlanError, Problems
 from lockstep.plan.program import (
     Backward,
     BackwardInput,
@@ -249,11 +249,9 @@ def _per_stage(name: str, times: Times, stages: int, chunks: int) -> list[float]
         return list(times)
     lengths = f"{stages}" if chunks == 1 else f"{stages} or {stages * chunks}"
     raise PlanError(
-        problem(
-            f"The times of {name} do not fit the stages.",
-            received=f"{len(times)} times for {stages} stages",
-            fix=f"Give one time for all, or a sequence of {lengths}.",
-        )
+        f"The times of {name} do not fit the stages.",
+        received=f"{len(times)} times for {stages} stages",
+        fix=f"Give one time for all, or a sequence of {lengths}.",
     )
 
 
@@ -331,11 +329,9 @@ class _Run:
             for rank in ranks:
                 waits.append((rank, f"rank {rank} at {self._left[rank][0]} for {source}"))
         return PlanError(
-            problem(
-                "The programs deadlock: every rank that is not done waits for a pass.",
-                received=_listed([text for _, text in sorted(waits)]),
-                fix="Put each pass after those that it needs.",
-            )
+            "The programs deadlock: every rank that is not done waits for a pass.",
+            received=_listed([text for _, text in sorted(waits)]),
+            fix="Put each pass after those that it needs.",
         )
 
 
@@ -364,11 +360,9 @@ def _check_times(times: Iterable[float]) -> None:
     wrong = [str(time) for time in times if not 0 <= time < math.inf]
     if wrong:
         raise PlanError(
-            problem(
-                "A pass or a transfer takes a finite time, of 0 or more.",
-                received=_listed(wrong),
-                fix="Correct the times.",
-            )
+            "A pass or a transfer takes a finite time, of 0 or more.",
+            received=_listed(wrong),
+            fix="Correct the times.",
         )
 
 
@@ -378,11 +372,9 @@ def _per_edge(transfer: Transfer, graph: StageGraph) -> Mapping[tuple[int, int],
     missing = [str(edge) for edge in graph.edges if edge not in transfers]
     if missing:
         raise PlanError(
-            problem(
-                "Every edge needs a transfer time.",
-                received=f"none for {_listed(missing)}",
-                fix="Give one for each, or a single number.",
-            )
+            "Every edge needs a transfer time.",
+            received=f"none for {_listed(missing)}",
+            fix="Give one for each, or a single number.",
         )
     _check_times(transfers.values())
     return transfers

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from lockstep.disk import writing
-from lockstep.errors import PlanError, problem
+from lockstep.errors import PlanError
 from lockstep.plan.decision import PLAN_VERSION, Decision
 
 
@@ -61,18 +61,16 @@ class Plan(Decision, frozen=True, kw_only=True, forbid_unknown_fields=True):
             version = msgspec.json.decode(text, type=_Versioned).version
             if version != PLAN_VERSION:
                 raise PlanError(
-                    problem(
-                        f"This Lockstep reads Plans of version {PLAN_VERSION}.",
-                        received=f"version {version}",
-                        fix="Make the Plan anew with this Lockstep.",
-                    )
+                    f"This Lockstep reads Plans of version {PLAN_VERSION}.",
+                    received=f"version {version}",
+                    fix="Make the Plan anew with this Lockstep.",
                 )
             return msgspec.json.decode(text, type=cls)
         except (msgspec.MsgspecError, UnicodeError) as error:
             if isinstance(error.__cause__, PlanError):
                 raise error.__cause__ from None
             raise PlanError(
-                problem("This is no Plan.", received=error, fix="Give a file that Plan.save wrote.")
+                "This is no Plan.", received=error, fix="Give a file that Plan.save wrote."
             ) from error
 
     def save(self, path: str | os.PathLike[str]) -> None:

@@ -25,7 +25,7 @@ from torch import nn
 
 from lockstep.data.own_loss import OwnLoss
 from lockstep.data.sources import Batch
-from lockstep.errors import LossError, problem
+from lockstep.errors import LossError
 
 _CLASS_LOSSES = (F.cross_entropy, F.nll_loss)
 
@@ -101,11 +101,9 @@ def _mean(returned: Any, sample_weight: torch.Tensor | None) -> torch.Tensor | N
         weights = sample_weight.to(returned)
         return (returned * weights).sum() / weights.sum() if weights.any() else None
     raise LossError(
-        problem(
-            "The loss must return a scalar, values of shape (n,), or a pair (total, weight).",
-            received=type(returned).__name__,
-            fix="With sample_weight only the last two can be weighted.",
-        )
+        "The loss must return a scalar, values of shape (n,), or a pair (total, weight).",
+        received=type(returned).__name__,
+        fix="With sample_weight only the last two can be weighted.",
     )
 
 

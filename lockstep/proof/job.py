@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn, optim
 
-from lockstep.errors import ModelError, OptionError, Problems, problem
+from lockstep.errors import ModelError, OptionError, Problems
 from lockstep.parallel.loss_options import check_loss
 from lockstep.parallel.serialization import optimizer_contents, rebuild_optimizer
 
@@ -96,12 +96,10 @@ def copy_in_double(job: Job) -> DoubleCopy:
         loss = copy.deepcopy(job.loss, memo)
     except Exception as error:
         raise ModelError(
-            problem(
-                "A proof needs copies of the model and the loss, and copy.deepcopy fails.",
-                received=f"{type(error).__name__}: {error}",
-                fix="Look for tensors with a history (weights computed outside of forward), "
-                "or for open files and locks.",
-            )
+            "A proof needs copies of the model and the loss, and copy.deepcopy fails.",
+            received=f"{type(error).__name__}: {error}",
+            fix="Look for tensors with a history (weights computed outside of forward), "
+            "or for open files and locks.",
         ) from error
     model._apply(_double)
     return DoubleCopy(
@@ -139,11 +137,9 @@ def _copied_optimizer(optimizer: Any, model: nn.Module, memo: dict[int, Any]) ->
         made = optimizer(model.parameters())
         if not isinstance(made, optim.Optimizer):
             raise OptionError(
-                problem(
-                    "A Job's optimizer must be a torch optimizer, or make one from parameters.",
-                    received=f"something that makes a {type(made).__name__}",
-                    fix="Pass functools.partial(torch.optim.Adam, lr=1e-3), for example.",
-                )
+                "A Job's optimizer must be a torch optimizer, or make one from parameters.",
+                received=f"something that makes a {type(made).__name__}",
+                fix="Pass functools.partial(torch.optim.Adam, lr=1e-3), for example.",
             )
         return made
     # The optimizer's own copying drops what subclasses add. The memo maps its parameters to the

@@ -28,7 +28,6 @@ from lockstep.errors import (
     NonFiniteLossError,
     OptionError,
     Problems,
-    problem,
 )
 from lockstep.plan.averaging import AveragedUpdate
 from lockstep.plan.local_steps import INEXACT
@@ -323,11 +322,9 @@ def _is_about_precision(error: Exception) -> bool:
 
 def _not_in_double(error: Exception) -> ModelError:
     return ModelError(
-        problem(
-            "A proof needs a model and a loss that compute in the precision of their inputs.",
-            received=str(error).partition("\n")[0],
-            fix="Where they make tensors, use x.new_zeros(...) or dtype=x.dtype.",
-        )
+        "A proof needs a model and a loss that compute in the precision of their inputs.",
+        received=str(error).partition("\n")[0],
+        fix="Where they make tensors, use x.new_zeros(...) or dtype=x.dtype.",
     )
 
 

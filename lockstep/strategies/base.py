@@ -8,7 +8,7 @@ from typing import Any
 from lockstep.cluster.devices import discover
 from lockstep.cluster.environment import find_place
 from lockstep.cluster.place import Reach
-from lockstep.errors import OptionError, Problems, problem
+from lockstep.errors import OptionError, Problems
 from lockstep.plan.makers import Maker
 from lockstep.plan.spec import Plan
 
@@ -62,11 +62,9 @@ class Strategy(ABC):
             return maker(capture_layers(module), discover(), batch_size)
         if samples is None:
             raise OptionError(
-                problem(
-                    "Where to cut the model depends on what its layers cost, on your data.",
-                    received="sample=None",
-                    fix="Pass sample=(inputs, targets), or inputs alone.",
-                )
+                "Where to cut the model depends on what its layers cost, on your data.",
+                received="sample=None",
+                fix="Pass sample=(inputs, targets), or inputs alone.",
             )
         import torch
 

@@ -4,7 +4,7 @@ import os
 
 from lockstep.cluster.devices import discover
 from lockstep.cluster.environment import find_devices
-from lockstep.errors import DeviceError, OptionError, Problems, problem
+from lockstep.errors import DeviceError, OptionError, Problems
 from lockstep.plan.averaging import AveragedUpdate, Every, Nesterov, is_every
 from lockstep.plan.local_steps import LocalSteps
 from lockstep.plan.makers import Maker, Mirrored, num_mirrored_replicas
@@ -49,11 +49,9 @@ class LocalSGDStrategy(Strategy):
     ) -> None:
         if devices is not None and not is_count(devices):
             raise DeviceError(
-                problem(
-                    "`devices` must be a number of devices, at least 1.",
-                    received=f"devices={devices!r}",
-                    fix="Use devices=2 for two CPU replicas, or leave it out for one per core.",
-                )
+                "`devices` must be a number of devices, at least 1.",
+                received=f"devices={devices!r}",
+                fix="Use devices=2 for two CPU replicas, or leave it out for one per core.",
             )
         problems = Problems()
         _check_averaging(problems, every, outer, average_optimizer)

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from lockstep.cluster.place import Reach
-from lockstep.errors import DeviceError, OptionError, Problems, problem
+from lockstep.errors import DeviceError, OptionError, Problems
 from lockstep.plan.makers import Maker
 from lockstep.plan.many_hosts import DEFAULT_GBIT_PER_SECOND, MirroredHosts
 from lockstep.strategies.base import Strategy, check_timeout, is_count
@@ -44,11 +44,9 @@ class MultiWorkerMirroredStrategy(Strategy):
     ) -> None:
         if devices_per_host is not None and not is_count(devices_per_host):
             raise DeviceError(
-                problem(
-                    "`devices_per_host` must be a number of devices, at least 1.",
-                    received=f"devices_per_host={devices_per_host!r}",
-                    fix="Use devices_per_host=2 for two CPU replicas on each host.",
-                )
+                "`devices_per_host` must be a number of devices, at least 1.",
+                received=f"devices_per_host={devices_per_host!r}",
+                fix="Use devices_per_host=2 for two CPU replicas on each host.",
             )
         problems = Problems()
         check_shares(problems, num_shares)

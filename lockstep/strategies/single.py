@@ -3,7 +3,7 @@
 import re
 
 from lockstep.cluster.place import Reach
-from lockstep.errors import DeviceError, problem
+from lockstep.errors import DeviceError
 from lockstep.plan.makers import Maker, SingleDevice
 from lockstep.strategies.base import Strategy
 
@@ -23,11 +23,9 @@ class SingleDeviceStrategy(Strategy):
     def __init__(self, device: str = "cpu") -> None:
         if not isinstance(device, str) or not re.fullmatch(r"(cpu|cuda)(:\d+)?", device):
             raise DeviceError(
-                problem(
-                    "`device` must be the name of a CPU or GPU.",
-                    received=f"device={device!r}",
-                    fix="Use 'cpu' or 'cuda:0'.",
-                )
+                "`device` must be the name of a CPU or GPU.",
+                received=f"device={device!r}",
+                fix="Use 'cpu' or 'cuda:0'.",
             )
         self.device = device if ":" in device else f"{device}:0"
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.errors import OptionError, problem
+from lockstep.errors import OptionError
 from lockstep.train.training_state import TrainingState
 from lockstep.train.updaters import TorchUpdater
 from lockstep.train.wrapped_updaters import Companion, WrappedUpdater
@@ -39,11 +39,9 @@ class EMA:
         is_number = isinstance(decay, int | float) and not isinstance(decay, bool)
         if not (is_number and 0 <= self.decay < 1):
             raise OptionError(
-                problem(
-                    "`decay` must be a number from 0 to below 1.",
-                    received=f"decay={decay!r}",
-                    fix="Use 0.999, for example.",
-                )
+                "`decay` must be a number from 0 to below 1.",
+                received=f"decay={decay!r}",
+                fix="Use 0.999, for example.",
             )
 
 
@@ -74,11 +72,9 @@ class Averages:
         """
         if not self.num_updates:
             raise OptionError(
-                problem(
-                    "Averages are of weights after updates.",
-                    received="no update yet",
-                    fix="Call fit first.",
-                )
+                "Averages are of weights after updates.",
+                received="no update yet",
+                fix="Call fit first.",
             )
         weights = {
             name: parameter for name, parameter in model.named_parameters() if name in self.begun

@@ -16,7 +16,7 @@ from rich.console import Console
 from lockstep.cluster.memory_limits import free_memory
 from lockstep.data.excerpts import array_bytes
 from lockstep.data.sources import Source
-from lockstep.errors import DeviceError, OptionError, Problems, problem
+from lockstep.errors import DeviceError, OptionError, Problems
 from lockstep.train.batch_size_cache import BatchSizeCache, file_path, key_of, recall, remember
 from lockstep.train.doubling import (
     LARGEST_PART,
@@ -107,11 +107,9 @@ def search_of(batch_size: Any) -> BatchSizeSearch | None:
         return BatchSizeSearch()
     if isinstance(batch_size, str | type):
         raise OptionError(
-            problem(
-                '`batch_size` must be an integer of at least 1, "auto" or a BatchSizeSearch.',
-                received=repr(batch_size),
-                fix='Use batch_size="auto" to have it found.',
-            )
+            '`batch_size` must be an integer of at least 1, "auto" or a BatchSizeSearch.',
+            received=repr(batch_size),
+            fix='Use batch_size="auto" to have it found.',
         )
     return None
 
@@ -192,11 +190,9 @@ def _bounds(training: Training, options: BatchSizeSearch) -> tuple[int, int]:
     if options.smallest is not None:
         if options.smallest > num_samples:
             raise OptionError(
-                problem(
-                    "A batch cannot be larger than the data set.",
-                    received=f"smallest={options.smallest} with {num_samples} samples",
-                    fix="Leave `smallest` out.",
-                )
+                "A batch cannot be larger than the data set.",
+                received=f"smallest={options.smallest} with {num_samples} samples",
+                fix="Leave `smallest` out.",
             )
         maker.check_batch_size(options.smallest)
         return options.smallest, options.smallest
@@ -267,11 +263,9 @@ def _search(
 
 def _too_large(trial: TooLarge) -> DeviceError:
     return DeviceError(
-        problem(
-            f"The memory does not suffice to train with batches of {trial.batch_size}.",
-            received=trial.reason,
-            fix="Free memory, raise the limit, or divide the model: lockstep.PipelineStrategy.",
-        )
+        f"The memory does not suffice to train with batches of {trial.batch_size}.",
+        received=trial.reason,
+        fix="Free memory, raise the limit, or divide the model: lockstep.PipelineStrategy.",
     )
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from lockstep.errors import OptionError, problem
+from lockstep.errors import OptionError
 from lockstep.train.trainer_protocol import TrainerProtocol
 
 Logs = dict[str, Any]
@@ -120,11 +120,9 @@ def traced_steps(callbacks: Sequence[Callback], first_step: int) -> range | None
     wanted = [one.traced_steps for one in callbacks if one.traced_steps is not None]
     if len(wanted) > 1:
         raise OptionError(
-            problem(
-                "One callback at a time can have steps traced.",
-                received=f"{len(wanted)} of them",
-                fix="Give the Trainer one Profiler.",
-            )
+            "One callback at a time can have steps traced.",
+            received=f"{len(wanted)} of them",
+            fix="Give the Trainer one Profiler.",
         )
     if not wanted:
         return None

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn, optim
 
-from lockstep.errors import OptionError, problem
+from lockstep.errors import OptionError
 from lockstep.parallel.serialization import describe
 from lockstep.plan.spec import Plan
 from lockstep.train.copies import WeightCopy
@@ -98,11 +98,9 @@ class ChangeWatch:
         after = lookout.look() if in_epoch else Lookout(model).look()
         if in_epoch and after.structure != before.structure:
             raise OptionError(
-                problem(
-                    "In the midst of an epoch a callback may change values only.",
-                    received="a change of requires_grad or of a module's training mode",
-                    fix="Do it in on_epoch_begin or on_epoch_end.",
-                )
+                "In the midst of an epoch a callback may change values only.",
+                received="a change of requires_grad or of a module's training mode",
+                fix="Do it in on_epoch_begin or on_epoch_end.",
             )
         if after.places != before.places:
             self._readopt()
@@ -195,13 +193,11 @@ class SettingsWatch:
         if changed:
             names = [f"`{attribute}` of {name}" for name, attribute in changed]
             raise OptionError(
-                problem(
-                    "In the midst of an epoch a callback may change values only: the other ranks "
-                    "have attributes as they were when the epoch began.",
-                    received=f"a change of {first_few(names)}",
-                    fix="Do it in on_epoch_begin or on_epoch_end, or have a buffer or variable "
-                    "hold it; notes are better kept in the callback.",
-                )
+                "In the midst of an epoch a callback may change values only: the other ranks "
+                "have attributes as they were when the epoch began.",
+                received=f"a change of {first_few(names)}",
+                fix="Do it in on_epoch_begin or on_epoch_end, or have a buffer or variable "
+                "hold it; notes are better kept in the callback.",
             )
 
 

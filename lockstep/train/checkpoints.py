@@ -24,7 +24,7 @@ from lockstep.checkpoint.manifest import Summary
 from lockstep.checkpoint.reading import read_newest
 from lockstep.checkpoint.saved import Saved
 from lockstep.checkpoint.trees import Tree, flattened, pointer
-from lockstep.errors import CheckpointError, OptionError, Problems, problem
+from lockstep.errors import CheckpointError, OptionError, Problems
 from lockstep.plan.spec import Plan
 from lockstep.train.background import Background
 from lockstep.train.callbacks import Callback, Logs
@@ -154,11 +154,9 @@ class Found:
             record = msgspec.convert(parts.pop("fit", None), FitRecord)
         except msgspec.ValidationError as error:
             raise CheckpointError(
-                problem(
-                    "A checkpoint says what its fit was asked to do.",
-                    received=error,
-                    fix="Take one that fit(checkpoint=...) has written.",
-                )
+                "A checkpoint says what its fit was asked to do.",
+                received=error,
+                fix="Take one that fit(checkpoint=...) has written.",
             ) from error
         return cls(state=TrainingState.of(parts), record=record)
 

@@ -16,7 +16,6 @@ from lockstep.errors import (
     ModelError,
     OptionError,
     Problems,
-    problem,
 )
 from lockstep.parallel.forward import DTYPES, PARAMETER_DTYPES
 from lockstep.parallel.function_losses import missing_targets
@@ -36,7 +35,7 @@ def filled(source: Source, name: str) -> Source:
     """
     if len(source) == 0:
         raise DataError(
-            problem(f"`{name}` must hold a sample.", received="0 samples", fix="Check its source.")
+            f"`{name}` must hold a sample.", received="0 samples", fix="Check its source."
         )
     return source
 
@@ -81,11 +80,9 @@ def check_names(
     }
     if taken:
         raise OptionError(
-            problem(
-                "A metric cannot have the name of a part of the loss, or of the learning rate.",
-                received=", ".join(sorted(taken)),
-                fix="Give it another name.",
-            )
+            "A metric cannot have the name of a part of the loss, or of the learning rate.",
+            received=", ".join(sorted(taken)),
+            fix="Give it another name.",
         )
 
 
@@ -197,11 +194,9 @@ def prepare_model(model: nn.Module, precision: str) -> None:
     }
     if strange:
         raise ModelError(
-            problem(
-                f"precision={precision!r} needs parameters of {wanted}.",
-                received=", ".join(sorted(strange)),
-                fix="Convert the model: model.float(), or use precision='fp64'.",
-            )
+            f"precision={precision!r} needs parameters of {wanted}.",
+            received=", ".join(sorted(strange)),
+            fix="Convert the model: model.float(), or use precision='fp64'.",
         )
 
 
@@ -217,10 +212,8 @@ def check_device(model: nn.Module, plan: Plan) -> torch.device:
     fits = {"cpu"} if wanted.type == "cpu" else {str(wanted)}
     if found - fits:
         raise DeviceError(
-            problem(
-                f"The model must be on {wanted.type if wanted.type == 'cpu' else wanted}.",
-                received=f"parameters or buffers on {', '.join(sorted(found))}",
-                fix=f"Move it first: model.to({wanted.type!r}).",
-            )
+            f"The model must be on {wanted.type if wanted.type == 'cpu' else wanted}.",
+            received=f"parameters or buffers on {', '.join(sorted(found))}",
+            fix=f"Move it first: model.to({wanted.type!r}).",
         )
     return wanted

@@ -8,7 +8,7 @@ from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
-from lockstep.errors import ModelError, OptionError, problem
+from lockstep.errors import ModelError, OptionError
 from lockstep.parallel.losses import ONE_LOSS, LossAdapter
 from lockstep.train.batch_size import BatchSizeSearch, Training, choose_batch_size, search_of
 from lockstep.train.callbacks import acting, stopping, told_of_errors, traced_steps
@@ -216,11 +216,9 @@ class FittingRunner(PersistentRunner):
         hosts = self._job_context.hosts
         if hosts is not None and search is not None:
             raise OptionError(
-                problem(
-                    "A batch size is searched on one host.",
-                    received=f"batch_size={search!r} with {hosts.control_group.num_hosts} hosts",
-                    fix="Start the script once for that; then pass the number on all hosts.",
-                )
+                "A batch size is searched on one host.",
+                received=f"batch_size={search!r} with {hosts.control_group.num_hosts} hosts",
+                fix="Start the script once for that; then pass the number on all hosts.",
             )
 
     def _loss_of_fit(self, *, has_validation: bool) -> LossAdapter | None:
@@ -230,30 +228,24 @@ class FittingRunner(PersistentRunner):
     def _need_loss(self, method: str) -> LossAdapter:
         if self._loss is None:
             raise OptionError(
-                problem(
-                    f"{method} needs a loss.",
-                    received="loss=None",
-                    fix="Give the Trainer one: torch.nn.CrossEntropyLoss(), for example.",
-                )
+                f"{method} needs a loss.",
+                received="loss=None",
+                fix="Give the Trainer one: torch.nn.CrossEntropyLoss(), for example.",
             )
         return self._loss
 
     def _check_trainable(self) -> None:
         if self.optimizer is None:
             raise OptionError(
-                problem(
-                    "fit needs an optimizer.",
-                    received="optimizer=None",
-                    fix="Give the Trainer one: functools.partial(torch.optim.Adam, lr=1e-3).",
-                )
+                "fit needs an optimizer.",
+                received="optimizer=None",
+                fix="Give the Trainer one: functools.partial(torch.optim.Adam, lr=1e-3).",
             )
         if not any(parameter.requires_grad for parameter in self.model.parameters()):
             raise ModelError(
-                problem(
-                    "The model must have a trainable parameter.",
-                    received=f"a {type(self.model).__name__} without any",
-                    fix="Unfreeze a part of it, or use evaluate or predict.",
-                )
+                "The model must have a trainable parameter.",
+                received=f"a {type(self.model).__name__} without any",
+                fix="Unfreeze a part of it, or use evaluate or predict.",
             )
 
     def _check_targets(self, fit: _Fit) -> None:
@@ -284,11 +276,9 @@ class FittingRunner(PersistentRunner):
         self.batch_size = batch_size
         if rule is not None and self.schedule is not None:
             raise OptionError(
-                problem(
-                    "A schedule has rates of its own, which no rule scales.",
-                    received=f"learning_rate_rule={rule.name!r} with a schedule",
-                    fix="Leave the rule out, and give the schedule the rates you want.",
-                )
+                "A schedule has rates of its own, which no rule scales.",
+                received=f"learning_rate_rule={rule.name!r} with a schedule",
+                fix="Leave the rule out, and give the schedule the rates you want.",
             )
         if rule is not None:
             said = rule.apply(self.optimizer, batch_size)

@@ -26,7 +26,7 @@ from lockstep.cluster.place import Place, Reach
 from lockstep.cluster.topology import Cluster, Host
 from lockstep.comm.codec import decode, encode
 from lockstep.comm.shared_memory import SharedRegion
-from lockstep.errors import HostError, OptionError, WorkerError, problem
+from lockstep.errors import HostError, OptionError, WorkerError
 from lockstep.launch.attached import attach_team
 from lockstep.launch.control_group import ControlGroup, HostInfo
 from lockstep.launch.failure import as_raised, causes_of, summary_of
@@ -95,13 +95,11 @@ class Hosts:
         if waited_seconds > patience and self.control_group.awaited:
             names = " and ".join(self.names[host] for host in self.control_group.awaited)
             raise HostError(
-                problem(
-                    f"{names} must come to the same call, and the same step, within "
-                    f"{format_seconds(self.timeout_seconds)}.",
-                    received=f"nothing for {format_seconds(waited_seconds)}",
-                    fix="See whether its script calls fit, evaluate and predict as often as the "
-                    "others do, hangs, or is cut off.",
-                )
+                f"{names} must come to the same call, and the same step, within "
+                f"{format_seconds(self.timeout_seconds)}.",
+                received=f"nothing for {format_seconds(waited_seconds)}",
+                fix="See whether its script calls fit, evaluate and predict as often as the "
+                "others do, hangs, or is cut off.",
             )
 
     def from_chief(self, obj: Any) -> Any:
@@ -128,12 +126,10 @@ class Hosts:
         """
         if num_helpers != self.place.num_processes - 1:
             raise OptionError(
-                problem(
-                    f"Under {self.place.launcher} each process is one device.",
-                    received=f"{num_helpers + 1} devices on a host with "
-                    f"{self.place.num_processes} processes",
-                    fix="Leave `devices_per_host` out.",
-                )
+                f"Under {self.place.launcher} each process is one device.",
+                received=f"{num_helpers + 1} devices on a host with "
+                f"{self.place.num_processes} processes",
+                fix="Leave `devices_per_host` out.",
             )
         return attach_team(
             self.place,
@@ -236,12 +232,10 @@ class Hosts:
             other = next((host for host, value in enumerate(values) if value != values[0]), None)
             if other is not None:
                 error = HostError(
-                    problem(
-                        f"Hosts must run the same script on the same data; these differ in {name}.",
-                        received=f"{values[0]} on {self.names[0]}, {values[other]} on "
-                        f"{self.names[other]}",
-                        fix="Start the same script with the same arguments everywhere.",
-                    )
+                    f"Hosts must run the same script on the same data; these differ in {name}.",
+                    received=f"{values[0]} on {self.names[0]}, {values[other]} on "
+                    f"{self.names[other]}",
+                    fix="Start the same script with the same arguments everywhere.",
                 )
                 self.control_group.fail(str(error), error)  # all find it: nobody waits for reasons
                 raise error
@@ -387,12 +381,10 @@ def _strangers(place: Place) -> OptionError:
     kind = "hosts" if place.num_hosts > 1 else "processes"
     number = place.num_hosts if place.num_hosts > 1 else place.num_processes
     return OptionError(
-        problem(
-            f"This strategy trains on one host with one script, and {place.launcher} says that "
-            "there are others, which would all train for themselves.",
-            received=f"{number} {kind}",
-            fix="Use MultiWorkerMirroredStrategy, or start the script once.",
-        )
+        f"This strategy trains on one host with one script, and {place.launcher} says that "
+        "there are others, which would all train for themselves.",
+        received=f"{number} {kind}",
+        fix="Use MultiWorkerMirroredStrategy, or start the script once.",
     )
 
 
@@ -413,12 +405,10 @@ def find_num_ranks() -> int | None:
         return None
     if place.num_ranks is None:
         raise OptionError(
-            problem(
-                "How many replicas there are, only the first process of a host knows here: the "
-                "hosts have different numbers of processes, and some have one.",
-                received=f"process {place.process} of host {place.host}",
-                fix=f"Have {place.launcher} start as many processes on each host.",
-            )
+            "How many replicas there are, only the first process of a host knows here: the "
+            "hosts have different numbers of processes, and some have one.",
+            received=f"process {place.process} of host {place.host}",
+            fix=f"Have {place.launcher} start as many processes on each host.",
         )
     return place.num_ranks
 

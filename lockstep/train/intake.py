@@ -9,7 +9,7 @@ from lockstep.data.divided import check_whole
 from lockstep.data.reading import Reading
 from lockstep.data.sources import Source, as_input_source, as_source
 from lockstep.data.streams import Stream, as_stream
-from lockstep.errors import OptionError, Problems, problem
+from lockstep.errors import OptionError, Problems
 from lockstep.train.checks import filled
 from lockstep.train.feeding import SharedStream
 
@@ -78,12 +78,10 @@ class Feed:
         """
         if isinstance(self.source, SharedStream):
             raise OptionError(
-                problem(
-                    "A batch size is found for data that is read by index.",
-                    received=f'`{name}` that can only be iterated, and batch_size="auto"',
-                    fix="Pass a number, for samples of an IterableDataset; else leave it out, and "
-                    "set the size where the batches are made.",
-                )
+                "A batch size is found for data that is read by index.",
+                received=f'`{name}` that can only be iterated, and batch_size="auto"',
+                fix="Pass a number, for samples of an IterableDataset; else leave it out, and "
+                "set the size where the batches are made.",
             )
         return self.source
 

@@ -19,7 +19,7 @@ from torch import nn
 
 from lockstep.cluster.place import Reach
 from lockstep.cluster.topology import Cluster
-from lockstep.errors import LockstepError, ModelError, OptionError, problem, shorten_in_notebook
+from lockstep.errors import LockstepError, ModelError, OptionError, shorten_in_notebook
 from lockstep.parallel.update import Updater
 from lockstep.plan.makers import Maker
 from lockstep.plan.spec import Plan
@@ -130,12 +130,10 @@ class JobContext:
         """
         if self._depth and self._thread != threading.get_ident():
             raise OptionError(
-                problem(
-                    "A model is trained, evaluated or saved by one thread at a time.",
-                    received=f"{call} while another thread is in {self._call}",
-                    fix="Wait for the other to return, or give each thread a model and Trainer of "
-                    "its own.",
-                )
+                "A model is trained, evaluated or saved by one thread at a time.",
+                received=f"{call} while another thread is in {self._call}",
+                fix="Wait for the other to return, or give each thread a model and Trainer of "
+                "its own.",
             )
 
     @property
@@ -223,9 +221,7 @@ def _telling_of_inference_tensors() -> Iterator[None]:
         if isinstance(error, LockstepError) or "nference tensor" not in str(error):
             raise
         raise ModelError(
-            problem(
-                "What is made under torch.inference_mode() can never be trained or changed.",
-                received=str(error).partition(".")[0],
-                fix="Make the model, the loss and the optimizer outside of it, and compile there.",
-            )
+            "What is made under torch.inference_mode() can never be trained or changed.",
+            received=str(error).partition(".")[0],
+            fix="Make the model, the loss and the optimizer outside of it, and compile there.",
         ) from error

@@ -15,7 +15,7 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CyclicLR, LRScheduler, OneCycleLR
 
-from lockstep.errors import OptionError, Problems, problem
+from lockstep.errors import OptionError, Problems
 from lockstep.units import listed
 
 EVERY = ("step", "epoch")
@@ -124,12 +124,10 @@ class RunningSchedule:
             left = total - self.scheduler.last_epoch
             if num_steps > left:
                 raise OptionError(
-                    problem(
-                        f"The {type(self.scheduler).__name__} must be made for as many steps as "
-                        "there are.",
-                        received=f"{num_steps} steps where {left} of {total} are left",
-                        fix="Make it with total_steps=epochs * batches of an epoch, over all fits.",
-                    )
+                    f"The {type(self.scheduler).__name__} must be made for as many steps as "
+                    "there are.",
+                    received=f"{num_steps} steps where {left} of {total} are left",
+                    fix="Make it with total_steps=epochs * batches of an epoch, over all fits.",
                 )
 
     def end_step(self, *, is_update: bool) -> None:
@@ -159,30 +157,24 @@ class RunningSchedule:
             self.scheduler.step(*metrics)
         except (TypeError, ValueError) as error:
             raise OptionError(
-                problem(
-                    f"The {type(self.scheduler).__name__} cannot step.",
-                    received=f"{type(error).__name__}: {error}",
-                    fix="The weights are those after the last step. Look at what it is made with.",
-                )
+                f"The {type(self.scheduler).__name__} cannot step.",
+                received=f"{type(error).__name__}: {error}",
+                fix="The weights are those after the last step. Look at what it is made with.",
             ) from error
 
     def _check_monitor(self) -> None:
         kind = type(self.scheduler).__name__
         if self._looks and self.every == "step":
             raise OptionError(
-                problem(
-                    f"{kind} looks at an epoch's logs.",
-                    received="every='step'",
-                    fix="Use every='epoch'.",
-                )
+                f"{kind} looks at an epoch's logs.",
+                received="every='step'",
+                fix="Use every='epoch'.",
             )
         if self._asked_monitor is not None and not self._looks:
             raise OptionError(
-                problem(
-                    "`monitor` is for a scheduler that looks at a metric, as ReduceLROnPlateau.",
-                    received=f"monitor={self._asked_monitor!r} for a {kind}",
-                    fix="Leave it out.",
-                )
+                "`monitor` is for a scheduler that looks at a metric, as ReduceLROnPlateau.",
+                received=f"monitor={self._asked_monitor!r} for a {kind}",
+                fix="Leave it out.",
             )
 
 
@@ -194,11 +186,9 @@ def make_schedule(schedule: Any, optimizer: Optimizer | None) -> RunningSchedule
     """
     if optimizer is None:
         raise OptionError(
-            problem(
-                "`schedule` needs an optimizer.",
-                received="optimizer=None",
-                fix="Give the Trainer one: functools.partial(torch.optim.Adam, lr=1e-3).",
-            )
+            "`schedule` needs an optimizer.",
+            received="optimizer=None",
+            fix="Give the Trainer one: functools.partial(torch.optim.Adam, lr=1e-3).",
         )
     declared = schedule if isinstance(schedule, Schedule) else Schedule(schedule)
     return RunningSchedule(declared, optimizer)
@@ -213,12 +203,9 @@ def _make_scheduler(
         made = make(optimizer)
     except (TypeError, ValueError) as error:
         raise OptionError(
-            problem(
-                "`schedule` must make a scheduler when it is called with the optimizer.",
-                received=f"{type(error).__name__}: {error}",
-                fix="Bind its other arguments: functools.partial(StepLR, step_size=10), "
-                "for example.",
-            )
+            "`schedule` must make a scheduler when it is called with the optimizer.",
+            received=f"{type(error).__name__}: {error}",
+            fix="Bind its other arguments: functools.partial(StepLR, step_size=10), for example.",
         ) from error
     return _checked(made, optimizer)
 
@@ -226,20 +213,16 @@ def _make_scheduler(
 def _checked(scheduler: object, optimizer: Optimizer) -> LRScheduler:
     if not isinstance(scheduler, LRScheduler):
         raise OptionError(
-            problem(
-                "`schedule` must make a torch scheduler.",
-                received=type(scheduler).__name__,
-                fix="Return one of torch.optim.lr_scheduler over the optimizer given.",
-            )
+            "`schedule` must make a torch scheduler.",
+            received=type(scheduler).__name__,
+            fix="Return one of torch.optim.lr_scheduler over the optimizer given.",
         )
     if scheduler.optimizer is not optimizer:
         raise OptionError(
-            problem(
-                "A scheduler must be over the Trainer's own optimizer.",
-                received=f"a {type(scheduler).__name__} over another "
-                f"{type(scheduler.optimizer).__name__}",
-                fix="Pass the optimizer it was made with as optimizer=, or its class.",
-            )
+            "A scheduler must be over the Trainer's own optimizer.",
+            received=f"a {type(scheduler).__name__} over another "
+            f"{type(scheduler.optimizer).__name__}",
+            fix="Pass the optimizer it was made with as optimizer=, or its class.",
         )
     return scheduler
 
@@ -251,9 +234,7 @@ def _has_several_lambdas(scheduler: LRScheduler) -> bool:
 
 def _unknown_monitor(monitor: str, names: Collection[str]) -> OptionError:
     return OptionError(
-        problem(
-            "`monitor` of a Schedule must be a name in the logs.",
-            received=repr(monitor),
-            fix=f"Use one of {listed(sorted(names))}.",
-        )
+        "`monitor` of a Schedule must be a name in the logs.",
+        received=repr(monitor),
+        fix=f"Use one of {listed(sorted(names))}.",
     )

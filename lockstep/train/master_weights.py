@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from lockstep.errors import OptionError, problem
+from lockstep.errors import OptionError
 from lockstep.parallel.update import BoundPiece, SlotKey
 from lockstep.train.training_state import TrainingState
 from lockstep.train.updaters import TorchUpdater
@@ -78,11 +78,9 @@ def with_masters(
     """
     if not updater.is_known:
         raise OptionError(
-            problem(
-                'precision="bf16" steps float32 copies of the weights, which takes an optimizer of '
-                "torch's own.",
-                received=type(updater.optimizer).__name__,
-                fix='Use one of torch.optim without hooks, or precision="bf16-mixed".',
-            )
+            'precision="bf16" steps float32 copies of the weights, which takes an optimizer of '
+            "torch's own.",
+            received=type(updater.optimizer).__name__,
+            fix='Use one of torch.optim without hooks, or precision="bf16-mixed".',
         )
     return MasterUpdater(updater, kept, torch.float32)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import torch
 
 from lockstep.data.trees import Tree
-from lockstep.errors import DataError, OptionError, problem
+from lockstep.errors import DataError, OptionError
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
@@ -36,31 +36,25 @@ class Metrics:
     def __init__(self, metrics: Mapping[str, Any] | None) -> None:
         if metrics is not None and not isinstance(metrics, Mapping):
             raise OptionError(
-                problem(
-                    "`metrics` must be a dict of metrics by name.",
-                    received=type(metrics).__name__,
-                    fix='Pass {"accuracy": torchmetrics.Accuracy(...)}, for example.',
-                )
+                "`metrics` must be a dict of metrics by name.",
+                received=type(metrics).__name__,
+                fix='Pass {"accuracy": torchmetrics.Accuracy(...)}, for example.',
             )
         self.by_name: dict[str, Metric] = {}
         for name, metric in (metrics or {}).items():
             if not _is_metric(metric):
                 raise OptionError(
-                    problem(
-                        f"metrics[{name!r}] must be a torchmetrics.Metric.",
-                        received=type(metric).__name__,
-                        fix="Pass its members by name: metrics=dict(collection.items())."
-                        if _is_collection(metric)
-                        else 'Pass {"accuracy": torchmetrics.Accuracy(...)}, for example.',
-                    )
+                    f"metrics[{name!r}] must be a torchmetrics.Metric.",
+                    received=type(metric).__name__,
+                    fix="Pass its members by name: metrics=dict(collection.items())."
+                    if _is_collection(metric)
+                    else 'Pass {"accuracy": torchmetrics.Accuracy(...)}, for example.',
                 )
             if name == "loss" or name.startswith("val_"):
                 raise OptionError(
-                    problem(
-                        "A metric cannot be named 'loss' or 'val_...': these names are taken.",
-                        received=repr(name),
-                        fix="Give it another name.",
-                    )
+                    "A metric cannot be named 'loss' or 'val_...': these names are taken.",
+                    received=repr(name),
+                    fix="Give it another name.",
                 )
             self.by_name[name] = metric
         self._counters: list[Metric] = []
@@ -138,11 +132,9 @@ class Metrics:
 def targetless() -> DataError:
     """For data that metrics cannot work with."""
     return DataError(
-        problem(
-            "Metrics compare outputs with targets.",
-            received="data without targets",
-            fix="Pass (inputs, targets), also where the model computes its own loss.",
-        )
+        "Metrics compare outputs with targets.",
+        received="data without targets",
+        fix="Pass (inputs, targets), also where the model computes its own loss.",
     )
 
 

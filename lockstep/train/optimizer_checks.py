@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn, optim
 
-from lockstep.errors import ModelError, OptionError, Problems, problem
+from lockstep.errors import ModelError, OptionError, Problems
 from lockstep.plan.spec import Plan
 from lockstep.train.updaters import ELEMENTWISE, PARAMETERWISE
 
@@ -29,12 +29,10 @@ def make_optimizer(optimizer: Any, model: nn.Module) -> optim.Optimizer:
         return make_optimizer(made, model)
     if isinstance(optimizer, optim.LBFGS | optim.SparseAdam):
         raise OptionError(
-            problem(
-                "LBFGS evaluates the loss several times per step and SparseAdam needs sparse "
-                "gradients: neither fits a step on summed gradients.",
-                received=type(optimizer).__name__,
-                fix="Use another optimizer, such as torch.optim.AdamW.",
-            )
+            "LBFGS evaluates the loss several times per step and SparseAdam needs sparse "
+            "gradients: neither fits a step on summed gradients.",
+            received=type(optimizer).__name__,
+            fix="Use another optimizer, such as torch.optim.AdamW.",
         )
     _check_parameters(optimizer, model)
     _widen_slots(optimizer)
@@ -43,11 +41,9 @@ def make_optimizer(optimizer: Any, model: nn.Module) -> optim.Optimizer:
 
 def _no_optimizer(received: object) -> OptionError:
     return OptionError(
-        problem(
-            "`optimizer` must be a torch optimizer over model.parameters(), or make one from them.",
-            received=type(received).__name__,
-            fix="Pass functools.partial(torch.optim.Adam, lr=1e-3), for example.",
-        )
+        "`optimizer` must be a torch optimizer over model.parameters(), or make one from them.",
+        received=type(received).__name__,
+        fix="Pass functools.partial(torch.optim.Adam, lr=1e-3), for example.",
     )
 
 
@@ -94,14 +90,12 @@ def check_divisible(model: nn.Module, optimizer: object, plan: Plan, *, is_known
         check_hooks(model)
     if plan.pipeline is not None and not is_known:
         raise OptionError(
-            problem(
-                "The stages of a pipeline each step their own parameters, which is known to be "
-                "right only for optimizers of PyTorch or Keras that look at one parameter at a "
-                "time.",
-                received=type(optimizer).__name__,
-                fix="Use one of torch.optim, or of keras.optimizers without global_clipnorm, or a "
-                "data parallel strategy.",
-            )
+            "The stages of a pipeline each step their own parameters, which is known to be "
+            "right only for optimizers of PyTorch or Keras that look at one parameter at a "
+            "time.",
+            received=type(optimizer).__name__,
+            fix="Use one of torch.optim, or of keras.optimizers without global_clipnorm, or a "
+            "data parallel strategy.",
         )
 
 
@@ -118,11 +112,9 @@ def check_hooks(model: nn.Module) -> None:
     ]
     if names:
         raise ModelError(
-            problem(
-                "Gradient hooks on parameters would see the gradient of a share, not of the batch.",
-                received=f"hooks on {', '.join(names)}",
-                fix="Remove them, or train with SingleDeviceStrategy.",
-            )
+            "Gradient hooks on parameters would see the gradient of a share, not of the batch.",
+            received=f"hooks on {', '.join(names)}",
+            fix="Remove them, or train with SingleDeviceStrategy.",
         )
 
 

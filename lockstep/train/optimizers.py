@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn, optim
 
-from lockstep.errors import OptionError, Problems, problem
+from lockstep.errors import OptionError, Problems
 from lockstep.train.optimizer_checks import make_optimizer
 
 
@@ -64,12 +64,10 @@ def _make_one(name: str, optimizer: Any, model: nn.Module) -> optim.Optimizer:
     part = dict(model.named_modules()).get(name)
     if part is None:
         raise OptionError(
-            problem(
-                "Of several optimizers, one that is a class or function gets the parameters of the "
-                "submodule of its name.",
-                received=f"optimizer {name!r}, and no submodule {name!r}",
-                fix="Pass an optimizer over the parameters, or name it after a submodule.",
-            )
+            "Of several optimizers, one that is a class or function gets the parameters of the "
+            "submodule of its name.",
+            received=f"optimizer {name!r}, and no submodule {name!r}",
+            fix="Pass an optimizer over the parameters, or name it after a submodule.",
         )
     made = make_optimizer(optimizer, part)
     return make_optimizer(made, model)
@@ -89,11 +87,9 @@ def _check_names(optimizer: object, train_step: object) -> None:
     assert isinstance(train_step, Mapping)
     if set(optimizer) != set(train_step):
         raise OptionError(
-            problem(
-                "Optimizers and functions of train_step must have the same names.",
-                received=f"optimizers {sorted(optimizer)}, functions {sorted(train_step)}",
-                fix="Give one optimizer for each function.",
-            )
+            "Optimizers and functions of train_step must have the same names.",
+            received=f"optimizers {sorted(optimizer)}, functions {sorted(train_step)}",
+            fix="Give one optimizer for each function.",
         )
 
 
@@ -106,9 +102,7 @@ def _check_disjoint(made: Optimizers, model: nn.Module) -> None:
     if shared:
         parameter, names = next(iter(sorted(shared.items())))
         raise OptionError(
-            problem(
-                "Every parameter must have one optimizer.",
-                received=f"{parameter!r} has {' and '.join(names)}",
-                fix="Divide the parameters among the optimizers.",
-            )
+            "Every parameter must have one optimizer.",
+            received=f"{parameter!r} has {' and '.join(names)}",
+            fix="Divide the parameters among the optimizers.",
         )

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lockstep.comm.exchange import ExchangeSpec
-from lockstep.errors import OptionError, problem
+from lockstep.errors import OptionError
 from lockstep.launch.link import MOST_DESCRIPTORS
 from lockstep.parallel.exchange_layout import exchange_spec
 from lockstep.parallel.serialization import SerializedObject, parameters_in
@@ -69,13 +69,11 @@ def check_loss(assignment: Assignment) -> None:
     strange = [named[number][0] for number in numbers if named[number][0] in elsewhere]
     if strange:
         raise OptionError(
-            problem(
-                "In a pipeline the loss is computed by the last stage, which has its own "
-                "parameters only.",
-                received=f"a loss that uses {first_few(strange)}",
-                fix="Leave penalties on weights to the optimizer (weight_decay), or use a data "
-                "parallel strategy.",
-            )
+            "In a pipeline the loss is computed by the last stage, which has its own "
+            "parameters only.",
+            received=f"a loss that uses {first_few(strange)}",
+            fix="Leave penalties on weights to the optimizer (weight_decay), or use a data "
+            "parallel strategy.",
         )
 
 
@@ -87,10 +85,8 @@ def check_number(num_regions: int) -> None:
     """
     if num_regions > MOST_DESCRIPTORS:
         raise OptionError(
-            problem(
-                f"A plan can have at most {MOST_DESCRIPTORS} regions of shared memory: two for "
-                "each set of stages that have parameters in common.",
-                received=f"{num_regions}",
-                fix="Use fewer stages.",
-            )
+            f"A plan can have at most {MOST_DESCRIPTORS} regions of shared memory: two for "
+            "each set of stages that have parameters in common.",
+            received=f"{num_regions}",
+            fix="Use fewer stages.",
         )

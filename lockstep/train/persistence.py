@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 
 from lockstep.checkpoint.weights import load_weights, save_weights
-from lockstep.errors import OptionError, problem
+from lockstep.errors import OptionError
 from lockstep.train.callbacks import Callback
 from lockstep.train.conducting import FollowingConductor
 from lockstep.train.conductor import Place
@@ -95,11 +95,9 @@ class PersistentRunner(Runner):
         averages = self._recipe.averages
         if averages is None:
             raise OptionError(
-                problem(
-                    "There are averaged weights where the Trainer was asked for them.",
-                    received="average=None",
-                    fix="Pass average=lockstep.EMA(0.999), for example.",
-                )
+                "There are averaged weights where the Trainer was asked for them.",
+                received="average=None",
+                fix="Pass average=lockstep.EMA(0.999), for example.",
             )
         return averages.applied_to(self.model)
 
@@ -175,19 +173,15 @@ class PersistentRunner(Runner):
         if is_stream != (place.get("read") is not None):
             kinds = ["arrays or map-style data", "data that can only be iterated"]
             raise OptionError(
-                problem(
-                    f"A fit is gone on with as it was begun: on {kinds[not is_stream]}.",
-                    received=kinds[is_stream],
-                    fix="Give fit the arguments that it had.",
-                )
+                f"A fit is gone on with as it was begun: on {kinds[not is_stream]}.",
+                received=kinds[is_stream],
+                fix="Give fit the arguments that it had.",
             )
         if place["batch_size"] != batch_size:
             raise OptionError(
-                problem(
-                    "A fit is gone on with as it was begun.",
-                    received=f"batch_size={batch_size} after batches of {place['batch_size']}",
-                    fix="Give fit the arguments that it had.",
-                )
+                "A fit is gone on with as it was begun.",
+                received=f"batch_size={batch_size} after batches of {place['batch_size']}",
+                fix="Give fit the arguments that it had.",
             )
         batch = place["batch"]
         return Resume(place["epoch"], batch > 0, batch=batch, so_far=place["so_far"])
@@ -303,10 +297,8 @@ class PersistentRunner(Runner):
         averages = self._recipe.averages
         if averages is not None and averages.is_applied:
             raise OptionError(
-                problem(
-                    "Within averaged() the model has other weights for a while: what changes "
-                    "them would be lost.",
-                    received=method,
-                    fix="Call it after the block.",
-                )
+                "Within averaged() the model has other weights for a while: what changes "
+                "them would be lost.",
+                received=method,
+                fix="Call it after the block.",
             )

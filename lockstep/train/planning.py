@@ -24,7 +24,7 @@ from lockstep.cluster.topology import Cluster
 from lockstep.data.order import restore_streams, stream_states
 from lockstep.data.sources import Source
 from lockstep.data.trees import Tree, map_tensors
-from lockstep.errors import OptionError, problem
+from lockstep.errors import OptionError
 from lockstep.graph.layer_graph import LayerGraph
 from lockstep.parallel.forward import DTYPES, channels_last, computing_in, narrowed, running_lstms
 from lockstep.parallel.partition import Partition, partition
@@ -100,11 +100,9 @@ class Planning:
             return settle(maker(capture_layers(self._model), cluster, batch_size)), {}
         if source is None:
             raise OptionError(
-                problem(
-                    "To cut a model, every host needs samples of the data.",
-                    received="data that host 0 alone reads",
-                    fix="Pass arrays or a map-style Dataset, or use MultiWorkerMirroredStrategy.",
-                )
+                "To cut a model, every host needs samples of the data.",
+                received="data that host 0 alone reads",
+                fix="Pass arrays or a map-style Dataset, or use MultiWorkerMirroredStrategy.",
             )
         inputs = self._placed(_sample(source, size, precision))
         computing = computing_in(precision, "cpu")

@@ -23,7 +23,7 @@ from lockstep.capture.state import left_alone
 from lockstep.data.order import kept_streams, seed_streams
 from lockstep.data.sources import Batch, Source
 from lockstep.data.trees import tensors_of
-from lockstep.errors import ModelError, problem
+from lockstep.errors import ModelError
 from lockstep.parallel.control import Control
 from lockstep.parallel.forward import DTYPES
 from lockstep.parallel.losses import JointLoss, ShareLoss
@@ -177,11 +177,9 @@ def _first_difference(one: Sequence[Print], other: Sequence[Print]) -> str | Non
 
 def _unlike(rank: int, first: int, place: str) -> ModelError:
     return ModelError(
-        problem(
-            f"Rank {rank} does not compute what rank {first} computes.",
-            received=f"other bits, first in {place}",
-            fix="A helper has a copy of the model and imports modules for itself. What the script "
-            "has changed in an imported module (a function, a class, a global, a mode, a hook on "
-            "all modules) is not there: do it in the model's own code, where it is used.",
-        )
+        f"Rank {rank} does not compute what rank {first} computes.",
+        received=f"other bits, first in {place}",
+        fix="A helper has a copy of the model and imports modules for itself. What the script "
+        "has changed in an imported module (a function, a class, a global, a mode, a hook on "
+        "all modules) is not there: do it in the model's own code, where it is used.",
     )

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from torch import optim
 
-from lockstep.errors import OptionError, Problems, problem
+from lockstep.errors import OptionError, Problems
 from lockstep.train.intake import DEFAULT_BATCH_SIZE
 
 _EXPONENTS = {"linear": 1.0, "sqrt": 0.5}
@@ -87,11 +87,9 @@ def rule_of(name: str | None, reference_batch_size: int) -> RateRule | None:
     )
     if name is None and reference_batch_size != DEFAULT_BATCH_SIZE:
         raise OptionError(
-            problem(
-                "`reference_batch_size` says for which batch size a rate was chosen, for a rule to "
-                "scale it.",
-                received=f"reference_batch_size={reference_batch_size} without a rule",
-                fix='Pass learning_rate_rule="linear" or "sqrt", or leave it out.',
-            )
+            "`reference_batch_size` says for which batch size a rate was chosen, for a rule to "
+            "scale it.",
+            received=f"reference_batch_size={reference_batch_size} without a rule",
+            fix='Pass learning_rate_rule="linear" or "sqrt", or leave it out.',
         )
     return None if name is None else rule

@@ -6,7 +6,7 @@ from typing import get_args
 
 import msgspec
 
-from lockstep.errors import OptionError, Problems, problem
+from lockstep.errors import OptionError, Problems
 from lockstep.parallel.gradient_rules import OnNonFinite
 from lockstep.plan.spec import Plan
 from lockstep.train.averages import EMA
@@ -57,19 +57,15 @@ def check_additions(average: object, compile: object) -> None:
     """
     if not isinstance(compile, bool):
         raise OptionError(
-            problem(
-                "`compile` must be True or False.",
-                received=f"compile={compile!r}",
-                fix="Leave it out to run the model as it is.",
-            )
+            "`compile` must be True or False.",
+            received=f"compile={compile!r}",
+            fix="Leave it out to run the model as it is.",
         )
     if average is not None and not isinstance(average, EMA):
         raise OptionError(
-            problem(
-                "`average` must be a lockstep.EMA.",
-                received=f"average={average!r}",
-                fix="Pass average=lockstep.EMA(0.999), for example.",
-            )
+            "`average` must be a lockstep.EMA.",
+            received=f"average={average!r}",
+            fix="Pass average=lockstep.EMA(0.999), for example.",
         )
 
 
@@ -120,11 +116,9 @@ def check_steps_fit(plan: Plan) -> None:
     """
     if plan.pipeline is not None:
         raise OptionError(
-            problem(
-                "A train_step needs the whole model, and in a pipeline each rank has a part.",
-                received="train_step with a pipeline",
-                fix="Use a data parallel strategy.",
-            )
+            "A train_step needs the whole model, and in a pipeline each rank has a part.",
+            received="train_step with a pipeline",
+            fix="Use a data parallel strategy.",
         )
 
 
@@ -136,12 +130,10 @@ def compiled(plan: Plan) -> Plan:
     """
     if plan.pipeline is not None:
         raise OptionError(
-            problem(
-                "The stages of a pipeline run a model's layers one by one: there is no whole to "
-                "compile.",
-                received="compile=True with a pipeline",
-                fix="Leave it out, or use a data parallel strategy.",
-            )
+            "The stages of a pipeline run a model's layers one by one: there is no whole to "
+            "compile.",
+            received="compile=True with a pipeline",
+            fix="Leave it out, or use a data parallel strategy.",
         )
     return msgspec.structs.replace(plan, compiled=True)
 

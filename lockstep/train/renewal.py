@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn, optim
 
 from lockstep.comm.codec import encode
-from lockstep.errors import OptionError, ShippingError, problem
+from lockstep.errors import OptionError, ShippingError
 from lockstep.units import first_few
 
 # Of a module: what has places and values of its own, and is looked at by itself.
@@ -68,13 +68,11 @@ class Form:
         strange += [_shown(*place) for place in self._attributes.keys() - later._attributes.keys()]
         if strange:
             raise OptionError(
-                problem(
-                    "On several hosts a callback may change between epochs what can be told as "
-                    "plain values: weights, buffers, requires_grad, modes, numbers and texts that "
-                    "modules have, the optimizer's groups and state.",
-                    received=f"a change of {first_few(sorted(strange))}",
-                    fix="Make that change in the script, between two calls of fit.",
-                )
+                "On several hosts a callback may change between epochs what can be told as "
+                "plain values: weights, buffers, requires_grad, modes, numbers and texts that "
+                "modules have, the optimizer's groups and state.",
+                received=f"a change of {first_few(sorted(strange))}",
+                fix="Make that change in the script, between two calls of fit.",
             )
         return {"attributes": attributes, "trained": later._trained, "groups": later._groups}
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lockstep.checkpoint.trees import Tree
-from lockstep.errors import CheckpointError, Problems, problem
+from lockstep.errors import CheckpointError, Problems
 from lockstep.parallel.update import Updater
 from lockstep.train.callbacks import Callback
 from lockstep.train.copies import set_values
@@ -167,22 +167,18 @@ def _check_names(state: TrainingState, own: TrainingState, problems: Problems) -
 def within_training() -> CheckpointError:
     """For what cannot be done while a training goes on."""
     return CheckpointError(
-        problem(
-            "A state is loaded between two calls of fit.",
-            received="load_state_dict within a call, by a callback",
-            fix="Load it before fit.",
-        )
+        "A state is loaded between two calls of fit.",
+        received="load_state_dict within a call, by a callback",
+        fix="Load it before fit.",
     )
 
 
 def no_place() -> CheckpointError:
     """For a state that is asked for where training cannot be gone on from."""
     return CheckpointError(
-        problem(
-            "Within a fit, a callback finds the state of the training in on_epoch_end, and in "
-            "on_train_batch_end where its takes_state() says so: not in pipelines over several "
-            "hosts, and on data that can only be iterated with fit(checkpoint=...) only.",
-            received="state_dict elsewhere",
-            fix="Call it there, or after fit.",
-        )
+        "Within a fit, a callback finds the state of the training in on_epoch_end, and in "
+        "on_train_batch_end where its takes_state() says so: not in pipelines over several "
+        "hosts, and on data that can only be iterated with fit(checkpoint=...) only.",
+        received="state_dict elsewhere",
+        fix="Call it there, or after fit.",
     )

@@ -15,7 +15,7 @@ from torch import nn, optim
 
 from lockstep.capture.layers import capture_layers
 from lockstep.cluster.devices import discover
-from lockstep.errors import OptionError, problem
+from lockstep.errors import OptionError
 from lockstep.parallel.blank import blank_names, forget_blanks, initialize
 from lockstep.parallel.groups import parameter_groups
 from lockstep.parallel.losses import LossAdapter
@@ -125,12 +125,10 @@ class Runner(ABC):
         maker, cluster = self._maker(), discover()
         if maker.sample_size(cluster, DEFAULT_BATCH_SIZE) is not None:
             raise OptionError(
-                problem(
-                    "Where to cut the model depends on what its layers cost, on your data.",
-                    received="`plan` before fit, evaluate or predict",
-                    fix="Call one of them first, or strategy.plan(model, batch_size=..., "
-                    "sample=inputs).",
-                )
+                "Where to cut the model depends on what its layers cost, on your data.",
+                received="`plan` before fit, evaluate or predict",
+                fix="Call one of them first, or strategy.plan(model, batch_size=..., "
+                "sample=inputs).",
             )
         return maker(capture_layers(self.model), cluster, DEFAULT_BATCH_SIZE)
 
@@ -358,10 +356,8 @@ def _nested(task: Task) -> Session:
     """
     if isinstance(task, FitTask):
         raise OptionError(
-            problem(
-                "A callback cannot train the model that is being trained.",
-                received="fit within fit",
-                fix="Call evaluate or predict, or train another model with another Trainer.",
-            )
+            "A callback cannot train the model that is being trained.",
+            received="fit within fit",
+            fix="Call evaluate or predict, or train another model with another Trainer.",
         )
     return Session(DEFAULT_TIMEOUT_SECONDS)

@@ -16,7 +16,6 @@ from lockstep.data.sources import Source, as_input_source
 from lockstep.data.trees import Tree, concatenate, map_tensors, tensors_of
 from lockstep.errors import (
     DataError,
-    problem,
 )
 from lockstep.parallel.blank import (
     allocate,
@@ -380,10 +379,8 @@ def _inputs(source: Source | SharedStream) -> Tree:
     inputs = getattr(source, "inputs", None)
     if next(tensors_of(inputs), None) is None:
         raise DataError(
-            problem(
-                "An empty dataset says nothing of the shape of its samples.",
-                received="a dataset of length 0",
-                fix="Pass an array of shape (0, ...) instead.",
-            )
+            "An empty dataset says nothing of the shape of its samples.",
+            received="a dataset of length 0",
+            fix="Pass an array of shape (0, ...) instead.",
         )
     return inputs

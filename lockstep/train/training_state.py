@@ -19,7 +19,7 @@ import msgspec
 import torch
 
 from lockstep.checkpoint.trees import Path, Tensors, Tree, assembled, flattened, pointer
-from lockstep.errors import CheckpointError, problem
+from lockstep.errors import CheckpointError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,11 +72,9 @@ class TrainingState:
         if not isinstance(parts, Mapping) or sorted(map(str, parts)) != sorted(known):
             found = sorted(map(str, parts)) if isinstance(parts, Mapping) else type(parts).__name__
             raise CheckpointError(
-                problem(
-                    f"The state of a training has the parts {known}.",
-                    received=found,
-                    fix="Give what state_dict() of a Trainer has returned.",
-                )
+                f"The state of a training has the parts {known}.",
+                received=found,
+                fix="Give what state_dict() of a Trainer has returned.",
             )
         return cls(**parts)
 

@@ -264,7 +264,7 @@ def with_a_hook(model: Net) -> None:
 def with_a_closure(model: Net) -> None:
     """As in minGPT: a function that refers to the layers of the module that has it."""
     head = model.head
-    model.drop.forward = lambda x: x + head(x).sum()  # type: ignore[method-assign]
+    model.drop.forward = lambda x: x + head(x).sum()  # type: ignore[method-assign, assignment]
 
 
 def with_a_parametrization(model: Net) -> None:

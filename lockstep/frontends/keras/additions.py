@@ -13,7 +13,7 @@ import warnings
 
 from lockstep.data.sources import ArraySource
 from lockstep.data.trees import Tree, tensors_of
-from lockstep.errors import ModelError, level_of_user, problem
+from lockstep.errors import ModelError, level_of_user
 from lockstep.frontends.keras.independence import check_outputs
 from lockstep.frontends.keras.layer_state import check_layer_state
 from lockstep.frontends.keras.looking import (
@@ -59,11 +59,9 @@ def _check_batch_size(module: KerasModel) -> None:
     fixed = fixed_batch_size(module.model)
     if fixed is not None:
         raise ModelError(
-            problem(
-                "Devices work on parts of a batch, so a model must take batches of any size.",
-                received=f"{module.model.name!r}, with stateful layers for {fixed} samples",
-                fix="Make them without stateful=True, or use SingleDeviceStrategy.",
-            )
+            "Devices work on parts of a batch, so a model must take batches of any size.",
+            received=f"{module.model.name!r}, with stateful layers for {fixed} samples",
+            fix="Make them without stateful=True, or use SingleDeviceStrategy.",
         )
 
 
@@ -102,12 +100,10 @@ def _is_sum(module: KerasModel, number: int, some: float, others: float, both: f
         if abs(both - (some + others) / parts) <= _TOLERANCE * size:
             return parts == 1
     raise ModelError(
-        problem(
-            "What a layer adds to the loss must be a mean or a sum over its samples.",
-            received=f"{where} {some:g} for some samples, {others:g} for others, and {both:g} for "
-            "all of them",
-            fix="Add ops.mean(...) or ops.sum(...) of values that each come from one sample; or "
-            "give the model a compute_loss of its own, which is taken on the whole batch; or use "
-            "SingleDeviceStrategy.",
-        )
+        "What a layer adds to the loss must be a mean or a sum over its samples.",
+        received=f"{where} {some:g} for some samples, {others:g} for others, and {both:g} for "
+        "all of them",
+        fix="Add ops.mean(...) or ops.sum(...) of values that each come from one sample; or "
+        "give the model a compute_loss of its own, which is taken on the whole batch; or use "
+        "SingleDeviceStrategy.",
     )

@@ -12,7 +12,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from lockstep.data.trees import Tree, tensors_of
-from lockstep.errors import LossError, problem
+from lockstep.errors import LossError
 from lockstep.frontends.keras.losses import Additions, KerasLoss
 from lockstep.frontends.keras.model import KerasModel
 from lockstep.frontends.keras.reductions import masked_outputs
@@ -103,12 +103,10 @@ class _WithoutWeights(TorchFunctionMode):
         for tensor in tensors_of([list(args), dict(kwargs or {})]):
             if id(tensor) in self._paths:
                 raise LossError(
-                    problem(
-                        "In a pipeline the loss is computed by the last stage, which has its own "
-                        "weights only.",
-                        received=f"a compute_loss that uses {self._paths[id(tensor)]}",
-                        fix="Compute it from the outputs, or use a data parallel strategy.",
-                    )
+                    "In a pipeline the loss is computed by the last stage, which has its own "
+                    "weights only.",
+                    received=f"a compute_loss that uses {self._paths[id(tensor)]}",
+                    fix="Compute it from the outputs, or use a data parallel strategy.",
                 )
         return func(*args, **(kwargs or {}))
 

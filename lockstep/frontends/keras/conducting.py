@@ -12,7 +12,7 @@ from keras.src.callbacks.progbar_logger import ProgbarLogger
 from keras.src.utils.python_utils import pythonify_logs
 
 from lockstep.data.trees import Tree, map_tensors
-from lockstep.errors import OptionError, problem
+from lockstep.errors import OptionError
 from lockstep.frontends.keras.attributes import NO_SETTINGS, described, foreign_parts, with_settings
 from lockstep.frontends.keras.model import KerasModel
 from lockstep.frontends.keras.tasks import BatchLosses, KerasConductor, LossMeans
@@ -284,23 +284,19 @@ class KerasFitConductor(EvaluationConductor):
         self._settings.over(act)  # which knows their names
         if self._look_at_foreign_parts() != parts:
             raise OptionError(
-                problem(
-                    "In the midst of an epoch a callback may change values only: the other ranks "
-                    "have losses, rates and functions as they were when the epoch began.",
-                    received="a change of the optimizer, or of what its learning rate, a loss or a "
-                    "layer's function looks at",
-                    fix="Do it in on_epoch_begin or on_epoch_end; a number for the learning rate "
-                    "can be assigned at any time.",
-                )
+                "In the midst of an epoch a callback may change values only: the other ranks "
+                "have losses, rates and functions as they were when the epoch began.",
+                received="a change of the optimizer, or of what its learning rate, a loss or a "
+                "layer's function looks at",
+                fix="Do it in on_epoch_begin or on_epoch_end; a number for the learning rate "
+                "can be assigned at any time.",
             )
         if self._versions_of_slots() != slots:
             raise OptionError(
-                problem(
-                    "In the midst of an epoch a callback cannot write to the slots of an optimizer "
-                    "that looks at whole variables: every rank keeps its own.",
-                    received=f"a change of slots of {type(self._model.optimizer).__name__}",
-                    fix="Do it in on_epoch_begin or on_epoch_end.",
-                )
+                "In the midst of an epoch a callback cannot write to the slots of an optimizer "
+                "that looks at whole variables: every rank keeps its own.",
+                received=f"a change of slots of {type(self._model.optimizer).__name__}",
+                fix="Do it in on_epoch_begin or on_epoch_end.",
             )
 
     def watch(self, act: Callable[[], None], *, in_epoch: bool) -> dict[str, torch.Tensor]:

@@ -15,7 +15,7 @@ from lockstep.capture.state import ModelState
 from lockstep.data.order import seed_streams
 from lockstep.data.sources import ArraySource, Batch
 from lockstep.data.trees import Tree, tensors_of
-from lockstep.errors import ModelError, problem
+from lockstep.errors import ModelError
 from lockstep.frontends.keras.attributes import plain_attributes_kept
 from lockstep.frontends.keras.looking import FEW, Seen, fixed_batch_size, left_as_found, look
 from lockstep.frontends.keras.model import KerasModel, giving_losses
@@ -67,13 +67,11 @@ def check_outputs(module: KerasModel, state: ModelState, seen: Seen, *, trains: 
         is_unlike = _distance(seen, outputs) > tolerance
         if is_unlike and _depends(module, state, seen, tolerance, training=training):
             raise ModelError(
-                problem(
-                    "Devices work on parts of a batch, so what a model makes of a sample must not "
-                    "depend on the others.",
-                    received=f"{module.model.name!r}, whose outputs for the first samples in "
-                    f"{'training' if training else 'evaluation'} are others when more come along",
-                    fix=_FIX,
-                )
+                "Devices work on parts of a batch, so what a model makes of a sample must not "
+                "depend on the others.",
+                received=f"{module.model.name!r}, whose outputs for the first samples in "
+                f"{'training' if training else 'evaluation'} are others when more come along",
+                fix=_FIX,
             )
 
 

@@ -19,7 +19,7 @@ from lockstep.data.reading import Reading
 from lockstep.data.sources import ArraySource, Source, array_source
 from lockstep.data.streams import Stream
 from lockstep.data.trees import Tree
-from lockstep.errors import OptionError, level_of_user, problem
+from lockstep.errors import OptionError, level_of_user
 from lockstep.train.checks import filled
 from lockstep.train.feeding import SharedStream, sample_of
 from lockstep.train.intake import Feed
@@ -128,11 +128,9 @@ def _check_size(batch_size: int, steps: int | None) -> None:
     """Arrays are cut into as many batches as there are steps, if nobody says how large they are."""
     if batch_size < 1:
         raise OptionError(
-            problem(
-                "Arrays are to be cut into as many batches as there are steps.",
-                received=f"{steps} steps, and no batch size",
-                fix="Pass batch_size, or a positive number of steps.",
-            )
+            "Arrays are to be cut into as many batches as there are steps.",
+            received=f"{steps} steps, and no batch size",
+            fix="Pass batch_size, or a positive number of steps.",
         )
 
 

@@ -15,7 +15,7 @@ from keras.src.layers.normalization.batch_normalization import BatchNormalizatio
 
 from lockstep.capture.state import ModelState
 from lockstep.data.sources import Batch
-from lockstep.errors import ModelError, problem
+from lockstep.errors import ModelError
 from lockstep.frontends.keras.model import KerasModel
 from lockstep.units import first_few
 
@@ -86,13 +86,11 @@ def _refuse_writers(module: KerasModel, state: ModelState, batch: Batch) -> None
     state.restore()
     if written:
         raise ModelError(
-            problem(
-                "Each device calls the model on its own part of the batch, so a call must not "
-                "change what is trained.",
-                received=f"calls change {first_few(written)}",
-                fix="Give the variable a constraint, which acts once a step, or use "
-                "SingleDeviceStrategy.",
-            )
+            "Each device calls the model on its own part of the batch, so a call must not "
+            "change what is trained.",
+            received=f"calls change {first_few(written)}",
+            fix="Give the variable a constraint, which acts once a step, or use "
+            "SingleDeviceStrategy.",
         )
 
 
@@ -104,12 +102,10 @@ def _refuse_kept(variables: Sequence[Any], left: Sequence[Sequence[torch.Tensor]
     ]
     if unlike:
         raise ModelError(
-            problem(
-                "Each device sees a part of the batch, so what a layer keeps must not depend on "
-                "the samples.",
-                received=f"calls change {first_few(unlike)}",
-                fix="Use BatchNormalization for statistics of the batch, or SingleDeviceStrategy.",
-            )
+            "Each device sees a part of the batch, so what a layer keeps must not depend on "
+            "the samples.",
+            received=f"calls change {first_few(unlike)}",
+            fix="Use BatchNormalization for statistics of the batch, or SingleDeviceStrategy.",
         )
 
 
@@ -127,13 +123,11 @@ def _refuse_counts(
             means.append(metric.name)
     if means:
         raise ModelError(
-            problem(
-                "Each device sees a part of the batch, so a metric that a layer updates must get "
-                "a value for each sample.",
-                received=f"one value for a batch: {first_few(means)}",
-                fix="Pass values of shape (batch,) to update_state: keras.metrics.Mean takes the "
-                "mean over them. Or use SingleDeviceStrategy.",
-            )
+            "Each device sees a part of the batch, so a metric that a layer updates must get "
+            "a value for each sample.",
+            received=f"one value for a batch: {first_few(means)}",
+            fix="Pass values of shape (batch,) to update_state: keras.metrics.Mean takes the "
+            "mean over them. Or use SingleDeviceStrategy.",
         )
 
 

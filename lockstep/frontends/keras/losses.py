@@ -28,7 +28,7 @@ import torch
 from keras import tree
 
 from lockstep.data.trees import Tree
-from lockstep.errors import LossError, problem
+from lockstep.errors import LossError
 from lockstep.frontends.keras.reductions import (
     Asking,
     Reduced,
@@ -145,11 +145,9 @@ class KerasLoss(LossAdapter):
         are_sums = self._additions.are_sums[torch.is_grad_enabled()]
         if len(losses) != len(are_sums):
             raise LossError(
-                problem(
-                    "Layers must add the same number of losses in every batch.",
-                    received=f"{len(losses)}, and {len(are_sums)} before",
-                    fix="Call add_loss always, with 0 where there is nothing to add.",
-                )
+                "Layers must add the same number of losses in every batch.",
+                received=f"{len(losses)}, and {len(are_sums)} before",
+                fix="Call add_loss always, with 0 where there is nothing to add.",
             )
         values = (*losses, *penalties)
         kinds = (*are_sums, *(False for _ in penalties))

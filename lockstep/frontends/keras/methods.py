@@ -18,7 +18,7 @@ from keras.src.callbacks import CallbackList
 from keras.src.trainers.data_adapters import array_slicing, data_adapter_utils
 
 from lockstep.data.trees import Tree, map_tensors
-from lockstep.errors import ModelError, OptionError, level_of_user, problem
+from lockstep.errors import ModelError, OptionError, level_of_user
 from lockstep.frontends.keras.bound_methods import METHODS
 from lockstep.frontends.keras.checks import check_batch_sizes, check_integers, check_model
 from lockstep.frontends.keras.conducting import steps_between_metrics
@@ -57,11 +57,9 @@ class Methods:
         """
         if self._trainer is None:
             raise ModelError(
-                problem(
-                    "A model has a Plan from its first call on.",
-                    received=f"a model {self._model.name!r} that was not called",
-                    fix="Call fit, evaluate or predict first.",
-                )
+                "A model has a Plan from its first call on.",
+                received=f"a model {self._model.name!r} that was not called",
+                fix="Call fit, evaluate or predict first.",
             )
         return self._trainer.plan
 
@@ -326,11 +324,9 @@ class Methods:
         """Whether an epoch ends with an evaluation."""
         if validation_freq == 0:
             raise OptionError(
-                problem(
-                    "`validation_freq` is how many epochs there are to an evaluation.",
-                    received="validation_freq=0",
-                    fix="Pass a positive integer, or no validation_data.",
-                )
+                "`validation_freq` is how many epochs there are to an evaluation.",
+                received="validation_freq=0",
+                fix="Pass a positive integer, or no validation_data.",
             )
         return bool(self._model._should_eval(epoch, validation_freq))
 

@@ -15,7 +15,7 @@ from keras import tree
 from keras.src.metrics.reduction_metrics import MeanMetricWrapper
 
 from lockstep.data.trees import Tree, map_tensors
-from lockstep.errors import ModelError, problem
+from lockstep.errors import ModelError
 from lockstep.frontends.keras.reductions import is_of_each_sample, masked
 from lockstep.parallel.control import Control
 from lockstep.train.metrics import Metrics
@@ -108,12 +108,10 @@ def _check_layers(metrics: Sequence[Any]) -> None:
     foreign = [metric.name for metric in metrics if not _is_sum(metric)]
     if foreign:
         raise ModelError(
-            problem(
-                "A metric that a layer updates must be one of Keras's own: every device counts its "
-                "part of a batch, and the counts are added up.",
-                received=first_few(foreign),
-                fix="Use keras.metrics.Mean or Sum in the layer, or pass the metric to compile.",
-            )
+            "A metric that a layer updates must be one of Keras's own: every device counts its "
+            "part of a batch, and the counts are added up.",
+            received=first_few(foreign),
+            fix="Use keras.metrics.Mean or Sum in the layer, or pass the metric to compile.",
         )
 
 

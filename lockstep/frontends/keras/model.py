@@ -29,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 from lockstep.capture.layers import BatchLayer, FrontEndLayer
 from lockstep.capture.sizes import TracedFloat, TracedInt
 from lockstep.data.trees import Tree, tensors_of
-from lockstep.errors import ModelError, problem
+from lockstep.errors import ModelError
 from lockstep.frontends.keras.checks import check_model, has_own_loss
 from lockstep.frontends.keras.direct_calls import DirectCalls
 from lockstep.frontends.keras.images import channels_last_in_memory, only_keras_sees
@@ -177,12 +177,10 @@ class KerasModel(nn.Module):
     ) -> dict[str, Any]:
         if added and self._calls.overlap:  # a layer keeps the losses of the last call only
             raise ModelError(
-                problem(
-                    "Layers that add losses, beside BatchNormalization, need a device for each "
-                    "share of a batch.",
-                    received=f"several shares on one device, and {len(added)} losses",
-                    fix="Leave num_shares out.",
-                )
+                "Layers that add losses, beside BatchNormalization, need a device for each "
+                "share of a batch.",
+                received=f"several shares on one device, and {len(added)} losses",
+                fix="Leave num_shares out.",
             )
         penalties = self.model._get_regularization_losses() if self._calls.has_penalties else []
         found = {
@@ -228,11 +226,9 @@ def module_of(model: Any) -> KerasModel:
     check_model(model)
     if not model.built:
         raise ModelError(
-            problem(
-                "A model has variables once the shape of its inputs is known.",
-                received=f"the model {model.name!r}, which is not built",
-                fix="Begin it with a keras.Input, or call it once.",
-            )
+            "A model has variables once the shape of its inputs is known.",
+            received=f"the model {model.name!r}, which is not built",
+            fix="Begin it with a keras.Input, or call it once.",
         )
     return KerasModel(model)
 

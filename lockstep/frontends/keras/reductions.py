@@ -18,7 +18,7 @@ from keras.src.losses.loss import Loss, squeeze_or_expand_to_same_rank
 from keras.src.losses.losses import LossFunctionWrapper
 
 from lockstep.data.trees import Tree
-from lockstep.errors import LossError, problem
+from lockstep.errors import LossError
 from lockstep.parallel.known_means import Known, KnownMeans
 
 _MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
@@ -122,11 +122,9 @@ def _one_number(number: torch.Tensor, known: Known | None, size: float, loss: An
     """A loss that was reduced by its own function."""
     if number.dim():
         raise LossError(
-            problem(
-                "A loss must reduce the values of its samples to one number.",
-                received=f"{loss.name} with reduction={loss.reduction!r}",
-                fix='Use reduction="sum_over_batch_size", Keras\'s default.',
-            )
+            "A loss must reduce the values of its samples to one number.",
+            received=f"{loss.name} with reduction={loss.reduction!r}",
+            fix='Use reduction="sum_over_batch_size", Keras\'s default.',
         )
     if known is not None and known.weight is None:
         return Reduced(total=number, weight=None)

@@ -16,7 +16,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from lockstep.errors import ModelError, OptionError, problem
+from lockstep.errors import ModelError, OptionError
 from lockstep.frontends.keras.bound_methods import METHODS
 from lockstep.train.scope import current_strategy, strategy_scope
 
@@ -68,13 +68,11 @@ def check_backend() -> None:
     backend = sys.modules["keras"].backend.backend()
     if backend != "torch":
         raise OptionError(
-            problem(
-                "Keras models are trained on Keras's PyTorch backend, which is chosen when Keras "
-                "is first imported (import tensorflow imports it, too).",
-                received=f"the backend {backend!r}",
-                fix="Put this line at the top of the script, before any other import: "
-                'import os; os.environ["KERAS_BACKEND"] = "torch"',
-            )
+            "Keras models are trained on Keras's PyTorch backend, which is chosen when Keras "
+            "is first imported (import tensorflow imports it, too).",
+            received=f"the backend {backend!r}",
+            fix="Put this line at the top of the script, before any other import: "
+            'import os; os.environ["KERAS_BACKEND"] = "torch"',
         )
 
 
@@ -121,11 +119,9 @@ def _refusing(original: Any) -> Any:
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         if current_strategy() is not None and "_lockstep" not in vars(self):
             raise ModelError(
-                problem(
-                    "A model must be made or compiled in the scope of the strategy that trains it.",
-                    received=f"{original.__name__} of {self.name!r}, which was neither",
-                    fix="Call compile within `with strategy.scope():`.",
-                )
+                "A model must be made or compiled in the scope of the strategy that trains it.",
+                received=f"{original.__name__} of {self.name!r}, which was neither",
+                fix="Call compile within `with strategy.scope():`.",
             )
         return original(self, *args, **kwargs)
 

@@ -9,7 +9,7 @@ from torch import optim
 
 from lockstep.data.sources import ArraySource, Source
 from lockstep.data.trees import Tree, concatenate
-from lockstep.errors import ModelError, problem
+from lockstep.errors import ModelError
 from lockstep.frontends.keras.additions import find_additions
 from lockstep.frontends.keras.attributes import NO_SETTINGS, with_settings
 from lockstep.frontends.keras.checks import has_own_loss
@@ -326,12 +326,9 @@ class KerasTrainer(Runner):
         unknown = [one.path for one in self.model.model.trainable_variables if id(one) not in known]
         if unknown:
             raise ModelError(
-                problem(
-                    "Every trainable variable must have been trainable when the model was "
-                    "compiled.",
-                    received=f"trainable since then: {first_few(unknown)}",
-                    fix="Call compile again after setting `trainable`.",
-                )
+                "Every trainable variable must have been trainable when the model was compiled.",
+                received=f"trainable since then: {first_few(unknown)}",
+                fix="Call compile again after setting `trainable`.",
             )
         sight, updater = self._updater or (None, None)
         if updater is None or sight is None or sight is not self._look():

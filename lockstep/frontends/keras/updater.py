@@ -20,7 +20,7 @@ import torch
 from keras import device, optimizers
 
 from lockstep.comm.gradients import cut_piece
-from lockstep.errors import CheckpointError, problem
+from lockstep.errors import CheckpointError
 from lockstep.frontends.keras.fused_adam import step_bare_adam, use_fused_adam
 from lockstep.frontends.keras.optimizer_copy import (
     Slot,
@@ -361,11 +361,9 @@ def _keys(kinds: Sequence[Slot | None], names: Sequence[str]) -> list[_Key]:
 
 def _other_slots(differing: Sequence[str]) -> CheckpointError:
     return CheckpointError(
-        problem(
-            "The state of an optimizer must have the slots of the optimizer.",
-            received=f"others: {first_few(differing)}",
-            fix="Compile the model with the optimizer of the run whose state it is.",
-        )
+        "The state of an optimizer must have the slots of the optimizer.",
+        received=f"others: {first_few(differing)}",
+        fix="Compile the model with the optimizer of the run whose state it is.",
     )
 
 
