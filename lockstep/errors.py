@@ -18,7 +18,8 @@
     ├── HostError            (RuntimeError)     another host did not come, fit in, or stay
     └── ExtraError           (ImportError)      an optional package that is not installed
 
-Each message says what is wrong, what was received and how to fix it. Validators gather every problem they find in a ``Problems`` and raise once.
+Each message says what is wrong, what was received and how to fix it. Validators gather every
+problem they find in a ``Problems`` and raise once.
 
 Notebooks show tracebacks with some lines of each frame: there, Lockstep's own frames are left out.
 """
