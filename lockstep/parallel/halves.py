@@ -55,9 +55,7 @@ def on_halves(
         batch = _mapped(batch, lambda one: torch.cat([one, one]), 2)
     draws, found, draws_elsewhere = _Draws(batch.num_samples), [], False
     for rows in (slice(0, batch.num_samples), *halves(batch)):
-        state.restore()
-        _without_statistics(model, training)
-        if BatchNorms(model).use_batch_statistics:  # of layers that keep none
+        if not begin_again(model, state, training):
             return None
         host = host_streams()
         with draws.of(rows):
@@ -66,13 +64,15 @@ def on_halves(
     return found if draws.fit and not draws_elsewhere else None
 
 
-def _without_statistics(model: nn.Module, training: bool | None) -> None:
-    """Put a model in a mode in which its BatchNorm layers do not look at the batch."""
+def begin_again(model: nn.Module, state: ModelState, training: bool | None) -> bool:
+    """Bring a model back to a state; whether it then looks at no statistics of the batch."""
+    state.restore()
     if training is not None:
         model.train(training)
     for module in model.modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             module.eval()
+    return not BatchNorms(model).use_batch_statistics  # of layers that keep none
 
 
 def halves(batch: Batch) -> tuple[slice, slice]:

@@ -16,7 +16,7 @@ from lockstep.data.order import seed_streams
 from lockstep.data.sources import Batch
 from lockstep.data.trees import Tree, tensors_of
 from lockstep.errors import ModelError
-from lockstep.parallel.halves import halves, on_halves, rows_of
+from lockstep.parallel.halves import begin_again, halves, on_halves, rows_of
 
 # Of the largest value: what rounding comes to, also where models compute in float32 inside, and far
 # less than seeing others makes; of what computes in half precision.
@@ -43,9 +43,7 @@ def check_apart(model: nn.Module, call: Callable[[Tree], Tree], batch: Batch) ->
                 model, lambda part: call(part.inputs), batch, state, training=training
             )
             if found is not None:
-                whole, *parts = (
-                    [*map(torch.Tensor.detach, tensors_of(output))] for output in found
-                )
+                whole, *parts = map(_values, found)
                 apart = [
                     torch.cat(pair) if _are_samples(both, *pair) else both
                     for both, *pair in zip(whole, *parts, strict=False)
@@ -66,16 +64,16 @@ def _after_halves(
     """
     kept: list[list[torch.Tensor]] = []
     outputs: list[list[torch.Tensor]] = []
-    if batch.num_samples < 2:
+    if batch.num_samples < 2 or not begin_again(model, state, None):
         return [[], []]
     for rows in halves(batch):
-        state.restore()
+        begin_again(model, state, None)
         call(rows_of(batch, rows).inputs)
         kept.append(_kept(model))
     if _are_equal(*kept):
         return [[], []]
     for rows in halves(batch):
-        state.restore()
+        begin_again(model, state, None)
         call(rows_of(batch, rows).inputs)
         seed_streams(0)
         outputs.append(_values(call(batch.inputs)))
