@@ -1,4 +1,4 @@
-"""What a forward pass changes: buffers once per batch and alike everywhere, or it is refused."""
+"""What a forward pass changes, and what it looks at: the same on shares of a batch, or refused."""
 
 from collections.abc import Callable
 from functools import partial
@@ -147,6 +147,75 @@ def test_rows_that_are_shortened_are_refused_where_ranks_share_them(strategy: st
     else:
         with pytest.raises(ModelError, match="max_norm=None"):
             lockstep.verify(job, STRATEGIES[strategy]())
+
+
+class Acting(nn.Module):
+    """A layer that does ``act`` to its inputs."""
+
+    def __init__(self, act: Callable[["Acting", Tensor], Tensor]) -> None:
+        super().__init__()
+        self.act = act
+        self.calls = 0
+        self.last: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self, x)
+
+
+def centred(module: Acting, x: Tensor) -> Tensor:
+    return x - x.mean(0)
+
+
+def decided(module: Acting, x: Tensor) -> Tensor:
+    return x * 2 if x[0, 0] > 0 else x
+
+
+def reminded(module: Acting, x: Tensor) -> Tensor:
+    before, module.last = module.last, x.detach().mean(0)
+    return x if before is None else x + before
+
+
+def counted(module: Acting, x: Tensor) -> Tensor:
+    module.calls += 1
+    return x * (1 + 1 / module.calls)
+
+
+def shown(module: Acting, x: Tensor) -> Tensor:
+    module.last = x.detach()  # for whoever wants to look
+    return x * (torch.rand(len(x), 1) < 0.5)
+
+
+def penalised(module: Acting, x: Tensor) -> Tensor:
+    seen = x.detach().requires_grad_()
+    with torch.enable_grad():
+        (slope,) = torch.autograd.grad(seen.square().sum(), seen)
+    return x + slope
+
+
+@pytest.mark.parametrize(
+    ("act", "strategy", "message"),
+    [
+        (centred, "mirrored-2", "must not depend on the others of its batch"),
+        (centred, "pipeline-2", "must not depend on the others of its batch"),
+        (decided, "mirrored-2", "must not depend on the others of its batch"),
+        (reminded, "mirrored-2", "must not depend on the samples of those before"),
+    ],
+)
+def test_a_model_that_looks_across_samples_is_refused(
+    act: Callable[[Acting, Tensor], Tensor], strategy: str, message: str
+) -> None:
+    torch.manual_seed(0)
+    with pytest.raises(ModelError, match=message):
+        lockstep.verify(job_of(net(nn.Linear(6, 8), Acting(act))), STRATEGIES[strategy]())
+
+
+@pytest.mark.parametrize("act", [counted, shown, penalised])
+def test_a_model_that_does_not_is_not(act: Callable[[Acting, Tensor], Tensor]) -> None:
+    """Whatever it counts, keeps, draws by sample, or takes gradients of."""
+    torch.manual_seed(0)
+    layers = nn.Linear(6, 8), nn.BatchNorm1d(8), Acting(act)
+    report = lockstep.verify(job_of(net(*layers)), lockstep.MirroredStrategy(2), steps=3)
+    assert report.passed, report
 
 
 def test_caches_are_each_devices_own() -> None:
