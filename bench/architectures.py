@@ -330,7 +330,9 @@ def cells_of(found: Row) -> list[str]:
     cells = []
     for trial, describe in _CELLS.items():
         one = found.get(trial)
-        text = "" if one is None else one.get("error") or describe(one)
+        text = ""
+        if one is not None:
+            text = one.get("error", "").partition(". ")[0] or describe(one)
         cells.append(text.replace("|", "/"))
     return cells
 
