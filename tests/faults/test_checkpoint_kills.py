@@ -38,7 +38,7 @@ trainer = lockstep.Trainer(
     callbacks=[Slow()],
 )
 history = trainer.fit(
-    (x, (x[:, 0] > 0).long()), epochs=20, batch_size=12, verbose=0,
+    (x, (x[:, 0] > 0).long()), epochs=int(sys.argv[3]), batch_size=12, verbose=0,
     checkpoint=lockstep.Checkpoint(sys.argv[1], every="3 steps", keep=2),
 )
 print(json.dumps([TrainingState.of(trainer.state_dict()).digest(), history.history]))
@@ -50,33 +50,34 @@ NUM_KILLS = num_kills(2)
 @pytest.mark.parametrize("kills", core_of([NUM_KILLS, 10], [NUM_KILLS]))
 def test_a_script_is_killed_at_any_moment(kills: int, devices: int, tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text(JOB)
-    expected = finished(tmp_path, "whole", devices)
+    epochs = 10 * kills  # of which none takes less than 50 ms
+    expected = finished(tmp_path, "whole", devices, epochs)
     chance = random.Random(devices)
     for _ in range(kills):
-        kill(tmp_path, devices, chance.uniform(0, 0.4))
-    assert finished(tmp_path, "killed", devices) == expected
+        kill(tmp_path, devices, epochs, chance.uniform(0, 0.4))
+    assert finished(tmp_path, "killed", devices, epochs) == expected
 
 
-def kill(folder: Path, devices: int, seconds: float) -> None:
+def kill(folder: Path, devices: int, epochs: int, seconds: float) -> None:
     """Start the script, and kill it so long after its first checkpoint of this attempt."""
     before = generations(folder / "killed")[-1:]
-    process = started(folder, "killed", devices)
+    process = started(folder, "killed", devices, epochs)
     wait_until(lambda: generations(folder / "killed")[-1:] != before, 60)
     time.sleep(seconds)
     os.kill(process.pid, signal.SIGKILL)
     assert process.wait(30) == -signal.SIGKILL
 
 
-def finished(folder: Path, run: str, devices: int) -> object:
+def finished(folder: Path, run: str, devices: int, epochs: int) -> object:
     """What the script says at its end."""
-    process = started(folder, run, devices)
+    process = started(folder, run, devices, epochs)
     assert process.wait(120) == 0, (folder / "err").read_text()
     return json.loads((folder / "out").read_text())
 
 
-def started(folder: Path, run: str, devices: int) -> warm.Process:
+def started(folder: Path, run: str, devices: int, epochs: int) -> warm.Process:
     order = warm.Order(
-        words=["-W", "error", str(folder / "job.py"), str(folder / run), str(devices)],
+        words=["-W", "error", *map(str, (folder / "job.py", folder / run, devices, epochs))],
         environment={**os.environ, **warm.VARIABLES},
         directory=str(folder),
     )
