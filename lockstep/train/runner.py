@@ -68,6 +68,9 @@ class Runner(ABC):
     _sight: object = None
     """What model, loss and metrics are in a call, to be compared by the next; None if unknown."""
 
+    _can_prove = True
+    """The model can be run once more and left as it was found."""
+
     def __init__(
         self,
         model: nn.Module,
@@ -255,7 +258,8 @@ class Runner(ABC):
         """
         task, plan = assignment.task, assignment.plan
         is_left_out = plan.pipeline is not None or plan.compiled  # compiling takes longer
-        if not isinstance(task, FitTask) or plan.num_ranks == 1 or is_left_out:
+        is_fit = isinstance(task, FitTask) and plan.num_ranks > 1
+        if not (self._can_prove and is_fit) or is_left_out:
             return None
         parts = (self.model, assignment.loss and assignment.loss.loss, assignment.functions)
         proof = session.num_ended, plan, standing(self._sight, parts, self.model)

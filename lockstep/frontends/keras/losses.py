@@ -223,6 +223,7 @@ def _left_as_found(losses: Sequence[Any]) -> Callable[[], None]:
         for loss, attributes in before:
             vars(loss).update(attributes)
         for variable, value in values:
-            variable.assign(value)
+            if not variable.value.equal(value):  # backward may need what is as it was
+                variable.assign(value)
 
     return leave
