@@ -38,21 +38,31 @@ def check_apart(model: nn.Module, call: Callable[[Tree], Tree], batch: Batch) ->
         return  # front ends look for themselves: they know what their layers keep
     # With gradients, which a model may take in its forward pass.
     with left_alone(model) as state, torch.enable_grad():
-        for training in (None, False):
-            found = on_halves(
-                model, lambda part: call(part.inputs), batch, state, training=training
-            )
-            if found is not None:
-                whole, *parts = map(_values, found)
-                apart = [
-                    torch.cat(pair) if _are_samples(both, *pair) else both
-                    for both, *pair in zip(whole, *parts, strict=False)
-                ]
-                if (distance := _distance(whole, apart)) is not None:
-                    raise _sees_others(batch.num_samples, distance)
-                break
-        if (distance := _distance(*_after_halves(model, call, batch, state))) is not None:
-            raise _remembers(distance)
+        try:
+            error = _seen(model, call, batch, state)
+        except Exception:  # of a model that takes certain numbers of samples: nobody can say
+            return
+    if error is not None:
+        raise error
+
+
+def _seen(
+    model: nn.Module, call: Callable[[Tree], Tree], batch: Batch, state: ModelState
+) -> ModelError | None:
+    """What is wrong with a model, if that shows."""
+    for training in (None, False):
+        found = on_halves(model, lambda part: call(part.inputs), batch, state, training=training)
+        if found is not None:
+            whole, *parts = map(_values, found)
+            apart = [
+                torch.cat(pair) if _are_samples(both, *pair) else both
+                for both, *pair in zip(whole, *parts, strict=False)
+            ]
+            if (distance := _distance(whole, apart)) is not None:
+                return _sees_others(batch.num_samples, distance)
+            break
+    distance = _distance(*_after_halves(model, call, batch, state))
+    return None if distance is None else _remembers(distance)
 
 
 def _after_halves(
