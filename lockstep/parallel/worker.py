@@ -12,7 +12,7 @@ nothing of how the Plan divides the model.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,8 +25,9 @@ from lockstep.comm.gradients import cut_piece
 from lockstep.data.read_ahead import Read
 from lockstep.data.sources import Batch, Source
 from lockstep.data.trees import Tree
-from lockstep.errors import LossError, NonFiniteError, NonFiniteLossError
-from lockstep.parallel.gradient_rules import GradientJudge, GradientRules, OnNonFinite
+from lockstep.errors import NonFiniteError
+from lockstep.parallel.gradient_rules import GradientJudge, GradientRules
+from lockstep.parallel.loss_rules import check_used, refuses
 from lockstep.parallel.losses import Sums
 from lockstep.parallel.owned_group import OwnedGroup
 from lockstep.parallel.passes import Observe, Passes, Run, Take
@@ -428,62 +429,6 @@ def span(*parts: object) -> AbstractContextManager[Any]:
     if torch._C._autograd._profiler_enabled():
         return torch.profiler.record_function(" ".join(map(str, parts)))
     return _NO_SPAN
-
-
-def refuses(
-    rule: OnNonFinite,
-    step: int,
-    bounds: Sequence[tuple[int, int]],
-    totals: Sequence[float],
-    diagnose: Callable[[int], str],
-) -> bool:
-    """Whether a step is to be left out because the loss of a share is NaN or infinite.
-
-    One such loss makes the whole gradient so, also where its weight is 0.
-
-    Args:
-        rule: what becomes of such a step.
-        step: the step's number.
-        bounds: samples ``[start, stop)`` of each share.
-        totals: of each filled share.
-        diagnose: says where a share's values cease to be finite; empty where nobody knows.
-
-    Raises:
-        NonFiniteLossError: if that is the rule.
-    """
-    share = next((share for share, total in enumerate(totals) if not math.isfinite(total)), None)
-    if share is None or rule == "ignore":
-        return False
-    if rule == "raise":
-        raise _nonfinite_loss(step, bounds[share], share, totals[share], diagnose(share))
-    return True
-
-
-def _nonfinite_loss(
-    step: int, bounds: tuple[int, int], share: int, total: float, diagnosis: str
-) -> NonFiniteLossError:
-    start, stop = bounds
-    where = f"; {diagnosis}" if diagnosis else ""
-    return NonFiniteLossError(
-        f"The loss of step {step} is not finite.",
-        received=f"{total} from share {share} (samples {start} to {stop - 1} of the batch){where}",
-        fix="Lower the learning rate, or look at these samples, or leave such steps out with "
-        'on_nonfinite="skip". The weights are those before this step.',
-    )
-
-
-def check_used(step: int, is_any_used: bool) -> None:
-    """A loss that depends on no parameter trains nothing.
-
-    Raises:
-        LossError: it does not.
-    """
-    if not is_any_used:
-        raise LossError(
-            f"The loss of step {step} must depend on a trainable parameter.",
-            received="a loss that needs no gradient",
-            fix="Look for detach(), no_grad() or frozen parameters on the way to it.",
-        )
 
 
 @contextmanager
