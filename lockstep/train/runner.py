@@ -257,9 +257,9 @@ class Runner(ABC):
         Returns what the proof is going to hold for; None where there is none.
         """
         task, plan = assignment.task, assignment.plan
-        is_left_out = plan.pipeline is not None or plan.compiled  # compiling takes longer
-        is_fit = isinstance(task, FitTask) and plan.num_ranks > 1
-        if not (self._can_prove and is_fit) or is_left_out:
+        # Compiling takes longer than the proof is worth.
+        is_left_out = plan.num_ranks == 1 or plan.pipeline is not None or plan.compiled
+        if not (self._can_prove and isinstance(task, FitTask)) or is_left_out:
             return None
         parts = (self.model, assignment.loss and assignment.loss.loss, assignment.functions)
         proof = session.num_ended, plan, standing(self._sight, parts, self.model)
