@@ -50,44 +50,39 @@ def _seen(
     model: nn.Module, call: Callable[[Tree], Tree], batch: Batch, state: ModelState
 ) -> ModelError | None:
     """What is wrong with a model, if that shows."""
-    for training in (None, False):
-        found = on_halves(model, lambda part: call(part.inputs), batch, state, training=training)
-        if found is not None:
-            whole, *parts = map(_values, found)
-            apart = [
-                torch.cat(pair) if _are_samples(both, *pair) else both
-                for both, *pair in zip(whole, *parts, strict=False)
-            ]
-            if (distance := _distance(whole, apart)) is not None:
-                return _sees_others(batch.num_samples, distance)
-            break
-    distance = _distance(*_after_halves(model, call, batch, state))
+
+    def look(part: Batch) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        return _values(call(part.inputs)), _kept(model)
+
+    found = on_halves(model, look, batch, state, training=None)
+    found = found or on_halves(model, look, batch, state, training=False)
+    if found is None:
+        return None
+    (whole, _), (one, kept), (other, also_kept) = found
+    apart = [
+        torch.cat([first, second]) if _are_samples(both, first, second) else both
+        for both, first, second in zip(whole, one, other, strict=False)
+    ]
+    if (distance := _distance(whole, apart)) is not None:
+        return _sees_others(batch.num_samples, distance)
+    if _are_equal(kept, also_kept) or batch.num_samples < 2:
+        return None
+    distance = _distance(*(_after(rows, model, call, batch, state) for rows in halves(batch)))
     return None if distance is None else _remembers(distance)
 
 
-def _after_halves(
-    model: nn.Module, call: Callable[[Tree], Tree], batch: Batch, state: ModelState
-) -> list[list[torch.Tensor]]:
-    """What comes of all samples after the first half has been there, and after the second.
-
-    Of a model that keeps the same of both there is nothing to be seen.
-    """
-    kept: list[list[torch.Tensor]] = []
-    outputs: list[list[torch.Tensor]] = []
-    if batch.num_samples < 2 or not begin_again(model, state, None):
-        return [[], []]
-    for rows in halves(batch):
-        begin_again(model, state, None)
-        call(rows_of(batch, rows).inputs)
-        kept.append(_kept(model))
-    if _are_equal(*kept):
-        return [[], []]
-    for rows in halves(batch):
-        begin_again(model, state, None)
-        call(rows_of(batch, rows).inputs)
-        seed_streams(0)
-        outputs.append(_values(call(batch.inputs)))
-    return outputs
+def _after(
+    rows: slice,
+    model: nn.Module,
+    call: Callable[[Tree], Tree],
+    batch: Batch,
+    state: ModelState,
+) -> list[torch.Tensor]:
+    """What comes of all samples after some have been there."""
+    begin_again(model, state, None)
+    call(rows_of(batch, rows).inputs)
+    seed_streams(0)
+    return _values(call(batch.inputs))
 
 
 def _kept(model: nn.Module) -> list[torch.Tensor]:

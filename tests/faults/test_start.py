@@ -66,9 +66,9 @@ def test_modules_beside_the_script_and_a_change_of_directory(tmp_path: Path) -> 
     *notes, last = run(JOB + MODULES, directory=home).splitlines()
     ranks = last.split()[1:]
     assert len(ranks) == 2
-    assert sorted(notes) == sorted(
-        [f"note {rank} __main__ {list(STRICT[1::2])}" for rank in ranks] * 2
-    )
+    # In steps, and before them, where the ranks' computations are compared and tried.
+    assert {*notes} == {f"note {rank} __main__ {list(STRICT[1::2])}" for rank in ranks}
+    assert all(notes.count(note) >= 2 for note in notes)
 
 
 RELATIVE = """

@@ -24,8 +24,9 @@ from lockstep.parallel.losses import ShareLoss
 from lockstep.parallel.worker import Worker
 from lockstep.proof.comparison import Comparison
 from lockstep.proof.report import Report
-from lockstep.train import recipe, trainer
+from lockstep.train import fitting, recipe, trainer
 from lockstep.train.fit_task import FitTask
+from lockstep.train.runner import Runner
 from lockstep.train.updaters import TorchUpdater
 from tests.zoo import IGNORED, Case, TiedGPT, build_seeded, case
 
@@ -50,6 +51,12 @@ class FaultyFit(FitTask):
         return super().run(worker, control, conductor)
 
 
+@pytest.fixture(autouse=True)
+def without_the_ranks_own_proof(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which finds some of these before the first step."""
+    monkeypatch.setattr(Runner, "_can_prove", False)
+
+
 @pytest.fixture
 def marker(tmp_path: Path) -> Path:
     return tmp_path / "fired"
@@ -59,7 +66,7 @@ def marker(tmp_path: Path) -> Path:
 def plant(monkeypatch: pytest.MonkeyPatch, marker: Path) -> Callable[[Fault, int | None], None]:
     def plant(fault: Fault, rank: int | None) -> None:
         faulty = functools.partial(FaultyFit, fault=fault, rank=rank, marker=marker)
-        monkeypatch.setattr(trainer, "FitTask", faulty)
+        monkeypatch.setattr(fitting, "FitTask", faulty)
 
     return plant
 
