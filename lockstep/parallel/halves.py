@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.capture.calls import has_drawn, host_streams, streams_differ
@@ -70,7 +71,7 @@ def begin_again(model: nn.Module, state: ModelState, training: bool | None) -> b
     if training is not None:
         model.train(training)
     for module in model.modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+        if isinstance(module, _BatchNorm):
             module.eval()
     return not BatchNorms(model).use_batch_statistics  # of layers that keep none
 

@@ -47,6 +47,7 @@ FUNCTIONS = (
 
 OBJECTS = (
     "_VF",
+    "compiler._is_compiling_flag",
     "optim.optimizer._global_optimizer_post_hooks",
     "optim.optimizer._global_optimizer_pre_hooks",
 )
