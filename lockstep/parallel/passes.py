@@ -261,6 +261,13 @@ class Passes(ABC):
         """
         raise NotImplementedError
 
+    def user_losses(self) -> list[Any]:
+        """What the user has given for a loss, or for each of several."""
+        loss = None if self._loss is None else self._loss.loss
+        if isinstance(loss, Mapping):
+            return list(loss.values())
+        return list(loss) if isinstance(loss, list | tuple) else [loss]
+
     # --- evaluation and prediction ---------------------------------------------------------------
 
     @abstractmethod

@@ -11,7 +11,7 @@ Gradients of large weights are not formed: their memory would be taken twice.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lockstep.capture.state import left_alone
+from lockstep.capture.state import attributes_kept, left_alone
 from lockstep.data.order import kept_streams, seed_streams
 from lockstep.data.sources import Batch, Source
 from lockstep.data.trees import tensors_of
@@ -84,7 +84,12 @@ def prove_alike(worker: Worker, control: Control, samples: Any) -> None:
     batch = Batch(
         inputs=inputs, targets=targets, sample_weight=sample_weight, num_samples=num_samples
     )
-    own = _fingerprints(worker.model, lambda: worker.passes.losses_alone(batch))
+    with ExitStack() as kept:
+        for loss in worker.passes.user_losses():
+            kept.enter_context(
+                left_alone(loss) if isinstance(loss, nn.Module) else attributes_kept(loss)
+            )
+        own = _fingerprints(worker.model, lambda: worker.passes.losses_alone(batch))
     told = control.gather(own)
     for host in range(worker.plan.num_hosts) if told else ():
         first, *others = worker.plan.ranks_of_host(host)
