@@ -261,10 +261,10 @@ class ByNumber(nn.Module):
 
 
 def test_what_is_decided_by_sizes_otherwise_than_before_is_an_error() -> None:
-    model = nn.Sequential(nn.Linear(6, 8), ByNumber(7), nn.Linear(8, 3))
+    model = nn.Sequential(nn.Linear(6, 8), ByNumber(4), nn.Linear(8, 3))
     trainer = make_trainer(lockstep.PipelineStrategy(cuts=["2"], microbatches=2), model)
-    with pytest.raises(LockstepError, match=r"eq\(7, 7\), which was False then"):
-        trainer.fit((X, Y), batch_size=15, shuffle=False, verbose=0)
+    with pytest.raises(LockstepError, match=r"eq\(4, 4\), which was False then"):
+        trainer.fit((X, Y), batch_size=14, shuffle=False, verbose=0)
 
 
 @pytest.mark.parametrize("number", [2, 5])
@@ -272,7 +272,7 @@ def test_what_is_decided_by_a_size_that_is_traced_is_decided_anew(number: int) -
     """Models are traced with 2 and with 5 samples: where they differ, a module is called whole."""
     model = nn.Sequential(nn.Linear(6, 8), ByNumber(number), nn.Linear(8, 3))
     trainer = make_trainer(lockstep.PipelineStrategy(cuts=["2"], microbatches=2), model)
-    trainer.fit((X, Y), batch_size=10, shuffle=False, verbose=0)
+    trainer.fit((X, Y), batch_size=12, shuffle=False, verbose=0)
     assert "what it does depends on the number of samples" in "".join(trainer.plan.notes)
 
 

@@ -20,7 +20,7 @@ from lockstep.data.order import stream_states
 from lockstep.errors import LossError, ModelError, NonFiniteLossError, OptionError
 from lockstep.proof.job import copy_in_double
 from lockstep.proof.report import Report
-from lockstep.train import trainer
+from lockstep.train import fitting
 from lockstep.train.fit_task import FitTask
 from tests.zoo import Case, build_seeded, case
 
@@ -77,7 +77,7 @@ def test_steps_that_are_not_made_are_a_difference(monkeypatch: pytest.MonkeyPatc
     def make(**options: Any) -> FitTask:
         return FitTask(**{**options, "epochs": 1})
 
-    monkeypatch.setattr(trainer, "FitTask", make)
+    monkeypatch.setattr(fitting, "FitTask", make)
     report = lockstep.verify(job_of(case("mlp")), TWO_SHARES, steps=7)
     assert not report.passed
     assert "5 steps were made instead of 7" in str(report)
