@@ -46,8 +46,10 @@ print(json.dumps([TrainingState.of(trainer.state_dict()).digest(), history.histo
 NUM_KILLS = num_kills(2)
 
 
-@pytest.mark.parametrize("devices", [1, 2])
-@pytest.mark.parametrize("kills", core_of([NUM_KILLS, 10], [NUM_KILLS]))
+@pytest.mark.parametrize(
+    ("kills", "devices"),
+    core_of([(NUM_KILLS, 1), (NUM_KILLS, 2), (10, 2)], [(NUM_KILLS, 1), (NUM_KILLS, 2)]),
+)
 def test_a_script_is_killed_at_any_moment(kills: int, devices: int, tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text(JOB)
     epochs = 10 * kills  # of which none takes less than 50 ms
