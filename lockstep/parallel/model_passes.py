@@ -298,9 +298,8 @@ class ModelPasses(Passes):
     def _output(self, run: Run, share: int) -> tuple[Batch, Tree]:
         """A share's samples, and what the model makes of them."""
         batch = self._read(run, share)
-        output = self._watched_call(batch)
         self._check_mean(run, batch)
-        return batch, output
+        return batch, self._watched_call(batch)
 
     def _watched_call(self, batch: Batch) -> Tree:
         with nullcontext() if self._loss is None else self._loss.watching():
@@ -315,7 +314,6 @@ class ModelPasses(Passes):
         if not (is_tried(run.step) and run.num_filled > 1):
             return
         if not is_inside:
-            self._side_effects.note()  # what changes parameters has an error of its own
             check_apart(self._model, self.call, batch)
             return
         loss_of: LossOf = partial(self._loss_by_function, run)
