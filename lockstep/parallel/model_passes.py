@@ -114,7 +114,7 @@ class ModelPasses(Passes):
     def _compute_by_function(self, run: Run, share: int) -> None:
         batch = self._read(run, share)
         with self.call.computing():
-            self._check_mean(run, batch)
+            self._try_on_halves(run, batch)
             self._losses[share] = self._loss_by_function(run, batch)
 
     def _compute(self, run: Run, share: int) -> None:
@@ -298,7 +298,7 @@ class ModelPasses(Passes):
     def _output(self, run: Run, share: int) -> tuple[Batch, Tree]:
         """A share's samples, and what the model makes of them."""
         batch = self._read(run, share)
-        self._check_mean(run, batch)
+        self._try_on_halves(run, batch)
         return batch, self._watched_call(batch)
 
     def _watched_call(self, batch: Batch) -> Tree:
@@ -308,8 +308,8 @@ class ModelPasses(Passes):
     def _loss_by_function(self, run: Run, batch: Batch) -> ShareLoss:
         return self._functions[run.turn].loss_of(self._model, batch, run.num_samples)
 
-    def _check_mean(self, run: Run, batch: Batch) -> None:
-        """Try what is computed inside the model, or a function of the user's."""
+    def _try_on_halves(self, run: Run, batch: Batch) -> None:
+        """Try the loss where it is computed inside, else whether outputs look across samples."""
         is_inside = self._functions or (self._loss is not None and self._loss.is_inside)
         if not (is_tried(run.step) and run.num_filled > 1):
             return

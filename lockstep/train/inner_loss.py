@@ -1,4 +1,4 @@
-"""The loss that a model computes inside, tried before a pipeline divides the model.
+"""A model tried on a first batch before a pipeline divides it: its own loss, or its outputs.
 
 Ranks that have the whole model try it on their own shares (``parallel.model_passes``).
 """
@@ -18,7 +18,7 @@ from lockstep.train.assignment import Assignment
 def check_inner_loss(
     assignment: Assignment, loss: LossAdapter, source: Source | None, batch_size: int
 ) -> None:
-    """Try the loss on a first batch, where no rank is going to have the whole model.
+    """Try a model on a first batch, where no rank is going to have the whole of it.
 
     Args:
         assignment: the Plan and the model; one that has no values yet is not tried.
@@ -27,7 +27,8 @@ def check_inner_loss(
         batch_size: of the global batch.
 
     Raises:
-        LossError: it is not the weighted mean of the losses of parts of the batch.
+        LossError: its loss is not the weighted mean of those of parts of the batch.
+        ModelError: what it makes of a sample depends on others.
     """
     plan, model, device = assignment.plan, assignment.model, assignment.device
     is_due = plan.pipeline is not None
