@@ -67,10 +67,11 @@ bench-overhead: .venv/.installed-demo
 clean:
 	rm -rf .venv .venv-bench bench/results .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
-# constraints.txt pins torch, so that every machine proves the same arithmetic.
+# constraints.txt pins torch, so that every machine proves the same arithmetic. What the demo imports is
+# compiled as it is imported, a small part of all that is installed.
 .venv/.installed-demo: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[demo]"
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable ".[demo]"
 	touch $@
 
 # What tests and checks need is four times as large, and comes when they are asked for.
