@@ -126,6 +126,10 @@ class LocalWorker(Worker):
         self._is_over = any(last for _, last in told)
 
     @property
+    def is_apart(self) -> bool:  # type: ignore[override]  # of any other Worker it is never so
+        return self._num_steps > 0
+
+    @property
     def is_halted(self) -> bool:
         if self._num_steps and not self.keeps_pace:  # others are wherever they are
             return self.board is not None and self.board.wants_end()

@@ -83,10 +83,12 @@ class Worker:
         board: where the ranks of the host wait for each other; None where there is one alone.
         trains_apart: a step is one on this rank's part of the batch, on parameters of its own.
         keeps_pace: such steps end together all the same, for what goes on between them.
+        is_apart: the weights of the ranks differ.
     """
 
     trains_apart = False
     keeps_pace = False
+    is_apart = False
 
     def __init__(
         self,

@@ -55,7 +55,9 @@ class Callback:
     def takes_state(self, batch: int) -> bool:
         """Whether it calls ``trainer.state_dict()`` in the ``on_train_batch_end`` that follows.
 
-        All ranks then bring what they have to rank 0. At the end of an epoch they always do.
+        All ranks then bring what they have to rank 0. At the end of an epoch they always do. It is
+        asked after steps after which there is such a state: of replicas that train apart, where
+        they have averaged.
         """
         return False
 

@@ -169,7 +169,6 @@ class Keeper(Callback):
 
     Attributes:
         record: of the ``fit``; set before training.
-        num_steps: made in it; set where it is gone on with.
     """
 
     is_observer = True
@@ -181,7 +180,11 @@ class Keeper(Callback):
         self._writing: Future[Path] | None = None
         self._is_due = False
         self._last_seconds = time.monotonic()
-        self.num_steps = 0
+        self.begin_at(0)
+
+    def begin_at(self, num_steps: int) -> None:
+        """So many steps of the ``fit`` were made before."""
+        self._num_steps = self._last_steps = num_steps
 
     @contextmanager
     def opened(self) -> Iterator[dict[str, Tree] | None]:
@@ -210,17 +213,20 @@ class Keeper(Callback):
         return super().acts_in(method)
 
     def takes_state(self, batch: int) -> bool:
-        self.num_steps += 1
         every = self._checkpoint
-        if every.num_steps is not None:
-            self._is_due = self.num_steps % every.num_steps == 0
+        if every.num_steps is not None:  # not after every step it may have been asked
+            steps = (self._last_steps, self._num_steps + 1)
+            last, now = (number // every.num_steps for number in steps)
+            self._is_due = now > last
         elif every.num_seconds is not None:
             self._is_due = time.monotonic() - self._last_seconds >= every.num_seconds
         return self._is_due
 
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
+        self._num_steps += 1
         if self._is_due:
             self._take()
+            self._is_due = False
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         if self._checkpoint.is_by_epoch:
@@ -230,6 +236,7 @@ class Keeper(Callback):
         if not self.trainer.stop_training:  # the end is near, and one in between would go on
             self._write(self.trainer.state_dict(), self.record, self.trainer.plan)
             self._last_seconds = time.monotonic()
+            self._last_steps = self._num_steps
 
     # --- writing ---------------------------------------------------------------------------------
 

@@ -50,6 +50,7 @@ class Place:
         num_steps: made so far by the task under way.
         so_far: what the epoch has come to (``train.epoch_sums``); None where it has not begun.
         read: of a stream, the number of batches that were used, and their checksum; else None.
+        replicas: of ranks that train apart, what each has of its own (``train.replicas``).
     """
 
     epoch: int
@@ -57,6 +58,7 @@ class Place:
     num_steps: int
     so_far: Any = None
     read: list[int] | None = None
+    replicas: Any = None
 
 
 class Conductor:

@@ -31,6 +31,7 @@ class Resume:
         stops: a callback wanted training to stop there, and a step is still to be made.
         batch: the number of the epoch's next batch.
         so_far: what the epoch has come to in the batches before (``train.epoch_sums``).
+        replicas: of ranks that train apart, what each has of its own (``train.replicas``).
     """
 
     epoch: int = 0
@@ -38,6 +39,7 @@ class Resume:
     stops: bool = False
     batch: int = 0
     so_far: Any = None
+    replicas: Any = None
 
 
 class Renew(Exception):  # noqa: N818  # no error: all ranks leave the loop here, together

@@ -5,6 +5,7 @@ with has the very loss of one that was not interrupted.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,21 +17,41 @@ from lockstep.train.metrics import Metrics
 from lockstep.train.training_state import copied
 
 
-def epoch_sums(results: Sequence[StepResult], metrics: Metrics, control: Control) -> Tree:
-    """A tree of plain values and tensors, on rank 0; all ranks call it."""
-    ranks = control.gather(([result.parts for result in results], metrics.states()))
+def epoch_sums(
+    results: Sequence[StepResult], metrics: Metrics, control: Control, *, are_apart: bool = False
+) -> Tree:
+    """A tree of plain values and tensors, on rank 0; all ranks call it.
+
+    Args:
+        results: of the epoch's steps, as this rank knows them.
+        metrics: this rank's.
+        control: its line to the others.
+        are_apart: each rank has made steps of its own.
+    """
+    ranks = control.gather((results, metrics.states()))
     if control.rank != 0:
         return None
+    steps = [own for own, _ in ranks]
+    if are_apart:
+        whole = [result for own in steps for result in own]
+    else:
+        whole = [_with_all_parts(own) for own in zip(*steps, strict=True)]
+    return {**told(whole), "metrics": copied([states for _, states in ranks])}
+
+
+def _with_all_parts(ranks: Sequence[StepResult]) -> StepResult:
+    """A step, of which each rank knows the parts of its shares' losses."""
+    return replace(ranks[0], parts=[sums for result in ranks for sums in result.parts])
+
+
+def told(results: Sequence[StepResult]) -> dict[str, Tree]:
+    """Steps as a tree, for ``results_so_far``."""
     losses = [[result.total, result.weight] for result in results]
     counts = [[result.num_samples, int(result.is_skipped)] for result in results]
     return {
         "losses": torch.tensor(losses, dtype=torch.float64).reshape(-1, 2),
         "counts": torch.tensor(counts, dtype=torch.int64).reshape(-1, 2),
-        "parts": [
-            [sums for parts in steps for sums in parts]
-            for steps in zip(*(parts for parts, _ in ranks), strict=True)
-        ],
-        "metrics": copied([states for _, states in ranks]),
+        "parts": [list(result.parts) for result in results],
     }
 
 
@@ -38,7 +59,7 @@ def results_so_far(sums: Tree, *, is_told: bool) -> list[StepResult]:
     """The steps of an epoch that is gone on with.
 
     Args:
-        sums: what ``epoch_sums`` has told.
+        sums: what ``epoch_sums`` or ``told`` has told.
         is_told: this rank tells of the parts of their losses, of all ranks.
     """
     steps = zip(sums["losses"].tolist(), sums["counts"].tolist(), sums["parts"], strict=True)

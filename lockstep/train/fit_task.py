@@ -25,6 +25,7 @@ from lockstep.train.epoch_sums import epoch_sums, results_so_far, set_metrics
 from lockstep.train.feeding import GlobalBatch, Halt, SharedStream
 from lockstep.train.metrics import Metrics
 from lockstep.train.rank_proof import prove_alike
+from lockstep.train.replicas import own_replica, replicas_of, set_replica
 from lockstep.train.tasks import Task, evaluate, joined_metrics
 from lockstep.train.tracing import StepTracer
 
@@ -84,6 +85,7 @@ class FitTask(Task):
         shows_slots: callbacks that act after steps look at the optimizer's slots, too.
         turns: the losses of several functions that take turns with every batch.
         takes_states: a callback may take the training's state after a step.
+        is_kept: checkpoints are taken.
         proves: all ranks prove first that they compute the same (``train.rank_proof``).
         stops_before_steps: a callback that wants training to stop before a step stops that step,
             too; else training stops after it.
@@ -113,6 +115,7 @@ class FitTask(Task):
     takes_states: bool = False
     loss_parts: LossParts = ONE_LOSS
     turns: LossParts = ONE_LOSS
+    is_kept: bool = False
     proves: bool = False
 
     def sources(self) -> list[Source | SharedStream]:
@@ -135,6 +138,9 @@ class FitTask(Task):
         ):
             if self.proves:
                 prove_alike(worker, control, conductor.samples)
+            replica = own_replica(self.start.replicas, worker)
+            if replica is not None:
+                set_replica(worker, replica)
             try:
                 for epoch in range(self.start.epoch, self.epochs):
                     if self._train_epoch(ensemble, source, epoch, progress, tracer):
@@ -232,8 +238,14 @@ class FitTask(Task):
         self.metrics.reset()
         if not self._num_done(epoch):
             return []
-        set_metrics(self.metrics, self.start.so_far, ensemble.control)
-        return results_so_far(self.start.so_far, is_told=ensemble.control.rank == 0)
+        worker, control = ensemble.worker, ensemble.control
+        set_metrics(self.metrics, self.start.so_far, control)
+        replica = own_replica(self.start.replicas, worker)
+        if replica is not None:
+            return results_so_far(replica["steps"], is_told=True)
+        if worker.trains_apart and control.rank != 0:
+            return []
+        return results_so_far(self.start.so_far, is_told=control.rank == 0)
 
     def _take_stand(
         self,
@@ -245,18 +257,22 @@ class FitTask(Task):
     ) -> None:
         """After a step, have rank 0 know all that the training's state says, if it is wanted."""
         conductor = ensemble.conductor
-        if not ensemble.is_wanted(conductor.wants_state(batch - 1)):
+        worker, control = ensemble.worker, ensemble.control
+        if worker.is_apart or not ensemble.is_wanted(conductor.wants_state(batch - 1)):
             conductor.stand_at(None)
             return
         ensemble.collect_buffers()
         ensemble.show_slots()
-        sums = epoch_sums(results, self.metrics, ensemble.control)
+        sums = epoch_sums(results, self.metrics, control, are_apart=worker.trains_apart)
         num_steps = progress.num_steps
         place = Place(epoch=epoch, batch=batch, num_steps=num_steps, so_far=sums)
-        self._stand(ensemble, place)
+        self._stand(ensemble, place, results)
 
-    def _stand(self, ensemble: Ensemble, place: Place) -> None:
-        plan = ensemble.worker.plan
+    def _stand(self, ensemble: Ensemble, place: Place, results: Sequence[StepResult] = ()) -> None:
+        worker, plan = ensemble.worker, ensemble.worker.plan
+        if worker.trains_apart and (self.takes_states or self.is_kept):
+            replicas = replicas_of(worker, results, ensemble.control)
+            place = replace(place, replicas=replicas)
         is_apart = plan.num_hosts > 1 and plan.pipeline is not None  # weights are on other hosts
         if isinstance(self.source, SharedStream):
             place = replace(place, read=self.source.used)

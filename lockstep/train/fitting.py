@@ -160,7 +160,7 @@ class FittingRunner(PersistentRunner):
             yield
             return
         if self._resumed is not None:
-            keeper.num_steps = self._resumed.position["steps"] - keeper.record.steps
+            keeper.begin_at(self._resumed.position["steps"] - keeper.record.steps)
         callbacks, self.callbacks = self.callbacks, [*self.callbacks, keeper]
         try:
             yield
@@ -325,6 +325,7 @@ class FittingRunner(PersistentRunner):
             turns=self._recipe.turns,
             start=self._start_of(fit.feed),
             takes_states=bool(acting(callbacks, "takes_state")),
+            is_kept=any(isinstance(each, Keeper) for each in callbacks),
         )
         return self._agreed(task)
 

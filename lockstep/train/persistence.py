@@ -157,6 +157,7 @@ class PersistentRunner(Runner):
             "steps": self._steps_trained + place.num_steps,
             "so_far": place.so_far,
             "read": place.read,
+            "replicas": place.replicas,
             "history": history.history,
             "epochs": history.epoch,
         }
@@ -184,7 +185,13 @@ class PersistentRunner(Runner):
                 fix="Give fit the arguments that it had.",
             )
         batch = place["batch"]
-        return Resume(place["epoch"], batch > 0, batch=batch, so_far=place["so_far"])
+        return Resume(
+            place["epoch"],
+            is_begun=batch > 0,
+            batch=batch,
+            so_far=place["so_far"],
+            replicas=place.get("replicas"),
+        )
 
     def _go_on(self, conductor: FollowingConductor, start: Resume) -> None:
         """After callbacks have begun, have all be as the state says with which ``fit`` goes on."""

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torchmetrics
 from torch import nn, optim
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -132,6 +133,58 @@ def test_every_second_attempt_may_have_another_number_of_devices(tmp_path: Path)
     last = make(2)
     assert fit(last, tmp_path) == expected
     assert_same(whole, last)
+
+
+@pytest.mark.parametrize("every", ["2 steps", "epoch"])
+@pytest.mark.parametrize(
+    "options", [{}, pytest.param({"outer": lockstep.Nesterov()}, marks=pytest.mark.thorough)]
+)
+def test_replicas_that_train_apart_each_go_on(
+    options: dict[str, Any], every: str, tmp_path: Path
+) -> None:
+    def make(num_replicas: int = 2) -> lockstep.Trainer:
+        torch.manual_seed(0)
+        return lockstep.Trainer(
+            make_model(),
+            loss=nn.CrossEntropyLoss(),
+            optimizer=partial(optim.Adam, lr=1e-2),
+            metrics={"accuracy": torchmetrics.Accuracy("multiclass", num_classes=3)},
+            strategy=lockstep.LocalSGDStrategy(every=3, devices=num_replicas, **options),
+        )
+
+    whole = make()
+    expected = fit(whole, None)
+    fit_until(10, make(), tmp_path, every=every)
+    second, counting = make(), Ending()
+    second.callbacks = [counting]
+    assert fit(second, tmp_path, every=every) == expected
+    # They have averaged after steps 3 and 5 of an epoch; it was due after step 2, 4 and so on.
+    assert counting.num_steps == 3 * STEPS_PER_EPOCH - (8 if every == "2 steps" else 5)
+    assert_same(whole, second)
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        lockstep.MirroredStrategy(2),
+        pytest.param(lockstep.LocalSGDStrategy(2, devices=3), marks=pytest.mark.thorough),
+    ],
+)
+def test_an_epoch_that_other_replicas_have_begun_counts_all_samples(
+    strategy: lockstep.Strategy, tmp_path: Path
+) -> None:
+    def make(strategy: lockstep.Strategy) -> lockstep.Trainer:
+        torch.manual_seed(0)
+        return lockstep.Trainer(
+            nn.Linear(6, 3),
+            loss=nn.CrossEntropyLoss(),
+            optimizer=partial(optim.SGD, lr=0.0),  # so that every loss is of the same weights
+            strategy=strategy,
+        )
+
+    expected = fit(make(lockstep.SingleDeviceStrategy()), None)
+    fit_until(4, make(lockstep.LocalSGDStrategy(every=3, devices=2)), tmp_path)
+    assert fit(make(strategy), tmp_path)["loss"] == pytest.approx(expected["loss"], rel=1e-6)
 
 
 def test_a_run_that_had_stopped_early_stays_where_it_was(tmp_path: Path) -> None:
