@@ -6,6 +6,10 @@ have been loaded by its path (``runpy.run_path``, importlib's ``spec_from_file_l
 module be made by hand. Or a helper would import another file, which comes first on the search path.
 What such modules hold is sent by value, as what ``__main__`` holds.
 
+A function made within another goes by value, with the globals that it uses. Where its module
+belongs to an installed package it gets that module's own there: a copy of a global that others set,
+such as the context variable of a hook, would be set by nobody.
+
 Not covered: finders that a script has added to ``sys.meta_path`` for itself. What they find goes by
 name, since those of editable installs, which helpers have as well, look just like them.
 """
@@ -14,11 +18,13 @@ import io
 import os
 import pickle
 import sys
+import sysconfig
 import threading
 from collections.abc import Iterator
 from functools import lru_cache
+from importlib import import_module
 from importlib.machinery import ModuleSpec, PathFinder
-from types import FunctionType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import cloudpickle
@@ -55,7 +61,12 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is unty
             self._look_at(obj.__module__)
         elif type(obj) is ModuleType:
             self._look_at(obj.__name__)
-        return super().reducer_override(obj)
+        reduced = super().reducer_override(obj)
+        if isinstance(obj, FunctionType) and type(reduced) is tuple and is_installed(obj):
+            _, (code, _, *options), (attributes, slots), *others = reduced
+            made_of = (obj.__globals__["__name__"], code, *options)
+            return _function_in, made_of, (attributes, {**slots, "__globals__": {}}), *others
+        return reduced
 
     def _look_at(self, name: object) -> None:
         """Have what a module holds go by value, if helpers would not find it."""
@@ -78,6 +89,24 @@ def dumps(obj: Any) -> bytes:
     file = io.BytesIO()
     Pickler(file).dump(obj)
     return file.getvalue()
+
+
+def is_installed(function: FunctionType) -> bool:
+    """Whether a function has the globals of a module of an installed package."""
+    module = sys.modules.get(str(function.__globals__.get("__name__")))
+    file = getattr(module, "__file__", None)
+    is_its_own = module is not None and vars(module) is function.__globals__
+    return is_its_own and file is not None and file.startswith(_installed_places())
+
+
+@lru_cache(maxsize=1)
+def _installed_places() -> tuple[str, ...]:
+    paths = sysconfig.get_paths()
+    return tuple(paths[name] + os.sep for name in ("purelib", "platlib"))
+
+
+def _function_in(module: str, code: CodeType, *options: Any) -> FunctionType:
+    return FunctionType(code, vars(import_module(module)), *options)
 
 
 # --- which modules a helper finds -----------------------------------------------------------------

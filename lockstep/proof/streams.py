@@ -114,7 +114,9 @@ class ShareStreams(TorchDispatchMode):
             dim for dim, size in enumerate(draw.shape) if size and size % self._num_samples == 0
         ]
         probe = self._probe
-        if probe is not None and number < len(probe.draws):
+        if probe is not None:
+            if number >= len(probe.draws):  # it draws once for each sample
+                return None
             other = probe.draws[number]
             if other.operation == draw.operation and len(other.shape) == len(draw.shape):
                 fitting = [

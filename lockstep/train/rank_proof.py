@@ -10,6 +10,8 @@ is not is named. The model and the random streams are left as they were.
 Gradients of large weights are not formed: their memory would be taken twice.
 """
 
+from bisect import insort
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -169,10 +171,20 @@ def _gradients(
 
 
 def _first_difference(one: Sequence[Print], other: Sequence[Print]) -> str | None:
-    for own, theirs in zip(one, other, strict=False):
-        if own != theirs:
-            return own[0] if own[0] == theirs[0] else f"{own[0]}, where it has {theirs[0]}"
-    return None
+    """The first place of which they have other prints.
+
+    A model that loops over a set calls layers in an order that each process has for itself: of a
+    place, the prints are compared in any order.
+    """
+    own, theirs = _by_place(one), _by_place(other)
+    return next((place for place in {**own, **theirs} if own.get(place) != theirs.get(place)), None)
+
+
+def _by_place(prints: Sequence[Print]) -> dict[str, list[bytes]]:
+    found: dict[str, list[bytes]] = defaultdict(list)
+    for place, one in prints:
+        insort(found[place], one)
+    return found
 
 
 def _unlike(rank: int, first: int, place: str) -> ModelError:

@@ -1,6 +1,7 @@
 """What a helper would not find by its name is sent by value: files loaded by their path."""
 
 import importlib
+import pickle
 import runpy
 import subprocess
 import sys
@@ -191,6 +192,14 @@ def test_what_can_be_imported_goes_by_name() -> None:
 
 def json_decoder() -> Any:
     return importlib.import_module("json").JSONDecoder
+
+
+def test_a_function_made_in_an_installed_package_has_its_modules_globals() -> None:
+    wrapped = torch.no_grad()(lambda: torch.is_grad_enabled())
+    copy = pickle.loads(pickling.dumps(wrapped))
+    assert copy is not wrapped
+    assert copy.__globals__ is wrapped.__globals__
+    assert copy() is False
 
 
 def test_what_the_user_sends_by_value_stays_registered() -> None:

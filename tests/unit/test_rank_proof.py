@@ -287,6 +287,47 @@ def test_what_belongs_to_the_model_is_carried(change: Callable[[Net], None]) -> 
     fit(model)
 
 
+class Turned(nn.Module):
+    """Calls a layer in an order that each process has for itself, as a loop over a set of texts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(6, 6), nn.Linear(6, 3)
+        self.process = os.getpid()
+
+    def forward(self, x: Tensor) -> Tensor:
+        places = ["left", "right"] if os.getpid() == self.process else ["right", "left"]
+        factors = {"left": 1.0, "right": -2.0}
+        found = {place: self.first(x * factors[place]) for place in places}
+        output: Tensor = self.head(found["left"] - found["right"])
+        return output
+
+
+def test_the_order_of_calls_that_gives_the_same_is_no_difference() -> None:
+    fit(Turned())
+
+
+def test_a_model_that_transformers_has_recorded_is_carried() -> None:
+    from transformers import LlamaConfig, LlamaModel
+
+    class Recorded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            sizes = {"hidden_size": 6, "intermediate_size": 6, "vocab_size": 9}
+            heads = {"num_hidden_layers": 2, "num_attention_heads": 1}
+            self.body = LlamaModel(LlamaConfig(**sizes, **heads))
+            self.head = nn.Linear(6, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            found = self.body(inputs_embeds=x[:, None], output_hidden_states=True)
+            output: Tensor = self.head(sum(found.hidden_states)[:, 0])
+            return output
+
+    model = Recorded()
+    model(X)  # transformers now has hooks on it, which look at a variable of their module
+    fit(model)
+
+
 # --- no trace, no second time -------------------------------------------------------------------
 
 
