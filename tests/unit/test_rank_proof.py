@@ -313,9 +313,14 @@ def test_a_model_that_transformers_has_recorded_is_carried() -> None:
     class Recorded(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            sizes = {"hidden_size": 6, "intermediate_size": 6, "vocab_size": 9}
-            heads = {"num_hidden_layers": 2, "num_attention_heads": 1}
-            self.body = LlamaModel(LlamaConfig(**sizes, **heads))
+            config = LlamaConfig(
+                hidden_size=6,
+                intermediate_size=6,
+                vocab_size=9,
+                num_hidden_layers=2,
+                num_attention_heads=1,
+            )
+            self.body = LlamaModel(config)
             self.head = nn.Linear(6, 3)
 
         def forward(self, x: Tensor) -> Tensor:
