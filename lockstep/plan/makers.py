@@ -5,7 +5,9 @@ and the cluster, so that every such error comes before any process starts.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import repeat
 
 import msgspec
 
@@ -123,7 +125,7 @@ class SingleDevice(Maker):
             threads_per_device=None,
             num_shares=1,
             interleaved=False,
-            layers=_one_stage(graph),
+            layers=placements(graph),
             update=LocalUpdate(),
             precision=self.precision,
         )
@@ -168,7 +170,7 @@ class Mirrored(Maker):
             num_shares=shares,
             interleaved=shares > replicas
             and any(layer.uses_batch_statistics for layer in graph.layers),
-            layers=_one_stage(graph) if shares == 1 else _with_row_limits(graph, batch_size),
+            layers=placements(graph) if shares == 1 else _with_row_limits(graph, batch_size),
             update=LocalUpdate() if replicas == shares == 1 else SlicedUpdate(),
             precision=self.precision,
             channels_last=self._has_channels_last(graph),
@@ -211,15 +213,18 @@ def _check_gpu(device: str, cluster: Cluster) -> None:
         )
 
 
-def _one_stage(graph: LayerGraph) -> tuple[LayerPlacement, ...]:
+def placements(
+    graph: LayerGraph, stages: Iterable[int] | None = None
+) -> tuple[LayerPlacement, ...]:
+    """Each layer in its stage, by default in the only one."""
     return tuple(
         LayerPlacement(
             name=layer.name,
             kind=layer.kind,
             num_parameters=sum(parameter.size for parameter in layer.parameters),
-            stage=0,
+            stage=stage,
         )
-        for layer in graph.layers
+        for layer, stage in zip(graph.layers, stages or repeat(0), strict=False)
     )
 
 
@@ -234,7 +239,7 @@ def _with_row_limits(graph: LayerGraph, batch_size: int) -> tuple[LayerPlacement
     tied = {name for names in graph.tied for name in names}
     return tuple(
         msgspec.structs.replace(placement, row_limit=_row_limit(layer, tied, batch_size))
-        for placement, layer in zip(_one_stage(graph), graph.layers, strict=True)
+        for placement, layer in zip(placements(graph), graph.layers, strict=True)
     )
 
 

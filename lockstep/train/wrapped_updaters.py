@@ -13,7 +13,6 @@ from torch import nn, optim
 
 from lockstep.comm.gradients import TensorSpec, cut_piece
 from lockstep.parallel.update import BoundPiece, PieceSlots, SlotKey, Updater
-from lockstep.plan.layout import Extent, Piece
 from lockstep.train.training_state import TrainingState, copy_onto
 from lockstep.train.updaters import TorchUpdater
 
@@ -60,11 +59,6 @@ class WrappedUpdater(Updater):
     def optimizer(self) -> optim.Optimizer:
         """The user's."""
         return self.inner.optimizer
-
-    def divide(
-        self, extents: Sequence[Extent], num_ranks: int, num_shares: int
-    ) -> list[list[Piece]]:
-        return self.inner.divide(extents, num_ranks, num_shares)
 
     def bind(self, pieces: Sequence[BoundPiece]) -> None:
         self._companions = [
