@@ -15,7 +15,7 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A part of a Plan: plain values, which JSON can say."""
 
 
-class Nesterov(Record, kw_only=True):
+class Nesterov(Record, frozen=True, kw_only=True):
     """An outer optimizer: what is done with the average of the replicas (DiLoCo, arXiv 2311.08105).
 
     Its gradient is the parameters that the replicas began with minus the average that they have
@@ -51,7 +51,7 @@ class Nesterov(Record, kw_only=True):
         problems.raise_if_any(OptionError)
 
 
-class AveragedUpdate(Record, kw_only=True, tag="averaged"):
+class AveragedUpdate(Record, frozen=True, kw_only=True, tag="averaged"):
     """Each replica steps on its own parameters; now and then they average them.
 
     Attributes:

@@ -15,14 +15,14 @@ from lockstep.plan.shares import replica_of_share, shares_of_replica
 PLAN_VERSION = 1
 
 
-class Axis(Record, kw_only=True):
+class Axis(Record, frozen=True, kw_only=True):
     """One axis of the device mesh, such as ``data`` of size 2."""
 
     name: str
     size: int
 
 
-class LayerPlacement(Record, kw_only=True):
+class LayerPlacement(Record, frozen=True, kw_only=True):
     """Where a layer lives, and what its replicas exchange.
 
     Attributes:
@@ -42,15 +42,15 @@ class LayerPlacement(Record, kw_only=True):
     row_limit: int = 0
 
 
-class LocalUpdate(Record, kw_only=True, tag="local"):
+class LocalUpdate(Record, frozen=True, kw_only=True, tag="local"):
     """The only replica adds up and steps on its own gradients."""
 
 
-class SlicedUpdate(Record, kw_only=True, tag="sliced"):
+class SlicedUpdate(Record, frozen=True, kw_only=True, tag="sliced"):
     """Replicas of one host share the parameters' memory; each sums and steps its own slice."""
 
 
-class StagedUpdate(Record, kw_only=True, tag="staged"):
+class StagedUpdate(Record, frozen=True, kw_only=True, tag="staged"):
     """Each stage's parameters are updated by the ranks that hold it.
 
     Where several ranks hold a stage, or use a parameter that stages have in common, each sums and
@@ -61,7 +61,7 @@ class StagedUpdate(Record, kw_only=True, tag="staged"):
 Update = LocalUpdate | SlicedUpdate | StagedUpdate | AveragedUpdate
 
 
-class SharedMemory(Record, kw_only=True, tag="shared memory"):
+class SharedMemory(Record, frozen=True, kw_only=True, tag="shared memory"):
     """Ranks of a host share the parameters' memory; Lockstep's own channels join hosts.
 
     Attributes:
@@ -77,7 +77,7 @@ class SharedMemory(Record, kw_only=True, tag="shared memory"):
         return list(hosts)
 
 
-class ProcessGroup(Record, kw_only=True, tag="process group"):
+class ProcessGroup(Record, frozen=True, kw_only=True, tag="process group"):
     """Every rank has parameters of its own, and the optimizer's state of what it updates.
 
     Tensors go from rank to rank through torch.distributed.
@@ -104,7 +104,7 @@ class ProcessGroup(Record, kw_only=True, tag="process group"):
 Engine = SharedMemory | ProcessGroup
 
 
-class StagePrediction(Record, kw_only=True):
+class StagePrediction(Record, frozen=True, kw_only=True):
     """What a stage was expected to take when the Plan was made, for one microbatch.
 
     Attributes:
@@ -122,7 +122,7 @@ class StagePrediction(Record, kw_only=True):
     sent_bytes: int
 
 
-class Stage(Record, kw_only=True):
+class Stage(Record, frozen=True, kw_only=True):
     """A run of layers that live together.
 
     Attributes:
@@ -138,7 +138,7 @@ class Stage(Record, kw_only=True):
     predicted: StagePrediction | None = None
 
 
-class Pipeline(Record, kw_only=True):
+class Pipeline(Record, frozen=True, kw_only=True):
     """A model in stages.
 
     Attributes:
@@ -150,7 +150,7 @@ class Pipeline(Record, kw_only=True):
     stages: tuple[Stage, ...]
 
 
-class Decision(Record, kw_only=True):
+class Decision(Record, frozen=True, kw_only=True):
     """How to train one model on given devices; ``Plan`` explains the attributes.
 
     Raises:

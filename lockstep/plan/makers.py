@@ -2,11 +2,14 @@
 
 A strategy holds a maker and nothing more. Makers check what they were asked for against the graph
 and the cluster, so that every such error comes before any process starts.
+
+Here are those of data parallelism: of one device, of replicas that share every step, and of
+replicas that step on their own and average what they have come to.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import repeat
 
 import msgspec
@@ -14,7 +17,7 @@ import msgspec
 from lockstep.cluster.topology import MAX_CPU_REPLICAS_PER_CORE, Cluster
 from lockstep.errors import DeviceError, OptionError
 from lockstep.graph.layer_graph import Layer, LayerGraph, ParameterInfo
-from lockstep.plan.averaging import Nesterov
+from lockstep.plan.averaging import AveragedUpdate, Nesterov
 from lockstep.plan.decision import Axis, LayerPlacement, LocalUpdate, SlicedUpdate
 from lockstep.plan.spec import Plan
 
@@ -266,3 +269,43 @@ def _notes(replicas: int, shares: int, cores: int, batch_size: int) -> list[str]
             f"Batches of {batch_size} leave {shares - batch_size} of {shares} shares empty."
         )
     return notes
+
+
+INEXACT = "Replicas train apart between averages: the result is not that of one device."
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalSteps(Maker):
+    """Data parallelism on one host in which every replica has parameters of its own.
+
+    Attributes:
+        mirrored: how the replicas would be made if they shared their parameters.
+        update: how often they average, and what they do with the average.
+    """
+
+    mirrored: Mirrored
+    update: AveragedUpdate
+
+    def __call__(self, graph: LayerGraph, cluster: Cluster, batch_size: int) -> Plan:
+        """Make the Plan for global batches of ``batch_size`` samples.
+
+        Raises:
+            DeviceError: more replicas than this host can hold.
+        """
+        plan = self.mirrored(graph, cluster, batch_size)
+        is_alone = plan.num_ranks == 1 and self.update.outer is None  # there is nothing to average
+        return msgspec.structs.replace(
+            plan,
+            strategy="local SGD",
+            update=plan.update if is_alone else self.update,
+            layers=tuple(msgspec.structs.replace(layer, row_limit=0) for layer in plan.layers),
+            notes=(*plan.notes, *([] if is_alone else [INEXACT])),
+        )
+
+    @property
+    def outer(self) -> Nesterov | None:
+        return self.update.outer
+
+    def in_precision(self, precision: str) -> "LocalSteps":
+        """The same in another precision."""
+        return replace(self, mirrored=replace(self.mirrored, precision=precision))

@@ -23,8 +23,8 @@ from lockstep.plan.decision import (
     StagePrediction,
 )
 from lockstep.plan.host_ranks import ranks_per_host
+from lockstep.plan.lowering import predict
 from lockstep.plan.makers import Maker, placements
-from lockstep.plan.prediction import predict
 from lockstep.plan.spec import Plan
 from lockstep.plan.stage_counts import choose_num_stages
 from lockstep.units import format_time
