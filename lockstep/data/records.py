@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 import torch
 
+from lockstep.data.trees import bits_of
 from lockstep.errors import DataError
 
 _ALIGNMENT_BYTES = 8
@@ -128,7 +129,9 @@ def _pack(item: Any, pieces: list[bytes]) -> Layout:
 def _pack_leaf(item: Any) -> tuple[Leaf, bytes]:
     if _is_plain_tensor(item):
         dtype = str(item.dtype).removeprefix("torch.")
-        return Leaf(kind="tensor", dtype=dtype, shape=tuple(item.shape)), _bytes_of(item)
+        return Leaf(kind="tensor", dtype=dtype, shape=tuple(item.shape)), bits_of(
+            item
+        ).numpy().tobytes()
     if type(item) is np.ndarray and _is_plain_dtype(item.dtype):
         return Leaf(kind="array", dtype=item.dtype.str, shape=item.shape), item.tobytes()
     if isinstance(item, np.generic) and _is_plain_dtype(item.dtype):
@@ -170,11 +173,6 @@ def _is_plain_tensor(item: Any) -> bool:
 
 def _is_plain_dtype(dtype: np.dtype[Any]) -> bool:
     return not dtype.hasobject and dtype.names is None and dtype.subdtype is None
-
-
-def _bytes_of(tensor: torch.Tensor) -> bytes:
-    dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    return dense.reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def _leaves(layout: Layout) -> Iterator[Leaf]:

@@ -100,6 +100,13 @@ def with_fields(record: Any, values: dict[str, Any]) -> Any:
     return result
 
 
+def bits_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor's bytes, which tell NaN from other NaN, and 0 from -0."""
+    return (
+        tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+    )
+
+
 def concatenate(trees: list[Tree]) -> Tree:
     """Join trees of one structure along the first dim of their tensors.
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.train.training_state import bits_of
+from lockstep.data.trees import bits_of
 
 
 def values_of(model: nn.Module, *, with_parameters: bool = True) -> dict[str, torch.Tensor]:

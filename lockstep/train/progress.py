@@ -100,6 +100,7 @@ class Screen(ABC):
 
     def __init__(self, console: Console) -> None:
         self._console = console
+        self._shown = 0.0
 
     @abstractmethod
     def announce(self, doing: str) -> None:
@@ -115,9 +116,9 @@ class Screen(ABC):
             doing: what is being done until its first step has ended.
         """
 
-    @abstractmethod
     def end_step(self) -> bool:
         """A step has ended; returns whether it is time to show how far the epoch is."""
+        return time.perf_counter() - self._shown >= REFRESH_SECONDS
 
     @abstractmethod
     def show(self, made: int, steps: int | None, figures: str) -> None:
@@ -146,7 +147,6 @@ class TerminalScreen(Screen):
     def __init__(self, console: Console) -> None:
         super().__init__(console)
         self._live: Progress | None = None
-        self._shown = 0.0
 
     def announce(self, doing: str) -> None:
         self._start(Progress(TextColumn("{task.description}"), **self._options), f"{doing} ...")
@@ -157,9 +157,6 @@ class TerminalScreen(Screen):
         figures = TextColumn("{task.fields[figures]}")
         live = Progress(TextColumn("{task.description}"), *columns, figures, **self._options)
         self._start(live, label, total=steps, figures=doing)
-
-    def end_step(self) -> bool:
-        return time.perf_counter() - self._shown >= REFRESH_SECONDS
 
     def show(self, made: int, steps: int | None, figures: str) -> None:
         self._shown = time.perf_counter()
@@ -190,7 +187,6 @@ class NotebookScreen(Screen):
         super().__init__(console)
         self._output: Any = None  # IPython's handle
         self._label = ""
-        self._shown = 0.0
 
     def announce(self, doing: str) -> None:
         self._display(f"{doing} ...")
@@ -199,9 +195,6 @@ class NotebookScreen(Screen):
         self._label = label
         self.show(0, steps, doing)
         self._shown = 0.0
-
-    def end_step(self) -> bool:
-        return time.perf_counter() - self._shown >= REFRESH_SECONDS
 
     def show(self, made: int, steps: int | None, figures: str) -> None:
         self._shown = time.perf_counter()
