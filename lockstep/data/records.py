@@ -129,9 +129,8 @@ def _pack(item: Any, pieces: list[bytes]) -> Layout:
 def _pack_leaf(item: Any) -> tuple[Leaf, bytes]:
     if _is_plain_tensor(item):
         dtype = str(item.dtype).removeprefix("torch.")
-        return Leaf(kind="tensor", dtype=dtype, shape=tuple(item.shape)), bits_of(
-            item
-        ).numpy().tobytes()
+        leaf = Leaf(kind="tensor", dtype=dtype, shape=tuple(item.shape))
+        return leaf, bits_of(item).numpy().tobytes()
     if type(item) is np.ndarray and _is_plain_dtype(item.dtype):
         return Leaf(kind="array", dtype=item.dtype.str, shape=item.shape), item.tobytes()
     if isinstance(item, np.generic) and _is_plain_dtype(item.dtype):

@@ -25,8 +25,8 @@ import msgspec
 
 from lockstep.cluster.place import Address
 from lockstep.errors import HostError, OptionError, Problems, problem
-from lockstep.launch.fleet import HOLD_SCRIPT, HeldProcess, Member, Progress, watch
-from lockstep.launch.orders import INTERRUPT, make_orders
+from lockstep.launch.fleet import HOLD_SCRIPT, HeldProcess, Member, watch
+from lockstep.launch.orders import INTERRUPT, Orders, make_orders
 from lockstep.launch.script import Script
 
 # A name or address that no command could take for an option.
@@ -164,33 +164,24 @@ def run_on_hosts(
     members: list[_Client] = []
     try:
         for host, orders in zip(hosts, all_orders, strict=True):
-            process = HeldProcess(shells.on(host, *HOLD_SCRIPT), orders)
             prefix = f"[{host.name}] " if members else ""
-            members.append(_Client(host.name, prefix, process))
+            command = shells.on(host, *HOLD_SCRIPT)
+            members.append(_Client(host.name, prefix, command, orders))
         return watch(members)
     finally:
         for member in members:
             member.close()
 
 
-class _Client(Member):
+class _Client(HeldProcess, Member):
     """ssh, with the orders on its standard input."""
 
-    def __init__(self, host: str, prefix: str, process: HeldProcess) -> None:
-        super().__init__(host, prefix)
-        self._process = process
-
-    def read(self) -> Progress:
-        return self._process.read()
+    def __init__(self, host: str, prefix: str, command: Sequence[str], orders: Orders) -> None:
+        Member.__init__(self, host, prefix)
+        HeldProcess.__init__(self, command, orders)
 
     def interrupt(self) -> None:
-        self._process.tell(INTERRUPT)
-
-    def end(self) -> None:
-        self._process.end()
-
-    def close(self) -> None:
-        self._process.close()
+        self.tell(INTERRUPT)
 
 
 def _ask_for_port(host: ListedHost, shells: Shells) -> int:
