@@ -20,7 +20,7 @@ import lockstep
 import lockstep.train.trainer as trainer_module
 from lockstep.comm.board import Board
 from lockstep.parallel.worker import Worker
-from lockstep.plan.prediction import stage_graph
+from lockstep.plan.lowering import stage_graph
 from lockstep.plan.program import Pass
 from lockstep.plan.schedules import make_schedule
 from lockstep.plan.simulation import StageCosts, run_programs

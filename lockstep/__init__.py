@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     )
     from lockstep.strategies.pipeline import PipelineStrategy as PipelineStrategy
     from lockstep.strategies.single import SingleDeviceStrategy as SingleDeviceStrategy
-    from lockstep.train.averages import EMA as EMA
     from lockstep.train.batch_size import BatchSizeSearch as BatchSizeSearch
     from lockstep.train.callbacks import Callback as Callback
     from lockstep.train.checkpoints import Checkpoint as Checkpoint
@@ -40,6 +39,7 @@ if TYPE_CHECKING:
     from lockstep.train.learning_rates import Schedule as Schedule
     from lockstep.train.trainer import Trainer as Trainer
     from lockstep.train.waiting import InputBoundWarning as InputBoundWarning
+    from lockstep.train.wrapped_updaters import EMA as EMA
 
     verify = verify_job
 
@@ -53,7 +53,7 @@ _HOMES = {
     "BatchSizeSearch": ("lockstep.train.batch_size", "BatchSizeSearch"),
     "Callback": ("lockstep.train.callbacks", "Callback"),
     "Checkpoint": ("lockstep.train.checkpoints", "Checkpoint"),
-    "EMA": ("lockstep.train.averages", "EMA"),
+    "EMA": ("lockstep.train.wrapped_updaters", "EMA"),
     "HybridStrategy": ("lockstep.strategies.hybrid", "HybridStrategy"),
     "History": ("lockstep.train.history", "History"),
     "InputBoundWarning": ("lockstep.train.waiting", "InputBoundWarning"),

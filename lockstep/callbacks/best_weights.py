@@ -1,16 +1,15 @@
 """Keeps the weights of the best epoch, in memory or in a file."""
 
 import os
-from typing import Any
 
-from lockstep.callbacks.monitoring import Monitor, check_monitor
+from lockstep.callbacks.monitoring import BestEpoch, Monitor, check_monitor
 from lockstep.callbacks.options import check_flag, check_path
 from lockstep.errors import OptionError, Problems
-from lockstep.train.callbacks import Callback, Logs
-from lockstep.train.copies import WeightCopy
+from lockstep.train.callbacks import Logs
+from lockstep.train.copies import set_values
 
 
-class BestWeights(Callback):
+class BestWeights(BestEpoch):
     """Keeps the weights and buffers of the epoch with the best monitored value.
 
     Args:
@@ -45,20 +44,9 @@ class BestWeights(Callback):
         if filepath is not None:
             check_path("filepath", filepath, problems)
         problems.raise_if_any(OptionError)
-        self._monitor = Monitor(monitor, mode, min_delta)
+        super().__init__(Monitor(monitor, mode, min_delta))
         self._path = filepath
         self._restores = restore
-        self._weights: WeightCopy | None = None
-        self.best_epoch: int | None = None
-
-    @property
-    def best(self) -> float | None:
-        """The best value so far."""
-        return self._monitor.best
-
-    def on_train_begin(self, logs: Logs | None = None) -> None:
-        self._monitor.begin(self.trainer)
-        self._weights = self.best_epoch = None
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         if not self._monitor.improves(logs):
@@ -66,21 +54,8 @@ class BestWeights(Callback):
         self.best_epoch = epoch
         if self._path is not None:
             self.trainer.save(self._path)
-        elif self._weights is None:
-            self._weights = WeightCopy(self.model)
         else:
-            self._weights.refresh(self.model)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "best": self._monitor.best,
-            "best_epoch": self.best_epoch,
-            "weights": None if self._weights is None else self._weights.values,
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._monitor.best, self.best_epoch = state["best"], state["best_epoch"]
-        self._weights = None if state["weights"] is None else WeightCopy.of(state["weights"])
+            self._copy_weights()
 
     def on_train_end(self, logs: Logs | None = None) -> None:
         if self._restores and self.best_epoch is not None:
@@ -100,6 +75,6 @@ class BestWeights(Callback):
                 fix=f"Train first, and see that {self._monitor.name!r} is a number.",
             )
         if self._weights is not None:
-            self._weights.give_back(self.model)
+            set_values(self.model, self._weights)
         elif self._path is not None:
             self.trainer.load(self._path)

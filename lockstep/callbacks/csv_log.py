@@ -9,13 +9,13 @@ from typing import Any, TextIO
 from lockstep.callbacks.options import check_flag, check_path
 from lockstep.disk import writing
 from lockstep.errors import OptionError, Problems
-from lockstep.train.callbacks import Callback, Logs
+from lockstep.train.callbacks import ClosingCallback, Logs
 from lockstep.units import listed
 
 _MISSING = "NA"
 
 
-class CSVLogger(Callback):
+class CSVLogger(ClosingCallback):
     """Writes a row per epoch: the epoch's number, from 0, and its logs, at full precision.
 
     Every row is in the file as soon as its epoch is over.
@@ -88,13 +88,7 @@ class CSVLogger(Callback):
                 fix="Write to another file, with append=False, or with the same separator.",
             )
 
-    def on_train_end(self, logs: Logs | None = None) -> None:
-        self._close()
-
-    def on_train_error(self, error: BaseException) -> None:
-        self._close()
-
-    def _close(self) -> None:
+    def _close(self, error: BaseException | None) -> None:
         file, self._file = self._file, None
         if file is not None:
             with writing(self._path):

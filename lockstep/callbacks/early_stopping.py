@@ -2,14 +2,14 @@
 
 from typing import Any
 
-from lockstep.callbacks.monitoring import Monitor, check_monitor
+from lockstep.callbacks.monitoring import BestEpoch, Monitor, check_monitor
 from lockstep.callbacks.options import check_count, check_flag, check_number
 from lockstep.errors import OptionError, Problems
-from lockstep.train.callbacks import Callback, Logs
-from lockstep.train.copies import WeightCopy
+from lockstep.train.callbacks import Logs
+from lockstep.train.copies import set_values
 
 
-class EarlyStopping(Callback):
+class EarlyStopping(BestEpoch):
     """Stops training when a monitored value has not improved for ``patience`` epochs.
 
     Args:
@@ -50,25 +50,17 @@ class EarlyStopping(Callback):
         if baseline is not None:
             check_number("baseline", baseline, problems)
         problems.raise_if_any(OptionError)
-        self._monitor = Monitor(monitor, mode, min_delta)
+        super().__init__(Monitor(monitor, mode, min_delta))
         self._patience = patience
         self._baseline = baseline
         self._restores = restore_best_weights
         self._first_epoch = start_from_epoch
         self._wait = 0
-        self._weights: WeightCopy | None = None
-        self.best_epoch: int | None = None
         self.stopped_epoch: int | None = None
 
-    @property
-    def best(self) -> float | None:
-        """The best value so far."""
-        return self._monitor.best
-
     def on_train_begin(self, logs: Logs | None = None) -> None:
-        self._monitor.begin(self.trainer)
-        self._wait = 0
-        self._weights = self.best_epoch = self.stopped_epoch = None
+        super().on_train_begin(logs)
+        self._wait, self.stopped_epoch = 0, None
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         value = self._monitor.read(logs)
@@ -76,7 +68,9 @@ class EarlyStopping(Callback):
             return
         self._wait += 1
         if self._monitor.improves(logs):
-            self._keep(epoch)
+            self.best_epoch = epoch
+            if self._restores:
+                self._copy_weights()
             if self._baseline is None or self._monitor.is_better(value, self._baseline):
                 self._wait = 0
         if self._wait >= max(self._patience, 1):
@@ -84,30 +78,14 @@ class EarlyStopping(Callback):
             self.trainer.stop_training = True
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "best": self._monitor.best,
-            "best_epoch": self.best_epoch,
-            "stopped_epoch": self.stopped_epoch,
-            "wait": self._wait,
-            "weights": None if self._weights is None else self._weights.values,
-        }
+        own = {"stopped_epoch": self.stopped_epoch, "wait": self._wait}
+        return {**super().state_dict(), **own}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._monitor.best = state["best"]
-        self.best_epoch, self.stopped_epoch = state["best_epoch"], state["stopped_epoch"]
-        self._wait = state["wait"]
-        self._weights = None if state["weights"] is None else WeightCopy.of(state["weights"])
-
-    def _keep(self, epoch: int) -> None:
-        self.best_epoch = epoch
-        if not self._restores:
-            return
-        if self._weights is None:
-            self._weights = WeightCopy(self.model)
-        else:
-            self._weights.refresh(self.model)
+        super().load_state_dict(state)
+        self._wait, self.stopped_epoch = state["wait"], state["stopped_epoch"]
 
     def on_train_end(self, logs: Logs | None = None) -> None:
         if self._weights is not None:
-            self._weights.give_back(self.model)
+            set_values(self.model, self._weights)
             self._weights = None

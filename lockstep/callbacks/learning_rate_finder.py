@@ -16,7 +16,7 @@ import numpy as np
 from lockstep.callbacks.options import check_count, check_number
 from lockstep.errors import NonFiniteError, OptionError, Problems
 from lockstep.extras import import_extra
-from lockstep.train.callbacks import Callback, Logs
+from lockstep.train.callbacks import ClosingCallback, Logs
 from lockstep.train.trainer_protocol import TrainerProtocol
 
 _FEWEST_POINTS = 3
@@ -37,7 +37,7 @@ class Point:
     smoothed: float
 
 
-class LearningRateFinder(Callback):
+class LearningRateFinder(ClosingCallback):
     """Trains some steps with a growing learning rate, then puts everything back as it was.
 
     ``finder.sweep(trainer, data)`` is the short way. As a callback, it makes the first ``fit`` the
@@ -207,12 +207,6 @@ class LearningRateFinder(Callback):
         groups = [] if self.trainer.optimizer is None else self.trainer.optimizer.param_groups
         return [group for group in groups if "lr" in group]
 
-    def on_train_end(self, logs: Logs | None = None) -> None:
-        self._rewind()
-
-    def on_train_error(self, error: BaseException) -> None:
-        self._rewind()
-
-    def _rewind(self) -> None:
+    def _close(self, error: BaseException | None) -> None:
         self._rewinding.close()
         self._is_done = True

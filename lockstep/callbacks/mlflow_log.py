@@ -12,10 +12,10 @@ from lockstep.callbacks.options import check_mapping, check_name
 from lockstep.callbacks.scalars import learning_rates, scalars
 from lockstep.errors import OptionError, Problems
 from lockstep.extras import import_extra
-from lockstep.train.callbacks import Callback, Logs
+from lockstep.train.callbacks import ClosingCallback, Logs
 
 
-class MLflow(Callback):
+class MLflow(ClosingCallback):
     """Makes an MLflow run of every ``fit``: logs and learning rates of each epoch, and the Plan.
 
     A run ends as FINISHED; after an error as FAILED, after Ctrl-C as KILLED.
@@ -87,13 +87,9 @@ class MLflow(Callback):
             self._has_plan = True
             self._client.log_text(self.run_id, str(self.trainer.plan), "plan.txt")
 
-    def on_train_end(self, logs: Logs | None = None) -> None:
-        self._end("FINISHED")
-
-    def on_train_error(self, error: BaseException) -> None:
-        self._end("KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED")
-
-    def _end(self, status: str) -> None:
+    def _close(self, error: BaseException | None) -> None:
         if self._is_running:
+            is_killed = isinstance(error, KeyboardInterrupt)
+            status = "FINISHED" if error is None else "KILLED" if is_killed else "FAILED"
             self._is_running = False
             self._client.set_terminated(self.run_id, status)

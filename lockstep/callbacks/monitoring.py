@@ -7,8 +7,12 @@ of; nothing is guessed from a name.
 import math
 from typing import Any
 
+import torch
+
 from lockstep.callbacks.options import check_name, check_number
 from lockstep.errors import OptionError, Problems
+from lockstep.train.callbacks import Callback, Logs
+from lockstep.train.copies import copied_values
 from lockstep.train.trainer_protocol import TrainerProtocol
 from lockstep.units import listed
 
@@ -103,6 +107,41 @@ class Monitor:
             return False
         self.best = value
         return True
+
+
+class BestEpoch(Callback):
+    """Knows the epoch with the best value of a monitor, and can copy its weights and buffers.
+
+    Args:
+        monitor: of the value.
+
+    Attributes:
+        best_epoch: its number, from 0; None where there was none.
+    """
+
+    def __init__(self, monitor: Monitor) -> None:
+        self._monitor = monitor
+        self._weights: dict[str, torch.Tensor] | None = None
+        self.best_epoch: int | None = None
+
+    @property
+    def best(self) -> float | None:
+        """The best value so far."""
+        return self._monitor.best
+
+    def on_train_begin(self, logs: Logs | None = None) -> None:
+        self._monitor.begin(self.trainer)
+        self._weights = self.best_epoch = None
+
+    def _copy_weights(self) -> None:
+        self._weights = copied_values(self.model, self._weights)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": self.best, "best_epoch": self.best_epoch, "weights": self._weights}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._monitor.best, self.best_epoch = state["best"], state["best_epoch"]
+        self._weights = state["weights"]
 
 
 def _unknown(name: str, known: list[str]) -> OptionError:

@@ -7,12 +7,12 @@ from lockstep.callbacks.event_file import EventFile, tensorboard_module
 from lockstep.callbacks.options import check_count, check_frequency, check_path
 from lockstep.callbacks.scalars import learning_rates, scalars
 from lockstep.errors import OptionError, Problems
-from lockstep.train.callbacks import Callback, Logs
+from lockstep.train.callbacks import ClosingCallback, Logs
 
 _VALIDATION = "val_"
 
 
-class TensorBoard(Callback):
+class TensorBoard(ClosingCallback):
     """Writes losses, metrics, learning rates and the Plan for TensorBoard, in Keras's layout.
 
     Values of training are in the run ``train``, those of validation in ``validation``, both under
@@ -108,12 +108,6 @@ class TensorBoard(Callback):
             self._files[run] = EventFile(self._folder / run)
         return self._files[run]
 
-    def on_train_end(self, logs: Logs | None = None) -> None:
-        self._close()
-
-    def on_train_error(self, error: BaseException) -> None:
-        self._close()
-
-    def _close(self) -> None:
+    def _close(self, error: BaseException | None) -> None:
         while self._files:
             self._files.popitem()[1].close()

@@ -8,13 +8,13 @@ from lockstep.callbacks.options import check_mapping, check_name, check_path
 from lockstep.callbacks.scalars import learning_rates, scalars
 from lockstep.errors import OptionError, Problems
 from lockstep.extras import import_extra
-from lockstep.train.callbacks import Callback, Logs
+from lockstep.train.callbacks import ClosingCallback, Logs
 from lockstep.units import listed
 
 _MODES = ("online", "offline", "disabled")
 
 
-class WandB(Callback):
+class WandB(ClosingCallback):
     """Makes a Weights & Biases run of every ``fit``: logs and learning rates of each epoch.
 
     The Plan and the seed are in the run's config. After an error or Ctrl-C the run is marked as
@@ -78,13 +78,7 @@ class WandB(Callback):
         values = {"epoch": epoch, **scalars(logs), **learning_rates(self.trainer)}
         self.run.log(values, step=epoch)
 
-    def on_train_end(self, logs: Logs | None = None) -> None:
-        self._finish(0)
-
-    def on_train_error(self, error: BaseException) -> None:
-        self._finish(1)
-
-    def _finish(self, exit_code: int) -> None:
+    def _close(self, error: BaseException | None) -> None:
         run, self.run = self.run, None
         if run is not None:
-            run.finish(exit_code=exit_code)
+            run.finish(exit_code=int(error is not None))

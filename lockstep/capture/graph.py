@@ -7,13 +7,13 @@ import torch
 from torch import nn
 
 from lockstep.capture.instructions import Input, references
-from lockstep.capture.layers import ties_of
-from lockstep.capture.measuring import LayerMeasure, measure_layers
+from lockstep.capture.layers import parameter_info, ties_of
+from lockstep.capture.measuring import measure_layers
 from lockstep.capture.scopes import device_of
 from lockstep.capture.state import ModelState, set_mode
-from lockstep.capture.tracing import Trace, TracedLayer, find_inplace, run_trace
+from lockstep.capture.tracing import Trace, TracedLayer, run_trace
 from lockstep.data.trees import Tree, map_tensors, tensors_of
-from lockstep.graph.layer_graph import Flow, Layer, LayerCosts, LayerGraph, ParameterInfo
+from lockstep.graph.layer_graph import Flow, Layer, LayerCosts, LayerGraph
 from lockstep.plan.layout import align
 
 
@@ -29,11 +29,10 @@ def capture_graph(
         sizes: see ``value_bytes``.
     """
     parameters = dict(model.named_parameters())
-    measures = measure_layers(model, trace, inputs)
+    costs = measure_layers(model, trace, inputs)
     return LayerGraph(
         layers=tuple(
-            _layer(model, parameters, layer, measure)
-            for layer, measure in zip(trace.layers, measures, strict=True)
+            _layer(model, parameters, *pair) for pair in zip(trace.layers, costs, strict=True)
         ),
         tied=ties_of(model),
         flows=_flows(trace, sizes),
@@ -62,31 +61,18 @@ def _layer(
     model: nn.Module,
     parameters: Mapping[str, nn.Parameter],
     layer: TracedLayer,
-    measure: LayerMeasure,
+    costs: LayerCosts,
 ) -> Layer:
     return Layer(
         name=layer.name,
         kind=layer.kind,
-        parameters=tuple(
-            ParameterInfo(
-                name=name,
-                shape=tuple(parameters[name].shape),
-                dtype=str(parameters[name].dtype).removeprefix("torch."),
-                trainable=parameters[name].requires_grad,
-            )
-            for name in layer.parameters
-        ),
+        parameters=tuple(parameter_info(name, parameters[name]) for name in layer.parameters),
         buffers=layer.buffers,
         uses_batch_statistics=layer.uses_batch_statistics,
         device=device_of(model, layer.name.partition("@")[0]),
         draws=layer.draws,
         atomic_reason=layer.reason if layer.is_atomic else "",
-        costs=LayerCosts(
-            forward_seconds=measure.forward_seconds,
-            backward_seconds=measure.backward_seconds,
-            activation_bytes=measure.activation_bytes,
-            is_estimated=measure.is_estimated,
-        ),
+        costs=costs,
     )
 
 
@@ -112,7 +98,7 @@ def find_inseparable(model: nn.Module, trace: Trace, inputs: Tree) -> tuple[tupl
     """See ``LayerGraph.inseparable``: it depends on the modes of modules, too."""
     pairs = {
         (trace.instructions[maker].layer, trace.instructions[changer].layer)
-        for maker, changer in find_inplace(trace)
+        for maker, changer in trace.changes
     }
     pairs |= {(users[0], users[-1]) for users in _users_of_changing(model, trace, inputs)}
     return tuple(sorted(pair for pair in pairs if pair[0] < pair[1]))

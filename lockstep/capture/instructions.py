@@ -9,8 +9,6 @@ There is no generated code and no copy of the model: layers are called by their 
 modules, their names, hooks and modes are the user's own.
 """
 
-import copy
-import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -19,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.data.trees import Tree
+from lockstep.data.trees import Tree, fields_of, is_record, like, with_fields
 from lockstep.errors import ModelError
 
 # Arguments that hold nothing.
@@ -279,8 +277,6 @@ def rebuild(change: Callable[[Any], Any], tree: Any) -> Any:
     kind = type(tree)
     if kind in (tuple, list):
         return kind(change(part) for part in tree)
-    if kind is dict:
-        return {key: change(part) for key, part in tree.items()}
     if kind is slice:
         return slice(change(tree.start), change(tree.stop), change(tree.step))
     if isinstance(tree, tuple | list):
@@ -289,24 +285,7 @@ def rebuild(change: Callable[[Any], Any], tree: Any) -> Any:
             return tuple(parts)
         return getattr(kind, "_make", kind)(parts)
     if isinstance(tree, dict):
-        return _with_items(tree, change)
-    if dataclasses.is_dataclass(tree) and not isinstance(tree, type | Ref | NamedFunction | Apply):
-        return _with_fields(tree, change)
+        return like(tree, {key: change(part) for key, part in tree.items()})
+    if is_record(tree) and not isinstance(tree, Ref | NamedFunction | Apply):
+        return with_fields(tree, {name: change(one) for name, one in fields_of(tree).items()})
     return tree
-
-
-def _with_items(tree: dict[Any, Any], change: Callable[[Any], Any]) -> dict[Any, Any]:
-    """Also for dicts whose keys are attributes, as Hugging Face's outputs are."""
-    result = copy.copy(tree)
-    for key, part in tree.items():
-        result[key] = change(part)
-    return result
-
-
-def _with_fields(tree: Any, change: Callable[[Any], Any]) -> Any:
-    """Fields are set past ``__init__`` and ``frozen``, as they were found."""
-    result = copy.copy(tree)
-    for one in dataclasses.fields(tree):
-        if hasattr(tree, one.name):
-            object.__setattr__(result, one.name, change(getattr(tree, one.name)))
-    return result

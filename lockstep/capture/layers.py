@@ -133,14 +133,19 @@ def _note_divider(
     )
 
 
+def parameter_info(name: str, parameter: nn.Parameter) -> ParameterInfo:
+    """What a graph says of a parameter."""
+    return ParameterInfo(
+        name=name,
+        shape=tuple(parameter.shape),
+        dtype=str(parameter.dtype).removeprefix("torch."),
+        trainable=parameter.requires_grad,
+    )
+
+
 def _own_parameters(prefix: str, module: nn.Module) -> tuple[ParameterInfo, ...]:
     return tuple(
-        ParameterInfo(
-            name=_join(prefix, key),
-            shape=tuple(parameter.shape),
-            dtype=str(parameter.dtype).removeprefix("torch."),
-            trainable=parameter.requires_grad,
-        )
+        parameter_info(_join(prefix, key), parameter)
         for key, parameter in module._parameters.items()
         if parameter is not None
     )

@@ -19,8 +19,9 @@ from lockstep.capture.instructions import references, run_instruction
 from lockstep.capture.recording import storage_of
 from lockstep.capture.seeding import seeded
 from lockstep.capture.state import ModelState, set_mode
-from lockstep.capture.tracing import Trace, find_inplace
+from lockstep.capture.tracing import Trace
 from lockstep.data.trees import Tree, map_tensors, tensors_of
+from lockstep.graph.layer_graph import LayerCosts
 
 # Floating point operations per second where nothing can be timed: one CPU core, large matrices.
 _ASSUMED_SPEED = 5e10
@@ -32,29 +33,9 @@ _ENOUGH_SECONDS = 1.0
 _Count = Callable[[Callable[[], Any]], float]
 
 
-@dataclass(frozen=True, kw_only=True)
-class LayerMeasure:
-    """What a layer costs for one microbatch.
-
-    Attributes:
-        forward_seconds: of its forward pass.
-        backward_seconds: of its backward pass, for its parameters and for what earlier layers made.
-        activation_bytes: kept from forward to backward, beside parameters and buffers. What two
-            layers keep is counted for the first.
-        parameter_bytes: of the parameters that it uses.
-        is_estimated: seconds are counted from operations, not measured.
-    """
-
-    forward_seconds: float
-    backward_seconds: float
-    activation_bytes: int
-    parameter_bytes: int
-    is_estimated: bool = False
-
-
 def measure_layers(
     model: nn.Module, trace: Trace, inputs: Tree, *, repeats: int = 3
-) -> list[LayerMeasure]:
+) -> list[LayerCosts]:
     """Run every layer forward and backward; the model and random streams are left as found.
 
     Args:
@@ -63,9 +44,12 @@ def measure_layers(
         inputs: a microbatch.
         repeats: runs after the first, which does not count; medians of these are returned. Where
             they take long, one is enough.
+
+    Returns:
+        What each layer costs. Bytes that two layers keep from forward to backward are counted for
+        the first; those of parameters and buffers for none.
     """
-    parameters = dict(model.named_parameters())
-    is_meta = any(one.is_meta for one in (*tensors_of(inputs), *parameters.values()))
+    is_meta = any(one.is_meta for one in (*tensors_of(inputs), *model.parameters()))
     layers = _layer_runs(model, trace, map_tensors(_copied, inputs))
     count: _Count = _count_operations if is_meta else _time
     state = ModelState(model)
@@ -81,14 +65,13 @@ def measure_layers(
     finally:
         state.restore()
     return [
-        LayerMeasure(
+        LayerCosts(
             forward_seconds=statistics.median(run[layer][0] for run in runs),
             backward_seconds=statistics.median(run[layer][1] for run in runs),
             activation_bytes=round(kept[layer][0]),
-            parameter_bytes=sum(parameters[name].nbytes for name in described.parameters),
             is_estimated=is_meta,
         )
-        for layer, described in enumerate(trace.layers)
+        for layer in range(len(trace.layers))
     ]
 
 
@@ -153,7 +136,7 @@ def _layer_runs(model: nn.Module, trace: Trace, inputs: Tree) -> list["_LayerRun
             for value in references(instruction)
             if trace.instructions[value].layer != instruction.layer
         }
-    changers = {trace.instructions[changer].layer for _, changer in find_inplace(trace)}
+    changers = {trace.instructions[changer].layer for _, changer in trace.changes}
     parameters = dict(model.named_parameters())
     return [
         _LayerRun(

@@ -23,7 +23,7 @@ from lockstep.capture.instructions import (
     attributes_of,
     rebuild,
 )
-from lockstep.capture.sizes import Calculator, TracedFloat, TracedInt, has_numbers
+from lockstep.capture.sizes import TracedFloat, TracedInt, has_numbers
 
 # What instructions hold as it is.
 _CONSTANTS = (
@@ -99,7 +99,7 @@ class Notes:
             front end's; empty where there is none.
     """
 
-    def __init__(self, model: nn.Module, calculator: Calculator) -> None:
+    def __init__(self, model: nn.Module, calculator: Any) -> None:
         self.records: list[Record] = []
         self.scope = ""
         self.inside = ""

@@ -8,30 +8,20 @@ runs. ``range`` and ``int`` see plain numbers.
 import math
 import operator
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from lockstep.capture.instructions import rebuild
 
 
-class Calculator(Protocol):
-    """Notes calculations."""
-
-    def compute(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """The result of ``function(*args)``, or NotImplemented."""
-
-    def compare(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """The same of a comparison."""
-
-
 class _Traced:
-    """A number that is the value of the record ``number``."""
+    """A number that is the value of the record ``number``; a ``Recorder`` notes its use."""
 
     number: int
-    calculator: Calculator
+    calculator: Any
 
-    def __new__(cls, value: Any, calculator: Calculator, number: int) -> Any:
+    def __new__(cls, value: Any, calculator: Any, number: int) -> Any:
         made = super().__new__(cls, value)  # type: ignore[call-arg]
         made.calculator = calculator
         made.number = number

@@ -35,7 +35,7 @@ from lockstep.capture.replaying import (
 from lockstep.capture.state import ModelState, set_mode
 from lockstep.data.trees import Tree, map_tensors, tensors_of
 
-__all__ = ["Trace", "TracedLayer", "find_inplace", "run_trace", "trace_model", "trace_modes"]
+__all__ = ["Trace", "TracedLayer", "run_trace", "trace_model", "trace_modes"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,15 +98,6 @@ def _atomic_of(trace: Trace) -> dict[str, str]:
     calls = [one for one in trace.instructions if isinstance(one, CallModule)]
     layers = [(call.target, trace.layers[call.layer]) for call in calls]
     return {path: layer.reason for path, layer in layers if layer.is_atomic}
-
-
-def find_inplace(trace: Trace) -> list[tuple[int, int]]:
-    """Pairs of instructions between which a trace must not be cut.
-
-    The first made a tensor, or is a view of one, and the second, of another layer, changes it in
-    place. In different processes it would change a copy.
-    """
-    return list(trace.changes)
 
 
 def run_trace(

@@ -18,7 +18,7 @@ from typing import TypeVar
 import msgspec
 
 import lockstep
-from lockstep.cluster.devices import usable_cores
+from lockstep.cluster.devices import processor_line, processor_name, usable_cores
 from lockstep.cluster.environment import find_devices
 from lockstep.cluster.memory_limits import free_memory, memory_ceiling
 
@@ -117,7 +117,7 @@ def examine(devices: int | None = None) -> HostReport:
     return HostReport(
         name=socket.gethostname(),
         system=f"{platform.system()} {platform.release()}, {platform.machine()}",
-        processor=_processor_line("model name") or platform.processor() or "unknown",
+        processor=processor_name(),
         features=_features(),
         versions=_versions(),
         num_cores=num_cores,
@@ -150,18 +150,8 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _processor_line(name: str) -> str:
-    """What ``/proc/cpuinfo`` says of the first core."""
-    try:
-        lines = (_PROC / "cpuinfo").read_text().splitlines()
-    except OSError:  # another system
-        return ""
-    found = (line.partition(":")[2] for line in lines if line.partition(":")[0].strip() == name)
-    return next(found, "").strip()
-
-
 def _features() -> tuple[str, ...]:
-    present = {*_processor_line("flags").split(), *_processor_line("Features").split()}
+    present = {*processor_line("flags").split(), *processor_line("Features").split()}
     return tuple(feature for feature in FEATURES if feature in present)
 
 

@@ -80,8 +80,7 @@ def _variables(options: argparse.Namespace) -> dict[str, str]:
 
 
 def _run_over_ssh(options: argparse.Namespace, script: Script, rendezvous: Address | None) -> int:
-    from lockstep.launch.host_file import read_host_file
-    from lockstep.launch.secure_shell import Shells, run_on_hosts
+    from lockstep.launch.secure_shell import Shells, read_host_file, run_on_hosts
 
     shells = Shells(
         command=tuple(shlex.split(options.ssh_command or "ssh")),

@@ -1,6 +1,7 @@
 """What this host has. The only module below ``comm`` that may look at torch, and only for CUDA."""
 
 import os
+import platform
 import socket
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from lockstep.cluster.environment import find_devices
 from lockstep.cluster.topology import Cluster, Device, Host
 
 _CONTROL_GROUP = Path("/sys/fs/cgroup")
+_PROCESSORS = Path("/proc/cpuinfo")
 
 
 def usable_cores() -> int:
@@ -28,6 +30,21 @@ def memory_bytes() -> int:
     """Memory in bytes: the host's, or as much of it as the container may use."""
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min([physical, *_container_limit("memory.max")])
+
+
+def processor_line(name: str) -> str:
+    """What ``/proc/cpuinfo`` says of the first core; empty where it does not."""
+    try:
+        lines = _PROCESSORS.read_text().splitlines()
+    except OSError:  # another system
+        return ""
+    found = (line.partition(":")[2] for line in lines if line.partition(":")[0].strip() == name)
+    return next(found, "").strip()
+
+
+def processor_name() -> str:
+    """The model of this host's processor."""
+    return processor_line("model name") or platform.processor() or platform.machine()
 
 
 def _container_limit(name: str) -> list[int]:

@@ -6,27 +6,13 @@ from lockstep.data.sources import ArraySource, Batch, Source
 from lockstep.data.trees import map_tensors, tensors_of
 
 
-class _FirstSamples(Source):
-    """The first samples of a source."""
+class RepeatedSource(Source):
+    """The first samples of a source; of more than it has, over and over."""
 
     def __init__(self, source: Source, num_samples: int) -> None:
         self._source = source
         self._num_samples = num_samples
         self.ahead = source.ahead
-
-    def __len__(self) -> int:
-        return self._num_samples
-
-    def read(self, indices: torch.Tensor, dtype: torch.dtype | None) -> Batch:
-        return self._source.read(indices, dtype)
-
-
-class RepeatedSource(Source):
-    """A source over and over, up to a number of samples."""
-
-    def __init__(self, source: Source, num_samples: int) -> None:
-        self._source = source
-        self._num_samples = num_samples
 
     def __len__(self) -> int:
         return self._num_samples
@@ -40,16 +26,9 @@ def first_samples(source: Source, num_samples: int) -> Source:
     if num_samples >= len(source):
         return source
     if not isinstance(source, ArraySource):
-        return _FirstSamples(source, num_samples)
-
-    def first(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor[:num_samples]
-
-    return ArraySource(
-        map_tensors(first, source.inputs),
-        map_tensors(first, source.targets),
-        map_tensors(first, source.sample_weight),
-    )
+        return RepeatedSource(source, num_samples)
+    whole = (source.inputs, source.targets, source.sample_weight)
+    return ArraySource(*map_tensors(lambda tensor: tensor[:num_samples], whole))
 
 
 def array_bytes(source: Source) -> int:

@@ -19,8 +19,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-
 from lockstep.data.order import (
     StreamStates,
     kept_streams,
@@ -32,6 +30,7 @@ from lockstep.data.order import (
 )
 from lockstep.data.sources import ArraySource, named_parts
 from lockstep.data.streams import Stream
+from lockstep.data.trees import bits_of
 from lockstep.errors import DataError, LockstepError
 
 _QUIET_READS = 2  # that must have drawn nothing
@@ -263,9 +262,8 @@ class Reading:
 def _checksum(batch: ArraySource, before: int) -> int:
     """CRC-32 of the bytes of all that was read before and of a batch."""
     for _, tensor in named_parts(batch):
-        plain = tensor.detach().contiguous().view(-1)
-        if plain.numel():
-            before = zlib.crc32(plain.view(torch.uint8).numpy(), before)  # type: ignore[arg-type]
+        if tensor.numel():
+            before = zlib.crc32(bits_of(tensor).numpy(), before)  # type: ignore[arg-type]
     return before
 
 

@@ -36,7 +36,7 @@ from lockstep.disk import writing
 from lockstep.errors import DataError
 from lockstep.units import format_bytes
 
-VERSION = 1
+VERSION = 2
 
 _MAGIC = b"lockstep"
 _HEAD = struct.Struct("<8sq")  # magic, length of the header

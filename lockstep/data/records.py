@@ -16,121 +16,79 @@ import msgspec
 import numpy as np
 import torch
 
+from lockstep.data.trees import bits_of
 from lockstep.errors import DataError
 
 _ALIGNMENT_BYTES = 8
 
 
-class TensorLeaf(msgspec.Struct, frozen=True, kw_only=True, tag="tensor"):
-    """A tensor on the CPU; ``dtype`` as in ``torch.float32``."""
+class Leaf(msgspec.Struct, frozen=True, kw_only=True, tag="leaf"):
+    """A part without parts.
 
-    dtype: str
-    shape: tuple[int, ...]
-
-    @property
-    def num_bytes(self) -> int:
-        """Of its elements."""
-        return math.prod(self.shape) * _torch_dtype(self.dtype).itemsize
-
-    def load(self, buffer: bytearray, offset: int) -> torch.Tensor:
-        """The tensor, in the memory of the buffer."""
-        dtype, count = _torch_dtype(self.dtype), math.prod(self.shape)
-        if count == 0:  # of which frombuffer makes nothing
-            return torch.empty(self.shape, dtype=dtype)
-        flat = torch.frombuffer(buffer, dtype=dtype, count=count, offset=offset)
-        return flat.reshape(self.shape)
-
-    def __str__(self) -> str:
-        return f"tensor {self.dtype} {self.shape}"
-
-
-class ArrayLeaf(msgspec.Struct, frozen=True, kw_only=True, tag="array"):
-    """A NumPy array; ``dtype`` as in ``numpy.dtype.str``."""
-
-    dtype: str
-    shape: tuple[int, ...]
-
-    @property
-    def num_bytes(self) -> int:
-        """Of its elements."""
-        return math.prod(self.shape) * np.dtype(self.dtype).itemsize
-
-    def load(self, buffer: bytearray, offset: int) -> np.ndarray[Any, Any]:
-        """The array, in the memory of the buffer."""
-        flat = np.frombuffer(buffer, self.dtype, count=math.prod(self.shape), offset=offset)
-        return flat.reshape(self.shape)
-
-    def __str__(self) -> str:
-        return f"array {np.dtype(self.dtype)} {self.shape}"
-
-
-class ScalarLeaf(msgspec.Struct, frozen=True, kw_only=True, tag="scalar"):
-    """A NumPy number."""
-
-    dtype: str
-
-    @property
-    def num_bytes(self) -> int:
-        """Of the number."""
-        return np.dtype(self.dtype).itemsize
-
-    def load(self, buffer: bytearray, offset: int) -> Any:
-        """The number."""
-        return np.frombuffer(buffer, self.dtype, count=1, offset=offset)[0]
-
-    def __str__(self) -> str:
-        return str(np.dtype(self.dtype))
-
-
-class NumberLeaf(msgspec.Struct, frozen=True, kw_only=True, tag="number"):
-    """A Python number: the name of its type."""
+    Attributes:
+        kind: "tensor" (on the CPU), "array", "scalar" (NumPy's), or the type of a Python number.
+        dtype: as in ``torch.float32`` of a tensor, else as in ``numpy.dtype.str``.
+        shape: of a tensor or array.
+    """
 
     kind: str
+    dtype: str
+    shape: tuple[int, ...] = ()
 
     @property
     def num_bytes(self) -> int:
-        """Of the number."""
-        return np.dtype(_NUMBERS[self.kind]).itemsize
+        """Of its elements."""
+        dtype = _torch_dtype(self.dtype) if self.kind == "tensor" else np.dtype(self.dtype)
+        return math.prod(self.shape) * dtype.itemsize
 
     def load(self, buffer: bytearray, offset: int) -> Any:
-        """The number."""
-        return np.frombuffer(buffer, _NUMBERS[self.kind], count=1, offset=offset)[0].item()
+        """The part, a tensor or array in the memory of the buffer."""
+        count = math.prod(self.shape)
+        if self.kind != "tensor":
+            flat = np.frombuffer(buffer, self.dtype, count=count, offset=offset)
+            if self.kind == "array":
+                return flat.reshape(self.shape)
+            return flat[0] if self.kind == "scalar" else flat[0].item()
+        dtype = _torch_dtype(self.dtype)
+        if count == 0:  # of which frombuffer makes nothing
+            return torch.empty(self.shape, dtype=dtype)
+        return torch.frombuffer(buffer, dtype=dtype, count=count, offset=offset).reshape(self.shape)
 
     def __str__(self) -> str:
-        return self.kind
+        if self.kind in _NUMBERS:
+            return self.kind
+        dtype = self.dtype if self.kind == "tensor" else str(np.dtype(self.dtype))
+        return dtype if self.kind == "scalar" else f"{self.kind} {dtype} {self.shape}"
 
 
-class TupleOf(msgspec.Struct, frozen=True, kw_only=True, tag="tuple"):
-    """A tuple."""
+class Container(msgspec.Struct, frozen=True, kw_only=True, tag="container"):
+    """A tuple, a list, or a dict with text as its keys.
 
+    Attributes:
+        kind: "tuple", "list" or "dict".
+        parts: what it holds, in order.
+        keys: of a dict.
+    """
+
+    kind: str
     parts: tuple["Layout", ...]
+    keys: tuple[str, ...] = ()
+
+    def made(self, parts: list[Any]) -> Any:
+        """The container with these parts."""
+        if self.kind == "dict":
+            return dict(zip(self.keys, parts, strict=True))
+        return tuple(parts) if self.kind == "tuple" else parts
 
     def __str__(self) -> str:
-        return f"({', '.join(map(str, self.parts))})"
+        if self.kind == "dict":
+            pairs = zip(self.keys, self.parts, strict=True)
+            return f"{{{', '.join(f'{key!r}: {part}' for key, part in pairs)}}}"
+        inside = ", ".join(map(str, self.parts))
+        return f"({inside})" if self.kind == "tuple" else f"[{inside}]"
 
 
-class ListOf(msgspec.Struct, frozen=True, kw_only=True, tag="list"):
-    """A list."""
-
-    parts: tuple["Layout", ...]
-
-    def __str__(self) -> str:
-        return f"[{', '.join(map(str, self.parts))}]"
-
-
-class DictOf(msgspec.Struct, frozen=True, kw_only=True, tag="dict"):
-    """A dict with text as its keys."""
-
-    keys: tuple[str, ...]
-    parts: tuple["Layout", ...]
-
-    def __str__(self) -> str:
-        pairs = zip(self.keys, self.parts, strict=True)
-        return f"{{{', '.join(f'{key!r}: {part}' for key, part in pairs)}}}"
-
-
-Leaf: TypeAlias = TensorLeaf | ArrayLeaf | ScalarLeaf | NumberLeaf
-Layout: TypeAlias = Leaf | TupleOf | ListOf | DictOf
+Layout: TypeAlias = Leaf | Container
 
 _NUMBERS = {"bool": "|b1", "int": "<i8", "float": "<f8"}
 
@@ -157,13 +115,12 @@ def unpack_item(layout: Layout, record: bytearray) -> Any:
 
 
 def _pack(item: Any, pieces: list[bytes]) -> Layout:
-    if type(item) is tuple:
-        return TupleOf(parts=tuple(_pack(part, pieces) for part in item))
-    if type(item) is list:
-        return ListOf(parts=tuple(_pack(part, pieces) for part in item))
+    kind = type(item).__name__
+    if type(item) in (tuple, list):
+        return Container(kind=kind, parts=tuple(_pack(part, pieces) for part in item))
     if type(item) is dict and all(isinstance(key, str) for key in item):
         parts = tuple(_pack(part, pieces) for part in item.values())
-        return DictOf(keys=tuple(item), parts=parts)
+        return Container(kind=kind, parts=parts, keys=tuple(item))
     leaf, data = _pack_leaf(item)
     pieces += [data, bytes(_aligned(len(data)) - len(data))]
     return leaf
@@ -172,15 +129,16 @@ def _pack(item: Any, pieces: list[bytes]) -> Layout:
 def _pack_leaf(item: Any) -> tuple[Leaf, bytes]:
     if _is_plain_tensor(item):
         dtype = str(item.dtype).removeprefix("torch.")
-        return TensorLeaf(dtype=dtype, shape=tuple(item.shape)), _bytes_of(item)
+        leaf = Leaf(kind="tensor", dtype=dtype, shape=tuple(item.shape))
+        return leaf, bits_of(item).numpy().tobytes()
     if type(item) is np.ndarray and _is_plain_dtype(item.dtype):
-        return ArrayLeaf(dtype=item.dtype.str, shape=item.shape), item.tobytes()
+        return Leaf(kind="array", dtype=item.dtype.str, shape=item.shape), item.tobytes()
     if isinstance(item, np.generic) and _is_plain_dtype(item.dtype):
-        return ScalarLeaf(dtype=item.dtype.str), item.tobytes()
+        return Leaf(kind="scalar", dtype=item.dtype.str), item.tobytes()
     if type(item) in (bool, int, float):
         kind = type(item).__name__
         try:
-            return NumberLeaf(kind=kind), np.array(item, _NUMBERS[kind]).tobytes()
+            return Leaf(kind=kind, dtype=_NUMBERS[kind]), np.array(item, _NUMBERS[kind]).tobytes()
         except OverflowError as error:
             raise _unfit(f"the number {item}, of more than 64 bits") from error
     raise _unfit(f"a {_described(item)} in it")
@@ -216,13 +174,8 @@ def _is_plain_dtype(dtype: np.dtype[Any]) -> bool:
     return not dtype.hasobject and dtype.names is None and dtype.subdtype is None
 
 
-def _bytes_of(tensor: torch.Tensor) -> bytes:
-    dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    return dense.reshape(-1).view(torch.uint8).numpy().tobytes()
-
-
 def _leaves(layout: Layout) -> Iterator[Leaf]:
-    if isinstance(layout, TupleOf | ListOf | DictOf):
+    if isinstance(layout, Container):
         for part in layout.parts:
             yield from _leaves(part)
     else:
@@ -237,11 +190,8 @@ def _offsets(layout: Layout) -> Iterator[int]:
 
 
 def _unpack(layout: Layout, record: bytearray, offsets: Iterator[int]) -> Any:
-    if isinstance(layout, TupleOf | ListOf | DictOf):
-        parts = [_unpack(part, record, offsets) for part in layout.parts]
-        if isinstance(layout, DictOf):
-            return dict(zip(layout.keys, parts, strict=True))
-        return tuple(parts) if isinstance(layout, TupleOf) else parts
+    if isinstance(layout, Container):
+        return layout.made([_unpack(part, record, offsets) for part in layout.parts])
     return layout.load(record, next(offsets))
 
 

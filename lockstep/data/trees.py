@@ -28,20 +28,20 @@ def map_leaves(kind: type[_T], function: Callable[[_T], Any], tree: Tree) -> Tre
         return function(tree)
     if isinstance(tree, dict):
         mapped = {key: map_leaves(kind, function, value) for key, value in tree.items()}
-        return _like(tree, mapped)
+        return like(tree, mapped)
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         return type(tree)(*(map_leaves(kind, function, value) for value in tree))
     if isinstance(tree, tuple | list):
         return type(tree)(map_leaves(kind, function, value) for value in tree)
-    if _is_record(tree):
-        fields = _fields_of(tree).items()
-        return _with_fields(
+    if is_record(tree):
+        fields = fields_of(tree).items()
+        return with_fields(
             tree, {name: map_leaves(kind, function, value) for name, value in fields}
         )
     return tree
 
 
-def _like(original: dict[Any, Any], mapped: dict[Any, Any]) -> dict[Any, Any]:
+def like(original: dict[Any, Any], mapped: dict[Any, Any]) -> dict[Any, Any]:
     """Keep the kind of dict: ordered, default, or one whose keys are attributes (Hugging Face)."""
     if type(original) is dict:
         return mapped
@@ -61,8 +61,8 @@ def tensors_of(tree: Tree) -> Iterator[torch.Tensor]:
     elif isinstance(tree, tuple | list):
         for value in tree:
             yield from tensors_of(value)
-    elif _is_record(tree):
-        for value in _fields_of(tree).values():
+    elif is_record(tree):
+        for value in fields_of(tree).values():
             yield from tensors_of(value)
 
 
@@ -76,26 +76,35 @@ def named_tensors(tree: Tree, name: str) -> Iterator[tuple[str, torch.Tensor]]:
     elif isinstance(tree, tuple | list):
         for index, value in enumerate(tree):
             yield from named_tensors(value, f"{name}[{index}]")
-    elif _is_record(tree):
-        for field, value in _fields_of(tree).items():
+    elif is_record(tree):
+        for field, value in fields_of(tree).items():
             yield from named_tensors(value, f"{name}.{field}")
 
 
-def _is_record(tree: Tree) -> bool:
+def is_record(tree: Tree) -> bool:
+    """Whether it is a dataclass's instance."""
     return dataclasses.is_dataclass(tree) and not isinstance(tree, type)
 
 
-def _fields_of(record: Any) -> dict[str, Any]:
+def fields_of(record: Any) -> dict[str, Any]:
+    """What a record holds, by the field's name."""
     names = [field.name for field in dataclasses.fields(record)]
     return {name: getattr(record, name) for name in names if hasattr(record, name)}
 
 
-def _with_fields(record: Any, values: dict[str, Any]) -> Any:
+def with_fields(record: Any, values: dict[str, Any]) -> Any:
     """A copy with other values, whatever ``__init__`` would make of them, frozen or not."""
     result = copy.copy(record)
     for name, value in values.items():
         object.__setattr__(result, name, value)
     return result
+
+
+def bits_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor's bytes, which tell NaN from other NaN, and 0 from -0."""
+    return (
+        tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+    )
 
 
 def concatenate(trees: list[Tree]) -> Tree:
@@ -111,12 +120,12 @@ def concatenate(trees: list[Tree]) -> Tree:
     if len({type(tree) for tree in trees}) > 1:
         raise _unlike(sorted({type(tree).__name__ for tree in trees}))
     if isinstance(first, dict):
-        return _like(first, _concatenate_values(trees))
+        return like(first, _concatenate_values(trees))
     if isinstance(first, tuple | list):
         parts = [concatenate(list(parts)) for parts in zip(*_of_one_length(trees), strict=True)]
         return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)
-    if _is_record(first):
-        return _with_fields(first, _concatenate_values([_fields_of(tree) for tree in trees]))
+    if is_record(first):
+        return with_fields(first, _concatenate_values([fields_of(tree) for tree in trees]))
     return _common(trees)
 
 

@@ -29,7 +29,7 @@ from contextlib import contextmanager, suppress
 from lockstep.channel.waiting import LookAround
 from lockstep.cluster.place import Place
 from lockstep.errors import WorkerError, problem
-from lockstep.launch.diagnostics import DiagnosticsFile
+from lockstep.launch.diagnostics import DiagnosticsFile, make_event, notify, stacks_on_request
 from lockstep.launch.failure import pack_failure, trouble_of, unpack_failure
 from lockstep.launch.forks import give_up_in_forks
 from lockstep.launch.helper import (
@@ -47,7 +47,6 @@ from lockstep.launch.link import Link, Message, give_up
 from lockstep.launch.local_rendezvous import LocalPeer, meet_followers, meet_leader
 from lockstep.launch.origin import Origin
 from lockstep.launch.peer import Peer
-from lockstep.launch.stacks import make_event, notify, stacks_on_request
 from lockstep.launch.team import Team, working_directory
 
 # From the leader, once: the follower's rank, with descriptors of its diagnostics file and of the

@@ -21,7 +21,7 @@ from lockstep.channel.frames import FrameReader
 from lockstep.channel.records import TamperedError
 from lockstep.channel.waiting import LookAround, Stopwatch, give_up_after, wait_for, wait_on
 from lockstep.errors import HostError
-from lockstep.launch.error_report import decode_report, encode_report
+from lockstep.launch.failure import decode_report, encode_report
 from lockstep.launch.sockets import VANISHED_SECONDS, is_unanswered
 from lockstep.units import format_bytes
 

@@ -21,9 +21,8 @@ import msgspec
 from lockstep.cluster.place import Address
 from lockstep.errors import HostError, Problems
 from lockstep.extras import import_extra
-from lockstep.launch.fleet import Member, watch
+from lockstep.launch.fleet import HOLD_SCRIPT, HeldProcess, Member, Progress, watch
 from lockstep.launch.free_port import find_free_port
-from lockstep.launch.held_process import HOLD_SCRIPT, HeldProcess, Progress
 from lockstep.launch.orders import INTERRUPT, Orders, make_orders
 from lockstep.launch.script import Script
 

@@ -9,13 +9,134 @@ Meanwhile hosts that were admitted are told which ones are missing, so that each
 host that goes away again before the control group is closed may come back.
 """
 
+import msgspec
+
 from lockstep.channel.waiting import LookAround, Stopwatch, wait_on
-from lockstep.cluster.place import Place
-from lockstep.launch.control_group import ControlGroup, HostInfo
-from lockstep.launch.deadline import Deadline
-from lockstep.launch.rendezvous_client import RendezvousClient
-from lockstep.launch.rendezvous_server import RendezvousServer
+from lockstep.cluster.place import Address, Place
+from lockstep.errors import HostError
+from lockstep.launch.control_group import ControlGroup, HostInfo, name_of
+from lockstep.launch.framed_channel import FramedChannel, Peer
+from lockstep.launch.handshake import HANDSHAKE_SECONDS, OTHER_SECRET, HandshakeError, call
+from lockstep.launch.rendezvous_server import (
+    INFO,
+    WAITING,
+    Deadline,
+    DeadlineError,
+    Entry,
+    RendezvousServer,
+    address_of,
+    numbers_of,
+    peer_of,
+    purpose_of_meeting,
+    reason_of,
+)
 from lockstep.launch.secret import Secret
+from lockstep.launch.sockets import resolve
+from lockstep.launch.untrusted import decode_untrusted
+
+# A host that does not answer must not keep the next candidate waiting for long.
+_CALL_SECONDS = HANDSHAKE_SECONDS / 2
+
+
+class RendezvousClient:
+    """The side of any other host."""
+
+    def __init__(self, place: Place, secret: Secret, info: HostInfo, deadline: Deadline) -> None:
+        self.place = place
+        self.secret = secret
+        self.info = info
+        self.deadline = deadline
+        self.answers: dict[str, str] = {}  # what came of the last call, by address
+        self.missing: list[int] = []  # once this host was let in
+
+    def join(self) -> ControlGroup:
+        """Call until host 0 answers, and wait for the control group to close."""
+        try:
+            while True:
+                for address in self.place.rendezvous:
+                    control_group = self._call_at(address)
+                    if control_group:
+                        return control_group
+                self.deadline.pause()
+        except DeadlineError:
+            raise self._in_vain() from None
+
+    def _call_at(self, address: Address) -> ControlGroup | None:
+        try:
+            found = resolve(address)
+        except OSError as error:
+            self.answers[str(address)] = reason_of(error)
+            return None
+        for family, where in found:
+            try:
+                channel = call(
+                    family,
+                    where,
+                    self.secret,
+                    purpose_of_meeting(self.place),
+                    seconds=_CALL_SECONDS,
+                    look_around=self.deadline.look,
+                )
+            except (HandshakeError, OSError) as error:
+                self.answers[str(address)] = reason_of(error)
+                continue
+            control_group = self._stay(
+                FramedChannel(channel, Peer(host=0, name=address_of(channel))), str(address)
+            )
+            if control_group:
+                return control_group
+        return None
+
+    def _stay(self, channel: FramedChannel, address: str) -> ControlGroup | None:
+        """Hand in the info, and wait for the others; None if host 0 goes away without a word.
+
+        Raises:
+            HostError: host 0 has said why there will be no control group, or something else
+                came than it has sent.
+        """
+        entry = Entry(host=self.place.host, num_hosts=self.place.num_hosts, info=self.info)
+        try:
+            channel.send(INFO, msgspec.json.encode(entry), self.deadline.look)
+            while (frame := channel.receive(self.deadline.look)).kind == WAITING:
+                self.missing = decode_untrusted(frame.payload, list[int], "Host 0")
+            infos = decode_untrusted(frame.payload, list[HostInfo], "Host 0")
+        except HostError as error:
+            if channel.was_tampered_with:
+                channel.fail(f"{name_of(self.place.host, self.info)} failed: {error}")
+            channel.close()
+            if channel.was_told or channel.was_tampered_with:
+                raise
+            self.answers[address], self.missing = str(error), []
+            return None
+        except BaseException:
+            channel.close()
+            raise
+        channel.peer = peer_of(0, infos[0], channel.peer.name)
+        return ControlGroup(
+            host=self.place.host, infos=infos, star={0: channel}, secret=self.secret
+        )
+
+    def _in_vain(self) -> HostError:
+        if self.missing:
+            return HostError(
+                f"All {self.place.num_hosts} hosts must come to host 0 within {self.deadline}.",
+                received=f"nothing from {numbers_of(self.missing)}, on host {self.place.host}",
+                fix="See that each was started, with the same rendezvous, job and secret.",
+            )
+        listed = "; ".join(f"{address}: {answer}" for address, answer in self.answers.items())
+        if OTHER_SECRET in self.answers.values():
+            return HostError(
+                f"Host 0 and host {self.place.host} must have the same secret.",
+                received=f"{listed}, whose secret is from {self.secret.origin}",
+                fix="Give both the same one. If that is another job's host 0, give this job "
+                "a rendezvous of its own.",
+            )
+        return HostError(
+            f"Host {self.place.host} must reach host 0 at the rendezvous within {self.deadline}.",
+            received=listed or "no answer",
+            fix="See that host 0 was started, with the same rendezvous, job and secret, and "
+            "that no firewall is in the way.",
+        )
 
 
 def meet(

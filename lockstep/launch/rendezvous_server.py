@@ -1,4 +1,7 @@
-"""Host 0's side of the rendezvous, and what both sides say there."""
+"""Host 0's side of the rendezvous, and what both sides say there.
+
+A ``Deadline`` is how long a host waits for the others, all its waits together.
+"""
 
 import contextlib
 import errno
@@ -6,21 +9,57 @@ import ipaddress
 import socket
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import msgspec
 
 from lockstep.channel.channel import Channel
-from lockstep.channel.waiting import LOOK_AROUND_SECONDS
+from lockstep.channel.waiting import LOOK_AROUND_SECONDS, LookAround, Stopwatch
 from lockstep.cluster.place import Address, Place
 from lockstep.errors import HostError, Problems
 from lockstep.launch.control_group import ControlGroup, HostInfo, name_of
-from lockstep.launch.deadline import Deadline, DeadlineError
 from lockstep.launch.framed_channel import MOST_BYTES, Frame, FramedChannel, Peer
 from lockstep.launch.handshake import HANDSHAKE_SECONDS, Gate, purpose_of
 from lockstep.launch.secret import Secret
 from lockstep.launch.sockets import listen, resolve
 from lockstep.launch.untrusted import decode_untrusted
-from lockstep.units import first_few
+from lockstep.units import first_few, format_seconds
+
+_PAUSE_SECONDS = 0.2
+
+
+class DeadlineError(Exception):
+    """This host has waited for as long as it was to."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Deadline:
+    """How long this host waits for the others, everything together."""
+
+    watch: Stopwatch
+    timeout_seconds: float
+    look_around: LookAround
+
+    def look(self, waited_seconds: float = 0.0) -> None:
+        """Look around, whatever a single wait has taken.
+
+        Raises:
+            DeadlineError: all waits together took too long.
+        """
+        self.look_around(self.watch.tick())
+        if self.watch.seconds > self.timeout_seconds:
+            raise DeadlineError
+
+    def pause(self) -> None:
+        """Let others come."""
+        watch = Stopwatch()
+        while watch.tick() < _PAUSE_SECONDS:
+            time.sleep(LOOK_AROUND_SECONDS)
+            self.look()
+
+    def __str__(self) -> str:
+        return format_seconds(self.timeout_seconds)
+
 
 INFO = b"C"  # a host to host 0
 WAITING = b"W"  # host 0 to those who have come: the numbers of those who have not

@@ -5,21 +5,104 @@ without asking. They meet with a secret that is made for this one run. It goes t
 the standard input of ssh, never in a command; so do all orders, see ``held_script.py``.
 
 The port where the hosts meet is one that is free on the first of them when it is asked.
+
+The file has one line for each host.
+
+::
+
+    # host 0, where the others meet it and progress is shown
+    node1
+    ada@node2 devices=4     # logs in as another user, and uses 4 devices
 """
 
+import re
 import shlex
 import subprocess
 from collections.abc import Sequence
+from pathlib import Path
 
 import msgspec
 
 from lockstep.cluster.place import Address
-from lockstep.errors import HostError, problem
-from lockstep.launch.fleet import Member, watch
-from lockstep.launch.held_process import HOLD_SCRIPT, HeldProcess, Progress
-from lockstep.launch.host_file import ListedHost
-from lockstep.launch.orders import INTERRUPT, make_orders
+from lockstep.errors import HostError, OptionError, Problems, problem
+from lockstep.launch.fleet import HOLD_SCRIPT, HeldProcess, Member, watch
+from lockstep.launch.orders import INTERRUPT, Orders, make_orders
 from lockstep.launch.script import Script
+
+# A name or address that no command could take for an option.
+_LOGIN = re.compile(r"(?:(?P<user>[A-Za-z0-9_][\w.-]*)@)?(?P<name>[A-Za-z0-9_:][\w.:%-]*)")
+_DEVICES = re.compile(r"devices=0*([1-9][0-9]{0,5})")
+
+
+class ListedHost(msgspec.Struct, frozen=True, kw_only=True):
+    """A line of the file.
+
+    Attributes:
+        name: by which ssh and the other hosts reach it.
+        user: who logs in; None leaves that to ssh.
+        devices: how many it is to use; None where the line does not say.
+    """
+
+    name: str
+    user: str | None = None
+    devices: int | None = None
+
+    @property
+    def login(self) -> str:
+        """``user@name``, or the name alone."""
+        return self.name if self.user is None else f"{self.user}@{self.name}"
+
+
+def read_host_file(path: Path) -> tuple[ListedHost, ...]:
+    """The hosts, in the order of the file.
+
+    Raises:
+        OptionError: no such file, no host in it, or lines that cannot be read.
+    """
+    text = _read(path)
+    problems = Problems()
+    hosts = []
+    for number, line in enumerate(text.splitlines(), 1):
+        words = line.partition("#")[0].split()
+        if words:
+            host = _parse(words)
+            if host is None:
+                problems.add(
+                    "A line of the host file must be [user@]host [devices=N].",
+                    received=f"{line.strip()!r} in line {number}",
+                    fix="A comment begins with #.",
+                )
+            else:
+                hosts.append(host)
+    if not hosts:
+        problems.add(
+            "The host file must name a host.", received=str(path), fix="Write one on each line."
+        )
+    problems.raise_if_any(OptionError)
+    return tuple(hosts)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise OptionError(
+            "The host file must be a text file.", received=error, fix="Check its path."
+        ) from error
+
+
+def _parse(words: list[str]) -> ListedHost | None:
+    login, devices = _LOGIN.fullmatch(words[0]), None
+    if len(words) == 2:
+        devices = _DEVICES.fullmatch(words[1])
+    if login is None or len(words) > 2 or (len(words) == 2 and devices is None):
+        return None
+    return ListedHost(
+        name=login["name"],
+        user=login["user"],
+        devices=None if devices is None else int(devices[1]),
+    )
+
 
 _PROBE_SECONDS = 60.0
 
@@ -81,33 +164,24 @@ def run_on_hosts(
     members: list[_Client] = []
     try:
         for host, orders in zip(hosts, all_orders, strict=True):
-            process = HeldProcess(shells.on(host, *HOLD_SCRIPT), orders)
             prefix = f"[{host.name}] " if members else ""
-            members.append(_Client(host.name, prefix, process))
+            command = shells.on(host, *HOLD_SCRIPT)
+            members.append(_Client(host.name, prefix, command, orders))
         return watch(members)
     finally:
         for member in members:
             member.close()
 
 
-class _Client(Member):
+class _Client(HeldProcess, Member):
     """ssh, with the orders on its standard input."""
 
-    def __init__(self, host: str, prefix: str, process: HeldProcess) -> None:
-        super().__init__(host, prefix)
-        self._process = process
-
-    def read(self) -> Progress:
-        return self._process.read()
+    def __init__(self, host: str, prefix: str, command: Sequence[str], orders: Orders) -> None:
+        Member.__init__(self, host, prefix)
+        HeldProcess.__init__(self, command, orders)
 
     def interrupt(self) -> None:
-        self._process.tell(INTERRUPT)
-
-    def end(self) -> None:
-        self._process.end()
-
-    def close(self) -> None:
-        self._process.close()
+        self.tell(INTERRUPT)
 
 
 def _ask_for_port(host: ListedHost, shells: Shells) -> int:

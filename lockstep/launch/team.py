@@ -18,14 +18,13 @@ from typing import NoReturn
 
 from lockstep.channel.waiting import LookAround, Stopwatch, is_readable
 from lockstep.errors import WorkerError
-from lockstep.launch.diagnostics import DiagnosticsFile, show
+from lockstep.launch.diagnostics import DiagnosticsFile, show, stack_of
 from lockstep.launch.failure import pack_failure, trouble_of, unpack_failure
 from lockstep.launch.forks import give_up_in_forks
 from lockstep.launch.helper import CALL, DATA, FAIL, FORGET, PING, READY, RETURN, reference_of
 from lockstep.launch.link import Message, give_up
 from lockstep.launch.origin import Origin
 from lockstep.launch.peer import is_stopped
-from lockstep.launch.stacks import stack_of
 from lockstep.pickling import search_path
 
 START_TIMEOUT_SECONDS = 120.0

@@ -6,7 +6,10 @@ All ranks call the same methods in the same order, as with collectives.
 import math
 import os
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any
+
+import torch
 
 from lockstep.comm.shared_memory import SharedRegion
 from lockstep.launch.helper import HelperContext
@@ -81,7 +84,7 @@ class LeaderControl(Control):
         return obj
 
     def gather(self, obj: Any) -> list[Any]:
-        return [obj, *(_open(*message) for message in self._team.gather(self.timeout_seconds))]
+        return [obj, *(unpacked(*message) for message in self._team.gather(self.timeout_seconds))]
 
     def share(self, region: SharedRegion | None) -> SharedRegion:
         assert region is not None
@@ -108,7 +111,7 @@ class FollowerControl(Control):
         self.num_ranks = num_ranks
 
     def broadcast(self, obj: Any) -> Any:
-        return _open(*self._context.receive())
+        return unpacked(*self._context.receive())
 
     def gather(self, obj: Any) -> list[Any]:
         serialized = pack(obj)
@@ -127,16 +130,18 @@ class FollowerControl(Control):
             self._context.receive()  # the leader has filled it
 
 
-def _open(payload: bytes, descriptors: tuple[int, ...]) -> Any:
-    if not descriptors:
-        return unpack(payload, None)
-    region = open_region(descriptors[0], private=True)
-    try:
-        return unpack(payload, region)
-    finally:
-        region.close()
-
-
 def open_region(descriptor: int, *, private: bool = False) -> SharedRegion:
     """Map a region that came as a descriptor; see ``SharedRegion``."""
     return SharedRegion(descriptor, os.fstat(descriptor).st_size, private=private)
+
+
+def unpacked(
+    payload: bytes, descriptors: Sequence[int], tensors: Sequence[torch.Tensor] = ()
+) -> Any:
+    """What ``serialization.pack`` has made; who gets it has buffers of their own in it."""
+    regions = [open_region(number, private=True) for number in descriptors]
+    try:
+        return unpack(payload, next(iter(regions), None), tensors)
+    finally:
+        for each in regions:
+            each.close()

@@ -18,8 +18,7 @@ from lockstep.parallel.store import tensor_spec
 from lockstep.parallel.update import Updater
 from lockstep.plan.averaging import AveragedUpdate
 from lockstep.plan.decision import LocalUpdate
-from lockstep.plan.lowering import lower_train
-from lockstep.plan.prediction import stage_graph
+from lockstep.plan.lowering import lower_train, stage_graph
 from lockstep.plan.program import Backward, BackwardInput, BackwardWeight, Forward, RankProgram
 from lockstep.plan.spec import Plan
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lockstep.data.sources import Batch
 from lockstep.data.trees import Tree
 from lockstep.errors import DataError, LossError, problem
 from lockstep.parallel.known_means import KnownMeans
@@ -40,14 +41,8 @@ class FunctionAdapter(LossAdapter):
         """It is one of torch's own."""
         return reduction_of(self.loss) is not None
 
-    def __call__(
-        self,
-        output: Tree,
-        target: Tree,
-        sample_weight: torch.Tensor | None,
-        num_samples: int,
-        inputs: Tree = None,
-    ) -> ShareLoss:
+    def __call__(self, output: Tree, batch: Batch) -> ShareLoss:
+        target, sample_weight, num_samples = batch.targets, batch.sample_weight, batch.num_samples
         if target is None:
             raise missing_targets()
         # Looked at anew for every share: a loss may change between two fits, or in a callback.

@@ -6,10 +6,12 @@ says what follows from that.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from lockstep.data.sources import Batch
 from lockstep.data.trees import Tree
 from lockstep.errors import DataError, LossError
 from lockstep.parallel.function_losses import FunctionAdapter, missing_targets
@@ -43,39 +45,27 @@ class JointAdapter(LossAdapter):
             adapter.takes_whole = self.takes_whole
             adapter.begin(num_samples, num_filled)
 
-    def __call__(
-        self,
-        output: Tree,
-        target: Tree,
-        sample_weight: torch.Tensor | None,
-        num_samples: int,
-        inputs: Tree = None,
-    ) -> JointLoss:
-        if target is None:
+    def __call__(self, output: Tree, batch: Batch) -> JointLoss:
+        if batch.targets is None:
             raise missing_targets()
         losses = tuple(
-            _loss_of(name, adapter, (output, target), key, sample_weight, num_samples)
+            _loss_of(name, adapter, key, output, batch)
             for name, (key, adapter) in zip(self.parts.names, self._adapters.items(), strict=True)
         )
-        return JointLoss(losses=losses, parts=self.parts, num_samples=num_samples)
+        return JointLoss(losses=losses, parts=self.parts, num_samples=batch.num_samples)
 
 
 def _loss_of(
-    name: str,
-    adapter: FunctionAdapter,
-    pair: tuple[Tree, Tree],
-    key: str | int,
-    sample_weight: torch.Tensor | None,
-    num_samples: int,
+    name: str, adapter: FunctionAdapter, key: str | int, whole: Tree, batch: Batch
 ) -> ShareLoss:
-    """One of the losses, on its part of (output, target)."""
-    output, target = (_part(tree, key) for tree in pair)
+    """One of the losses, on its part of outputs and targets."""
+    output, target = _part(whole, key), _part(batch.targets, key)
     if output is None:
-        raise _no_output(name, _describe(pair[0]))
+        raise _no_output(name, _describe(whole))
     if target is None:
-        raise _no_target(name, _describe(pair[1]))
+        raise _no_target(name, _describe(batch.targets))
     try:
-        return adapter(output, target, sample_weight, num_samples)
+        return adapter(output, replace(batch, targets=target))
     except LossError as error:
         raise LossError(f"The loss of {name!r}: {error}") from error
 

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from lockstep.capture.seeding import seeded
+from lockstep.data.sources import Batch
 from lockstep.data.trees import Tree, tensors_of
 from lockstep.errors import LossError
 from lockstep.units import first_few
@@ -241,15 +242,8 @@ class LossAdapter(ABC):
         return nullcontext()
 
     @abstractmethod
-    def __call__(
-        self,
-        output: Tree,
-        target: Tree,
-        sample_weight: torch.Tensor | None,
-        num_samples: int,
-        inputs: Tree = None,
-    ) -> ShareLoss | JointLoss:
-        """The loss of a share of ``num_samples``.
+    def __call__(self, output: Tree, batch: Batch) -> ShareLoss | JointLoss:
+        """The loss of a share, of what the model has made of it.
 
         Raises:
             LossError: the loss is something else than agreed.

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from lockstep.data.own_loss import OwnLoss
+from lockstep.data.sources import Batch
 from lockstep.data.trees import Tree, tensors_of
 from lockstep.errors import LossError
 from lockstep.parallel.function_losses import mean_over, read_returned, read_weight, sum_over
@@ -31,15 +32,8 @@ class OwnLossAdapter(LossAdapter):
     def watching(self) -> AbstractContextManager[Any]:
         return InnerMeans() if self.loss.weight is None else nullcontext()
 
-    def __call__(
-        self,
-        output: Tree,
-        target: Tree,
-        sample_weight: torch.Tensor | None,
-        num_samples: int,
-        inputs: Tree = None,
-    ) -> ShareLoss:
-        if sample_weight is not None:
+    def __call__(self, output: Tree, batch: Batch) -> ShareLoss:
+        if batch.sample_weight is not None:
             raise LossError(
                 "A model that computes its own loss must weigh the samples itself.",
                 received="data with sample_weight",
@@ -48,7 +42,8 @@ class OwnLossAdapter(LossAdapter):
             )
         found = _find(output) if self.loss.output is None else _part(output, self.loss.output)
         if self.loss.weight is None:
-            return self._reader.read(found, output, num_samples, self.batch_size or num_samples)
+            size = batch.num_samples
+            return self._reader.read(found, output, size, self.batch_size or size)
         if not isinstance(found, torch.Tensor) or found.dim() != 0:
             raise LossError(
                 "With OwnLoss(weight=...) the model's loss must be a scalar: the mean over "
@@ -56,7 +51,7 @@ class OwnLossAdapter(LossAdapter):
                 received=_describe(found),
                 fix="Return the mean, or leave `weight` out.",
             )
-        weight = read_weight(self.loss.weight(inputs), "`weight` of OwnLoss that")
+        weight = read_weight(self.loss.weight(batch.inputs), "`weight` of OwnLoss that")
         share = mean_over(found, weight)
         if weight or (math.isfinite(share.total) and found.requires_grad):
             return share

@@ -302,9 +302,7 @@ class Passes(ABC):
     def loss_of(self, output: Tree, batch: Batch) -> ShareLoss | JointLoss:
         """The loss of a share."""
         assert self._loss is not None
-        return self._loss(
-            output, batch.targets, batch.sample_weight, batch.num_samples, batch.inputs
-        )
+        return self._loss(output, batch)
 
     def shown(self, output: Tree) -> Tree:
         """What users see of an output: values, in torch's own memory format."""

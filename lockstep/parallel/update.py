@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from lockstep.comm.gradients import TensorSpec
-from lockstep.plan.layout import Extent, Piece
+from lockstep.plan.layout import Extent, Piece, elementwise_slices, whole_parameters
 
 # Slots of one parameter: exp_avg, momentum_buffer, step, ...; tensors and plain numbers.
 Slots = dict[str, Any]
@@ -71,7 +71,6 @@ class Updater(ABC):
     owner: object = None  # whose slots these are: the front end's optimizer
     turn = 0  # of several optimizers, which one steps
 
-    @abstractmethod
     def divide(
         self, extents: Sequence[Extent], num_ranks: int, num_shares: int
     ) -> list[list[Piece]]:
@@ -80,6 +79,11 @@ class Updater(ABC):
         They may be as small as the optimizer's arithmetic allows and no smaller: dividing must not
         change what a step computes.
         """
+        if not self.is_known:
+            return [*whole_parameters(extents, 1), *([] for _ in range(num_ranks - 1))]
+        if self.is_elementwise:
+            return elementwise_slices(extents, num_ranks, num_shares)
+        return whole_parameters(extents, num_ranks)
 
     @abstractmethod
     def bind(self, pieces: Sequence[BoundPiece]) -> None:

@@ -91,9 +91,10 @@ class WholeBatch:
 
     def loss(self, adapter: LossAdapter) -> ShareLoss:
         """The loss of the batch."""
-        output, targets, sample_weight = self._tree
+        output, targets, weights = self._tree
         num_samples = sum(self._num_samples)
-        found: ShareLoss | JointLoss = adapter(output, targets, sample_weight, num_samples)
+        batch = Batch(inputs=None, targets=targets, sample_weight=weights, num_samples=num_samples)
+        found: ShareLoss | JointLoss = adapter(output, batch)
         if isinstance(found, JointLoss):
             return found.settled(found.weights, num_samples)
         return found

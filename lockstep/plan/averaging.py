@@ -11,7 +11,11 @@ from lockstep.errors import OptionError, Problems
 Every = int | Literal["epoch"]
 
 
-class Nesterov(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A part of a Plan: plain values, which JSON can say."""
+
+
+class Nesterov(Record, frozen=True, kw_only=True):
     """An outer optimizer: what is done with the average of the replicas (DiLoCo, arXiv 2311.08105).
 
     Its gradient is the parameters that the replicas began with minus the average that they have
@@ -47,9 +51,7 @@ class Nesterov(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         problems.raise_if_any(OptionError)
 
 
-class AveragedUpdate(
-    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="averaged"
-):
+class AveragedUpdate(Record, frozen=True, kw_only=True, tag="averaged"):
     """Each replica steps on its own parameters; now and then they average them.
 
     Attributes:

@@ -6,24 +6,23 @@ search that led to it.
 
 import math
 from collections.abc import Sequence
-
-import msgspec
+from typing import ClassVar
 
 from lockstep.errors import PlanError, Problems
-from lockstep.plan.averaging import AveragedUpdate
+from lockstep.plan.averaging import AveragedUpdate, Record
 from lockstep.plan.shares import replica_of_share, shares_of_replica
 
 PLAN_VERSION = 1
 
 
-class Axis(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Axis(Record, frozen=True, kw_only=True):
     """One axis of the device mesh, such as ``data`` of size 2."""
 
     name: str
     size: int
 
 
-class LayerPlacement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class LayerPlacement(Record, frozen=True, kw_only=True):
     """Where a layer lives, and what its replicas exchange.
 
     Attributes:
@@ -43,21 +42,15 @@ class LayerPlacement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     row_limit: int = 0
 
 
-class LocalUpdate(
-    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="local"
-):
+class LocalUpdate(Record, frozen=True, kw_only=True, tag="local"):
     """The only replica adds up and steps on its own gradients."""
 
 
-class SlicedUpdate(
-    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="sliced"
-):
+class SlicedUpdate(Record, frozen=True, kw_only=True, tag="sliced"):
     """Replicas of one host share the parameters' memory; each sums and steps its own slice."""
 
 
-class StagedUpdate(
-    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="staged"
-):
+class StagedUpdate(Record, frozen=True, kw_only=True, tag="staged"):
     """Each stage's parameters are updated by the ranks that hold it.
 
     Where several ranks hold a stage, or use a parameter that stages have in common, each sums and
@@ -68,43 +61,35 @@ class StagedUpdate(
 Update = LocalUpdate | SlicedUpdate | StagedUpdate | AveragedUpdate
 
 
-class SharedMemory(
-    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="shared memory"
-):
-    """Ranks of a host share the parameters' memory; Lockstep's own channels join hosts."""
+class SharedMemory(Record, frozen=True, kw_only=True, tag="shared memory"):
+    """Ranks of a host share the parameters' memory; Lockstep's own channels join hosts.
 
-    @property
-    def shares_memory(self) -> bool:
-        """Whether ranks of one host have the same parameters in the same place."""
-        return True
+    Attributes:
+        shares_memory: whether ranks of one host have the same parameters in the same place.
+        name: for people.
+    """
 
-    @property
-    def name(self) -> str:
-        """For people."""
-        return "shared memory"
+    shares_memory: ClassVar[bool] = True
+    name: ClassVar[str] = "shared memory"
 
     def domains(self, hosts: Sequence[range]) -> list[range]:
         """The ranks that share parameters: those of each host."""
         return list(hosts)
 
 
-class ProcessGroup(
-    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="process group"
-):
+class ProcessGroup(Record, frozen=True, kw_only=True, tag="process group"):
     """Every rank has parameters of its own, and the optimizer's state of what it updates.
 
     Tensors go from rank to rank through torch.distributed.
 
     Attributes:
         backend: torch.distributed's name of it.
+        shares_memory: see ``SharedMemory``.
     """
 
     backend: str
 
-    @property
-    def shares_memory(self) -> bool:
-        """Whether ranks of one host have the same parameters in the same place."""
-        return False
+    shares_memory: ClassVar[bool] = False
 
     @property
     def name(self) -> str:
@@ -119,7 +104,7 @@ class ProcessGroup(
 Engine = SharedMemory | ProcessGroup
 
 
-class StagePrediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class StagePrediction(Record, frozen=True, kw_only=True):
     """What a stage was expected to take when the Plan was made, for one microbatch.
 
     Attributes:
@@ -137,7 +122,7 @@ class StagePrediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     sent_bytes: int
 
 
-class Stage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Stage(Record, frozen=True, kw_only=True):
     """A run of layers that live together.
 
     Attributes:
@@ -153,7 +138,7 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     predicted: StagePrediction | None = None
 
 
-class Pipeline(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Pipeline(Record, frozen=True, kw_only=True):
     """A model in stages.
 
     Attributes:
@@ -165,7 +150,7 @@ class Pipeline(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     stages: tuple[Stage, ...]
 
 
-class Decision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Decision(Record, frozen=True, kw_only=True):
     """How to train one model on given devices; ``Plan`` explains the attributes.
 
     Raises:

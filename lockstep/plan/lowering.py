@@ -1,12 +1,49 @@
-"""Lowering: from a Plan to each rank's program for a batch of a given size."""
+"""Lowering: from a Plan to each rank's program for a batch of a given size.
+
+The same programs, run in simulated time, say what a step of a pipeline is expected to take.
+"""
 
 from lockstep.plan.averaging import AveragedUpdate
-from lockstep.plan.decision import LocalUpdate
-from lockstep.plan.prediction import stage_graph
+from lockstep.plan.decision import (
+    LocalUpdate,
+    Pipeline,
+    Stage,
+)
 from lockstep.plan.program import Action, Backward, Forward, RankProgram, Reduce, Step, Sync
-from lockstep.plan.schedules import forward_schedule, make_schedule
+from lockstep.plan.schedules import StageGraph, forward_schedule, make_schedule
 from lockstep.plan.shares import num_filled_shares
+from lockstep.plan.simulation import StageCosts, Timeline, run_programs
 from lockstep.plan.spec import Plan
+
+
+def stage_graph(pipeline: Pipeline) -> StageGraph:
+    """The stages as schedules see them."""
+    return StageGraph(
+        ranks=tuple(stage.ranks for stage in pipeline.stages),
+        edges=tuple(
+            sorted(
+                (before, number)
+                for number, stage in enumerate(pipeline.stages)
+                for before in stage.needs
+            )
+        ),
+    )
+
+
+def predict(pipeline: Pipeline, num_microbatches: int) -> Timeline:
+    """The passes of a step with the times that the Plan expects; updates take none."""
+    graph = stage_graph(pipeline)
+    programs = make_schedule(pipeline.schedule, graph, num_microbatches)
+    return run_programs(programs, graph, [_stage_costs(stage) for stage in pipeline.stages])
+
+
+def _stage_costs(stage: Stage) -> StageCosts:
+    assert stage.predicted is not None
+    forward, backward = stage.predicted.forward_seconds, stage.predicted.backward_seconds
+    # Both parts of a backward pass multiply as many numbers.
+    half = backward / 2
+    again = forward if stage.recompute else 0.0
+    return StageCosts(forward=forward, backward_input=half + again, backward_weight=half)
 
 
 def lower_train(plan: Plan, rank: int, num_samples: int) -> RankProgram:

@@ -2,17 +2,22 @@
 
 A strategy holds a maker and nothing more. Makers check what they were asked for against the graph
 and the cluster, so that every such error comes before any process starts.
+
+Here are those of data parallelism: of one device, of replicas that share every step, and of
+replicas that step on their own and average what they have come to.
 """
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from itertools import repeat
 
 import msgspec
 
 from lockstep.cluster.topology import MAX_CPU_REPLICAS_PER_CORE, Cluster
 from lockstep.errors import DeviceError, OptionError
 from lockstep.graph.layer_graph import Layer, LayerGraph, ParameterInfo
-from lockstep.plan.averaging import Nesterov
+from lockstep.plan.averaging import AveragedUpdate, Nesterov
 from lockstep.plan.decision import Axis, LayerPlacement, LocalUpdate, SlicedUpdate
 from lockstep.plan.spec import Plan
 
@@ -123,7 +128,7 @@ class SingleDevice(Maker):
             threads_per_device=None,
             num_shares=1,
             interleaved=False,
-            layers=_one_stage(graph),
+            layers=placements(graph),
             update=LocalUpdate(),
             precision=self.precision,
         )
@@ -168,7 +173,7 @@ class Mirrored(Maker):
             num_shares=shares,
             interleaved=shares > replicas
             and any(layer.uses_batch_statistics for layer in graph.layers),
-            layers=_one_stage(graph) if shares == 1 else _with_row_limits(graph, batch_size),
+            layers=placements(graph) if shares == 1 else _with_row_limits(graph, batch_size),
             update=LocalUpdate() if replicas == shares == 1 else SlicedUpdate(),
             precision=self.precision,
             channels_last=self._has_channels_last(graph),
@@ -211,15 +216,18 @@ def _check_gpu(device: str, cluster: Cluster) -> None:
         )
 
 
-def _one_stage(graph: LayerGraph) -> tuple[LayerPlacement, ...]:
+def placements(
+    graph: LayerGraph, stages: Iterable[int] | None = None
+) -> tuple[LayerPlacement, ...]:
+    """Each layer in its stage, by default in the only one."""
     return tuple(
         LayerPlacement(
             name=layer.name,
             kind=layer.kind,
             num_parameters=sum(parameter.size for parameter in layer.parameters),
-            stage=0,
+            stage=stage,
         )
-        for layer in graph.layers
+        for layer, stage in zip(graph.layers, stages or repeat(0), strict=False)
     )
 
 
@@ -234,7 +242,7 @@ def _with_row_limits(graph: LayerGraph, batch_size: int) -> tuple[LayerPlacement
     tied = {name for names in graph.tied for name in names}
     return tuple(
         msgspec.structs.replace(placement, row_limit=_row_limit(layer, tied, batch_size))
-        for placement, layer in zip(_one_stage(graph), graph.layers, strict=True)
+        for placement, layer in zip(placements(graph), graph.layers, strict=True)
     )
 
 
@@ -261,3 +269,43 @@ def _notes(replicas: int, shares: int, cores: int, batch_size: int) -> list[str]
             f"Batches of {batch_size} leave {shares - batch_size} of {shares} shares empty."
         )
     return notes
+
+
+INEXACT = "Replicas train apart between averages: the result is not that of one device."
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalSteps(Maker):
+    """Data parallelism on one host in which every replica has parameters of its own.
+
+    Attributes:
+        mirrored: how the replicas would be made if they shared their parameters.
+        update: how often they average, and what they do with the average.
+    """
+
+    mirrored: Mirrored
+    update: AveragedUpdate
+
+    def __call__(self, graph: LayerGraph, cluster: Cluster, batch_size: int) -> Plan:
+        """Make the Plan for global batches of ``batch_size`` samples.
+
+        Raises:
+            DeviceError: more replicas than this host can hold.
+        """
+        plan = self.mirrored(graph, cluster, batch_size)
+        is_alone = plan.num_ranks == 1 and self.update.outer is None  # there is nothing to average
+        return msgspec.structs.replace(
+            plan,
+            strategy="local SGD",
+            update=plan.update if is_alone else self.update,
+            layers=tuple(msgspec.structs.replace(layer, row_limit=0) for layer in plan.layers),
+            notes=(*plan.notes, *([] if is_alone else [INEXACT])),
+        )
+
+    @property
+    def outer(self) -> Nesterov | None:
+        return self.update.outer
+
+    def in_precision(self, precision: str) -> "LocalSteps":
+        """The same in another precision."""
+        return replace(self, mirrored=replace(self.mirrored, precision=precision))

@@ -17,15 +17,14 @@ from lockstep.plan.cut_places import stages_from_names, stages_from_scopes
 from lockstep.plan.cuts import Cut, CutProblem, LayerCost, best_cut, describe_cut
 from lockstep.plan.decision import (
     Axis,
-    LayerPlacement,
     Pipeline,
     Stage,
     StagedUpdate,
     StagePrediction,
 )
 from lockstep.plan.host_ranks import ranks_per_host
-from lockstep.plan.makers import Maker
-from lockstep.plan.prediction import predict
+from lockstep.plan.lowering import predict
+from lockstep.plan.makers import Maker, placements
 from lockstep.plan.spec import Plan
 from lockstep.plan.stage_counts import choose_num_stages
 from lockstep.units import format_time
@@ -130,7 +129,7 @@ class Pipelined(Maker):
             threads_per_device=1,
             num_shares=num_shares,
             interleaved=False,
-            layers=_placements(graph, of_layer),
+            layers=placements(graph, of_layer),
             update=StagedUpdate(),
             precision=self.precision,
             channels_last=graph.channels_last,
@@ -414,18 +413,6 @@ def _prediction(
         activation_bytes=sum(one.activation_bytes for one in costs),
         received_bytes=received,
         sent_bytes=sent,
-    )
-
-
-def _placements(graph: LayerGraph, of_layer: Sequence[int]) -> tuple[LayerPlacement, ...]:
-    return tuple(
-        LayerPlacement(
-            name=layer.name,
-            kind=layer.kind,
-            num_parameters=sum(parameter.size for parameter in layer.parameters),
-            stage=stage,
-        )
-        for layer, stage in zip(graph.layers, of_layer, strict=True)
     )
 
 

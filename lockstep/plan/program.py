@@ -9,92 +9,76 @@ shares, ``STEP`` updates the slice, ``SYNC`` waits until every rank has updated 
 
 import re
 from dataclasses import dataclass
+from typing import ClassVar, get_args
 
 from lockstep.errors import PlanError
 
 
 @dataclass(frozen=True)
-class Forward:
+class _Pass:
+    """A pass of a stage over a microbatch, written with the letter of its kind."""
+
+    stage: int
+    microbatch: int
+    letter: ClassVar[str]
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.letter}{self.microbatch}"
+
+
+class Forward(_Pass):
     """Run a stage forward on a microbatch, up to the loss where the stage has it."""
 
-    stage: int
-    microbatch: int
-
-    def __str__(self) -> str:
-        return f"{self.stage}F{self.microbatch}"
+    letter = "F"
 
 
-@dataclass(frozen=True)
-class Backward:
+class Backward(_Pass):
     """Run a stage backward on a microbatch."""
 
-    stage: int
-    microbatch: int
-
-    def __str__(self) -> str:
-        return f"{self.stage}B{self.microbatch}"
+    letter = "B"
 
 
-@dataclass(frozen=True)
-class BackwardInput:
+class BackwardInput(_Pass):
     """Form the gradients of a stage's inputs: the part of a backward pass that others wait for.
 
     Qi et al., Zero Bubble Pipeline Parallelism (2023), who call it B.
     """
 
-    stage: int
-    microbatch: int
-
-    def __str__(self) -> str:
-        return f"{self.stage}I{self.microbatch}"
+    letter = "I"
 
 
-@dataclass(frozen=True)
-class BackwardWeight:
+class BackwardWeight(_Pass):
     """Form the gradients of a stage's weights, some time after those of its inputs."""
 
-    stage: int
-    microbatch: int
-
-    def __str__(self) -> str:
-        return f"{self.stage}W{self.microbatch}"
+    letter = "W"
 
 
 @dataclass(frozen=True)
-class Reduce:
+class _Collective:
+    """What all ranks do at one time, written as its name."""
+
+    def __str__(self) -> str:
+        return type(self).__name__.upper()
+
+
+class Reduce(_Collective):
     """Sum this rank's slice of the gradients over all shares, in the order of ``plan.sum_tree``."""
 
-    def __str__(self) -> str:
-        return "REDUCE"
 
-
-@dataclass(frozen=True)
-class Step:
+class Step(_Collective):
     """Update this rank's slice of the parameters."""
 
-    def __str__(self) -> str:
-        return "STEP"
 
-
-@dataclass(frozen=True)
-class Sync:
+class Sync(_Collective):
     """Wait until every rank has updated its slice."""
-
-    def __str__(self) -> str:
-        return "SYNC"
 
 
 Pass = Forward | Backward | BackwardInput | BackwardWeight
 Action = Pass | Reduce | Step | Sync
 RankProgram = tuple[Action, ...]
 
-_WORDS: dict[str, Action] = {"REDUCE": Reduce(), "STEP": Step(), "SYNC": Sync()}
-_PASSES: dict[str, type[Pass]] = {
-    "F": Forward,
-    "B": Backward,
-    "I": BackwardInput,
-    "W": BackwardWeight,
-}
+_WORDS: dict[str, Action] = {str(action): action for action in (Reduce(), Step(), Sync())}
+_PASSES: dict[str, type[Pass]] = {kind.letter: kind for kind in get_args(Pass)}
 _PASS = re.compile(r"([0-9]+)([FBIW])([0-9]+)")
 
 

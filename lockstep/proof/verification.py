@@ -30,7 +30,7 @@ from lockstep.errors import (
     Problems,
 )
 from lockstep.plan.averaging import AveragedUpdate
-from lockstep.plan.local_steps import INEXACT
+from lockstep.plan.makers import INEXACT
 from lockstep.plan.spec import Plan
 from lockstep.proof.comparison import (
     GRADIENT,

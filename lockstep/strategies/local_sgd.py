@@ -6,8 +6,7 @@ from lockstep.cluster.devices import discover
 from lockstep.cluster.environment import find_devices
 from lockstep.errors import DeviceError, OptionError, Problems
 from lockstep.plan.averaging import AveragedUpdate, Every, Nesterov, is_every
-from lockstep.plan.local_steps import LocalSteps
-from lockstep.plan.makers import Maker, Mirrored, num_mirrored_replicas
+from lockstep.plan.makers import LocalSteps, Maker, Mirrored, num_mirrored_replicas
 from lockstep.strategies.base import Strategy, check_timeout, is_count
 from lockstep.strategies.mirrored import check_format
 

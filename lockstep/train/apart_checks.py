@@ -6,8 +6,8 @@ from lockstep.errors import OptionError, Problems
 from lockstep.parallel.update import Updater
 from lockstep.plan.averaging import AveragedUpdate
 from lockstep.plan.spec import Plan
-from lockstep.train.averages import Averages
 from lockstep.train.updater_sets import UpdaterSet
+from lockstep.train.wrapped_updaters import Averages
 
 _MIRRORED = "Use MirroredStrategy"
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from lockstep.comm.exchange import ExchangeSpec
 from lockstep.comm.shared_memory import SharedRegion
-from lockstep.data.order import restore_streams, stream_states
+from lockstep.data.order import kept_streams
 from lockstep.parallel.allocator import keep_freed_memory
 from lockstep.parallel.blank import initialize
 from lockstep.parallel.build import build_worker
@@ -23,7 +23,7 @@ from lockstep.parallel.groups import ParameterGroup
 from lockstep.parallel.local_worker import build_local_worker
 from lockstep.parallel.losses import LossAdapter
 from lockstep.parallel.partition import Partition
-from lockstep.parallel.settings import TorchSettings
+from lockstep.parallel.settings import TorchSettings, num_threads
 from lockstep.parallel.step_functions import StepFunction
 from lockstep.parallel.update import Updater
 from lockstep.parallel.worker import Worker
@@ -140,13 +140,5 @@ def initialize_own(assignment: Assignment, worker: Worker) -> None:
 def compute_settings(plan: Plan) -> Iterator[None]:
     """The Plan's threads within the block; the process's own threads and random states after it."""
     keep_freed_memory()
-    threads = torch.get_num_threads()
-    streams = stream_states()
-    if plan.threads_per_device is not None:
-        torch.set_num_threads(plan.threads_per_device)
-    try:
+    with kept_streams(), num_threads(plan.threads_per_device or torch.get_num_threads()):
         yield
-    finally:
-        restore_streams(streams)
-        if plan.threads_per_device is not None:
-            torch.set_num_threads(threads)

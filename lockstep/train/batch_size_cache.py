@@ -9,7 +9,6 @@ writers at once one may forget what the other has found, which costs a search.
 import functools
 import hashlib
 import os
-import platform
 import resource
 import tempfile
 import warnings
@@ -22,9 +21,9 @@ import msgspec
 import torch
 from torch import nn
 
-from lockstep.cluster.devices import discover
+from lockstep.cluster.devices import discover, processor_name
 from lockstep.cluster.memory_limits import memory_ceiling
-from lockstep.data.order import restore_streams, stream_states
+from lockstep.data.order import kept_streams
 from lockstep.data.sources import Source
 from lockstep.data.trees import map_tensors
 from lockstep.disk import writing
@@ -171,11 +170,8 @@ def _name_of(thing: object) -> str:
 
 
 def _sample_shapes(source: Source, precision: str) -> Any:
-    states = stream_states()
-    try:
+    with kept_streams():
         sample = source.read(torch.zeros(1, dtype=torch.long), DTYPES[precision])
-    finally:
-        restore_streams(states)
     return map_tensors(
         lambda tensor: f"{tuple(tensor.shape)} {tensor.dtype}",
         (sample.inputs, sample.targets, sample.sample_weight),
@@ -184,16 +180,8 @@ def _sample_shapes(source: Source, precision: str) -> Any:
 
 def _machine() -> Iterator[str]:
     host = discover().hosts[0]
-    yield f"processor {_processor()} {host.num_cores} {torch.get_num_threads()}"
+    yield f"processor {processor_name()} {host.num_cores} {torch.get_num_threads()}"
     yield f"devices {[device.kind for device in host.devices if device.kind != 'cpu']}"
     limits = [resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA)]
     yield f"memory {memory_ceiling()} {limits}"
     yield f"torch {torch.__version__}"
-
-
-def _processor() -> str:
-    with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()

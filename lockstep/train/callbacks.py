@@ -103,6 +103,19 @@ class Callback:
         """Prediction has ended."""
 
 
+class ClosingCallback(Callback):
+    """One that has something to close when training has ended, however it has."""
+
+    def _close(self, error: BaseException | None) -> None:
+        """Training has ended, or has failed with an error; also called without a beginning."""
+
+    def on_train_end(self, logs: Logs | None = None) -> None:
+        self._close(None)
+
+    def on_train_error(self, error: BaseException) -> None:
+        self._close(error)
+
+
 def acting(callbacks: Sequence[Callback], method: str) -> list[Callback]:
     """The callbacks that do anything in a method."""
     return [callback for callback in callbacks if callback.acts_in(method)]

@@ -15,7 +15,7 @@ from torch import nn, optim
 from lockstep.errors import OptionError
 from lockstep.parallel.serialization import describe
 from lockstep.plan.spec import Plan
-from lockstep.train.copies import WeightCopy
+from lockstep.train.copies import changed_values, copied_values
 from lockstep.train.optimizers import Optimizers, each_optimizer
 from lockstep.units import first_few
 
@@ -91,7 +91,11 @@ class ChangeWatch:
         model = self._model
         lookout = self._lookout or Lookout(model)
         before = lookout.look()
-        known = _unseen(model, plan)
+        # What other ranks do not see change: buffers, and on other hosts parameters. What is
+        # written to ``buffer.data`` leaves no trace but the values.
+        is_told = plan is not None and plan.num_ranks > 1
+        is_elsewhere = plan is not None and len(plan.domains) > 1
+        known = copied_values(model, with_parameters=is_elsewhere) if is_told else {}
         act()
         # Between epochs there may be other modules from now on.
         self._lookout = lookout if in_epoch else None
@@ -104,19 +108,10 @@ class ChangeWatch:
             )
         if after.places != before.places:
             self._readopt()
-        if known is None:
+        if not is_told:
             return {}
-        return changed_buffers(model, before, after) | known.changed(model)
-
-
-def _unseen(model: nn.Module, plan: Plan | None) -> WeightCopy | None:
-    """A copy of what other ranks do not see change: buffers, and on other hosts parameters.
-
-    What is written to ``buffer.data`` leaves no trace but the values.
-    """
-    if plan is None or plan.num_ranks == 1:
-        return None
-    return WeightCopy(model, with_parameters=len(plan.domains) > 1)
+        unseen = changed_values(known, model, with_parameters=is_elsewhere)
+        return changed_buffers(model, before, after) | unseen
 
 
 # What a setting is, or a dict of these, or a short list.

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.train.training_state import bits_of
+from lockstep.data.trees import bits_of
 
 
 def values_of(model: nn.Module, *, with_parameters: bool = True) -> dict[str, torch.Tensor]:
@@ -28,45 +28,29 @@ def set_values(model: nn.Module, values: Mapping[str, torch.Tensor]) -> None:
             tensor.copy_(value)
 
 
-class WeightCopy:
-    """The values of a model's parameters and buffers, tied ones once.
+@torch.no_grad()
+def copied_values(
+    model: nn.Module,
+    before: Mapping[str, torch.Tensor] | None = None,
+    *,
+    with_parameters: bool = True,
+) -> dict[str, torch.Tensor]:
+    """Copies of these values: in the memory of those that were copied before, if there are any."""
+    found = values_of(model, with_parameters=with_parameters)
+    if before is None:
+        return {name: value.clone() for name, value in found.items()}
+    return {name: before[name].copy_(value) for name, value in found.items()}
 
-    Args:
-        model: whose values to copy.
-        with_parameters: not only its buffers.
-    """
 
-    def __init__(self, model: nn.Module, *, with_parameters: bool = True) -> None:
-        self._with_parameters = with_parameters
-        self.values = {name: value.clone() for name, value in self._of(model).items()}
-
-    @classmethod
-    def of(cls, values: Mapping[str, torch.Tensor]) -> "WeightCopy":
-        """A copy that has these values."""
-        copy = cls(nn.Module())
-        copy.values.update(values)
-        return copy
-
-    def _of(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        return values_of(model, with_parameters=self._with_parameters)
-
-    @torch.no_grad()
-    def refresh(self, model: nn.Module) -> None:
-        """Copy the values that the model has now."""
-        for name, value in self._of(model).items():
-            self.values[name].copy_(value)
-
-    def give_back(self, model: nn.Module) -> None:
-        """Give the model the values that were copied."""
-        set_values(model, self.values)
-
-    def changed(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        """The tensors of which the model has other values now, or that were not there, by name."""
-        return {
-            name: value
-            for name, value in self._of(model).items()
-            if name not in self.values or not _is_same(self.values[name], value)
-        }
+def changed_values(
+    before: Mapping[str, torch.Tensor], model: nn.Module, *, with_parameters: bool = True
+) -> dict[str, torch.Tensor]:
+    """The tensors of which the model has other values now, or that were not there, by name."""
+    return {
+        name: value
+        for name, value in values_of(model, with_parameters=with_parameters).items()
+        if name not in before or not _is_same(before[name], value)
+    }
 
 
 def _is_same(one: torch.Tensor, other: Any) -> bool:

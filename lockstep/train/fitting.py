@@ -23,9 +23,8 @@ from lockstep.train.intake import Feed, Wish, close_all, closing_on_error, take_
 from lockstep.train.interrupt import held_interrupts
 from lockstep.train.likeness import said
 from lockstep.train.metrics import Metrics
-from lockstep.train.output_console import OutputConsole
 from lockstep.train.persistence import PersistentRunner
-from lockstep.train.progress import ProgressDisplay
+from lockstep.train.progress import OutputConsole, ProgressDisplay
 from lockstep.train.rate_rules import RateRule
 from lockstep.train.same_data import check_same_data, fingerprint
 from lockstep.train.trainer_protocol import TrainerProtocol

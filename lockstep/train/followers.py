@@ -18,8 +18,8 @@ from lockstep.launch.failure import as_raised
 from lockstep.launch.helper import HelperContext
 from lockstep.launch.secret import find_secret
 from lockstep.launch.team import Team
-from lockstep.parallel.control import open_region
-from lockstep.parallel.serialization import pack, unpack
+from lockstep.parallel.control import unpacked
+from lockstep.parallel.serialization import pack
 from lockstep.train.copies import set_values, values_of
 from lockstep.train.interrupt import held_interrupts
 
@@ -94,11 +94,8 @@ def call_conclude(team: Team, result: Any, model: nn.Module, timeout_seconds: fl
 
 def conclude(context: HelperContext, body: bytes, descriptors: tuple[int, ...]) -> bytes:
     """On a follower: keep what has come of the leader's call; returns what finds it."""
-    region = open_region(descriptors[0], private=True) if descriptors else None
     said = _CONCLUSION + pickle.dumps(len(_kept))
-    _kept[said] = unpack(body, region)
-    if region is not None:
-        region.close()
+    _kept[said] = unpacked(body, descriptors)
     return said
 
 

@@ -20,7 +20,7 @@ from torch import nn, optim
 from lockstep.channel.channel import Channel
 from lockstep.channel.waiting import Stopwatch
 from lockstep.checkpoint.trees import Tree, assembled, flattened
-from lockstep.cluster.devices import discover
+from lockstep.cluster.devices import discover, processor_name
 from lockstep.cluster.environment import find_place
 from lockstep.cluster.place import Place, Reach
 from lockstep.cluster.topology import Cluster, Host
@@ -448,13 +448,7 @@ def own_info(place: Place) -> HostInfo:
 
 def _arithmetic() -> str:
     """Where this is equal, the same products have the same bits."""
-    return f"{torch.backends.cpu.get_cpu_capability()} {_processor()}"
-
-
-def _processor() -> str:
-    with suppress(OSError), open("/proc/cpuinfo") as lines:
-        return next((line.strip() for line in lines if line.startswith("model name")), "")
-    return ""
+    return f"{torch.backends.cpu.get_cpu_capability()} {processor_name()}"
 
 
 def _as_text(facts: Mapping[str, object]) -> dict[str, str]:

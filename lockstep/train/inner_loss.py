@@ -46,6 +46,6 @@ def check_inner_loss(
     def loss_of(part: Batch) -> ShareLoss | JointLoss:
         with loss.watching():
             output = call(part.inputs)
-        return loss(output, part.targets, part.sample_weight, part.num_samples, part.inputs)
+        return loss(output, part)
 
     check_mean(model, loss_of, batch)

@@ -19,6 +19,7 @@ import msgspec
 import torch
 from torch import nn, optim
 
+from lockstep.data.trees import bits_of
 from lockstep.plan.spec import Plan
 from lockstep.train.assignment import Assignment
 
@@ -44,9 +45,8 @@ def digest(tensors: Iterable[torch.Tensor]) -> bytes:
     """A fingerprint of values."""
     found = hashlib.blake2b(digest_size=16)
     for tensor in tensors:
-        plain = tensor.detach().cpu().contiguous()
-        if plain.numel():
-            found.update(plain.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]  # a buffer
+        if tensor.numel():
+            found.update(bits_of(tensor).numpy())  # type: ignore[arg-type]  # a buffer
     return found.digest()
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn, optim
 
-from lockstep.errors import ModelError, OptionError, Problems
+from lockstep.errors import ModelError, OptionError
 from lockstep.plan.spec import Plan
 from lockstep.train.updaters import ELEMENTWISE, PARAMETERWISE
 
@@ -48,7 +48,6 @@ def _no_optimizer(received: object) -> OptionError:
 
 
 def _check_parameters(optimizer: optim.Optimizer, model: nn.Module) -> None:
-    problems = Problems()
     own = {id(parameter) for parameter in model.parameters()}
     strange = sum(
         id(parameter) not in own
@@ -56,12 +55,11 @@ def _check_parameters(optimizer: optim.Optimizer, model: nn.Module) -> None:
         for parameter in group["params"]
     )
     if strange:
-        problems.add(
+        raise OptionError(
             "The optimizer must hold the model's own parameters.",
             received=f"{strange} tensors that are none of them",
             fix="Make it from model.parameters() of the model given to the Trainer.",
         )
-    problems.raise_if_any(OptionError)
 
 
 def _widen_slots(optimizer: optim.Optimizer) -> None:

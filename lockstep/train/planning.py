@@ -21,7 +21,7 @@ from lockstep.capture.layers import capture_layers
 from lockstep.capture.tracing import Trace, trace_modes
 from lockstep.cluster.devices import discover
 from lockstep.cluster.topology import Cluster
-from lockstep.data.order import restore_streams, stream_states
+from lockstep.data.order import kept_streams
 from lockstep.data.sources import Source
 from lockstep.data.trees import Tree, map_tensors
 from lockstep.errors import OptionError
@@ -200,9 +200,6 @@ def _without_fused_attention() -> Iterator[None]:
 
 
 def _sample(source: Source, size: int, precision: str) -> Tree:
-    states = stream_states()
-    try:
+    with kept_streams():
         batch = source.read(torch.arange(min(size, len(source))), DTYPES[precision])
-    finally:
-        restore_streams(states)
     return narrowed(batch.inputs, precision)

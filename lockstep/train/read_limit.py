@@ -17,8 +17,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
 
-from lockstep.launch.diagnostics import show
-from lockstep.launch.stacks import stack_of
+from lockstep.launch.diagnostics import show, stack_of
 
 _SIGNAL = signal.SIGURG
 _LOOKS = 10  # in the time allowed

@@ -16,10 +16,7 @@ from lockstep.parallel.losses import ONE_LOSS, LossParts
 from lockstep.parallel.step_functions import StepFunction
 from lockstep.plan.makers import Accumulating, Maker
 from lockstep.plan.spec import Plan
-from lockstep.train.averages import EMA, Averages, AveragingUpdater
-from lockstep.train.master_weights import with_masters
 from lockstep.train.optimizers import Optimizers, names_of
-from lockstep.train.outer_updater import OuterUpdater
 from lockstep.train.recipe_checks import (
     check_additions,
     check_gradient_options,
@@ -29,7 +26,14 @@ from lockstep.train.recipe_checks import (
 )
 from lockstep.train.updater_sets import UpdaterSet
 from lockstep.train.updaters import TorchUpdater
-from lockstep.train.wrapped_updaters import WrappedUpdater
+from lockstep.train.wrapped_updaters import (
+    EMA,
+    Averages,
+    AveragingUpdater,
+    OuterUpdater,
+    WrappedUpdater,
+    with_masters,
+)
 
 AnyUpdater = TorchUpdater | WrappedUpdater | UpdaterSet
 

@@ -9,7 +9,7 @@ import msgspec
 from lockstep.errors import OptionError, Problems
 from lockstep.parallel.gradient_rules import OnNonFinite
 from lockstep.plan.spec import Plan
-from lockstep.train.averages import EMA
+from lockstep.train.wrapped_updaters import EMA
 
 
 def check_gradient_options(

@@ -5,7 +5,6 @@ import pickle
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -16,10 +15,9 @@ from lockstep.comm.exchange import ExchangeSpec
 from lockstep.comm.gradients import TensorSpec
 from lockstep.comm.wide_board import Crossing
 from lockstep.launch.helper import HelperContext
-from lockstep.parallel.control import FollowerControl, open_region
+from lockstep.parallel.control import FollowerControl, open_region, unpacked
 from lockstep.parallel.engine import ChannelKey, Neighbours
 from lockstep.parallel.registries import register_copies
-from lockstep.parallel.serialization import unpack
 from lockstep.parallel.store import TensorStore
 from lockstep.train.assignment import Assignment, compute_settings, initialize_own, make_worker
 from lockstep.train.conductor import Conductor
@@ -125,7 +123,7 @@ def serve(context: HelperContext, body: bytes, descriptors: tuple[int, ...]) -> 
         *(nn.Parameter(view, requires_grad=False) for view in parameters),
         *(view for views in opened[call.num_groups :] for view in views),
     ]
-    assignment: Assignment = _unpacked(call.payload, packed, tensors)
+    assignment: Assignment = unpacked(call.payload, packed, tensors)
     register_copies(assignment.model)
     neighbours = _open_channels(call, rank, channels, opened)
     with assignment.settings.applied(), compute_settings(assignment.plan):
@@ -153,23 +151,12 @@ def serve(context: HelperContext, body: bytes, descriptors: tuple[int, ...]) -> 
 
 def serve_again(context: HelperContext, body: bytes, descriptors: tuple[int, ...]) -> bytes:
     """A helper's part of a call whose like it has kept."""
-    news: News = _unpacked(body, descriptors)
+    news: News = unpacked(body, descriptors)
     part: Standing = context.kept[news.name]
     part.hear(news)
     with part.assignment.settings.applied(), compute_settings(part.assignment.plan):
         _take_part(part)
     return b""
-
-
-def _unpacked(
-    payload: bytes, descriptors: Sequence[int], tensors: Sequence[torch.Tensor] = ()
-) -> Any:
-    """What was serialized. All helpers get the same, but each has buffers of its own in it."""
-    regions = [open_region(number, private=True) for number in descriptors]
-    found = unpack(payload, next(iter(regions), None), tensors)
-    for each in regions:
-        each.close()
-    return found
 
 
 def _take_part(part: Standing) -> None:

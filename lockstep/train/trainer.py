@@ -23,7 +23,6 @@ from lockstep.parallel.blank import (
 )
 from lockstep.parallel.gradient_rules import OnNonFinite
 from lockstep.parallel.loss_options import adapt_loss
-from lockstep.train.averages import EMA
 from lockstep.train.batch_size import BatchSizeSearch
 from lockstep.train.callbacks import Callback, Logs
 from lockstep.train.checkpoints import Checkpoint
@@ -54,6 +53,7 @@ from lockstep.train.rate_rules import rule_of
 from lockstep.train.recipe import AnyUpdater, Recipe
 from lockstep.train.scope import current_strategy
 from lockstep.train.tasks import EvaluateTask, PredictTask
+from lockstep.train.wrapped_updaters import EMA
 
 
 class Trainer(FittingRunner):

@@ -19,6 +19,7 @@ import msgspec
 import torch
 
 from lockstep.checkpoint.trees import Path, Tensors, Tree, assembled, flattened, pointer
+from lockstep.data.trees import bits_of
 from lockstep.errors import CheckpointError
 
 
@@ -174,13 +175,6 @@ def _digest(name: str, part: Tree) -> bytes:
         if tensor.numel():
             found.update(bits_of(tensor).numpy())  # type: ignore[arg-type]  # it is a buffer
     return found.digest()
-
-
-def bits_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor's bytes, which tell NaN from other NaN, and 0 from -0."""
-    return (
-        tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
-    )
 
 
 def _leaves(value: Any, path: Path, tensors: Tensors) -> Iterator[tuple[str, Any]]:

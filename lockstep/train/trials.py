@@ -15,16 +15,13 @@ import math
 import pickle
 import statistics
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from lockstep.comm.gradients import TensorSpec
 from lockstep.comm.memory_usage import peak_memory
 from lockstep.data.excerpts import RepeatedSource, array_bytes, first_samples
 from lockstep.data.sources import Source
@@ -34,8 +31,7 @@ from lockstep.launch.helper import HelperContext
 from lockstep.launch.team import Team
 from lockstep.launch.template import Template
 from lockstep.parallel.blank import blank_names, blank_parameters
-from lockstep.parallel.control import open_region
-from lockstep.parallel.serialization import unpack
+from lockstep.parallel.control import unpacked
 from lockstep.parallel.settings import TorchSettings, num_threads
 from lockstep.parallel.shipping import pack_named
 from lockstep.parallel.store import tensor_spec
@@ -224,7 +220,7 @@ def serve_trials(context: HelperContext, body: bytes, descriptors: tuple[int, ..
     _volunteer()
     payload, specs, threads, settings = pickle.loads(body)
     with num_threads(threads), settings.applied():
-        trainer = _opened(payload, descriptors, specs)
+        trainer = unpacked(payload, descriptors, blank_parameters(specs))
         while True:
             message, attached = context.receive()
             context.send(_answer(trainer, message, attached))
@@ -236,19 +232,10 @@ def _volunteer() -> None:
         Path("/proc/self/oom_score_adj").write_text("1000")
 
 
-def _opened(payload: bytes, descriptors: Sequence[int], specs: Sequence[TensorSpec] = ()) -> Any:
-    """What came in a serialized object; parameters without values yet are made here."""
-    region = open_region(descriptors[0], private=True) if descriptors else None
-    opened = unpack(payload, region, blank_parameters(specs))
-    if region is not None:
-        region.close()
-    return opened
-
-
 def _answer(trainer: TrainerProtocol, message: bytes, descriptors: tuple[int, ...]) -> bytes:
     batch_size, payload = pickle.loads(message)
     try:
-        figures: object = _try_size(trainer, _opened(payload, descriptors), batch_size)
+        figures: object = _try_size(trainer, unpacked(payload, descriptors), batch_size)
     except BaseException as error:  # SystemExit as well: a model that exits has failed
         figures = pack_failure(error)
     return pickle.dumps(figures)

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from lockstep.parallel.update import BoundPiece, PieceSlots, SlotKey, Updater
-from lockstep.plan.layout import Extent, Piece, elementwise_slices, whole_parameters
 from lockstep.train.optimizers import Optimizers
 from lockstep.train.training_state import TrainingState
 from lockstep.train.updaters import TorchUpdater
@@ -37,15 +36,6 @@ class UpdaterSet(Updater):
             self._of.update(dict.fromkeys(named, updater))
         self.is_known = all(updater.is_known for updater in self._updaters)
         self.is_elementwise = all(updater.is_elementwise for updater in self._updaters)
-
-    def divide(
-        self, extents: Sequence[Extent], num_ranks: int, num_shares: int
-    ) -> list[list[Piece]]:
-        if not self.is_known:
-            return [*whole_parameters(extents, 1), *([] for _ in range(num_ranks - 1))]
-        if self.is_elementwise:
-            return elementwise_slices(extents, num_ranks, num_shares)
-        return whole_parameters(extents, num_ranks)
 
     def bind(self, pieces: Sequence[BoundPiece]) -> None:
         for updater, own in self._divided(pieces, lambda piece: piece.name):

@@ -32,7 +32,6 @@ from lockstep.parallel.update import (
     Updater,
     assemble_slots,
 )
-from lockstep.plan.layout import Extent, Piece, elementwise_slices, whole_parameters
 from lockstep.train.optimizer_state import optimizer_parts, option_values, set_optimizer
 from lockstep.train.shared_options import SharedOptions, options_spec
 from lockstep.train.training_state import TrainingState
@@ -84,15 +83,6 @@ class TorchUpdater(Updater):
         self._pieces: list[BoundPiece] = []
         self._store: dict[str, dict[str, torch.Tensor]] = {}  # by parameter and slot
         self._newborn: list[BoundPiece] = []  # pieces without slots until now
-
-    def divide(
-        self, extents: Sequence[Extent], num_ranks: int, num_shares: int
-    ) -> list[list[Piece]]:
-        if not self.is_known:
-            return [*whole_parameters(extents, 1), *([] for _ in range(num_ranks - 1))]
-        if self.is_elementwise:
-            return elementwise_slices(extents, num_ranks, num_shares)
-        return whole_parameters(extents, num_ranks)
 
     def bind(self, pieces: Sequence[BoundPiece]) -> None:
         self._pieces = list(pieces)

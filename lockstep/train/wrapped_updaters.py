@@ -2,18 +2,37 @@
 
 What they keep is cut as the parameters are: each rank has its pieces of it, in memory that all
 ranks map, and nothing is sent. Rank 0's dict of whole tensors outlives the ranks.
+
+**Velocities** of an outer optimizer, which steps on the average of replicas, are kept here beside
+the weights, for what a run's state is made of; who averages moves them (``parallel.averaging``).
+All replicas have the same.
+
+**Master weights**: a model that is in bfloat16 throughout, updated in float32.
+
+An update is often smaller than half the distance between two bfloat16 numbers, and would be lost.
+So the optimizer steps a float32 copy of every weight, and the weight is that copy, rounded
+(Micikevicius et al. 2018, Mixed Precision Training, section 3.1). Each rank has the copies of what
+it updates.
+
+A weight that is no longer its copy, rounded, was set by somebody: then the copy is set to it.
+
+**Averages**: a second set of weights that follows the trained ones smoothly.
+
+Each rank averages the pieces that it updates, right after their update, so averaging costs every
+rank its part and no communication.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
 from torch import nn, optim
 
 from lockstep.comm.gradients import TensorSpec, cut_piece
+from lockstep.errors import OptionError
 from lockstep.parallel.update import BoundPiece, PieceSlots, SlotKey, Updater
-from lockstep.plan.layout import Extent, Piece
 from lockstep.train.training_state import TrainingState, copy_onto
 from lockstep.train.updaters import TorchUpdater
 
@@ -60,11 +79,6 @@ class WrappedUpdater(Updater):
     def optimizer(self) -> optim.Optimizer:
         """The user's."""
         return self.inner.optimizer
-
-    def divide(
-        self, extents: Sequence[Extent], num_ranks: int, num_shares: int
-    ) -> list[list[Piece]]:
-        return self.inner.divide(extents, num_ranks, num_shares)
 
     def bind(self, pieces: Sequence[BoundPiece]) -> None:
         self._companions = [
@@ -142,3 +156,220 @@ class WrappedUpdater(Updater):
 
     def set_options(self, options: list[dict[str, Any]]) -> None:
         self.inner.set_options(options)
+
+
+class OuterUpdater(WrappedUpdater):
+    """Keeps a velocity for every weight that is stepped."""
+
+    slot = "velocity"
+
+    @property
+    def velocities(self) -> Mapping[str, torch.Tensor]:
+        """By the parameter's name."""
+        return self.kept
+
+    def slot_keys(self) -> list[SlotKey]:
+        return self.inner.slot_keys()
+
+    def state(self) -> dict[str, Any]:
+        return {**super().state(), "velocities": dict(self.kept)}
+
+    def load_state(self, state: TrainingState) -> None:
+        super().load_state(state)
+        self._keep(state.velocities)
+
+
+class MasterUpdater(WrappedUpdater):
+    """Steps float32 copies, and rounds them to the weights."""
+
+    slot = "master"
+
+    def bind(self, pieces: Sequence[BoundPiece]) -> None:
+        super().bind(pieces)
+        self.look_again()
+        self._companions = [
+            replace(one, kept=one.kept.detach().requires_grad_()) for one in self._companions
+        ]
+        self.inner.bind([replace(one.bound, tensor=one.kept) for one in self._companions])
+
+    @torch.no_grad()
+    def look_again(self) -> None:
+        for one in self._companions:
+            weight = one.bound.tensor.detach()
+            is_set = one.kept.to(weight.dtype) != weight
+            one.kept.copy_(torch.where(is_set, weight.float(), one.kept))
+        super().look_again()
+
+    def slot_keys(self) -> list[SlotKey]:
+        return [replace(key, dtype=self.dtype) for key in super().slot_keys()]
+
+    @torch.no_grad()
+    def step(self) -> None:
+        used = [one for one in self._companions if one.bound.tensor.grad is not None]
+        for one in self._companions:
+            gradient = one.bound.tensor.grad
+            one.kept.grad = None if gradient is None else gradient.float()
+        super().step()
+        if used:
+            torch._foreach_copy_([one.bound.tensor for one in used], [one.kept for one in used])
+        for one in used:
+            one.kept.grad = None
+
+    def state(self) -> dict[str, Any]:
+        return {**super().state(), "masters": dict(self.kept)}
+
+    def load_state(self, state: TrainingState) -> None:
+        super().load_state(state)
+        # Of a state from before the first step the copies are the weights.
+        fresh = [name for name in self.kept if name not in state.masters]
+        weights = {name: self.parameters[name].detach().float() for name in fresh}
+        self._keep({**weights, **state.masters})
+
+
+def with_masters(
+    updater: TorchUpdater | WrappedUpdater, kept: dict[str, torch.Tensor]
+) -> MasterUpdater:
+    """An updater with master weights around it.
+
+    Raises:
+        OptionError: an optimizer of which nobody knows how to give it other parameters.
+    """
+    if not updater.is_known:
+        raise OptionError(
+            'precision="bf16" steps float32 copies of the weights, which takes an optimizer of '
+            "torch's own.",
+            received=type(updater.optimizer).__name__,
+            fix='Use one of torch.optim without hooks, or precision="bf16-mixed".',
+        )
+    return MasterUpdater(updater, kept, torch.float32)
+
+
+@dataclass(frozen=True)
+class EMA:
+    """An exponential moving average of the weights (Polyak and Juditsky 1992).
+
+    After every update ``average = decay * average + (1 - decay) * weight``, the first time
+    ``average = weight``, as in ``torch.optim.swa_utils`` and in Keras's optimizers.
+
+    Args:
+        decay: from 0 (the weights as they are) to below 1.
+
+    Raises:
+        OptionError: another decay.
+    """
+
+    decay: float = 0.999
+
+    def __post_init__(self) -> None:
+        decay: object = self.decay
+        is_number = isinstance(decay, int | float) and not isinstance(decay, bool)
+        if not (is_number and 0 <= self.decay < 1):
+            raise OptionError(
+                "`decay` must be a number from 0 to below 1.",
+                received=f"decay={decay!r}",
+                fix="Use 0.999, for example.",
+            )
+
+
+@dataclass
+class Averages:
+    """The averages of a model's weights.
+
+    Attributes:
+        ema: how they are formed.
+        by_name: whole tensors, of the trainable parameters.
+        num_updates: that they have seen.
+        begun: the names of those that there are.
+        is_applied: the model has the averaged weights now.
+    """
+
+    ema: EMA
+    by_name: dict[str, torch.Tensor] = field(default_factory=dict)
+    num_updates: int = 0
+    begun: set[str] = field(default_factory=set)
+    is_applied: bool = False
+
+    @contextmanager
+    def applied_to(self, model: nn.Module) -> Iterator[None]:
+        """Within the block the model has the averaged weights.
+
+        Raises:
+            OptionError: there are none yet.
+        """
+        if not self.num_updates:
+            raise OptionError(
+                "Averages are of weights after updates.",
+                received="no update yet",
+                fix="Call fit first.",
+            )
+        weights = {
+            name: parameter for name, parameter in model.named_parameters() if name in self.begun
+        }
+        trained = {name: parameter.detach().clone() for name, parameter in weights.items()}
+        _set(weights, self.by_name)
+        self.is_applied = True
+        try:
+            yield
+        finally:
+            self.is_applied = False
+            _set(weights, trained)
+
+
+@torch.no_grad()
+def _set(weights: dict[str, nn.Parameter], values: dict[str, torch.Tensor]) -> None:
+    for name, weight in weights.items():
+        weight.copy_(values[name])
+
+
+class AveragingUpdater(WrappedUpdater):
+    """Averages this rank's pieces after every step.
+
+    Args:
+        inner: the updater that steps.
+        averages: kept up to date here.
+        dtype: of the averages; None for the parameters'.
+    """
+
+    slot = "average"
+
+    def __init__(
+        self,
+        inner: TorchUpdater | WrappedUpdater,
+        averages: Averages,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(inner, averages.by_name, dtype)
+        self._averages = averages
+        self._trainable = {name for name, one in self.parameters.items() if one.requires_grad}
+
+    @torch.no_grad()
+    def step(self) -> None:
+        super().step()
+        averages = self._averages
+        going = [one for one in self._companions if one.bound.name in averages.begun]
+        new = [one for one in self._companions if one.bound.name not in averages.begun]
+        if going:
+            torch._foreach_lerp_(*_kept_and_weights(going), 1 - averages.ema.decay)
+        if new:
+            torch._foreach_copy_(*_kept_and_weights(new))
+        averages.begun |= self._trainable  # other ranks have begun theirs
+        averages.num_updates += 1
+
+    def state(self) -> dict[str, Any]:
+        averages = self._averages
+        weights = {name: one for name, one in self.kept.items() if name in averages.begun}
+        own = {"num_updates": averages.num_updates, "weights": weights}
+        return {**super().state(), "averages": own}
+
+    def load_state(self, state: TrainingState) -> None:
+        super().load_state(state)
+        assert state.averages is not None
+        self._keep(state.averages["weights"])
+        self._averages.num_updates = state.averages["num_updates"]
+        self._averages.begun = set(state.averages["weights"])
+
+
+def _kept_and_weights(
+    companions: Sequence[Companion],
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    return [one.kept for one in companions], [one.bound.tensor for one in companions]

@@ -22,9 +22,8 @@ from lockstep.cluster.topology import Cluster, Device, Host
 from lockstep.data.trees import map_tensors
 from lockstep.graph.layer_graph import LayerCosts, LayerGraph
 from lockstep.plan.averaging import AveragedUpdate, Nesterov
-from lockstep.plan.local_steps import LocalSteps
 from lockstep.plan.lowering import lower_forward, lower_train
-from lockstep.plan.makers import Maker, Mirrored, SingleDevice
+from lockstep.plan.makers import LocalSteps, Maker, Mirrored, SingleDevice
 from lockstep.plan.pipelines import Pipelined
 from lockstep.plan.program import format_program
 from lockstep.plan.spec import Plan

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from lockstep.parallel.joint_losses import JointAdapter
+from tests.batches import batch_of
 from tests.property.test_loss_shares import TOLERANCE, Division, divisions, normal
 
 CLASSES, IGNORED = 4, -100
@@ -50,7 +51,7 @@ def test_shares_add_up(division: Division, factors: list[float]) -> None:
     for low, high in division.bounds:
         outputs = {"classes": leaf[low:high], "size": leaf[low:high]}
         both = {"classes": targets[low:high], "size": torch.zeros(high - low, CLASSES).double()}
-        joint.append(adapter(outputs, both, weight[low:high], high - low))
+        joint.append(adapter(outputs, batch_of(both, weight[low:high])))
     weights = [math.fsum(column) for column in zip(*(one.weights for one in joint), strict=True)]
     shares = [one.settled(weights, division.num_samples) for one in joint]
     for share in shares:

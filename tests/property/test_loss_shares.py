@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from torch import Generator, Tensor, nn
 
 from lockstep.parallel.function_losses import FunctionAdapter
+from tests.batches import batch_of
 
 CLASSES = 5
 IGNORED = 2  # a class, so that random targets hold it
@@ -65,7 +66,7 @@ def recombine(
     totals, weights = [], []
     for low, high in division.bounds:
         part = None if weight is None else weight[low:high]
-        share = adapter(leaf[low:high], target[low:high], part, high - low)
+        share = adapter(leaf[low:high], batch_of(target[low:high], part))
         share.backward(float(division.num_samples))
         totals.append(share.total)
         weights.append(share.weight)
@@ -180,9 +181,7 @@ def test_a_share_whose_targets_are_all_ignored_counts_nothing(
     target = class_targets(generator, division.num_samples)
     low, high = division.bounds[-1]
     target[low:high] = IGNORED
-    share = FunctionAdapter(CLASS_LOSSES[name])(
-        output[low:high], target[low:high], None, high - low
-    )
+    share = FunctionAdapter(CLASS_LOSSES[name])(output[low:high], batch_of(target[low:high]))
     assert (share.total, share.weight) == (0, 0)
     loss = CLASS_LOSSES[name]
     assert_equal_to_whole(lambda leaf: loss(leaf, target), loss, output, target, None, division)

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from lockstep.plan.program import Backward, BackwardInput, BackwardWeight, Forward, Pass
 from lockstep.plan.schedules import SCHEDULES, StageGraph, forward_schedule, make_schedule
-from lockstep.plan.simulation import StageCosts, Timeline, check_programs, run_programs
+from lockstep.plan.simulation import StageCosts, Timeline, run_programs
+from tests.programs import check_programs
 from tests.thorough import core_of
 
 MICROBATCHES = st.integers(1, 14)

@@ -153,7 +153,7 @@ def test_a_key_is_that_of_any_training_like_it() -> None:
 
 def test_a_key_depends_on_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     before = key()
-    for name, value in [("memory_ceiling", lambda: 1 << 30), ("_processor", lambda: "another")]:
+    for name, value in [("memory_ceiling", lambda: 1 << 30), ("processor_name", lambda: "another")]:
         with monkeypatch.context() as patched:
             patched.setattr(batch_size_cache, name, value)
             assert key() != before

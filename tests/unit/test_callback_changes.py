@@ -12,7 +12,7 @@ import lockstep
 from lockstep import errors
 from lockstep.callbacks import LambdaCallback
 from lockstep.train.callbacks import Logs
-from lockstep.train.copies import WeightCopy
+from lockstep.train.copies import changed_values, copied_values
 from tests.thorough import core_of
 
 X = torch.randn(50, 4, generator=torch.Generator().manual_seed(0))
@@ -251,11 +251,11 @@ def test_values_are_compared_by_their_bits() -> None:
     model = nn.Module()
     for name in ("rest", "nan", "sign"):
         model.register_buffer(name, torch.tensor([0.0, torch.nan]))
-    known = WeightCopy(model, with_parameters=False)
-    assert known.changed(model) == {}
+    known = copied_values(model, with_parameters=False)
+    assert changed_values(known, model, with_parameters=False) == {}
     for name, value in (("nan", 1.0), ("sign", -0.0)):
         model.get_buffer(name).data[int(name == "nan")] = value
-    assert set(known.changed(model)) == {"nan", "sign"}
+    assert set(changed_values(known, model, with_parameters=False)) == {"nan", "sign"}
 
 
 def test_frozen_parameters_are_not_stepped_on_old_gradients() -> None:

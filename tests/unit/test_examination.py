@@ -11,6 +11,7 @@ import torch
 
 from lockstep.cli import examination
 from lockstep.cli.examination import HostReport, examine
+from lockstep.cluster import devices
 from lockstep.cluster.devices import usable_cores
 from lockstep.cluster.memory_limits import FreeMemory
 from lockstep.comm import shared_memory
@@ -75,9 +76,10 @@ def test_a_system_without_proc_is_examined_all_the_same(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(examination, "_PROC", tmp_path)
+    monkeypatch.setattr(devices, "_PROCESSORS", tmp_path / "cpuinfo")
     assert examination._busy_cores() is None
     assert examination._features() == ()
-    assert examination._processor_line("model name") == ""
+    assert devices.processor_line("model name") == ""
 
 
 def test_work_of_others_is_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -101,6 +103,6 @@ def test_instructions_are_those_that_matter(
         "processor\t: 0\nmodel name\t: A: B\nflags\t\t: fpu avx2 sse amx_bf16\n\n"
         "processor\t: 1\nmodel name\t: C\nflags\t\t: avx512f\n"
     )
-    monkeypatch.setattr(examination, "_PROC", tmp_path)
+    monkeypatch.setattr(devices, "_PROCESSORS", tmp_path / "cpuinfo")
     assert examination._features() == ("avx2", "amx_bf16")
-    assert examination._processor_line("model name") == "A: B"
+    assert devices.processor_name() == "A: B"

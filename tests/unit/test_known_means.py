@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lockstep.parallel.function_losses import FunctionAdapter
 from lockstep.parallel.known_means import Known, KnownMeans
+from tests.batches import batch_of
 
 N = 4
 LOGITS = torch.linspace(-1, 1, N * 5 * 7, dtype=torch.float64).reshape(N, 5, 7).sin()
@@ -106,7 +107,7 @@ def of_shares(loss: Loss, output: Tensor, target: Tensor) -> float:
     adapter = FunctionAdapter(loss)
     adapter.begin(len(output), 3)
     parts = [slice(0, 2), slice(2, 3), slice(3, None)]
-    shares = [adapter(output[rows], target[rows], None, len(output[rows])) for rows in parts]
+    shares = [adapter(output[rows], batch_of(target[rows])) for rows in parts]
     assert not any(share.is_guess for share in shares)
     return math.fsum(share.total for share in shares) / math.fsum(share.weight for share in shares)
 
@@ -140,7 +141,7 @@ def test_a_parameter_that_a_model_returns_belongs_to_no_sample() -> None:
 def test_a_share_in_which_nothing_counts_adds_nothing() -> None:
     output = LOGITS.clone().requires_grad_()
     tokens = torch.full_like(TOKENS, -100)
-    share = FunctionAdapter(OF_TOKENS["flattened"])(output * 1, tokens, None, N)
+    share = FunctionAdapter(OF_TOKENS["flattened"])(output * 1, batch_of(tokens))
     assert (share.total, share.weight) == (0.0, 0.0)
     share.backward(1.0)
     assert output.grad is not None

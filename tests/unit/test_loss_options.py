@@ -12,9 +12,11 @@ from torch.utils.data import Dataset
 
 import lockstep
 from lockstep import errors
+from lockstep.data.sources import Batch
 from lockstep.parallel.joint_losses import JointAdapter
 from lockstep.parallel.losses import JointLoss, LossParts, ShareLoss
 from lockstep.parallel.own_losses import OwnLossAdapter
+from tests.batches import batch_of
 from tests.loss_zoo import (
     FACTORS,
     LOSSES,
@@ -36,7 +38,8 @@ LABELS = torch.tensor([[1, 2, -100], [-100, -100, -100], [5, -100, 3], [0, 1, 2]
 
 
 def read(output: Any, weight: Any = None, inputs: Any = None) -> ShareLoss:
-    return OwnLossAdapter(lockstep.OwnLoss(weight))(output, None, None, 4, inputs)
+    batch = Batch(inputs=inputs, targets=None, sample_weight=None, num_samples=4)
+    return OwnLossAdapter(lockstep.OwnLoss(weight))(output, batch)
 
 
 # --- own losses ---------------------------------------------------------------------------------
@@ -207,7 +210,7 @@ def test_an_own_loss_that_is_none_is_refused(name: str) -> None:
 
 def test_an_own_loss_cannot_weigh_samples() -> None:
     with pytest.raises(errors.LossError, match=r"must weigh the samples itself.*sample_weight"):
-        OwnLossAdapter(lockstep.OwnLoss())(VALUE, LABELS, torch.ones(4), 4)
+        OwnLossAdapter(lockstep.OwnLoss())(VALUE, batch_of(LABELS, torch.ones(4)))
     data = (padded_sequences(), torch.ones(47), torch.ones(47))
     with pytest.raises(errors.LossError, match="must weigh the samples itself"):
         make_causal(1).fit(data, verbose=0)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lockstep.errors import LossError
 from lockstep.parallel.function_losses import FunctionAdapter
 from lockstep.parallel.losses import ShareLoss
+from tests.batches import batch_of
 
 NUM_SAMPLES = 4
 OUTPUT = torch.tensor([[1.0, 2.0, 4.0], [0.0, 0.5, 1.0], [3.0, 3.0, 3.0], [1.0, 0.0, 0.0]])
@@ -21,7 +22,7 @@ WEIGHT = torch.tensor([1.0, 0.0, 2.0, 0.5])
 
 def share_of(loss: Any, sample_weight: Tensor | None = None) -> ShareLoss:
     output = OUTPUT.clone().requires_grad_()
-    return FunctionAdapter(loss)(output, TARGET, sample_weight, NUM_SAMPLES)
+    return FunctionAdapter(loss)(output, batch_of(TARGET, sample_weight))
 
 
 # --- the three forms ----------------------------------------------------------------------------
@@ -56,7 +57,7 @@ def test_backward_divides_by_what_it_is_told() -> None:
         lambda output, target: (output.sum(), 4),
     ):
         output = OUTPUT.clone().requires_grad_()
-        FunctionAdapter(form)(output, TARGET, None, NUM_SAMPLES).backward(8.0)
+        FunctionAdapter(form)(output, batch_of(TARGET)).backward(8.0)
         assert output.grad is not None
         assert torch.equal(output.grad, torch.full_like(output, 1 / 8))
 
@@ -75,13 +76,13 @@ def test_a_loss_is_called_with_output_and_target() -> None:
         return torch.zeros(())
 
     structure = {"logits": OUTPUT}
-    FunctionAdapter(loss)(structure, (TARGET, None), None, NUM_SAMPLES)
+    FunctionAdapter(loss)(structure, batch_of((TARGET, None)))
     assert seen == [(structure, (TARGET, None))]
 
 
 def test_one_sample_may_be_a_scalar_or_a_value() -> None:
     for loss in (nn.MSELoss(), lambda output, target: (output - target).square().mean(1)):
-        share = FunctionAdapter(loss)(OUTPUT[:1], torch.zeros(1, 3), None, 1)
+        share = FunctionAdapter(loss)(OUTPUT[:1], batch_of(torch.zeros(1, 3)))
         assert (share.total, share.weight) == (7.0, 1.0)
 
 
@@ -114,13 +115,13 @@ def test_a_loss_that_names_sample_weight_gets_it(loss: Any, total: float) -> Non
 def test_a_share_of_weight_zero_counts_nothing() -> None:
     for loss in (nn.CrossEntropyLoss(), nn.MSELoss(), lambda output, target: output.sum(1)):
         target = TARGET if isinstance(loss, nn.CrossEntropyLoss) else OUTPUT + 1
-        share = FunctionAdapter(loss)(OUTPUT, target, torch.zeros(NUM_SAMPLES), NUM_SAMPLES)
+        share = FunctionAdapter(loss)(OUTPUT, batch_of(target, torch.zeros(NUM_SAMPLES)))
         assert (share.total, share.weight) == (0.0, 0.0)
 
 
 def test_functions_without_a_reduction_give_values_per_sample() -> None:
     output = OUTPUT + 1
-    share = FunctionAdapter(F.cosine_similarity)(output, output * 2, WEIGHT, NUM_SAMPLES)
+    share = FunctionAdapter(F.cosine_similarity)(output, batch_of(output * 2, WEIGHT))
     assert share.total == pytest.approx(3.5)
     assert share.weight == 3.5
 
@@ -133,7 +134,7 @@ def test_a_value_that_is_not_finite_shows_even_with_weight_zero(bad: float) -> N
     assert not math.isfinite(share.total)
     output = torch.zeros(NUM_SAMPLES, requires_grad=True)
     FunctionAdapter(lambda output, target: (output * bad).exp().log())(
-        output, TARGET, WEIGHT, NUM_SAMPLES
+        output, batch_of(TARGET, WEIGHT)
     ).backward(1.0)
     assert output.grad is not None
     assert not bool(output.grad.isfinite().all())
@@ -143,7 +144,7 @@ def test_a_value_that_is_not_finite_shows_even_with_weight_zero(bad: float) -> N
 def test_a_pair_of_no_weight_and_no_number_is_nothing(bad: float) -> None:
     output = OUTPUT.clone().requires_grad_()
     adapter = FunctionAdapter(lambda output, target: (output["logits"].sum() * bad, 0))
-    share = adapter({"logits": output, "other": None}, TARGET, None, NUM_SAMPLES)
+    share = adapter({"logits": output, "other": None}, batch_of(TARGET))
     assert (share.total, share.weight) == (0.0, 0.0)
     share.backward(4.0)
     assert output.grad is not None
@@ -153,7 +154,7 @@ def test_a_pair_of_no_weight_and_no_number_is_nothing(bad: float) -> None:
 def test_a_constant_of_no_weight_goes_backward_with_zeros() -> None:
     output = OUTPUT.clone().requires_grad_()
     adapter = FunctionAdapter(lambda output, target: (torch.tensor(0.5), 0))
-    share = adapter(output, TARGET, None, NUM_SAMPLES)
+    share = adapter(output, batch_of(TARGET))
     assert (share.total, share.weight) == (0.5, 0.0)
     share.backward(4.0)
     assert output.grad is not None
@@ -163,7 +164,7 @@ def test_a_constant_of_no_weight_goes_backward_with_zeros() -> None:
 def test_torchs_own_losses_hide_no_nan_behind_a_weight_of_zero() -> None:
     """On one device, beside samples that count, it would be NaN as well."""
     share = FunctionAdapter(nn.CrossEntropyLoss())(
-        OUTPUT * math.nan, TARGET, torch.zeros(NUM_SAMPLES), NUM_SAMPLES
+        OUTPUT * math.nan, batch_of(TARGET, torch.zeros(NUM_SAMPLES))
     )
     assert math.isnan(share.total)
 
@@ -176,11 +177,11 @@ def test_a_loss_may_change_after_the_trainer_is_made() -> None:
         vars(loss).update({key: value for key, value in change.items() if key != "weight"})
         if "weight" in change:
             loss.weight = weight
-        share = adapter(OUTPUT, TARGET, None, NUM_SAMPLES)
+        share = adapter(OUTPUT, batch_of(TARGET))
         assert share.total / share.weight == pytest.approx(loss(OUTPUT, TARGET).item(), rel=1e-6)
     loss.reduction = "sum"
     adapter.begin(12, 3)
-    share = adapter(OUTPUT, TARGET, None, NUM_SAMPLES)
+    share = adapter(OUTPUT, batch_of(TARGET))
     assert share.total == pytest.approx(12 * loss(OUTPUT, TARGET).item())
     assert share.weight == 4.0
 
@@ -249,7 +250,7 @@ def test_a_sum_of_a_batch_is_the_sum_of_its_shares(loss: Any, target: Tensor) ->
     adapter = FunctionAdapter(loss)
     adapter.begin(NUM_SAMPLES, 2)
     assert adapter.is_certain
-    shares = [adapter(OUTPUT[rows], target[rows], None, 2) for rows in (slice(2), slice(2, None))]
+    shares = [adapter(OUTPUT[rows], batch_of(target[rows])) for rows in (slice(2), slice(2, None))]
     total, weight = (sum(column) for column in zip(*(one.sums[0] for one in shares), strict=True))
     assert total / weight == pytest.approx(loss(OUTPUT, target).item(), rel=1e-6)
 
@@ -258,14 +259,14 @@ def test_nobody_knows_what_a_scalar_of_a_share_is_a_mean_of() -> None:
     adapter = FunctionAdapter(lambda output, target: output.square().mean().sqrt())
     assert not adapter.is_certain
     adapter.begin(8, 2)
-    assert adapter(OUTPUT, TARGET, None, NUM_SAMPLES).is_guess
+    assert adapter(OUTPUT, batch_of(TARGET)).is_guess
     adapter.begin(4, 1)
-    assert not adapter(OUTPUT, TARGET, None, NUM_SAMPLES).is_guess
+    assert not adapter(OUTPUT, batch_of(TARGET)).is_guess
 
 
 def test_a_share_that_depends_on_nothing_trainable_adds_no_gradient() -> None:
     """The Worker, which sees all shares, tells when none of them does."""
-    share = FunctionAdapter(nn.CrossEntropyLoss())(OUTPUT, TARGET, None, NUM_SAMPLES)
+    share = FunctionAdapter(nn.CrossEntropyLoss())(OUTPUT, batch_of(TARGET))
     share.backward(1.0)
     assert not OUTPUT.requires_grad
     assert OUTPUT.grad is None

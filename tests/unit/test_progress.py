@@ -13,9 +13,8 @@ from rich.console import Console
 from torch import nn
 
 import lockstep
-from lockstep.train import progress, screen
-from lockstep.train.progress import ProgressDisplay
-from lockstep.train.screen import REFRESH_SECONDS
+from lockstep.train import progress
+from lockstep.train.progress import REFRESH_SECONDS, ProgressDisplay
 from tests.faults.processes import wait_until
 
 
@@ -116,7 +115,7 @@ def shown(file: io.StringIO) -> list[str]:
 
 
 def test_a_file_is_told_of_what_takes_long_as_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(screen, "LONG_SECONDS", 0.0)
+    monkeypatch.setattr(progress, "LONG_SECONDS", 0.0)
     file = io.StringIO()
     display = ProgressDisplay(epochs=1, steps=4, console=Console(file=file, width=120))
     display.announce("Measuring 38 layers")
@@ -129,7 +128,7 @@ def test_a_file_is_told_of_what_takes_long_as_it_does(monkeypatch: pytest.Monkey
 
 
 def test_a_file_is_not_told_of_what_is_done_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(screen, "LONG_SECONDS", 3600.0)
+    monkeypatch.setattr(progress, "LONG_SECONDS", 3600.0)
     file = io.StringIO()
     display = ProgressDisplay(epochs=1, steps=1, console=Console(file=file, width=120))
     display.announce("Measuring 38 layers")
@@ -145,8 +144,7 @@ def test_a_file_gets_lines_within_an_epoch_less_and_less_often(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     file, now = io.StringIO(), [1000.0]
-    for module in (progress, screen):
-        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(progress, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     display = ProgressDisplay(epochs=2, steps=200, console=Console(file=file, width=200))
     for epoch in range(2):
         display.begin_epoch(epoch)

@@ -402,7 +402,7 @@ BAD_FILES: dict[str, tuple[Callable[[Path], object], str]] = {
     "short": (broken(lambda data: data[:5]), "a file of 5 bytes"),
     "header": (broken(lambda data: data.replace(b'"layout":{', b'"layout":[')), "cannot be read"),
     "type": (broken(lambda data: data.replace(b"float32", b"compile")), "compile is no dtype"),
-    "version": (broken(lambda data: data.replace(b'"version":1', b'"version":9')), "version 9"),
+    "version": (broken(lambda data: data.replace(b'"version":2', b'"version":9')), "version 9"),
     "cut": (cut, "no record 0"),
     "length": (made_of(Subset(rows(), range(7))), "a cache of 7 samples"),
     "layout": (made_of(Rows(INPUTS.double(), TARGETS)), r"each \(tensor float64 \(3,\)"),

@@ -9,10 +9,10 @@ from lockstep.plan.schedules import SCHEDULES, StageGraph, forward_schedule, mak
 from lockstep.plan.simulation import (
     StageCosts,
     Timeline,
-    check_programs,
     format_grid,
     run_programs,
 )
+from tests.programs import check_programs
 
 UNIT = StageCosts(forward=1, backward_input=1, backward_weight=1)
 PAIR = StageGraph.chain(2)

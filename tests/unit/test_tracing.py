@@ -34,7 +34,6 @@ from lockstep.capture.instructions import (
 from lockstep.capture.replaying import is_same
 from lockstep.capture.tracing import (
     Trace,
-    find_inplace,
     run_trace,
     trace_model,
     trace_modes,
@@ -499,7 +498,7 @@ def test_a_trace_can_be_cut_between_any_layers(name: str) -> None:
 
 
 def may_cut(trace: Trace, cut: int) -> bool:
-    pairs = [[trace.instructions[one].layer for one in pair] for pair in find_inplace(trace)]
+    pairs = [[trace.instructions[one].layer for one in pair] for pair in trace.changes]
     return not any(first < cut <= last for first, last in pairs)
 
 
@@ -727,7 +726,7 @@ def test_changes_in_place_of_what_another_layer_made_are_found(
     assert names_of(trace) == ["first", "second"]
     pairs = [
         tuple(trace.layers[trace.instructions[one].layer].name for one in pair)
-        for pair in find_inplace(trace)
+        for pair in trace.changes
     ]
     assert sorted(set(pairs)) == ([("first", "second")] if changes else [])
 
@@ -735,7 +734,7 @@ def test_changes_in_place_of_what_another_layer_made_are_found(
 def test_a_module_that_works_in_place_is_found() -> None:
     model = nn.Sequential(nn.Linear(6, 6), nn.ReLU(inplace=True), nn.Linear(6, 6))
     trace = trace_model(model, samples(6).float(), training=True)
-    ((maker, changer),) = find_inplace(trace)
+    ((maker, changer),) = trace.changes
     assert [trace.instructions[one].target for one in (maker, changer)] == ["0", "1"]
 
 
@@ -760,7 +759,7 @@ class Counted(nn.Module):
 
 def test_a_buffer_that_one_layer_changes_and_another_reads_keeps_them_together() -> None:
     trace = trace_model(Counted(), samples(6).float(), training=True)
-    layers = [[trace.instructions[one].layer for one in pair] for pair in find_inplace(trace)]
+    layers = [[trace.instructions[one].layer for one in pair] for pair in trace.changes]
     first, second, last = [number for number, layer in enumerate(trace.layers) if layer.buffers]
     assert [first, second] in layers
     assert [first, last] in layers
@@ -782,9 +781,7 @@ def test_inputs_that_are_changed_and_read_by_others_keep_them_together() -> None
     kept = inputs.clone()
     trace = trace_model(Changed(), inputs, training=True)
     assert torch.equal(inputs, kept)
-    assert any(
-        [trace.instructions[one].layer for one in pair] == [0, 1] for pair in find_inplace(trace)
-    )
+    assert any([trace.instructions[one].layer for one in pair] == [0, 1] for pair in trace.changes)
 
 
 # --- what cannot be traced ------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from lockstep.data.sources import Batch
 from lockstep.data.trees import Tree, tensors_of
 from lockstep.errors import LossError
 from lockstep.frontends.keras.losses import Additions, KerasLoss
@@ -45,14 +46,8 @@ class ComputedLoss(KerasLoss):
         # What metrics are told counts on the rank that has the first share.
         self._counts = rank == (last[0] if last else 0)
 
-    def __call__(
-        self,
-        output: Tree,
-        target: Tree,
-        sample_weight: torch.Tensor | None,
-        num_samples: int,
-        inputs: Tree = None,
-    ) -> ShareLoss:
+    def __call__(self, output: Tree, batch: Batch) -> ShareLoss:
+        target, num_samples = batch.targets, batch.num_samples
         model, added = self._module.model, self._added(output, num_samples)
         numbers = [
             (seed * rows).sum() / num_samples

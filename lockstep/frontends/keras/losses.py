@@ -27,6 +27,7 @@ import keras
 import torch
 from keras import tree
 
+from lockstep.data.sources import Batch
 from lockstep.data.trees import Tree
 from lockstep.errors import LossError
 from lockstep.frontends.keras.reductions import (
@@ -96,15 +97,9 @@ class KerasLoss(LossAdapter):
             # Shares that wait for each other's weights must all come to have some.
             self.takes_whole = is_divided and not self.is_certain
 
-    def __call__(
-        self,
-        output: Tree,
-        target: Tree,
-        sample_weight: torch.Tensor | None,
-        num_samples: int,
-        inputs: Tree = None,
-    ) -> ShareLoss | JointLoss:
-        found = self._found(output, target)
+    def __call__(self, output: Tree, batch: Batch) -> ShareLoss | JointLoss:
+        num_samples = batch.num_samples
+        found = self._found(output, batch.targets)
         added = self._added(output, num_samples)
         if self.parts:
             own = [self._alone(one, num_samples) for one in found]

@@ -34,7 +34,6 @@ from lockstep.frontends.keras.optimizer_copy import (
 )
 from lockstep.parallel.allocator import temporary_memory
 from lockstep.parallel.update import BoundPiece, PieceSlots, SlotKey, Updater, assemble_slots
-from lockstep.plan.layout import Extent, Piece, elementwise_slices, whole_parameters
 from lockstep.train.training_state import TrainingState
 from lockstep.units import first_few
 
@@ -116,15 +115,6 @@ class KerasUpdater(Updater):
             _, kinds = built(self._template, [_on_meta(variable) for variable in variables])
         keys = _keys(kinds, self._names)
         return dict(zip(keys, made_variables(self.optimizer), strict=True))
-
-    def divide(
-        self, extents: Sequence[Extent], num_ranks: int, num_shares: int
-    ) -> list[list[Piece]]:
-        if not self.is_known:
-            return [*whole_parameters(extents, 1), *([] for _ in range(num_ranks - 1))]
-        if self.is_elementwise:
-            return elementwise_slices(extents, num_ranks, num_shares)
-        return whole_parameters(extents, num_ranks)
 
     def bind(self, pieces: Sequence[BoundPiece]) -> None:
         self._pieces = list(pieces)
