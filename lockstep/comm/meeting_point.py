@@ -12,6 +12,7 @@ import time
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -26,17 +27,36 @@ _POLL_SECONDS = 0.001
 _MOST_BYTES = 1 << 30
 
 
-class MeetingPoint:
-    """The file, in the process that makes it; gone with this object."""
+@dataclass(frozen=True, kw_only=True)
+class Meeting:
+    """Where the ranks of a process group find each other, as all of them are told.
 
-    def __init__(self) -> None:
+    Attributes:
+        path: under which processes of this host open the file, as long as it is there.
+        timeout_seconds: longest wait for another rank.
+    """
+
+    path: str
+    timeout_seconds: float
+
+
+class MeetingPoint:
+    """The file, in the process that makes it; gone with this object.
+
+    Args:
+        timeout_seconds: longest wait for another rank.
+    """
+
+    def __init__(self, timeout_seconds: float) -> None:
+        self._timeout = timeout_seconds
         self._descriptor = nameless_file("lockstep-process-group")
         weakref.finalize(self, os.close, self._descriptor)
 
     @property
-    def path(self) -> str:
-        """Under which processes of this host open it, as long as it is there."""
-        return f"/proc/{os.getpid()}/fd/{self._descriptor}"
+    def meeting(self) -> Meeting:
+        """What ranks are told."""
+        path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
+        return Meeting(path=path, timeout_seconds=self._timeout)
 
 
 class SharedStore(_Store):  # type: ignore[misc]

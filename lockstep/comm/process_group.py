@@ -1,17 +1,19 @@
-"""Tensors through torch.distributed: one all-to-all per transfer, with whichever backend there is.
+"""Groups of torch.distributed: what moves tensors between ranks that share no memory.
 
-The group is Lockstep's own; the user's default group stays free. Its ranks find each other where
-nobody else can look (``comm.meeting_point``). What the backend opens after that is as open as in
-any job of torch.distributed: gloo listens on this host's loopback address, and does not ask who
+The groups are Lockstep's own; the user's default group stays free. Their ranks find each other
+where nobody else can look (``comm.meeting_point``). What the backend opens after that is as open as
+in any job of torch.distributed: gloo listens on this host's loopback address, and does not ask who
 connects.
 
-A transfer is packed into one buffer for all peers and unpacked at the other end, so many small
-tensors cost as much as a large one. Only data are moved: sums are the engine's own, in its fixed
-order, so that the bits do not depend on the backend or on the number of ranks.
+All groups of a Plan are made before the first of them is used, by all ranks in one order. So no
+rank waits in one group for a rank that waits in another.
+
+Only data are moved: sums are the engine's own, in its fixed order, so that the bits do not depend
+on the backend or on the number of ranks.
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from time import monotonic, sleep
 from typing import Any
@@ -19,7 +21,7 @@ from typing import Any
 import torch
 from torch import distributed
 
-from lockstep.comm.meeting_point import SharedStore
+from lockstep.comm.meeting_point import Meeting, SharedStore
 from lockstep.comm.transport import Buffers, Transport
 from lockstep.errors import WorkerError
 
@@ -30,40 +32,145 @@ _LONGEST_NAP_SECONDS = 5 * _LOOK_AROUND.total_seconds()
 # Its types do not say what it exports.
 _dist: Any = distributed
 
-# A transfer ends when all have made it, or when ``look_around`` raises, and never by itself.
+# A collective ends when all have made it, or when ``look_around`` raises, and never by itself.
 _NEVER = timedelta(days=365)
 
+# Makes a group of a store, the place of this rank in the group, and the number of its ranks.
+_MakeGroup = Callable[[Any, int, int], Any]
 
-class ProcessGroupTransport(Transport):
-    """One rank's end. The group is made at the first transfer.
+
+class ProcessGroups:
+    """One rank's groups.
 
     Args:
-        ranks: those that take part, in ascending order.
+        members: by the group's name, its ranks in their order there; groups of other ranks are
+            left out.
         rank: this rank.
-        name: the same on all of them, and no other group's.
         backend: see ``plan.engines.BACKENDS``.
-        meeting_point: path of a ``MeetingPoint``, to be opened while it is there.
+        meeting: where ranks find each other.
         look_around: called every 20 ms of waiting with the seconds waited so far; it raises if
             waiting on is in vain.
     """
 
     def __init__(
         self,
-        ranks: Sequence[int],
+        members: Mapping[str, Sequence[int]],
         *,
         rank: int,
-        name: str,
         backend: str,
-        meeting_point: str,
+        meeting: Meeting,
         look_around: Callable[[float], None],
     ) -> None:
-        self._ranks = ranks
+        self._members = {name: ranks for name, ranks in members.items() if rank in ranks}
         self._rank = rank
-        self._name = name
-        self._make_group = _GROUPS[backend]
-        self._meeting_point = meeting_point
+        self._backend = backend
+        self._meeting = meeting
         self._look_around = look_around
-        self._group: Any = None
+        self._groups: dict[str, Any] = {}
+
+    def __getitem__(self, name: str) -> Any:
+        return self._groups[name]
+
+    def open(self) -> None:
+        """Make all groups, if that has not been done: all ranks call it before any other thing."""
+        if self._members and not self._groups:
+            self._groups = self._made_patiently()
+
+    # --- waiting ---------------------------------------------------------------------------------
+
+    def wait(self, work: Any) -> None:
+        """Wait for a collective, for as long as ranks that have not come to it may still come.
+
+        Raises:
+            WorkerError: another rank is gone.
+        """
+        self._wait(lambda: _is_done(work))
+
+    def finish(self, work: Any) -> None:
+        """Wait for a message that the other end has begun to send or receive.
+
+        gloo cannot wait for one for a while and then go on: a wait that is given up closes the
+        connection. So nobody looks around meanwhile, and the other end must be at it already.
+
+        Raises:
+            WorkerError: the other rank is gone, or hangs.
+        """
+        begun = monotonic()
+        try:
+            work.wait(timedelta(seconds=self._meeting.timeout_seconds))
+        except RuntimeError as error:
+            raise self._lost(error, monotonic() - begun) from error
+
+    def _wait(self, is_done: Callable[[], bool]) -> None:
+        waited, last = 0.0, monotonic()
+        while not self._has_ended(is_done):
+            now = monotonic()
+            waited, last = waited + min(now - last, _LONGEST_NAP_SECONDS), now
+            self._look_around(waited)
+
+    def _has_ended(self, is_done: Callable[[], bool]) -> bool:
+        try:
+            return is_done()
+        except RuntimeError as error:  # the backend's: a connection has ended
+            raise self._lost(error, 0.0) from error
+
+    def _lost(self, error: RuntimeError, waited_seconds: float) -> WorkerError:
+        """``look_around`` raises if a rank has died or hangs, but perhaps cannot know it yet."""
+        until = monotonic() + _SECONDS_TO_THE_CAUSE
+        while monotonic() < until:
+            self._look_around(waited_seconds)
+            sleep(_LOOK_AROUND.total_seconds())
+        return WorkerError(
+            f"Rank {self._rank} cannot reach the others through torch.distributed.",
+            received=str(error).splitlines()[0],
+            fix="See whether another rank has ended.",
+        )
+
+    # --- making ----------------------------------------------------------------------------------
+
+    def _made_patiently(self) -> dict[str, Any]:
+        """The groups. Making one waits for all of its ranks, in vain if one has died."""
+        made: list[Any] = []
+        thread = threading.Thread(target=lambda: made.append(self._outcome()), daemon=True)
+        thread.start()
+
+        def is_done() -> bool:
+            thread.join(_LOOK_AROUND.total_seconds())
+            return not thread.is_alive()
+
+        self._wait(is_done)
+        if isinstance(made[0], Exception):
+            raise made[0]
+        return dict(made[0])
+
+    def _outcome(self) -> dict[str, Any] | Exception:
+        try:
+            store = SharedStore(self._meeting.path)
+            make = _BACKENDS[self._backend]()
+            return {
+                name: make(_dist.PrefixStore(name, store), ranks.index(self._rank), len(ranks))
+                for name, ranks in sorted(self._members.items())
+            }
+        except Exception as error:
+            return error
+
+
+class ProcessGroupTransport(Transport):
+    """All-to-all within one group.
+
+    A transfer is packed into one buffer for all peers and unpacked at the other end, so many small
+    tensors cost as much as a large one.
+
+    Args:
+        ranks: those that take part, as they are ordered in the group.
+        name: of the group.
+        groups: this rank's.
+    """
+
+    def __init__(self, ranks: Sequence[int], name: str, groups: ProcessGroups) -> None:
+        self._ranks = ranks
+        self._name = name
+        self._groups = groups
         self._buffers: dict[str, torch.Tensor] = {}
 
     def transfer(self, sends: Buffers, receives: Buffers) -> None:
@@ -93,75 +200,30 @@ class ProcessGroupTransport(Transport):
         out: torch.Tensor,
         out_sizes: Sequence[int],
     ) -> None:
-        if self._group is None:
-            self._group = self._made_patiently()
         options = _dist.distributed_c10d.AllToAllOptions()
-        work = self._group.alltoall_base(into, out, list(into_sizes), list(out_sizes), options)
-        self._wait(lambda: _is_done(work))
-
-    def _wait(self, is_done: Callable[[], bool]) -> None:
-        waited, last = 0.0, monotonic()
-        while not self._has_ended(is_done):
-            now = monotonic()
-            waited, last = waited + min(now - last, _LONGEST_NAP_SECONDS), now
-            self._look_around(waited)
-
-    def _has_ended(self, is_done: Callable[[], bool]) -> bool:
-        try:
-            return is_done()
-        except RuntimeError as error:  # the backend's: a connection has ended
-            self._look_for_the_cause()
-            raise WorkerError(
-                f"Rank {self._rank} cannot reach the others through torch.distributed.",
-                received=str(error).splitlines()[0],
-                fix="See whether another rank has ended.",
-            ) from error
-
-    def _look_for_the_cause(self) -> None:
-        """``look_around`` raises if a rank has died, but perhaps does not know it yet."""
-        until = monotonic() + _SECONDS_TO_THE_CAUSE
-        while monotonic() < until:
-            self._look_around(0.0)
-            sleep(_LOOK_AROUND.total_seconds())
-
-    def _made_patiently(self) -> Any:
-        """The group. Making one waits for all other ranks, in vain if one has died."""
-        made: list[Any] = []
-        thread = threading.Thread(target=lambda: made.append(self._outcome()), daemon=True)
-        thread.start()
-
-        def is_done() -> bool:
-            thread.join(_LOOK_AROUND.total_seconds())
-            return not thread.is_alive()
-
-        self._wait(is_done)
-        if isinstance(made[0], Exception):
-            raise made[0]
-        return made[0]
-
-    def _outcome(self) -> Any:
-        try:
-            return self._make()
-        except Exception as error:
-            return error
-
-    def _make(self) -> Any:
-        store = SharedStore(self._meeting_point)
-        own = self._ranks.index(self._rank)
-        return self._make_group(_dist.PrefixStore(self._name, store), own, len(self._ranks))
+        self._groups.wait(
+            self._groups[self._name].alltoall_base(
+                into, out, list(into_sizes), list(out_sizes), options
+            )
+        )
 
 
-def _gloo(store: Any, rank: int, size: int) -> Any:
-    """A group over TCP, on this host."""
+def _gloo() -> _MakeGroup:
+    """Groups over TCP, on this host, with one thread for all connections."""
     kind = _dist.ProcessGroupGloo
-    options = kind._Options()
-    options._devices = [kind.create_device(hostname="127.0.0.1")]
-    options._timeout = _NEVER
-    return kind(store, rank, size, options)
+    device = kind.create_device(hostname="127.0.0.1")
+
+    def make(store: Any, rank: int, size: int) -> Any:
+        options = kind._Options()
+        options._devices = [device]
+        options._timeout = _NEVER
+        return kind(store, rank, size, options)
+
+    return make
 
 
-# How the group of each backend is made.
-_GROUPS: dict[str, Callable[[Any, int, int], Any]] = {"gloo": _gloo}
+# What makes the groups of each backend.
+_BACKENDS: dict[str, Callable[[], _MakeGroup]] = {"gloo": _gloo}
 
 
 def _is_done(work: Any) -> bool:

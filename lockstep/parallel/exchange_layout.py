@@ -131,7 +131,13 @@ def mail_specs(
     in_training = _slots_in_training(plan) if is_certain else plan.num_shares
     slots = {True: in_training, False: _SLOTS_IN_EVALUATION}
     return {
-        training: mail_spec(graph, partition, slots[training], training=training)
+        training: mail_spec(
+            graph,
+            partition,
+            slots[training],
+            training=training,
+            shares_memory=plan.engine.shares_memory,
+        )
         for training, partition in partitions.items()
     }
 

@@ -14,6 +14,7 @@ from lockstep.channel.channel import Channel
 from lockstep.channel.keys import Keys
 from lockstep.comm.exchange import ExchangeSpec
 from lockstep.comm.gradients import TensorSpec
+from lockstep.comm.meeting_point import Meeting
 from lockstep.comm.wide_board import Crossing
 from lockstep.launch.helper import HelperContext
 from lockstep.parallel.control import FollowerControl, open_region
@@ -90,7 +91,7 @@ class Call:
         spec: the layout of the exchange.
         payload: the serialized object with the assignment.
         abroad: the other hosts, if there are any.
-        meeting_point: where ranks of a process group find each other; empty where there is none.
+        meeting: where ranks of process groups find each other, if there are any.
         keeps: the call may be made again (``train.standing``).
     """
 
@@ -101,7 +102,7 @@ class Call:
     spec: ExchangeSpec
     payload: bytes
     abroad: Abroad | None
-    meeting_point: str
+    meeting: Meeting | None
     keeps: bool
 
 
@@ -136,7 +137,7 @@ def serve(context: HelperContext, body: bytes, descriptors: tuple[int, ...]) -> 
             rank=rank,
             look_around=context.look_around,
             neighbours=neighbours,
-            meeting_point=call.meeting_point,
+            meeting=call.meeting,
         )
         if any(access == "copied on write" for _, _, access in call.stores):
             worker.take_slots()

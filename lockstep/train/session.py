@@ -187,7 +187,7 @@ class Session:
             team = self._take_team(assignment.plan, here, hosts, conductor.announce)
             watch = Watch(team, self._timeout, here.start, hosts)
             connected = Connected.of(hosts, assignment, self._timeout)
-            meeting_point = meeting_point_for(assignment.plan)
+            meeting_point = meeting_point_for(assignment.plan, self._timeout)
             worker = _leading_worker(
                 assignment, spec, region, watch, stores, connected, meeting_point
             )
@@ -273,7 +273,7 @@ class Session:
             spec=part.spec,
             payload=serialized.payload,
             abroad=None if connected is None else connected.abroad,
-            meeting_point="" if part.meeting_point is None else part.meeting_point.path,
+            meeting=None if part.meeting_point is None else part.meeting_point.meeting,
             keeps=keeps,
         )
         regions = [part.region, *(one.store.region for one in part.stores)]
@@ -384,7 +384,7 @@ def _leading_worker(
         rank=watch.first_rank,
         look_around=watch.look_around,
         neighbours=neighbours,
-        meeting_point="" if meeting_point is None else meeting_point.path,
+        meeting=None if meeting_point is None else meeting_point.meeting,
     )
 
 
