@@ -68,8 +68,9 @@ def test_a_model_has_no_more_stages_than_layers(model: str) -> None:
         lockstep.verify(make_job(case(model)), lockstep.PipelineStrategy(4), steps=1)
 
 
-def test_batch_norm_agrees_in_one_microbatch() -> None:
-    strategy = lockstep.PipelineStrategy(stages=3, microbatches=1)
+@pytest.mark.parametrize("engine", [None, "gloo"])
+def test_batch_norm_agrees_in_one_microbatch(engine: str | None) -> None:
+    strategy = lockstep.PipelineStrategy(stages=3, microbatches=1, engine=engine)
     report = lockstep.verify(make_job(case("cnn_batch_norm")), strategy, steps=5)
     assert report.passed, str(report)
 
