@@ -2,8 +2,8 @@
 
 The groups are Lockstep's own; the user's default group stays free. Their ranks find each other
 where nobody else can look (``comm.meeting_point``). What the backend opens after that is as open as
-in any job of torch.distributed: gloo listens on this host's loopback address, and does not ask who
-connects.
+in any job of torch.distributed: gloo listens on this host's loopback address, or with several hosts
+on the one where the control group meets it, and does not ask who connects.
 
 All groups of a Plan are made before the first of them is used, by all ranks in one order. So no
 rank waits in one group for a rank that waits in another.
@@ -21,8 +21,10 @@ from typing import Any
 import torch
 from torch import distributed
 
+from lockstep.comm.codec import decode, encode
 from lockstep.comm.meeting_point import Meeting, SharedStore
 from lockstep.comm.transport import Buffers, Transport
+from lockstep.comm.wide_board import Crossing
 from lockstep.errors import WorkerError
 
 _LOOK_AROUND = timedelta(milliseconds=20)
@@ -34,6 +36,10 @@ _dist: Any = distributed
 
 # A collective ends when all have made it, or when ``look_around`` raises, and never by itself.
 _NEVER = timedelta(days=365)
+
+# The key under which ranks count that have made their groups.
+_DONE = "done"
+_BETWEEN_EXCHANGES_SECONDS = 0.002
 
 # Makes a group of a store, the place of this rank in the group, and the number of its ranks.
 _MakeGroup = Callable[[Any, int, int], Any]
@@ -50,6 +56,7 @@ class ProcessGroups:
         meeting: where ranks find each other.
         look_around: called every 20 ms of waiting with the seconds waited so far; it raises if
             waiting on is in vain.
+        crossing: to the other hosts' leaders; None unless this rank leads one of several hosts.
     """
 
     def __init__(
@@ -60,21 +67,25 @@ class ProcessGroups:
         backend: str,
         meeting: Meeting,
         look_around: Callable[[float], None],
+        crossing: Crossing | None = None,
     ) -> None:
+        self._crossing = crossing
         self._members = {name: ranks for name, ranks in members.items() if rank in ranks}
         self._rank = rank
         self._backend = backend
         self._meeting = meeting
         self._look_around = look_around
         self._groups: dict[str, Any] = {}
+        self._is_open = False
 
     def __getitem__(self, name: str) -> Any:
         return self._groups[name]
 
     def open(self) -> None:
         """Make all groups, if that has not been done: all ranks call it before any other thing."""
-        if self._members and not self._groups:
+        if not self._is_open:
             self._groups = self._made_patiently()
+            self._is_open = True
 
     # --- waiting ---------------------------------------------------------------------------------
 
@@ -133,12 +144,18 @@ class ProcessGroups:
         made: list[Any] = []
         thread = threading.Thread(target=lambda: made.append(self._outcome()), daemon=True)
         thread.start()
+        addresses = None
+        if self._crossing is not None:
+            addresses = _Addresses(SharedStore(self._meeting.path), self._meeting.num_ranks)
 
         def is_done() -> bool:
+            if addresses is not None and self._crossing is not None:
+                return addresses.are_done(self._crossing)
             thread.join(_LOOK_AROUND.total_seconds())
             return not thread.is_alive()
 
         self._wait(is_done)
+        thread.join()
         if isinstance(made[0], Exception):
             raise made[0]
         return dict(made[0])
@@ -146,13 +163,36 @@ class ProcessGroups:
     def _outcome(self) -> dict[str, Any] | Exception:
         try:
             store = SharedStore(self._meeting.path)
-            make = _BACKENDS[self._backend]()
-            return {
+            make = _BACKENDS[self._backend](self._meeting.address)
+            groups = {
                 name: make(_dist.PrefixStore(name, store), ranks.index(self._rank), len(ranks))
                 for name, ranks in sorted(self._members.items())
             }
+            store.add(_DONE, 1)
+            return groups
         except Exception as error:
             return error
+
+
+class _Addresses:
+    """What the ranks of a host have left in its store, on its way to the other hosts."""
+
+    def __init__(self, store: SharedStore, num_ranks: int) -> None:
+        self._store = store
+        self._num_ranks = num_ranks
+        self._known: set[str] = {_DONE}
+
+    def are_done(self, crossing: Crossing) -> bool:
+        """Tell the other hosts what is new, and hear of them; whether all ranks are done."""
+        entries = self._store.entries()
+        new = {key: value for key, value in entries.items() if key not in self._known}
+        is_done = int(entries.get(_DONE, b"0")) == self._num_ranks
+        told = [decode(each) for each in crossing.exchange(encode((new, is_done)))]
+        others = {key: value for one, _ in told for key, value in one.items() if key not in entries}
+        self._store.update(others)
+        self._known |= new.keys() | others.keys()
+        sleep(_BETWEEN_EXCHANGES_SECONDS)
+        return all(done for _, done in told)
 
 
 class ProcessGroupTransport(Transport):
@@ -208,10 +248,10 @@ class ProcessGroupTransport(Transport):
         )
 
 
-def _gloo() -> _MakeGroup:
-    """Groups over TCP, on this host, with one thread for all connections."""
+def _gloo(address: str) -> _MakeGroup:
+    """Groups over TCP, at an address of this host, with one thread for all connections."""
     kind = _dist.ProcessGroupGloo
-    device = kind.create_device(hostname="127.0.0.1")
+    device = kind.create_device(hostname=address)
 
     def make(store: Any, rank: int, size: int) -> Any:
         options = kind._Options()
@@ -222,8 +262,8 @@ def _gloo() -> _MakeGroup:
     return make
 
 
-# What makes the groups of each backend.
-_BACKENDS: dict[str, Callable[[], _MakeGroup]] = {"gloo": _gloo}
+# What makes the groups of each backend, by the address of this host.
+_BACKENDS: dict[str, Callable[[str], _MakeGroup]] = {"gloo": _gloo}
 
 
 def _is_done(work: Any) -> bool:

@@ -115,9 +115,24 @@ def build_exchange(
     )
 
 
-def meeting_point_for(plan: Plan, timeout_seconds: float) -> MeetingPoint | None:
-    """Where the ranks of a Plan's process groups find each other, if it has any."""
-    return None if plan.engine.shares_memory else MeetingPoint(timeout_seconds)
+def meeting_point_for(
+    plan: Plan, *, host: int, address: str, timeout_seconds: float
+) -> MeetingPoint | None:
+    """Where the ranks of a Plan's process groups find each other, if it has any.
+
+    Args:
+        plan: the Plan.
+        host: this host.
+        address: of this host, where others reach it.
+        timeout_seconds: longest wait for another rank.
+    """
+    if plan.engine.shares_memory:
+        return None
+    return MeetingPoint(
+        address=address,
+        num_ranks=len(plan.ranks_of_host(host)),
+        timeout_seconds=timeout_seconds,
+    )
 
 
 def process_groups(
@@ -128,6 +143,7 @@ def process_groups(
     rank: int,
     look_around: Callable[[float], None],
     meeting: Meeting | None,
+    crossing: Crossing | None,
 ) -> ProcessGroups | None:
     """This rank's process groups, if the Plan has any.
 
@@ -138,6 +154,7 @@ def process_groups(
         rank: this rank.
         look_around: see ``ProcessGroups``.
         meeting: where ranks find each other.
+        crossing: see ``Neighbours``.
     """
     if not isinstance(plan.engine, ProcessGroup) or meeting is None:
         return None
@@ -152,6 +169,7 @@ def process_groups(
         backend=plan.engine.backend,
         meeting=meeting,
         look_around=look_around,
+        crossing=crossing,
     )
 
 

@@ -46,12 +46,12 @@ class OverProcessGroup(Maker):
         """Make the Plan for global batches of ``batch_size`` samples.
 
         Raises:
-            OptionError: there are several hosts.
+            OptionError: there are stages on several hosts.
         """
         plan = self.maker(graph, cluster, batch_size)
-        if plan.num_hosts > 1:
+        if plan.num_hosts > 1 and plan.pipeline is not None:
             raise OptionError(
-                "A process group joins the devices of one host so far.",
+                "A process group joins the stages of one host so far.",
                 received=f"engine={self.backend!r} with {plan.num_hosts} hosts",
                 fix="Leave `engine` out: Lockstep's own channels join hosts.",
             )

@@ -83,7 +83,9 @@ class World:
     def __init__(self, counts: Sequence[int], kind: str = "channels") -> None:
         self.hosts = hosts_of(counts)
         self._kind = kind
-        self._meeting_point = MeetingPoint(SECONDS)
+        self._meeting_point = MeetingPoint(
+            address="127.0.0.1", num_ranks=sum(counts), timeout_seconds=SECONDS
+        )
         self._groups: dict[int, ProcessGroups] = {}
         self._queues: dict[tuple[int, int], Queue[torch.Tensor]] = defaultdict(Queue)
         self.num_ranks = sum(counts)
