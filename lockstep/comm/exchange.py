@@ -314,6 +314,11 @@ class Exchange:
         if self.board is not None:
             self.board.barrier_here()
 
+    def close(self) -> None:
+        """A task is done; every rank calls it. Nobody leaves a group while others receive of it."""
+        if self._groups is not None:
+            self.barrier()
+
     def lends(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor lies in what ranks share: it will be overwritten."""
         return self._region is not None and self._region.holds(tensor)

@@ -2,8 +2,8 @@
 
 From each rank to each that reads something of it there is a channel: a group of these two for the
 tensors (``comm.process_group``), and a mailbox for what must be known before they can be received
-(``comm.mailboxes``). So ranks wait for each other at the board, where they look around, and no
-device is asked what is to come.
+(``comm.mailboxes``, or to other hosts ``comm.mail_channels``). So ranks wait for each other where
+they look around, and no device is asked what is to come.
 
 Messages of a channel are received in the order in which they were sent, which the sender's program
 gives. What is read later is kept until then. A sender never waits for a reader to want a message,
@@ -25,6 +25,7 @@ from lockstep.comm.board import Board
 from lockstep.comm.codec import decode, encode
 from lockstep.comm.gradients import TensorSpec
 from lockstep.comm.mail import MailCarrier, MailKey
+from lockstep.comm.mail_channels import MailChannels
 from lockstep.comm.mailboxes import Mailbox, MailboxSpec
 from lockstep.comm.process_group import ProcessGroups
 from lockstep.comm.shared_memory import SharedRegion, dense_stride
@@ -61,6 +62,9 @@ class GroupMail(MailCarrier):
         board: to wait at.
         groups: this rank's.
         device: where what arrives is to be.
+        ranks_here: those of this host.
+        mail_channels: to the others; None where there are none.
+        first_box: the number of the first mailbox, as mail threads count them.
     """
 
     def __init__(
@@ -71,12 +75,19 @@ class GroupMail(MailCarrier):
         board: Board,
         groups: ProcessGroups,
         device: torch.device,
+        *,
+        ranks_here: range,
+        mail_channels: MailChannels | None,
+        first_box: int,
     ) -> None:
         self._rank = board.rank
         self._out: dict[int, _Outgoing] = {}
         self._in: dict[int, _Incoming] = {}
-        for (sender, receiver), spec in channels.items():
-            name, box = channel_name((sender, receiver)), Mailbox(spec, region, offset_bytes, board)
+        for number, ((sender, receiver), spec) in enumerate(channels.items(), first_box):
+            name = channel_name((sender, receiver))
+            box: Mailbox | _BoxAbroad = Mailbox(spec, region, offset_bytes, board)
+            if mail_channels is not None and not {sender, receiver} <= {*ranks_here}:
+                box = _BoxAbroad(mail_channels, number, sender, spec.num_slots)
             if sender == self._rank:
                 self._out[receiver] = _Outgoing(name, groups, box, receiver, spec.num_slots)
             elif receiver == self._rank:
@@ -150,11 +161,35 @@ def _views(buffer: torch.Tensor, specs: Sequence[TensorSpec]) -> list[torch.Tens
     ]
 
 
+class _BoxAbroad:
+    """A mailbox whose ends are on different hosts."""
+
+    def __init__(self, channels: MailChannels, box: int, sender: int, num_slots: int) -> None:
+        self._channels = channels
+        self._box = box
+        self._sender = sender
+        self._num_slots = num_slots
+
+    def put(self, number: int, payload: bytes, readers: Sequence[int]) -> None:
+        self._channels.put(self._box, number, payload, readers, self._num_slots)
+
+    def take(self, number: int, sender: int) -> bytes:
+        return self._channels.take(self._box, number, sender)
+
+    def give_back(self, number: int, reader: int) -> None:
+        self._channels.acknowledge(self._box, number, self._sender)
+
+
 class _Outgoing:
     """A channel's end where it is sent."""
 
     def __init__(
-        self, name: str, groups: ProcessGroups, box: Mailbox, receiver: int, num_slots: int
+        self,
+        name: str,
+        groups: ProcessGroups,
+        box: "Mailbox | _BoxAbroad",
+        receiver: int,
+        num_slots: int,
     ) -> None:
         self._name = name
         self._groups = groups
@@ -184,7 +219,12 @@ class _Incoming:
     """A channel's end where it is received."""
 
     def __init__(
-        self, name: str, groups: ProcessGroups, box: Mailbox, sender: int, device: torch.device
+        self,
+        name: str,
+        groups: ProcessGroups,
+        box: "Mailbox | _BoxAbroad",
+        sender: int,
+        device: torch.device,
     ) -> None:
         self._name = name
         self._groups = groups

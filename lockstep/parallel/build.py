@@ -173,7 +173,17 @@ def _open_mail(
     for (training, mail), offset in zip(specs.items(), spec.mail_offsets, strict=True):
         carrier: MailCarrier
         if process is not None:
-            carrier = GroupMail(mail.channels, region, offset, board, process, device)
+            carrier = GroupMail(
+                mail.channels,
+                region,
+                offset,
+                board,
+                process,
+                device,
+                ranks_here=exchange.ranks_here,
+                mail_channels=mail_channels,
+                first_box=first_box,
+            )
         else:
             carrier = SharedMail(
                 mail.boxes,
@@ -185,7 +195,7 @@ def _open_mail(
                 first_box=first_box,
             )
         opened[training] = StageMail(mail, carrier, board.rank)
-        first_box += len(mail.boxes)
+        first_box += len(mail.boxes) + len(mail.channels)
     return opened
 
 

@@ -38,7 +38,7 @@ def channel_keys(plan: Plan, groups: Sequence[ParameterGroup]) -> set[ChannelKey
     stages = () if plan.pipeline is None else plan.pipeline.stages
     for one, other in combinations(stages, 2):
         for low, high in (sorted(pair) for pair in product(one.ranks, other.ranks)):
-            if plan.engine.shares_memory and plan.host_of(low) != plan.host_of(high):
+            if plan.host_of(low) != plan.host_of(high):
                 keys.add((low, high, "mail"))
     return keys
 

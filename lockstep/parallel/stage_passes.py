@@ -200,6 +200,7 @@ class StagePasses(Passes):
         ]
 
     def close(self) -> None:
+        super().close()
         if self._mail_channels is not None:
             self._mail_channels.close()
 
