@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations, product
+from itertools import combinations
 from typing import Literal
 
 import torch
@@ -21,6 +21,7 @@ from lockstep.comm.transport import Transport
 from lockstep.comm.wide_board import Crossing, WideBoard
 from lockstep.parallel.groups import ParameterGroup
 from lockstep.plan.decision import ProcessGroup
+from lockstep.plan.prediction import stage_graph
 from lockstep.plan.spec import Plan
 
 # Two ranks of different hosts, the lower one first, and what goes between them.
@@ -35,9 +36,9 @@ def channel_keys(plan: Plan, groups: Sequence[ParameterGroup]) -> set[ChannelKey
     for group in groups if plan.engine.shares_memory else ():
         members = members_by_domain(group.ranks, plan.memory_domains)
         keys |= {(low, high, "sums") for low, high in pairs(members)}
-    stages = () if plan.pipeline is None else plan.pipeline.stages
-    for one, other in combinations(stages, 2):
-        for low, high in (sorted(pair) for pair in product(one.ranks, other.ranks)):
+    graph = None if plan.pipeline is None else stage_graph(plan.pipeline)
+    for one, other in () if graph is None else combinations(range(graph.num_stages), 2):
+        for low, high in map(sorted, graph.meetings(one, other)):
             if plan.host_of(low) != plan.host_of(high):
                 keys.add((low, high, "mail"))
     return keys

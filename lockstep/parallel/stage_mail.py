@@ -75,7 +75,8 @@ def mail_spec(
                 num_readers=len(readers),
                 capacity_bytes=num_bytes,
             )
-            kinds.update((sender, reader) for reader in _ranks_met(graph, stage, sender, readers))
+        met = {pair for reader in readers for pair in graph.meetings(stage, reader)}
+        kinds.update(pair for pair in met if len(set(pair)) == 2)
 
     for stage, part in enumerate(partition.parts):
         for value, users in part.sent.items():
@@ -96,16 +97,6 @@ def mail_spec(
         for pair in sorted(kinds)
     }
     return MailSpec(graph=graph, partition=partition, boxes={}, channels=channels)
-
-
-def _ranks_met(graph: StageGraph, stage: int, rank: int, others: Sequence[int]) -> set[int]:
-    """The other ranks that microbatches of a stage on this rank meet in other stages."""
-    most = len(graph.ranks[stage]) * max(len(graph.ranks[other]) for other in others)
-    return {
-        graph.rank_of(other, share)
-        for other in others
-        for share in graph.microbatches_of(stage, rank, most)
-    } - {rank}
 
 
 class StageMail:

@@ -1,7 +1,7 @@
 """Lowering: from a Plan to each rank's program for a batch of a given size."""
 
 from lockstep.plan.averaging import AveragedUpdate
-from lockstep.plan.decision import LocalUpdate
+from lockstep.plan.decision import LocalUpdate, Pipeline
 from lockstep.plan.prediction import stage_graph
 from lockstep.plan.program import Action, Backward, Forward, RankProgram, Reduce, Step, Sync
 from lockstep.plan.schedules import forward_schedule, make_schedule
@@ -16,9 +16,7 @@ def lower_train(plan: Plan, rank: int, num_samples: int) -> RankProgram:
     steps on its own parameters. Consecutive passes of one kind in an interleaved Plan run together.
     """
     if plan.pipeline is not None:
-        num_filled = num_filled_shares(num_samples, plan.num_shares)
-        programs = make_schedule(plan.pipeline.schedule, stage_graph(plan.pipeline), num_filled)
-        return (*programs[rank], Reduce(), Step(), Sync())
+        return lower_stages(plan, plan.pipeline, num_samples)[rank]
     shares = _filled_shares(plan, rank, num_samples)
     passes: list[Action] = []
     if plan.interleaved:
@@ -32,6 +30,13 @@ def lower_train(plan: Plan, rank: int, num_samples: int) -> RankProgram:
     if isinstance(plan.update, LocalUpdate | AveragedUpdate):
         return (*passes, Reduce(), Step())
     return (*passes, Reduce(), Step(), Sync())
+
+
+def lower_stages(plan: Plan, pipeline: Pipeline, num_samples: int) -> list[RankProgram]:
+    """One training step of every rank of a pipeline on a batch of ``num_samples``."""
+    num_filled = num_filled_shares(num_samples, plan.num_shares)
+    programs = make_schedule(pipeline.schedule, stage_graph(pipeline), num_filled)
+    return [(*passes, Reduce(), Step(), Sync()) for passes in programs]
 
 
 def lower_forward(plan: Plan, rank: int, num_samples: int) -> RankProgram:
