@@ -319,6 +319,11 @@ class Exchange:
         if self._groups is not None:
             self.barrier()
 
+    def abandon(self) -> None:
+        """A task has failed; whoever notices it calls this."""
+        if self._groups is not None:
+            self._groups.abandon()
+
     def lends(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor lies in what ranks share: it will be overwritten."""
         return self._region is not None and self._region.holds(tensor)

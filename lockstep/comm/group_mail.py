@@ -99,7 +99,7 @@ class GroupMail(MailCarrier):
         packed = None
         for reader, count in Counter(readers).items():
             if reader == self._rank:
-                self._here[key, message] = _Letter(map_tensors(_as_leaf, tree), count)
+                self._here[key, message] = _Letter(map_tensors(_copy, tree), count)
             else:
                 packed = _Packed(tree) if packed is None else packed
                 self._out[reader].send((*vars(key).values(), message, count), packed)
@@ -243,6 +243,10 @@ class _Incoming:
             self._groups.finish(group.recv([buffer], 0, self._number))
         self._box.give_back(self._number, 0)
         return address, _unpacked(form, buffer, self._device)
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
 def _as_leaf(tensor: torch.Tensor) -> torch.Tensor:

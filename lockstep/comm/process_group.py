@@ -12,6 +12,7 @@ Only data are moved: sums are the engine's own, in its fixed order, so that the 
 on the backend or on the number of ranks.
 """
 
+import ctypes
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -25,7 +26,8 @@ from lockstep.comm.codec import decode, encode
 from lockstep.comm.meeting_point import Meeting, SharedStore
 from lockstep.comm.transport import Buffers, Transport
 from lockstep.comm.wide_board import Crossing
-from lockstep.errors import WorkerError
+from lockstep.errors import HostError, WorkerError
+from lockstep.units import format_seconds
 
 _LOOK_AROUND = timedelta(milliseconds=20)
 _SECONDS_TO_THE_CAUSE = 3.0
@@ -56,6 +58,7 @@ class ProcessGroups:
         meeting: where ranks find each other.
         look_around: called every 20 ms of waiting with the seconds waited so far; it raises if
             waiting on is in vain.
+        abroad: names of the hosts of all ranks on other hosts, for messages.
         crossing: to the other hosts' leaders; None unless this rank leads one of several hosts.
     """
 
@@ -67,8 +70,10 @@ class ProcessGroups:
         backend: str,
         meeting: Meeting,
         look_around: Callable[[float], None],
+        abroad: Mapping[int, str] | None = None,
         crossing: Crossing | None = None,
     ) -> None:
+        self._abroad = abroad or {}
         self._crossing = crossing
         self._members = {name: ranks for name, ranks in members.items() if rank in ranks}
         self._rank = rank
@@ -86,6 +91,11 @@ class ProcessGroups:
         if not self._is_open:
             self._groups = self._made_patiently()
             self._is_open = True
+
+    def abandon(self) -> None:
+        """After a failure. To destroy a group would wait for hosts that are cut off: it is kept."""
+        for group in self._groups.values() if self._abroad else ():
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
     # --- waiting ---------------------------------------------------------------------------------
 
@@ -117,7 +127,20 @@ class ProcessGroups:
         while not self._has_ended(is_done):
             now = monotonic()
             waited, last = waited + min(now - last, _LONGEST_NAP_SECONDS), now
+            self._check_patience(waited)
             self._look_around(waited)
+
+    def _check_patience(self, waited_seconds: float) -> None:
+        """Only ranks of this host are looked at: who waits for others gives up by itself."""
+        timeout = self._meeting.timeout_seconds
+        if self._abroad and waited_seconds > timeout:
+            names = " or ".join(dict.fromkeys(self._abroad.values()))
+            raise HostError(
+                f"{names} must come to the same step within {format_seconds(timeout)}.",
+                received=f"nothing for {format_seconds(waited_seconds)}",
+                fix="See whether that host hangs or is cut off; raise `timeout_seconds` if steps "
+                "may take so long.",
+            )
 
     def _has_ended(self, is_done: Callable[[], bool]) -> bool:
         try:
@@ -130,6 +153,7 @@ class ProcessGroups:
         until = monotonic() + _SECONDS_TO_THE_CAUSE
         while monotonic() < until:
             self._look_around(waited_seconds)
+            self._check_patience(waited_seconds)
             sleep(_LOOK_AROUND.total_seconds())
         return WorkerError(
             f"Rank {self._rank} cannot reach the others through torch.distributed.",

@@ -87,7 +87,7 @@ def build_worker(
         rank=rank,
         look_around=look_around,
         meeting=meeting,
-        crossing=None if neighbours is None else neighbours.crossing,
+        neighbours=neighbours,
     )
     exchange = build_exchange(
         plan,

@@ -36,11 +36,12 @@ def channel_keys(plan: Plan, groups: Sequence[ParameterGroup]) -> set[ChannelKey
     for group in groups if plan.engine.shares_memory else ():
         members = members_by_domain(group.ranks, plan.memory_domains)
         keys |= {(low, high, "sums") for low, high in pairs(members)}
-    graph = None if plan.pipeline is None else stage_graph(plan.pipeline)
-    for one, other in () if graph is None else combinations(range(graph.num_stages), 2):
-        for low, high in map(sorted, graph.meetings(one, other)):
-            if plan.host_of(low) != plan.host_of(high):
-                keys.add((low, high, "mail"))
+    if plan.pipeline is not None:
+        graph = stage_graph(plan.pipeline)
+        for one, other in combinations(range(graph.num_stages), 2):
+            for low, high in map(sorted, graph.meetings(one, other)):
+                if plan.host_of(low) != plan.host_of(high):
+                    keys.add((low, high, "mail"))
     return keys
 
 
@@ -144,7 +145,7 @@ def process_groups(
     rank: int,
     look_around: Callable[[float], None],
     meeting: Meeting | None,
-    crossing: Crossing | None,
+    neighbours: Neighbours | None,
 ) -> ProcessGroups | None:
     """This rank's process groups, if the Plan has any.
 
@@ -155,7 +156,7 @@ def process_groups(
         rank: this rank.
         look_around: see ``ProcessGroups``.
         meeting: where ranks find each other.
-        crossing: see ``Neighbours``.
+        neighbours: what this rank has of other hosts, where there are several.
     """
     if not isinstance(plan.engine, ProcessGroup) or meeting is None:
         return None
@@ -164,13 +165,16 @@ def process_groups(
         for number, group in enumerate(spec.groups)
         if len(group.ranks) > 1 and group.gradients.tensors
     }
+    names = {} if neighbours is None else neighbours.names
+    here = plan.ranks_of_host(plan.host_of(rank))
     return ProcessGroups(
         {**members, **{channel_name(pair): pair for pair in channels}},
         rank=rank,
         backend=plan.engine.backend,
         meeting=meeting,
         look_around=look_around,
-        crossing=crossing,
+        abroad={other: name for other, name in names.items() if other not in here},
+        crossing=None if neighbours is None else neighbours.crossing,
     )
 
 

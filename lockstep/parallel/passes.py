@@ -295,7 +295,7 @@ class Passes(ABC):
 
     def abandon(self) -> None:
         """A task has failed; whoever notices it calls this."""
-        return
+        self._exchange.abandon()
 
     # --- parts -----------------------------------------------------------------------------------
 

@@ -205,6 +205,7 @@ class StagePasses(Passes):
             self._mail_channels.close()
 
     def abandon(self) -> None:
+        super().abandon()
         if self._mail_channels is not None:
             self._mail_channels.abandon()
 

@@ -19,6 +19,7 @@ from tests.thorough import core_of
 from tests.zoo import case, cases
 
 GLOO = partial(lockstep.MirroredStrategy, engine="gloo")
+STAGES = lockstep.PipelineStrategy(2, microbatches=2, engine="gloo")
 
 
 def trained(
@@ -164,6 +165,8 @@ def test_the_plan_says_so() -> None:
     plan = GLOO(2).plan(job.make_model(), batch_size=8)
     assert "over gloo" in str(plan)
     assert lockstep.Plan.from_json(plan.to_json()) == plan
+    assert isinstance(job.inputs, Tensor)
+    assert "over gloo" in str(STAGES.plan(job.make_model(), batch_size=8, sample=job.inputs[:1]))
     alone = GLOO(1).plan(job.make_model(), batch_size=8)
     assert "gloo" not in str(alone)
 
