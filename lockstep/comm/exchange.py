@@ -18,6 +18,7 @@ from lockstep.comm.board import LINE_BYTES, Board
 from lockstep.comm.domain_sums import DomainSums, members_by_domain
 from lockstep.comm.gradient_rows import GradientRows, GradientSpec
 from lockstep.comm.gradients import Gradients, GroupGradients, OwnGradients
+from lockstep.comm.process_group import ProcessGroups
 from lockstep.comm.shared_memory import SharedRegion, dense_stride
 from lockstep.comm.transport import Transport
 from lockstep.errors import ModelError
@@ -158,6 +159,7 @@ class Exchange:
         ranks_here: those of this host; None for all.
         domains: the ranks that share parameters, of all ranks; None where all do.
         transports: to the ranks of other domains, by the number of the group.
+        groups: of torch.distributed, if tensors go over any.
 
     Attributes:
         gradients: of the groups that this rank holds, by number.
@@ -174,8 +176,10 @@ class Exchange:
         ranks_here: range | None = None,
         domains: Sequence[range] | None = None,
         transports: Mapping[int, Transport] | None = None,
+        groups: ProcessGroups | None = None,
     ) -> None:
         self.board = board
+        self._groups = groups
         self._spec = spec
         self._rank = rank
         self._region = region
@@ -183,14 +187,14 @@ class Exchange:
         self._domains = [self.ranks_here] if domains is None else domains
         self._domain = next(ranks for ranks in self._domains if rank in ranks)
         self._transports = transports or {}
-        losses, used, rows, *groups = spec.offsets()
+        losses, used, rows, *places = spec.offsets()
         shares = spec.num_shares
         self._losses = self._tensor(losses, torch.float64, (shares, 4)).numpy()
         self._used = self._tensor(used, torch.int64, (spec.num_ranks,)).numpy()
         self._rows = self._tensor(rows, torch.float64, (2, shares, spec.row_capacity))
         self._gradient_rows = {
             number: self._open_rows(group, offset)
-            for number, (group, offset) in enumerate(zip(spec.groups, groups, strict=False))
+            for number, (group, offset) in enumerate(zip(spec.groups, places, strict=False))
             if group.rows_of(self.ranks_here)
         }
         self.gradients: dict[int, GroupGradients] = {
@@ -236,6 +240,8 @@ class Exchange:
         self._pass += 1
         self._offers = [0] * self._spec.num_shares
         self._is_used = False
+        if self._groups is not None:
+            self._groups.open()
         for gradients in self.gradients.values():
             gradients.begin_pass()
 
@@ -307,6 +313,16 @@ class Exchange:
         """
         if self.board is not None:
             self.board.barrier_here()
+
+    def close(self) -> None:
+        """A task is done; every rank calls it. Nobody leaves a group while others receive of it."""
+        if self._groups is not None:
+            self.barrier()
+
+    def abandon(self) -> None:
+        """A task has failed; whoever notices it calls this."""
+        if self._groups is not None:
+            self._groups.abandon()
 
     def lends(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor lies in what ranks share: it will be overwritten."""

@@ -13,6 +13,7 @@ import torch
 
 from lockstep.comm.domain_sums import members_by_domain
 from lockstep.comm.exchange import Exchange, ExchangeSpec
+from lockstep.comm.process_group import ProcessGroups
 from lockstep.comm.shared_memory import SharedRegion
 from lockstep.comm.transport import Transport
 from lockstep.comm.wide_board import WideBoard
@@ -32,6 +33,7 @@ class HostExchange(Exchange):
         host: this host.
         domains: see ``Exchange``.
         transports: see ``Exchange``.
+        groups: see ``Exchange``.
         mirrored: tensors in shared memory whose values on host 0 all hosts get in every step.
     """
 
@@ -47,6 +49,7 @@ class HostExchange(Exchange):
         host: int,
         domains: Sequence[range],
         transports: Mapping[int, Transport],
+        groups: ProcessGroups | None = None,
         mirrored: Sequence[torch.Tensor] = (),
     ) -> None:
         super().__init__(
@@ -57,6 +60,7 @@ class HostExchange(Exchange):
             ranks_here=hosts[host],
             domains=domains,
             transports=transports,
+            groups=groups,
         )
         self._hosts = hosts
         self._host = host

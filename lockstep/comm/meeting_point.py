@@ -4,14 +4,18 @@ torch.distributed asks for a store of keys and values in which each rank leaves 
 stores listen on all interfaces (TCPStore), or need a file with a name that somebody must remove
 (FileStore). This one lies in a file that exists only as a descriptor of the script's process:
 others open it through ``/proc``, which the kernel allows to processes of the same user only.
+
+Every host has such a file. Their leaders tell each other what their ranks have left there, over
+the control group, which is authenticated.
 """
 
 import fcntl
 import os
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -26,17 +30,40 @@ _POLL_SECONDS = 0.001
 _MOST_BYTES = 1 << 30
 
 
-class MeetingPoint:
-    """The file, in the process that makes it; gone with this object."""
+@dataclass(frozen=True, kw_only=True)
+class Meeting:
+    """Where the ranks of a process group find each other, as all of them are told.
 
-    def __init__(self) -> None:
+    Attributes:
+        path: under which processes of this host open the file, as long as it is there.
+        address: of this host, where others reach it.
+        num_ranks: how many of them are on this host.
+        timeout_seconds: longest wait for another rank.
+    """
+
+    path: str
+    address: str
+    num_ranks: int
+    timeout_seconds: float
+
+
+class MeetingPoint:
+    """The file, in the process that makes it; gone with this object.
+
+    Args:
+        options: see ``Meeting``.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        self._options = options
         self._descriptor = nameless_file("lockstep-process-group")
         weakref.finalize(self, os.close, self._descriptor)
 
     @property
-    def path(self) -> str:
-        """Under which processes of this host open it, as long as it is there."""
-        return f"/proc/{os.getpid()}/fd/{self._descriptor}"
+    def meeting(self) -> Meeting:
+        """What ranks are told."""
+        path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
+        return Meeting(path=path, **self._options)
 
 
 class SharedStore(_Store):  # type: ignore[misc]
@@ -53,8 +80,17 @@ class SharedStore(_Store):  # type: ignore[misc]
 
     def set(self, key: str, value: str | bytes) -> None:
         """Give a key a value."""
+        self.update({key: _as_bytes(value)})
+
+    def entries(self) -> dict[str, bytes]:
+        """All keys with their values."""
         with self._locked() as entries:
-            self._write({**entries, key: _as_bytes(value)})
+            return entries
+
+    def update(self, more: Mapping[str, bytes]) -> None:
+        """Give some keys values."""
+        with self._locked() as entries:
+            self._write({**entries, **more})
 
     def get(self, key: str) -> bytes:
         """A key's value; waits until it has one."""

@@ -1,17 +1,20 @@
-"""Tensors through torch.distributed: one all-to-all per transfer, with whichever backend there is.
+"""Groups of torch.distributed: what moves tensors between ranks that share no memory.
 
-The group is Lockstep's own; the user's default group stays free. Its ranks find each other where
-nobody else can look (``comm.meeting_point``). What the backend opens after that is as open as in
-any job of torch.distributed: gloo listens on this host's loopback address, and does not ask who
-connects.
+The groups are Lockstep's own; the user's default group stays free. Their ranks find each other
+where nobody else can look (``comm.meeting_point``). What the backend opens after that is as open as
+in any job of torch.distributed: gloo listens on this host's loopback address, or with several hosts
+on the one where the control group meets it, and does not ask who connects.
 
-A transfer is packed into one buffer for all peers and unpacked at the other end, so many small
-tensors cost as much as a large one. Only data are moved: sums are the engine's own, in its fixed
-order, so that the bits do not depend on the backend or on the number of ranks.
+All groups of a Plan are made before the first of them is used, by all ranks in one order. So no
+rank waits in one group for a rank that waits in another.
+
+Only data are moved: sums are the engine's own, in its fixed order, so that the bits do not depend
+on the backend or on the number of ranks.
 """
 
+import ctypes
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from time import monotonic, sleep
 from typing import Any
@@ -19,9 +22,12 @@ from typing import Any
 import torch
 from torch import distributed
 
-from lockstep.comm.meeting_point import SharedStore
+from lockstep.comm.codec import decode, encode
+from lockstep.comm.meeting_point import Meeting, SharedStore
 from lockstep.comm.transport import Buffers, Transport
-from lockstep.errors import WorkerError
+from lockstep.comm.wide_board import Crossing
+from lockstep.errors import HostError, WorkerError
+from lockstep.units import format_seconds
 
 _LOOK_AROUND = timedelta(milliseconds=20)
 _SECONDS_TO_THE_CAUSE = 3.0
@@ -30,40 +36,205 @@ _LONGEST_NAP_SECONDS = 5 * _LOOK_AROUND.total_seconds()
 # Its types do not say what it exports.
 _dist: Any = distributed
 
-# A transfer ends when all have made it, or when ``look_around`` raises, and never by itself.
+# A collective ends when all have made it, or when ``look_around`` raises, and never by itself.
 _NEVER = timedelta(days=365)
 
+# The key under which ranks count that have made their groups.
+_DONE = "done"
+_BETWEEN_EXCHANGES_SECONDS = 0.002
 
-class ProcessGroupTransport(Transport):
-    """One rank's end. The group is made at the first transfer.
+# Makes a group of a store, the place of this rank in the group, and the number of its ranks.
+_MakeGroup = Callable[[Any, int, int], Any]
+
+
+class ProcessGroups:
+    """One rank's groups.
 
     Args:
-        ranks: those that take part, in ascending order.
+        members: by the group's name, its ranks in their order there; groups of other ranks are
+            left out.
         rank: this rank.
-        name: the same on all of them, and no other group's.
         backend: see ``plan.engines.BACKENDS``.
-        meeting_point: path of a ``MeetingPoint``, to be opened while it is there.
+        meeting: where ranks find each other.
         look_around: called every 20 ms of waiting with the seconds waited so far; it raises if
             waiting on is in vain.
+        abroad: names of the hosts of all ranks on other hosts, for messages.
+        crossing: to the other hosts' leaders; None unless this rank leads one of several hosts.
     """
 
     def __init__(
         self,
-        ranks: Sequence[int],
+        members: Mapping[str, Sequence[int]],
         *,
         rank: int,
-        name: str,
         backend: str,
-        meeting_point: str,
+        meeting: Meeting,
         look_around: Callable[[float], None],
+        abroad: Mapping[int, str] | None = None,
+        crossing: Crossing | None = None,
     ) -> None:
-        self._ranks = ranks
+        self._abroad = abroad or {}
+        self._crossing = crossing
+        self._members = {name: ranks for name, ranks in members.items() if rank in ranks}
         self._rank = rank
-        self._name = name
-        self._make_group = _GROUPS[backend]
-        self._meeting_point = meeting_point
+        self._backend = backend
+        self._meeting = meeting
         self._look_around = look_around
-        self._group: Any = None
+        self._groups: dict[str, Any] = {}
+        self._is_open = False
+
+    def __getitem__(self, name: str) -> Any:
+        return self._groups[name]
+
+    def open(self) -> None:
+        """Make all groups, if that has not been done: all ranks call it before any other thing."""
+        if not self._is_open:
+            self._groups = self._made_patiently()
+            self._is_open = True
+
+    def abandon(self) -> None:
+        """After a failure. To destroy a group would wait for hosts that are cut off: it is kept."""
+        for group in self._groups.values() if self._abroad else ():
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+    # --- waiting ---------------------------------------------------------------------------------
+
+    def wait(self, work: Any) -> None:
+        """Wait for a collective, for as long as ranks that have not come to it may still come.
+
+        Raises:
+            WorkerError: another rank is gone.
+        """
+        self._wait(lambda: _is_done(work))
+
+    def finish(self, work: Any) -> None:
+        """Wait for a message that the other end has begun to send or receive.
+
+        gloo cannot wait for one for a while and then go on: a wait that is given up closes the
+        connection. So nobody looks around meanwhile, and the other end must be at it already.
+
+        Raises:
+            WorkerError: the other rank is gone, or hangs.
+        """
+        begun = monotonic()
+        try:
+            work.wait(timedelta(seconds=self._meeting.timeout_seconds))
+        except RuntimeError as error:
+            raise self._lost(error, monotonic() - begun) from error
+
+    def _wait(self, is_done: Callable[[], bool]) -> None:
+        waited, last = 0.0, monotonic()
+        while not self._has_ended(is_done):
+            now = monotonic()
+            waited, last = waited + min(now - last, _LONGEST_NAP_SECONDS), now
+            self._check_patience(waited)
+            self._look_around(waited)
+
+    def _check_patience(self, waited_seconds: float) -> None:
+        """Only ranks of this host are looked at: who waits for others gives up by itself."""
+        timeout = self._meeting.timeout_seconds
+        if self._abroad and waited_seconds > timeout:
+            names = " or ".join(dict.fromkeys(self._abroad.values()))
+            raise HostError(
+                f"{names} must come to the same step within {format_seconds(timeout)}.",
+                received=f"nothing for {format_seconds(waited_seconds)}",
+                fix="See whether that host hangs or is cut off; raise `timeout_seconds` if steps "
+                "may take so long.",
+            )
+
+    def _has_ended(self, is_done: Callable[[], bool]) -> bool:
+        try:
+            return is_done()
+        except RuntimeError as error:  # the backend's: a connection has ended
+            raise self._lost(error, 0.0) from error
+
+    def _lost(self, error: RuntimeError, waited_seconds: float) -> WorkerError:
+        """``look_around`` raises if a rank has died or hangs, but perhaps cannot know it yet."""
+        until = monotonic() + _SECONDS_TO_THE_CAUSE
+        while monotonic() < until:
+            self._look_around(waited_seconds)
+            self._check_patience(waited_seconds)
+            sleep(_LOOK_AROUND.total_seconds())
+        return WorkerError(
+            f"Rank {self._rank} cannot reach the others through torch.distributed.",
+            received=str(error).splitlines()[0],
+            fix="See whether another rank has ended.",
+        )
+
+    # --- making ----------------------------------------------------------------------------------
+
+    def _made_patiently(self) -> dict[str, Any]:
+        """The groups. Making one waits for all of its ranks, in vain if one has died."""
+        made: list[Any] = []
+        thread = threading.Thread(target=lambda: made.append(self._outcome()), daemon=True)
+        thread.start()
+        addresses = None
+        if self._crossing is not None:
+            addresses = _Addresses(SharedStore(self._meeting.path), self._meeting.num_ranks)
+
+        def is_done() -> bool:
+            if addresses is not None and self._crossing is not None:
+                return addresses.are_done(self._crossing)
+            thread.join(_LOOK_AROUND.total_seconds())
+            return not thread.is_alive()
+
+        self._wait(is_done)
+        thread.join()
+        if isinstance(made[0], Exception):
+            raise made[0]
+        return dict(made[0])
+
+    def _outcome(self) -> dict[str, Any] | Exception:
+        try:
+            store = SharedStore(self._meeting.path)
+            make = _BACKENDS[self._backend](self._meeting.address)
+            groups = {
+                name: make(_dist.PrefixStore(name, store), ranks.index(self._rank), len(ranks))
+                for name, ranks in sorted(self._members.items())
+            }
+            store.add(_DONE, 1)
+            return groups
+        except Exception as error:
+            return error
+
+
+class _Addresses:
+    """What the ranks of a host have left in its store, on its way to the other hosts."""
+
+    def __init__(self, store: SharedStore, num_ranks: int) -> None:
+        self._store = store
+        self._num_ranks = num_ranks
+        self._known: set[str] = {_DONE}
+
+    def are_done(self, crossing: Crossing) -> bool:
+        """Tell the other hosts what is new, and hear of them; whether all ranks are done."""
+        entries = self._store.entries()
+        new = {key: value for key, value in entries.items() if key not in self._known}
+        is_done = int(entries.get(_DONE, b"0")) == self._num_ranks
+        told = [decode(each) for each in crossing.exchange(encode((new, is_done)))]
+        others = {key: value for one, _ in told for key, value in one.items() if key not in entries}
+        self._store.update(others)
+        self._known |= new.keys() | others.keys()
+        sleep(_BETWEEN_EXCHANGES_SECONDS)
+        return all(done for _, done in told)
+
+
+class ProcessGroupTransport(Transport):
+    """All-to-all within one group.
+
+    A transfer is packed into one buffer for all peers and unpacked at the other end, so many small
+    tensors cost as much as a large one.
+
+    Args:
+        ranks: those that take part, as they are ordered in the group.
+        name: of the group.
+        groups: this rank's.
+    """
+
+    def __init__(self, ranks: Sequence[int], name: str, groups: ProcessGroups) -> None:
+        self._ranks = ranks
+        self._name = name
+        self._groups = groups
         self._buffers: dict[str, torch.Tensor] = {}
 
     def transfer(self, sends: Buffers, receives: Buffers) -> None:
@@ -93,75 +264,30 @@ class ProcessGroupTransport(Transport):
         out: torch.Tensor,
         out_sizes: Sequence[int],
     ) -> None:
-        if self._group is None:
-            self._group = self._made_patiently()
         options = _dist.distributed_c10d.AllToAllOptions()
-        work = self._group.alltoall_base(into, out, list(into_sizes), list(out_sizes), options)
-        self._wait(lambda: _is_done(work))
-
-    def _wait(self, is_done: Callable[[], bool]) -> None:
-        waited, last = 0.0, monotonic()
-        while not self._has_ended(is_done):
-            now = monotonic()
-            waited, last = waited + min(now - last, _LONGEST_NAP_SECONDS), now
-            self._look_around(waited)
-
-    def _has_ended(self, is_done: Callable[[], bool]) -> bool:
-        try:
-            return is_done()
-        except RuntimeError as error:  # the backend's: a connection has ended
-            self._look_for_the_cause()
-            raise WorkerError(
-                f"Rank {self._rank} cannot reach the others through torch.distributed.",
-                received=str(error).splitlines()[0],
-                fix="See whether another rank has ended.",
-            ) from error
-
-    def _look_for_the_cause(self) -> None:
-        """``look_around`` raises if a rank has died, but perhaps does not know it yet."""
-        until = monotonic() + _SECONDS_TO_THE_CAUSE
-        while monotonic() < until:
-            self._look_around(0.0)
-            sleep(_LOOK_AROUND.total_seconds())
-
-    def _made_patiently(self) -> Any:
-        """The group. Making one waits for all other ranks, in vain if one has died."""
-        made: list[Any] = []
-        thread = threading.Thread(target=lambda: made.append(self._outcome()), daemon=True)
-        thread.start()
-
-        def is_done() -> bool:
-            thread.join(_LOOK_AROUND.total_seconds())
-            return not thread.is_alive()
-
-        self._wait(is_done)
-        if isinstance(made[0], Exception):
-            raise made[0]
-        return made[0]
-
-    def _outcome(self) -> Any:
-        try:
-            return self._make()
-        except Exception as error:
-            return error
-
-    def _make(self) -> Any:
-        store = SharedStore(self._meeting_point)
-        own = self._ranks.index(self._rank)
-        return self._make_group(_dist.PrefixStore(self._name, store), own, len(self._ranks))
+        self._groups.wait(
+            self._groups[self._name].alltoall_base(
+                into, out, list(into_sizes), list(out_sizes), options
+            )
+        )
 
 
-def _gloo(store: Any, rank: int, size: int) -> Any:
-    """A group over TCP, on this host."""
+def _gloo(address: str) -> _MakeGroup:
+    """Groups over TCP, at an address of this host, with one thread for all connections."""
     kind = _dist.ProcessGroupGloo
-    options = kind._Options()
-    options._devices = [kind.create_device(hostname="127.0.0.1")]
-    options._timeout = _NEVER
-    return kind(store, rank, size, options)
+    device = kind.create_device(hostname=address)
+
+    def make(store: Any, rank: int, size: int) -> Any:
+        options = kind._Options()
+        options._devices = [device]
+        options._timeout = _NEVER
+        return kind(store, rank, size, options)
+
+    return make
 
 
-# How the group of each backend is made.
-_GROUPS: dict[str, Callable[[Any, int, int], Any]] = {"gloo": _gloo}
+# What makes the groups of each backend, by the address of this host.
+_BACKENDS: dict[str, Callable[[str], _MakeGroup]] = {"gloo": _gloo}
 
 
 def _is_done(work: Any) -> bool:

@@ -14,9 +14,13 @@ from torch import nn
 
 from lockstep.comm.domain_sums import members_by_domain
 from lockstep.comm.exchange import Exchange, ExchangeSpec, GroupSpec
+from lockstep.comm.group_mail import GroupMail
+from lockstep.comm.mail import MailCarrier, SharedMail
 from lockstep.comm.mail_channels import MailChannels
+from lockstep.comm.meeting_point import Meeting
+from lockstep.comm.process_group import ProcessGroups
 from lockstep.comm.shared_memory import SharedRegion
-from lockstep.parallel.engine import Neighbours, build_exchange
+from lockstep.parallel.engine import Neighbours, build_exchange, process_groups
 from lockstep.parallel.exchange_layout import mail_specs
 from lockstep.parallel.gradient_rules import GradientRules
 from lockstep.parallel.groups import ParameterGroup
@@ -25,7 +29,7 @@ from lockstep.parallel.model_passes import ModelPasses
 from lockstep.parallel.owned_group import OwnedGroup
 from lockstep.parallel.partition import Partition
 from lockstep.parallel.passes import Passes
-from lockstep.parallel.stage_mail import StageMail
+from lockstep.parallel.stage_mail import MailSpec, StageMail
 from lockstep.parallel.stage_passes import StagePasses
 from lockstep.parallel.step_functions import StepFunction
 from lockstep.parallel.update import Updater
@@ -51,7 +55,7 @@ def build_worker(
     device: torch.device,
     look_around: Callable[[float], None],
     neighbours: Neighbours | None = None,
-    meeting_point: str = "",
+    meeting: Meeting | None = None,
     first_share: int = 0,
 ) -> Worker:
     """Put a rank's parts together.
@@ -72,9 +76,19 @@ def build_worker(
         device: where the model is.
         look_around: see ``Board``.
         neighbours: what this rank has of other hosts, where there are several.
-        meeting_point: see ``ProcessGroupTransport``.
+        meeting: see ``ProcessGroups``.
         first_share: see ``Worker``.
     """
+    mail = {} if plan.pipeline is None else mail_specs(plan, partitions, loss)
+    process = process_groups(
+        plan,
+        spec,
+        {pair for each in mail.values() for pair in each.channels},
+        rank=rank,
+        look_around=look_around,
+        meeting=meeting,
+        neighbours=neighbours,
+    )
     exchange = build_exchange(
         plan,
         spec,
@@ -82,7 +96,7 @@ def build_worker(
         rank=rank,
         look_around=look_around,
         neighbours=neighbours,
-        meeting_point=meeting_point,
+        groups=process,
     )
     divided = [_divided_pieces(plan, group, updater) for group in spec.groups]
     for number, gradients in exchange.gradients.items():
@@ -109,7 +123,7 @@ def build_worker(
         passes = StagePasses(
             stages=plan.pipeline.stages,
             partitions=partitions,
-            mail=_open_mail(plan, spec, partitions, loss, exchange, region, mail_channels),
+            mail=_open_mail(mail, spec, exchange, region, mail_channels, process, device),
             mail_channels=mail_channels,
             groups=owned,
             **options,
@@ -142,31 +156,46 @@ def _mail_channels(
 
 
 def _open_mail(
-    plan: Plan,
+    specs: Mapping[bool, MailSpec],
     spec: ExchangeSpec,
-    partitions: Mapping[bool, Partition],
-    loss: LossAdapter | None,
     exchange: Exchange,
     region: SharedRegion | None,
     mail_channels: MailChannels | None,
+    process: ProcessGroups | None,
+    device: torch.device,
 ) -> dict[bool, StageMail]:
-    """This rank's view of the mailboxes, by whether the model is in training."""
+    """This rank's view of the mail, by whether the model is in training."""
+    board = exchange.board
     assert region is not None
-    assert exchange.board is not None
+    assert board is not None
     opened: dict[bool, StageMail] = {}
     first_box = 0
-    specs = mail_specs(plan, partitions, loss)
     for (training, mail), offset in zip(specs.items(), spec.mail_offsets, strict=True):
-        opened[training] = StageMail(
-            mail,
-            region,
-            offset,
-            exchange.board,
-            ranks_here=exchange.ranks_here,
-            mail_channels=mail_channels,
-            first_box=first_box,
-        )
-        first_box += len(mail.boxes)
+        carrier: MailCarrier
+        if process is not None:
+            carrier = GroupMail(
+                mail.channels,
+                region,
+                offset,
+                board,
+                process,
+                device,
+                ranks_here=exchange.ranks_here,
+                mail_channels=mail_channels,
+                first_box=first_box,
+            )
+        else:
+            carrier = SharedMail(
+                mail.boxes,
+                region,
+                offset,
+                board,
+                ranks_here=exchange.ranks_here,
+                mail_channels=mail_channels,
+                first_box=first_box,
+            )
+        opened[training] = StageMail(mail, carrier, board.rank)
+        first_box += len(mail.boxes) + len(mail.channels)
     return opened
 
 

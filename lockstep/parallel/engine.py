@@ -1,8 +1,8 @@
 """A Plan's engine at one rank: its end of the exchange, and transports to other domains."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations, product
+from itertools import combinations
 from typing import Literal
 
 import torch
@@ -11,15 +11,17 @@ from lockstep.channel.channel import Channel
 from lockstep.comm.board import Board
 from lockstep.comm.domain_sums import members_by_domain, pairs
 from lockstep.comm.exchange import Exchange, ExchangeSpec
+from lockstep.comm.group_mail import Pair, channel_name
 from lockstep.comm.host_exchange import HostExchange
-from lockstep.comm.meeting_point import MeetingPoint
-from lockstep.comm.process_group import ProcessGroupTransport
+from lockstep.comm.meeting_point import Meeting, MeetingPoint
+from lockstep.comm.process_group import ProcessGroups, ProcessGroupTransport
 from lockstep.comm.shared_memory import SharedRegion
 from lockstep.comm.tensor_channels import TensorChannels
 from lockstep.comm.transport import Transport
 from lockstep.comm.wide_board import Crossing, WideBoard
 from lockstep.parallel.groups import ParameterGroup
 from lockstep.plan.decision import ProcessGroup
+from lockstep.plan.lowering import stage_graph
 from lockstep.plan.spec import Plan
 
 # Two ranks of different hosts, the lower one first, and what goes between them.
@@ -34,11 +36,12 @@ def channel_keys(plan: Plan, groups: Sequence[ParameterGroup]) -> set[ChannelKey
     for group in groups if plan.engine.shares_memory else ():
         members = members_by_domain(group.ranks, plan.memory_domains)
         keys |= {(low, high, "sums") for low, high in pairs(members)}
-    stages = () if plan.pipeline is None else plan.pipeline.stages
-    for one, other in combinations(stages, 2):
-        for low, high in (sorted(pair) for pair in product(one.ranks, other.ranks)):
-            if plan.host_of(low) != plan.host_of(high):
-                keys.add((low, high, "mail"))
+    if plan.pipeline is not None:
+        graph = stage_graph(plan.pipeline)
+        for one, other in combinations(range(graph.num_stages), 2):
+            for low, high in map(sorted, graph.meetings(one, other)):
+                if plan.host_of(low) != plan.host_of(high):
+                    keys.add((low, high, "mail"))
     return keys
 
 
@@ -78,16 +81,22 @@ def build_exchange(
     rank: int,
     look_around: Callable[[float], None],
     neighbours: Neighbours | None = None,
-    meeting_point: str = "",
+    groups: ProcessGroups | None = None,
 ) -> Exchange:
     """This rank's end of what the Plan's ranks share."""
     if region is None:
         return Exchange(spec, None, board=None, rank=rank)
-    transports = _transports(plan, spec, rank, look_around, neighbours, meeting_point)
+    transports = _transports(spec, rank, look_around, neighbours, groups)
     if neighbours is None:
         board = Board(region, rank=rank, num_ranks=plan.num_ranks, look_around=look_around)
         return Exchange(
-            spec, region, board=board, rank=rank, domains=plan.memory_domains, transports=transports
+            spec,
+            region,
+            board=board,
+            rank=rank,
+            domains=plan.memory_domains,
+            transports=transports,
+            groups=groups,
         )
     return HostExchange(
         spec,
@@ -103,42 +112,93 @@ def build_exchange(
         host=neighbours.host,
         domains=plan.memory_domains,
         transports=transports,
+        groups=groups,
         mirrored=neighbours.mirrored,
     )
 
 
-def meeting_point_for(plan: Plan) -> MeetingPoint | None:
-    """Where the ranks of a Plan's process group find each other, if it has one."""
-    return None if plan.engine.shares_memory else MeetingPoint()
+def meeting_point_for(
+    plan: Plan, *, host: int, address: str, timeout_seconds: float
+) -> MeetingPoint | None:
+    """Where the ranks of a Plan's process groups find each other, if it has any.
+
+    Args:
+        plan: the Plan.
+        host: this host.
+        address: of this host, where others reach it.
+        timeout_seconds: longest wait for another rank.
+    """
+    if plan.engine.shares_memory:
+        return None
+    return MeetingPoint(
+        address=address,
+        num_ranks=len(plan.ranks_of_host(host)),
+        timeout_seconds=timeout_seconds,
+    )
+
+
+def process_groups(
+    plan: Plan,
+    spec: ExchangeSpec,
+    channels: Iterable[Pair],
+    *,
+    rank: int,
+    look_around: Callable[[float], None],
+    meeting: Meeting | None,
+    neighbours: Neighbours | None,
+) -> ProcessGroups | None:
+    """This rank's process groups, if the Plan has any.
+
+    Args:
+        plan: the Plan.
+        spec: the layout of what ranks share.
+        channels: between stages.
+        rank: this rank.
+        look_around: see ``ProcessGroups``.
+        meeting: where ranks find each other.
+        neighbours: what this rank has of other hosts, where there are several.
+    """
+    if not isinstance(plan.engine, ProcessGroup) or meeting is None:
+        return None
+    members = {
+        _group_name(number): group.ranks
+        for number, group in enumerate(spec.groups)
+        if len(group.ranks) > 1 and group.gradients.tensors
+    }
+    names = {} if neighbours is None else neighbours.names
+    here = plan.ranks_of_host(plan.host_of(rank))
+    return ProcessGroups(
+        {**members, **{channel_name(pair): pair for pair in channels}},
+        rank=rank,
+        backend=plan.engine.backend,
+        meeting=meeting,
+        look_around=look_around,
+        abroad={other: name for other, name in names.items() if other not in here},
+        crossing=None if neighbours is None else neighbours.crossing,
+    )
+
+
+def _group_name(number: int) -> str:
+    return f"gradients {number}"
 
 
 def _transports(
-    plan: Plan,
     spec: ExchangeSpec,
     rank: int,
     look_around: Callable[[float], None],
     neighbours: Neighbours | None,
-    meeting_point: str,
+    groups: ProcessGroups | None,
 ) -> dict[int, Transport]:
     """By the number of a group: what moves its tensors between domains."""
     numbers = [number for number, group in enumerate(spec.groups) if rank in group.ranks]
-    match plan.engine:
-        case ProcessGroup(backend=backend):
-            return {
-                number: ProcessGroupTransport(
-                    spec.groups[number].ranks,
-                    rank=rank,
-                    name=f"group {number}",
-                    backend=backend,
-                    meeting_point=meeting_point,
-                    look_around=look_around,
-                )
-                for number in numbers
-            }
-        case _ if neighbours is None:
-            return {}
-        case _:
-            channels = TensorChannels(
-                neighbours.channels, neighbours.names, look_around, neighbours.timeout_seconds
-            )
-            return dict.fromkeys(numbers, channels)
+    if groups is not None:
+        return {
+            number: ProcessGroupTransport(spec.groups[number].ranks, _group_name(number), groups)
+            for number in numbers
+        }
+    if neighbours is None:
+        return {}
+    channels = TensorChannels(
+        neighbours.channels, neighbours.names, look_around, neighbours.timeout_seconds
+    )
+    return dict.fromkeys(numbers, channels)

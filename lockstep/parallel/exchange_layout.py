@@ -18,7 +18,7 @@ from lockstep.parallel.store import tensor_spec
 from lockstep.parallel.update import Updater
 from lockstep.plan.averaging import AveragedUpdate
 from lockstep.plan.decision import LocalUpdate
-from lockstep.plan.lowering import lower_train, stage_graph
+from lockstep.plan.lowering import lower_stages, stage_graph
 from lockstep.plan.program import Backward, BackwardInput, BackwardWeight, Forward, RankProgram
 from lockstep.plan.spec import Plan
 
@@ -130,7 +130,13 @@ def mail_specs(
     in_training = _slots_in_training(plan) if is_certain else plan.num_shares
     slots = {True: in_training, False: _SLOTS_IN_EVALUATION}
     return {
-        training: mail_spec(graph, partition, slots[training], training=training)
+        training: mail_spec(
+            graph,
+            partition,
+            slots[training],
+            training=training,
+            shares_memory=plan.engine.shares_memory,
+        )
         for training, partition in partitions.items()
     }
 
@@ -142,7 +148,8 @@ def _slots_in_training(plan: Plan) -> int:
     has in flight. So have the readers of what it sent, but for their passes for weights, and of
     these no more are missing than they have in flight themselves.
     """
-    programs = [lower_train(plan, rank, plan.num_shares) for rank in range(plan.num_ranks)]
+    assert plan.pipeline is not None
+    programs = lower_stages(plan, plan.pipeline, plan.num_shares)
     return min(2 * max(map(_most_in_flight, programs)), plan.num_shares)
 
 

@@ -291,11 +291,11 @@ class Passes(ABC):
 
     def close(self) -> None:
         """A task is done; every rank calls it."""
-        return
+        self._exchange.close()
 
     def abandon(self) -> None:
         """A task has failed; whoever notices it calls this."""
-        return
+        self._exchange.abandon()
 
     # --- parts -----------------------------------------------------------------------------------
 

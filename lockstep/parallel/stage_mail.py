@@ -1,131 +1,118 @@
-"""Mail between stages: who sends what to whom, and in which mailbox it lies.
+"""Mail between stages: who sends what to whom.
 
-For every value that crosses a cut, each rank of its stage has a mailbox, which the stages that use
-it read. There is one for the random stream where a stage goes on with that of another, and in
-training one for each user's gradient of a value on the way back.
+For every value that crosses a cut, each rank of its stage sends messages to the stages that use it.
+There are others for the random stream where a stage goes on with that of another, and in training
+for each user's gradient of a value on the way back.
 
 Messages are numbered by what their stage has computed on their rank, so sender and readers know the
-number without asking.
-
-What goes to another host, or comes from there, a mail thread carries.
+number without asking. How they travel: ``comm.mail``.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from lockstep.comm.board import Board
-from lockstep.comm.codec import decode, encode
-from lockstep.comm.mail_channels import MailChannels
-from lockstep.comm.mailboxes import Mailbox, MailboxSpec
-from lockstep.comm.shared_memory import SharedRegion
-from lockstep.data.trees import tensors_of
+from lockstep.comm.group_mail import Pair
+from lockstep.comm.mail import MailCarrier, MailKey
+from lockstep.comm.mailboxes import MailboxSpec
 from lockstep.parallel.partition import Partition
 from lockstep.plan.schedules import StageGraph
 
 _VALUE, _GRADIENT, _STREAM = "value", "gradient", "stream"
 
 
-@dataclass(frozen=True)
-class _Key:
-    """A mailbox: what lies in it, of which stage, sent by which rank."""
-
-    kind: str
-    number: int  # of the value; of the stage that leaves the stream
-    stage: int  # that sends
-    sender: int
-
-
 @dataclass(frozen=True, kw_only=True)
 class MailSpec:
-    """All mailboxes of a model in training, or of one in evaluation: the same on every rank.
+    """All mail of a model in training, or of one in evaluation: the same on every rank.
 
     Attributes:
         graph: the stages and their ranks.
         partition: what crosses.
-        boxes: the mailboxes, in the order in which they lie in memory.
+        boxes: where ranks share memory, the mailboxes, in the order in which they lie there.
+        channels: where they do not, the channels; see ``GroupMail``.
     """
 
     graph: StageGraph
     partition: Partition
-    boxes: Mapping[_Key, MailboxSpec]
+    boxes: Mapping[MailKey, MailboxSpec]
+    channels: Mapping[Pair, MailboxSpec]
 
     @property
     def num_bytes(self) -> int:
         """Size in memory."""
-        return sum(box.num_bytes for box in self.boxes.values())
+        return sum(box.num_bytes for box in (*self.boxes.values(), *self.channels.values()))
 
 
 def mail_spec(
-    graph: StageGraph, partition: Partition, num_slots: int, *, training: bool
+    graph: StageGraph,
+    partition: Partition,
+    num_slots: int,
+    *,
+    training: bool,
+    shares_memory: bool = True,
 ) -> MailSpec:
-    """The mailboxes of a partition.
+    """The mail of a partition.
 
     Args:
         graph: the stages and their ranks.
         partition: what crosses.
         num_slots: messages of one kind that may be in use at once.
         training: there are gradients.
+        shares_memory: ranks of a host do.
     """
     stream_bytes = torch.get_rng_state().numel()
-    boxes: dict[_Key, MailboxSpec] = {}
+    boxes: dict[MailKey, MailboxSpec] = {}
+    kinds: Counter[Pair] = Counter()
 
-    def add(kind: str, number: int, stage: int, num_readers: int, num_bytes: int) -> None:
+    def add(kind: str, number: int, stage: int, readers: Sequence[int], num_bytes: int) -> None:
         for sender in graph.ranks[stage]:
-            boxes[_Key(kind, number, stage, sender)] = MailboxSpec(
+            boxes[MailKey(kind, number, stage, sender)] = MailboxSpec(
                 name=f"what stage {stage} sends ({kind} {number})",
                 num_slots=num_slots,
-                num_readers=num_readers,
+                num_readers=len(readers),
                 capacity_bytes=num_bytes,
             )
+        met = {pair for reader in readers for pair in graph.meetings(stage, reader)}
+        kinds.update(pair for pair in met if len(set(pair)) == 2)
 
     for stage, part in enumerate(partition.parts):
         for value, users in part.sent.items():
-            add(_VALUE, value, stage, len(users), partition.value_bytes[value])
+            add(_VALUE, value, stage, users, partition.value_bytes[value])
         if part.stream_to is not None:
-            add(_STREAM, stage, stage, 1, stream_bytes)
-        for value in part.received if training else ():
-            add(_GRADIENT, value, stage, 1, partition.value_bytes[value])
-    return MailSpec(graph=graph, partition=partition, boxes=boxes)
+            add(_STREAM, stage, stage, [part.stream_to], stream_bytes)
+        for value, home in part.received.items() if training else ():
+            add(_GRADIENT, value, stage, [home], partition.value_bytes[value])
+    if shares_memory:
+        return MailSpec(graph=graph, partition=partition, boxes=boxes, channels={})
+    channels = {
+        pair: MailboxSpec(
+            name="the announcement of what rank {} sends to rank {}".format(*pair),
+            num_slots=num_slots * kinds[pair],
+            num_readers=1,
+            capacity_bytes=0,
+        )
+        for pair in sorted(kinds)
+    }
+    return MailSpec(graph=graph, partition=partition, boxes={}, channels=channels)
 
 
 class StageMail:
-    """One rank's view of the mailboxes.
+    """One rank's view of the mail.
 
     Args:
-        spec: the layout.
-        region: where they lie.
-        offset_bytes: from where on.
-        board: to wait at.
-        ranks_here: those of this host.
-        mail_channels: to the others; None where there are none.
-        first_box: the number of the first mailbox, as mail threads count them.
+        spec: what there is.
+        carrier: brings it.
+        rank: this rank.
     """
 
-    def __init__(
-        self,
-        spec: MailSpec,
-        region: SharedRegion,
-        offset_bytes: int,
-        board: Board,
-        *,
-        ranks_here: range,
-        mail_channels: MailChannels | None = None,
-        first_box: int = 0,
-    ) -> None:
-        self._ranks_here = ranks_here
-        self._mail_channels = mail_channels
-        self._numbers = {key: number for number, key in enumerate(spec.boxes, first_box)}
-        self._specs = spec.boxes
+    def __init__(self, spec: MailSpec, carrier: MailCarrier, rank: int) -> None:
         self._graph = spec.graph
         self._parts = spec.partition.parts
-        self._rank = board.rank
-        self._boxes: dict[_Key, Mailbox] = {}
-        for key, box in spec.boxes.items():
-            self._boxes[key] = Mailbox(box, region, offset_bytes, board)
-            offset_bytes += box.num_bytes
+        self._carrier = carrier
+        self._rank = rank
         self._sent = [[0] * len(ranks) for ranks in spec.graph.ranks]
         self._num_filled = 0
 
@@ -191,39 +178,16 @@ class StageMail:
     def _put(
         self, kind: str, number: int, stage: int, share: int, tree: Any, readers: Sequence[int]
     ) -> None:
-        key = _Key(kind, number, stage, self._rank)
-        message = self._number(stage, share)
-        here = [rank if rank in self._ranks_here else None for rank in readers]
-        if any(rank is not None for rank in here):
-            self._boxes[key].put(message, tree, here)
-        abroad = [rank for rank in readers if rank not in self._ranks_here]
-        if abroad:
-            assert self._mail_channels is not None
-            payload = encode((tree, [each.requires_grad for each in tensors_of(tree)]))
-            num_slots = self._specs[key].num_slots
-            self._mail_channels.put(self._numbers[key], message, payload, abroad, num_slots)
+        key = MailKey(kind, number, stage, self._rank)
+        self._carrier.put(key, self._number(stage, share), tree, readers)
 
     def _take(self, kind: str, number: int, stage: int, share: int) -> Any:
-        sender = self._graph.rank_of(stage, share)
-        key = _Key(kind, number, stage, sender)
-        message = self._number(stage, share)
-        if sender in self._ranks_here:
-            return self._boxes[key].take(message, sender)
-        assert self._mail_channels is not None
-        tree, flags = decode(self._mail_channels.take(self._numbers[key], message, sender))
-        for tensor, needs_gradient in zip(tensors_of(tree), flags, strict=True):
-            tensor.requires_grad_(needs_gradient)
-        return tree
+        key = MailKey(kind, number, stage, self._graph.rank_of(stage, share))
+        return self._carrier.take(key, self._number(stage, share))
 
     def _give_back(self, kind: str, number: int, stage: int, share: int, reader: int) -> None:
-        sender = self._graph.rank_of(stage, share)
-        key = _Key(kind, number, stage, sender)
-        message = self._number(stage, share)
-        if sender in self._ranks_here:
-            self._boxes[key].give_back(message, reader)
-            return
-        assert self._mail_channels is not None
-        self._mail_channels.acknowledge(self._numbers[key], message, sender)
+        key = MailKey(kind, number, stage, self._graph.rank_of(stage, share))
+        self._carrier.give_back(key, self._number(stage, share), reader)
 
     def _number(self, stage: int, share: int) -> int:
         sent = self._sent[stage]

@@ -200,10 +200,12 @@ class StagePasses(Passes):
         ]
 
     def close(self) -> None:
+        super().close()
         if self._mail_channels is not None:
             self._mail_channels.close()
 
     def abandon(self) -> None:
+        super().abandon()
         if self._mail_channels is not None:
             self._mail_channels.abandon()
 

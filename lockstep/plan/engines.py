@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import msgspec
 
 from lockstep.cluster.topology import Cluster
-from lockstep.errors import OptionError, Problems
+from lockstep.errors import Problems
 from lockstep.graph.layer_graph import LayerGraph
 from lockstep.plan.decision import ProcessGroup
 from lockstep.plan.makers import Maker
@@ -43,18 +43,8 @@ class OverProcessGroup(Maker):
         self.maker.check_batch_size(batch_size)
 
     def __call__(self, graph: LayerGraph, cluster: Cluster, batch_size: int) -> Plan:
-        """Make the Plan for global batches of ``batch_size`` samples.
-
-        Raises:
-            OptionError: there are several hosts.
-        """
+        """Make the Plan for global batches of ``batch_size`` samples."""
         plan = self.maker(graph, cluster, batch_size)
-        if plan.num_hosts > 1:
-            raise OptionError(
-                "A process group joins the devices of one host so far.",
-                received=f"engine={self.backend!r} with {plan.num_hosts} hosts",
-                fix="Leave `engine` out: Lockstep's own channels join hosts.",
-            )
         if plan.num_ranks == 1:
             return plan
         layers = plan.layers

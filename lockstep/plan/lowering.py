@@ -4,11 +4,7 @@ The same programs, run in simulated time, say what a step of a pipeline is expec
 """
 
 from lockstep.plan.averaging import AveragedUpdate
-from lockstep.plan.decision import (
-    LocalUpdate,
-    Pipeline,
-    Stage,
-)
+from lockstep.plan.decision import LocalUpdate, Pipeline, Stage
 from lockstep.plan.program import Action, Backward, Forward, RankProgram, Reduce, Step, Sync
 from lockstep.plan.schedules import StageGraph, forward_schedule, make_schedule
 from lockstep.plan.shares import num_filled_shares
@@ -53,9 +49,7 @@ def lower_train(plan: Plan, rank: int, num_samples: int) -> RankProgram:
     steps on its own parameters. Consecutive passes of one kind in an interleaved Plan run together.
     """
     if plan.pipeline is not None:
-        num_filled = num_filled_shares(num_samples, plan.num_shares)
-        programs = make_schedule(plan.pipeline.schedule, stage_graph(plan.pipeline), num_filled)
-        return (*programs[rank], Reduce(), Step(), Sync())
+        return lower_stages(plan, plan.pipeline, num_samples)[rank]
     shares = _filled_shares(plan, rank, num_samples)
     passes: list[Action] = []
     if plan.interleaved:
@@ -69,6 +63,13 @@ def lower_train(plan: Plan, rank: int, num_samples: int) -> RankProgram:
     if isinstance(plan.update, LocalUpdate | AveragedUpdate):
         return (*passes, Reduce(), Step())
     return (*passes, Reduce(), Step(), Sync())
+
+
+def lower_stages(plan: Plan, pipeline: Pipeline, num_samples: int) -> list[RankProgram]:
+    """One training step of every rank of a pipeline on a batch of ``num_samples``."""
+    num_filled = num_filled_shares(num_samples, plan.num_shares)
+    programs = make_schedule(pipeline.schedule, stage_graph(pipeline), num_filled)
+    return [(*passes, Reduce(), Step(), Sync()) for passes in programs]
 
 
 def lower_forward(plan: Plan, rank: int, num_samples: int) -> RankProgram:

@@ -16,6 +16,7 @@ stages, passes are put into an order in which they can run one after the other.
 Not here: pipelines that run both ways, and schedules searched for given times.
 """
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -106,6 +107,11 @@ class StageGraph:
         """The rank that runs a microbatch through a stage."""
         ranks = self.ranks[stage]
         return ranks[microbatch % len(ranks)]
+
+    def meetings(self, stage: int, other: int) -> set[tuple[int, int]]:
+        """The ranks that run the same microbatches through one stage and through another."""
+        most = math.lcm(len(self.ranks[stage]), len(self.ranks[other]))
+        return {(self.rank_of(stage, each), self.rank_of(other, each)) for each in range(most)}
 
     def microbatches_of(self, stage: int, rank: int, num_microbatches: int) -> range:
         """The microbatches that ``rank``, which holds ``stage``, runs through it."""

@@ -86,7 +86,7 @@ def _work(plan: Decision) -> str:
     if plan.pipeline is not None:
         return (
             f"Microbatches of each batch: {plan.num_shares}, schedule {plan.pipeline.schedule}; "
-            "each stage updates its parameters"
+            f"each stage updates its parameters{_over(plan)}"
         )
     update = (
         "updated where they are"
@@ -95,10 +95,15 @@ def _work(plan: Decision) -> str:
         if isinstance(plan.update, AveragedUpdate)
         else "in shared memory, each rank updates its slice"
         if plan.engine.shares_memory
-        else f"each rank's own, which updates its slice, over {plan.engine.name}"
+        else f"each rank's own, which updates its slice{_over(plan)}"
     )
     together = ", those of a rank together" if plan.interleaved else ""
     return f"Shares of each batch: {plan.num_shares}{together}; parameters {update}"
+
+
+def _over(plan: Decision) -> str:
+    """What moves tensors, where ranks share no memory."""
+    return "" if plan.engine.shares_memory else f", over {plan.engine.name}"
 
 
 def _stages(plan: Decision, pipeline: Pipeline) -> Table:

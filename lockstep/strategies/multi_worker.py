@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from lockstep.cluster.place import Reach
 from lockstep.errors import DeviceError, OptionError, Problems
+from lockstep.plan.engines import check_engine, over
 from lockstep.plan.makers import Maker
 from lockstep.plan.many_hosts import DEFAULT_GBIT_PER_SECOND, MirroredHosts
 from lockstep.strategies.base import Strategy, check_timeout, is_count
@@ -24,6 +25,9 @@ class MultiWorkerMirroredStrategy(Strategy):
         channels_last: see ``MirroredStrategy``.
         network_gbit_per_second: how fast a host sends to another (``lockstep doctor`` measures
             it). Over a slow network large dense layers exchange activations in place of gradients.
+        engine: what moves tensors between replicas. None is shared memory within a host, and
+            between hosts Lockstep's own channels; ``"gloo"`` is torch.distributed, with a copy of
+            the parameters for each replica.
         timeout_seconds: longest wait for another host or a replica; who hangs longer is named.
 
     Raises:
@@ -40,6 +44,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         num_shares: int | None = None,
         channels_last: bool | None = None,
         network_gbit_per_second: float = DEFAULT_GBIT_PER_SECOND,
+        engine: str | None = None,
         timeout_seconds: float = 600.0,
     ) -> None:
         if devices_per_host is not None and not is_count(devices_per_host):
@@ -52,8 +57,10 @@ class MultiWorkerMirroredStrategy(Strategy):
         check_shares(problems, num_shares)
         check_format(problems, channels_last)
         _check_speed(problems, network_gbit_per_second)
+        check_engine(problems, engine)
         check_timeout(problems, timeout_seconds)
         problems.raise_if_any(OptionError)
+        self.engine = engine
         self.timeout_seconds = timeout_seconds
         self._maker = MirroredHosts(
             devices_per_host=devices_per_host,
@@ -63,7 +70,8 @@ class MultiWorkerMirroredStrategy(Strategy):
         )
 
     def maker(self, precision: str = "fp32") -> Maker:
-        return replace(self._maker, precision=precision)
+        maker = replace(self._maker, precision=precision)
+        return over(self.engine, maker, num_shares=self._maker.num_shares)
 
     @property
     def num_replicas_in_sync(self) -> int:

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from lockstep.cluster.place import Reach
 from lockstep.errors import OptionError, Problems
+from lockstep.plan.engines import check_engine, over
 from lockstep.plan.makers import Maker
 from lockstep.plan.pipelines import Pipelined
 from lockstep.plan.schedules import SCHEDULES
@@ -26,6 +27,8 @@ class PipelineStrategy(Strategy):
         recompute: compute activations again in backward instead of keeping them; a list of stages
             does so in these only.
         memory_bytes: that a device may hold; cuts keep to it.
+        engine: what moves tensors between devices. None is shared memory, and between hosts
+            Lockstep's own channels; ``"gloo"`` is torch.distributed.
         timeout_seconds: longest wait for a device; what hangs longer is reported.
 
     Raises:
@@ -43,9 +46,11 @@ class PipelineStrategy(Strategy):
         *,
         recompute: bool | Sequence[int] = False,
         memory_bytes: int | None = None,
+        engine: str | None = None,
         timeout_seconds: float = 600.0,
     ) -> None:
         problems = Problems()
+        check_engine(problems, engine)
         check_counts(problems, stages=stages)
         self._maker = make_pipelined(
             problems,
@@ -57,10 +62,11 @@ class PipelineStrategy(Strategy):
             memory_bytes=memory_bytes,
             timeout_seconds=timeout_seconds,
         )
+        self.engine = engine
         self.timeout_seconds = timeout_seconds
 
     def maker(self, precision: str = "fp32") -> Maker:
-        return replace(self._maker, precision=precision)
+        return over(self.engine, replace(self._maker, precision=precision))
 
     @property
     def num_replicas_in_sync(self) -> int:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from lockstep.comm.exchange import ExchangeSpec
+from lockstep.comm.meeting_point import Meeting
 from lockstep.comm.shared_memory import SharedRegion
 from lockstep.data.order import kept_streams
 from lockstep.parallel.allocator import keep_freed_memory
@@ -75,7 +76,7 @@ def make_worker(
     rank: int,
     look_around: Callable[[float], None],
     neighbours: Neighbours | None = None,
-    meeting_point: str = "",
+    meeting: Meeting | None = None,
 ) -> Worker:
     """A rank's part of an assignment, ready to run.
 
@@ -86,7 +87,7 @@ def make_worker(
         rank: this rank.
         look_around: see ``Board``.
         neighbours: what this rank has of other hosts, where there are several.
-        meeting_point: where ranks of a process group find each other, if there is one.
+        meeting: where ranks of process groups find each other, if there are any.
     """
     if isinstance(assignment.plan.update, AveragedUpdate) and assignment.updater is not None:
         return build_local_worker(
@@ -119,7 +120,7 @@ def make_worker(
         device=assignment.device,
         look_around=look_around,
         neighbours=neighbours,
-        meeting_point=meeting_point,
+        meeting=meeting,
     )
 
 

@@ -102,6 +102,11 @@ class Hosts:
                 "others do, hangs, or is cut off.",
             )
 
+    @property
+    def address(self) -> str:
+        """Of this host, where the others reach it."""
+        return self.control_group.interface[1]
+
     def from_chief(self, obj: Any) -> Any:
         """Host 0's object, on every host."""
         leads = self.host == 0

@@ -13,6 +13,7 @@ from lockstep.channel.channel import Channel
 from lockstep.channel.keys import Keys
 from lockstep.comm.exchange import ExchangeSpec
 from lockstep.comm.gradients import TensorSpec
+from lockstep.comm.meeting_point import Meeting
 from lockstep.comm.wide_board import Crossing
 from lockstep.launch.helper import HelperContext
 from lockstep.parallel.control import FollowerControl, open_region, unpacked
@@ -82,13 +83,13 @@ class Call:
     Attributes:
         name: of the task.
         num_groups: of parameters.
-        stores: of parameters, then of slots, then of options: the ranks that have it, its tensors,
-            and how they have it.
+        stores: of parameters, then of slots, then of options: the ranks of this host that have it,
+            its tensors, and how they have it.
         has_options: there is a store of options.
         spec: the layout of the exchange.
         payload: the serialized object with the assignment.
         abroad: the other hosts, if there are any.
-        meeting_point: where ranks of a process group find each other; empty where there is none.
+        meeting: where ranks of process groups find each other, if there are any.
         keeps: the call may be made again (``train.standing``).
     """
 
@@ -99,7 +100,7 @@ class Call:
     spec: ExchangeSpec
     payload: bytes
     abroad: Abroad | None
-    meeting_point: str
+    meeting: Meeting | None
     keeps: bool
 
 
@@ -134,7 +135,7 @@ def serve(context: HelperContext, body: bytes, descriptors: tuple[int, ...]) -> 
             rank=rank,
             look_around=context.look_around,
             neighbours=neighbours,
-            meeting_point=call.meeting_point,
+            meeting=call.meeting,
         )
         if any(access == "copied on write" for _, _, access in call.stores):
             worker.take_slots()

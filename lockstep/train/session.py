@@ -53,6 +53,9 @@ PRELOAD: tuple[str, ...] = ("lockstep.train.serving",)
 # Longest wait, after a call that has failed early, for followers that are still to come to it.
 _DISMISSAL_SECONDS = 10.0
 
+# Where ranks of one host reach each other.
+_LOOPBACK = "127.0.0.1"
+
 
 class Session:
     """Runs assignments, and keeps the team and the parameter store from one to the next.
@@ -187,7 +190,12 @@ class Session:
             team = self._take_team(assignment.plan, here, hosts, conductor.announce)
             watch = Watch(team, self._timeout, here.start, hosts)
             connected = Connected.of(hosts, assignment, self._timeout)
-            meeting_point = meeting_point_for(assignment.plan)
+            meeting_point = meeting_point_for(
+                assignment.plan,
+                host=0 if connected is None else connected.hosts.host,
+                address=_LOOPBACK if connected is None else connected.hosts.address,
+                timeout_seconds=self._timeout,
+            )
             worker = _leading_worker(
                 assignment, spec, region, watch, stores, connected, meeting_point
             )
@@ -265,15 +273,16 @@ class Session:
     def _call(self, part: "_Part", serialized: SerializedObject, *, keeps: bool) -> None:
         """Send the helpers their parts."""
         assignment, connected = part.assignment, part.connected
+        here = assignment.plan.ranks_of_host(0 if connected is None else connected.hosts.host)
         call = Call(
             name=assignment.task.name,
             num_groups=len(assignment.groups),
-            stores=[(one.ranks, one.store.specs, one.access) for one in part.stores],
+            stores=[(one.ranks_among(here), one.store.specs, one.access) for one in part.stores],
             has_options=has_options(assignment),
             spec=part.spec,
             payload=serialized.payload,
             abroad=None if connected is None else connected.abroad,
-            meeting_point="" if part.meeting_point is None else part.meeting_point.path,
+            meeting=None if part.meeting_point is None else part.meeting_point.meeting,
             keeps=keeps,
         )
         regions = [part.region, *(one.store.region for one in part.stores)]
@@ -384,7 +393,7 @@ def _leading_worker(
         rank=watch.first_rank,
         look_around=watch.look_around,
         neighbours=neighbours,
-        meeting_point="" if meeting_point is None else meeting_point.path,
+        meeting=None if meeting_point is None else meeting_point.meeting,
     )
 
 

@@ -1,7 +1,7 @@
 """Stores: where a host's ranks have parameters, slots and options in common, from call to call."""
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -30,6 +30,10 @@ class Mapped:
     ranks: tuple[int, ...]
     store: TensorStore
     access: Access = "shared"
+
+    def ranks_among(self, here: Collection[int]) -> tuple[int, ...]:
+        """Those of them that are on a host."""
+        return tuple(rank for rank in self.ranks if rank in here)
 
 
 class Stores:

@@ -1,7 +1,8 @@
 """A script on several hosts, to which something happens; it tells what comes of it.
 
-Arguments: how, timeout in seconds, number of epochs, and a file at whose sight host 0 ends
-training, if any. Each step takes some milliseconds.
+Arguments: how (with " over " and an engine behind it, if one is asked for), timeout in seconds,
+number of epochs, and a file at whose sight host 0 ends training, if any. Each step takes some
+milliseconds.
 """
 
 import json
@@ -65,14 +66,14 @@ def tell(word: str, value: object = "") -> None:
     sys.stdout.flush()
 
 
-def make(timeout: float, *, fails: bool = False) -> lockstep.Trainer:
+def make(timeout: float, engine: str | None = None, *, fails: bool = False) -> lockstep.Trainer:
     torch.manual_seed(1)
     return lockstep.Trainer(
         Net(fails=fails),
         loss=nn.CrossEntropyLoss(),
         optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9),
         callbacks=[Tell(), *map(UntilSeen, sys.argv[4:])],
-        strategy=lockstep.MultiWorkerMirroredStrategy(timeout_seconds=timeout),
+        strategy=lockstep.MultiWorkerMirroredStrategy(engine=engine, timeout_seconds=timeout),
     )
 
 
@@ -92,9 +93,10 @@ def state(trainer: lockstep.Trainer) -> list[list[float]]:
 
 def main() -> None:
     be_strict()
-    how, timeout, epochs = sys.argv[1], float(sys.argv[2]), int(sys.argv[3])
+    how, _, engine = sys.argv[1].partition(" over ")
+    timeout, epochs = float(sys.argv[2]), int(sys.argv[3])
     host = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
-    trainer = make(timeout, fails=how == "error" and host == 1)
+    trainer = make(timeout, engine or None, fails=how == "error" and host == 1)
     if how == "absent" and host == 1:
         tell("HERE")
         time.sleep(10 * timeout)

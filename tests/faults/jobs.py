@@ -46,6 +46,12 @@ def make_data() -> tuple[Tensor, Tensor]:
     return inputs, torch.randint(0, 3, (NUM_SAMPLES,), generator=generator)
 
 
+def make_stages() -> nn.Module:
+    """A model that can be cut, with as many inputs and outputs as ``Net``."""
+    layers = (nn.Linear(16, 32), nn.Linear(32, 32), nn.Linear(32, 3))
+    return nn.Sequential(*(nn.Sequential(layer, nn.Tanh()) for layer in layers))
+
+
 def make_trainer(
     devices: int,
     act: Act | None = None,
@@ -56,17 +62,17 @@ def make_trainer(
     callbacks: tuple[lockstep.Callback, ...] = (),
     timeout_seconds: float = 60.0,
     engine: str | None = None,
+    in_stages: bool = False,
 ) -> lockstep.Trainer:
     with torch.random.fork_rng(devices=()):
         torch.default_generator.manual_seed(0)
-        model = Net(act, step=step, on=on)
+        model = make_stages() if in_stages else Net(act, step=step, on=on)
+    make = lockstep.PipelineStrategy if in_stages else lockstep.MirroredStrategy
     return lockstep.Trainer(
         model,
         loss=loss or nn.CrossEntropyLoss(),
         optimizer=partial(torch.optim.Adam, lr=1e-3),
-        strategy=lockstep.MirroredStrategy(
-            devices=devices, timeout_seconds=timeout_seconds, engine=engine
-        ),
+        strategy=make(devices, timeout_seconds=timeout_seconds, engine=engine),
         callbacks=callbacks,
     )
 

@@ -37,8 +37,10 @@ def begin(
     epochs: str = FOR_EVER,
     patience: float = LONG_PATIENCE,
     is_awaited: bool = True,
+    engine: str | None = None,
 ) -> list[HostProcess]:
     """The tale on two hosts, once training is under way."""
+    how = how if engine is None else f"{how} over {engine}"
     script = [*TALE, how, str(patience), epochs]
     processes = [by_tf_config(hosts, host, script, (devices, devices)) for host in range(2)]
     if is_awaited:
@@ -61,10 +63,12 @@ def assert_nothing_is_left(hosts: Hosts, *indices: int) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("devices", [1, 2])
-def test_a_host_whose_cable_is_pulled_is_named(make_hosts: MakeHosts, devices: int) -> None:
+@pytest.mark.parametrize(("devices", "engine"), [(1, None), (2, None), (2, "gloo")])
+def test_a_host_whose_cable_is_pulled_is_named(
+    make_hosts: MakeHosts, devices: int, engine: str | None
+) -> None:
     hosts = make_hosts(2)
-    processes = begin(hosts, "link", devices=devices, patience=PATIENCE)
+    processes = begin(hosts, "link", devices=devices, patience=PATIENCE, engine=engine)
     hosts.set_link(1, up=False)
     kind, text, notes = failure(processes[0], PATIENCE + MARGIN)
     assert kind == "HostError"
@@ -78,9 +82,10 @@ def test_a_host_whose_cable_is_pulled_is_named(make_hosts: MakeHosts, devices: i
     assert_nothing_is_left(hosts, 0, 1)
 
 
-def test_a_script_that_is_killed_is_named(make_hosts: MakeHosts) -> None:
+@pytest.mark.parametrize("engine", core_of([None, "gloo"], [None]))
+def test_a_script_that_is_killed_is_named(make_hosts: MakeHosts, engine: str | None) -> None:
     hosts = make_hosts(2)
-    processes = begin(hosts, "kill")
+    processes = begin(hosts, "kill", engine=engine)
     os.kill(processes[1].pid, signal.SIGKILL)
     kind, text, notes = failure(processes[0])
     assert (kind, "Host 1" in text, "The weights" in notes) == ("HostError", True, True), text
@@ -89,9 +94,12 @@ def test_a_script_that_is_killed_is_named(make_hosts: MakeHosts) -> None:
 
 
 @pytest.mark.thorough
-def test_a_helper_that_is_killed_is_named_on_all_hosts(make_hosts: MakeHosts) -> None:
+@pytest.mark.parametrize("engine", [None, "gloo"])
+def test_a_helper_that_is_killed_is_named_on_all_hosts(
+    make_hosts: MakeHosts, engine: str | None
+) -> None:
     hosts = make_hosts(2)
-    processes = begin(hosts, "kill helper")
+    processes = begin(hosts, "kill helper", engine=engine)
     names = {pid: Path(f"/proc/{pid}/comm").read_text().strip() for pid in hosts.pids(1)}
     (helper,) = [pid for pid, name in names.items() if name == "lockstep:3"]
     os.kill(helper, signal.SIGKILL)
@@ -108,9 +116,12 @@ def test_a_helper_that_is_killed_is_named_on_all_hosts(make_hosts: MakeHosts) ->
 
 
 @pytest.mark.thorough
-def test_a_host_that_is_stopped_is_named_and_ends_when_it_goes_on(make_hosts: MakeHosts) -> None:
+@pytest.mark.parametrize("engine", [None, "gloo"])
+def test_a_host_that_is_stopped_is_named_and_ends_when_it_goes_on(
+    make_hosts: MakeHosts, engine: str | None
+) -> None:
     hosts = make_hosts(2)
-    processes = begin(hosts, "stop", patience=PATIENCE)
+    processes = begin(hosts, "stop", patience=PATIENCE, engine=engine)
     os.kill(processes[1].pid, signal.SIGSTOP)
     kind, text, _ = failure(processes[0], PATIENCE + MARGIN)
     assert (kind, "Host 1" in text) == ("HostError", True), text

@@ -46,14 +46,20 @@ class _Killer(lockstep.Callback):
 @pytest.mark.parametrize("engine", [None, "gloo"])
 @pytest.mark.parametrize("devices", core_of([2, 4], [2]))
 def test_a_helper_is_killed_at_any_moment(devices: int, engine: str | None) -> None:
-    seconds = [kill_a_helper(devices, seed, engine) for seed in range(NUM_KILLS)]
+    seconds = [kill_a_helper(devices, seed, engine=engine) for seed in range(NUM_KILLS)]
     assert max(seconds) < 15  # on a busy machine; else a moment
 
 
-def kill_a_helper(devices: int, seed: int, engine: str | None) -> float:
+@pytest.mark.thorough
+def test_a_stage_is_killed_at_any_moment() -> None:
+    seconds = [kill_a_helper(3, seed, engine="gloo", in_stages=True) for seed in range(NUM_KILLS)]
+    assert max(seconds) < 15
+
+
+def kill_a_helper(devices: int, seed: int, **options: Any) -> float:
     """Returns the seconds from the kill to the error."""
     killer = _Killer(seed)
-    trainer = make_trainer(devices, callbacks=(killer,), engine=engine)
+    trainer = make_trainer(devices, callbacks=(killer,), **options)
     with pytest.raises(WorkerError) as caught:
         fit(trainer, epochs=10**6)
     seconds = time.monotonic() - killer.killed_at
@@ -62,12 +68,14 @@ def kill_a_helper(devices: int, seed: int, engine: str | None) -> float:
     assert "in fit, step " in message
     assert "SIGKILL" in message
     assert not any(is_alive(pid) for pid in killer.pids)
-    check_weights(trainer, caught.value, devices)
+    check_weights(trainer, caught.value, devices, **options)
     check_goes_on(trainer, killer.pids)
     return seconds
 
 
-def check_weights(trainer: lockstep.Trainer, error: WorkerError, devices: int) -> None:
+def check_weights(
+    trainer: lockstep.Trainer, error: WorkerError, devices: int, **options: Any
+) -> None:
     """The error says what the weights are; where it says that they are whole, they are."""
     (note,) = error.__notes__
     whole = re.fullmatch(
@@ -77,7 +85,7 @@ def check_weights(trainer: lockstep.Trainer, error: WorkerError, devices: int) -
     )
     assert whole or "some slices are one step ahead" in note
     if whole is not None:
-        reference = make_trainer(devices, callbacks=(_StopAfter(int(whole[1])),))
+        reference = make_trainer(devices, callbacks=(_StopAfter(int(whole[1])),), **options)
         fit(reference, epochs=10**6)
         for left, right in zip(
             trainer.model.parameters(), reference.model.parameters(), strict=True

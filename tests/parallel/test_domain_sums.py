@@ -18,7 +18,7 @@ from lockstep.comm.domain_sums import DomainSums, pairs, partner
 from lockstep.comm.gradient_rows import GradientRows, GradientSpec
 from lockstep.comm.gradients import TensorSpec
 from lockstep.comm.meeting_point import MeetingPoint
-from lockstep.comm.process_group import ProcessGroupTransport
+from lockstep.comm.process_group import ProcessGroups, ProcessGroupTransport
 from lockstep.comm.shared_memory import SharedRegion
 from lockstep.comm.tensor_channels import TensorChannels
 from lockstep.comm.transport import Buffers, Transport
@@ -83,7 +83,10 @@ class World:
     def __init__(self, counts: Sequence[int], kind: str = "channels") -> None:
         self.hosts = hosts_of(counts)
         self._kind = kind
-        self._meeting_point = MeetingPoint()
+        self._meeting_point = MeetingPoint(
+            address="127.0.0.1", num_ranks=sum(counts), timeout_seconds=SECONDS
+        )
+        self._groups: dict[int, ProcessGroups] = {}
         self._queues: dict[tuple[int, int], Queue[torch.Tensor]] = defaultdict(Queue)
         self.num_ranks = sum(counts)
         self.spec = make_spec(self.num_ranks)
@@ -111,14 +114,15 @@ class World:
     def transport_of(self, rank: int) -> Transport:
         match self._kind:
             case "gloo":
-                return ProcessGroupTransport(
-                    range(self.num_ranks),
+                ranks = range(self.num_ranks)
+                self._groups[rank] = ProcessGroups(
+                    {"sums": ranks},
                     rank=rank,
-                    name="sums",
                     backend="gloo",
-                    meeting_point=self._meeting_point.path,
+                    meeting=self._meeting_point.meeting,
                     look_around=be_patient,
                 )
+                return ProcessGroupTransport(ranks, "sums", self._groups[rank])
             case "queues":
                 return QueueTransport(rank, self._queues)
             case _:
@@ -156,6 +160,8 @@ class World:
 
         def guarded(rank: int) -> None:
             try:
+                if rank in self._groups:
+                    self._groups[rank].open()
                 body(rank)
             except BaseException as error:
                 errors.append(error)

@@ -44,12 +44,14 @@ class Layout:
         start: the launcher.
         models: their names.
         slow_models: those that are trained once more as over a slow network.
+        engine: what moves tensors.
     """
 
     devices: tuple[int, ...]
     start: Launcher
     models: Sequence[str] = FEW
     slow_models: Sequence[str] = ()
+    engine: str | None = None
 
 
 LAYOUTS = {
@@ -66,6 +68,10 @@ LAYOUTS = {
         devices=(2, 1), start=by_lockstep_run, models=(*FEW, "two_inputs"), slow_models=("wide",)
     ),
     "1 and 2 devices": Layout(devices=(1, 2), start=by_lockstep_run, slow_models=("wide",)),
+    "2 hosts x 2, gloo": Layout(devices=(2, 2), start=by_tf_config, models=FEW, engine="gloo"),
+    "1 and 2 devices, gloo": Layout(
+        devices=(1, 2), start=by_lockstep_run, models=("mlp", "cnn_batch_norm"), engine="gloo"
+    ),
     "2 hosts x 2, torchrun": Layout(
         devices=(2, 2), start=by_torchrun, models=(*FEW, "unet"), slow_models=("wide",)
     ),
@@ -75,13 +81,13 @@ SCRIPT = f"""{BEGINNING}
 from lockstep.launch.pool import keep_teams
 from tests.zoo import case
 
-def prove(name, gbit_per_second):
+def prove(name, gbit_per_second, engine):
     one = case(name)
     job = lockstep.Job(
         model=one.make_model(), loss=one.loss, optimizer=one.optimizer,
         data=(one.inputs, one.targets), batch_size=one.batch_size)
     strategy = lockstep.MultiWorkerMirroredStrategy(
-        network_gbit_per_second=gbit_per_second, timeout_seconds=180)
+        network_gbit_per_second=gbit_per_second, engine=engine, timeout_seconds=180)
     report = lockstep.verify(job, strategy, steps=5)
     tell({{
         "model": name, "network": gbit_per_second, "report": str(report),
@@ -90,8 +96,8 @@ def prove(name, gbit_per_second):
 
 with keep_teams():
     for word in sys.argv[1:]:
-        name, _, network = word.partition("@")
-        prove(name, float(network))
+        name, network, engine = word.split("@")
+        prove(name, float(network), engine or None)
 """
 
 
@@ -107,7 +113,7 @@ def test_training_on_several_hosts_equals_one_device(
         *((model, FAST_NETWORK) for model in layout.models),
         *((model, SLOW_NETWORK) for model in layout.slow_models),
     ]
-    script = [str(path), *(f"{model}@{network}" for model, network in jobs)]
+    script = [str(path), *(f"{model}@{network}@{layout.engine or ''}" for model, network in jobs)]
     started = [layout.start(hosts, host, script, layout.devices) for host in range(len(hosts))]
     for told, devices in zip(lines_of_all(started, SECONDS), layout.devices, strict=True):
         num_scripts = devices if layout.start is by_torchrun else 1

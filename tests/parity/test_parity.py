@@ -21,6 +21,7 @@ STRATEGIES = {
     "mirrored-2-shares-5": lockstep.MirroredStrategy(2, num_shares=5),
     "mirrored-2-gloo": lockstep.MirroredStrategy(2, engine="gloo"),
     "mirrored-3-gloo": lockstep.MirroredStrategy(3, engine="gloo"),
+    "mirrored-4-gloo": lockstep.MirroredStrategy(4, engine="gloo"),
 }
 
 

@@ -13,11 +13,13 @@ import torch
 from torch import Tensor
 
 import lockstep
+from lockstep.comm.process_group import ProcessGroupTransport
 from lockstep.errors import OptionError
 from tests.thorough import core_of
 from tests.zoo import case, cases
 
 GLOO = partial(lockstep.MirroredStrategy, engine="gloo")
+STAGES = lockstep.PipelineStrategy(2, microbatches=2, engine="gloo")
 
 
 def trained(
@@ -134,11 +136,37 @@ def test_evaluate_and_predict() -> None:
     torch.testing.assert_close(outputs, expected, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("devices", [2, 3])
+def test_a_ring_sends_no_less(devices: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every rank sends the others their gradients, and then what it has updated, and no more."""
+    sent: list[int] = []
+    all_to_all = ProcessGroupTransport._all_to_all
+
+    def counted(self: ProcessGroupTransport, into: Tensor, *others: Any) -> None:
+        sent.append(others[1].nbytes)
+        all_to_all(self, into, *others)
+
+    monkeypatch.setattr(ProcessGroupTransport, "_all_to_all", counted)
+    model = torch.nn.Sequential(torch.nn.Linear(512, 300), torch.nn.Linear(300, 1))
+    trainer = lockstep.Trainer(
+        model,
+        loss=torch.nn.MSELoss(),
+        optimizer=partial(torch.optim.SGD, lr=0.1),
+        strategy=GLOO(devices),
+    )
+    trainer.fit((torch.ones(24, 512), torch.ones(24, 1)), batch_size=8, verbose=0)
+    num_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    ring = 2 * (devices - 1) / devices * num_bytes
+    assert 0.99 * ring < sum(sent) / 3 < 1.01 * ring
+
+
 def test_the_plan_says_so() -> None:
     job = case("mlp")
     plan = GLOO(2).plan(job.make_model(), batch_size=8)
     assert "over gloo" in str(plan)
     assert lockstep.Plan.from_json(plan.to_json()) == plan
+    assert isinstance(job.inputs, Tensor)
+    assert "over gloo" in str(STAGES.plan(job.make_model(), batch_size=8, sample=job.inputs[:1]))
     alone = GLOO(1).plan(job.make_model(), batch_size=8)
     assert "gloo" not in str(alone)
 

@@ -58,6 +58,21 @@ ROWS = {
         "lockstep.HybridStrategy(2, 2, microbatches=2, timeout_seconds=180)",
         ("mlp", "gpt_tied", "unet", "cnn_dropout"),
     ),
+    "a pipeline on each host, gloo": (
+        (2, 2),
+        "lockstep.HybridStrategy(2, 2, microbatches=2, engine='gloo', timeout_seconds=180)",
+        ("mlp", "gpt_tied"),
+    ),
+    "a stage on each host, gloo": (
+        (1, 1),
+        "lockstep.PipelineStrategy(2, microbatches=3, engine='gloo', timeout_seconds=180)",
+        ("unet", "lstm", "gpt_tied"),
+    ),
+    "replicas of a stage on both hosts, gloo": (
+        (2, 2),
+        "lockstep.HybridStrategy((3, 1), microbatches=2, engine='gloo', timeout_seconds=180)",
+        ("gpt_tied",),
+    ),
     "replicas of a stage on both hosts": (
         (2, 2),
         "lockstep.HybridStrategy((3, 1), microbatches=2, timeout_seconds=180)",

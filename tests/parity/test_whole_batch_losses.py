@@ -24,6 +24,7 @@ STRATEGIES = {
     "pipeline-2": lockstep.PipelineStrategy(2, microbatches=3),
     "pipeline-2-zb-h1": lockstep.PipelineStrategy(2, microbatches=4, schedule="zb-h1"),
     "data-2-pipe-2": lockstep.HybridStrategy(data=2, pipe=2, microbatches=2),
+    "data-2-pipe-2-gloo": lockstep.HybridStrategy(2, 2, microbatches=2, engine="gloo"),
 }
 CELLS = [(job, strategy) for job in JOBS for strategy in STRATEGIES]
 

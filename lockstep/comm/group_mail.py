@@ -1,0 +1,253 @@
+"""Mail between stages that share no memory: announced at the board, sent from rank to rank.
+
+From each rank to each that reads something of it there is a channel: a group of these two for the
+tensors (``comm.process_group``), and a mailbox for what must be known before they can be received
+(``comm.mailboxes``, or to other hosts ``comm.mail_channels``). So ranks wait for each other where
+they look around, and no device is asked what is to come.
+
+Messages of a channel are received in the order in which they were sent, which the sender's program
+gives. What is read later is kept until then. A sender never waits for a reader to want a message,
+as long as the mailbox has slots for all that may be on their way. So no order of programs that is
+right with mailboxes alone can come to a deadlock here; and backends that know messages by their
+order only, and not by tags, are fine.
+
+A message is one buffer, whatever it holds.
+"""
+
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lockstep.comm.board import Board
+from lockstep.comm.codec import decode, encode
+from lockstep.comm.gradients import TensorSpec
+from lockstep.comm.mail import MailCarrier, MailKey
+from lockstep.comm.mail_channels import MailChannels
+from lockstep.comm.mailboxes import Mailbox, MailboxSpec
+from lockstep.comm.process_group import ProcessGroups
+from lockstep.comm.shared_memory import SharedRegion, dense_stride
+from lockstep.data.trees import Tree, map_tensors, tensors_of
+from lockstep.plan.layout import flat_offsets
+
+# The ranks that send and receive.
+Pair = tuple[int, int]
+
+# Stands for a tensor in the announcement of a message.
+_HOLE = torch.empty(0)
+
+
+def channel_name(pair: Pair) -> str:
+    """The name of a channel's group; the sender is its rank 0."""
+    return "mail {} > {}".format(*pair)
+
+
+@dataclass
+class _Letter:
+    """A message that is here, and how many readers still need it."""
+
+    tree: Tree
+    num_readers: int
+
+
+class GroupMail(MailCarrier):
+    """One rank's end.
+
+    Args:
+        channels: the mailbox of each channel, in the order in which they lie in memory.
+        region: where they lie.
+        offset_bytes: from where on.
+        board: to wait at.
+        groups: this rank's.
+        device: where what arrives is to be.
+        ranks_here: those of this host.
+        mail_channels: to the others; None where there are none.
+        first_box: the number of the first mailbox, as mail threads count them.
+    """
+
+    def __init__(
+        self,
+        channels: Mapping[Pair, MailboxSpec],
+        region: SharedRegion,
+        offset_bytes: int,
+        board: Board,
+        groups: ProcessGroups,
+        device: torch.device,
+        *,
+        ranks_here: range,
+        mail_channels: MailChannels | None,
+        first_box: int,
+    ) -> None:
+        self._rank = board.rank
+        self._out: dict[int, _Outgoing] = {}
+        self._in: dict[int, _Incoming] = {}
+        for number, ((sender, receiver), spec) in enumerate(channels.items(), first_box):
+            name = channel_name((sender, receiver))
+            box: Mailbox | _BoxAbroad = Mailbox(spec, region, offset_bytes, board)
+            if mail_channels is not None and not {sender, receiver} <= {*ranks_here}:
+                box = _BoxAbroad(mail_channels, number, sender, spec.num_slots)
+            if sender == self._rank:
+                self._out[receiver] = _Outgoing(name, groups, box, receiver, spec.num_slots)
+            elif receiver == self._rank:
+                self._in[sender] = _Incoming(name, groups, box, sender, device)
+            offset_bytes += spec.num_bytes
+        self._here: dict[tuple[MailKey, int], _Letter] = {}
+
+    def put(self, key: MailKey, message: int, tree: Tree, readers: Sequence[int]) -> None:
+        packed = None
+        for reader, count in Counter(readers).items():
+            if reader == self._rank:
+                self._here[key, message] = _Letter(map_tensors(_copy, tree), count)
+            else:
+                packed = _Packed(tree) if packed is None else packed
+                self._out[reader].send((*vars(key).values(), message, count), packed)
+
+    def take(self, key: MailKey, message: int) -> Tree:
+        return map_tensors(_as_leaf, self._letter(key, message).tree)
+
+    def give_back(self, key: MailKey, message: int, reader: int) -> None:
+        letter = self._letter(key, message)
+        letter.num_readers -= 1
+        if not letter.num_readers:
+            del self._here[key, message]
+
+    def _letter(self, key: MailKey, message: int) -> _Letter:
+        while (key, message) not in self._here:
+            (*parts, number, count), tree = self._in[key.sender].receive()
+            self._here[MailKey(*parts), number] = _Letter(tree, count)
+        return self._here[key, message]
+
+
+class _Packed:
+    """A tree as one buffer, and what is needed to make it of the buffer again."""
+
+    def __init__(self, tree: Tree) -> None:
+        tensors = list(tensors_of(tree))
+        specs = [TensorSpec("", tuple(one.shape), dense_stride(one), one.dtype) for one in tensors]
+        _, self.num_bytes = flat_offsets([spec.extent for spec in specs])
+        self.buffer = torch.empty(self.num_bytes, dtype=torch.uint8)
+        views = _views(self.buffer, specs)
+        if views:
+            torch._foreach_copy_(views, [tensor.detach() for tensor in tensors])
+        forms = [
+            (spec.shape, spec.stride, spec.dtype, tensor.requires_grad)
+            for spec, tensor in zip(specs, tensors, strict=True)
+        ]
+        self.form = (self.num_bytes, forms, map_tensors(lambda tensor: _HOLE, tree))
+
+
+def _unpacked(form: Any, buffer: torch.Tensor, device: torch.device) -> Tree:
+    """The tree that ``_Packed`` was made of."""
+    _, forms, frame = form
+    specs = [TensorSpec("", shape, stride, dtype) for shape, stride, dtype, _ in forms]
+    flags = [flag for *_, flag in forms]
+    tensors = (
+        view.to(device).requires_grad_(flag)
+        for view, flag in zip(_views(buffer, specs), flags, strict=True)
+    )
+    return map_tensors(lambda hole: next(tensors), frame)
+
+
+def _views(buffer: torch.Tensor, specs: Sequence[TensorSpec]) -> list[torch.Tensor]:
+    """Tensors one after the other in a buffer."""
+    extents = [spec.extent for spec in specs]
+    return [
+        buffer[start : start + extent.num_elements * extent.element_bytes]
+        .view(spec.dtype)
+        .as_strided(spec.shape, spec.stride)
+        for spec, extent, start in zip(specs, extents, flat_offsets(extents)[0], strict=True)
+    ]
+
+
+class _BoxAbroad:
+    """A mailbox whose ends are on different hosts."""
+
+    def __init__(self, channels: MailChannels, box: int, sender: int, num_slots: int) -> None:
+        self._channels = channels
+        self._box = box
+        self._sender = sender
+        self._num_slots = num_slots
+
+    def put(self, number: int, payload: bytes, readers: Sequence[int]) -> None:
+        self._channels.put(self._box, number, payload, readers, self._num_slots)
+
+    def take(self, number: int, sender: int) -> bytes:
+        return self._channels.take(self._box, number, sender)
+
+    def give_back(self, number: int, reader: int) -> None:
+        self._channels.acknowledge(self._box, number, self._sender)
+
+
+class _Outgoing:
+    """A channel's end where it is sent."""
+
+    def __init__(
+        self,
+        name: str,
+        groups: ProcessGroups,
+        box: "Mailbox | _BoxAbroad",
+        receiver: int,
+        num_slots: int,
+    ) -> None:
+        self._name = name
+        self._groups = groups
+        self._box = box
+        self._receiver = receiver
+        self._num_slots = num_slots
+        self._number = 0
+        self._pending: deque[tuple[Any, _Packed]] = deque()  # gloo reads from the buffers
+
+    def send(self, address: tuple[Any, ...], packed: _Packed) -> None:
+        """Begin to send a message; wait only while the mailbox has no slot for it."""
+        self._number += 1
+        self._pending.append((self._begun(packed), packed))
+        self._box.put(self._number, encode((address, packed.form)), [self._receiver])
+        while len(self._pending) > self._num_slots:  # the one before in this slot was received
+            work, _ = self._pending.popleft()
+            if work is not None:
+                self._groups.finish(work)
+
+    def _begun(self, packed: _Packed) -> Any:
+        if not packed.num_bytes:
+            return None
+        return self._groups[self._name].send([packed.buffer], 1, self._number)
+
+
+class _Incoming:
+    """A channel's end where it is received."""
+
+    def __init__(
+        self,
+        name: str,
+        groups: ProcessGroups,
+        box: "Mailbox | _BoxAbroad",
+        sender: int,
+        device: torch.device,
+    ) -> None:
+        self._name = name
+        self._groups = groups
+        self._box = box
+        self._sender = sender
+        self._device = device
+        self._number = 0
+
+    def receive(self) -> tuple[tuple[Any, ...], Tree]:
+        """Wait for the next message: its address, and what it holds."""
+        self._number += 1
+        address, form = decode(self._box.take(self._number, self._sender))
+        buffer = torch.empty(form[0], dtype=torch.uint8)
+        if form[0]:
+            group = self._groups[self._name]
+            self._groups.finish(group.recv([buffer], 0, self._number))
+        self._box.give_back(self._number, 0)
+        return address, _unpacked(form, buffer, self._device)
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+def _as_leaf(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().requires_grad_(tensor.requires_grad)
