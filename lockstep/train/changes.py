@@ -68,10 +68,14 @@ class ChangeWatch:
     Args:
         model: the model.
         readopt: brings parameters that a callback moved back to where all ranks see them.
+        sees_weights: changed weights are told of, also where all ranks see them anyway.
     """
 
-    def __init__(self, model: nn.Module, readopt: Callable[[], None]) -> None:
+    def __init__(
+        self, model: nn.Module, readopt: Callable[[], None], *, sees_weights: bool = False
+    ) -> None:
         self._model = model
+        self._sees_weights = sees_weights
         self._readopt = readopt
         self._lookout: Lookout | None = None
 
@@ -91,7 +95,7 @@ class ChangeWatch:
         model = self._model
         lookout = self._lookout or Lookout(model)
         before = lookout.look()
-        known = _unseen(model, plan)
+        known = _unseen(model, plan, sees_weights=self._sees_weights)
         act()
         # Between epochs there may be other modules from now on.
         self._lookout = lookout if in_epoch else None
@@ -109,14 +113,14 @@ class ChangeWatch:
         return changed_buffers(model, before, after) | known.changed(model)
 
 
-def _unseen(model: nn.Module, plan: Plan | None) -> WeightCopy | None:
-    """A copy of what other ranks do not see change: buffers, and on other hosts parameters.
+def _unseen(model: nn.Module, plan: Plan | None, *, sees_weights: bool) -> WeightCopy | None:
+    """A copy of what other ranks do not see change: buffers, and in other domains parameters.
 
     What is written to ``buffer.data`` leaves no trace but the values.
     """
     if plan is None or plan.num_ranks == 1:
         return None
-    return WeightCopy(model, with_parameters=len(plan.domains) > 1)
+    return WeightCopy(model, with_parameters=sees_weights or len(plan.domains) > 1)
 
 
 # What a setting is, or a dict of these, or a short list.

@@ -83,7 +83,7 @@ class FitTask(Task):
         loss_parts: of the loss, where it has some.
         shows_slots: callbacks that act after steps look at the optimizer's slots, too.
         turns: the losses of several functions that take turns with every batch.
-        takes_states: a callback may take the training's state after a step.
+        takes_states: a callback may take the training's state after a step, or a backup is.
         proves: all ranks prove first that they compute the same (``train.rank_proof``).
         stops_before_steps: a callback that wants training to stop before a step stops that step,
             too; else training stops after it.
@@ -207,6 +207,7 @@ class FitTask(Task):
                 ensemble.check_halt()
                 if stops:
                     break
+            conductor.back_up()
         progress.num_epochs = epoch + 1
         worker.settle()
         ensemble.check_halt()
@@ -259,8 +260,8 @@ class FitTask(Task):
         plan = ensemble.worker.plan
         is_apart = plan.num_hosts > 1 and plan.pipeline is not None  # weights are on other hosts
         if isinstance(self.source, SharedStream):
-            place = replace(place, read=self.source.used)
-            is_apart = is_apart or place.read is None
+            read = self.source.used
+            place = replace(place, read=read, is_lasting=read is not None)
         ensemble.conductor.stand_at(None if is_apart else place)
 
     def _begin_epoch(self, ensemble: Ensemble, epoch: int) -> bool:
