@@ -4,8 +4,8 @@ What a stream has given nobody can ask it for again. So after a mark, batches ar
 read; ``rewind`` goes back to the mark, and then they come once more, in their epochs, before any
 other is read.
 
-Batches are read in one thread, ahead of their use. ``mark`` and ``use`` are for the thread that uses
-them; ``rewind``, as all reading, for the one that reads.
+Batches are read in one thread, ahead of their use. ``mark`` and ``use`` are for the thread that
+uses them; ``rewind``, as all reading, for the one that reads.
 """
 
 from collections import deque

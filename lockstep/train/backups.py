@@ -173,7 +173,8 @@ class Backups:
             return True
         if self.restarts:
             raise DeviceError(
-                f"restarts={self.restarts} needs {format_bytes(needed)} for a copy of the training.",
+                f"With restarts={self.restarts} a copy of the training takes "
+                f"{format_bytes(needed)} of memory.",
                 received=free,
                 fix="Free memory or raise the limit by as much, or pass restarts=0.",
             )
@@ -186,7 +187,7 @@ class Backups:
         return self._last
 
     def restart(self) -> Backup | None:
-        """Use up a restart, and put everything back; None if none is left, or there is no backup."""
+        """Use up a restart, and put everything back; None where that cannot be."""
         if not self.restarts_left or self.put_back() is None:
             return None
         self.restarts_left -= 1

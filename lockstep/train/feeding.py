@@ -25,8 +25,8 @@ import torch
 from lockstep.channel.waiting import Stopwatch
 from lockstep.comm.gradients import TensorSpec
 from lockstep.comm.shared_memory import SharedRegion
-from lockstep.data.order import batch_bounds
 from lockstep.data.kept_reading import KeptReading
+from lockstep.data.order import batch_bounds
 from lockstep.data.reading import Reading
 from lockstep.data.sources import ArraySource, Source
 from lockstep.data.trees import Tree, map_leaves, map_tensors, tensors_of

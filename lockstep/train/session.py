@@ -366,13 +366,14 @@ class _Part:
         assert worker.board is not None
         lost = worker.updater.recover()
         has_older = len(self.assignment.plan.domains) > 1 and bool(worker.updater.slot_keys())
-        last = None if lost or has_older else worker.board.last_update
-        if last is None:
-            last = put_back()
-        if last is None:
-            add_note(error, what_is_lost(worker.board.last_update, lost, has_older=has_older))
+        last = worker.board.last_update
+        if last is not None and not lost and not has_older:
+            note = what_is_left(last)
+        elif (copied := put_back()) is not None:
+            note = what_is_left(copied, is_put_back=True)
         else:
-            add_note(error, what_is_left(last))
+            note = what_is_lost(last, lost, has_older=has_older)
+        add_note(error, note)
 
 
 def _leading_worker(

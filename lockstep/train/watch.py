@@ -76,11 +76,16 @@ class Position:
         return f"in {self._name}, step {step}" if step >= 0 else f"in {self._name}"
 
 
-def what_is_left(last: int) -> str:
-    """For whoever goes on after an error: the step that has left the weights."""
-    if last < 0:
-        return "The weights are whole, as fit has found them."
-    return f"The weights are whole, as step {last} has left them, and so is the optimizer."
+def what_is_left(last: int, *, is_put_back: bool = False) -> str:
+    """For whoever goes on after an error: the step that has left the weights.
+
+    Args:
+        last: its number; -1 for none.
+        is_put_back: it is the step after which they were copied last.
+    """
+    found = f"as step {last} has left them" if last >= 0 else "as fit has found them"
+    later = " They were put back: what came later was lost in part." if is_put_back else ""
+    return f"The weights are whole, {found}, and so is the optimizer.{later}"
 
 
 def what_is_lost(last: int | None, lost: list[str], *, has_older: bool) -> str:
