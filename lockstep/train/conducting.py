@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lockstep.data.sources import Source
-from lockstep.errors import WorkerError
+from lockstep.errors import OptionError, WorkerError
 from lockstep.parallel.update import PieceSlots
 from lockstep.parallel.worker import StepResult
 from lockstep.plan.averaging import AveragedUpdate
@@ -152,9 +152,11 @@ class FitConductor(FollowingConductor):
             self._display.begin_epoch(epoch)
 
     def begin_step(self, index: int) -> None:
-        self._journal.once(
-            lambda: [callback.on_train_batch_begin(index) for callback in self._step_beginners]
-        )
+        self._journal.once(partial(self._show_step_begin, index))
+
+    def _show_step_begin(self, index: int) -> None:
+        for callback in self._step_beginners:
+            callback.on_train_batch_begin(index)
 
     def end_step(self, index: int, result: StepResult) -> None:
         self._clock.end_step()
@@ -181,8 +183,15 @@ class FitConductor(FollowingConductor):
 
     def begin_run(self, start: Resume) -> None:
         plan = self._trainer.plan
-        is_apart = isinstance(plan.update, AveragedUpdate)
-        if self._backups is None or is_apart or self._journal.is_read:
+        if self._backups is None or self._journal.is_read:
+            return
+        if isinstance(plan.update, AveragedUpdate):
+            if self._backups.restarts:
+                raise OptionError(
+                    "Replicas that train apart are lost with their process.",
+                    received=f"restarts={self._backups.restarts} under {plan.strategy}",
+                    fix="Leave it out, or use MirroredStrategy.",
+                )
             return
         place = Place(epoch=start.epoch, batch=start.batch, num_steps=0, so_far=start.so_far)
         self.stand_at(place)
@@ -203,6 +212,11 @@ class FitConductor(FollowingConductor):
             return None
         backup = self._backups.restart()
         if backup is None:
+            if self._backups.restarts:
+                error.add_note(
+                    f"All {self._backups.restarts} restarts are used up, or what callbacks have "
+                    "changed since the last copy of the training is not known."
+                )
             return None
         place = copied(backup.state.position["fit"])
         restarts = [*self.history.restarts, f"{error}".partition("\n")[0]]
@@ -224,7 +238,11 @@ class FitConductor(FollowingConductor):
             callback.on_test_begin()
 
     def end_validation(self, logs: dict[str, Any]) -> None:
-        self._journal.once(lambda: [callback.on_test_end(logs) for callback in self._callbacks])
+        self._journal.once(partial(self._show_validation, logs))
+
+    def _show_validation(self, logs: dict[str, Any]) -> None:
+        for callback in self._callbacks:
+            callback.on_test_end(logs)
 
     def end_epoch(self, epoch: int, logs: dict[str, Any]) -> None:
         if self._schedule is not None:
@@ -240,13 +258,12 @@ class FitConductor(FollowingConductor):
             callback.on_epoch_end(epoch, logs)
 
     def take_traces(self, traces: list[bytes]) -> None:
-        self._journal.once(
-            lambda: [
+        self._journal.once(partial(self._show_traces, traces))
+
+    def _show_traces(self, traces: list[bytes]) -> None:
+        for callback in self._callbacks:
+            if callback.traced_steps is not None:
                 callback.on_train_trace(traces)
-                for callback in self._callbacks
-                if callback.traced_steps is not None
-            ]
-        )
 
     def observe_state(self, snapshot: Snapshot) -> None:
         if self._on_snapshot is not None:
