@@ -21,7 +21,7 @@ from lockstep.train.feeding import SharedStream, sample_of
 from lockstep.train.fit_task import FitTask
 from lockstep.train.history import History
 from lockstep.train.intake import Feed, Wish, close_all, closing_on_error, take_in
-from lockstep.train.interrupt import held_interrupts
+from lockstep.train.interrupt import held_interrupts, held_termination
 from lockstep.train.likeness import said
 from lockstep.train.metrics import Metrics
 from lockstep.train.output_console import OutputConsole
@@ -86,7 +86,11 @@ class FittingRunner(PersistentRunner):
         self._check_not_averaged("fit")
         if asked.checkpoint is None:
             return self._fit_on(asked, None, None)
-        keeper = Keeper(asked.checkpoint)
+        with held_termination(is_alone=self._job_context.hosts is None) as termination:
+            return self._fit_with(asked, Keeper(asked.checkpoint, termination))
+
+    def _fit_with(self, asked: FitRequest, keeper: Keeper) -> History:
+        """Fit, and write checkpoints."""
         with keeper.opened() if self._is_chief else nullcontext() as tree:
             tree = self._job_context.from_chief(tree)
             return self._fit_on(asked, keeper, None if tree is None else Found.of(tree))
