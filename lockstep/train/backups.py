@@ -21,7 +21,7 @@ import torch
 
 from lockstep.cluster.memory_limits import free_memory
 from lockstep.data.trees import tensors_of
-from lockstep.errors import DeviceError
+from lockstep.errors import CheckpointError, DeviceError
 from lockstep.train.ensemble import Resume
 from lockstep.train.feeding import SharedStream
 from lockstep.train.training_state import TrainingState, copied
@@ -145,11 +145,17 @@ class Backups:
             resume: where to go on; None for where the training says that it stands.
 
         Raises:
-            DeviceError: there is no memory for it, where restarts were asked for.
+            CheckpointError, DeviceError: something cannot be copied, or there is no memory for it,
+                and restarts were asked for.
         """
         began = time.monotonic()
-        now = self._state()
         self._last = None
+        try:
+            now = self._state()
+        except CheckpointError:
+            if self.restarts:
+                raise
+            return  # an error will say what is lost
         if self._before is None and not self._finds_room(now):
             return
         with torch.no_grad():
