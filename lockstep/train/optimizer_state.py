@@ -39,10 +39,8 @@ def optimizer_parts(optimizer: optim.Optimizer, parameters: Parameters) -> dict[
     if type(optimizer).state_dict is not optim.Optimizer.state_dict:
         return {"own": {"": optimizer.state_dict()}}
     names = {id(parameter): name for name, parameter in parameters.items()}
-    strange = sum(
-        id(one) not in names for group in optimizer.param_groups for one in group["params"]
-    )
-    if strange:
+    every = [one for group in optimizer.param_groups for one in group["params"]]
+    if strange := sum(id(one) not in names for one in every):
         raise CheckpointError(
             "The state of a training has the optimizer's parameters by their names in the model.",
             received=f"an optimizer with {strange} that the model has not, or no more",
