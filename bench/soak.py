@@ -53,6 +53,7 @@ class Faults(lockstep.Callback):
     """
 
     is_observer = True
+    trainer: Any
 
     def __init__(self, number: int | None, most: int, chance: random.Random) -> None:
         self.losses: list[float] = []

@@ -268,18 +268,9 @@ class Team:
                 self._raise_trouble(helper)
 
     def check_answering(self, waited_seconds: float) -> None:
-        """Raise if a helper was stopped, as by SIGSTOP, and has not gone on.
-
-        Args:
-            waited_seconds: for the helpers, so far.
-
-        Raises:
-            WorkerError: with the rank, and where it was.
-        """
-        if waited_seconds < _STOPPED_SECONDS:
-            return
+        """Raise a WorkerError if a helper was stopped, as by SIGSTOP, and has not gone on."""
         for helper in self._helpers:
-            if is_stopped(helper.pid):
+            if waited_seconds >= _STOPPED_SECONDS and is_stopped(helper.pid):
                 raise _loss(
                     f"Rank {helper.rank} (process {helper.pid}) is stopped "
                     f"({self._position(helper.rank)}), as by SIGSTOP, and was waited for "

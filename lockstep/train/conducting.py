@@ -101,6 +101,7 @@ class FitConductor(FollowingConductor):
         self._backups = backups
         self._journal = Journal(is_kept=False) if backups is None else backups.journal
         self._is_due = False  # a backup, after this step
+        self._is_asked = False  # for the state, by a callback after this step
         self._trainer = trainer
         self._schedule = trainer.schedule
         self._callbacks = callbacks
@@ -175,10 +176,13 @@ class FitConductor(FollowingConductor):
         wishes = self._journal.once(
             lambda: [callback.takes_state(index) for callback in self._step_enders]  # all are asked
         )
+        self._is_asked = any(wishes)
         self._is_due = self._backups is not None and self._backups.is_due
-        return any(wishes) or self._is_due
+        return self._is_asked or self._is_due
 
     def stand_at(self, place: Place | None) -> None:
+        if place is not None and place.batch and not self._is_asked:
+            place = replace(place, is_lasting=False)  # for nobody but us
         self._trainer.stand_at(place, self.history)
 
     def begin_run(self, start: Resume) -> None:

@@ -40,6 +40,7 @@ class Seen(lockstep.Callback):
     """Notes all that it is told, and kills a helper after some steps, which are counted from 1."""
 
     is_observer = True
+    trainer: Any
 
     def __init__(self, *kills: int, number: int = signal.SIGKILL) -> None:
         self.kills, self.number = kills, number
@@ -66,6 +67,8 @@ class Seen(lockstep.Callback):
 
 class Meddler(lockstep.Callback):
     """Changes rates, weights and buffers, and ends the training."""
+
+    model: Any
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self.trainer.optimizer.param_groups[0]["lr"] *= 0.9
@@ -170,9 +173,9 @@ def act_in(phase: str, once: str) -> None:
     if phase == "forward":
         die()
     elif phase == "before its update":
-        TorchUpdater.step = lambda updater: die()  # type: ignore[method-assign]  # once is enough
+        TorchUpdater.step = lambda updater: die()
     elif phase == "in its update":
-        TorchUpdater.step = _spoil  # type: ignore[method-assign]
+        TorchUpdater.step = _spoil
     else:
         kind = {"backward": Backward, "exchange": Reduce, "verdict": Step, "sync": Sync}[phase]
         run = Worker._run
