@@ -61,7 +61,7 @@ def test_a_script_is_killed_at_any_moment(kills: int, devices: int, tmp_path: Pa
     assert finished(tmp_path, "killed", devices, epochs) == expected
 
 
-@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("devices", core_of([1, 2], [2]))
 def test_a_script_is_told_to_end(devices: int, tmp_path: Path) -> None:
     """By SIGTERM: it writes what it has after the step under way, and leaves within 10 s."""
     (tmp_path / "job.py").write_text(JOB)
