@@ -4,7 +4,7 @@ BIN := .venv/bin
 # Hundreds of interpreters are started: all but the first read what was compiled.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all check lint format api-docs bench bench-architectures bench-hosts bench-input bench-overhead bench-pipelines bench-small-calls bench-starting clean
+.PHONY: demo test test-all check lint format api-docs bench bench-architectures bench-hosts bench-input bench-overhead bench-pipelines bench-small-calls bench-starting soak clean
 demo: .venv/.installed-demo
 	$(BIN)/lockstep demo
 
@@ -63,6 +63,11 @@ bench-small-calls: .venv/.installed-dev
 # What progress, metrics and callbacks add to a step; prints a table.
 bench-overhead: .venv/.installed-demo
 	$(BIN)/python bench/overhead.py
+
+# Kills and stops processes at random moments, and prints a table of faults survived.
+MINUTES ?= 30
+soak: .venv/.installed-demo
+	$(BIN)/python bench/soak.py --minutes $(MINUTES)
 
 clean:
 	rm -rf .venv .venv-bench bench/results .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -110,9 +110,11 @@ class WorkerError(LockstepError, RuntimeError):
 
     Attributes:
         raised: the exception that has ended its work, where that could be brought here.
+        is_loss: it was killed, or does not answer: what it has computed was not at fault.
     """
 
     raised: BaseException | None = None
+    is_loss = False
 
 
 class HostError(LockstepError, RuntimeError):

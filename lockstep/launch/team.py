@@ -32,6 +32,8 @@ START_TIMEOUT_SECONDS = 120.0
 _PING_TIMEOUT_SECONDS = 10.0
 _STACKS_TIMEOUT_SECONDS = 5.0
 _STACKS_PAUSE_SECONDS = 0.05
+# Longest wait for a process that is stopped: it computes nothing.
+_STOPPED_SECONDS = 30.0
 
 
 class _Helper:
@@ -264,9 +266,19 @@ class Team:
             if helper.has_failed() and is_awaited(helper.rank):
                 self._raise_trouble(helper)
 
+    def check_answering(self, waited_seconds: float) -> None:
+        """Raise a WorkerError if a helper was stopped, as by SIGSTOP, and has not gone on."""
+        for helper in self._helpers:
+            if waited_seconds >= _STOPPED_SECONDS and is_stopped(helper.pid):
+                raise _loss(
+                    f"Rank {helper.rank} (process {helper.pid}) is stopped "
+                    f"({self._position(helper.rank)}), as by SIGSTOP, and was waited for "
+                    f"{waited_seconds:.0f} s."
+                )
+
     def raise_timeout(self, waited_seconds: float) -> NoReturn:
         """Raise a WorkerError that shows what every rank is doing."""
-        self._raise_with_stacks(
+        raise self._with_stacks(
             f"waited {waited_seconds:.0f} s for its helpers",
             "A rank hangs, or computes longer than the time allowed.",
             threading.get_ident(),
@@ -274,11 +286,13 @@ class Team:
 
     def raise_slow_read(self, waited_seconds: float, thread: int) -> NoReturn:
         """Raise a WorkerError where rank 0 is at one read for too long, in this thread."""
-        self._raise_with_stacks(
+        error = self._with_stacks(
             f"been reading samples for {waited_seconds:.0f} s",
             "The dataset hangs, or takes longer than the time allowed.",
             thread,
         )
+        error.is_loss = False  # it is this process that hangs
+        raise error
 
     def tell_failure(self, error: BaseException) -> None:
         """Tell all who still listen why the call ends, as far as they take it in at once."""
@@ -308,6 +322,7 @@ class Team:
     def _until(self, timeout_seconds: float) -> LookAround:
         def look_around(waited_seconds: float) -> None:
             self.look_around()
+            self.check_answering(waited_seconds)
             if waited_seconds > timeout_seconds:
                 self.raise_timeout(waited_seconds)
 
@@ -325,7 +340,8 @@ class Team:
                 message = helper.inbox.popleft()
                 assert message.kind == kind, (message.kind, kind)
                 return message
-            if watch.tick() > timeout_seconds:
+            self.check_answering(watch.tick())
+            if watch.seconds > timeout_seconds:
                 self.raise_timeout(watch.seconds)
             self._wait()
 
@@ -345,12 +361,12 @@ class Team:
                 raise trouble_of(f"rank {helper.rank}", unpack_failure(message.payload), where)
         reason = helper.origin.describe_end(helper.number)
         last_output = helper.diagnostics.read_new()
-        raise WorkerError(
+        raise _loss(
             f"Rank {helper.rank} (process {helper.pid}) ended ({where}): {reason}."
             + (f"\n--- last output of rank {helper.rank} ---\n{last_output}" if last_output else "")
         )
 
-    def _raise_with_stacks(self, doing: str, remark: str, thread: int) -> NoReturn:
+    def _with_stacks(self, doing: str, remark: str, thread: int) -> WorkerError:
         for helper in self._helpers:
             if helper.has_failed():
                 self._raise_trouble(helper)
@@ -360,7 +376,7 @@ class Team:
             f"\n--- rank {helper.rank} ({self._position(helper.rank)}) ---\n{stacks}"
             for helper, stacks in zip(self._helpers, self._stacks(), strict=True)
         )
-        raise WorkerError(
+        return _loss(
             f"Rank {self._rank} has {doing} ({where}). {remark} All ranks' stacks:\n"
             f"--- rank {self._rank} ({where}) ---\n{own}{shown}"
         )
@@ -399,6 +415,12 @@ def _end_helpers(helpers: list[_Helper]) -> None:
 def _close_helpers(helpers: list[_Helper]) -> None:
     while helpers:
         helpers.pop().close()
+
+
+def _loss(what: str) -> WorkerError:
+    error = WorkerError(what)
+    error.is_loss = True
+    return error
 
 
 def _between_calls(rank: int) -> str:

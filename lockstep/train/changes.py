@@ -68,10 +68,14 @@ class ChangeWatch:
     Args:
         model: the model.
         readopt: brings parameters that a callback moved back to where all ranks see them.
+        sees_weights: changed weights are told of, also where all ranks see them anyway.
     """
 
-    def __init__(self, model: nn.Module, readopt: Callable[[], None]) -> None:
+    def __init__(
+        self, model: nn.Module, readopt: Callable[[], None], *, sees_weights: bool = False
+    ) -> None:
         self._model = model
+        self._sees_weights = sees_weights
         self._readopt = readopt
         self._lookout: Lookout | None = None
 
@@ -91,10 +95,10 @@ class ChangeWatch:
         model = self._model
         lookout = self._lookout or Lookout(model)
         before = lookout.look()
-        # What other ranks do not see change: buffers, and on other hosts parameters. What is
+        # What other ranks do not see change: buffers, and in other domains parameters. What is
         # written to ``buffer.data`` leaves no trace but the values.
         is_told = plan is not None and plan.num_ranks > 1
-        is_elsewhere = plan is not None and len(plan.domains) > 1
+        is_elsewhere = self._sees_weights or (plan is not None and len(plan.domains) > 1)
         known = copied_values(model, with_parameters=is_elsewhere) if is_told else {}
         act()
         # Between epochs there may be other modules from now on.

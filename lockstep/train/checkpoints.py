@@ -29,6 +29,7 @@ from lockstep.plan.spec import Plan
 from lockstep.train.background import Background
 from lockstep.train.callbacks import Callback, Logs
 from lockstep.train.history import History
+from lockstep.train.interrupt import STATUS_OF_SIGTERM, Termination
 from lockstep.train.training_state import TrainingState
 from lockstep.version import __version__
 
@@ -166,6 +167,7 @@ class Keeper(Callback):
 
     Args:
         checkpoint: where, and how often.
+        termination: what has become of SIGTERM, after which one more is written.
 
     Attributes:
         record: of the ``fit``; set before training.
@@ -174,8 +176,10 @@ class Keeper(Callback):
     is_observer = True
     record: FitRecord
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: Checkpoint, termination: Termination) -> None:
         self._checkpoint = checkpoint
+        self._termination = termination
+        self._is_last = False
         self._background = Background("lockstep: checkpoints")
         self._writing: Future[Path] | None = None
         self._is_due = False
@@ -207,19 +211,16 @@ class Keeper(Callback):
 
     # --- between the steps -----------------------------------------------------------------------
 
-    def acts_in(self, method: str) -> bool:
-        if method in ("takes_state", "on_train_batch_end"):
-            return not self._checkpoint.is_by_epoch
-        return super().acts_in(method)
-
     def takes_state(self, batch: int) -> bool:
         every = self._checkpoint
+        self._is_last = self._is_due = self._termination.is_requested
         if every.num_steps is not None:  # not after every step it may have been asked
             steps = (self._last_steps, self._num_steps + 1)
             last, now = (number // every.num_steps for number in steps)
-            self._is_due = now > last
+            self._is_due = self._is_due or now > last
         elif every.num_seconds is not None:
-            self._is_due = time.monotonic() - self._last_seconds >= every.num_seconds
+            passed = time.monotonic() - self._last_seconds
+            self._is_due = self._is_due or passed >= every.num_seconds
         return self._is_due
 
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
@@ -227,6 +228,9 @@ class Keeper(Callback):
         if self._is_due:
             self._take()
             self._is_due = False
+        if self._is_last and not self.trainer.stop_training:  # else the end is written in a moment
+            self._wait()
+            raise SystemExit(STATUS_OF_SIGTERM)
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         if self._checkpoint.is_by_epoch:

@@ -175,6 +175,20 @@ def check_counts(maybe: Mapping[str, Any] | None = None, /, **counts: Any) -> li
     return found
 
 
+def check_restarts(restarts: object) -> None:
+    """See that it is a number of restarts.
+
+    Raises:
+        OptionError: it is none.
+    """
+    if not isinstance(restarts, int) or isinstance(restarts, bool) or restarts < 0:
+        raise OptionError(
+            "`restarts` must be an integer of at least 0.",
+            received=f"restarts={restarts!r}",
+            fix="Pass 3, for example: so often may a process be lost.",
+        )
+
+
 def prepare_model(model: nn.Module, precision: str) -> None:
     """Bring the model to the precision asked for.
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from lockstep.data.sources import Source
+from lockstep.errors import WorkerError
 from lockstep.parallel.update import PieceSlots, Updater
 from lockstep.parallel.worker import StepResult
 from lockstep.train.feeding import GlobalBatch
@@ -51,6 +52,7 @@ class Place:
         so_far: what the epoch has come to (``train.epoch_sums``); None where it has not begun.
         read: of a stream, the number of batches that were used, and their checksum; else None.
         replicas: of ranks that train apart, what each has of its own (``train.replicas``).
+        is_lasting: another process could go on from there.
     """
 
     epoch: int
@@ -59,6 +61,7 @@ class Place:
     so_far: Any = None
     read: list[int] | None = None
     replicas: Any = None
+    is_lasting: bool = True
 
 
 class Conductor:
@@ -100,6 +103,28 @@ class Conductor:
 
     def stand_at(self, place: Place | None) -> None:
         """Callbacks are called there next; None where that is no place to go on from."""
+
+    def begin_run(self, start: Any) -> None:
+        """All ranks are about to train, from the ``Resume`` on."""
+
+    def back_up(self) -> None:
+        """After a step, and all that callbacks do: keep a copy of the training, if it is time."""
+
+    def put_back(self) -> int | None:
+        """After a failure: have the training be as it was when it was last copied.
+
+        Returns:
+            The number of the last step that was made then; None where there is no copy.
+        """
+        return None
+
+    def resume_after(self, error: WorkerError) -> Any:
+        """The ``Resume`` from which to go on after the loss of a process; None if it is the end."""
+        return None
+
+    def decide(self, directive: Any) -> Any:
+        """What callbacks have decided now, or had decided when this step was made before."""
+        return directive
 
     def begin_validation(self) -> None:
         """Validation begins."""

@@ -51,7 +51,7 @@ class Renew(Exception):  # noqa: N818  # no error: all ranks leave the loop here
 
 
 @dataclass(frozen=True)
-class _Directive:
+class Directive:
     """What rank 0's callbacks decided: options, unless they are unchanged, and changed values.
 
     False where they have decided nothing: then the others need not be told.
@@ -68,7 +68,7 @@ class _Directive:
         return bool(changes) or self.options is not None
 
 
-_NOTHING = _Directive(stop=False, halt=False, renew=False, options=None, values={})
+_NOTHING = Directive(stop=False, halt=False, renew=False, options=None, values={})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,13 +106,14 @@ class Ensemble:
             values = self.conductor.watch(act, in_epoch=renew_at is None)
             renew = renew_at is not None and fingerprint != self.conductor.fingerprint()
             changed = updater.options()
-            directive = _Directive(
+            directive = Directive(
                 stop=self.conductor.stop_training,
                 halt=self.conductor.is_interrupted or self._is_halted,
                 renew=renew,
                 options=changed if changed != options else None,
                 values=values,
             )
+            directive = self.conductor.decide(directive)
         directive = self._tell(directive)
         set_values(model, directive.values)
         updater.look_again()
@@ -127,7 +128,7 @@ class Ensemble:
             raise Halt
         return bool(directive.stop)
 
-    def _tell(self, directive: _Directive | None) -> Any:
+    def _tell(self, directive: Directive | None) -> Any:
         """Rank 0's directive, on every rank; a message is sent only if it says anything."""
         is_sent = self.worker.board is None or self.is_wanted(bool(directive))
         return self.control.broadcast(directive) if is_sent else _NOTHING

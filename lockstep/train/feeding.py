@@ -25,6 +25,7 @@ import torch
 from lockstep.channel.waiting import Stopwatch
 from lockstep.comm.gradients import TensorSpec
 from lockstep.comm.shared_memory import SharedRegion
+from lockstep.data.kept_reading import KeptReading
 from lockstep.data.order import batch_bounds
 from lockstep.data.reading import Reading
 from lockstep.data.sources import ArraySource, Source
@@ -64,6 +65,7 @@ class SharedStream:
         self._background = Background("lockstep: reading")
         self._slots = [_Slot(number) for number in range(_NUM_SLOTS)]
         self._num_used = 0
+        self._marked = 0  # of these, at the mark
 
     def __reduce__(self) -> tuple[Any, ...]:
         return SharedStream, (None,)
@@ -100,6 +102,30 @@ class SharedStream:
         if reading is not None:
             skipped = self._background.submit(lambda: reading.skip(epoch, num_batches))
             self._num_used += skipped.result()
+
+    def keep(self) -> None:
+        """From now on, have batches once more after ``rewind``; before any is used."""
+        if self._reading is not None:
+            reading = self._reading
+            self._reading = self._background.submit(lambda: KeptReading(reading)).result()
+            self._marked = self._num_used
+
+    @property
+    def kept_bytes(self) -> int:
+        """Memory that batches take which are kept for that."""
+        return self._reading.kept_bytes if isinstance(self._reading, KeptReading) else 0
+
+    def mark(self) -> None:
+        """Between two batches: keep those that come from now on."""
+        if isinstance(self._reading, KeptReading):
+            self._reading.mark()
+            self._marked = self._num_used
+
+    def rewind(self) -> None:
+        """Go back to where the mark is."""
+        if isinstance(self._reading, KeptReading):
+            self._background.submit(self._reading.rewind).result()
+            self._num_used = self._marked
 
     def check_used(self, before: list[int]) -> None:
         """See that the batches passed over are those that were used before.
@@ -171,6 +197,8 @@ class SharedStream:
             aside = reading.can_read_aside
             ahead = self._read(reading.read_aside, next_slot) if aside else None
             self._num_used += 1
+            if isinstance(reading, KeptReading):
+                reading.use()
             yield batch
         control.broadcast(_News())
 

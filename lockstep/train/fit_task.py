@@ -84,8 +84,8 @@ class FitTask(Task):
         loss_parts: of the loss, where it has some.
         shows_slots: callbacks that act after steps look at the optimizer's slots, too.
         turns: the losses of several functions that take turns with every batch.
-        takes_states: a callback may take the training's state after a step.
-        is_kept: checkpoints are taken.
+        takes_states: a callback may take the training's state after a step, or a backup is.
+        is_kept: a callback may.
         proves: all ranks prove first that they compute the same (``train.rank_proof``).
         stops_before_steps: a callback that wants training to stop before a step stops that step,
             too; else training stops after it.
@@ -113,9 +113,9 @@ class FitTask(Task):
     counts_skipped: bool = False
     shows_slots: bool = False
     takes_states: bool = False
+    is_kept: bool = False
     loss_parts: LossParts = ONE_LOSS
     turns: LossParts = ONE_LOSS
-    is_kept: bool = False
     proves: bool = False
 
     def sources(self) -> list[Source | SharedStream]:
@@ -213,6 +213,7 @@ class FitTask(Task):
                 ensemble.check_halt()
                 if stops:
                     break
+            conductor.back_up()
         progress.num_epochs = epoch + 1
         worker.settle()
         ensemble.check_halt()
@@ -270,13 +271,13 @@ class FitTask(Task):
 
     def _stand(self, ensemble: Ensemble, place: Place, results: Sequence[StepResult] = ()) -> None:
         worker, plan = ensemble.worker, ensemble.worker.plan
-        if worker.trains_apart and (self.takes_states or self.is_kept):
+        if worker.trains_apart and self.is_kept:
             replicas = replicas_of(worker, results, ensemble.control)
             place = replace(place, replicas=replicas)
         is_apart = plan.num_hosts > 1 and plan.pipeline is not None  # weights are on other hosts
         if isinstance(self.source, SharedStream):
-            place = replace(place, read=self.source.used)
-            is_apart = is_apart or place.read is None
+            read = self.source.used
+            place = replace(place, read=read, is_lasting=read is not None)
         ensemble.conductor.stand_at(None if is_apart else place)
 
     def _begin_epoch(self, ensemble: Ensemble, epoch: int) -> bool:

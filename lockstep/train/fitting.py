@@ -10,17 +10,18 @@ from typing import Any, Literal, cast
 
 from lockstep.errors import ModelError, OptionError
 from lockstep.parallel.losses import ONE_LOSS, LossAdapter
+from lockstep.train.backups import Backups
 from lockstep.train.batch_size import BatchSizeSearch, Training, choose_batch_size, search_of
 from lockstep.train.callbacks import acting, stopping, told_of_errors, traced_steps
 from lockstep.train.checkpoints import Checkpoint, FitRecord, Found, Keeper
-from lockstep.train.checks import check_counts, check_targets, log_names
+from lockstep.train.checks import check_counts, check_restarts, check_targets, log_names
 from lockstep.train.conducting import FitConductor, FollowingConductor
 from lockstep.train.ensemble import Resume
 from lockstep.train.feeding import SharedStream, sample_of
 from lockstep.train.fit_task import FitTask
 from lockstep.train.history import History
 from lockstep.train.intake import Feed, Wish, close_all, closing_on_error, take_in
-from lockstep.train.interrupt import held_interrupts
+from lockstep.train.interrupt import held_interrupts, held_termination
 from lockstep.train.likeness import said
 from lockstep.train.metrics import Metrics
 from lockstep.train.persistence import PersistentRunner
@@ -43,6 +44,7 @@ class FitRequest:
     verbose: int
     rule: RateRule | None
     checkpoint: Checkpoint | None
+    restarts: int
     on_snapshot: Any
 
 
@@ -83,7 +85,11 @@ class FittingRunner(PersistentRunner):
         self._check_not_averaged("fit")
         if asked.checkpoint is None:
             return self._fit_on(asked, None, None)
-        keeper = Keeper(asked.checkpoint)
+        with held_termination(is_alone=self._job_context.hosts is None) as termination:
+            return self._fit_with(asked, Keeper(asked.checkpoint, termination))
+
+    def _fit_with(self, asked: FitRequest, keeper: Keeper) -> History:
+        """Fit, and write checkpoints."""
         with keeper.opened() if self._is_chief else nullcontext() as tree:
             tree = self._job_context.from_chief(tree)
             return self._fit_on(asked, keeper, None if tree is None else Found.of(tree))
@@ -116,11 +122,32 @@ class FittingRunner(PersistentRunner):
         return history
 
     def _train_through(self, asked: FitRequest, fit: _Fit) -> History:
+        backups = self._backups(fit, asked.restarts)
         task = self._fit_task(fit, records=asked.on_snapshot is not None)
+        task.takes_states = task.takes_states or backups is not None
         display = None
         if self._shows(asked):
             display = ProgressDisplay(fit.wish.epochs, fit.feed.num_steps)
-        return self._conduct(task, fit.loss, display, asked.on_snapshot)
+        return self._conduct(task, fit.loss, display, asked.on_snapshot, backups)
+
+    def _backups(self, fit: _Fit, restarts: int) -> Backups | None:
+        """Copies of the training in memory; none where one process cannot have all of it."""
+        if self._job_context.hosts is not None:
+            if restarts:
+                raise OptionError(
+                    "Processes are started anew by the script that has started them.",
+                    received=f"restarts={restarts} with processes that a launcher has started",
+                    fix="Pass checkpoint=, and start the script anew.",
+                )
+            return None
+        feeds = [feed for feed in (fit.feed, fit.validation) if feed is not None]
+        return Backups(
+            lambda: self._state_at(self._place_in_fit()),
+            self._set_state_but_callbacks,
+            self._session.stores.release_pages,
+            [feed.source for feed in feeds if isinstance(feed.source, SharedStream)],
+            restarts,
+        )
 
     def _shows(self, asked: FitRequest) -> bool:
         return bool(asked.verbose) and self._is_chief
@@ -132,6 +159,7 @@ class FittingRunner(PersistentRunner):
             "steps_per_epoch": asked.steps_per_epoch,
         }
         epochs, size, steps_per_epoch = check_counts(sizes, epochs=asked.epochs)
+        check_restarts(asked.restarts)
         loss = self._loss_of_fit(has_validation=asked.validation_data is not None)
         self._check_trainable()
         wish = Wish(
@@ -324,7 +352,7 @@ class FittingRunner(PersistentRunner):
             turns=self._recipe.turns,
             start=self._start_of(fit.feed),
             takes_states=bool(acting(callbacks, "takes_state")),
-            is_kept=any(isinstance(each, Keeper) for each in callbacks),
+            is_kept=bool(acting(callbacks, "takes_state")),
         )
         return self._agreed(task)
 
@@ -344,6 +372,7 @@ class FittingRunner(PersistentRunner):
         loss: LossAdapter | None,
         display: ProgressDisplay | None,
         on_snapshot: Any,
+        backups: Backups | None,
     ) -> History:
         """Train, with callbacks and progress around."""
         self.stop_training = False
@@ -361,6 +390,7 @@ class FittingRunner(PersistentRunner):
                     lambda: self._session.stores.readopt(self.model),
                     on_snapshot,
                     interrupt,
+                    backups,
                 )
             try:
                 conductor.begin_train()

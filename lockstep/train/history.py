@@ -11,10 +11,12 @@ class History:
     Attributes:
         history: name ("loss", "val_loss", a metric) -> one value per epoch.
         epoch: the epochs' numbers, from 0.
+        restarts: what was lost, and gone on from, in ``fit(restarts=...)``.
     """
 
     history: dict[str, list[Any]] = field(default_factory=dict)
     epoch: list[int] = field(default_factory=list)
+    restarts: list[str] = field(default_factory=list)
 
     def add(self, epoch: int, logs: dict[str, Any]) -> None:
         """Note an epoch's values."""

@@ -1,19 +1,30 @@
-"""Ctrl-C during ``fit``: training ends with the step that is under way.
+"""Ctrl-C and SIGTERM during ``fit``: training ends with the step that is under way.
 
 In the midst of a step some ranks have updated their slices of the weights and others have not, and
 the optimizer's slots are spread over all of them. So while steps are made the first Ctrl-C is only
 noted; all ranks leave the loop at the same step, the optimizer gets its slots back, and then
 ``fit`` raises KeyboardInterrupt. The second Ctrl-C raises it at once.
 
+SIGTERM is what Slurm, Kubernetes and clouds send before they end a machine. A ``fit`` that writes
+checkpoints writes one after the step under way, and leaves with the status that the signal would
+have had. Without checkpoints there is nothing to do: the signal ends the process, as always.
+
 Python runs signal handlers in the main thread only, so this is for a ``fit`` there. A handler of
 the user's own stays in force.
 """
 
+import os
 import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+
+from lockstep.errors import WorkerError
+
+# Longest wait for a step's end after SIGTERM. Whoever sends it often kills 10 s or more later.
+_PATIENCE_SECONDS = 7.0
+STATUS_OF_SIGTERM = 128 + signal.SIGTERM
 
 
 class Interrupt:
@@ -44,7 +55,7 @@ def held_interrupts() -> Iterator[Interrupt]:
     Raises:
         KeyboardInterrupt: at the end of the block, if one was held back.
     """
-    previous = _sigint_handler()
+    previous = _handler_of(signal.SIGINT)
     if isinstance(previous, Interrupt):
         yield previous  # fit within a callback of another fit, which will see to the rest
     elif previous is not signal.default_int_handler:
@@ -69,8 +80,60 @@ def _hold_interrupts() -> Iterator[Interrupt]:
             raise KeyboardInterrupt from error
 
 
-def _sigint_handler() -> object:
-    """The handler of SIGINT; None where it is not this thread's to change."""
+class Termination:
+    """A handler of SIGTERM that waits for the end of a step, though not forever.
+
+    Attributes:
+        is_requested: whether there was one.
+    """
+
+    def __init__(self) -> None:
+        self.is_requested = False
+        self._timer = threading.Timer(_PATIENCE_SECONDS, os.kill, (os.getpid(), signal.SIGTERM))
+        self._timer.daemon = True
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if self.is_requested:  # it is the second, or time is up
+            raise SystemExit(STATUS_OF_SIGTERM)
+        self.is_requested = True
+        self._timer.start()
+
+    def close(self) -> None:
+        """No second one is to come."""
+        self._timer.cancel()
+
+
+@contextmanager
+def held_termination(*, is_alone: bool) -> Iterator[Termination]:
+    """Within the block a Termination handles SIGTERM, if nothing else does.
+
+    Args:
+        is_alone: this process makes the call alone. Others would wait for it.
+
+    Raises:
+        SystemExit: at the end of the block, if there was one.
+    """
+    termination = Termination()
+    if not is_alone or _handler_of(signal.SIGTERM) is not signal.SIG_DFL:
+        yield termination
+        return
+    signal.signal(signal.SIGTERM, termination)
+    lost: WorkerError | None = None
+    try:
+        yield termination
+    except WorkerError as error:
+        if not (termination.is_requested and error.is_loss):
+            raise
+        lost = error  # helpers were sent the signal, too
+    finally:
+        termination.close()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if termination.is_requested:
+        raise SystemExit(STATUS_OF_SIGTERM) from lost
+
+
+def _handler_of(number: signal.Signals) -> object:
+    """The handler of a signal; None where it is not this thread's to change."""
     if threading.current_thread() is not threading.main_thread():
         return None
-    return signal.getsignal(signal.SIGINT)
+    return signal.getsignal(number)

@@ -11,6 +11,7 @@ import torch
 from torch import optim
 
 from lockstep.checkpoint.trees import Tree
+from lockstep.errors import CheckpointError
 from lockstep.train.training_state import TrainingState, copied, copy_onto
 
 Parameters = Mapping[str, torch.Tensor]
@@ -31,10 +32,20 @@ def optimizer_parts(optimizer: optim.Optimizer, parameters: Parameters) -> dict[
     Args:
         optimizer: the optimizer.
         parameters: the model's that it has, by name.
+
+    Raises:
+        CheckpointError: it has others, too, which have no name.
     """
     if type(optimizer).state_dict is not optim.Optimizer.state_dict:
         return {"own": {"": optimizer.state_dict()}}
     names = {id(parameter): name for name, parameter in parameters.items()}
+    every = [one for group in optimizer.param_groups for one in group["params"]]
+    if strange := sum(id(one) not in names for one in every):
+        raise CheckpointError(
+            "The state of a training has the optimizer's parameters by their names in the model.",
+            received=f"an optimizer with {strange} that the model has not, or no more",
+            fix="Make an optimizer of the model's parameters.",
+        )
     state: dict[Any, Any] = optimizer.state  # some have values of their own there
     slots = {name: state.get(one) for name, one in parameters.items()}
     slots |= {key: own for key, own in state.items() if isinstance(key, str)}

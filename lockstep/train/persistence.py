@@ -47,6 +47,8 @@ class PersistentRunner(Runner):
     """Epochs trained before the ``fit`` that is under way; None where none is."""
     _place: dict[str, Any] | None = None
     """Where in it callbacks are called."""
+    _is_lasting = False
+    """Another process could go on from there."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_resumed": None, "_place": None}
@@ -150,6 +152,7 @@ class PersistentRunner(Runner):
         if place is None:
             self._place = None
             return
+        self._is_lasting = place.is_lasting
         self._place = {
             "epoch": place.epoch,
             "batch": place.batch,
@@ -231,8 +234,12 @@ class PersistentRunner(Runner):
         if self._first_epoch is None:
             place = None if self._resumed is None else self._resumed.position["fit"]
             return {"epochs": self._epochs_trained, "steps": self._steps_trained, "fit": place}
-        if self._place is None:
+        if self._place is None or not self._is_lasting:
             raise no_place()
+        return self._place_in_fit()
+
+    def _place_in_fit(self) -> dict[str, Any]:
+        assert self._place is not None
         place = dict(self._place)
         return {"epochs": self._first_epoch, "steps": place.pop("steps"), "fit": place}
 
@@ -246,14 +253,23 @@ class PersistentRunner(Runner):
         """With what the script's process alone knows."""
         states = callback_states(self._own_callbacks)
         return replace(
+            self._state_at(self._position()), callbacks=self._job_context.from_chief(states)
+        )
+
+    def _state_at(self, position: dict[str, Any]) -> TrainingState:
+        """All but what callbacks keep; no copy."""
+        return replace(
             self._state(),
-            position=self._position(),
+            position=position,
             modules=module_states(self.model),
             schedule=None if self.schedule is None else self.schedule.state_dict(),
-            callbacks=self._job_context.from_chief(states),
         )
 
     def _set_whole_state(self, state: TrainingState) -> None:
+        self._set_state_but_callbacks(state)
+        set_callback_states(self._own_callbacks, state.callbacks)
+
+    def _set_state_but_callbacks(self, state: TrainingState) -> None:
         self._set_state(state)
         trained = set(state.trained)
         for name, parameter in self.model.named_parameters():
@@ -261,7 +277,6 @@ class PersistentRunner(Runner):
         set_module_states(self.model, state.modules)
         if self.schedule is not None:
             self.schedule.load_state_dict(copied(state.schedule))
-        set_callback_states(self._own_callbacks, state.callbacks)
         self._session.stores.release_pages()
 
     @contextmanager

@@ -323,6 +323,10 @@ class ProgressDisplay:
         """Show what is going on now, such as validation."""
         self._screen.say(self._made, text)
 
+    def notice(self, text: str) -> None:
+        """Show what has happened, in a line that stays."""
+        self._screen.print(text)
+
     def end_epoch(self, logs: dict[str, Any], *, input_wait: float = 0.0) -> None:
         """Replace the bar by the epoch's line.
 

@@ -15,7 +15,7 @@ from torch import nn, optim
 
 from lockstep.capture.layers import capture_layers
 from lockstep.cluster.devices import discover
-from lockstep.errors import OptionError
+from lockstep.errors import OptionError, WorkerError
 from lockstep.parallel.blank import blank_names, forget_blanks, initialize
 from lockstep.parallel.groups import parameter_groups
 from lockstep.parallel.losses import LossAdapter
@@ -213,7 +213,14 @@ class Runner(ABC):
             conductor.updater = updater = self._make_updater()
             hosts = self._job_context.hosts if task.watched else None
             before = None if hosts is None else Form(self.model, self._torch_optimizers)
-            result: FitResult = self._run(task, loss, updater, conductor, batch_size)
+            try:
+                result: FitResult = self._run(task, loss, updater, conductor, batch_size)
+            except WorkerError as error:
+                resume = conductor.resume_after(error)
+                if resume is None:
+                    raise
+                first_step, self._epochs_trained = self._steps_trained, first_epoch + resume.epoch
+                continue
             if result.resume is None:  # else the optimizer has them, with the callback's changes
                 conductor.take_slots(self._job_context.from_chief(result.slots))
             elif hosts is not None and before is not None:

@@ -37,6 +37,7 @@ from lockstep.plan.spec import Plan
 from lockstep.train.assignment import Assignment, compute_settings, initialize_own, make_worker
 from lockstep.train.conductor import Conductor
 from lockstep.train.connected import Connected, bring_groups
+from lockstep.train.fit_task import FitTask
 from lockstep.train.followers import call_conclude
 from lockstep.train.hosts import Hosts
 from lockstep.train.likeness import assignment_facts
@@ -45,7 +46,7 @@ from lockstep.train.read_limit import ReadLimit
 from lockstep.train.serving import Call, serve, serve_again
 from lockstep.train.standing import Footing, News, StandingCalls, may_stand
 from lockstep.train.stores import Mapped, Stores, has_options, options_store
-from lockstep.train.watch import STATE_OF_FIRST, Position, Watch, state_of_training
+from lockstep.train.watch import STATE_OF_FIRST, Position, Watch, what_is_left, what_is_lost
 
 # What every helper needs; the template imports it before any helper is born.
 PRELOAD: tuple[str, ...] = ("lockstep.train.serving",)
@@ -213,7 +214,9 @@ class Session:
         )
 
     @contextmanager
-    def _ending_team(self, part: "_Part | None" = None) -> Iterator[None]:
+    def _ending_team(
+        self, part: "_Part | None" = None, put_back: Callable[[], int | None] = lambda: None
+    ) -> Iterator[None]:
         """A call that fails within the block ends the helpers, and says what it leaves."""
         try:
             yield
@@ -221,7 +224,7 @@ class Session:
             error = as_raised(trouble)
             self.close(error)
             if part is not None:
-                part.abandon(error)
+                part.abandon(error, put_back)
             if error is trouble:
                 raise
             raise error from error.__cause__
@@ -229,7 +232,7 @@ class Session:
     def _conduct(self, part: "_Part", conductor: Conductor, call: Callable[[], None]) -> Any:
         """Call the helpers, and do this process's part of the task."""
         assignment, worker, team = part.assignment, part.worker, part.team
-        with self._ending_team(part):
+        with self._ending_team(part, conductor.put_back):
             call()
             _heed(conductor, worker)
             initialize_own(assignment, worker)
@@ -237,6 +240,8 @@ class Session:
             limit = worker.passes.reading = ReadLimit(self._timeout, team.raise_slow_read)
             # What lies in memory is read at once.
             may_hang = not all(isinstance(one, ArraySource) for one in assignment.task.sources())
+            if isinstance(assignment.task, FitTask):
+                conductor.begin_run(assignment.task.start)
             with limit.watched() if may_hang else nullcontext():
                 result = assignment.task.run(worker, part.control, conductor)
             worker.close()
@@ -358,16 +363,26 @@ class _Part:
         board = self.worker.board
         return board is not None and board.is_halted
 
-    def abandon(self, error: BaseException) -> None:
+    def abandon(self, error: BaseException, put_back: Callable[[], int | None]) -> None:
         """The call has failed, and the helpers have ended: note in the error what is left."""
         worker = self.worker
         worker.abandon()
-        if isinstance(self.assignment.plan.update, AveragedUpdate) and worker.updater is not None:
+        if worker.updater is None:
+            return
+        if isinstance(self.assignment.plan.update, AveragedUpdate):
             add_note(error, STATE_OF_FIRST)
-        elif worker.updater is not None:
-            lost = worker.updater.recover()
-            has_older = len(self.assignment.plan.domains) > 1 and bool(worker.updater.slot_keys())
-            add_note(error, state_of_training(worker.board, lost, has_older=has_older))
+            return
+        assert worker.board is not None
+        lost = worker.updater.recover()
+        has_older = len(self.assignment.plan.domains) > 1 and bool(worker.updater.slot_keys())
+        last = worker.board.last_update
+        if last is not None and not lost and not has_older:
+            note = what_is_left(last)
+        elif (copied := put_back()) is not None:
+            note = what_is_left(copied, is_put_back=True)
+        else:
+            note = what_is_lost(last, lost, has_older=has_older)
+        add_note(error, note)
 
 
 def _leading_worker(

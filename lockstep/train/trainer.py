@@ -195,6 +195,7 @@ class Trainer(FittingRunner):
         learning_rate_rule: Literal["linear", "sqrt"] | None = None,
         reference_batch_size: int = DEFAULT_BATCH_SIZE,
         checkpoint: Checkpoint | None = None,
+        restarts: int = 0,
         on_snapshot: Any = None,
     ) -> History:
         """Train; a second ``fit`` goes on where the first ended.
@@ -225,6 +226,10 @@ class Trainer(FittingRunner):
             checkpoint: where and how often to write all that is needed to go on. Started again, the
                 same script goes on from the newest of these at the very next batch, on any number
                 of devices; a ``fit`` that had ended returns its history.
+            restarts: how often to go on, on this host, after a process was killed or has not
+                answered for ``timeout_seconds`` of the strategy: with fresh processes, from the
+                last copy of the training in memory, to the same bits. That takes memory for a
+                second copy of weights and optimizer, and at most 2 % of the time.
             on_snapshot: called with a ``train.conductor.Snapshot`` after every step: gradients,
                 every rank's state and the optimizer's slots. For proofs; slow.
 
@@ -251,6 +256,7 @@ class Trainer(FittingRunner):
             verbose=verbose,
             rule=rule_of(learning_rate_rule, reference_batch_size),
             checkpoint=checkpoint,
+            restarts=restarts,
             on_snapshot=on_snapshot,
         )
         return self._call("fit", lambda: self._fit(asked))

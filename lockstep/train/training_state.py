@@ -13,6 +13,7 @@ import hashlib
 from collections.abc import Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass, field, fields
+from itertools import zip_longest
 from typing import Any
 
 import msgspec
@@ -136,14 +137,22 @@ class TrainingState:
         return None
 
 
-def copied(tree: Tree) -> Tree:
-    """A tree with containers and tensors of its own."""
+def copied(tree: Tree, before: Tree = None) -> Tree:
+    """A tree with containers and tensors of its own.
+
+    Args:
+        tree: the tree.
+        before: a copy that is no longer needed; its tensors are written to where they fit.
+    """
     if isinstance(tree, torch.Tensor):
-        return tree.detach().clone()
+        return copy_onto(before, tree)
     if type(tree) is dict:
-        return {key: copied(one) for key, one in tree.items()}
+        there = before if type(before) is dict else {}
+        return {key: copied(one, there.get(key)) for key, one in tree.items()}
     if type(tree) in (list, tuple):
-        return type(tree)(map(copied, tree))
+        first = before if type(before) is type(tree) else ()
+        pairs = zip_longest(tree, first[: len(tree)])
+        return type(tree)(copied(one, present) for one, present in pairs)
     return copy(tree)
 
 

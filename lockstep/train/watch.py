@@ -43,6 +43,7 @@ class Watch:
     def look_around(self, waited_seconds: float) -> None:
         """Raise if waiting on is in vain."""
         self._team.look_around(partial(self._is_awaited, waited_seconds))
+        self._team.check_answering(waited_seconds)
         if self._hosts is not None:
             self._hosts.look_around(waited_seconds)
             if self._hosts.control_group.awaited:
@@ -75,28 +76,37 @@ class Position:
         return f"in {self._name}, step {step}" if step >= 0 else f"in {self._name}"
 
 
-def state_of_training(board: Board | None, lost: list[str], *, has_older: bool) -> str:
-    """For whoever goes on after an error: what the helpers have left, now that they have ended.
+def what_is_left(last: int, *, is_put_back: bool = False) -> str:
+    """For whoever goes on after an error: the step that has left the weights.
 
     Args:
-        board: this host's.
+        last: its number; -1 for none.
+        is_put_back: it is the step after which they were copied last.
+    """
+    found = f"as step {last} has left them" if last >= 0 else "as fit has found them"
+    later = " They were put back: what came later was lost in part." if is_put_back else ""
+    return f"The weights are whole, {found}, and so is the optimizer.{later}"
+
+
+def what_is_lost(last: int | None, lost: list[str], *, has_older: bool) -> str:
+    """The same where not all is left, now that the helpers have ended.
+
+    Args:
+        last: the step that has left the weights; None where some slices are a step ahead.
         lost: parameters whose slots are lost.
         has_older: slots are updated in other memory, of which there are older ones here.
     """
-    assert board is not None
-    last = board.last_update
     if last is None:
         return (
             "The weights were being updated: some slices are one step ahead of the others. "
             "Load weights that were saved before you go on."
         )
     if last < 0:
-        return "The weights are whole, as fit has found them."
+        return what_is_left(last)
     whole = f"The weights are whole, as step {last} has left them"
     if has_older:
         return (
             f"{whole}. Of the optimizer's slots those that are updated elsewhere are older: "
             "load a state that was saved, or make a new optimizer."
         )
-    whole += ", and so is the optimizer"
-    return f"{whole}, but for the slots of {', '.join(lost)}: lost." if lost else f"{whole}."
+    return f"{whole}, and so is the optimizer, but for the slots of {', '.join(lost)}: lost."

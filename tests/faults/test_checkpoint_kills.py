@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.checkpoint.generations import generations
+from lockstep.checkpoint.reading import read_newest
 from tests import warm
 from tests.faults.processes import num_kills, wait_until
 from tests.thorough import core_of
@@ -39,7 +40,7 @@ trainer = lockstep.Trainer(
 )
 history = trainer.fit(
     (x, (x[:, 0] > 0).long()), epochs=int(sys.argv[3]), batch_size=12, verbose=0,
-    checkpoint=lockstep.Checkpoint(sys.argv[1], every="3 steps", keep=2),
+    checkpoint=lockstep.Checkpoint(sys.argv[1], every=sys.argv[4], keep=2),
 )
 print(json.dumps([TrainingState.of(trainer.state_dict()).digest(), history.history]))
 """
@@ -60,6 +61,29 @@ def test_a_script_is_killed_at_any_moment(kills: int, devices: int, tmp_path: Pa
     assert finished(tmp_path, "killed", devices, epochs) == expected
 
 
+@pytest.mark.parametrize("devices", core_of([1, 2], [2]))
+def test_a_script_is_told_to_end(devices: int, tmp_path: Path) -> None:
+    """By SIGTERM: it writes what it has after the step under way, and leaves within 10 s."""
+    (tmp_path / "job.py").write_text(JOB)
+    expected = finished(tmp_path, "whole", devices, 6, "epoch")
+    process = started(tmp_path, "told", devices, 6, "epoch")
+    wait_until(lambda: bool(generations(tmp_path / "told")), 60)
+    before = newest_step(tmp_path / "told")
+    os.kill(process.pid, signal.SIGTERM)
+    began = time.monotonic()
+    assert process.wait(30) == 143
+    assert time.monotonic() - began < 10
+    assert newest_step(tmp_path / "told") > before
+    assert finished(tmp_path, "told", devices, 6, "epoch") == expected
+
+
+def newest_step(folder: Path) -> int:
+    """Steps made until the newest checkpoint."""
+    found = read_newest(folder)
+    assert found is not None
+    return int(found.summary.step)
+
+
 def kill(folder: Path, devices: int, epochs: int, seconds: float) -> None:
     """Start the script, and kill it so long after its first checkpoint of this attempt."""
     before = generations(folder / "killed")[-1:]
@@ -70,16 +94,18 @@ def kill(folder: Path, devices: int, epochs: int, seconds: float) -> None:
     assert process.wait(30) == -signal.SIGKILL
 
 
-def finished(folder: Path, run: str, devices: int, epochs: int) -> object:
+def finished(folder: Path, run: str, devices: int, epochs: int, every: str = "3 steps") -> object:
     """What the script says at its end."""
-    process = started(folder, run, devices, epochs)
+    process = started(folder, run, devices, epochs, every)
     assert process.wait(120) == 0, (folder / "err").read_text()
     return json.loads((folder / "out").read_text())
 
 
-def started(folder: Path, run: str, devices: int, epochs: int) -> warm.Process:
+def started(
+    folder: Path, run: str, devices: int, epochs: int, every: str = "3 steps"
+) -> warm.Process:
     order = warm.Order(
-        words=["-W", "error", *map(str, (folder / "job.py", folder / run, devices, epochs))],
+        words=["-W", "error", *map(str, (folder / "job.py", folder / run, devices, epochs, every))],
         environment={**os.environ, **warm.VARIABLES},
         directory=str(folder),
     )

@@ -1,0 +1,207 @@
+"""Backups: from time to time a copy of a whole training in this process's memory, to return to.
+
+A process that is killed while it updates its slice leaves weights of which some slices are a step
+ahead. Then, and where what a dead process alone knew is lost, the training is put back to its last
+backup. With ``fit(restarts=N)`` it goes on from there: steps that were made before are made again,
+on the same batches, with the same random numbers. Callbacks are not called for them again; what
+they have decided then is kept in a journal, and decided again.
+
+The first process of a host has all of it mapped, or gets it as for a checkpoint, and copies alone:
+between two steps nothing changes until it comes to the next update. So a backup needs no protocol:
+while it is written the training itself is whole. If this process is killed the backup goes with it,
+but so do all others; that is what checkpoints on a disk are for (``train.checkpoints``).
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+
+from lockstep.cluster.memory_limits import free_memory
+from lockstep.data.trees import tensors_of
+from lockstep.errors import CheckpointError, DeviceError
+from lockstep.train.ensemble import Resume
+from lockstep.train.feeding import SharedStream
+from lockstep.train.training_state import TrainingState, copied
+from lockstep.units import format_bytes
+
+_T = TypeVar("_T")
+
+# Part of the time of training that backups may take, and the least from one to the next.
+_PART = 0.02
+_LEAST_SECONDS = 1.0
+# Batches of a stream that are kept to be used again, before they are worth a backup.
+_MOST_KEPT_BYTES = 1 << 28
+
+
+@dataclass
+class Journal:
+    """What callbacks were asked since the last backup, and have answered.
+
+    Attributes:
+        is_kept: answers are kept; else everybody is asked each time.
+    """
+
+    is_kept: bool
+    _answers: list[Any] = field(default_factory=list)
+    _next: int = 0
+
+    @property
+    def is_read(self) -> bool:
+        """Whether what comes next was there before."""
+        return self._next < len(self._answers)
+
+    def once(self, ask: Callable[[], _T]) -> _T:
+        """Ask, or what was answered here before."""
+        if not self.is_kept:
+            return ask()
+        if not self.is_read:
+            self._answers.append(ask())
+        self._next += 1
+        answer: _T = self._answers[self._next - 1]
+        return answer
+
+    def begin_anew(self) -> None:
+        """From here on, which is where a backup is taken."""
+        self._answers.clear()
+        self._next = 0
+
+    def rewind(self) -> None:
+        """Everything will be asked again, from where the backup was taken."""
+        self._next = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Backup:
+    """A training at one moment.
+
+    Attributes:
+        state: all but what callbacks keep.
+        resume: where to go on.
+    """
+
+    state: TrainingState
+    resume: Resume
+
+    @property
+    def last_step(self) -> int:
+        """Number of the last step made."""
+        return int(self.state.position["steps"]) - 1
+
+
+class Backups:
+    """Takes and has the backup of one ``fit``.
+
+    Args:
+        state: tells what the training consists of now.
+        put_back: has the training be so.
+        release_pages: called after a copy, which has touched memory of other ranks.
+        streams: that it reads.
+        restarts: how often to go on after the loss of a process.
+
+    Attributes:
+        journal: of callbacks, since the last one.
+        restarts_left: of these.
+    """
+
+    def __init__(
+        self,
+        state: Callable[[], TrainingState],
+        put_back: Callable[[TrainingState], None],
+        release_pages: Callable[[], None],
+        streams: Sequence[SharedStream],
+        restarts: int,
+    ) -> None:
+        self._state = state
+        self._put_back = put_back
+        self._release_pages = release_pages
+        self._streams = streams
+        self._last: Backup | None = None
+        self._before: TrainingState | None = None  # whose memory the next one takes
+        self._cost_seconds = 0.0
+        self._ended = 0.0
+        self.restarts = self.restarts_left = restarts
+        self.journal = Journal(is_kept=restarts > 0)
+        if restarts:
+            for stream in streams:
+                stream.keep()
+
+    @property
+    def is_due(self) -> bool:
+        """Whether to take another."""
+        if self._last is None or self.journal.is_read:
+            return False
+        passed = time.monotonic() - self._ended
+        kept_bytes = sum(stream.kept_bytes for stream in self._streams)
+        is_time = passed >= max(_LEAST_SECONDS, self._cost_seconds / _PART)
+        return is_time or kept_bytes > _MOST_KEPT_BYTES
+
+    def take(self, resume: Resume | None = None) -> None:
+        """Copy the training as it is now.
+
+        Args:
+            resume: where to go on; None for where the training says that it stands.
+
+        Raises:
+            CheckpointError, DeviceError: something cannot be copied, or there is no memory for it,
+                and restarts were asked for.
+        """
+        began = time.monotonic()
+        self._last = None
+        try:
+            now = self._state()
+        except CheckpointError:
+            if self.restarts:
+                raise
+            return  # an error will say what is lost
+        if self._before is None and not self._finds_room(now):
+            return
+        with torch.no_grad():
+            parts = copied(now.parts(), self._before and self._before.parts())
+        self._before = state = TrainingState(**parts)
+        self._release_pages()
+        if resume is None:
+            place = state.position["fit"]
+            resume = Resume(place["epoch"], True, batch=place["batch"], so_far=place["so_far"])
+        self._last = Backup(state=state, resume=resume)
+        self.journal.begin_anew()
+        for stream in self._streams:
+            stream.mark()
+        self._ended = time.monotonic()
+        self._cost_seconds = self._ended - began
+
+    def _finds_room(self, state: TrainingState) -> bool:
+        needed = sum(tensor.nbytes for tensor in tensors_of(state.parts()))
+        free = free_memory()
+        if free is None or needed <= free.num_bytes:
+            return True
+        if self.restarts:
+            raise DeviceError(
+                f"With restarts={self.restarts} a copy of the training takes "
+                f"{format_bytes(needed)} of memory.",
+                received=free,
+                fix="Free memory or raise the limit by as much, or pass restarts=0.",
+            )
+        return False
+
+    def put_back(self) -> Backup | None:
+        """Have the training be as it was; None where there is no backup."""
+        if self._last is not None:
+            self._put_back(self._last.state)
+        return self._last
+
+    def restart(self) -> Backup | None:
+        """Use up a restart, and put everything back; None where that cannot be."""
+        if not self.restarts_left or self.put_back() is None:
+            return None
+        self.restarts_left -= 1
+        self.journal.rewind()
+        for stream in self._streams:
+            stream.rewind()
+        return self._last
+
+    def drop(self) -> None:
+        """The last one is of no more use, since more has changed than it knows of."""
+        self._last = None
