@@ -311,7 +311,7 @@ class ModelPasses(Passes):
     def _try_on_halves(self, run: Run, batch: Batch) -> None:
         """Try the loss where it is computed inside, else whether outputs look across samples."""
         is_inside = self._functions or (self._loss is not None and self._loss.is_inside)
-        if not (is_tried(run.step) and run.num_filled > 1):
+        if self.watch is not None or not (is_tried(run.step) and run.num_filled > 1):
             return
         if not is_inside:
             check_apart(self._model, self.call, batch)

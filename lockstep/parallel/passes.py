@@ -24,6 +24,7 @@ from lockstep.parallel.forward import DTYPES, ModelCall
 from lockstep.parallel.gradient_rules import GradientRules
 from lockstep.parallel.linear import LinearLayers
 from lockstep.parallel.losses import JointLoss, LossAdapter, ShareLoss, Sums
+from lockstep.parallel.module_watch import ModuleWatch
 from lockstep.parallel.side_effects import SideEffects
 from lockstep.parallel.whole_batch import SharePart, WholeBatch
 from lockstep.plan.program import Action
@@ -135,9 +136,11 @@ class Passes(ABC):
     Attributes:
         call: how the model is called.
         reading: entered around every read of samples.
+        watch: notes what modules compute in the step under way; None for no one.
     """
 
     reading: AbstractContextManager[object] = nullcontext()
+    watch: ModuleWatch | None = None
 
     def __init__(
         self,
@@ -367,6 +370,8 @@ class Passes(ABC):
             parameter.grad = None
 
     def _seed_streams(self, run: Run, share: int) -> None:
+        if self.watch is not None:
+            self.watch.begin(share)
         seed_streams(run.seed_of(share, self._seed))
 
     def _read(self, run: Run, share: int) -> Batch:

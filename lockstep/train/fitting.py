@@ -117,7 +117,9 @@ class FittingRunner(PersistentRunner):
         return history
 
     def _train_through(self, asked: FitRequest, fit: _Fit) -> History:
-        task = self._fit_task(fit, records=asked.on_snapshot is not None)
+        task = self._fit_task(fit)
+        if asked.on_snapshot is not None:
+            task = replace(task, record=True, look=getattr(asked.on_snapshot, "look", None))
         display = None
         if self._shows(asked):
             display = ProgressDisplay(fit.wish.epochs, fit.feed.num_steps)
@@ -301,7 +303,7 @@ class FittingRunner(PersistentRunner):
     def _start_of(self, feed: Feed) -> Resume:
         return self._start(feed.batch_size, is_stream=isinstance(feed.source, SharedStream))
 
-    def _fit_task(self, fit: _Fit, *, records: bool) -> FitTask:
+    def _fit_task(self, fit: _Fit) -> FitTask:
         callbacks, wish = self._own_callbacks, fit.wish
         task = FitTask(
             source=fit.feed.source,
@@ -319,7 +321,6 @@ class FittingRunner(PersistentRunner):
             after_steps=bool(stopping(callbacks, "on_train_batch_end")),
             steps_per_epoch=wish.steps_per_epoch,
             traced=traced_steps(callbacks, self._steps_trained),
-            record=records,
             counts_skipped=self._recipe.rules.on_nonfinite == "skip",
             loss_parts=ONE_LOSS if fit.loss is None else fit.loss.parts,
             turns=self._recipe.turns,

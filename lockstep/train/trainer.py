@@ -226,7 +226,8 @@ class Trainer(FittingRunner):
                 same script goes on from the newest of these at the very next batch, on any number
                 of devices; a ``fit`` that had ended returns its history.
             on_snapshot: called with a ``train.conductor.Snapshot`` after every step: gradients,
-                every rank's state and the optimizer's slots. For proofs; slow.
+                every rank's state and the optimizer's slots. For proofs; slow. Its attribute
+                ``look``, if it has one, says of which steps modules' values are to be noted.
 
         Returns:
             Loss, metrics and validation values of every epoch.
