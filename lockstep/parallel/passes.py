@@ -14,6 +14,7 @@ from torch import nn
 
 from lockstep.comm.exchange import Exchange
 from lockstep.comm.gathering import gather_bytes
+from lockstep.data.batch_dims import SAMPLES_FIRST, BatchDims, TurnedLoss
 from lockstep.data.order import evaluation_seed, seed_streams, share_seed
 from lockstep.data.read_ahead import Read
 from lockstep.data.sources import Batch, Source
@@ -132,6 +133,7 @@ class Passes(ABC):
         rules: for gradients.
         seed: of all random streams.
         device: where the model is.
+        dims: where the samples are in what the model takes and returns.
 
     Attributes:
         call: how the model is called.
@@ -154,8 +156,9 @@ class Passes(ABC):
         rules: GradientRules,
         seed: int,
         device: torch.device,
+        dims: BatchDims = SAMPLES_FIRST,
     ) -> None:
-        self.call = ModelCall(model, plan, device)
+        self.call = ModelCall(model, plan, device, dims)
         self._plan = plan
         self._rank = rank
         self._model = model
@@ -267,9 +270,9 @@ class Passes(ABC):
     def user_losses(self) -> list[Any]:
         """What the user has given for a loss, or for each of several."""
         loss = None if self._loss is None else self._loss.loss
-        if isinstance(loss, Mapping):
-            return list(loss.values())
-        return list(loss) if isinstance(loss, list | tuple) else [loss]
+        losses = list(loss.values()) if isinstance(loss, Mapping) else loss
+        losses = losses if isinstance(losses, list | tuple) else [losses]
+        return [one.loss if isinstance(one, TurnedLoss) else one for one in losses]
 
     # --- evaluation and prediction ---------------------------------------------------------------
 

@@ -147,6 +147,7 @@ class FittingRunner(PersistentRunner):
             first_epoch=self._epochs_trained,
             is_read_here=self._is_chief,
             is_summed=asked.checkpoint is not None,
+            dims=self._dims,
         )
         feed = self._job_context.agreed_feed(take_in(asked.data, wish))
         with closing_on_error(feed):
