@@ -239,7 +239,9 @@ class ModelPasses(Passes):
             if not self._functions:
                 assert self._loss is not None
                 self._loss.begin(batch.num_samples, 1)
-                return [self.loss_of(self._watched_call(batch), batch)]
+                with self._loss.watching():
+                    output = self.call.eagerly(batch.inputs)
+                return [self.loss_of(output, batch)]
             with self.call.computing():
                 size = batch.num_samples
                 return [one.loss_of(self._model, batch, size) for one in self._functions]

@@ -261,8 +261,7 @@ class Runner(ABC):
         Returns what the proof is going to hold for; None where there is none.
         """
         task, plan = assignment.task, assignment.plan
-        # Compiling takes longer than the proof is worth.
-        is_left_out = plan.num_ranks == 1 or plan.pipeline is not None or plan.compiled
+        is_left_out = plan.num_ranks == 1 or plan.pipeline is not None
         if not (self._can_prove and isinstance(task, FitTask)) or is_left_out:
             return None
         parts = (self.model, assignment.loss and assignment.loss.loss, assignment.functions)
