@@ -10,8 +10,9 @@ step, and the first difference found must be that value, there and then.
 """
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -167,11 +168,19 @@ class BitsProof:
         strategy: how.
         steps: updates to make.
         seed: of all random numbers.
+        agreed: what rank 0 has, on all hosts.
     """
 
     def __init__(
-        self, job: Job, data: JobData, strategy: StrategyLike, steps: int, seed: int
+        self,
+        job: Job,
+        data: JobData,
+        strategy: StrategyLike,
+        steps: int,
+        seed: int,
+        agreed: Callable[[Any], Any],
     ) -> None:
+        self._agreed = agreed
         self._job = job
         self._data = data
         self._strategy = strategy
@@ -202,13 +211,13 @@ class BitsProof:
         rank = max((rank for rank, _ in self._first.values), default=0)
         own = [spot for one, spot in self._first.values if one == rank and spot.module]
         step = self._steps - 1
-        found = []
+        flips = []
         for kind in (OUTPUT, GRADIENT):
             names = list(dict.fromkeys(spot.module for spot in own if spot.kind == kind))
             if names:
-                flip = Flip(kind=kind, name=names[len(names) // 2], rank=rank, step=step)
-                found.append(self._find(flip))
-        return found
+                name = names[len(names) // 2]
+                flips.append(Flip(kind=kind, name=name, rank=rank, step=step))
+        return [self._find(flip) for flip in self._agreed(flips)]
 
     def _find(self, flip: Flip) -> Verdict:
         prints = self._run(self._strategy, flip).prints

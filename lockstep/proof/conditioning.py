@@ -76,12 +76,17 @@ class Conditioning:
 
     dtype: torch.dtype
     module: str | None
-    bounds: dict[tuple[str, int], float]
+    bounds: dict[str, list[float]]
 
     @property
     def largest(self) -> float:
         """Of all bounds."""
-        return max(self.bounds.values(), default=TOLERANCE)
+        return max((each for own in self.bounds.values() for each in own), default=TOLERANCE)
+
+    def bound(self, kind: str, step: int) -> float:
+        """How far apart results of a kind may be after a step."""
+        own = self.bounds.get(kind, [])
+        return own[step] if step < len(own) else TOLERANCE
 
     @property
     def most(self) -> float:
@@ -91,7 +96,7 @@ class Conditioning:
     def loosened(self, comparisons: Sequence[Comparison]) -> list[Comparison]:
         """The comparisons, held to these bounds."""
         return [
-            replace(one, tolerance=min(self.bounds.get((one.kind, one.step), TOLERANCE), self.most))
+            replace(one, tolerance=min(self.bound(one.kind, one.step), self.most))
             for one in comparisons
         ]
 
@@ -117,15 +122,16 @@ def measure(
     """Run two references of the same job side by side, one of them with errors."""
     errors = LastPlace(perturbed.model)
     largest: dict[str, float] = {}
-    bounds: dict[tuple[str, int], float] = {}
-    for _ in range(steps):
+    bounds: dict[str, list[float]] = {}
+    for step in range(steps):
         record = reference.step(num_shares)
         with errors.made():
             other = perturbed.step(num_shares, lambda _: errors.stop())
         for one in compare_records(other, record):
             largest[one.kind] = max(largest.get(one.kind, 0.0), one.relative)
         for kind, relative in largest.items():
-            bounds[kind, record.step] = max(TOLERANCE, _FACTOR * relative)
+            own = bounds.setdefault(kind, [TOLERANCE] * step)  # some slots come later
+            own.append(max(TOLERANCE, _FACTOR * relative))
     return Conditioning(dtype=errors.dtype, module=errors.module, bounds=bounds)
 
 

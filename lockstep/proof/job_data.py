@@ -29,6 +29,7 @@ class JobData:
         batches: gives the batches anew.
         steps_per_epoch: batches of an epoch.
         size: what a batch is, in words.
+        num_batches: how many there are; None where they begin again.
     """
 
     given: Any
@@ -36,6 +37,7 @@ class JobData:
     batches: Callable[[], Iterator[DataOfBatch]]
     steps_per_epoch: int
     size: str
+    num_batches: int | None = None
 
 
 def data_of(job: Job, steps: int, seed: int) -> JobData:
@@ -85,6 +87,7 @@ def _iterated(stream: Stream, steps: int, seed: int) -> JobData:
         size=f"{' to '.join(map(str, dict.fromkeys((sizes[0], sizes[-1]))))} samples"
         if sizes
         else "no samples",
+        num_batches=len(elements),
     )
 
 

@@ -85,12 +85,14 @@ def _verify(
                 raise _not_in_double(error) from error
             raise
         comparisons = sides.comparisons
-        if sides.is_synchronous and not all(one.agrees for one in comparisons):
-            conditioning = _conditioning(job, data, sides.trainer.plan, seed, comparisons)
+        agreed = sides.trainer.same_everywhere  # rank 0 has compared, and all run what follows
+        if sides.is_synchronous and agreed(first_of(comparisons)) is not None:
+            conditioning = _conditioning(job, data, sides.trainer.plan, seed, steps)
             comparisons = conditioning.loosened(comparisons)
-            cause = _cause(job, data, strategy, seed, first_of(comparisons), conditioning)
+            first = agreed(first_of(comparisons))
+            cause = _cause(job, data, strategy, seed, first, conditioning)
         if bits or self_test:
-            proof = BitsProof(job, data, strategy, steps, seed)
+            proof = BitsProof(job, data, strategy, steps, seed, agreed)
             verdicts += proof.verdicts() if bits else []
             verdicts += proof.planted() if self_test else []
     plan = sides.trainer.plan
@@ -106,16 +108,14 @@ def _verify(
         cause=cause,
         bits=verdicts,
     )
-    return sides.trainer.same_everywhere(report)  # rank 0 has compared
+    return agreed(report)
 
 
-def _conditioning(
-    job: Job, data: JobData, plan: Plan, seed: int, comparisons: list[Comparison]
-) -> Conditioning:
-    """What rounding can do up to the last step that was compared."""
-    steps = 1 + max(one.step for one in comparisons)
+def _conditioning(job: Job, data: JobData, plan: Plan, seed: int, steps: int) -> Conditioning:
+    """What rounding can do in so many steps."""
     one, other = (make_reference(job, data, seed, None) for _ in range(2))
-    return measure(one, other, plan.num_shares, steps)
+    possible = steps if data.num_batches is None else min(steps, data.num_batches)
+    return measure(one, other, plan.num_shares, possible)
 
 
 def _cause(
@@ -141,7 +141,7 @@ def _cause(
     if sides.seen is None:  # training has stopped within the step
         return None
     tolerance = max(
-        (conditioning.bounds.get((kind, first.step), TOLERANCE) for kind in KINDS),
+        (conditioning.bound(kind, first.step) for kind in KINDS),
         default=TOLERANCE,
     )
     return locate(

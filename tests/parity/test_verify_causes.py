@@ -176,6 +176,11 @@ def test_streams_and_steps_of_ones_own(name: str) -> None:
     assert report.kinds[0].count == 7
 
 
+def test_a_stream_that_ends_is_a_difference() -> None:
+    report = lockstep.verify(job(Net(), data=batches()), ONE, steps=9)
+    assert str(report.first_difference) == "loss, step 5: 5 steps were made instead of 9"
+
+
 def test_a_job_has_a_loss_or_a_step() -> None:
     with pytest.raises(OptionError, match=r"either a loss or a train_step\. Received: both"):
         lockstep.Job(Net(), F.cross_entropy, SGD, (X, Y), train_step=own_step)
