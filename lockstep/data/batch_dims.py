@@ -96,7 +96,9 @@ class BatchDims:
 
         def constant(one: Constant) -> torch.Tensor:
             value: torch.Tensor = one.value.to(tensors[0].device)
-            return value if found is None or not value.is_floating_point() else value.to(found)
+            if found is not None and value.is_floating_point():
+                value = value.to(found)
+            return value
 
         turned = _turned(inputs, self.inputs, _from_rows)
         return map_leaves(Constant, constant, turned)

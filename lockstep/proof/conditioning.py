@@ -109,7 +109,7 @@ class Conditioning:
             where = f"in {short} (first in {place}), whatever the precision of its inputs"
         text = (
             f"the model computes {where}, and there errors of one unit in the last place move its "
-            f"results by up to {self.largest / _FACTOR:.1e}"
+            f"results by at most {self.largest / _FACTOR:.1e}"
         )
         if self.largest > self.most:
             text += ": too much to tell a fault from rounding. Try SGD, and no BatchNorm"
