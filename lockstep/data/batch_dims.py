@@ -96,9 +96,9 @@ class BatchDims:
 
         def constant(one: Constant) -> torch.Tensor:
             value: torch.Tensor = one.value.to(tensors[0].device)
-            if found is not None and value.is_floating_point():
-                value = value.to(found)
-            return value
+            is_cast = found is not None and value.is_floating_point()
+            cast: torch.Tensor = value.to(found) if is_cast else value
+            return cast
 
         turned = _turned(inputs, self.inputs, _from_rows)
         return map_leaves(Constant, constant, turned)
