@@ -125,7 +125,7 @@ class BatchDims:
             return outputs
         num_samples = len(next(tensors_of(inputs)))
 
-        def check(tensor: torch.Tensor, dim: int | None) -> torch.Tensor:
+        def check(tensor: torch.Tensor, dim: int | None) -> Any:
             rows = _to_rows(tensor, dim)
             if isinstance(rows, Constant):
                 return tensor
