@@ -38,6 +38,13 @@ from lockstep.data.trees import Tree, map_tensors, tensors_of
 __all__ = ["Trace", "TracedLayer", "run_trace", "trace_model", "trace_modes"]
 
 
+Given = Callable[[Tree], Tree]
+
+
+def _as_is(inputs: Tree) -> Tree:
+    return inputs
+
+
 @dataclass(frozen=True, kw_only=True)
 class Trace:
     """A model's forward pass.
@@ -64,31 +71,34 @@ def trace_model(
     *,
     training: bool,
     atomic: Mapping[str, str] | None = None,
+    given: Given = _as_is,
 ) -> Trace:
     """Trace a model; it and the random streams are left as they were found.
 
     Args:
         model: the model; may be on the meta device.
-        inputs: an example batch of a few samples: a tuple of positional arguments, a dict of
-            keyword arguments, or the one argument. Gets no gradients and is not changed.
+        inputs: an example batch of a few samples, along the first dim: a tuple of positional
+            arguments, a dict of keyword arguments, or the one argument. Gets no gradients and is
+            not changed.
         training: trace the model in training mode, with gradients; else in evaluation without.
         atomic: paths of modules not to trace through, and why; see ``trace_modes``.
+        given: turns inputs into what the model takes.
 
     Raises:
         ModelError: see ``check_modules``.
         Exception: whatever the model raises when called with ``inputs``.
     """
     check_modules(model)
-    return _Tracer(model, inputs, training=training).trace(dict(atomic or {}))
+    return _Tracer(model, inputs, given, training=training).trace(dict(atomic or {}))
 
 
-def trace_modes(model: nn.Module, inputs: Tree) -> tuple[Trace, Trace]:
+def trace_modes(model: nn.Module, inputs: Tree, given: Given = _as_is) -> tuple[Trace, Trace]:
     """Traces for training and evaluation with the same modules in one piece."""
     known: dict[str, str] = {}
     while True:
-        training = trace_model(model, inputs, training=True, atomic=known)
+        training = trace_model(model, inputs, training=True, atomic=known, given=given)
         known |= _atomic_of(training)
-        evaluation = trace_model(model, inputs, training=False, atomic=known)
+        evaluation = trace_model(model, inputs, training=False, atomic=known, given=given)
         if _atomic_of(evaluation).keys() <= known.keys():
             return training, evaluation
         known |= _atomic_of(evaluation)
@@ -125,11 +135,14 @@ def run_trace(
 class _Tracer:
     """Traces one model in one mode."""
 
-    def __init__(self, model: nn.Module, inputs: Tree, *, training: bool) -> None:
+    def __init__(
+        self, model: nn.Module, inputs: Tree, given: Given = _as_is, *, training: bool
+    ) -> None:
         self._model = model
         self._training = training
-        self._inputs = inputs
-        self._more = _more_samples(inputs)
+        self._inputs = given(inputs)
+        more = _more_samples(inputs)
+        self._more = None if more is None else given(more)
         self._state = ModelState(model)
         self._is_told = False
 

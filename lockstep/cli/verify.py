@@ -5,6 +5,7 @@ compared, and 3 where everything agrees but nothing was divided: a plan of one s
 """
 
 import argparse
+import json
 import sys
 import traceback
 
@@ -24,6 +25,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seed", type=int, default=0, metavar="S", help="of all random numbers (default: 0)"
     )
+    parser.add_argument(
+        "--bits", action="store_true", help="compare runs to the last bit, too: see the docs"
+    )
+    parser.add_argument(
+        "--self-test",
+        action="store_true",
+        help="plant one unit in the last place on one rank, and see that it is named",
+    )
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -35,16 +45,23 @@ def run(options: argparse.Namespace) -> int:
     strategy = make_strategy(options)
     job = load_job(options.target)
     try:
-        report = verify_job(job, strategy, steps=options.steps, seed=options.seed)
+        report = verify_job(
+            job,
+            strategy,
+            steps=options.steps,
+            seed=options.seed,
+            bits=options.bits,
+            self_test=options.self_test,
+        )
     except LockstepError:
         raise
     except Exception:  # of the user's model, loss or data
         traceback.print_exc()
         return 2
-    if sys.stdout.isatty():
+    if options.json:
+        print(json.dumps(report.as_dict(), indent=2))  # noqa: T201
+    elif sys.stdout.isatty():
         Console(highlight=False).print(report)
     else:
         print(report)  # noqa: T201
-    if report.passed and report.undivided:
-        return 3
-    return 0 if report.passed else 1
+    return report.status

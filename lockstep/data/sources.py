@@ -67,6 +67,13 @@ class Source(ABC):
         """
 
 
+class Constant:
+    """An input that belongs to no sample: a leaf of a tree that goes along as it is."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
 class ArraySource(Source):
     """Samples that lie along the first dim of arrays or tensors."""
 
@@ -279,6 +286,8 @@ def _as_tensors(value: Any, name: str) -> Tree:
         return tuple(_as_tensors(part, name) for part in value)
     if isinstance(value, dict):
         return {key: _as_tensors(part, name) for key, part in value.items()}
+    if isinstance(value, Constant):
+        return Constant(_as_tensors(value.value, name))
     if isinstance(value, list) or hasattr(value, "__array__"):
         return _from_numpy(_as_array(value, name), name)
     raise DataError(

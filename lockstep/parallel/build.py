@@ -20,6 +20,7 @@ from lockstep.comm.mail_channels import MailChannels
 from lockstep.comm.meeting_point import Meeting
 from lockstep.comm.process_group import ProcessGroups
 from lockstep.comm.shared_memory import SharedRegion
+from lockstep.data.batch_dims import BatchDims
 from lockstep.parallel.engine import Neighbours, build_exchange, process_groups
 from lockstep.parallel.exchange_layout import mail_specs
 from lockstep.parallel.gradient_rules import GradientRules
@@ -53,6 +54,7 @@ def build_worker(
     functions: Sequence[StepFunction],
     seed: int,
     device: torch.device,
+    dims: BatchDims,
     look_around: Callable[[float], None],
     neighbours: Neighbours | None = None,
     meeting: Meeting | None = None,
@@ -74,6 +76,7 @@ def build_worker(
         functions: the user's own training steps, in the order of their turns, if there are any.
         seed: of all random streams.
         device: where the model is.
+        dims: where the samples are in what the model takes and returns.
         look_around: see ``Board``.
         neighbours: what this rank has of other hosts, where there are several.
         meeting: see ``ProcessGroups``.
@@ -112,6 +115,7 @@ def build_worker(
         "rules": rules,
         "seed": seed,
         "device": device,
+        "dims": dims,
     }
     passes: Passes
     if plan.pipeline is None:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lockstep.data.batch_dims import SAMPLES_FIRST, BatchDims
 from lockstep.data.order import restore_streams, stream_states
 from lockstep.data.trees import Tree, map_tensors
 from lockstep.parallel.buffers import Buffers
@@ -50,12 +51,16 @@ class ModelCall:
         model: the model.
         plan: precision and memory format.
         device: where the model is.
+        dims: where the samples are in what the model takes and returns.
 
     Attributes:
         channels_last: images come to the model in that format, where the Plan wants it.
     """
 
-    def __init__(self, model: nn.Module, plan: Plan, device: torch.device) -> None:
+    def __init__(
+        self, model: nn.Module, plan: Plan, device: torch.device, dims: BatchDims = SAMPLES_FIRST
+    ) -> None:
+        self._dims = dims
         self._model = model
         self._called = torch.compile(model) if plan.compiled else model
         self._plan = plan
@@ -69,10 +74,26 @@ class ModelCall:
 
     def __call__(self, inputs: Tree) -> Any:
         """The model's outputs, in float32 also where it computes in less."""
+        given = self.given(inputs)
         if self._converts:
-            inputs = map_tensors(channels_last, inputs)
+            given = map_tensors(channels_last, given)
         with self.computing():
-            return self.widened(call_model(self._called, narrowed(inputs, self._plan.precision)))
+            output = self.widened(call_model(self._called, given))
+        return self.rows(output, inputs)
+
+    def eagerly(self, inputs: Tree) -> Any:
+        """The same, of a model that is not compiled, or not yet."""
+        with self.computing():
+            return self.rows(self.widened(call_model(self._model, self.given(inputs))), inputs)
+
+    def given(self, inputs: Tree) -> Tree:
+        """Inputs as the model takes them."""
+        turned = self._dims.given_inputs(inputs, DTYPES[self._plan.precision])
+        return narrowed(turned, self._plan.precision)
+
+    def rows(self, output: Tree, inputs: Tree) -> Tree:
+        """What the model has returned for inputs, with samples first."""
+        return self._dims.output_rows(output, inputs)
 
     def computing(self) -> AbstractContextManager[Any]:
         """Around calls of the model or its parts: they compute in the Plan's precision."""

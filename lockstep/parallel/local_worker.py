@@ -15,6 +15,7 @@ from torch import nn
 
 from lockstep.comm.exchange import ExchangeSpec
 from lockstep.comm.shared_memory import SharedRegion
+from lockstep.data.batch_dims import BatchDims
 from lockstep.data.read_ahead import Read
 from lockstep.data.sources import Source
 from lockstep.errors import NonFiniteError
@@ -170,13 +171,20 @@ def build_local_worker(
     functions: Sequence[StepFunction],
     seed: int,
     device: torch.device,
+    dims: BatchDims,
     look_around: Callable[[float], None],
 ) -> LocalWorker:
     """Put the parts of a rank that trains together; for the arguments see ``build_worker``."""
     alone = _replica(plan, rank)
     exchange = build_exchange(plan, spec, region, rank=rank, look_around=look_around)
     common: dict[str, Any] = {"model": model, "rules": rules}
-    parts: dict[str, Any] = {**common, "loss": loss, "seed": seed, "device": device}
+    parts: dict[str, Any] = {
+        **common,
+        "loss": loss,
+        "seed": seed,
+        "device": device,
+        "dims": dims,
+    }
     groups = parameter_groups(alone, model, [])
     return LocalWorker(
         alone=build_worker(

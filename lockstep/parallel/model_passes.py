@@ -239,7 +239,9 @@ class ModelPasses(Passes):
             if not self._functions:
                 assert self._loss is not None
                 self._loss.begin(batch.num_samples, 1)
-                return [self.loss_of(self._watched_call(batch), batch)]
+                with self._loss.watching():
+                    output = self.call.eagerly(batch.inputs)
+                return [self.loss_of(output, batch)]
             with self.call.computing():
                 size = batch.num_samples
                 return [one.loss_of(self._model, batch, size) for one in self._functions]
@@ -311,7 +313,7 @@ class ModelPasses(Passes):
     def _try_on_halves(self, run: Run, batch: Batch) -> None:
         """Try the loss where it is computed inside, else whether outputs look across samples."""
         is_inside = self._functions or (self._loss is not None and self._loss.is_inside)
-        if not (is_tried(run.step) and run.num_filled > 1):
+        if self.watch is not None or not (is_tried(run.step) and run.num_filled > 1):
             return
         if not is_inside:
             check_apart(self._model, self.call, batch)

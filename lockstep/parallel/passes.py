@@ -14,6 +14,7 @@ from torch import nn
 
 from lockstep.comm.exchange import Exchange
 from lockstep.comm.gathering import gather_bytes
+from lockstep.data.batch_dims import SAMPLES_FIRST, BatchDims, TurnedLoss
 from lockstep.data.order import evaluation_seed, seed_streams, share_seed
 from lockstep.data.read_ahead import Read
 from lockstep.data.sources import Batch, Source
@@ -24,6 +25,7 @@ from lockstep.parallel.forward import DTYPES, ModelCall
 from lockstep.parallel.gradient_rules import GradientRules
 from lockstep.parallel.linear import LinearLayers
 from lockstep.parallel.losses import JointLoss, LossAdapter, ShareLoss, Sums
+from lockstep.parallel.module_watch import ModuleWatch
 from lockstep.parallel.side_effects import SideEffects
 from lockstep.parallel.whole_batch import SharePart, WholeBatch
 from lockstep.plan.program import Action
@@ -131,13 +133,16 @@ class Passes(ABC):
         rules: for gradients.
         seed: of all random streams.
         device: where the model is.
+        dims: where the samples are in what the model takes and returns.
 
     Attributes:
         call: how the model is called.
         reading: entered around every read of samples.
+        watch: notes what modules compute in the step under way; None for no one.
     """
 
     reading: AbstractContextManager[object] = nullcontext()
+    watch: ModuleWatch | None = None
 
     def __init__(
         self,
@@ -151,8 +156,9 @@ class Passes(ABC):
         rules: GradientRules,
         seed: int,
         device: torch.device,
+        dims: BatchDims = SAMPLES_FIRST,
     ) -> None:
-        self.call = ModelCall(model, plan, device)
+        self.call = ModelCall(model, plan, device, dims)
         self._plan = plan
         self._rank = rank
         self._model = model
@@ -264,9 +270,9 @@ class Passes(ABC):
     def user_losses(self) -> list[Any]:
         """What the user has given for a loss, or for each of several."""
         loss = None if self._loss is None else self._loss.loss
-        if isinstance(loss, Mapping):
-            return list(loss.values())
-        return list(loss) if isinstance(loss, list | tuple) else [loss]
+        losses = list(loss.values()) if isinstance(loss, Mapping) else loss
+        losses = losses if isinstance(losses, list | tuple) else [losses]
+        return [one.loss if isinstance(one, TurnedLoss) else one for one in losses]
 
     # --- evaluation and prediction ---------------------------------------------------------------
 
@@ -365,6 +371,8 @@ class Passes(ABC):
             parameter.grad = None
 
     def _seed_streams(self, run: Run, share: int) -> None:
+        if self.watch is not None:
+            self.watch.begin(share)
         seed_streams(run.seed_of(share, self._seed))
 
     def _read(self, run: Run, share: int) -> Batch:

@@ -24,7 +24,7 @@ from lockstep.data.sources import Batch
 from lockstep.data.trees import Tree, map_tensors
 from lockstep.parallel.buffers import Buffers, ChangedOnce
 from lockstep.parallel.diagnosis import Diagnosis
-from lockstep.parallel.forward import channels_last, narrowed
+from lockstep.parallel.forward import channels_last
 from lockstep.parallel.losses import JointLoss, ShareLoss, nothing
 from lockstep.parallel.microbatch_run import MicrobatchRun
 from lockstep.parallel.owned_group import OwnedGroup
@@ -241,7 +241,7 @@ class StagePasses(Passes):
         self, microbatch_run: MicrobatchRun, batch: Batch | None, *, recompute: bool
     ) -> Tree:
         """Run a microbatch run forward; returns the model's output if it has it."""
-        inputs = None if batch is None else narrowed(batch.inputs, self._plan.precision)
+        inputs = None if batch is None else self.call.given(batch.inputs)
         if self.call.channels_last:
             inputs = map_tensors(channels_last, inputs)
         watching = nullcontext() if self._loss is None else self._loss.watching()
@@ -256,7 +256,8 @@ class StagePasses(Passes):
                 )
             else:
                 output, *_ = microbatch_run.forward(inputs)
-            return self.call.widened(output)
+            output = self.call.widened(output)
+        return output if batch is None else self.call.rows(output, batch.inputs)
 
     def shown(self, output: Tree) -> Tree:
         """What users may keep: copies of what an earlier stage has sent."""

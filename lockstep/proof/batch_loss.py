@@ -71,6 +71,13 @@ def own_loss(loss: OwnLoss, output: Any, inputs: Any) -> torch.Tensor | None:
     return _mean(value, None)
 
 
+def returned_loss(returned: Any) -> torch.Tensor | None:
+    """The mean that a training step of the user's own has returned."""
+    value = _own_value(returned)
+    is_mean = isinstance(value, torch.Tensor) and value.dim() == 0
+    return value if is_mean else _mean(value, None)
+
+
 def _at(output: Any, place: int | str) -> Any:
     if isinstance(place, str) and not isinstance(output, dict):
         return getattr(output, place)

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from lockstep.parallel.update import PieceSlots
 from lockstep.proof.reference import Record
 from lockstep.train.conductor import Snapshot
 
@@ -43,6 +44,7 @@ class Comparison:
         step: from 0.
         relative: ‖a - b‖ / max(‖b‖, S); infinite where no number can say it.
         remark: what is wrong, where it is not a matter of size.
+        tolerance: the measure.
     """
 
     kind: str
@@ -51,11 +53,12 @@ class Comparison:
     step: int
     relative: float
     remark: str = ""
+    tolerance: float = TOLERANCE
 
     @property
     def agrees(self) -> bool:
         """Whether it is within the measure."""
-        return self.relative <= TOLERANCE
+        return self.relative <= self.tolerance
 
     @property
     def place(self) -> str:
@@ -83,6 +86,28 @@ def compare_replicas(snapshot: Snapshot, records: Sequence[Record]) -> list[Comp
         *_compare_slots(snapshot, first),
         *compare_states(snapshot, records),
     ]
+
+
+def compare_records(other: Record, record: Record) -> list[Comparison]:
+    """Compare two runs of the reference."""
+    slots = [
+        PieceSlots(name=name, start=0, stop=record.state[name].numel(), slots=slots)
+        for name, slots in other.slots.items()
+    ]
+    snapshot = Snapshot(
+        step=other.step,
+        loss=math.nan if other.loss is None else other.loss,
+        weight=float(other.loss is not None),
+        gradients=other.gradients,
+        states=[other.state],
+        slots=slots,
+    )
+    return compare_step(snapshot, record)
+
+
+def distance(theirs: torch.Tensor, ours: torch.Tensor, scale: float = 0.0) -> float:
+    """How far apart two tensors are, by the measure; infinite where no number can say it."""
+    return _measure(theirs, ours, scale)[0]
 
 
 def rounding_mask(ours: torch.Tensor, theirs: torch.Tensor, scale: float) -> torch.Tensor:

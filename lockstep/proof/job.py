@@ -30,8 +30,10 @@ class Job:
         optimizer: a torch optimizer over ``model.parameters()``, or a class or function that makes
             one from them.
         data: as ``Trainer.fit`` takes it.
-        batch_size: samples of a global batch.
+        batch_size: samples of a global batch, where the data has no batches of its own.
         loss_weights: a factor for each of several losses.
+        train_step: ``train_step(model, batch)`` that returns the loss, as the Trainer takes it, in
+            place of ``loss``, which is None then.
 
     Raises:
         OptionError: a part that cannot be what it is.
@@ -43,6 +45,7 @@ class Job:
     data: Any
     batch_size: int = 32
     loss_weights: Any = None
+    train_step: Any = None
 
     def __post_init__(self) -> None:
         problems = Problems()
@@ -53,9 +56,17 @@ class Job:
                 received=type(model).__name__,
                 fix="Pass an instance, not a class or a function.",
             )
-        if self.loss is None:
+        if (self.loss is None) != (self.train_step is not None):
             problems.add(
-                "A Job's loss must be given.", received="None", fix="See lockstep.Trainer."
+                "A Job must have either a loss or a train_step.",
+                received="neither" if self.loss is None else "both",
+                fix="See lockstep.Trainer.",
+            )
+        if self.train_step is not None and not callable(self.train_step):
+            problems.add(
+                "A Job's train_step must be one function of model and batch.",
+                received=type(self.train_step).__name__,
+                fix="Make a job of each of several.",
             )
         check_loss(self.loss, self.loss_weights, problems, "A Job's loss")
         if not callable(self.optimizer) and not isinstance(self.optimizer, optim.Optimizer):
@@ -75,16 +86,21 @@ class Job:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DoubleCopy:
-    """A job's model, loss and optimizer, copied, in float64."""
+class JobCopy:
+    """What a training of a job changes, copied."""
 
     model: nn.Module
     loss: Any
     optimizer: optim.Optimizer
+    train_step: Any
 
 
-def copy_in_double(job: Job) -> DoubleCopy:
+def copy_job(job: Job, *, in_double: bool = True) -> JobCopy:
     """Copy what a training changes.
+
+    Args:
+        job: the job.
+        in_double: have the copies be in float64.
 
     Raises:
         ModelError: the model cannot be copied.
@@ -93,7 +109,7 @@ def copy_in_double(job: Job) -> DoubleCopy:
     memo: dict[int, Any] = {}
     try:
         model: nn.Module = copy.deepcopy(job.model, memo)
-        loss = copy.deepcopy(job.loss, memo)
+        loss, train_step = copy.deepcopy((job.loss, job.train_step), memo)
     except Exception as error:
         raise ModelError(
             "A proof needs copies of the model and the loss, and copy.deepcopy fails.",
@@ -101,9 +117,14 @@ def copy_in_double(job: Job) -> DoubleCopy:
             fix="Look for tensors with a history (weights computed outside of forward), "
             "or for open files and locks.",
         ) from error
-    model._apply(_double)
-    return DoubleCopy(
-        model=model, loss=_in_double(loss), optimizer=_copied_optimizer(job.optimizer, model, memo)
+    if in_double:
+        model._apply(_double)
+        loss, train_step = _in_double(loss), _in_double(train_step)
+    return JobCopy(
+        model=model,
+        loss=loss,
+        optimizer=_copied_optimizer(job.optimizer, model, memo, in_double=in_double),
+        train_step=train_step,
     )
 
 
@@ -132,7 +153,9 @@ def _double(value: Any) -> Any:
     return value.double() if value.is_floating_point() else value
 
 
-def _copied_optimizer(optimizer: Any, model: nn.Module, memo: dict[int, Any]) -> optim.Optimizer:
+def _copied_optimizer(
+    optimizer: Any, model: nn.Module, memo: dict[int, Any], *, in_double: bool
+) -> optim.Optimizer:
     if not isinstance(optimizer, optim.Optimizer):
         made = optimizer(model.parameters())
         if not isinstance(made, optim.Optimizer):
@@ -147,6 +170,6 @@ def _copied_optimizer(optimizer: Any, model: nn.Module, memo: dict[int, Any]) ->
     contents = copy.deepcopy(optimizer_contents(optimizer), memo)
     for slots in contents["state"].values():
         for name, value in slots.items():
-            if name != "step":  # a count, which torch keeps in float32
+            if in_double and name != "step":  # a count, which torch keeps in float32
                 slots[name] = _double(value)
     return rebuild_optimizer(type(optimizer), contents)

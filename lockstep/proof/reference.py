@@ -8,25 +8,27 @@ import-linter holds it to that.
 
 import copy
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from itertools import count
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn, optim
 
-from lockstep.data.order import batch_bounds, epoch_order, seed_streams, share_seed
+from lockstep.data.order import seed_streams, share_seed
 from lockstep.data.own_loss import OwnLoss
 from lockstep.data.sources import Batch, Source
 from lockstep.data.trees import concatenate, map_tensors
 from lockstep.plan.shares import num_filled_shares, share_bounds
-from lockstep.proof.batch_loss import batch_loss, own_loss, weighted_losses
+from lockstep.proof.batch_loss import batch_loss, own_loss, returned_loss, weighted_losses
 from lockstep.proof.streams import Probe, ShareStreams, probe_draws
 
 Gradients = dict[str, torch.Tensor | None]
+
+# Where a batch's samples are, and which of them it has, in order.
+DataOfBatch = tuple[Source, torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,11 +63,11 @@ class Reference:
         model: in float64; it is trained in place.
         loss: see ``batch_loss``.
         optimizer: over the model's parameters.
-        source: the data, taken in its own order, epoch after epoch.
-        batch_size: of the whole batch.
+        batches: the data: sources, and which of their samples make a batch.
         seed: of all random streams.
         loss_weights: of several losses.
         share: of each batch, the only one that it trains on; None for all.
+        train_step: the user's own, in place of model and loss.
 
     Attributes:
         model: the model.
@@ -77,12 +79,12 @@ class Reference:
         model: nn.Module,
         loss: Any,
         optimizer: optim.Optimizer,
-        source: Source,
+        batches: Iterable[DataOfBatch],
         *,
-        batch_size: int,
         seed: int,
         loss_weights: Any = None,
         share: int | None = None,
+        train_step: Any = None,
     ) -> None:
         self.notes: list[str] = []
         self.model = model
@@ -92,9 +94,9 @@ class Reference:
         self._last_loss: float | None = None
         self._loss = loss
         self._loss_weights = loss_weights
-        self._source = source
+        self._train_step = train_step
         self._seed = seed
-        self._batches = enumerate(_batches(source, batch_size))
+        self._batches = enumerate(batches)
         self._first_buffers = {name: value.clone() for name, value in model.named_buffers()}
         if not model.training:  # else modules that the user has put in evaluation mode stay there
             model.train()
@@ -111,9 +113,9 @@ class Reference:
                 numbers a sample gets, and nothing else.
             settle: called with the trainable parameters between backward and update.
         """
-        number, indices = next(self._batches)
+        number, data = next(self._batches)
         self.optimizer.zero_grad(set_to_none=True)
-        loss = self._pass(number, indices, num_shares)
+        loss = self._pass(number, data, num_shares)
         if loss is not None:
             if settle is not None:
                 settle(dict(self._trainable()))
@@ -123,15 +125,16 @@ class Reference:
 
     # --- forward and backward --------------------------------------------------------------------
 
-    def _pass(self, number: int, indices: torch.Tensor, num_shares: int) -> torch.Tensor | None:
-        bounds = share_bounds(len(indices), num_shares)
-        bounds = bounds[: num_filled_shares(len(indices), num_shares)]
+    def _pass(self, number: int, data: DataOfBatch, num_shares: int) -> torch.Tensor | None:
+        num_samples = len(data[1])
+        bounds = share_bounds(num_samples, num_shares)
+        bounds = bounds[: num_filled_shares(num_samples, num_shares)]
         first_share = self._share or 0
         if self._share is not None:
             bounds = bounds[first_share : first_share + 1]
         if not bounds:
             return None
-        batch, states = self._read(number, indices, bounds, first_share)
+        batch, states = self._read(number, data, bounds, first_share)
         others = _other_streams()
         streams: ShareStreams | None = None
         scope: AbstractContextManager[Any] = nullcontext()
@@ -150,7 +153,7 @@ class Reference:
     def _read(
         self,
         number: int,
-        indices: torch.Tensor,
+        data: DataOfBatch,
         bounds: list[tuple[int, int]],
         first_share: int,
     ) -> tuple[Batch, list[torch.Tensor]]:
@@ -159,9 +162,10 @@ class Reference:
         Read share by share, because data may be augmented at random while it is read.
         """
         parts, states = [], []
+        source, indices = data
         for share, (start, stop) in enumerate(bounds, first_share):
             seed_streams(share_seed(self._seed, number, share))
-            parts.append(self._source.read(indices[start:stop], torch.float64))
+            parts.append(source.read(indices[start:stop], torch.float64))
             states.append(torch.get_rng_state())
         return self._moved(_joined(parts)), states
 
@@ -171,6 +175,8 @@ class Reference:
         return probe_draws(fewer.num_samples, lambda: self._loss_of(*self._guinea_pig, fewer))
 
     def _loss_of(self, model: nn.Module, loss: Any, batch: Batch) -> torch.Tensor | None:
+        if self._train_step is not None:
+            return returned_loss(self._train_step(model, _as_given(batch)))
         inputs = batch.inputs
         if isinstance(inputs, tuple):
             output = model(*inputs)
@@ -224,11 +230,11 @@ class Reference:
         )
 
 
-def _batches(source: Source, batch_size: int) -> Iterator[torch.Tensor]:
-    for epoch in count():
-        order = epoch_order(0, epoch, len(source), shuffle=False)
-        for start, stop in batch_bounds(len(order), batch_size):
-            yield order[start:stop]
+def _as_given(batch: Batch) -> Any:
+    """As the user's data is."""
+    if batch.sample_weight is not None:
+        return batch.inputs, batch.targets, batch.sample_weight
+    return batch.inputs if batch.targets is None else (batch.inputs, batch.targets)
 
 
 def _joined(parts: list[Batch]) -> Batch:

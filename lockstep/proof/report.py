@@ -1,15 +1,20 @@
 """What a proof found, as data and as a table for people."""
 
+import dataclasses
 import io
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
+from lockstep.proof.bits import Verdict
 from lockstep.proof.comparison import KINDS, TOLERANCE, Comparison
+from lockstep.proof.conditioning import Conditioning
+from lockstep.proof.locating import Cause
 
 _MOST_LISTED = 5
 
@@ -43,6 +48,11 @@ class Report:
         undivided: what the strategy is for and the Plan did not divide, as a sentence; such a proof
             says little. Empty where all was divided.
         notes: what a person should know besides.
+        conditioning: what rounding can do to this training; None where that was not asked for,
+            since all agreed to 1e-12.
+        cause: where the first difference begins; None where all agreed, and where replicas train
+            apart.
+        bits: verdicts of what was compared to the last bit, if that was asked for.
     """
 
     title: str
@@ -51,16 +61,59 @@ class Report:
     undetermined: tuple[str, ...]
     undivided: str
     notes: tuple[str, ...]
+    conditioning: Conditioning | None = None
+    cause: Cause | None = None
+    bits: tuple[Verdict, ...] = ()
 
     @property
     def passed(self) -> bool:
-        """Whether everything agreed."""
-        return not self.differences
+        """Whether everything agreed that must."""
+        return not self.differences and all(verdict.passed for verdict in self.bits)
+
+    @property
+    def tolerance(self) -> float:
+        """How far apart the worst of what agrees may be: 1e-12, or what rounding can do."""
+        loosened = [one.worst.tolerance for one in self.kinds if one.worst.relative > TOLERANCE]
+        return max(loosened, default=TOLERANCE)
+
+    @property
+    def status(self) -> int:
+        """The command's exit status: 0, 1 where something differs, 3 where nothing was divided."""
+        if not self.passed:
+            return 1
+        return 3 if self.undivided else 0
 
     @property
     def first_difference(self) -> Comparison | None:
         """Where to look first; None if all agreed."""
         return self.differences[0] if self.differences else None
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON: the keys stay; others may come."""
+        return {
+            "version": 1,
+            "title": self.title,
+            "passed": self.passed,
+            "status": self.status,
+            "tolerance": self.tolerance,
+            "kinds": [
+                {"kind": one.kind, "count": one.count, "worst": _as_dict(one.worst)}
+                for one in self.kinds
+            ],
+            "num_differences": len(self.differences),
+            "first_difference": self.first_difference and _as_dict(self.first_difference),
+            "cause": self.cause and dataclasses.asdict(self.cause),
+            "conditioning": self.conditioning
+            and {
+                "dtype": str(self.conditioning.dtype).removeprefix("torch."),
+                "module": self.conditioning.module,
+                "bound": self.conditioning.largest,
+            },
+            "bits": [{**dataclasses.asdict(one), "passed": one.passed} for one in self.bits],
+            "undetermined": list(self.undetermined),
+            "undivided": self.undivided,
+            "notes": list(self.notes),
+        }
 
     def __str__(self) -> str:
         text = io.StringIO()
@@ -87,28 +140,40 @@ class Report:
                 "rounding, which the optimizer turns into steps; the reference took Lockstep's."
             )
         yield from (Text(f"Note: {note.removesuffix('.')}.") for note in self.notes)
+        if self.conditioning is not None:
+            yield Text(f"Rounding: {self.conditioning.said()}.")
+        for verdict in self.bits:
+            yield Text(f"Bits, {verdict}.", style="" if verdict.passed else "red")
 
     def _verdict(self) -> Iterable[Text]:
         if self.passed and self.undivided:
             yield Text(
                 f"Passed, but {self.undivided}. What was computed is the same, to within "
-                f"{TOLERANCE:g}.",
+                f"{self.tolerance:.2g}.",
                 style="bold yellow",
             )
             return
         if self.passed:
-            yield Text(f"Passed: the same, to within {TOLERANCE:g}.", style="bold green")
+            loose = self.tolerance > TOLERANCE
+            rest = ", which is what rounding can do here" if loose else ""
+            style = "bold yellow" if loose else "bold green"
+            yield Text(f"Passed: the same, to within {self.tolerance:.2g}{rest}.", style=style)
+            return
+        if not self.differences:
+            yield Text("Failed: bits differ that must not.", style="bold red")
             return
         total = sum(summary.count for summary in self.kinds)
         yield Text(
             f"Failed: {len(self.differences)} of {total} comparisons differ by more than "
-            f"{TOLERANCE:g}.",
+            f"{max(one.tolerance for one in self.differences):.2g}.",
             style="bold red",
         )
         for number, difference in enumerate(self.differences[:_MOST_LISTED]):
             yield Text(f"{'then' if number else 'first difference'}: {difference}")
         if len(self.differences) > _MOST_LISTED:
             yield Text(f"and {len(self.differences) - _MOST_LISTED} more")
+        if self.cause is not None:
+            yield Text(f"Cause: {self.cause.kind}. {self.cause.text}")
 
 
 def make_report(
@@ -117,6 +182,10 @@ def make_report(
     undetermined: Iterable[str],
     notes: Iterable[str],
     undivided: str = "",
+    *,
+    conditioning: Conditioning | None = None,
+    cause: Cause | None = None,
+    bits: Sequence[Verdict] = (),
 ) -> Report:
     """Sum up what was compared."""
     comparisons = list(comparisons)
@@ -124,17 +193,37 @@ def make_report(
     return Report(
         title=title,
         kinds=tuple(
-            KindSummary(kind=kind, count=len(found), worst=max(found, key=lambda one: one.relative))
+            KindSummary(kind=kind, count=len(found), worst=max(found, key=_how_bad))
             for kind, found in by_kind.items()
             if found
         ),
-        differences=tuple(
-            sorted((one for one in comparisons if not one.agrees), key=_order_of_causes)
-        ),
+        differences=tuple(_differences(comparisons)),
         undetermined=tuple(undetermined),
         undivided=undivided,
         notes=tuple(notes),
+        conditioning=conditioning,
+        cause=cause,
+        bits=tuple(bits),
     )
+
+
+def first_of(comparisons: Iterable[Comparison]) -> Comparison | None:
+    """The first difference; None if all agree."""
+    return next(iter(_differences(comparisons)), None)
+
+
+def _differences(comparisons: Iterable[Comparison]) -> list[Comparison]:
+    return sorted((one for one in comparisons if not one.agrees), key=_order_of_causes)
+
+
+def _as_dict(one: Comparison) -> dict[str, Any]:
+    """JSON has no infinity: then it is null, and the remark says why."""
+    relative = one.relative if math.isfinite(one.relative) else None
+    return {**dataclasses.asdict(one), "relative": relative}
+
+
+def _how_bad(one: Comparison) -> tuple[bool, float]:
+    return not one.agrees, one.relative
 
 
 def _order_of_causes(difference: Comparison) -> tuple[int, int, float]:

@@ -1,8 +1,9 @@
 """``lockstep.verify``: train a job under a strategy and, beside it, with a plain loop.
 
-The two go step by step: after every step of Lockstep's the reference makes its own on the same
-samples, both are compared, and only the figures are kept. So memory does not grow with the steps,
-and a proof costs about one plain step more per step, in float64.
+The two go step by step (``proof.two_sides``), and a proof costs about one plain step more per step,
+in float64. Where they differ, it is measured what rounding alone can do to this training
+(``proof.conditioning``); what differs by more is made once more, to see in which module it begins
+(``proof.locating``).
 
 Where a gradient is nothing but rounding on both sides (see ``comparison.rounding_mask``) and the
 optimizer divides by its size, the reference takes Lockstep's digits before its update. They are as
@@ -10,50 +11,36 @@ good as its own, both are zero but for the last bit of larger numbers, and so th
 slots and everything behind it (a running mean) can still be compared. Such parameters are reported.
 """
 
-import math
-from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import torch
-from torch import nn, optim
 
-from lockstep.data.excerpts import first_samples
-from lockstep.data.order import restore_streams, stream_states
-from lockstep.data.sources import Source, as_source
-from lockstep.errors import (
-    LockstepError,
-    ModelError,
-    NonFiniteGradientError,
-    NonFiniteLossError,
-    OptionError,
-    Problems,
-)
-from lockstep.plan.averaging import AveragedUpdate
+from lockstep.data.order import kept_streams
+from lockstep.errors import LockstepError, ModelError, OptionError, Problems
+from lockstep.parallel.module_watch import Look
 from lockstep.plan.makers import INEXACT
 from lockstep.plan.spec import Plan
-from lockstep.proof.comparison import (
-    GRADIENT,
-    LOSS,
-    Comparison,
-    compare_replicas,
-    compare_states,
-    compare_step,
-    norm_of,
-    rounding_mask,
-)
-from lockstep.proof.job import Job, copy_in_double
-from lockstep.proof.reference import Record, Reference
-from lockstep.proof.replicas import Replicas, is_synchronous
-from lockstep.proof.report import Report, make_report
-from lockstep.train.callbacks import Callback, Logs
+from lockstep.proof.bits import BitsProof, Verdict
+from lockstep.proof.comparison import KINDS, TOLERANCE, Comparison
+from lockstep.proof.conditioning import Conditioning, measure
+from lockstep.proof.job import Job
+from lockstep.proof.job_data import JobData, data_of
+from lockstep.proof.locating import Cause, locate, not_repeated
+from lockstep.proof.report import Report, first_of, make_report
+from lockstep.proof.two_sides import TwoSides, make_reference
 from lockstep.train.checks import check_strategy
-from lockstep.train.conductor import Snapshot
 from lockstep.train.job_context import StrategyLike
-from lockstep.train.trainer import Trainer
 
 
-def verify_job(job: Job, strategy: StrategyLike, *, steps: int = 5, seed: int = 0) -> Report:
+def verify_job(
+    job: Job,
+    strategy: StrategyLike,
+    *,
+    steps: int = 5,
+    seed: int = 0,
+    bits: bool = False,
+    self_test: bool = False,
+) -> Report:
     """Prove that a strategy gives the weights that one device would have given.
 
     The job's model and optimizer are copied, not touched. Both sides train in float64, on the
@@ -64,9 +51,14 @@ def verify_job(job: Job, strategy: StrategyLike, *, steps: int = 5, seed: int = 
         strategy: how.
         steps: updates to compare.
         seed: of dropout and all other random numbers.
+        bits: train twice more as ``fit`` would, in the precision of the model, and compare to the
+            last bit; and on one device, with as many shares, and undivided.
+        self_test: train with one unit in the last place added to an output and to a gradient of
+            one rank, in the last step, and see that the comparison of bits names each.
 
     Returns:
-        A report: ``report.passed``, ``report.undivided``, and ``print(report)`` for the table.
+        A report: ``report.passed``, ``report.undivided``, ``report.cause`` of a difference,
+        ``print(report)`` for the table, and ``report.as_dict()`` for JSON.
 
     Raises:
         OptionError: an argument cannot be what it is.
@@ -75,231 +67,96 @@ def verify_job(job: Job, strategy: StrategyLike, *, steps: int = 5, seed: int = 
     """
     _check(job, strategy, steps, seed)
     with torch.inference_mode(False):  # what is copied in it could not be trained
-        return _verify(job, strategy, steps, seed)
+        return _verify(job, strategy, steps, seed, bits=bits, self_test=self_test)
 
 
-def _verify(job: Job, strategy: StrategyLike, steps: int, seed: int) -> Report:
-    theirs = copy_in_double(job)
-    source = as_source(job.data)
-
-    def reference_of(share: int | None) -> Reference:
-        ours = copy_in_double(job)
-        return Reference(
-            ours.model,
-            ours.loss,
-            ours.optimizer,
-            source,
-            batch_size=job.batch_size,
-            seed=seed,
-            loss_weights=job.loss_weights,
-            share=share,
-        )
-
-    reference = reference_of(None)
-    trainer = Trainer(
-        theirs.model,
-        loss=theirs.loss,
-        optimizer=theirs.optimizer,
-        strategy=strategy,
-        precision="fp64",
-        seed=seed,
-        loss_weights=job.loss_weights,
-    )
-    proof = _Proof(reference, trainer, reference_of)
-    states = stream_states()
-    try:
-        proof.run(source, job.batch_size, steps)
-    except RuntimeError as error:
-        if _is_about_precision(error):
-            raise _not_in_double(error) from error
-        raise
-    finally:
-        restore_streams(states)
-    undivided = _undivided(trainer.plan)
-    reasons = trainer.plan.notes if undivided else () if proof.is_synchronous else (INEXACT,)
-    report = make_report(
-        _title(trainer.plan, steps, job.batch_size, is_simulated=not proof.is_synchronous),
-        proof.comparisons,
-        proof.undetermined(),
-        [*proof.notes(), *reasons],
-        undivided,
-    )
-    return trainer.same_everywhere(report)  # rank 0 has compared
-
-
-class _Proof:
-    """A run of both sides.
-
-    Args:
-        reference: the plain loop.
-        trainer: Lockstep.
-        reference_of: makes one that trains on one share of each batch alone.
-    """
-
-    def __init__(
-        self,
-        reference: Reference,
-        trainer: Trainer,
-        reference_of: Callable[[int], Reference],
-    ) -> None:
-        self.comparisons: list[Comparison] = []
-        self._reference = reference
-        self._trainer = trainer
-        self._reference_of = reference_of
-        self._replicas: Replicas | None = None
-        # The update is linear in the gradient: rounding stays rounding.
-        self._linear = type(reference.optimizer) is optim.SGD
-        self._rounding: dict[str, torch.Tensor] = {}
-        self._steps = 0
-        self._updates = 0
-
-    def run(self, source: Source, batch_size: int, steps: int) -> None:
-        """Train both, comparing every step."""
-        self._steps_per_epoch = -(-len(source) // batch_size)
-        epochs = -(-steps // self._steps_per_epoch) if len(source) else 1
-        self._trainer.callbacks = [_StopAfter(steps)] if epochs > 1 else []
+def _verify(
+    job: Job, strategy: StrategyLike, steps: int, seed: int, *, bits: bool, self_test: bool
+) -> Report:
+    data = data_of(job, steps, seed)
+    sides = TwoSides(job, data, strategy, seed)
+    conditioning, cause = None, None
+    verdicts: list[Verdict] = []
+    with kept_streams():
         try:
-            self._trainer.fit(
-                first_samples(source, steps * batch_size),
-                epochs=epochs,
-                batch_size=batch_size,
-                shuffle=False,
-                verbose=0,
-                on_snapshot=self._compare,
-            )
-            self._check_complete(steps)
-        except NonFiniteLossError as error:
-            self._compare_failure(error)
-        except NonFiniteGradientError as error:
-            self._compare_gradient(error)
-        finally:
-            self._trainer.callbacks = []
-
-    def undetermined(self) -> Iterator[str]:
-        """The parameters of whose gradients something was rounding in some step."""
-        for name, mask in self._rounding.items():
-            yield name if mask.all() else f"{name} ({int(mask.sum())} of {mask.numel()} elements)"
-
-    def notes(self) -> Iterator[str]:
-        """What a person should know of this run."""
-        first = self._reference if self._replicas is None else self._replicas.references[0]
-        yield from first.notes
-        if not self._updates:
-            yield "no batch weighed anything, so nothing was updated"
-
-    def _compare(self, snapshot: Snapshot) -> None:
-        update = self._trainer.plan.update
-        if isinstance(update, AveragedUpdate):
-            self._compare_averaged(snapshot, update)
-            return
-        record = self._step(snapshot)
-        self._count(record)
-        self.comparisons += compare_step(snapshot, record)
-
-    def _compare_averaged(self, snapshot: Snapshot, update: AveragedUpdate) -> None:
-        """Ranks that train apart: with replicas that are simulated, or with one device."""
-        if self.is_synchronous:
-            record = self._step(None)
-            self._count(record)
-            self.comparisons += compare_states(snapshot, [record] * len(snapshot.states))
-            return
-        if self._replicas is None:
-            references = [self._reference_of(rank) for rank in range(len(snapshot.states))]
-            self._replicas = Replicas(references, update, self._steps_per_epoch)
-        records = self._replicas.step(
-            self._trainer.plan.num_shares, snapshot.weights, partial(self._settle, snapshot)
-        )
-        self._count(records[0])
-        self.comparisons += compare_replicas(snapshot, records)
-
-    @property
-    def is_synchronous(self) -> bool:
-        """Whether the ranks train together, or average what comes to the same."""
-        update, reference = self._trainer.plan.update, self._reference
-        return not isinstance(update, AveragedUpdate) or is_synchronous(
-            update, reference.optimizer, reference.model
-        )
-
-    def _count(self, record: Record) -> None:
-        self._steps += 1
-        self._updates += record.loss is not None
-
-    def _step(self, snapshot: Snapshot | None) -> Record:
-        return self._reference.step(self._trainer.plan.num_shares, partial(self._settle, snapshot))
-
-    def _settle(self, snapshot: Snapshot | None, parameters: dict[str, nn.Parameter]) -> None:
-        if snapshot is not None and not self._linear:
-            self._take_rounding(parameters, snapshot)
-
-    @torch.no_grad()
-    def _take_rounding(self, parameters: dict[str, nn.Parameter], snapshot: Snapshot) -> None:
-        dense = {
-            name: parameter.grad
-            for name, parameter in parameters.items()
-            if parameter.grad is not None and not parameter.grad.is_sparse
-        }
-        scale = norm_of(dense.values())
-        for name, gradient in dense.items():
-            theirs = snapshot.gradients.get(name)
-            if theirs is None or theirs.shape != gradient.shape:
-                continue
-            mask = rounding_mask(gradient, theirs, scale)
-            if mask.any():
-                gradient.copy_(theirs.where(mask, gradient))
-                self._rounding[name] = mask | self._rounding.get(name, mask)
-
-    def _compare_failure(self, error: NonFiniteLossError) -> None:
-        """Lockstep has stopped at a loss that is not finite: so must the reference's be."""
-        record = self._step(None)
-        if record.loss is not None and not math.isfinite(record.loss):
-            raise error
-        self._note_difference(record.step, f"not finite, the reference has {record.loss}")
-
-    def _compare_gradient(self, error: NonFiniteGradientError) -> None:
-        """Lockstep has stopped at a gradient that is not finite: so must the reference's be."""
-        gradient = self._step(None).gradients[error.parameter]
-        if gradient is not None and not bool(torch.isfinite(gradient).all()):
-            raise error
-        self.comparisons.append(
-            Comparison(
-                kind=GRADIENT,
-                name=error.parameter,
-                rank=None,
-                step=error.step,
-                relative=math.inf,
-                remark="not finite, the reference's is",
-            )
-        )
-
-    def _check_complete(self, steps: int) -> None:
-        if self._steps != steps:
-            self._note_difference(self._steps, f"{self._steps} steps were made instead of {steps}")
-
-    def _note_difference(self, step: int, remark: str) -> None:
-        self.comparisons.append(
-            Comparison(kind=LOSS, name="", rank=None, step=step, relative=math.inf, remark=remark)
-        )
+            sides.run(steps)
+        except RuntimeError as error:
+            if _is_about_precision(error):
+                raise _not_in_double(error) from error
+            raise
+        comparisons = sides.comparisons
+        agreed = sides.trainer.same_everywhere  # rank 0 has compared, and all run what follows
+        if sides.is_synchronous and agreed(first_of(comparisons)) is not None:
+            conditioning = _conditioning(job, data, sides.trainer.plan, seed, steps)
+            comparisons = conditioning.loosened(comparisons)
+            first = agreed(first_of(comparisons))
+            cause = _cause(job, data, strategy, seed, first, conditioning)
+        if bits or self_test:
+            proof = BitsProof(job, data, strategy, steps, seed, agreed)
+            verdicts += proof.verdicts() if bits else []
+            verdicts += proof.planted() if self_test else []
+    plan = sides.trainer.plan
+    undivided = _undivided(plan)
+    reasons = plan.notes if undivided else () if sides.is_synchronous else (INEXACT,)
+    report = make_report(
+        _title(plan, steps, data.size, is_simulated=not sides.is_synchronous),
+        comparisons,
+        sides.undetermined(),
+        [*sides.notes(), *reasons],
+        undivided,
+        conditioning=conditioning,
+        cause=cause,
+        bits=verdicts,
+    )
+    return agreed(report)
 
 
-class _StopAfter(Callback):
-    """Ends the training after some steps."""
-
-    def __init__(self, steps: int) -> None:
-        self._left = steps
-
-    def on_train_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
-        self.trainer.stop_training = self._left == 0
-        self._left -= 1
+def _conditioning(job: Job, data: JobData, plan: Plan, seed: int, steps: int) -> Conditioning:
+    """What rounding can do in so many steps."""
+    one, other = (make_reference(job, data, seed, None) for _ in range(2))
+    possible = steps if data.num_batches is None else min(steps, data.num_batches)
+    return measure(one, other, plan.num_shares, possible)
 
 
-def _title(plan: Plan, steps: int, batch_size: int, *, is_simulated: bool) -> str:
+def _cause(
+    job: Job,
+    data: JobData,
+    strategy: StrategyLike,
+    seed: int,
+    first: Comparison | None,
+    conditioning: Conditioning,
+) -> Cause | None:
+    """Make the steps up to the first difference once more, and look at the modules in it."""
+    if first is None:
+        return None
+    look = Look(steps=range(first.step, first.step + 1))
+    sides = TwoSides(job, data, strategy, seed, look)
+    try:
+        sides.run(first.step + 1)
+    finally:
+        sides.trainer.close()
+    again = first_of(conditioning.loosened(sides.comparisons))
+    if again is None or (again.step, again.kind) != (first.step, first.kind):
+        return not_repeated(first)
+    if sides.seen is None:  # training has stopped within the step
+        return None
+    tolerance = max(
+        (conditioning.bound(kind, first.step) for kind in KINDS),
+        default=TOLERANCE,
+    )
+    return locate(
+        sides.model, first, *sides.seen, TOLERANCE if conditioning.module is None else tolerance
+    )
+
+
+def _title(plan: Plan, steps: int, size: str, *, is_simulated: bool) -> str:
     plain = "a plain PyTorch loop"
     if is_simulated:
         plain += f" that simulates {plan.num_ranks} replicas"
     mesh = " x ".join(f"{axis.name} {axis.size}" for axis in plan.mesh) or "one device"
     return (
         f"{plan.strategy}, {mesh}, num_shares={plan.num_shares}, against {plain}: "
-        f"{steps} {'step' if steps == 1 else 'steps'} of {batch_size} samples, float64"
+        f"{steps} {'step' if steps == 1 else 'steps'} of {size}, float64"
     )
 
 

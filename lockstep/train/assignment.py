@@ -14,6 +14,7 @@ from torch import nn
 from lockstep.comm.exchange import ExchangeSpec
 from lockstep.comm.meeting_point import Meeting
 from lockstep.comm.shared_memory import SharedRegion
+from lockstep.data.batch_dims import SAMPLES_FIRST, BatchDims
 from lockstep.data.order import kept_streams
 from lockstep.parallel.allocator import keep_freed_memory
 from lockstep.parallel.blank import initialize
@@ -51,6 +52,7 @@ class Assignment:
         blank: names of the parameters that have no values yet.
         rules: for gradients.
         functions: the user's own training steps, if there are any.
+        dims: where the samples are in what the model takes and returns.
     """
 
     plan: Plan
@@ -66,6 +68,7 @@ class Assignment:
     blank: frozenset[str]
     rules: GradientRules
     functions: tuple[StepFunction, ...] = ()
+    dims: BatchDims = SAMPLES_FIRST
 
 
 def make_worker(
@@ -102,6 +105,7 @@ def make_worker(
             functions=assignment.functions,
             seed=assignment.seed,
             device=assignment.device,
+            dims=assignment.dims,
             look_around=look_around,
         )
     return build_worker(
@@ -118,6 +122,7 @@ def make_worker(
         functions=assignment.functions,
         seed=assignment.seed,
         device=assignment.device,
+        dims=assignment.dims,
         look_around=look_around,
         neighbours=neighbours,
         meeting=meeting,

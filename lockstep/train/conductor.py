@@ -1,6 +1,6 @@
 """The conductor: what rank 0 does between the steps of a task, and what it is shown."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,6 +8,7 @@ import torch
 
 from lockstep.data.sources import Source
 from lockstep.errors import WorkerError
+from lockstep.parallel.module_watch import Noted
 from lockstep.parallel.update import PieceSlots, Updater
 from lockstep.parallel.worker import StepResult
 from lockstep.train.feeding import GlobalBatch
@@ -29,6 +30,8 @@ class Snapshot:
         is_divided: ranks have parts of the model only.
         weights: where ranks train apart, what each has trained on. Loss, gradients and slots are
             then those of the first.
+        num_samples: of the global batch.
+        noted: what each rank's modules have computed, where that was asked for.
     """
 
     step: int
@@ -39,6 +42,8 @@ class Snapshot:
     slots: list[PieceSlots]
     is_divided: bool = False
     weights: tuple[float, ...] = ()
+    num_samples: int = 0
+    noted: Sequence[Noted] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

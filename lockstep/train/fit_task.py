@@ -15,17 +15,19 @@ from lockstep.data.read_ahead import Read
 from lockstep.data.sources import Source
 from lockstep.parallel.control import Control
 from lockstep.parallel.losses import ONE_LOSS, LossParts
+from lockstep.parallel.module_watch import Look
 from lockstep.parallel.passes import Observe
 from lockstep.parallel.readers import reading_ahead
 from lockstep.parallel.update import PieceSlots
 from lockstep.parallel.worker import StepResult, Worker, modes_of
-from lockstep.train.conductor import Conductor, Logs, Place, Snapshot
+from lockstep.train.conductor import Conductor, Logs, Place
 from lockstep.train.ensemble import Ensemble, Renew, Resume
 from lockstep.train.epoch_sums import epoch_sums, results_so_far, set_metrics
 from lockstep.train.feeding import GlobalBatch, Halt, SharedStream
 from lockstep.train.metrics import Metrics
 from lockstep.train.rank_proof import prove_alike
 from lockstep.train.replicas import own_replica, replicas_of, set_replica
+from lockstep.train.snapshots import noting, take_snapshot
 from lockstep.train.tasks import Task, evaluate, joined_metrics
 from lockstep.train.tracing import StepTracer
 
@@ -80,6 +82,7 @@ class FitTask(Task):
         traced: numbers of the steps to trace, counted as from ``first_step``; None for none.
         start: where to begin; later than the first epoch where a task goes on for another.
         record: show the conductor a Snapshot after every step.
+        look: what modules compute to note for the Snapshots, where they are recorded.
         counts_skipped: tell how many steps of an epoch were left out.
         loss_parts: of the loss, where it has some.
         shows_slots: callbacks that act after steps look at the optimizer's slots, too.
@@ -110,6 +113,7 @@ class FitTask(Task):
     traced: range | None = None
     start: Resume = _FROM_THE_START
     record: bool = False
+    look: Look | None = None
     counts_skipped: bool = False
     shows_slots: bool = False
     takes_states: bool = False
@@ -188,7 +192,7 @@ class FitTask(Task):
                 if stops and self.stops_before_steps:
                     break
             step = self.first_step + progress.num_steps
-            with tracer.step(step):
+            with tracer.step(step), noting(worker, self.look, step) as noted:
                 result = self._train_step(ensemble, batch, indices, step, observe)
             progress.num_epochs, progress.num_steps = epoch + 1, progress.num_steps + 1
             if tracer.is_due(step + 1):
@@ -197,7 +201,7 @@ class FitTask(Task):
             if worker.leaves_a_rank_idle(len(indices)):
                 ensemble.share_buffers()
             if self.record:
-                _record(ensemble, step, result)
+                take_snapshot(ensemble, step, result, noted)
             if self.takes_states:
                 self._take_stand(ensemble, epoch, index + 1, progress, results)
             end_step = partial(conductor.end_step, index, result)
@@ -407,50 +411,3 @@ def _joined(results: list[StepResult], *, is_told: bool) -> StepResult:
         is_skipped=any(result.is_skipped for result in results),
         parts=[sums] if is_told else [],
     )
-
-
-def _record(ensemble: Ensemble, step: int, result: StepResult) -> None:
-    worker, control = ensemble.worker, ensemble.control
-    gradients = worker.gradients() if result.weight else {}
-    ranks = control.gather(
-        (_state(worker), worker.slots(with_stored=True), dict(gradients), result.weight)
-    )
-    if control.rank == 0:
-        ensemble.conductor.observe_state(
-            Snapshot(
-                step=step,
-                loss=result.loss,
-                weight=result.weight,
-                gradients={
-                    name: None if gradient is None else gradient.clone()
-                    for _, _, own, _ in ranks
-                    for name, gradient in own.items()
-                },
-                states=[state for state, *_ in ranks],
-                slots=[part for _, parts, *_ in ranks for part in parts],
-                is_divided=worker.held_names() is not None,
-                weights=tuple(weight for *_, weight in ranks) if worker.trains_apart else (),
-            )
-        )
-    worker.barrier()  # the next step overwrites the gradients
-
-
-def _state(worker: Worker) -> dict[str, torch.Tensor]:
-    """What this rank has of the model's ``state_dict``, a tied tensor under each of its names."""
-    held, model = worker.held_names(), worker.model
-    firsts = {
-        id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())
-    }
-    all_names = (
-        *model.named_parameters(remove_duplicate=False),
-        *model.named_buffers(remove_duplicate=False),
-    )
-    elsewhere = {
-        name for name, tensor in all_names if held is not None and firsts[id(tensor)] not in held
-    }
-    return {
-        name: value.clone()
-        for name, value in model.state_dict().items()
-        if isinstance(value, torch.Tensor)  # a module's extra state may be anything
-        and name not in elsewhere
-    }

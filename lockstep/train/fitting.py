@@ -123,7 +123,9 @@ class FittingRunner(PersistentRunner):
 
     def _train_through(self, asked: FitRequest, fit: _Fit) -> History:
         backups = self._backups(fit, asked.restarts)
-        task = self._fit_task(fit, records=asked.on_snapshot is not None)
+        task = self._fit_task(fit)
+        if asked.on_snapshot is not None:
+            task = replace(task, record=True, look=getattr(asked.on_snapshot, "look", None))
         task.takes_states = task.takes_states or backups is not None
         display = None
         if self._shows(asked):
@@ -172,6 +174,7 @@ class FittingRunner(PersistentRunner):
             first_epoch=self._epochs_trained,
             is_read_here=self._is_chief,
             is_summed=asked.checkpoint is not None,
+            dims=self._dims,
         )
         feed = self._job_context.agreed_feed(take_in(asked.data, wish))
         with closing_on_error(feed):
@@ -328,7 +331,7 @@ class FittingRunner(PersistentRunner):
     def _start_of(self, feed: Feed) -> Resume:
         return self._start(feed.batch_size, is_stream=isinstance(feed.source, SharedStream))
 
-    def _fit_task(self, fit: _Fit, *, records: bool) -> FitTask:
+    def _fit_task(self, fit: _Fit) -> FitTask:
         callbacks, wish = self._own_callbacks, fit.wish
         task = FitTask(
             source=fit.feed.source,
@@ -346,7 +349,6 @@ class FittingRunner(PersistentRunner):
             after_steps=bool(stopping(callbacks, "on_train_batch_end")),
             steps_per_epoch=wish.steps_per_epoch,
             traced=traced_steps(callbacks, self._steps_trained),
-            record=records,
             counts_skipped=self._recipe.rules.on_nonfinite == "skip",
             loss_parts=ONE_LOSS if fit.loss is None else fit.loss.parts,
             turns=self._recipe.turns,

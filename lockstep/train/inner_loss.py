@@ -37,7 +37,7 @@ def check_inner_loss(
     with kept_streams():
         num_samples = min(batch_size, len(source))
         batch = moved(source.read(torch.arange(num_samples), DTYPES[plan.precision]), device)
-    call = ModelCall(model, plan, device)
+    call = ModelCall(model, plan, device, assignment.dims)
 
     if not loss.is_inside:
         check_apart(model, call, batch)

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+from lockstep.data.batch_dims import SAMPLES_FIRST, BatchDims
 from lockstep.data.divided import check_whole
 from lockstep.data.reading import Reading
 from lockstep.data.sources import Source, as_input_source, as_source
@@ -33,6 +34,7 @@ class Wish:
         with_targets: there must be targets.
         is_read_here: a stream is read by this process, and not on another host.
         is_summed: see ``Reading``.
+        dims: where the samples are in the data.
     """
 
     name: str
@@ -47,6 +49,7 @@ class Wish:
     with_targets: bool = True
     is_read_here: bool = True
     is_summed: bool = False
+    dims: BatchDims = SAMPLES_FIRST
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +127,10 @@ def take_in(data: Any, wish: Wish) -> Feed:
     size = wish.default_batch_size if wish.batch_size is None else wish.batch_size
     stream = as_stream(data, name=wish.name, batch_size=size, with_targets=wish.with_targets)
     if stream is not None:
+        if wish.dims:
+            stream = replace(stream, begin=wish.dims.stream(stream))
         return _take_in_stream(stream, wish)
+    data = wish.dims.data(data, with_targets=wish.with_targets)
     source = (as_source if wish.with_targets else as_input_source)(data, name=wish.name)
     if wish.with_targets:
         filled(source, wish.name)

@@ -36,6 +36,7 @@ def assignment_facts(assignment: Assignment) -> Facts:
         "the loss": "none" if loss is None else said(loss.loss),
         "the factors of the loss": "none" if loss is None else loss.parts.factors,
         "the optimizer": "none" if updater is None else said(updater.owner),
+        "batch_dim": str(assignment.dims),
         "the metrics": "none" if metrics is None else said(metrics.by_name),
         "train_step": said([each.function for each in assignment.functions]),
     }

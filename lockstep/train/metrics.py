@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 
+from lockstep.data.batch_dims import SAMPLES_FIRST, BatchDims
 from lockstep.data.trees import Tree
 from lockstep.errors import DataError, OptionError
 
@@ -28,12 +29,16 @@ class Metrics:
 
     Args:
         metrics: name -> torchmetrics Metric.
+        dims: where the samples are in what they take.
 
     Raises:
         OptionError: something that is no Metric, or a name that is taken.
     """
 
-    def __init__(self, metrics: Mapping[str, Any] | None) -> None:
+    _dims: BatchDims = SAMPLES_FIRST
+
+    def __init__(self, metrics: Mapping[str, Any] | None, dims: BatchDims = SAMPLES_FIRST) -> None:
+        self._dims = dims
         if metrics is not None and not isinstance(metrics, Mapping):
             raise OptionError(
                 "`metrics` must be a dict of metrics by name.",
@@ -81,6 +86,10 @@ class Metrics:
         """
         if target is None and self:
             raise targetless()
+        if self._dims:  # batches of these may not be put together
+            given = self._dims.given_outputs(output), self._dims.given_targets(target)
+            _update(list(self.by_name.values()), *given)
+            return
         if self._others:
             _update(self._others, output, target)
         if self._counters:

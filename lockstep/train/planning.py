@@ -21,6 +21,7 @@ from lockstep.capture.layers import capture_layers
 from lockstep.capture.tracing import Trace, trace_modes
 from lockstep.cluster.devices import discover
 from lockstep.cluster.topology import Cluster
+from lockstep.data.batch_dims import SAMPLES_FIRST, BatchDims
 from lockstep.data.order import kept_streams
 from lockstep.data.sources import Source
 from lockstep.data.trees import Tree, map_tensors
@@ -58,17 +59,19 @@ class Planning:
 
     Args:
         model: the model, or one of its shape on the meta device.
+        dims: where the samples are in what it takes.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, dims: BatchDims = SAMPLES_FIRST) -> None:
         self._model = model
+        self._dims = dims
         self._measured: LayerGraph | None = None
         self._traces: dict[bytes, tuple[Trace, Trace]] = {}
         self._sizes: dict[bytes, _Traced] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         """Elsewhere everything is traced and measured anew."""
-        return vars(Planning(self._model))
+        return vars(Planning(self._model, self._dims))
 
     def plan(
         self,
@@ -136,13 +139,15 @@ class Planning:
 
         def trace() -> tuple[Trace, Trace]:
             announce("Capturing the model")
-            return trace_modes(self._model, few)
+            return trace_modes(self._model, few, self._given)
 
         traces = self._kept(self._traces, (few, precision), trace)
         return self._kept(
             self._sizes,
             (inputs, precision),
-            lambda: tuple((trace, value_bytes(trace, self._model, inputs)) for trace in traces),
+            lambda: tuple(
+                (trace, value_bytes(trace, self._model, self._given(inputs))) for trace in traces
+            ),
         )
 
     def _kept(self, known: dict[bytes, _T], key: Any, make: Callable[[], _T]) -> _T:
@@ -168,6 +173,10 @@ class Planning:
             return b""
         return hashlib.blake2b(described).digest()
 
+    def _given(self, inputs: Tree) -> Tree:
+        """As the model takes them."""
+        return self._dims.given_inputs(inputs)
+
     def _placed(self, inputs: Tree) -> Tree:
         """Where the model is: one that has no memory yet is traced without any."""
         if not any(parameter.is_meta for parameter in self._model.parameters()):
@@ -182,9 +191,9 @@ class Planning:
         if known is None or [layer.name for layer in known.layers] != names:
             announce(f"Measuring {len(names)} layers")
             with num_threads(1):  # as ranks on cores will have
-                self._measured = capture_graph(self._model, trace, inputs, sizes)
+                self._measured = capture_graph(self._model, trace, self._given(inputs), sizes)
             return self._measured
-        inseparable = find_inseparable(self._model, trace, inputs)
+        inseparable = find_inseparable(self._model, trace, self._given(inputs))
         return msgspec.structs.replace(known, inseparable=inseparable)
 
 

@@ -5,12 +5,15 @@ script has replaced, a hook on all modules, a registry that a constructor has fi
 there. So all ranks run a few samples forward and backward, the same on each, with the same random
 numbers. Of every layer's output, of the loss, and of the gradients of outputs and of small
 parameters a fingerprint is taken. They must be the same bits on all ranks of a host; the first that
-is not is named. The model and the random streams are left as they were.
+is not is named. Hosts may have other processors, which round in other ways: of what layers return
+on their first ranks the sizes are compared. A model that is to be compiled is run as it is, since
+compiling takes long. The model and the random streams are left as they were.
 
 Gradients of large weights are not formed: their memory would be taken twice.
 """
 
-from bisect import insort
+import math
+import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -38,8 +41,14 @@ from lockstep.train.likeness import digest
 _NUM_SAMPLES = 2
 _MOST_ELEMENTS = 1 << 14
 
-# What was computed, and its fingerprint.
-Print = tuple[str, bytes]
+# How far apart sizes may be on two hosts: much more than rounding, even in 16 bits.
+_HOSTS_APART = 0.02
+
+_GRADIENT = "the gradient of"
+
+
+# What was computed, its fingerprint, and its size; hosts send them to each other.
+Print = tuple[str, bytes, float]
 
 
 def samples_of(source: Source | None, precision: str) -> Any:
@@ -80,7 +89,8 @@ def prove_alike(worker: Worker, control: Control, samples: Any) -> None:
         samples: on rank 0, a few of the data, as (inputs, targets, weights, number).
 
     Raises:
-        ModelError: on rank 0; a rank computes something else than the first of its host.
+        ModelError: on rank 0; a rank computes something else than the first of its host, or that
+            than rank 0.
     """
     inputs, targets, sample_weight, num_samples = control.broadcast(samples)
     batch = Batch(
@@ -98,6 +108,10 @@ def prove_alike(worker: Worker, control: Control, samples: Any) -> None:
         for rank in others:
             if (place := _first_difference(told[first], told[rank])) is not None:
                 raise _unlike(rank, first, place)
+    for host in range(1, worker.plan.num_hosts) if told else ():
+        first = worker.plan.ranks_of_host(host)[0]
+        if (place := _first_difference(told[0], told[first], _is_like)) is not None:
+            raise _unlike(first, 0, place, across=True)
 
 
 def _fingerprints(
@@ -111,7 +125,7 @@ def _fingerprints(
         try:
             with _watching(model, found, outputs):
                 losses = run()
-            found += [("the loss", digest(_values(losses)))]
+            found.append(_print("the loss", _values(losses)))
             found += _gradients(model, losses, outputs)
         except Exception:  # whatever a model raises, or a reentrant checkpoint in backward
             return found
@@ -126,7 +140,7 @@ def _watching(
 
     def note(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
         place, tensors = _place(name, module), list(tensors_of(output))
-        found.append((f"the output of {place}", digest(tensors)))
+        found.append(_print(f"the output of {place}", tensors))
         outputs.extend((place, one) for one in tensors if one.requires_grad)
 
     handles = [
@@ -165,32 +179,54 @@ def _gradients(
         return []
     found = torch.autograd.grad(roots, [one for _, one in places], allow_unused=True)
     return [
-        (f"the gradient of {place}", b"" if gradient is None else digest([gradient]))
+        _print(f"{_GRADIENT} {place}", [] if gradient is None else [gradient])
         for (place, _), gradient in zip(places, found, strict=True)
     ]
 
 
-def _first_difference(one: Sequence[Print], other: Sequence[Print]) -> str | None:
+def _print(place: str, tensors: Sequence[torch.Tensor]) -> Print:
+    norms = [float(one.detach().double().norm()) for one in tensors if not one.is_complex()]
+    return place, digest(tensors), math.hypot(*norms)
+
+
+def _is_like(one: Print, other: Print) -> bool:
+    """Whether another host has computed the same, but for rounding."""
+    (place, _, size), (_, _, other_size) = one, other
+    is_gradient = place.startswith(_GRADIENT)  # through BatchNorm, of few samples, all is rounding
+    is_finite = math.isfinite(size) and math.isfinite(other_size)
+    close = math.isclose(size, other_size, rel_tol=_HOSTS_APART, abs_tol=_HOSTS_APART)
+    return is_gradient or not is_finite or close
+
+
+def _first_difference(
+    one: Sequence[Print],
+    other: Sequence[Print],
+    is_like: Callable[[Print, Print], bool] = operator.eq,
+) -> str | None:
     """The first place of which they have other prints.
 
     A model that loops over a set calls layers in an order that each process has for itself: of a
     place, the prints are compared in any order.
     """
     own, theirs = _by_place(one), _by_place(other)
-    return next((place for place in {**own, **theirs} if own.get(place) != theirs.get(place)), None)
+    for place in {**own, **theirs}:
+        ours, others = own.get(place, []), theirs.get(place, [])
+        if len(ours) != len(others) or not all(map(is_like, ours, others)):
+            return place
+    return None
 
 
-def _by_place(prints: Sequence[Print]) -> dict[str, list[bytes]]:
-    found: dict[str, list[bytes]] = defaultdict(list)
-    for place, one in prints:
-        insort(found[place], one)
-    return found
+def _by_place(prints: Sequence[Print]) -> dict[str, list[Print]]:
+    found: dict[str, list[Print]] = defaultdict(list)
+    for one in sorted(prints, key=lambda one: (one[2] if math.isfinite(one[2]) else -1, one[1])):
+        found[one[0]].append(one)
+    return {place: found[place] for place, *_ in prints}
 
 
-def _unlike(rank: int, first: int, place: str) -> ModelError:
+def _unlike(rank: int, first: int, place: str, *, across: bool = False) -> ModelError:
     return ModelError(
         f"Rank {rank} does not compute what rank {first} computes.",
-        received=f"other bits, first in {place}",
+        received=f"something else, first in {place}" if across else f"other bits, first in {place}",
         fix="A helper has a copy of the model and imports modules for itself. What the script "
         "has changed in an imported module (a function, a class, a global, a mode, a hook on "
         "all modules) is not there: do it in the model's own code, where it is used.",

@@ -15,6 +15,7 @@ from torch import nn, optim
 
 from lockstep.capture.layers import capture_layers
 from lockstep.cluster.devices import discover
+from lockstep.data.batch_dims import SAMPLES_FIRST, BatchDims
 from lockstep.errors import OptionError, WorkerError
 from lockstep.parallel.blank import blank_names, forget_blanks, initialize
 from lockstep.parallel.groups import parameter_groups
@@ -59,6 +60,7 @@ class Runner(ABC):
         recipe: what training does beside what the optimizer does.
         precision: see ``Trainer``.
         seed: of all random numbers in training.
+        dims: where the samples are in the data, and in what the model takes and returns.
 
     Attributes:
         optimizer: what updates the model; None where it is not trained.
@@ -81,6 +83,7 @@ class Runner(ABC):
         recipe: Recipe,
         precision: str,
         seed: int,
+        dims: BatchDims = SAMPLES_FIRST,
     ) -> None:
         self.model = model
         self.strategy = strategy
@@ -92,7 +95,8 @@ class Runner(ABC):
         self._epochs_trained = 0
         self._steps_trained = 0
         self._plan: Plan | None = None
-        self._planning = Planning(meta_model)
+        self._dims = dims
+        self._planning = Planning(meta_model, dims)
         self._begin_session(job_context)
 
     def _begin_session(self, job_context: JobContext) -> None:
@@ -264,8 +268,7 @@ class Runner(ABC):
         Returns what the proof is going to hold for; None where there is none.
         """
         task, plan = assignment.task, assignment.plan
-        # Compiling takes longer than the proof is worth.
-        is_left_out = plan.num_ranks == 1 or plan.pipeline is not None or plan.compiled
+        is_left_out = plan.num_ranks == 1 or plan.pipeline is not None
         if not (self._can_prove and isinstance(task, FitTask)) or is_left_out:
             return None
         parts = (self.model, assignment.loss and assignment.loss.loss, assignment.functions)
@@ -326,6 +329,7 @@ class Runner(ABC):
             functions=()
             if updater is None
             else self._recipe.functions(self.optimizer, self.model, plan),
+            dims=self._dims,
         )
 
     def _initialize(self) -> None:

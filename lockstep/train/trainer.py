@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import nn, optim
 
+from lockstep.data.batch_dims import BatchDims
 from lockstep.data.sources import Source, as_input_source
 from lockstep.data.trees import Tree, concatenate, map_tensors, tensors_of
 from lockstep.errors import (
@@ -103,6 +104,12 @@ class Trainer(FittingRunner):
             ``loss(model(inputs), targets)`` in training; ``batch`` is a share of a batch, in the
             form of the data given. Or several by name, which take turns with every batch, each with
             the optimizer of its name in ``optimizer``. Under data parallel strategies.
+        batch_dim: where the samples are: 1 in data with time first. For all that the data, the
+            model and the loss have; or a dict of "inputs", "targets" and "outputs", each a number,
+            or numbers by position or name where they differ: ``{"inputs": {"x": 1, "edges": None},
+            "targets": 0, "outputs": 0}``. What is left out is 0, None is an input or output that
+            belongs to no sample. Of a tensor with fewer dims it is the last one. Datasets have
+            samples one by one, which are put together there.
 
     Attributes:
         batch_size: of the last ``fit``, as it was given or found; None before.
@@ -132,7 +139,9 @@ class Trainer(FittingRunner):
         loss_weights: Mapping[str, float] | Sequence[float] | None = None,
         schedule: Any = None,
         train_step: Any = None,
+        batch_dim: Any = 0,
     ) -> None:
+        dims = BatchDims.of(batch_dim)
         check_arguments(model, loss, loss_weights, strategy, precision, seed, callbacks)
         recipe = Recipe(
             precision=precision,
@@ -143,7 +152,7 @@ class Trainer(FittingRunner):
             average=average,
             compile=compile,
             schedule=schedule,
-            train_step=train_step,
+            train_step=dims.steps(train_step),
         )
         strategy = strategy if strategy is not None else current_strategy()
         with torch.inference_mode(False):  # what is made there can never be trained
@@ -156,13 +165,14 @@ class Trainer(FittingRunner):
                 recipe=recipe,
                 precision=precision,
                 seed=seed,
+                dims=dims,
             )
             self.optimizer = make_optimizers(optimizer, self.model, train_step)
         self.callbacks = list(callbacks)
         self.stop_training = False
-        self.metrics = Metrics(metrics)
+        self.metrics = Metrics(metrics, dims)
         self.schedule = None if schedule is None else make_schedule(schedule, self._one_optimizer)
-        self._loss = None if loss is None else adapt_loss(loss, loss_weights)
+        self._loss = None if loss is None else adapt_loss(dims.loss(loss), loss_weights)
         check_names(self._loss, self.schedule, self.metrics)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -231,7 +241,8 @@ class Trainer(FittingRunner):
                 last copy of the training in memory, to the same bits. That takes memory for a
                 second copy of weights and optimizer, and at most 2 % of the time.
             on_snapshot: called with a ``train.conductor.Snapshot`` after every step: gradients,
-                every rank's state and the optimizer's slots. For proofs; slow.
+                every rank's state and the optimizer's slots. For proofs; slow. Its attribute
+                ``look``, if it has one, says of which steps modules' values are to be noted.
 
         Returns:
             Loss, metrics and validation values of every epoch.
@@ -276,7 +287,13 @@ class Trainer(FittingRunner):
     def _evaluate(self, data: Any, batch_size: int | None) -> Logs:
         (batch_size,) = check_counts({"batch_size": batch_size})
         loss = self._need_loss("evaluate")
-        wish = Wish(name="data", batch_size=batch_size, seed=self.seed, is_read_here=self._is_chief)
+        wish = Wish(
+            name="data",
+            batch_size=batch_size,
+            seed=self.seed,
+            is_read_here=self._is_chief,
+            dims=self._dims,
+        )
         feed = self._job_context.agreed_feed(take_in(data, wish))
         check_targets(sample_of(feed.source), loss, self.metrics)
         # Within a fit, the user's metrics are busy with the training data.
@@ -319,6 +336,7 @@ class Trainer(FittingRunner):
             seed=self.seed,
             with_targets=False,
             is_read_here=self._is_chief,
+            dims=self._dims,
         )
         feed = self._job_context.agreed_feed(take_in(inputs, wish))
         for callback in self._own_callbacks:
@@ -326,6 +344,7 @@ class Trainer(FittingRunner):
             callback.on_predict_begin()
         with closing(feed):
             outputs = self._predict_none(feed) if feed.num_steps == 0 else self._predict(feed)
+            outputs = self._dims.given_outputs(outputs)
         for callback in self._own_callbacks:
             callback.on_predict_end()
         return outputs

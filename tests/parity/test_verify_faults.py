@@ -93,6 +93,12 @@ def first(report: Report) -> Comparison:
     return report.first_difference
 
 
+def cause(report: Report) -> tuple[str, str | None, tuple[int, ...]]:
+    assert report.cause is not None
+    assert f"Cause: {report.cause.kind}. {report.cause.text}" in " ".join(str(report).split())
+    return report.cause.kind, report.cause.module, report.cause.ranks
+
+
 def places(report: Report, kind: str, step: int) -> set[tuple[str, int | None]]:
     return {
         (one.name, one.rank) for one in report.differences if (one.kind, one.step) == (kind, step)
@@ -218,6 +224,7 @@ def test_a_stale_buffer(plant: Callable[[Fault, int | None], None], marker: Path
         ("5.num_batches_tracked", 1),
     }
     assert (first(report).rank, first(report).step) == (1, 1)
+    assert cause(report) == ("buffers", None, (1,))
 
 
 def take_own_statistics(worker: Worker, fire: Fire) -> None:
@@ -259,6 +266,7 @@ def test_normalisation_by_share(plant: Callable[[Fault, int | None], None], mark
     report = verify(case("cnn_batch_norm"), marker)
     assert (first(report).kind, first(report).step) == ("loss", 0)
     assert {rank for _, rank in places(report, "buffer", 0)} == {0, 1}
+    assert cause(report) == ("batch statistics", "1", ())
 
 
 # --- updates ------------------------------------------------------------------------------------
@@ -325,6 +333,7 @@ def test_a_slice_that_is_not_updated(
     assert "4.bias" in names  # rank 1 owns the second half
     assert "0.bias" not in names
     assert {rank for _, rank in places(report, "parameter", 2)} == {0, 1}  # one copy for both
+    assert cause(report) == ("update", None, ())
 
 
 # --- random streams -----------------------------------------------------------------------------
@@ -339,6 +348,9 @@ def test_dropout_of_another_seed(plant: Callable[[Fault, int | None], None], mar
     plant(take_another_seed, 1)
     report = verify(case("cnn_dropout"), marker)
     assert (first(report).kind, first(report).step) == ("loss", 0)
+    kind, module, ranks = cause(report)
+    assert (kind, ranks) == ("random numbers", (1,))
+    assert module is not None
 
 
 def repeat_first_streams(worker: Worker, fire: Fire) -> None:
@@ -393,6 +405,7 @@ def test_a_gradient_that_a_share_does_not_hand_in(
     assert first(report).step == 2
     assert places(report, "gradient", 2) == {("2.weight", None)}
     assert places(report, "parameter", 2) == {("2.weight", 0), ("2.weight", 1)}
+    assert cause(report) == ("sum of gradients", None, ())
 
 
 def bend_gradient(worker: Worker, fire: Fire) -> None:

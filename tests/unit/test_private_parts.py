@@ -30,6 +30,7 @@ PACKAGE = Path(lockstep.__file__).parent
 FUNCTIONS = (
     "_C._are_functorch_transforms_active",
     "_C._autograd._profiler_enabled",
+    "_C._current_graph_task_id",
     "_C._len_torch_function_stack",
     "_C._will_engine_execute_node",
     "_foreach_add_",

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import lockstep
 from lockstep.errors import ModelError
-from lockstep.train.rank_proof import samples_of
+from lockstep.train.rank_proof import _first_difference, _is_like, _print, samples_of
 from lockstep.train.runner import Runner
 
 X = torch.linspace(-2, 2, 48).reshape(8, 6).sin()
@@ -196,6 +196,37 @@ def test_what_is_around_the_script_is_named(name: str) -> None:
     with pytest.raises(ModelError, match="Rank 1 does not compute") as caught, scope():
         fit(Net())
     assert place in str(caught.value)
+
+
+@pytest.mark.thorough  # the compiler takes seconds to import
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+def test_before_a_model_is_compiled(monkeypatch: Patch) -> None:
+    trainer = lockstep.Trainer(
+        Net(),
+        loss=loss,
+        optimizer=partial(torch.optim.SGD, lr=0.1),
+        strategy=lockstep.MirroredStrategy(2),
+        compile=True,
+    )
+    monkeypatch.setattr(torch, "tanh", torch.sin)
+    with pytest.raises(ModelError, match=r"output of layer 'own'"):
+        trainer.fit((X, Y), batch_size=4, verbose=0)
+
+
+def test_hosts_may_round_in_other_ways() -> None:
+    x = torch.linspace(1, 2, 9)
+    prints = [_print("the output of layer 'a'", [x]), _print("the gradient of layer 'a'", [x])]
+    others = [
+        _print(place, [one]) for (place, *_), one in zip(prints, (x + 1e-6, -2 * x), strict=True)
+    ]
+    assert _first_difference(prints, others) == "the output of layer 'a'"
+    assert _first_difference(prints, others, _is_like) is None
+    others[0] = _print("the output of layer 'a'", [torch.nn.functional.gelu(x)])
+    assert _first_difference(prints, others, _is_like) == "the output of layer 'a'"
+    others[0] = _print("the output of layer 'b'", [x])
+    assert _first_difference(prints, others, _is_like) == (
+        "the output of layer 'a', where it has the output of layer 'b'"
+    )
 
 
 def test_what_a_copy_has_lost_is_named() -> None:

@@ -18,7 +18,7 @@ from torch.utils.data import Dataset
 import lockstep
 from lockstep.data.order import stream_states
 from lockstep.errors import LossError, ModelError, NonFiniteLossError, OptionError
-from lockstep.proof.job import copy_in_double
+from lockstep.proof.job import copy_job
 from lockstep.proof.report import Report
 from lockstep.train import fitting
 from lockstep.train.fit_task import FitTask
@@ -271,7 +271,7 @@ def test_a_copy_is_whole_and_apart() -> None:
     optimizer.step()
     job = lockstep.Job(model, nn.MSELoss(), optimizer, (torch.ones(2, 2), torch.ones(2, 2)), 2)
 
-    copied = copy_in_double(job)
+    copied = copy_job(job)
 
     assert isinstance(copied.optimizer, Counting)
     assert copied.optimizer.factor == 0.5
@@ -296,7 +296,7 @@ def test_a_loss_that_holds_the_model_holds_its_copy() -> None:
     one = case("mlp")
     model = one.make_model()
     job = job_of(one, model=model, loss=Penalised(model))
-    copied = copy_in_double(job)
+    copied = copy_job(job)
     assert copied.loss.model is copied.model
     assert copied.model is not model
     report = lockstep.verify(job, TWO_SHARES)

@@ -1,0 +1,280 @@
+"""Verdicts about bits: from run to run, on other numbers of devices, on one device.
+
+Here training runs as the user's will, in the precision of the job's own model, and nothing is
+rounded away: of all that modules take and return, of gradients, slots, parameters and buffers a
+digest is kept, by step and rank, and two runs are compared digest by digest, in the order in which
+values are computed.
+
+``planted`` is the test of that: one unit in the last place is added to a value of one rank in one
+step, and the first difference found must be that value, there and then.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lockstep.cluster.place import Reach
+from lockstep.parallel.module_watch import GRADIENT, INPUT, OUTPUT, Flip, Look, Noted, Spot
+from lockstep.plan.averaging import AveragedUpdate
+from lockstep.plan.makers import Maker, Mirrored, SingleDevice
+from lockstep.plan.spec import Plan
+from lockstep.proof.job import Job, copy_job
+from lockstep.proof.job_data import JobData
+from lockstep.proof.two_sides import fit_steps, make_trainer
+from lockstep.train.conductor import Snapshot
+from lockstep.train.job_context import DEFAULT_TIMEOUT_SECONDS, StrategyLike
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What two runs have in common.
+
+    Attributes:
+        name: which runs: "run to run", "one device, 2 shares", "one device", or what was planted.
+        is_same: whether they did the same, to the last bit; of what was planted, whether it was
+            found.
+        is_promised: whether they must have.
+        text: the first difference, or what was found; empty where there is none.
+    """
+
+    name: str
+    is_same: bool
+    is_promised: bool
+    text: str
+
+    @property
+    def passed(self) -> bool:
+        """Whether what was promised is so."""
+        return self.is_same or not self.is_promised
+
+    def __str__(self) -> str:
+        if self.name.startswith("planted"):
+            return f"{self.name}: {'found' if self.is_same else f'NOT found; {self.text}'}"
+        if self.is_same:
+            return f"{self.name}: the same bits"
+        rest = "" if self.is_promised else " (nothing is promised there)"
+        return f"{self.name}: other bits, first in {self.text}{rest}"
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a value is. Without a rank it does not depend on how the work is divided."""
+
+    kind: str
+    name: str
+    step: int
+    rank: int | None = None
+    call: tuple[int, int] = (0, 0)
+
+    def __str__(self) -> str:
+        name = repr(self.name) if self.name else "the model"
+        what = _SAID.get(self.kind, f"{self.kind} {{}}").format(name)
+        parts = [what, f"step {self.step}"]
+        if self.rank is not None:
+            parts.insert(1, f"rank {self.rank}")
+        return ", ".join(parts)
+
+
+_Prints = dict[_Place, bytes]
+
+_SAID = {
+    INPUT: "what {} takes",
+    OUTPUT: "what {} returns",
+    GRADIENT: "the gradient of what {} returns",
+    "loss": "the loss",
+}
+
+
+class _Recorder:
+    """Digests of all that a training computes, in the order of computation."""
+
+    def __init__(self, look: Look) -> None:
+        self.look = look
+        self.prints: _Prints = {}
+        self.values: list[tuple[int, Spot]] = []  # what ranks have computed in the last step
+        self._order: dict[str, int] = {}
+
+    def begin(self, plan: Plan) -> None:
+        """Where ranks have different layers, these run in the Plan's order."""
+        if plan.pipeline is not None:
+            self._order = {layer.name: number for number, layer in enumerate(plan.layers)}
+
+    def __call__(self, snapshot: Snapshot) -> None:
+        step = snapshot.step
+        self.values = []
+        for rank, place, value in self._in_order(snapshot.noted, step):
+            self.prints[place] = self.prints.get(place, b"") + _digest(value)
+            self.values.append((rank, Spot(place.kind, place.name, *place.call)))
+        self.prints[_Place("loss", "", step)] = repr(snapshot.loss).encode()
+        for name, gradient in sorted(snapshot.gradients.items()):
+            if gradient is not None:
+                self.prints[_Place("gradient of parameter", name, step)] = _digest(gradient)
+        for part in snapshot.slots:
+            for slot, value in part.slots.items():
+                if isinstance(value, torch.Tensor):
+                    place = _Place("slot", f"{part.name} {slot}", step, 0, (part.start, part.stop))
+                    self.prints[place] = _digest(value)
+        for rank, state in enumerate(snapshot.states):
+            for name, value in state.items():
+                self.prints[_Place("parameter or buffer", name, step, rank)] = _digest(value)
+
+    def shared(self) -> _Prints:
+        """What does not depend on how the work is divided, each value once."""
+        found: _Prints = {}
+        for place, value in self.prints.items():
+            if place.kind in ("loss", "gradient of parameter", "parameter or buffer"):
+                found.setdefault(_Place(place.kind, place.name, place.step), value)
+        return found
+
+    def _in_order(
+        self, noted: Sequence[Noted], step: int
+    ) -> Iterator[tuple[int, _Place, torch.Tensor]]:
+        """Values of modules as they depend on each other, and not rank by rank."""
+        found: list[tuple[tuple[int, int, int], int, _Place, torch.Tensor]] = []
+        for rank, shares in enumerate(noted):
+            for values in shares.values():
+                for number, (spot, value) in enumerate(values):
+                    is_gradient = spot.kind == GRADIENT
+                    layer = self._layer(spot.module) * (-1 if is_gradient else 1)
+                    place = _Place(spot.kind, spot.module, step, rank, (spot.call, spot.part))
+                    found.append(((int(is_gradient), layer, number), rank, place, value))
+        for _, rank, place, value in sorted(found, key=lambda one: (one[0], one[1])):
+            yield rank, place, value
+
+    def _layer(self, module: str) -> int:
+        """Where a module comes among the layers; 0 where ranks have all of them."""
+        while module and module not in self._order:
+            module = module.rpartition(".")[0]
+        return self._order.get(module, 0)
+
+
+def _digest(tensor: torch.Tensor) -> bytes:
+    plain = tensor.detach().cpu().contiguous()
+    own = hashlib.blake2b(str(plain.shape).encode(), digest_size=16)
+    if plain.numel():
+        own.update(plain.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]  # a buffer
+    return own.digest()
+
+
+class BitsProof:
+    """Runs of one job.
+
+    Args:
+        job: what to train.
+        data: what on.
+        strategy: how.
+        steps: updates to make.
+        seed: of all random numbers.
+        agreed: what rank 0 has, on all hosts.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        data: JobData,
+        strategy: StrategyLike,
+        steps: int,
+        seed: int,
+        agreed: Callable[[Any], Any],
+    ) -> None:
+        self._agreed = agreed
+        self._job = job
+        self._data = data
+        self._strategy = strategy
+        self._steps = steps
+        self._seed = seed
+        self._plan: Plan | None = None
+        self._first = self._run(strategy)
+
+    def verdicts(self) -> list[Verdict]:
+        """From run to run, and on one device."""
+        plan = self._plan
+        assert plan is not None
+        again = self._run(self._strategy)
+        found = [_verdict("run to run", self._first.prints, again.prints, is_promised=True)]
+        is_apart = isinstance(plan.update, AveragedUpdate) or plan.num_hosts > 1
+        if is_apart or plan.num_shares == 1:
+            return found
+        if plan.pipeline is None:
+            name = f"one device, {plan.num_shares} shares"
+            alone = self._run(_OneDevice(plan.num_shares)).shared()
+            found.append(_verdict(name, self._first.shared(), alone, is_promised=True))
+        alone = self._run(_OneDevice(1)).shared()
+        found.append(_verdict("one device", self._first.shared(), alone, is_promised=False))
+        return found
+
+    def planted(self) -> list[Verdict]:
+        """One unit in the last place, in an output and in a gradient, on the last rank."""
+        rank = max((rank for rank, _ in self._first.values), default=0)
+        own = [spot for one, spot in self._first.values if one == rank and spot.module]
+        step = self._steps - 1
+        flips = []
+        for kind in (OUTPUT, GRADIENT):
+            names = list(dict.fromkeys(spot.module for spot in own if spot.kind == kind))
+            if names:
+                name = names[len(names) // 2]
+                flips.append(Flip(kind=kind, name=name, rank=rank, step=step))
+        return [self._find(flip) for flip in self._agreed(flips)]
+
+    def _find(self, flip: Flip) -> Verdict:
+        prints = self._run(self._strategy, flip).prints
+        first = _first_difference(self._first.prints, prints)
+        wanted = (flip.kind, flip.name, flip.step, flip.rank)
+        place = _Place(flip.kind, flip.name, flip.step, flip.rank)
+        is_found = first is not None and (first.kind, first.name, first.step, first.rank) == wanted
+        return Verdict(
+            name=f"planted in {place}",
+            is_same=is_found,
+            is_promised=True,
+            text="no difference was seen" if first is None else f"the first difference is {first}",
+        )
+
+    def _run(self, strategy: StrategyLike, flip: Flip | None = None) -> _Recorder:
+        own = copy_job(self._job, in_double=False)
+        is_double = all(one.dtype == torch.float64 for one in own.model.parameters())
+        precision = "fp64" if is_double else "fp32"
+        trainer = make_trainer(own, self._job, strategy, precision, self._seed)
+        recorder = _Recorder(Look(steps=range(self._steps), flip=flip))
+
+        def on_snapshot(snapshot: Snapshot) -> None:
+            recorder.begin(trainer.plan)
+            recorder(snapshot)
+
+        on_snapshot.look = recorder.look  # type: ignore[attr-defined]
+        try:
+            fit_steps(trainer, self._data, self._steps, on_snapshot)
+        finally:
+            trainer.close()
+        self._plan = self._plan or trainer.plan
+        return recorder
+
+
+class _OneDevice:
+    """A strategy that uses one device."""
+
+    timeout_seconds = DEFAULT_TIMEOUT_SECONDS
+    reach: Reach = "one process"
+
+    def __init__(self, num_shares: int) -> None:
+        self._num_shares = num_shares
+
+    def maker(self, precision: str) -> Maker:
+        if self._num_shares == 1:
+            return SingleDevice(precision=precision)
+        return Mirrored(devices=1, num_shares=self._num_shares, precision=precision)
+
+
+def _verdict(name: str, one: _Prints, other: _Prints, *, is_promised: bool) -> Verdict:
+    first = _first_difference(one, other)
+    text = "" if first is None else str(first)
+    return Verdict(name=name, is_same=first is None, is_promised=is_promised, text=text)
+
+
+def _first_difference(one: _Prints, other: _Prints) -> _Place | None:
+    return next(
+        (place for place in {**one, **other} if one.get(place) != other.get(place)),
+        None,
+    )

@@ -1,0 +1,102 @@
+"""A job's data, as both sides of a proof go through it: in its own order, as often as is needed.
+
+What can only be iterated is read once, up to the steps of the proof, and kept: both sides get the
+same batches, and Lockstep gets them as a stream.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import count, islice
+from typing import Any
+
+import torch
+
+from lockstep.data.excerpts import first_samples
+from lockstep.data.order import batch_bounds, epoch_order, kept_streams, seed_streams
+from lockstep.data.sources import Source, as_source
+from lockstep.data.streams import Stream, as_stream
+from lockstep.proof.job import Job
+from lockstep.proof.reference import DataOfBatch
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobData:
+    """What a proof trains on.
+
+    Attributes:
+        given: to ``fit``, and
+        options: of it.
+        batches: gives the batches anew.
+        steps_per_epoch: batches of an epoch.
+        size: what a batch is, in words.
+        num_batches: how many there are; None where they begin again.
+    """
+
+    given: Any
+    options: dict[str, Any]
+    batches: Callable[[], Iterator[DataOfBatch]]
+    steps_per_epoch: int
+    size: str
+    num_batches: int | None = None
+
+
+def data_of(job: Job, steps: int, seed: int) -> JobData:
+    """A job's data for so many steps.
+
+    Raises:
+        DataError: it is no data, or has no batch.
+    """
+    stream = as_stream(job.data, name="data", batch_size=job.batch_size)
+    if stream is None:
+        return _indexed(as_source(job.data), job.batch_size, steps)
+    return _iterated(stream, steps, seed)
+
+
+def _indexed(source: Source, size: int, steps: int) -> JobData:
+    def batches() -> Iterator[DataOfBatch]:
+        for epoch in count():
+            order = epoch_order(0, epoch, len(source), shuffle=False)
+            for start, stop in batch_bounds(len(order), size):
+                yield source, order[start:stop]
+
+    per_epoch = -(-len(source) // size)
+    return JobData(
+        given=first_samples(source, steps * size),
+        options={
+            "epochs": -(-steps // per_epoch) if len(source) else 1,
+            "batch_size": size,
+            "shuffle": False,
+        },
+        batches=batches,
+        steps_per_epoch=per_epoch,
+        size=f"{size} samples",
+    )
+
+
+def _iterated(stream: Stream, steps: int, seed: int) -> JobData:
+    with kept_streams():
+        seed_streams(seed)
+        elements = list(islice(_elements(stream), steps))
+    sources = [stream.batch(element) for element in elements]
+    sizes = sorted({len(source) for source in sources})
+    return JobData(
+        given=lambda: iter(elements),
+        options={"epochs": 1},
+        batches=lambda: ((source, torch.arange(len(source))) for source in sources),
+        steps_per_epoch=len(elements),
+        size=f"{' to '.join(map(str, dict.fromkeys((sizes[0], sizes[-1]))))} samples"
+        if sizes
+        else "no samples",
+        num_batches=len(elements),
+    )
+
+
+def _elements(stream: Stream) -> Iterator[Any]:
+    """Pass after pass."""
+    while True:
+        is_empty = True
+        for element in stream.begin():
+            is_empty = False
+            yield element
+        if is_empty or not stream.restarts:
+            return
