@@ -13,7 +13,7 @@ by share:
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -239,6 +239,12 @@ class LossAdapter(ABC):
     def watching(self) -> AbstractContextManager[Any]:
         """Around the model's forward pass, where the loss is computed in it."""
         return nullcontext()
+
+    def user_losses(self) -> list[Any]:
+        """The objects that were given, each of which may keep something."""
+        if isinstance(self.loss, Mapping):
+            return list(self.loss.values())
+        return list(self.loss) if isinstance(self.loss, list | tuple) else [self.loss]
 
     @abstractmethod
     def __call__(

@@ -263,10 +263,7 @@ class Passes(ABC):
 
     def user_losses(self) -> list[Any]:
         """What the user has given for a loss, or for each of several."""
-        loss = None if self._loss is None else self._loss.loss
-        if isinstance(loss, Mapping):
-            return list(loss.values())
-        return list(loss) if isinstance(loss, list | tuple) else [loss]
+        return [] if self._loss is None else self._loss.user_losses()
 
     # --- evaluation and prediction ---------------------------------------------------------------
 

@@ -116,6 +116,11 @@ class KerasLoss(LossAdapter):
     def run_on(self, plan: Plan, rank: int) -> None:
         """It is going to be called on a rank."""
 
+    def user_losses(self) -> list[Any]:
+        kept = [vars(loss).values() for loss in self._losses if hasattr(loss, "__dict__")]
+        variables = [one for each in kept for one in each if isinstance(one, keras.Variable)]
+        return [*self._losses, *variables]
+
     def _found(self, output: Tree, target: Tree) -> list[Reduced]:
         """What each compiled loss makes of a share; where that is a guess, they are asked again."""
         if self.is_certain or self.sees_all:

@@ -115,8 +115,6 @@ class KerasTrainer(Runner):
 
     model: KerasModel
 
-    _can_prove = False  # layers and losses may count in attributes that no module has
-
     def __init__(self, module: KerasModel, strategy: StrategyLike, job_context: JobContext) -> None:
         super().__init__(
             module,
