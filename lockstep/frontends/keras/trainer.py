@@ -24,6 +24,7 @@ from lockstep.frontends.keras.conducting import (
 )
 from lockstep.frontends.keras.direct_calls import is_plain_kind
 from lockstep.frontends.keras.independence import check_predictions
+from lockstep.frontends.keras.keeping import KeepingRunner
 from lockstep.frontends.keras.losses import Additions, KerasLoss
 from lockstep.frontends.keras.metrics import KerasMetrics
 from lockstep.frontends.keras.model import KerasModel, giving_losses
@@ -49,7 +50,6 @@ from lockstep.train.interrupt import Interrupt, held_interrupts
 from lockstep.train.job_context import JobContext, StrategyLike
 from lockstep.train.likeness import Facts, said
 from lockstep.train.recipe import Recipe
-from lockstep.train.runner import Runner
 from lockstep.train.tasks import Task
 from lockstep.units import first_few
 
@@ -104,7 +104,7 @@ class _Known:
     trains: bool
 
 
-class KerasTrainer(Runner):
+class KerasTrainer(KeepingRunner):
     """Trains a Keras model.
 
     Args:
@@ -126,6 +126,7 @@ class KerasTrainer(Runner):
             precision=module.precision,
             seed=random_seed(),
         )
+        self.callbacks = []
         self._lookout = Lookout(module)
         self._sight: Sight | None = None
         self._has_looked = False  # since ranks have run the model
@@ -161,6 +162,12 @@ class KerasTrainer(Runner):
         )
         self._epochs_trained = 0 if start.epoch else self._epochs_trained
         self._steps_trained = start.step
+        resume = Resume(start.epoch)
+        if self._resumed is not None:
+            is_stream = isinstance(feed.source, SharedStream)
+            resume = self._start(feed.batch_size, is_stream=is_stream)
+            others = [] if evaluation is None else [(evaluation.source, options.evaluates)]
+            self._read_again(resume, start.epoch, feed, others)
         task = KerasFitTask(
             source=feed.source,
             validation=None,
@@ -173,7 +180,7 @@ class KerasTrainer(Runner):
             evaluates=options.evaluates,
             epochs=options.epochs,
             initial_epoch=start.epoch,
-            start=Resume(start.epoch),
+            start=resume,
             batch_size=feed.batch_size,
             steps_per_epoch=feed.steps_per_epoch,
             shuffle=options.shuffle,
@@ -189,14 +196,16 @@ class KerasTrainer(Runner):
             shows_slots=not is_elementwise(model.optimizer, self.model.variables.values()),
             watches_validation=start.watches_validation,
             tells_each=start.tells_each,
+            takes_states=self.keeper is not None and self.keeper.acts_in("takes_state"),
         )
         if self._job_context.hosts is not None:
             facts = {"`evaluates`": options.evaluates}
             task = self._job_context.hosts.agree_on_task(task, facts)  # type: ignore[assignment]  # of the same class
-        with held_interrupts() as interrupt:
+        with self._fitting(), held_interrupts() as interrupt:
             conductor = self._conductor(callbacks, interrupt)
             self._maker().check_batch_size(feed.batch_size)
             self.batch_size = feed.batch_size
+            self._go_on(conductor, task.start)
             self._train(task, loss, conductor, feed.batch_size)
             self._job_context.share_values(self.model, conductor.updater)
         return conductor.logs if isinstance(conductor, KerasFitConductor) else {}
@@ -211,7 +220,7 @@ class KerasTrainer(Runner):
             callbacks,
             ChangeWatch(self.model, lambda: self._session.stores.readopt(self.model)),
             interrupt,
-            plan=lambda: self.plan,
+            self,
         )
 
     def finish_fit(self) -> None:
