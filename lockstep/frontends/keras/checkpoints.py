@@ -126,6 +126,8 @@ class KeptCallback(Callback):
         if hasattr(self._callback, "load_state_dict"):
             self._callback.load_state_dict(state)
         else:
+            if getattr(self._callback, "monitor_op", self) is None:
+                self._callback._set_monitor_op()  # of Keras's: it changes ``min_delta``, once
             vars(self._callback).update({name: _own(value) for name, value in state.items()})
 
     def _plain(self) -> dict[str, Tree]:

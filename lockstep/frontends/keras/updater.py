@@ -87,6 +87,7 @@ class KerasUpdater(Updater):
         self._values: dict[_Key, torch.Tensor] = {}  # of slots, where there are no such variables
         self._store: dict[_Key, torch.Tensor] = {}
         self._active: Any = None
+        self._steps_own = True  # one device steps the user's optimizer itself, as Keras does
         self._idle: Any = None  # a copy for a variable that is no part of the model
         self._pieces: list[BoundPiece] = []
         self._stepped: list[Any] = []  # the variables that are stepped on, by piece
@@ -120,6 +121,7 @@ class KerasUpdater(Updater):
     def divide(
         self, extents: Sequence[Extent], num_ranks: int, num_shares: int
     ) -> list[list[Piece]]:
+        self._steps_own = num_shares == 1
         if not self.is_known:
             return [*whole_parameters(extents, 1), *([] for _ in range(num_ranks - 1))]
         if self.is_elementwise:
@@ -131,7 +133,7 @@ class KerasUpdater(Updater):
         own = [self._variables[bound.name] for bound in pieces]
         pairs = list(zip(own, pieces, strict=True))
         is_whole = pieces and all(variable._value is bound.tensor for variable, bound in pairs)
-        if not self.is_known or (self.optimizer is not None and is_whole):
+        if not self.is_known or (self._steps_own and self.optimizer is not None and is_whole):
             self._active, self._stepped = self.optimizer, own
             return
         self._stepped = [stand_in(variable, bound.tensor) for variable, bound in pairs]
