@@ -319,6 +319,14 @@ def test_one_callback_says_where_a_fit_goes_on(tmp_path: Path) -> None:
             fit(compiled(), tmp_path / "run", other)
 
 
+def test_replicas_that_train_apart_have_none(tmp_path: Path) -> None:
+    with lockstep.LocalSGDStrategy(every=2, devices=2).scope():
+        model = compiled()
+    with pytest.raises(OptionError, match="under LocalSGDStrategy"):
+        fit(model, tmp_path)
+    assert not generations(tmp_path)
+
+
 @pytest.mark.parametrize("options", [{"every": "now and then"}, {"keep": 0}])
 def test_options_are_checked(options: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(OptionError, match=next(iter(options)).replace("every", "is written every")):

@@ -5,7 +5,10 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
+from lockstep.errors import OptionError
 from lockstep.frontends.keras.checkpoints import Checkpoint, KeptCallback, kept
+from lockstep.plan.local_steps import LocalSteps
+from lockstep.plan.makers import Maker
 from lockstep.train.callbacks import Callback
 from lockstep.train.checkpoints import FitRecord, Found, Keeper
 from lockstep.train.ensemble import Resume
@@ -48,10 +51,12 @@ class KeepingRunner(PersistentRunner):
 
         Raises:
             CheckpointError: what is there is of another ``fit``, or not whole.
+            OptionError: replicas train apart.
         """
         if checkpoint is None:
             yield None
             return
+        _check_together(self._maker())
         keeper = Keeper(checkpoint.files)
         with keeper.opened() if self._is_chief else nullcontext() as tree:
             tree = self._job_context.from_chief(tree)
@@ -111,6 +116,15 @@ class KeepingRunner(PersistentRunner):
         if isinstance(feed.source, SharedStream) and used is not None:
             feed.source.skip(start.epoch, start.batch)
             feed.source.check_used(used)
+
+
+def _check_together(maker: Maker) -> None:
+    if isinstance(maker, LocalSteps):
+        raise OptionError(
+            "Replicas that train apart have optimizers of their own, which no checkpoint holds.",
+            received="a Checkpoint under LocalSGDStrategy",
+            fix="Use MirroredStrategy; or keras.callbacks.ModelCheckpoint for averaged weights.",
+        )
 
 
 def record_of(
