@@ -20,6 +20,15 @@ from lockstep.units import first_few
 class FrontEndModel(nn.Module):
     """A model of a front end: what is called are objects of that, which its modules stand for."""
 
+    @property
+    @abstractmethod
+    def has_low_precision(self) -> bool:
+        """Whether layers compute in half precision, whatever they return."""
+
+    @abstractmethod
+    def outputs_in(self, made: Any) -> Any:
+        """The outputs in what it returns, without the losses that come with them."""
+
     @abstractmethod
     def held(self) -> Iterable[Any]:
         """The objects with attributes, beside its modules, that a call may change."""

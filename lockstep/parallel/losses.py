@@ -216,6 +216,7 @@ class LossAdapter(ABC):
         is_inside: the model computes it.
         takes_whole: it is called once, with the outputs of all shares: what it weighs in a share
             alone is not known (``parallel.whole_batch``).
+        adds: the model adds something to it.
         gathered_bytes: the most that all shares of a batch have put up for that.
         batch_size: samples of the batch under way.
         sees_all: what it is called with is all of the batch.
@@ -227,6 +228,7 @@ class LossAdapter(ABC):
     is_certain = True
     is_inside = False
     takes_whole = False
+    adds = False
     gathered_bytes = 0
     batch_size = 0
     sees_all = False
@@ -239,6 +241,14 @@ class LossAdapter(ABC):
     def watching(self) -> AbstractContextManager[Any]:
         """Around the model's forward pass, where the loss is computed in it."""
         return nullcontext()
+
+    def added(self, output: Tree, num_samples: int) -> ShareLoss:
+        """What the model has added to the loss of a share.
+
+        Raises:
+            NotImplementedError: it adds nothing.
+        """
+        raise NotImplementedError
 
     def user_losses(self) -> list[Any]:
         """The objects that were given, each of which may keep something."""

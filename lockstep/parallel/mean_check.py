@@ -19,9 +19,10 @@ from torch import nn
 
 from lockstep.capture.state import left_alone
 from lockstep.data.sources import Batch
+from lockstep.data.trees import Tree
 from lockstep.errors import LossError
 from lockstep.parallel.halves import on_halves
-from lockstep.parallel.losses import JointLoss, ShareLoss
+from lockstep.parallel.losses import JointLoss, LossAdapter, ShareLoss
 
 # Relative, by what the loss or the model computes in; models often compute their losses in float32.
 _TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-3}
@@ -50,6 +51,24 @@ def check_mean(model: nn.Module, loss_of: LossOf, batch: Batch) -> None:
             return
     if found is not None:
         _compare(found, batch.num_samples, _tolerance(model, found[0]))
+
+
+def check_added(
+    model: nn.Module, loss: LossAdapter, call: Callable[[Tree], Tree], batch: Batch
+) -> None:
+    """Compare so what a model adds to the loss of some samples, where it adds anything.
+
+    Args:
+        model: the model.
+        loss: knows what it adds.
+        call: runs the model on inputs.
+        batch: the samples.
+
+    Raises:
+        LossError: it is not what the loss takes it for.
+    """
+    if loss.adds:
+        check_mean(model, lambda part: loss.added(call(part.inputs), part.num_samples), batch)
 
 
 def _compare(losses: Sequence[ShareLoss | JointLoss], num_samples: int, tolerance: float) -> None:

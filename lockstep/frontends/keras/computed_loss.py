@@ -53,7 +53,7 @@ class ComputedLoss(KerasLoss):
         num_samples: int,
         inputs: Tree = None,
     ) -> ShareLoss:
-        model, added = self._module.model, self._added(output, num_samples)
+        model, added = self._module.model, self.added(output, num_samples)
         numbers = [
             (seed * rows).sum() / num_samples
             for seed, rows in zip(added.seeds, added.values, strict=True)

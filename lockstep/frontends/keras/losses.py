@@ -80,6 +80,7 @@ class KerasLoss(LossAdapter):
         self._asking = Asking(additions.has_rows)
         self.loss = None if compiled is None else asked(compiled, self._asking)
         self._additions = additions
+        self.adds = any(additions.are_sums.values())
         entries = [] if compiled is None else compiled._flat_losses
         self._losses = [one.loss for one in entries]
         self._only = entries[0].loss if len(entries) == 1 and not entries[0].path else None
@@ -105,7 +106,7 @@ class KerasLoss(LossAdapter):
         inputs: Tree = None,
     ) -> ShareLoss | JointLoss:
         found = self._found(output, target)
-        added = self._added(output, num_samples)
+        added = self.added(output, num_samples)
         if self.parts:
             own = [self._alone(one, num_samples) for one in found]
             return JointLoss(losses=(*own, added), parts=self.parts, num_samples=num_samples)
@@ -144,7 +145,7 @@ class KerasLoss(LossAdapter):
         self.loss(target[0], masked_outputs(output), target[1])
         return self._asking.found
 
-    def _added(self, output: Tree, num_samples: int) -> ShareLoss:
+    def added(self, output: Tree, num_samples: int) -> ShareLoss:
         """What comes on top, as a total over the samples."""
         losses, penalties = output["losses"], output["penalties"]
         are_sums = self._additions.are_sums[torch.is_grad_enabled()]

@@ -139,6 +139,16 @@ class KerasModel(FrontEndModel):
         """Layers may have been changed: see anew how they can be called."""
         self._calls.has_looked = False
 
+    @property
+    def has_low_precision(self) -> bool:
+        """See ``FrontEndModel``."""
+        dtypes = {str(layer.compute_dtype) for layer in self.model._flatten_layers()}
+        return bool(dtypes & {"bfloat16", "float16"})
+
+    def outputs_in(self, made: Tree) -> Tree:
+        """See ``FrontEndModel``."""
+        return made["outputs"] if self.with_losses else made
+
     def held(self) -> Iterator[Any]:
         """Layers and their metrics, and variables that hold what is no weight of the model."""
         for layer in self.model._flatten_layers():
