@@ -257,7 +257,12 @@ STREAMS = {"a dataset": (Batches, None), "a generator": (generator, 4)}
 @pytest.mark.parametrize("name", core_of(STREAMS, ["a generator"]))
 def test_a_stream_is_read_again_up_to_there(name: str, tmp_path: Path) -> None:
     make, steps = STREAMS[name]
-    plain = {"y": None, "batch_size": None, "validation_split": 0.0, "steps_per_epoch": steps}
+    plain: dict[str, Any] = {
+        "y": None,
+        "batch_size": None,
+        "validation_split": 0.0,
+        "steps_per_epoch": steps,
+    }
     plain |= {"validation_data": make(), "validation_steps": 2, "validation_freq": 2}
 
     def run(step: int, folder: Path | None, shift: float = 0.0) -> Any:

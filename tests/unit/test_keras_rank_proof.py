@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 import lockstep
 from lockstep.errors import ModelError
+from lockstep.train.rank_proof import samples_of
 from lockstep.train.runner import Runner
 from tests.thorough import core_of
 
@@ -283,7 +284,6 @@ def test_it_leaves_no_trace(monkeypatch: Patch) -> None:
 @pytest.mark.parametrize("owns", [True, False])
 def test_it_is_remembered(owns: bool, monkeypatch: Patch) -> None:
     proofs = []
-    samples_of = lockstep.train.runner.samples_of
 
     def counted(*options: Any) -> Any:
         proofs.append(1)

@@ -138,7 +138,7 @@ def record_of(
         validation: what is evaluated after epochs.
         asked: arguments of the ``fit``.
     """
-    model = runner.model.model
+    model: Any = runner.model.model
     loss = None if model._compile_loss is None else said(model._compile_loss._user_loss)
     return FitRecord(
         epochs=0 if asked["initial_epoch"] else runner._epochs_trained,

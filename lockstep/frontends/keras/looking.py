@@ -71,25 +71,22 @@ def look(
         counts = [one for metric in metrics for one in metric.variables]
         return Seen(made, _values(variables), _values(counts), written)
 
-    batch = _few(module, source, is_divided=is_divided)
-    with giving_losses(module, True), _left_as_found(module) as state, torch.no_grad():
-        if not is_divided:
-            module.train(training)
-            return [run(batch)]
-        found = on_halves(module, run, batch, state, training=training)
-        return found or [
-            _on_rows(module, run, batch, rows, state, training=training)
-            for rows in (slice(0, batch.num_samples), *halves(batch))
-        ]
+    def run_anew(rows: slice) -> Seen:
+        state.restore()
+        module.train(training)
+        return run(rows_of(batch, rows))
 
-
-def _on_rows(
-    module: KerasModel, run: Any, batch: Batch, rows: slice, state: ModelState, *, training: bool
-) -> Seen:
-    state.restore()
-    module.train(training)
-    found: Seen = run(rows_of(batch, rows))
-    return found
+    batch = few_samples(module, source, is_divided=is_divided)
+    everything = slice(0, batch.num_samples)
+    with giving_losses(module, True), torch.no_grad():
+        state = ModelState(module)
+        try:
+            if not is_divided:
+                return [run_anew(everything)]
+            found = on_halves(module, run, batch, state, training=training)
+            return found or [run_anew(rows) for rows in (everything, *halves(batch))]
+        finally:
+            state.restore()
 
 
 def kept_variables(module: KerasModel) -> list[Any]:
@@ -120,24 +117,8 @@ def in_evaluation(module: KerasModel) -> Iterator[None]:
         module.model.train(mode)
 
 
-@contextmanager
-def _left_as_found(module: KerasModel) -> Iterator[ModelState]:
-    """After the block a model is in the state, which it gives, and the mode that it was in."""
-    mode, state = module.training, ModelState(module)
-    try:
-        yield state
-    finally:
-        module.train(mode)
-        module.model.train(mode)
-        state.restore()
-
-
-def few_samples(module: KerasModel, source: ArraySource) -> Batch:
-    """A few samples, from all over."""
-    return _few(module, source, is_divided=True)
-
-
-def _few(module: KerasModel, source: ArraySource, *, is_divided: bool) -> Batch:
+def few_samples(module: KerasModel, source: ArraySource, *, is_divided: bool = True) -> Batch:
+    """A few samples, from all over; not divided, as many as the model takes."""
     fixed = None if is_divided else fixed_batch_size(module.model)
     indices = torch.linspace(0, len(source) - 1, fixed or _FEW).long()
     dtype = next((one.dtype for one in module.parameters()), torch.get_default_dtype())
