@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from lockstep import callbacks as callbacks
     from lockstep import checkpoint as checkpoint
     from lockstep import data as data
+    from lockstep import keras  # noqa: F401
     from lockstep.capture.scopes import device as device
     from lockstep.data.own_loss import OwnLoss as OwnLoss
     from lockstep.errors import LockstepError as LockstepError
@@ -84,6 +85,8 @@ __all__ = [*_HOMES]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "keras":  # no name of ``__all__``: a star import must not take Keras's own
+        return import_module("lockstep.keras")
     if name not in _HOMES:
         raise AttributeError(f"module 'lockstep' has no attribute {name!r}")
     module_name, attribute = _HOMES[name]

@@ -1,8 +1,12 @@
 """Lists the layers of a PyTorch model: names, parameters, ties. Nothing is run or traced."""
 
 import sys
+from abc import abstractmethod
 from collections import defaultdict
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from itertools import chain
+from typing import Any
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -11,6 +15,31 @@ from torch.nn.parameter import is_lazy
 from lockstep.errors import ModelError, Problems
 from lockstep.graph.layer_graph import Layer, LayerGraph, ParameterInfo
 from lockstep.units import first_few
+
+
+class FrontEndModel(nn.Module):
+    """A model of a front end: what is called are objects of that, which its modules stand for."""
+
+    @property
+    @abstractmethod
+    def has_low_precision(self) -> bool:
+        """Whether layers compute in half precision, whatever they return."""
+
+    @abstractmethod
+    def outputs_in(self, made: Any) -> Any:
+        """The outputs in what it returns, without the losses that come with them."""
+
+    @abstractmethod
+    def held(self) -> Iterable[Any]:
+        """The objects with attributes, beside its modules, that a call may change."""
+
+    @abstractmethod
+    def watching(self, note: Callable[[str, Any], None]) -> AbstractContextManager[None]:
+        """Within the block, ``note`` gets each layer's name and what it returns, call by call."""
+
+    @abstractmethod
+    def functions(self) -> Iterable[Any]:
+        """What the layers compute with, as it is now: functions that a script can replace."""
 
 
 class FrontEndLayer(nn.Module):

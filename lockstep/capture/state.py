@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lockstep.capture.layers import FrontEndModel
 from lockstep.data.order import restore_streams, stream_states
 from lockstep.data.trees import tensors_of
 
@@ -17,26 +18,29 @@ class ModelState:
     """A model and the random streams as they are now.
 
     Kept are the values of all parameters, buffers and other tensors of its modules, their
-    attributes, what lists, dicts, sets and deques among these hold, and the states of generators.
+    attributes, what lists, dicts, sets and deques among these hold, and the states of generators;
+    also of the layers of a front end, and of other objects.
 
     Args:
         model: the model; a copy of its tensors is kept unless they are on the meta device.
+        others: objects beside it, such as losses: modules, or anything with attributes.
         with_trained: keep the values of parameters that are trained, too: a forward pass writes to
             others (statistics of Keras's layers, averages of weights), but hardly to these.
     """
 
-    def __init__(self, model: nn.Module, *, with_trained: bool = True) -> None:
+    def __init__(self, model: nn.Module, *others: Any, with_trained: bool = True) -> None:
         self._streams = stream_states()
-        self._modules = [(module, dict(vars(module))) for module in model.modules()]
+        self._names = {id(module): name for name, module in model.named_modules()}
+        self._holders = [(one, dict(vars(one))) for one in _holders(model, *others)]
         self._contents = [
             (held, _contents(held))
-            for _, attributes in self._modules
+            for _, attributes in self._holders
             for held in attributes.values()
             if isinstance(held, dict | list | set | deque)
         ]
         self._generators = [
             (held, held.get_state())
-            for _, attributes in self._modules
+            for _, attributes in self._holders
             for held in attributes.values()
             if isinstance(held, torch.Generator)
         ]
@@ -50,16 +54,16 @@ class ModelState:
         ]
 
     def _tensors(self) -> Iterator[torch.Tensor]:
-        for _, attributes in self._modules:
+        for _, attributes in self._holders:
             yield from tensors_of(list(attributes.values()))
 
     @torch.no_grad()
     def restore(self) -> None:
         """Put everything back."""
-        for module, attributes in self._modules:
-            if not _is_same(vars(module), attributes):
-                vars(module).clear()
-                vars(module).update(attributes)
+        for holder, attributes in self._holders:
+            if not _is_same(vars(holder), attributes):
+                vars(holder).clear()
+                vars(holder).update(attributes)
         for held, contents in self._contents:
             if not _is_same(held, contents):
                 _refill(held, contents)
@@ -75,23 +79,27 @@ class ModelState:
     def changed_modules(self) -> list[str]:
         """Paths of modules with attributes that are not what they were, or do not hold the same."""
         changed = {id(held) for held, contents in self._contents if not _is_same(held, contents)}
-        names = {id(module): name for name, module in self._modules[0][0].named_modules()}
         return [
-            names[id(module)]
-            for module, attributes in self._modules
-            if not _is_same(_own(vars(module)), _own(attributes))
-            or any(id(held) in changed for held in attributes.values())
+            self._names[id(module)]
+            for module, attributes in self._holders
+            if id(module) in self._names
+            and (
+                not _is_same(_own(vars(module)), _own(attributes))
+                or any(id(held) in changed for held in attributes.values())
+            )
         ]
 
 
 @contextmanager
-def left_alone(model: nn.Module) -> Iterator[ModelState]:
+def left_alone(model: nn.Module, *others: Any) -> Iterator[ModelState]:
     """After the block the model, its gradients and the random streams are as they were.
+
+    So are other objects, such as losses.
 
     Gives its state, to be restored between. What runs in it gives no warnings: it runs once more,
     for good.
     """
-    state = ModelState(model, with_trained=False)
+    state = ModelState(model, *others, with_trained=False)
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     try:
         with warnings.catch_warnings():
@@ -104,18 +112,6 @@ def left_alone(model: nn.Module) -> Iterator[ModelState]:
         torch.clear_autocast_cache()  # it may hold weights that were cast without gradients
 
 
-@contextmanager
-def attributes_kept(thing: Any) -> Iterator[None]:
-    """After the block an object has the attributes of before: a loss may count its calls."""
-    before = None if isinstance(thing, type) else dict(getattr(thing, "__dict__", {}))
-    try:
-        yield
-    finally:
-        if before:
-            vars(thing).clear()
-            vars(thing).update(before)
-
-
 def set_mode(model: nn.Module, *, training: bool) -> None:
     """Put a model in the mode in which it is going to run.
 
@@ -124,6 +120,16 @@ def set_mode(model: nn.Module, *, training: bool) -> None:
     """
     if not (training and model.training):
         model.train(training)
+
+
+def _holders(*things: Any) -> list[Any]:
+    """The objects with attributes of their own among them, and within them, each once."""
+    found: dict[int, Any] = {}
+    for thing in things:
+        each = [*thing.modules()] if isinstance(thing, nn.Module) else [thing]
+        each += [one for model in each if isinstance(model, FrontEndModel) for one in model.held()]
+        found |= {id(one): one for one in each if not isinstance(one, type)}
+    return [one for one in found.values() if hasattr(one, "__dict__")]
 
 
 def _is_trained(tensor: torch.Tensor) -> bool:

@@ -14,6 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.capture.calls import has_drawn, host_streams, streams_differ
+from lockstep.capture.layers import FrontEndModel
 from lockstep.capture.state import ModelState
 from lockstep.data.sources import Batch
 from lockstep.data.trees import map_tensors
@@ -70,9 +71,12 @@ def begin_again(model: nn.Module, state: ModelState, training: bool | None) -> b
     state.restore()
     if training is not None:
         model.train(training)
-    for module in model.modules():
-        if isinstance(module, _BatchNorm):
-            module.eval()
+    if isinstance(model, FrontEndModel):
+        model.train(model.training)  # what a front end calls it puts in the mode of all
+    else:
+        for module in model.modules():
+            if isinstance(module, _BatchNorm):
+                module.eval()
     return not BatchNorms(model).use_batch_statistics  # of layers that keep none
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from lockstep.capture.layers import FrontEndLayer
+from lockstep.capture.layers import FrontEndModel
 from lockstep.capture.state import ModelState, left_alone
 from lockstep.data.order import seed_streams
 from lockstep.data.sources import Batch
@@ -34,8 +34,6 @@ def check_apart(model: nn.Module, call: Callable[[Tree], Tree], batch: Batch) ->
     Raises:
         ModelError: it makes something else of them.
     """
-    if any(isinstance(module, FrontEndLayer) for module in model.modules()):
-        return  # front ends look for themselves: they know what their layers keep
     # With gradients, which a model may take in its forward pass.
     with left_alone(model) as state, torch.enable_grad():
         try:
@@ -52,22 +50,27 @@ def _seen(
     """What is wrong with a model, if that shows."""
 
     def look(part: Batch) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        return _values(call(part.inputs)), _kept(model)
+        return _outputs(model, call, part), _kept(model)
 
-    found = on_halves(model, look, batch, state, training=None)
-    found = found or on_halves(model, look, batch, state, training=False)
+    found, training = on_halves(model, look, batch, state, training=None), model.training
+    if found is None:
+        found, training = on_halves(model, look, batch, state, training=False), False
     if found is None:
         return None
     (whole, _), (one, kept), (other, also_kept) = found
+    if any(map(_are_pairs, whole, one, other)):
+        return _sees_others(batch.num_samples, math.inf, training=training)
+    is_low = isinstance(model, FrontEndModel) and model.has_low_precision
     apart = [
         torch.cat([first, second]) if _are_samples(both, first, second) else both
         for both, first, second in zip(whole, one, other, strict=False)
     ]
-    if (distance := _distance(whole, apart)) is not None:
-        return _sees_others(batch.num_samples, distance)
+    if (distance := _distance(whole, apart, is_low=is_low)) is not None:
+        return _sees_others(batch.num_samples, distance, training=training)
     if _are_equal(kept, also_kept) or batch.num_samples < 2:
         return None
-    distance = _distance(*(_after(rows, model, call, batch, state) for rows in halves(batch)))
+    after = (_after(rows, model, call, batch, state) for rows in halves(batch))
+    distance = _distance(*after, is_low=is_low)
     return None if distance is None else _remembers(distance)
 
 
@@ -82,7 +85,12 @@ def _after(
     begin_again(model, state, None)
     call(rows_of(batch, rows).inputs)
     seed_streams(0)
-    return _values(call(batch.inputs))
+    return _outputs(model, call, batch)
+
+
+def _outputs(model: nn.Module, call: Callable[[Tree], Tree], batch: Batch) -> list[torch.Tensor]:
+    made = call(batch.inputs)
+    return _values(model.outputs_in(made) if isinstance(model, FrontEndModel) else made)
 
 
 def _kept(model: nn.Module) -> list[torch.Tensor]:
@@ -112,24 +120,39 @@ def _are_samples(both: torch.Tensor, one: torch.Tensor, other: torch.Tensor) -> 
     return len(one) + len(other) == len(both) and len(shapes) == 1
 
 
-def _distance(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> float | None:
+def _are_pairs(both: torch.Tensor, one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether each sample has a value for each sample."""
+    if not (both.dim() and one.dim() and other.dim()) or len(both) != len(one) + len(other):
+        return False
+    shapes = zip(*(each.shape[1:] for each in (both, one, other)), strict=False)
+    return (len(both), len(one), len(other)) in shapes
+
+
+def _distance(
+    some: Sequence[torch.Tensor], others: Sequence[torch.Tensor], *, is_low: bool
+) -> float | None:
     """How far outputs are from each other, as a part of the largest; None for what rounding is."""
     for one, other in zip(some, others, strict=False):
         if one.shape != other.shape or not one.numel() or not one.is_floating_point():
             continue
         size, distance = (float(each.double().abs().max()) for each in (one, one - other))
-        is_low = one.dtype in (torch.bfloat16, torch.float16)
-        if distance > (_LOW_TOLERANCE if is_low else _TOLERANCE) * size:  # not where one is NaN
+        low = is_low or one.dtype in (torch.bfloat16, torch.float16)
+        if distance > (_LOW_TOLERANCE if low else _TOLERANCE) * size:  # not where one is NaN
             return distance / size if size else math.inf
     return None
 
 
-def _sees_others(num_samples: int, distance: float) -> ModelError:
+def _sees_others(num_samples: int, distance: float, *, training: bool) -> ModelError:
     return ModelError(
         "What a model makes of a sample must not depend on the others of its batch: shares of "
         "it are worked on apart.",
-        received=f"outputs for {num_samples} samples that differ by {distance:.1%} from those "
-        "for their halves",
+        received=f"outputs for {num_samples} samples in {'training' if training else 'evaluation'} "
+        + (
+            "with a value for each pair"
+            if math.isinf(distance)
+            else f"that differ by {distance:.1%}"
+        )
+        + " from those for their halves",
         fix="Use nn.BatchNorm for statistics of the batch, compute in the loss what compares "
         "samples, or train on one device.",
     )

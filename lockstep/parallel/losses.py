@@ -13,7 +13,7 @@ by share:
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from lockstep.capture.seeding import seeded
+from lockstep.data.batch_dims import TurnedLoss
 from lockstep.data.sources import Batch
 from lockstep.data.trees import Tree, tensors_of
 from lockstep.errors import LossError
@@ -217,6 +218,7 @@ class LossAdapter(ABC):
         is_inside: the model computes it.
         takes_whole: it is called once, with the outputs of all shares: what it weighs in a share
             alone is not known (``parallel.whole_batch``).
+        adds: the model adds something to it.
         gathered_bytes: the most that all shares of a batch have put up for that.
         batch_size: samples of the batch under way.
         sees_all: what it is called with is all of the batch.
@@ -228,6 +230,7 @@ class LossAdapter(ABC):
     is_certain = True
     is_inside = False
     takes_whole = False
+    adds = False
     gathered_bytes = 0
     batch_size = 0
     sees_all = False
@@ -240,6 +243,20 @@ class LossAdapter(ABC):
     def watching(self) -> AbstractContextManager[Any]:
         """Around the model's forward pass, where the loss is computed in it."""
         return nullcontext()
+
+    def added(self, output: Tree, num_samples: int) -> ShareLoss:
+        """What the model has added to the loss of a share.
+
+        Raises:
+            NotImplementedError: it adds nothing.
+        """
+        raise NotImplementedError
+
+    def user_losses(self) -> list[Any]:
+        """The objects that were given, each of which may keep something."""
+        given = list(self.loss.values()) if isinstance(self.loss, Mapping) else self.loss
+        losses = given if isinstance(given, list | tuple) else [given]
+        return [one.loss if isinstance(one, TurnedLoss) else one for one in losses]
 
     @abstractmethod
     def __call__(self, output: Tree, batch: Batch) -> ShareLoss | JointLoss:

@@ -19,9 +19,10 @@ from torch import nn
 
 from lockstep.capture.state import left_alone
 from lockstep.data.sources import Batch
+from lockstep.data.trees import Tree
 from lockstep.errors import LossError
 from lockstep.parallel.halves import on_halves
-from lockstep.parallel.losses import JointLoss, ShareLoss
+from lockstep.parallel.losses import JointLoss, LossAdapter, ShareLoss
 
 # Relative, by what the loss or the model computes in; models often compute their losses in float32.
 _TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-3}
@@ -30,13 +31,19 @@ _LOW_TOLERANCE = 0.05
 LossOf = Callable[[Batch], ShareLoss | JointLoss]
 
 
-def check_mean(model: nn.Module, loss_of: LossOf, batch: Batch) -> None:
+def check_mean(
+    model: nn.Module,
+    loss_of: LossOf,
+    batch: Batch,
+    refused: Callable[[str], LossError] | None = None,
+) -> None:
     """Compare the loss of some samples with those of their halves; leaves the model as it is.
 
     Args:
         model: what computes the loss.
         loss_of: runs it on samples.
         batch: the samples; a single one is compared with itself twice.
+        refused: makes the error of what was received, where it is not that of a whole loss.
 
     Raises:
         LossError: it is not the weighted mean of them.
@@ -49,25 +56,52 @@ def check_mean(model: nn.Module, loss_of: LossOf, batch: Batch) -> None:
         except Exception:  # of a model that takes certain numbers of samples: nobody can say
             return
     if found is not None:
-        _compare(found, batch.num_samples, _tolerance(model, found[0]))
+        received = _difference(found, batch.num_samples, _tolerance(model, found[0]))
+        if received is not None:
+            raise (refused or _no_mean)(received)
 
 
-def _compare(losses: Sequence[ShareLoss | JointLoss], num_samples: int, tolerance: float) -> None:
+def check_added(
+    model: nn.Module, loss: LossAdapter, call: Callable[[Tree], Tree], batch: Batch
+) -> None:
+    """Compare so what a model adds to the loss of some samples, where it adds anything.
+
+    Args:
+        model: the model.
+        loss: knows what it adds.
+        call: runs the model on inputs.
+        batch: the samples.
+
+    Raises:
+        LossError: it is not what the loss takes it for.
+    """
+    if loss.adds:
+        check_mean(
+            model,
+            lambda part: loss.added(call(part.inputs), part.num_samples),
+            batch,
+            _no_addition,
+        )
+
+
+def _difference(
+    losses: Sequence[ShareLoss | JointLoss], num_samples: int, tolerance: float
+) -> str | None:
+    """What shows that some losses are no weighted means; None if nothing does."""
     whole, *parts = (loss.sums for loss in losses)
     for (total, weight), *shares in zip(whole, *parts, strict=True):
         sums = math.fsum(part[0] for part in shares), math.fsum(part[1] for part in shares)
         if not all(map(math.isfinite, (total, *sums))):
             continue  # an error of its own
         if not math.isclose(weight, sums[1], rel_tol=1e-6):
-            raise _no_mean(f"weights {sums[1]:g} of halves, {weight:g} of all {num_samples}")
+            return f"weights {sums[1]:g} of halves, {weight:g} of all {num_samples}"
         if not weight:
             continue
         means = [total / weight, sums[0] / sums[1]]
         size = max(map(abs, (*means, *(one / of for one, of in shares if of))))
         if abs(means[0] - means[1]) > tolerance * size:
-            raise _no_mean(
-                f"{means[0]:.7g} for {num_samples} samples, {means[1]:.7g} for their halves"
-            )
+            return f"{means[0]:.7g} for {num_samples} samples, {means[1]:.7g} for their halves"
+    return None
 
 
 def _no_mean(received: str) -> LossError:
@@ -78,6 +112,17 @@ def _no_mean(received: str) -> LossError:
         fix="Say what it is a mean over: OwnLoss(weight=...), or return (total, weight) or "
         "values of shape (n,). If it compares samples with each other, pass it as a loss "
         "function, loss=..., which is taken on the whole batch.",
+    )
+
+
+def _no_addition(received: str) -> LossError:
+    return LossError(
+        "What layers add to the loss must be means or sums over samples, as it was when training "
+        "began.",
+        received=received,
+        fix="Add ops.mean(...) or ops.sum(...) of values that each come from one sample, which "
+        "are not 0 for all of the first samples; or give the model a compute_loss of its own, "
+        "which is taken on the whole batch.",
     )
 
 

@@ -27,7 +27,7 @@ from lockstep.parallel.halves import is_tried
 from lockstep.parallel.independence import check_apart
 from lockstep.parallel.interleave import Interleaver
 from lockstep.parallel.losses import JointLoss, ShareLoss, nothing
-from lockstep.parallel.mean_check import LossOf, check_mean
+from lockstep.parallel.mean_check import LossOf, check_added, check_mean
 from lockstep.parallel.passes import Passes, Run, Take, moved
 from lockstep.parallel.step_functions import StepFunction
 from lockstep.parallel.whole_batch import SharePart
@@ -317,6 +317,8 @@ class ModelPasses(Passes):
             return
         if not is_inside:
             check_apart(self._model, self.call, batch)
+            if self._loss is not None:
+                check_added(self._model, self._loss, self.call, batch)
             return
         loss_of: LossOf = partial(self._loss_by_function, run)
         if not self._functions:

@@ -14,7 +14,7 @@ from torch import nn
 
 from lockstep.comm.exchange import Exchange
 from lockstep.comm.gathering import gather_bytes
-from lockstep.data.batch_dims import SAMPLES_FIRST, BatchDims, TurnedLoss
+from lockstep.data.batch_dims import SAMPLES_FIRST, BatchDims
 from lockstep.data.order import evaluation_seed, seed_streams, share_seed
 from lockstep.data.read_ahead import Read
 from lockstep.data.sources import Batch, Source
@@ -269,10 +269,7 @@ class Passes(ABC):
 
     def user_losses(self) -> list[Any]:
         """What the user has given for a loss, or for each of several."""
-        loss = None if self._loss is None else self._loss.loss
-        losses = list(loss.values()) if isinstance(loss, Mapping) else loss
-        losses = losses if isinstance(losses, list | tuple) else [losses]
-        return [one.loss if isinstance(one, TurnedLoss) else one for one in losses]
+        return [] if self._loss is None else self._loss.user_losses()
 
     # --- evaluation and prediction ---------------------------------------------------------------
 

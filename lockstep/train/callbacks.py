@@ -42,6 +42,11 @@ class Callback:
         """
         return getattr(getattr(self, method), "__func__", None) is not getattr(Callback, method)
 
+    @property
+    def kind(self) -> str:
+        """What its class is called in a training's state."""
+        return type(self).__name__
+
     def state_dict(self) -> dict[str, Any]:
         """What it must know to go on in another process: tensors, numbers, texts, lists, dicts.
 

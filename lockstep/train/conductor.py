@@ -12,6 +12,7 @@ from lockstep.parallel.module_watch import Noted
 from lockstep.parallel.update import PieceSlots, Updater
 from lockstep.parallel.worker import StepResult
 from lockstep.train.feeding import GlobalBatch
+from lockstep.train.history import History
 
 Logs = dict[str, Any]
 
@@ -75,6 +76,8 @@ class Conductor:
     stop_training = False
     is_interrupted = False
     updater: Updater | None = None
+    """Of the training that is conducted."""
+    history: History
     """Of the training that is conducted."""
     samples: Any = None
     """A few, on which all ranks prove that they compute the same (``train.rank_proof``)."""

@@ -10,7 +10,7 @@ from lockstep.data.sources import Batch, Source
 from lockstep.parallel.forward import DTYPES, ModelCall
 from lockstep.parallel.independence import check_apart
 from lockstep.parallel.losses import JointLoss, LossAdapter, ShareLoss
-from lockstep.parallel.mean_check import check_mean
+from lockstep.parallel.mean_check import check_added, check_mean
 from lockstep.parallel.passes import moved
 from lockstep.train.assignment import Assignment
 
@@ -41,6 +41,8 @@ def check_inner_loss(
 
     if not loss.is_inside:
         check_apart(model, call, batch)
+        loss.begin(batch.num_samples, plan.num_shares)
+        check_added(model, loss, call, batch)
         return
 
     def loss_of(part: Batch) -> ShareLoss | JointLoss:

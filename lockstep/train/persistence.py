@@ -11,8 +11,7 @@ import torch
 from lockstep.checkpoint.weights import load_weights, save_weights
 from lockstep.errors import OptionError
 from lockstep.train.callbacks import Callback
-from lockstep.train.conducting import FollowingConductor
-from lockstep.train.conductor import Place
+from lockstep.train.conductor import Conductor, Place
 from lockstep.train.ensemble import Resume
 from lockstep.train.history import History
 from lockstep.train.learning_rates import RunningSchedule
@@ -196,7 +195,7 @@ class PersistentRunner(Runner):
             replicas=place.get("replicas"),
         )
 
-    def _go_on(self, conductor: FollowingConductor, start: Resume) -> None:
+    def _go_on(self, conductor: Conductor, start: Resume) -> None:
         """After callbacks have begun, have all be as the state says with which ``fit`` goes on."""
         state, self._resumed = self._resumed, None
         if state is None:

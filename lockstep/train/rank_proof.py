@@ -16,7 +16,7 @@ import math
 import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -24,7 +24,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lockstep.capture.state import attributes_kept, left_alone
+from lockstep.capture.layers import FrontEndModel
+from lockstep.capture.state import left_alone
 from lockstep.data.order import kept_streams, seed_streams
 from lockstep.data.sources import Batch, Source
 from lockstep.data.trees import tensors_of
@@ -74,7 +75,9 @@ def standing(sight: object, parts: tuple[Any, ...], model: nn.Module) -> object:
             seen = hash(describe(parts, list(model.parameters())))
         except Exception:  # whatever pickling raises; what cannot be sent is an error later
             seen = object()
-    functions = (id(one) for space in (torch, F, torch.Tensor) for one in vars(space).values())
+    functions = [id(one) for space in (torch, F, torch.Tensor) for one in vars(space).values()]
+    if isinstance(model, FrontEndModel):
+        functions += map(id, model.functions())
     forwards = (id(kind.forward) for kind in {type(module) for module in model.modules()})
     modes = torch._C._len_torch_function_stack()
     return seen, TorchSettings.current(), modes, hash((*functions, *forwards))
@@ -96,11 +99,7 @@ def prove_alike(worker: Worker, control: Control, samples: Any) -> None:
     batch = Batch(
         inputs=inputs, targets=targets, sample_weight=sample_weight, num_samples=num_samples
     )
-    with ExitStack() as kept:
-        for loss in worker.passes.user_losses():
-            kept.enter_context(
-                left_alone(loss) if isinstance(loss, nn.Module) else attributes_kept(loss)
-            )
+    with left_alone(worker.model, *worker.passes.user_losses()):
         own = _fingerprints(worker.model, lambda: worker.passes.losses_alone(batch))
     told = control.gather(own)
     for host in range(worker.plan.num_hosts) if told else ():
@@ -120,15 +119,14 @@ def _fingerprints(
     """Of all that is computed, in its order, as far as it goes: errors are the first step's."""
     found: list[Print] = []
     outputs: list[tuple[str, torch.Tensor]] = []
-    with left_alone(model):
-        seed_streams(0)
-        try:
-            with _watching(model, found, outputs):
-                losses = run()
-            found.append(_print("the loss", _values(losses)))
-            found += _gradients(model, losses, outputs)
-        except Exception:  # whatever a model raises, or a reentrant checkpoint in backward
-            return found
+    seed_streams(0)
+    try:
+        with _watching(model, found, outputs):
+            losses = run()
+        found.append(_print("the loss", _values(losses)))
+        found += _gradients(model, losses, outputs)
+    except Exception:  # whatever a model raises, or a reentrant checkpoint in backward
+        return found
     return found
 
 
@@ -136,15 +134,23 @@ def _fingerprints(
 def _watching(
     model: nn.Module, found: list[Print], outputs: list[tuple[str, torch.Tensor]]
 ) -> Iterator[None]:
-    """Within the block modules' outputs are noted: their fingerprints, and where gradients go."""
+    """Within the block layers' outputs are noted: their fingerprints, and where gradients go."""
 
-    def note(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
-        place, tensors = _place(name, module), list(tensors_of(output))
+    def note(place: str, output: Any) -> None:
+        tensors = list(tensors_of(output))
         found.append(_print(f"the output of {place}", tensors))
         outputs.extend((place, one) for one in tensors if one.requires_grad)
 
+    def note_module(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        note(_place(name, module), output)
+
+    if isinstance(model, FrontEndModel):
+        with model.watching(note):
+            yield
+        return
     handles = [
-        module.register_forward_hook(partial(note, name)) for name, module in model.named_modules()
+        module.register_forward_hook(partial(note_module, name))
+        for name, module in model.named_modules()
     ]
     try:
         yield

@@ -53,7 +53,7 @@ def set_module_states(model: nn.Module, states: dict[str, Tree]) -> None:
 
 def callback_states(callbacks: Sequence[Callback]) -> list[dict[str, Tree]]:
     """What callbacks keep, in their order, of those that keep anything."""
-    states = [(type(one).__name__, one.state_dict()) for one in callbacks]
+    states = [(one.kind, one.state_dict()) for one in callbacks]
     return [{"class": name, "state": state} for name, state in states if state]
 
 
@@ -61,7 +61,7 @@ def set_callback_states(callbacks: Sequence[Callback], states: list[dict[str, Tr
     """Give callbacks back what they have kept: the first of a class gets the first of that name."""
     waiting = list(callbacks)
     for each in states:
-        found = next(one for one in waiting if type(one).__name__ == each["class"])
+        found = next(one for one in waiting if one.kind == each["class"])
         waiting.remove(found)
         found.load_state_dict(copied(each["state"]))
 
@@ -101,7 +101,7 @@ def check_state(
                 received=f"a {'state' if there else 'Trainer'} alone that has it",
                 fix=_SAME_SCRIPT,
             )
-    kinds = [type(one).__name__ for one in callbacks]
+    kinds = [one.kind for one in callbacks]
     for name in (str(each.get("class")) for each in state.callbacks):
         if name in kinds:
             kinds.remove(name)

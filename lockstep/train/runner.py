@@ -70,9 +70,6 @@ class Runner(ABC):
     _sight: object = None
     """What model, loss and metrics are in a call, to be compared by the next; None if unknown."""
 
-    _can_prove = True
-    """The model can be run once more and left as it was found."""
-
     def __init__(
         self,
         model: nn.Module,
@@ -269,7 +266,7 @@ class Runner(ABC):
         """
         task, plan = assignment.task, assignment.plan
         is_left_out = plan.num_ranks == 1 or plan.pipeline is not None
-        if not (self._can_prove and isinstance(task, FitTask)) or is_left_out:
+        if not isinstance(task, FitTask) or is_left_out:
             return None
         parts = (self.model, assignment.loss and assignment.loss.loss, assignment.functions)
         proof = session.num_ended, plan, standing(self._sight, parts, self.model)

@@ -44,29 +44,63 @@ history = trainer.fit(
 )
 print(json.dumps([TrainingState.of(trainer.state_dict()).digest(), history.history]))
 """
+
+KERAS_JOB = """
+import json, sys, time
+import lockstep
+import keras
+import numpy as np
+from lockstep.train.training_state import TrainingState
+
+class Slow(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        time.sleep(0.01)
+
+keras.utils.set_random_seed(0)
+x = np.random.default_rng(0).normal(size=(60, 6)).astype("float32")
+devices = int(sys.argv[2])
+with lockstep.MirroredStrategy(devices).scope():
+    stack = [keras.layers.Dense(16), keras.layers.Dropout(0.3), keras.layers.BatchNormalization()]
+    model = keras.Sequential([keras.Input((6,)), *stack, keras.layers.Dense(3)])
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile("adam", loss, metrics=["accuracy"])
+checkpoint = lockstep.keras.Checkpoint(sys.argv[1], every="3 steps", keep=2)
+history = model.fit(
+    x, (x[:, 0] > 0).astype("int64"), epochs=int(sys.argv[3]), batch_size=12, verbose=0,
+    callbacks=[Slow(), checkpoint],
+)
+state = TrainingState.of(model._lockstep._trainer.state_dict())
+# Where warnings are errors, Keras leaves some values as tensors.
+values = {name: [*map(float, each)] for name, each in history.history.items()}
+print(json.dumps([state.digest(), values]))
+"""
+JOBS = {"torch": JOB, "keras": KERAS_JOB}
 NUM_KILLS = num_kills(2)
+CORE = [("torch", NUM_KILLS, 1), ("torch", NUM_KILLS, 2)]
 
 
 @pytest.mark.parametrize(
-    ("kills", "devices"),
-    core_of([(NUM_KILLS, 1), (NUM_KILLS, 2), (10, 2)], [(NUM_KILLS, 1), (NUM_KILLS, 2)]),
+    ("library", "kills", "devices"),
+    core_of([*CORE, ("torch", 10, 2), ("keras", 5, 2)], CORE),
 )
-def test_a_script_is_killed_at_any_moment(kills: int, devices: int, tmp_path: Path) -> None:
-    (tmp_path / "job.py").write_text(JOB)
+def test_a_script_is_killed_at_any_moment(
+    library: str, kills: int, devices: int, tmp_path: Path
+) -> None:
+    (tmp_path / "job.py").write_text(JOBS[library])
     epochs = 10 * kills  # of which none takes less than 50 ms
-    expected = finished(tmp_path, "whole", devices, epochs)
+    expected = finished(tmp_path, library, "whole", devices, epochs)
     chance = random.Random(devices)
     for _ in range(kills):
-        kill(tmp_path, devices, epochs, chance.uniform(0, 0.4))
-    assert finished(tmp_path, "killed", devices, epochs) == expected
+        kill(tmp_path, library, devices, epochs, chance.uniform(0, 0.4))
+    assert finished(tmp_path, library, "killed", devices, epochs) == expected
 
 
 @pytest.mark.parametrize("devices", core_of([1, 2], [2]))
 def test_a_script_is_told_to_end(devices: int, tmp_path: Path) -> None:
     """By SIGTERM: it writes what it has after the step under way, and leaves within 10 s."""
-    (tmp_path / "job.py").write_text(JOB)
-    expected = finished(tmp_path, "whole", devices, 6, "epoch")
-    process = started(tmp_path, "told", devices, 6, "epoch")
+    (tmp_path / "job.py").write_text(JOBS["torch"])
+    expected = finished(tmp_path, "torch", "whole", devices, 6, "epoch")
+    process = started(tmp_path, "torch", "told", devices, 6, "epoch")
     wait_until(lambda: bool(generations(tmp_path / "told")), 60)
     before = newest_step(tmp_path / "told")
     os.kill(process.pid, signal.SIGTERM)
@@ -74,7 +108,7 @@ def test_a_script_is_told_to_end(devices: int, tmp_path: Path) -> None:
     assert process.wait(30) == 143
     assert time.monotonic() - began < 10
     assert newest_step(tmp_path / "told") > before
-    assert finished(tmp_path, "told", devices, 6, "epoch") == expected
+    assert finished(tmp_path, "torch", "told", devices, 6, "epoch") == expected
 
 
 def newest_step(folder: Path) -> int:
@@ -84,25 +118,27 @@ def newest_step(folder: Path) -> int:
     return int(found.summary.step)
 
 
-def kill(folder: Path, devices: int, epochs: int, seconds: float) -> None:
+def kill(folder: Path, library: str, devices: int, epochs: int, seconds: float) -> None:
     """Start the script, and kill it so long after its first checkpoint of this attempt."""
     before = generations(folder / "killed")[-1:]
-    process = started(folder, "killed", devices, epochs)
+    process = started(folder, library, "killed", devices, epochs)
     wait_until(lambda: generations(folder / "killed")[-1:] != before, 60)
     time.sleep(seconds)
     os.kill(process.pid, signal.SIGKILL)
     assert process.wait(30) == -signal.SIGKILL
 
 
-def finished(folder: Path, run: str, devices: int, epochs: int, every: str = "3 steps") -> object:
+def finished(
+    folder: Path, library: str, run: str, devices: int, epochs: int, every: str = "3 steps"
+) -> object:
     """What the script says at its end."""
-    process = started(folder, run, devices, epochs, every)
+    process = started(folder, library, run, devices, epochs, every)
     assert process.wait(120) == 0, (folder / "err").read_text()
     return json.loads((folder / "out").read_text())
 
 
 def started(
-    folder: Path, run: str, devices: int, epochs: int, every: str = "3 steps"
+    folder: Path, library: str, run: str, devices: int, epochs: int, every: str = "3 steps"
 ) -> warm.Process:
     order = warm.Order(
         words=["-W", "error", *map(str, (folder / "job.py", folder / run, devices, epochs, every))],
@@ -110,4 +146,4 @@ def started(
         directory=str(folder),
     )
     with (folder / "out").open("w") as out, (folder / "err").open("w") as err:
-        return warm.start("torch", order, out.fileno(), err.fileno())
+        return warm.start(library, order, out.fileno(), err.fileno())

@@ -250,6 +250,28 @@ def test_what_is_0_for_all_samples_is_told() -> None:
         model.fit(0 * X, Y, batch_size=BATCH, verbose=0)
 
 
+@pytest.mark.parametrize("name", ["mirrored", "pipeline"])
+def test_a_sum_that_was_taken_for_a_mean_is_refused_in_training(name: str) -> None:
+    """The few samples that are looked at before have nothing to say; those of a step have."""
+
+    class Summing(layers.Layer):  # type: ignore[misc]  # Keras is untyped
+        def call(self, inputs: Any) -> Any:
+            self.add_loss(1e-3 * ops.sum(ops.square(inputs)))
+            return inputs
+
+    stack = [layers.Input((8,)), Summing(), layers.Dense(zoo.NUM_CLASSES)]
+    with STRATEGIES[name]().scope():
+        model = zoo.compiled(lambda: keras.Sequential([*stack, layers.Dense(zoo.NUM_CLASSES)]))
+    late, weights = X.copy(), model.get_weights()
+    late[np.linspace(0, len(X) - 1, 8).astype(int)] = 0
+    with (
+        pytest.warns(UserWarning, match=r"is 0 .* taken for a mean"),
+        pytest.raises(lockstep.LockstepError, match="must be means or sums over samples"),
+    ):
+        model.fit(late, Y, batch_size=len(X), verbose=0)
+    assert all(map(np.array_equal, model.get_weights(), weights))
+
+
 def masked() -> Any:
     return keras.Sequential(
         [

@@ -2,57 +2,54 @@
 
 ``add_loss`` takes a number, and nobody says what it was made of: ``ops.mean`` of something over the
 batch, or ``ops.sum``, as activity regularizers are. The loss of the whole batch is the mean of what
-the shares add, or their sum. So the model is run on a few samples before it is trained: on some, on
-others, and on both together.
-
-Not covered: what is neither (a deviation over the batch, a product of two means). It is refused
-where these samples show it.
+the shares add, or their sum. Which of the two is seen before training (``looking``), and tried
+again on shares and their halves while it goes on, as any loss that a model computes
+(``parallel.mean_check``). What is neither (a deviation over the batch, a product of two means) is
+refused.
 """
 
 import warnings
 
 from lockstep.data.sources import ArraySource
-from lockstep.data.trees import Tree, tensors_of
+from lockstep.data.trees import tensors_of
 from lockstep.errors import ModelError, level_of_user
-from lockstep.frontends.keras.independence import check_outputs
 from lockstep.frontends.keras.layer_state import check_layer_state
-from lockstep.frontends.keras.looking import (
-    FEW,
-    Seen,
-    added_losses,
-    fixed_batch_size,
-    left_as_found,
-    look,
-    lots,
-)
+from lockstep.frontends.keras.looking import Seen, fixed_batch_size, look
 from lockstep.frontends.keras.losses import Additions
-from lockstep.frontends.keras.model import KerasModel, giving_losses
+from lockstep.frontends.keras.model import KerasModel
 
 _TOLERANCE = 1e-3
 
 
-def find_additions(
-    module: KerasModel, source: ArraySource, *, is_divided: bool, trains: bool = True
-) -> Additions:
-    """What a model's layers add, having seen that batches can be divided.
+def find_additions(module: KerasModel, source: ArraySource, *, is_divided: bool) -> Additions:
+    """What a model's layers add, having seen that what they keep is the same on all devices.
 
     Args:
         module: the model; it and the random streams are left as they were found.
         source: samples to look at.
         is_divided: batches are.
-        trains: the model is going to be trained.
 
     Raises:
         ModelError: what a layer adds is neither a mean nor a sum, or batches cannot be divided.
     """
-    with giving_losses(module, True), left_as_found(module) as state:
-        if is_divided:
-            _check_batch_size(module)
-            check_layer_state(module, state, lots(module, source, FEW))
-        seen = look(module, source, state, FEW if is_divided else None)
-        if is_divided:
-            check_outputs(module, state, seen, trains=trains)
-        return _found(module, seen, is_divided=is_divided)
+    if is_divided:
+        _check_batch_size(module)
+    trained, evaluated = (
+        look(module, source, is_divided=is_divided, training=training) for training in (True, False)
+    )
+    if is_divided:
+        check_layer_state(module, trained)
+    kinds = {False: _kinds(module, evaluated)}
+    # What layers add is the same in training, but for what is random or normalised by batches.
+    same = len(trained[0].added) == len(kinds[False])
+    kinds[True] = kinds[False] if same else _kinds(module, trained)
+    made = trained[0].made
+    return Additions(
+        are_sums=kinds,
+        has_penalties=bool(made["penalties"]),
+        has_masks=any(True for _ in tensors_of(made["masks"])),
+        has_rows=all(output.dim() > 1 for output in tensors_of(made["outputs"])),
+    )
 
 
 def _check_batch_size(module: KerasModel) -> None:
@@ -65,29 +62,16 @@ def _check_batch_size(module: KerasModel) -> None:
         )
 
 
-def _found(module: KerasModel, seen: Seen, *, is_divided: bool) -> Additions:
-    made = seen.trained[-1]
-    kinds = {False: _kinds(module, seen.evaluated, is_divided=is_divided)}
-    # What layers add is the same in training, but for what is random or normalised by batches.
-    same = len(made["losses"]) == len(kinds[False])
-    kinds[True] = kinds[False] if same else _kinds(module, seen.trained, is_divided=is_divided)
-    return Additions(
-        are_sums=kinds,
-        has_penalties=bool(made["penalties"]),
-        has_masks=any(True for _ in tensors_of(made["masks"])),
-        has_rows=all(output.dim() > 1 for output in tensors_of(made["outputs"])),
-    )
+def _kinds(module: KerasModel, seen: list[Seen]) -> tuple[bool, ...]:
+    """Which of the losses that layers add are sums; none where batches are not divided."""
+    if len(seen) == 1:
+        return (False,) * len(seen[0].added)
+    lots = zip(*(one.added for one in seen), strict=True)
+    return tuple(_is_sum(module, number, *values) for number, values in enumerate(lots))
 
 
-def _kinds(module: KerasModel, outputs: list[Tree], *, is_divided: bool) -> tuple[bool, ...]:
-    found = added_losses(outputs)
-    if not is_divided:
-        return (False,) * len(found)
-    return tuple(_is_sum(module, number, *values) for number, values in enumerate(found))
-
-
-def _is_sum(module: KerasModel, number: int, some: float, others: float, both: float) -> bool:
-    """Whether what is added for some samples, for others, and for both, is a sum."""
+def _is_sum(module: KerasModel, number: int, both: float, some: float, others: float) -> bool:
+    """Whether what is added for all samples, and for either half, is a sum."""
     size = max(map(abs, (some, others, both)))
     where = f"in the model {module.model.name!r}, loss {number} that layers add is"
     if not size:

@@ -6,7 +6,6 @@ is known where their attributes end, so there they are compared one by one.
 
 import functools
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -88,27 +87,6 @@ def with_settings(model: Any) -> dict[str, object]:
     losses = keras.tree.flatten(model.loss)
     objects |= {f"loss {i}": one for i, one in enumerate(losses) if isinstance(one, keras.Loss)}
     return objects
-
-
-@contextmanager
-def plain_attributes_kept(model: Any) -> Iterator[None]:
-    """After the block layers have the numbers, flags and text that they had."""
-    before = [(layer, _plain_attributes(layer)) for layer in model._flatten_layers()]
-    try:
-        yield
-    finally:
-        for layer, attributes in before:
-            for name in _plain_attributes(layer).keys() - attributes.keys():
-                del vars(layer)[name]
-            vars(layer).update(attributes)
-
-
-def _plain_attributes(layer: Any) -> dict[str, Any]:
-    return {
-        name: value
-        for name, value in vars(layer).items()
-        if name not in NO_SETTINGS and isinstance(value, _PLAIN)
-    }
 
 
 def foreign_parts(model: Any) -> list[Any]:

@@ -14,15 +14,17 @@ from keras.src.utils.python_utils import pythonify_logs
 from lockstep.data.trees import Tree, map_tensors
 from lockstep.errors import OptionError
 from lockstep.frontends.keras.attributes import NO_SETTINGS, described, foreign_parts, with_settings
+from lockstep.frontends.keras.checkpoints import Checkpoint
+from lockstep.frontends.keras.keeping import KeepingRunner
 from lockstep.frontends.keras.model import KerasModel
 from lockstep.frontends.keras.tasks import BatchLosses, KerasConductor, LossMeans
 from lockstep.frontends.keras.updater import KerasUpdater
 from lockstep.parallel.serialization import describe_values
 from lockstep.parallel.update import PieceSlots
 from lockstep.parallel.worker import StepResult
-from lockstep.plan.spec import Plan
 from lockstep.train.changes import ChangeWatch, SettingsWatch, structure
-from lockstep.train.conductor import Logs
+from lockstep.train.conductor import Logs, Place
+from lockstep.train.history import History
 from lockstep.train.interrupt import Interrupt
 
 # Of Keras's own callbacks, those that look on.
@@ -73,7 +75,8 @@ def steps_between_metrics(callbacks: Any, *methods: str, shows_bar: bool = True)
 
 def _is_foreign(callback: Any) -> bool:
     """Whether it may change anything: those that come with Keras change values and options."""
-    return not _is_own(callback) or type(callback).__name__ == "LambdaCallback"
+    is_own = _is_own(callback) or isinstance(callback, Checkpoint)
+    return not is_own or type(callback).__name__ == "LambdaCallback"
 
 
 def _is_own(callback: Any) -> bool:
@@ -83,6 +86,8 @@ def _is_own(callback: Any) -> bool:
 
 def _looks_on(callback: Any) -> bool:
     """Whether it is one of Keras's that change nothing, and wait for nothing."""
+    if isinstance(callback, Checkpoint):
+        return True
     return _is_own(callback) and type(callback).__name__ in _ONLOOKERS
 
 
@@ -177,7 +182,7 @@ class KerasFitConductor(EvaluationConductor):
         callbacks: Keras's list of them.
         watch: sees what callbacks change.
         interrupt: what has become of Ctrl-C.
-        plan: gives the Plan, which is made after this.
+        runner: whose training it is.
     """
 
     def __init__(
@@ -186,14 +191,14 @@ class KerasFitConductor(EvaluationConductor):
         callbacks: Any,
         watch: ChangeWatch,
         interrupt: Interrupt,
-        *,
-        plan: Callable[[], Plan],
+        runner: KeepingRunner,
     ) -> None:
         super().__init__(module.model, callbacks)
         self._module = module
         self._watch = watch
         self._interrupt = interrupt
-        self._plan = plan
+        self._runner = runner
+        self._keeper = runner.keeper
         self._has_foreign = any(map(_is_foreign, callbacks.callbacks))
         self._has_actors = not all(map(_looks_on, callbacks.callbacks))
         self._settings: SettingsWatch | None = None
@@ -204,6 +209,7 @@ class KerasFitConductor(EvaluationConductor):
         self._told = LossMeans()  # this, and the parts of several losses
         self._has_news = False
         self.logs: Logs = {}
+        self.history = History()
         self.updater: KerasUpdater | None = None
 
     @property
@@ -240,9 +246,23 @@ class KerasFitConductor(EvaluationConductor):
         logs = self.results(self._told.logs) if self._has_news else self._seen.logs
         self._has_news = False
         self._callbacks.on_train_batch_end(index, logs)
+        if self._keeper is not None:
+            self._keeper.on_train_batch_end(index)
+
+    def go_on(self, results: Sequence[StepResult]) -> None:
+        self._seen.add((one.num_samples, [one.loss if one.weight else 0.0]) for one in results)
+
+    def wants_state(self, index: int) -> bool:
+        return self._keeper is not None and self._keeper.takes_state(index)
+
+    def stand_at(self, place: Place | None) -> None:
+        self._runner.stand_at(place, self.history)
 
     def end_epoch(self, epoch: int, logs: Logs) -> None:
         self._callbacks.on_epoch_end(epoch, logs)
+        self.history.add(epoch, logs)
+        if self._keeper is not None:
+            self._keeper.on_epoch_end(epoch)
         self.logs = logs
 
     def take_slots(self, slots: list[PieceSlots]) -> None:
@@ -256,7 +276,7 @@ class KerasFitConductor(EvaluationConductor):
         model, optimizer = self._model, self._model.optimizer
         rate = optimizer._learning_rate
         here = (structure(self._module), id(optimizer), id(rate))
-        if self._plan().num_ranks == 1:
+        if self._runner.plan.num_ranks == 1:
             return here
         return (
             *here,
@@ -303,6 +323,6 @@ class KerasFitConductor(EvaluationConductor):
         if not self._has_actors:
             act()
             return {}
-        if in_epoch and self._has_foreign and self._plan().num_ranks > 1:
+        if in_epoch and self._has_foreign and self._runner.plan.num_ranks > 1:
             act = partial(self._act_on_values, act)
-        return self._watch.over(act, in_epoch=in_epoch, plan=self._plan())
+        return self._watch.over(act, in_epoch=in_epoch, plan=self._runner.plan)

@@ -41,6 +41,7 @@ def take_in(
     name: str = "x",
     prepare: Callable[[Any], None] | None = None,
     is_read_here: bool = True,
+    is_summed: bool = False,
 ) -> Feed:
     """Data as Keras's methods take it.
 
@@ -59,6 +60,7 @@ def take_in(
         name: of the data, for messages.
         prepare: called with Keras's iterator before anything is read.
         is_read_here: what is read batch by batch is read by this process, and not on another host.
+        is_summed: see ``Reading``.
 
     Raises:
         DataError: there are no samples, or not all of them.
@@ -103,7 +105,7 @@ def take_in(
         return _batches(iterator)
 
     stream = _Stream(name=name, kind=type(x).__name__, begin=begin)
-    shared = SharedStream(Reading(stream, seed=seed, purpose=name))
+    shared = SharedStream(Reading(stream, seed=seed, purpose=name, is_summed=is_summed))
     try:
         size = len(shared.peek())
     except BaseException:

@@ -2,88 +2,42 @@
 
 The statistics of ``BatchNormalization`` are those of the whole batch. What any other layer keeps
 of the samples it has seen (a moving average of the user's own, say) would be of a part. So before
-training the model is run on some samples, on others, and on both. A variable that all three leave
+training the model is run on a few samples, and on either half. A variable that all three leave
 alike depends on no samples: it counts calls, or goes on by itself, and is the same on all devices.
 """
 
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any
 
 import keras
 import torch
-from keras.src.layers.normalization.batch_normalization import BatchNormalization
 
-from lockstep.capture.state import ModelState
-from lockstep.data.sources import Batch
 from lockstep.errors import ModelError
+from lockstep.frontends.keras.looking import Seen, kept_variables, metrics_of_layers
 from lockstep.frontends.keras.model import KerasModel
 from lockstep.units import first_few
 
 _TOLERANCE = 1e-5
 
 
-def check_layer_state(module: KerasModel, state: ModelState, lots: Sequence[Batch]) -> None:
+def check_layer_state(module: KerasModel, seen: Sequence[Seen]) -> None:
     """Refuse layers that keep what depends on the samples in a batch.
 
     Args:
         module: the model.
-        state: its state, which is restored.
-        lots: some samples, others, and both.
+        seen: what it has left, in training: of samples, and of either half.
 
     Raises:
         ModelError: with the variables, or the metrics.
     """
-    layers = module.model._flatten_layers()
-    kept = [
-        variable
-        for layer in layers
-        if not isinstance(layer, BatchNormalization)
-        for variable in layer._non_trainable_variables
-    ]
-    metrics = [metric for layer in layers for metric in layer._metrics]
-    _refuse_writers(module, state, lots[0])
-    if not (kept or metrics):
-        return
-    counts = [variable for metric in metrics for variable in metric.variables]
-    found = [value.clone() for value in _values(counts)]
-    left, counted = [], []
-    for batch in lots:
-        for metric in metrics:
-            metric.reset_state()
-        module.train()
-        with torch.no_grad():
-            module(*batch.inputs)
-        left.append([value.clone() for value in _values(kept)])
-        counted.append([value.clone() for value in _values(counts)])
-        state.restore()
-    for variable, value in zip(counts, found, strict=True):
-        variable.assign(value)
-    _refuse_kept(kept, left)
-    _refuse_counts(metrics, dict(zip(map(id, counts), zip(*counted, strict=True), strict=True)))
+    _refuse_writers(seen[0].written)
+    _refuse_kept(kept_variables(module), [one.kept for one in seen])
+    _refuse_counts(metrics_of_layers(module), [one.counts for one in seen])
 
 
-def _refuse_writers(module: KerasModel, state: ModelState, batch: Batch) -> None:
-    """Refuse calls that write to what is trained: every share would, one after the other.
-
-    What ``SpectralNormalization`` writes is the same the second time.
-    """
-    normalized = {
-        id(variable)
-        for layer in module.model._flatten_layers()
-        if type(layer) is keras.layers.SpectralNormalization
-        for variable in layer.layer.trainable_variables
-    }
-    variables = [one for one in module.variables.values() if id(one) not in normalized]
-    before = [one.value._version for one in variables]
-    module.train()
-    with torch.no_grad():
-        module(*batch.inputs)
-    written = [
-        one.path
-        for one, version in zip(variables, before, strict=True)
-        if one.value._version != version
-    ]
-    state.restore()
+def _refuse_writers(written: Sequence[str]) -> None:
+    """Refuse calls that write to what is trained: every share would, one after the other."""
     if written:
         raise ModelError(
             "Each device calls the model on its own part of the batch, so a call must not "
@@ -97,7 +51,7 @@ def _refuse_writers(module: KerasModel, state: ModelState, batch: Batch) -> None
 def _refuse_kept(variables: Sequence[Any], left: Sequence[Sequence[torch.Tensor]]) -> None:
     unlike = [
         variable.path
-        for variable, some, others, both in zip(variables, *left, strict=True)
+        for variable, both, some, others in zip(variables, *left, strict=True)
         if not (_is_close(some, both) and _is_close(others, both))
     ]
     if unlike:
@@ -109,15 +63,13 @@ def _refuse_kept(variables: Sequence[Any], left: Sequence[Sequence[torch.Tensor]
         )
 
 
-def _refuse_counts(
-    metrics: Sequence[Any], counted: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
-) -> None:
+def _refuse_counts(metrics: Sequence[Any], counts: Sequence[Sequence[torch.Tensor]]) -> None:
     """Refuse metrics that are no sums over samples; random values are sums but roughly."""
-    means = []
+    means, of_all = [], zip(*counts, strict=True)
     for metric in metrics:
-        lots = [counted[id(variable)] for variable in metric.variables]
+        lots = list(islice(of_all, len(metric.variables)))
         is_constant = type(metric) is keras.metrics.Mean and all(
-            _is_close(some, both) and _is_close(others, both) for some, others, both in lots
+            _is_close(some, both) and _is_close(others, both) for both, some, others in lots
         )
         if not is_constant and not all(_is_sum(*lot) for lot in lots):
             means.append(metric.name)
@@ -131,7 +83,7 @@ def _refuse_counts(
         )
 
 
-def _is_sum(some: torch.Tensor, others: torch.Tensor, both: torch.Tensor) -> bool:
+def _is_sum(both: torch.Tensor, some: torch.Tensor, others: torch.Tensor) -> bool:
     """Whether it is nearer to a sum than to a mean."""
     total = some + others
     return bool((both - total).abs().sum() <= (both - total / 2).abs().sum())
@@ -140,7 +92,3 @@ def _is_sum(some: torch.Tensor, others: torch.Tensor, both: torch.Tensor) -> boo
 def _is_close(one: torch.Tensor, other: torch.Tensor) -> bool:
     pair = one.double(), other.double()
     return torch.allclose(*pair, rtol=_TOLERANCE, atol=_TOLERANCE**2, equal_nan=True)
-
-
-def _values(variables: Sequence[Any]) -> list[torch.Tensor]:
-    return [variable.value.detach() for variable in variables]

@@ -1,108 +1,128 @@
 """Looking at a model before it is used on several devices: what it makes of a few samples.
 
-It is run on some samples, on others, and on both together, and left as it was found. What is the
-same for both lots together as for each alone can be divided among devices.
+It is run on them, and on either half of them (``parallel.halves``): from the same state, with the
+same random numbers for the same samples, and is left as it was found. Where what is drawn does not
+go by samples, or statistics of a batch are looked at, each run is as it comes.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import keras
 import torch
+from keras.src.layers.normalization.batch_normalization import BatchNormalization
 
 from lockstep.capture.state import ModelState
 from lockstep.data.sources import ArraySource, Batch
 from lockstep.data.trees import Tree
-from lockstep.frontends.keras.attributes import plain_attributes_kept
-from lockstep.frontends.keras.model import KerasModel
+from lockstep.frontends.keras.model import KerasModel, giving_losses
+from lockstep.parallel.halves import halves, on_halves, rows_of
 
-FEW = 4  # samples of each kind
+_FEW = 8
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What the model made of some samples, of others, and of both; or of some only.
+    """What the model made of some samples, and what that has left in it.
 
     Attributes:
-        batches: the samples.
-        evaluated: in evaluation.
-        trained: in training, if it was run so.
+        made: its outputs, with losses.
+        kept: variables of layers that are not trained, but for statistics of batches.
+        counts: variables of metrics that layers update, from 0 on.
+        written: the paths of trained variables that were written to.
     """
 
-    batches: list[Batch]
-    evaluated: list[Tree]
-    trained: list[Tree]
+    made: Tree
+    kept: list[torch.Tensor]
+    counts: list[torch.Tensor]
+    written: list[str]
+
+    @property
+    def added(self) -> list[float]:
+        """The losses that layers have added."""
+        return [float(rows[0]) for rows in self.made["losses"]]
 
 
 def look(
-    module: KerasModel,
-    source: ArraySource,
-    state: ModelState,
-    num_each: int | None,
-    *,
-    trains: bool = True,
-) -> Seen:
-    """Run the model on so many samples, as many others, and both; or without a number on some.
+    module: KerasModel, source: ArraySource, *, is_divided: bool, training: bool
+) -> list[Seen]:
+    """What a model makes of a few samples, and of either half; not divided, of all of them only.
 
     Args:
         module: the model.
-        source: the samples.
-        state: the model's, which is restored.
-        num_each: samples of each kind.
-        trains: in training, too.
+        source: samples, which are taken from all over.
+        is_divided: batches are.
+        training: the mode in which it is run.
     """
-    batches = lots(module, source, num_each)
+    variables, metrics = kept_variables(module), metrics_of_layers(module)
 
-    def outputs(training: bool) -> list[Tree]:
-        module.train(training)
-        with torch.no_grad():
-            found = [module(*batch.inputs) for batch in batches]
+    def run(part: Batch) -> Seen:
+        for metric in metrics:
+            metric.reset_state()
+        versions = [one.value._version for one in module.variables.values()]
+        made = module(*part.inputs)
+        written = [
+            one.path
+            for one, version in zip(module.variables.values(), versions, strict=True)
+            if one.value._version != version
+        ]
+        counts = [one for metric in metrics for one in metric.variables]
+        return Seen(made, _values(variables), _values(counts), written)
+
+    def run_anew(rows: slice) -> Seen:
         state.restore()
-        return found
+        module.train(training)
+        return run(rows_of(batch, rows))
 
-    return Seen(batches, outputs(False), outputs(True) if trains else [])
+    batch = few_samples(module, source, is_divided=is_divided)
+    everything = slice(0, batch.num_samples)
+    with giving_losses(module, True), torch.no_grad():
+        state = ModelState(module)
+        try:
+            if not is_divided:
+                return [run_anew(everything)]
+            found = on_halves(module, run, batch, state, training=training)
+            return found or [run_anew(rows) for rows in (everything, *halves(batch))]
+        finally:
+            state.restore()
 
 
-def lots(module: KerasModel, source: ArraySource, num_each: int | None) -> list[Batch]:
-    """Some samples, as many others, and both, from all over; or without a number some only."""
-    if num_each is None:  # of which the model may have a fixed number
-        size, parts = fixed_batch_size(module.model) or 2 * FEW, [slice(None)]
-    else:
-        size, parts = 2 * num_each, [slice(num_each), slice(num_each, None), slice(None)]
-    indices = torch.linspace(0, len(source) - 1, size).long()
-    dtype = next((one.dtype for one in module.parameters()), torch.get_default_dtype())
-    return [source.read(indices[part], dtype) for part in parts]
+def kept_variables(module: KerasModel) -> list[Any]:
+    """Variables of layers that are not trained, but for statistics of batches."""
+    return [
+        variable
+        for layer in module.model._flatten_layers()
+        if not isinstance(layer, BatchNormalization)
+        for variable in layer._non_trainable_variables
+    ]
 
 
-def added_losses(outputs: list[Tree]) -> list[tuple[float, ...]]:
-    """Of each loss that layers add, what it is for each lot of samples."""
-    return list(zip(*([float(rows[0]) for rows in one["losses"]] for one in outputs), strict=True))
+def metrics_of_layers(module: KerasModel) -> list[Any]:
+    """The metrics that layers have, and may update."""
+    return [metric for layer in module.model._flatten_layers() for metric in layer._metrics]
 
 
 @contextmanager
-def left_as_found(module: KerasModel) -> Iterator[ModelState]:
-    """After the block a model is in the state, which it gives, and the mode that it was in."""
-    mode, state = module.training, ModelState(module)
-    remembered = _remembered(module.model)
+def in_evaluation(module: KerasModel) -> Iterator[None]:
+    """Within the block a model is in evaluation mode, and gives the losses that layers add."""
+    mode = module.training
+    module.eval()
     try:
-        with plain_attributes_kept(module.model):
-            yield state
+        with giving_losses(module, True):
+            yield
     finally:
         module.train(mode)
         module.model.train(mode)
-        state.restore()
-        for variable, value in remembered:
-            variable.assign(value)
 
 
-def _remembered(model: Any) -> list[tuple[Any, torch.Tensor]]:
-    """What stateful layers remember of the batch before; Keras does not count it to their state."""
-    states = keras.tree.flatten(
-        [getattr(layer, "states", None) for layer in model._flatten_layers()]
-    )
-    return [(one, one.value.clone()) for one in states if isinstance(one, keras.Variable)]
+def few_samples(module: KerasModel, source: ArraySource, *, is_divided: bool = True) -> Batch:
+    """A few samples, from all over; not divided, as many as the model takes."""
+    fixed = None if is_divided else fixed_batch_size(module.model)
+    indices = torch.linspace(0, len(source) - 1, fixed or _FEW).long()
+    dtype = next((one.dtype for one in module.parameters()), torch.get_default_dtype())
+    return source.read(indices, dtype)
 
 
 def fixed_batch_size(model: Any) -> int | None:
@@ -116,3 +136,7 @@ def fixed_batch_size(model: Any) -> int | None:
     sizes = {one.shape[0] for one in inputs if one is not None}
     fixed: int | None = next(iter(sizes - {None}), None)
     return fixed
+
+
+def _values(variables: Sequence[Any]) -> list[torch.Tensor]:
+    return [variable.value.detach().clone() for variable in variables]

@@ -81,6 +81,7 @@ class KerasLoss(LossAdapter):
         self._asking = Asking(additions.has_rows)
         self.loss = None if compiled is None else asked(compiled, self._asking)
         self._additions = additions
+        self.adds = any(additions.are_sums.values())
         entries = [] if compiled is None else compiled._flat_losses
         self._losses = [one.loss for one in entries]
         self._only = entries[0].loss if len(entries) == 1 and not entries[0].path else None
@@ -100,7 +101,7 @@ class KerasLoss(LossAdapter):
     def __call__(self, output: Tree, batch: Batch) -> ShareLoss | JointLoss:
         num_samples = batch.num_samples
         found = self._found(output, batch.targets)
-        added = self._added(output, num_samples)
+        added = self.added(output, num_samples)
         if self.parts:
             own = [self._alone(one, num_samples) for one in found]
             return JointLoss(losses=(*own, added), parts=self.parts, num_samples=num_samples)
@@ -110,6 +111,11 @@ class KerasLoss(LossAdapter):
 
     def run_on(self, plan: Plan, rank: int) -> None:
         """It is going to be called on a rank."""
+
+    def user_losses(self) -> list[Any]:
+        kept = [vars(loss).values() for loss in self._losses if hasattr(loss, "__dict__")]
+        variables = [one for each in kept for one in each if isinstance(one, keras.Variable)]
+        return [*self._losses, *variables]
 
     def _found(self, output: Tree, target: Tree) -> list[Reduced]:
         """What each compiled loss makes of a share; where that is a guess, they are asked again."""
@@ -134,7 +140,7 @@ class KerasLoss(LossAdapter):
         self.loss(target[0], masked_outputs(output), target[1])
         return self._asking.found
 
-    def _added(self, output: Tree, num_samples: int) -> ShareLoss:
+    def added(self, output: Tree, num_samples: int) -> ShareLoss:
         """What comes on top, as a total over the samples."""
         losses, penalties = output["losses"], output["penalties"]
         are_sums = self._additions.are_sums[torch.is_grad_enabled()]

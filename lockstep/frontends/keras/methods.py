@@ -20,9 +20,11 @@ from keras.src.trainers.data_adapters import array_slicing, data_adapter_utils
 from lockstep.data.trees import Tree, map_tensors
 from lockstep.errors import ModelError, OptionError, level_of_user
 from lockstep.frontends.keras.bound_methods import METHODS
+from lockstep.frontends.keras.checkpoints import checkpoint_in
 from lockstep.frontends.keras.checks import check_batch_sizes, check_integers, check_model
 from lockstep.frontends.keras.conducting import steps_between_metrics
 from lockstep.frontends.keras.intake import take_in, warn_if_short
+from lockstep.frontends.keras.keeping import record_of
 from lockstep.frontends.keras.model import KerasModel, is_model_of
 from lockstep.frontends.keras.settings import random_seed
 from lockstep.frontends.keras.tasks import Evaluation
@@ -30,6 +32,7 @@ from lockstep.frontends.keras.trainer import FitOptions, KerasTrainer
 from lockstep.plan.spec import Plan
 from lockstep.train.conductor import Logs
 from lockstep.train.feeding import sample_of
+from lockstep.train.history import History
 from lockstep.train.intake import Feed
 from lockstep.train.job_context import JobContext, StrategyLike
 
@@ -92,6 +95,7 @@ class Methods:
             initial_epoch=initial_epoch,
         )
         check_batch_sizes(batch_size=batch_size, validation_batch_size=validation_batch_size)
+        checkpoint = checkpoint_in(callbacks)
         if validation_split and validation_data is None:
             (x, y, sample_weight), validation_data = array_slicing.train_validation_split(
                 (x, y, sample_weight), validation_split=validation_split
@@ -106,6 +110,7 @@ class Methods:
                 class_weight=class_weight,
                 resets="once",
                 prepare=self._build,
+                is_summed=checkpoint is not None,
             )
             validation = None
             if validation_data is not None:
@@ -131,9 +136,11 @@ class Methods:
                 ),
             )
             trainer = self._trainer_for(feed)
+            record = partial(record_of, trainer, feed, validation, **_lasting(options))
             train = partial(self._fit_with_callbacks, trainer, feed, validation, options, listed)
-            history = trainer.on_all_processes(train)
-            if not self._job_context.is_chief:
+            with trainer.kept(checkpoint, record, listed) as ended:
+                history = trainer.on_all_processes(train if ended is None else lambda: vars(ended))
+            if ended is not None or not self._job_context.is_chief:
                 vars(model.history).update(history)
         return getattr(model, "history", None)
 
@@ -149,6 +156,7 @@ class Methods:
         model = self._model
         model.stop_training = False
         callbacks.on_train_begin()
+        trainer.begin_kept()
         options = replace(options, initial_epoch=model._initial_epoch or options.initial_epoch)
         warn_if_short(feed, options.epochs - options.initial_epoch)
         if validation is not None:
@@ -166,6 +174,7 @@ class Methods:
         trainer.finish_fit()
         history = getattr(model, "history", None)  # a list of callbacks may come without one
         found = {} if history is None else {"epoch": history.epoch, "history": history.history}
+        trainer.finish_kept(History(**found))
         return self._job_context.from_chief(found)
 
     def evaluate(
@@ -400,6 +409,16 @@ def _evaluation(feed: Feed, callbacks: Any, *, shows_bar: bool = True) -> Evalua
         steps=feed.steps_per_epoch,
         tells_each=steps_between_metrics(callbacks, "on_test_batch_end", shows_bar=shows_bar),
     )
+
+
+def _lasting(options: FitOptions) -> dict[str, Any]:
+    """What the result of a ``fit`` depends on of its options, for a checkpoint."""
+    return {
+        "epochs": options.epochs,
+        "initial_epoch": options.initial_epoch,
+        "shuffle": options.shuffle,
+        "evaluates": list(options.evaluates),
+    }
 
 
 def _limited(epochs: int) -> int:

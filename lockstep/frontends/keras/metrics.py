@@ -84,6 +84,18 @@ class KerasMetrics(Metrics):
         outputs = tree.map_structure(masked, outputs, masks)
         self._compiled.update_state(targets, outputs, sample_weight=weights)
 
+    def states(self) -> list[Any]:
+        return [
+            [variable.value.detach().clone() for variable in metric.variables]
+            for metric in self._each()
+        ]
+
+    def merge(self, ranks: list[list[Any]]) -> None:
+        for metric, *states in zip(self._each(), *ranks, strict=True):
+            is_sum = self.are_known or metric in self._of_layers
+            for variable, *values in zip(metric.variables, *states, strict=True):
+                variable.assign(torch.stack(values).sum(0) if is_sum else values[0])
+
     def join(self, control: Control) -> None:
         """Have rank 0 hold what all ranks have counted, and the others nothing."""
         counted = [metric for metric in self._each() if self.are_known or metric in self._of_layers]

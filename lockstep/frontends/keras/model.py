@@ -10,9 +10,10 @@ of Keras's seed generators, from which all shares would get the same.
 Not covered: variables that a layer makes after the model was built.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, count
 from typing import Any
 
@@ -26,7 +27,7 @@ from keras.src.utils.torch_utils import TorchModuleWrapper
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from lockstep.capture.layers import BatchLayer, FrontEndLayer
+from lockstep.capture.layers import BatchLayer, FrontEndLayer, FrontEndModel
 from lockstep.capture.sizes import TracedFloat, TracedInt
 from lockstep.data.trees import Tree, tensors_of
 from lockstep.errors import ModelError
@@ -43,6 +44,9 @@ _generators = Redirection("torch_seed_generator", keras_random)
 _seeds = Redirection("draw_seed", keras_random)
 
 _MARK = "_lockstep_device"
+
+# Where the functions are that layers compute with.
+_SPACES = (keras.ops, keras.src.ops, keras.activations)
 
 # Sizes in a trace are numbers, which Keras knows by their types.
 PYTHON_DTYPES_MAP.update({TracedInt: PYTHON_DTYPES_MAP[int], TracedFloat: PYTHON_DTYPES_MAP[float]})
@@ -86,7 +90,7 @@ class _Calls:
         self.overlap &= self.num_running > 0
 
 
-class KerasModel(nn.Module):
+class KerasModel(FrontEndModel):
     """A Keras model with all its variables.
 
     Args:
@@ -134,6 +138,48 @@ class KerasModel(nn.Module):
     def look_anew(self) -> None:
         """Layers may have been changed: see anew how they can be called."""
         self._calls.has_looked = False
+
+    @property
+    def has_low_precision(self) -> bool:
+        """See ``FrontEndModel``."""
+        dtypes = {str(layer.compute_dtype) for layer in self.model._flatten_layers()}
+        return bool(dtypes & {"bfloat16", "float16"})
+
+    def outputs_in(self, made: Tree) -> Tree:
+        """See ``FrontEndModel``."""
+        return made["outputs"] if self.with_losses else made
+
+    def held(self) -> Iterator[Any]:
+        """Layers and their metrics, and variables that hold what is no weight of the model."""
+        for layer in self.model._flatten_layers():
+            yield layer
+            yield from layer._metrics
+            kept = [getattr(layer, "states", None), [one.variables for one in layer._metrics]]
+            variables = keras.tree.flatten(kept)  # Keras does not count these to the layer's own
+            yield from (one for one in variables if isinstance(one, keras.Variable))
+
+    @contextmanager
+    def watching(self, note: Callable[[str, Any], None]) -> Iterator[None]:
+        """See ``FrontEndModel``."""
+        layers = list(self.model._flatten_layers())
+        before = [vars(layer).get("call") for layer in layers]
+        for layer in layers:
+            vars(layer)["call"] = partial(_noting, layer, layer.call, note)
+        self.look_anew()
+        try:
+            yield
+        finally:
+            self.look_anew()
+            for layer, call in zip(layers, before, strict=True):
+                vars(layer).pop("call")
+                if call is not None:
+                    vars(layer)["call"] = call
+
+    def functions(self) -> Iterator[Any]:
+        """See ``FrontEndModel``."""
+        kinds = {type(layer) for layer in self.model._flatten_layers()}
+        yield from (one for kind in kinds for one in (kind.call, kind.__call__))
+        yield from (one for space in _SPACES for one in vars(space).values())
 
     def forward(self, inputs: Tree) -> Tree:
         """What the model makes of inputs.
@@ -215,6 +261,15 @@ class KerasModel(nn.Module):
             epsilon = keras.config.epsilon()
         dims = list(layer._reduction_axes)
         return global_moments(inputs, dims, statistics.of(holder), weights, epsilon)
+
+
+def _noting(
+    layer: Any, call: Callable[..., Any], note: Callable[[str, Any], None], *args: Any, **named: Any
+) -> Any:
+    """Call a layer, and tell what it returns."""
+    output = call(*args, **named)
+    note(f"layer {layer.path or layer.name!r} ({type(layer).__name__})", output)
+    return output
 
 
 def module_of(model: Any) -> KerasModel:

@@ -16,6 +16,7 @@ class KerasSettings:
         epsilon: the fuzz factor.
         image_data_format: which dim of images is the channels.
         policy: the default of layers, by name.
+        flash_attention: attention may be computed so.
         double: what Keras computes in where values are float64; float32, unless a proof says else.
     """
 
@@ -23,6 +24,7 @@ class KerasSettings:
     epsilon: float
     image_data_format: str
     policy: str
+    flash_attention: bool
     double: str
 
     @classmethod
@@ -33,6 +35,7 @@ class KerasSettings:
             epsilon=keras.config.epsilon(),
             image_data_format=keras.config.image_data_format(),
             policy=keras.config.dtype_policy().name,
+            flash_attention=keras.config.is_flash_attention_enabled() is not False,
             double=dtypes.BIT64_TO_BIT32_DTYPE["float64"],
         )
 
@@ -42,6 +45,10 @@ class KerasSettings:
         keras.config.set_epsilon(self.epsilon)
         keras.config.set_image_data_format(self.image_data_format)
         keras.config.set_dtype_policy(self.policy)
+        if self.flash_attention:
+            keras.config.enable_flash_attention()
+        else:
+            keras.config.disable_flash_attention()
         dtypes.BIT64_TO_BIT32_DTYPE["float64"] = self.double
 
 

@@ -4,7 +4,7 @@ Training is that of any model (``train.fit_task``). What Keras does in its own w
 of an epoch are means over its batches by their numbers of samples, and metrics are the model's own.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -45,6 +45,9 @@ class KerasConductor(Conductor):
 
     def begin_batch(self, index: int) -> None:
         """A batch of an evaluation begins."""
+
+    def go_on(self, results: Sequence[StepResult]) -> None:
+        """An epoch that has begun goes on after these steps."""
 
     def end_batch(self, index: int, losses: Logs | None) -> None:
         """A batch of an evaluation is done; losses so far, where somebody wants to know."""
@@ -108,6 +111,17 @@ class KerasFitTask(FitTask):
         order = epoch_order(self.seed, self.first_epoch + number, samples, shuffle=self.shuffle)
         for number in range(start, start + steps):
             yield order[number * size : (number + 1) * size]
+
+    def _begin_sums(self, ensemble: Ensemble, epoch: int) -> list[StepResult]:
+        results = super()._begin_sums(ensemble, epoch)
+        self._results = [*results]
+        if results:
+            conductor = _keras_conductor(ensemble.conductor)
+            conductor.go_on(results)
+            if self.tells_each:
+                told = results[: (len(results) - 1) // self.tells_each * self.tells_each + 1]
+                conductor.tell_losses(self._batch_losses(ensemble.control, told))
+        return results
 
     def _train_step(
         self,
@@ -291,7 +305,7 @@ class LossMeans:
         self._totals = [0.0] * len(self._names)
         self._num_samples = 0
 
-    def add(self, batches: Sequence[BatchLosses]) -> None:
+    def add(self, batches: Iterable[BatchLosses]) -> None:
         """Count in more batches."""
         for size, losses in batches:
             for number, loss in enumerate(losses):

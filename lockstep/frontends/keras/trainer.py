@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 from torch import optim
@@ -23,7 +24,8 @@ from lockstep.frontends.keras.conducting import (
     steps_between_metrics,
 )
 from lockstep.frontends.keras.direct_calls import is_plain_kind
-from lockstep.frontends.keras.independence import check_predictions
+from lockstep.frontends.keras.keeping import KeepingRunner
+from lockstep.frontends.keras.looking import few_samples, fixed_batch_size, in_evaluation
 from lockstep.frontends.keras.losses import Additions, KerasLoss
 from lockstep.frontends.keras.metrics import KerasMetrics
 from lockstep.frontends.keras.model import KerasModel, giving_losses
@@ -37,6 +39,8 @@ from lockstep.frontends.keras.tasks import (
     KerasPredictTask,
 )
 from lockstep.frontends.keras.updater import KerasUpdater, is_elementwise
+from lockstep.parallel.forward import call_model
+from lockstep.parallel.independence import check_apart
 from lockstep.parallel.serialization import reducing
 from lockstep.plan.makers import SingleDevice
 from lockstep.train.changes import ChangeWatch, settings_of
@@ -49,7 +53,6 @@ from lockstep.train.interrupt import Interrupt, held_interrupts
 from lockstep.train.job_context import JobContext, StrategyLike
 from lockstep.train.likeness import Facts, said
 from lockstep.train.recipe import Recipe
-from lockstep.train.runner import Runner
 from lockstep.train.tasks import Task
 from lockstep.units import first_few
 
@@ -95,16 +98,14 @@ class _Known:
         key: where it has changed, the model is looked at anew.
         loss: the model's: which is taken on whole batches once that was seen to be needed.
         has_rows: see ``Additions``.
-        trains: in training, too.
     """
 
     key: object
     loss: KerasLoss
     has_rows: bool
-    trains: bool
 
 
-class KerasTrainer(Runner):
+class KerasTrainer(KeepingRunner):
     """Trains a Keras model.
 
     Args:
@@ -114,8 +115,6 @@ class KerasTrainer(Runner):
     """
 
     model: KerasModel
-
-    _can_prove = False  # layers and losses may count in attributes that no module has
 
     def __init__(self, module: KerasModel, strategy: StrategyLike, job_context: JobContext) -> None:
         super().__init__(
@@ -128,12 +127,13 @@ class KerasTrainer(Runner):
             precision=module.precision,
             seed=random_seed(),
         )
+        self.callbacks = []
         self._lookout = Lookout(module)
         self._sight: Sight | None = None
         self._has_looked = False  # since ranks have run the model
         self._updater: tuple[Sight | None, KerasUpdater] | None = None
         self._known: _Known | None = None
-        self._can_predict = False
+        self._is_apart = False  # outputs of samples are seen not to depend on others
 
     def on_all_processes(self, make: Callable[[], _T]) -> _T:
         """What a call comes to, on all processes that make it."""
@@ -146,9 +146,7 @@ class KerasTrainer(Runner):
         self._has_looked = False
         model = self.model.model
         self.optimizer = model.optimizer
-        loss, metrics = self._loss_and_metrics(
-            feed.source, looks=not options.is_one_batch, trains=True
-        )
+        loss, metrics = self._loss_and_metrics(feed.source, looks=not options.is_one_batch)
         begins = any_acts_in(callbacks, "on_train_batch_begin", "on_batch_begin")
         # Callbacks are on host 0, and one may have found where an earlier run has ended.
         start: _Start = self._job_context.from_chief(
@@ -163,6 +161,12 @@ class KerasTrainer(Runner):
         )
         self._epochs_trained = 0 if start.epoch else self._epochs_trained
         self._steps_trained = start.step
+        resume = Resume(start.epoch)
+        if self._resumed is not None:
+            is_stream = isinstance(feed.source, SharedStream)
+            resume = self._start(feed.batch_size, is_stream=is_stream)
+            others = [] if evaluation is None else [(evaluation.source, options.evaluates)]
+            self._read_again(resume, start.epoch, feed, others)
         task = KerasFitTask(
             source=feed.source,
             validation=None,
@@ -175,7 +179,7 @@ class KerasTrainer(Runner):
             evaluates=options.evaluates,
             epochs=options.epochs,
             initial_epoch=start.epoch,
-            start=Resume(start.epoch),
+            start=resume,
             batch_size=feed.batch_size,
             steps_per_epoch=feed.steps_per_epoch,
             shuffle=options.shuffle,
@@ -191,15 +195,18 @@ class KerasTrainer(Runner):
             shows_slots=not is_elementwise(model.optimizer, self.model.variables.values()),
             watches_validation=start.watches_validation,
             tells_each=start.tells_each,
+            takes_states=self.keeper is not None and self.keeper.acts_in("takes_state"),
         )
         if self._job_context.hosts is not None:
             facts = {"`evaluates`": options.evaluates}
             task = self._job_context.hosts.agree_on_task(task, facts)  # type: ignore[assignment]  # of the same class
-        with held_interrupts() as interrupt:
+        with self._fitting(), held_interrupts() as interrupt:
             conductor = self._conductor(callbacks, interrupt)
             self._maker().check_batch_size(feed.batch_size)
             self.batch_size = feed.batch_size
+            self._go_on(conductor, task.start)
             self._train(task, loss, conductor, feed.batch_size)
+            self._is_apart = True
             self._job_context.share_values(self.model, conductor.updater)
         return conductor.logs if isinstance(conductor, KerasFitConductor) else {}
 
@@ -213,7 +220,7 @@ class KerasTrainer(Runner):
             callbacks,
             ChangeWatch(self.model, lambda: self._session.stores.readopt(self.model)),
             interrupt,
-            plan=lambda: self.plan,
+            self,
         )
 
     def finish_fit(self) -> None:
@@ -225,7 +232,8 @@ class KerasTrainer(Runner):
     def evaluate(self, evaluation: Evaluation, feed: Feed, callbacks: Any) -> Logs:
         """Losses and metrics over data."""
         self._has_looked = False
-        loss, metrics = self._loss_and_metrics(feed.source, looks=False, trains=False)
+        loss, metrics = self._loss_and_metrics(feed.source, looks=False)
+        self._try_apart(feed.source)
         tells_each, stops = self._job_context.from_chief(
             (evaluation.tells_each, may_stop(callbacks, "test"))
         )
@@ -239,7 +247,7 @@ class KerasTrainer(Runner):
     def predict(self, feed: Feed, callbacks: Any) -> Tree:
         """The model's outputs for data, in its order."""
         self._has_looked = False
-        self._look_before_predicting(feed.source)
+        self._try_apart(feed.source)
         tells, stops = self._job_context.from_chief(
             (any_acts_in(callbacks, "on_predict_batch_end"), may_stop(callbacks, "predict"))
         )
@@ -258,14 +266,13 @@ class KerasTrainer(Runner):
         )
 
     def _loss_and_metrics(
-        self, source: Source | SharedStream, *, looks: bool, trains: bool
+        self, source: Source | SharedStream, *, looks: bool
     ) -> tuple[KerasLoss, KerasMetrics]:
         """The model's losses and metrics, as they are compiled now.
 
         Args:
             source: the data.
             looks: what layers add is looked at anew, unless all can be seen and is as it was.
-            trains: the model is going to be trained.
         """
         model = self.model.model
         is_divided = not isinstance(self._maker(), SingleDevice)
@@ -277,14 +284,15 @@ class KerasTrainer(Runner):
         )
         # Hosts look together, and always: what one of them remembers, another may not.
         known = self._known
-        is_known = known is not None and known.key == key and (known.trains or not trains)
+        is_known = known is not None and known.key == key
         looks = (looks and sight is None) or self._job_context.hosts is not None
         if looks or not is_known:
-            own = self._find_additions(source, is_divided=is_divided, trains=trains)
+            own = self._find_additions(source, is_divided=is_divided)
             found = self._job_context.from_chief(own)
             assert found is not None
+            self._is_apart = False
             self._known = known = _Known(
-                key, self._loss(found, is_divided=is_divided), found.has_rows, trains
+                key, self._loss(found, is_divided=is_divided), found.has_rows
             )
         assert known is not None
         layers = model._flatten_layers(include_self=False)
@@ -298,19 +306,22 @@ class KerasTrainer(Runner):
             return ComputedLoss(compiled, additions, self.model, is_divided=is_divided)
         return KerasLoss(compiled, additions, is_divided=is_divided)
 
-    def _look_before_predicting(self, source: Source | SharedStream) -> None:
-        """See that outputs can be divided, unless that is known."""
-        sample = sample_of(source)
+    def _try_apart(self, source: Source | SharedStream) -> None:
+        """See that in evaluation outputs do not depend on other samples, unless that is known.
+
+        While a model trains, ranks try it with their own samples.
+        """
+        sample, model = sample_of(source), self.model
         is_divided = not isinstance(self._maker(), SingleDevice)
-        is_known = self._known is not None or self._can_predict
-        if is_divided and not is_known and self._job_context.is_chief:
-            if isinstance(sample, ArraySource):
-                self.model.look_anew()
-                check_predictions(self.model, sample)
-            self._can_predict = True
+        if is_divided and not self._is_apart and self._job_context.is_chief:
+            if isinstance(sample, ArraySource) and fixed_batch_size(model.model) is None:
+                model.look_anew()
+                with in_evaluation(model):
+                    check_apart(model, partial(call_model, model), few_samples(model, sample))
+            self._is_apart = True
 
     def _find_additions(
-        self, source: Source | SharedStream, *, is_divided: bool, trains: bool
+        self, source: Source | SharedStream, *, is_divided: bool
     ) -> Additions | None:
         """What layers add to the loss, where rank 0 is."""
         if not self._job_context.is_chief:
@@ -318,7 +329,7 @@ class KerasTrainer(Runner):
         self.model.look_anew()
         sample = sample_of(source)
         assert isinstance(sample, ArraySource)
-        return find_additions(self.model, sample, is_divided=is_divided, trains=trains)
+        return find_additions(self.model, sample, is_divided=is_divided)
 
     def _make_updater(self) -> Any:
         self.optimizer = self.model.model.optimizer  # a callback may have given it another

@@ -34,6 +34,7 @@ from lockstep.frontends.keras.optimizer_copy import (
 )
 from lockstep.parallel.allocator import temporary_memory
 from lockstep.parallel.update import BoundPiece, PieceSlots, SlotKey, Updater, assemble_slots
+from lockstep.plan.layout import Extent, Piece
 from lockstep.train.training_state import TrainingState
 from lockstep.units import first_few
 
@@ -86,6 +87,7 @@ class KerasUpdater(Updater):
         self._values: dict[_Key, torch.Tensor] = {}  # of slots, where there are no such variables
         self._store: dict[_Key, torch.Tensor] = {}
         self._active: Any = None
+        self._steps_own = True  # one device steps the user's optimizer itself, as Keras does
         self._idle: Any = None  # a copy for a variable that is no part of the model
         self._pieces: list[BoundPiece] = []
         self._stepped: list[Any] = []  # the variables that are stepped on, by piece
@@ -116,12 +118,18 @@ class KerasUpdater(Updater):
         keys = _keys(kinds, self._names)
         return dict(zip(keys, made_variables(self.optimizer), strict=True))
 
+    def divide(
+        self, extents: Sequence[Extent], num_ranks: int, num_shares: int
+    ) -> list[list[Piece]]:
+        self._steps_own = num_shares == 1
+        return super().divide(extents, num_ranks, num_shares)
+
     def bind(self, pieces: Sequence[BoundPiece]) -> None:
         self._pieces = list(pieces)
         own = [self._variables[bound.name] for bound in pieces]
         pairs = list(zip(own, pieces, strict=True))
         is_whole = pieces and all(variable._value is bound.tensor for variable, bound in pairs)
-        if not self.is_known or (self.optimizer is not None and is_whole):
+        if not self.is_known or (self._steps_own and self.optimizer is not None and is_whole):
             self._active, self._stepped = self.optimizer, own
             return
         self._stepped = [stand_in(variable, bound.tensor) for variable, bound in pairs]

@@ -1,0 +1,174 @@
+"""Checkpoints of a Keras model: the callback that asks for them, and what callbacks keep.
+
+They are those of a Trainer (``train.checkpoints``): the same files, by the same thread. What
+is Keras's own is here. Its callbacks have no ``state_dict``: what one has come to since training
+began is what differs of its attributes from those that ``on_train_begin`` left.
+"""
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import keras
+import numpy as np
+import torch
+from keras.src.callbacks import BackupAndRestore, ProgbarLogger
+
+from lockstep.checkpoint.trees import Tree, flattened
+from lockstep.errors import CheckpointError, OptionError
+from lockstep.train import checkpoints as files
+from lockstep.train.callbacks import Callback
+from lockstep.train.training_state import copied
+
+_ARRAY = "numpy array"
+
+
+class Checkpoint(keras.callbacks.Callback):  # type: ignore[misc]  # Keras is untyped
+    """Where and how often ``model.fit(callbacks=[...])`` writes checkpoints.
+
+    For models made or compiled in the scope of a strategy. The same script started again goes on at
+    the very next batch, with the bits that it would have had, on another number of devices too; a
+    ``fit`` that had ended trains nothing and has the same history. Each ``fit`` has a folder of its
+    own. On several hosts host 0 reads and writes.
+
+    Other callbacks go on with what their attributes have come to since training began: numbers,
+    texts, arrays, and lists, tuples and dicts of these. One that has ``state_dict()`` and
+    ``load_state_dict()`` says so itself.
+
+    Args:
+        directory: the folder, which need not be there yet.
+        every: ``"epoch"``, ``"100 steps"`` or ``"60s"``. The end of a ``fit`` is written always.
+        keep: how many checkpoints are kept, the newest.
+
+    Raises:
+        OptionError: an argument cannot be what it is; in ``fit``, the model has no strategy.
+    """
+
+    def __init__(
+        self, directory: str | os.PathLike[str], every: str = "epoch", keep: int = 3
+    ) -> None:
+        super().__init__()
+        self.files = files.Checkpoint(directory, every, keep)
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """See that somebody is going to write.
+
+        Raises:
+            OptionError: Keras itself trains the model.
+        """
+        if "_lockstep" not in vars(self.model):
+            raise OptionError(
+                "Checkpoints are written of models that train under a strategy.",
+                received=f"{self.model.name!r}, a model of plain Keras",
+                fix="Make or compile it in `with strategy.scope():`, with "
+                "lockstep.SingleDeviceStrategy() for one device; or use "
+                "keras.callbacks.BackupAndRestore.",
+            )
+
+
+def checkpoint_in(callbacks: Any) -> Checkpoint | None:
+    """The one that is among the callbacks of a ``fit``, if there is one.
+
+    Args:
+        callbacks: as ``fit`` takes them.
+
+    Raises:
+        OptionError: there are several, or a ``BackupAndRestore`` as well.
+    """
+    listed = getattr(callbacks, "callbacks", callbacks)
+    each = [one for one in keras.tree.flatten(listed) if one is not None]
+    found = [one for one in each if isinstance(one, Checkpoint)]
+    others = [one for one in each if isinstance(one, BackupAndRestore)]
+    if not found:
+        return None
+    if len(found) > 1 or others:
+        raise OptionError(
+            "One callback alone says where a fit goes on.",
+            received=" and ".join(type(one).__name__ for one in (*found, *others)),
+            fix="Leave the others out.",
+        )
+    return found[0]
+
+
+class KeptCallback(Callback):
+    """A callback of Keras's as a part of the training's state.
+
+    Args:
+        callback: the callback.
+    """
+
+    def __init__(self, callback: Any) -> None:
+        self._callback = callback
+        self._begun: dict[str, Tree] | None = None  # its attributes when training began
+
+    @property
+    def kind(self) -> str:
+        return type(self._callback).__name__
+
+    def begin(self) -> None:
+        """Training has begun."""
+        self._begun = copied(self._plain())
+
+    def state_dict(self) -> dict[str, Any]:
+        if hasattr(self._callback, "state_dict"):
+            own: dict[str, Any] = self._callback.state_dict()
+            return own
+        begun = self._begun or {}
+        return {
+            name: value
+            for name, value in self._plain().items()
+            if name not in begun or not _is_same(value, begun[name])
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self._begun is None:
+            return  # it is told once more when training has begun, which resets most callbacks
+        if hasattr(self._callback, "load_state_dict"):
+            self._callback.load_state_dict(state)
+        else:
+            if getattr(self._callback, "monitor_op", self) is None:
+                self._callback._set_monitor_op()  # of Keras's: it changes ``min_delta``, once
+            vars(self._callback).update({name: _own(value) for name, value in state.items()})
+
+    def _plain(self) -> dict[str, Tree]:
+        """Attributes that can be written."""
+        found = {}
+        for name, value in vars(self._callback).items():
+            tree = _tree(value)
+            try:
+                flattened(tree)
+            except CheckpointError:  # it refers to something else, and makes that anew
+                continue
+            found[name] = tree
+        return found
+
+
+def kept(callbacks: Any) -> list[Callback]:
+    """Those of Keras's list of callbacks that keep something."""
+    left = (Checkpoint, ProgbarLogger)
+    return [KeptCallback(one) for one in callbacks.callbacks if not isinstance(one, left)]
+
+
+def _tree(value: Any) -> Tree:
+    """A value with its arrays as tensors."""
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
+        return {_ARRAY: torch.from_numpy(value.copy())}
+    if type(value) is dict:
+        return {key: _tree(one) for key, one in value.items()}
+    return type(value)(map(_tree, value)) if type(value) in (list, tuple) else value
+
+
+def _own(tree: Tree) -> Any:
+    """The value that it was."""
+    if isinstance(tree, Mapping):
+        if [*tree] == [_ARRAY]:
+            return tree[_ARRAY].numpy()
+        return {key: _own(one) for key, one in tree.items()}
+    return type(tree)(map(_own, tree)) if isinstance(tree, list | tuple) else tree
+
+
+def _is_same(one: Tree, other: Tree) -> bool:
+    (tensors, values), (others, other_values) = flattened(one), flattened(other)
+    return values == other_values and all(
+        torch.equal(tensor, others[name]) for name, tensor in tensors.items()
+    )

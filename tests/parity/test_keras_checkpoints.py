@@ -1,0 +1,350 @@
+"""``model.fit`` with a Checkpoint that is begun anew goes on where the last of them was taken."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from keras import layers, ops
+
+import lockstep
+from lockstep.checkpoint.generations import generations
+from lockstep.errors import CheckpointError, DataError, OptionError
+from lockstep.train.training_state import TrainingState
+from tests import keras_zoo as zoo
+from tests.thorough import core_of
+
+X, Y = zoo.vectors(34).astype("float32"), zoo.classes(34)
+
+
+STRATEGIES: dict[str, Callable[[], lockstep.Strategy]] = {
+    "single": lockstep.SingleDeviceStrategy,
+    "mirrored-2": lambda: lockstep.MirroredStrategy(2),
+    "pipeline-2": lambda: lockstep.PipelineStrategy(2, microbatches=2),
+}
+
+
+class Ending(keras.callbacks.Callback):  # type: ignore[misc]  # Keras is untyped
+    """Notes what every step is told, and ends a training with an error after so many."""
+
+    def __init__(self, step: int = 0) -> None:
+        super().__init__()
+        self.step = step
+        self.logs: dict[tuple[int, int], Any] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}  # it notes what one attempt sees
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.number = epoch
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.logs[self.number, batch] = dict(logs)
+        if len(self.logs) == self.step:
+            raise ZeroDivisionError
+
+
+class Halving(keras.callbacks.Callback):  # type: ignore[misc]
+    """Keeps numbers, arrays and lists of them, and acts by them."""
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self.best = np.full(2, np.inf)
+        self.seen: list[float] = []
+        self.names = {1: "one"}
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.seen.append(logs["loss"])
+        self.best = np.minimum(self.best, [logs["loss"], 1.0])
+        if len(self.seen) % 5 == 0:
+            rate = 0.01 * float(self.best.sum())
+            self.model.optimizer.learning_rate = rate
+
+
+class Telling(keras.callbacks.Callback):  # type: ignore[misc]
+    """Says itself what it keeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[int] = set()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.found.add(epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"found": sorted(self.found)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.found = set(state["found"])
+
+
+class OwnMetric(keras.metrics.Metric):  # type: ignore[misc]
+    """The largest output so far, of which nothing is known."""
+
+    def __init__(self) -> None:
+        super().__init__(name="largest")
+        self.most = self.add_variable((), initializer="zeros", name="most")
+
+    def update_state(self, target: Any, output: Any, sample_weight: Any = None) -> None:
+        self.most.assign(ops.maximum(self.most, ops.max(output)))
+
+    def result(self) -> Any:
+        return self.most.value
+
+
+def compiled(**options: Any) -> Any:
+    keras.utils.clear_session()
+    keras.utils.set_random_seed(3)
+    stack = [layers.Dense(11, activation="relu"), layers.BatchNormalization()]
+    stack += [layers.Dropout(0.2), layers.Dense(4)]
+    model = keras.Sequential([keras.Input((8,)), *stack])
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(**{"optimizer": keras.optimizers.Adam(0.01), "loss": loss, **options})
+    return model
+
+
+def early() -> list[Any]:
+    stopping = keras.callbacks.EarlyStopping("loss", patience=9, restore_best_weights=True)
+    return [stopping, keras.callbacks.ReduceLROnPlateau("loss", patience=1, min_delta=10)]
+
+
+def two_losses() -> Any:
+    keras.utils.clear_session()
+    keras.utils.set_random_seed(3)
+    inputs = keras.Input((8,))
+    hidden = layers.Dense(9, activation="tanh")(inputs)
+    outputs = [layers.Dense(4, name=name)(hidden) for name in ("one", "other")]
+    model = keras.Model(inputs, outputs)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile("adam", [loss, loss], metrics=[["accuracy"], [OwnMetric()]])
+    return model
+
+
+Feature = tuple[Callable[[], Any], Callable[[], list[Any]], dict[str, Any]]
+FEATURES: dict[str, Feature] = {
+    "plain": (compiled, list, {}),
+    "metrics": (lambda: compiled(metrics=["accuracy", OwnMetric()]), early, {}),
+    "callbacks": (compiled, lambda: [Halving(), Telling()], {}),
+    "a schedule": (
+        lambda: compiled(
+            optimizer=keras.optimizers.SGD(
+                keras.optimizers.schedules.ExponentialDecay(0.1, 2, 0.5), momentum=0.9
+            )
+        ),
+        list,
+        {},
+    ),
+    "averages": (
+        lambda: compiled(optimizer=keras.optimizers.Adam(0.01, use_ema=True, ema_momentum=0.8)),
+        list,
+        {},
+    ),
+    "several losses": (two_losses, list, {"y": [Y, Y[::-1].copy()], "validation_split": 0.0}),
+    "short epochs": (compiled, list, {"steps_per_epoch": 2, "batch_size": 7}),
+    "a later epoch": (compiled, list, {"initial_epoch": 1}),
+}
+ROWS = [
+    *(
+        (strategy, feature, "3 steps")
+        for strategy in STRATEGIES
+        for feature in ("plain", "metrics")
+    ),
+    *(("mirrored-2", feature, "3 steps") for feature in [*FEATURES][2:]),
+    *((strategy, "metrics", "epoch") for strategy in STRATEGIES),
+]
+CORE = [
+    ("single", "metrics", "epoch"),
+    ("mirrored-2", "metrics", "3 steps"),
+    ("mirrored-2", "callbacks", "3 steps"),
+]
+
+
+def fit(
+    model: Any, folder: Path | None, *callbacks: Any, every: str = "3 steps", **options: Any
+) -> Any:
+    listed = [*callbacks]
+    if folder is not None:
+        listed.append(lockstep.keras.Checkpoint(folder, every=every))
+    options = {"x": X, "y": Y, "batch_size": 9, "epochs": 3, "validation_split": 0.25, **options}
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("warnings.showwarning", lambda *args, **named: None)
+        return model.fit(verbose=0, callbacks=listed, **options)
+
+
+def state_of(model: Any) -> TrainingState:
+    state: TrainingState = model._lockstep._trainer._whole_state()
+    return state
+
+
+@pytest.mark.parametrize(("strategy", "feature", "every"), core_of(ROWS, CORE))
+def test_a_script_that_is_started_again_goes_on(
+    strategy: str, feature: str, every: str, tmp_path: Path
+) -> None:
+    make, callbacks, options = FEATURES[feature]
+
+    def run(step: int, folder: Path | None) -> tuple[Any, Any, list[Any]]:
+        with STRATEGIES[strategy]().scope():
+            model = make()
+        listed = [*callbacks(), Ending(step)]
+        return model, fit(model, folder, *listed, every=every, **options), listed
+
+    wanted, history, others = run(0, None)
+    steps = len(others[-1].logs)
+    for step in (steps // 2 + 1, 0):
+        if step:
+            with pytest.raises(ZeroDivisionError):
+                run(step, tmp_path / "run")
+            continue
+        model, found, listed = run(step, tmp_path / "run")
+    assert found.history == history.history
+    assert found.epoch == history.epoch
+    assert state_of(wanted).first_difference(state_of(model)) is None
+    assert 0 < len(listed[-1].logs) < steps
+    assert listed[-1].logs.items() <= others[-1].logs.items()
+    for one, other in zip(listed[:-1], others[:-1], strict=True):
+        for name in ("wait", "best", "best_epoch", "seen", "names", "found"):
+            mine, theirs = getattr(one, name, None), getattr(other, name, None)
+            np.testing.assert_equal(mine, theirs)
+    again, found, listed = run(0, tmp_path / "run")  # which had ended
+    assert (found.history, found.epoch) == (history.history, history.epoch)
+    assert not listed[-1].logs
+    assert state_of(wanted).first_difference(state_of(again)) is None
+
+
+def test_every_second_attempt_may_have_another_number_of_devices(tmp_path: Path) -> None:
+    def run(devices: int, step: int, folder: Path | None) -> Any:
+        with lockstep.MirroredStrategy(devices, num_shares=2).scope():
+            model = compiled(metrics=["accuracy"])
+        return model, fit(model, folder, Ending(step)).history
+
+    wanted, history = run(2, 0, None)
+    for devices, step in ((2, 5), (1, 4)):
+        with pytest.raises(ZeroDivisionError):
+            run(devices, step, tmp_path)
+    model, found = run(2, 0, tmp_path)
+    assert found["loss"] == history["loss"]
+    np.testing.assert_allclose(found["accuracy"], history["accuracy"], rtol=1e-6)
+    assert state_of(wanted).first_difference(state_of(model)) is None
+
+
+# --- streams -------------------------------------------------------------------------------------
+
+
+class Batches(keras.utils.PyDataset):  # type: ignore[misc]
+    """Batches by number."""
+
+    def __init__(self, shift: float = 0.0) -> None:
+        super().__init__()
+        self.shift = shift
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Any:
+        rows = slice(8 * index, 8 * index + 8)
+        return X[rows] + self.shift, Y[rows]
+
+
+def generator(shift: float = 0.0) -> Iterator[Any]:
+    while True:
+        yield from (Batches(shift)[index] for index in range(3))
+
+
+STREAMS = {"a dataset": (Batches, None), "a generator": (generator, 4)}
+
+
+@pytest.mark.parametrize("name", core_of(STREAMS, ["a generator"]))
+def test_a_stream_is_read_again_up_to_there(name: str, tmp_path: Path) -> None:
+    make, steps = STREAMS[name]
+    plain: dict[str, Any] = {
+        "y": None,
+        "batch_size": None,
+        "validation_split": 0.0,
+        "steps_per_epoch": steps,
+    }
+    plain |= {"validation_data": make(), "validation_steps": 2, "validation_freq": 2}
+
+    def run(step: int, folder: Path | None, shift: float = 0.0) -> Any:
+        with lockstep.MirroredStrategy(2).scope():
+            model = compiled()
+        options = {**plain, "validation_data": make()}
+        return model, fit(model, folder, Ending(step), x=make(shift), **options).history
+
+    wanted, history = run(0, None)
+    with pytest.raises(ZeroDivisionError):
+        run(7, tmp_path)
+    with pytest.raises(DataError, match="give the batches again"):
+        run(0, tmp_path, shift=1.0)
+    model, found = run(0, tmp_path)
+    assert found == history
+    assert all(map(np.array_equal, wanted.get_weights(), model.get_weights()))
+
+
+# --- what is wrong -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options",
+    core_of(
+        [{"epochs": 4}, {"batch_size": 8}, {"shuffle": False}, {"x": X + 1}, {"seed": 4}],
+        [{"epochs": 4}],
+    ),
+)
+def test_a_fit_is_gone_on_with_as_it_was_begun(options: dict[str, Any], tmp_path: Path) -> None:
+    options = dict(options)
+    with lockstep.SingleDeviceStrategy().scope():
+        fit(compiled(), tmp_path)
+        model = compiled()
+    keras.utils.set_random_seed(options.pop("seed", 3))
+    with pytest.raises(CheckpointError, match="gone on with as it was begun"):
+        fit(model, tmp_path, **options)
+
+
+def test_another_model_is_refused(tmp_path: Path) -> None:
+    with lockstep.SingleDeviceStrategy().scope():
+        fit(compiled(), tmp_path)
+        keras.utils.set_random_seed(3)
+        model = zoo.compiled(zoo.sequential)
+        with pytest.raises(CheckpointError, match="must have the model's parameters"):
+            fit(model, tmp_path)
+
+
+def test_plain_keras_writes_none(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="a model of plain Keras"):
+        fit(compiled(), tmp_path)
+    assert not generations(tmp_path)
+
+
+def test_one_callback_says_where_a_fit_goes_on(tmp_path: Path) -> None:
+    backup = keras.callbacks.BackupAndRestore(tmp_path / "backup")
+    others = [backup, lockstep.keras.Checkpoint(tmp_path / "other")]
+    for other in others:
+        with lockstep.SingleDeviceStrategy().scope(), pytest.raises(OptionError, match="alone"):
+            fit(compiled(), tmp_path / "run", other)
+
+
+def test_replicas_that_train_apart_have_none(tmp_path: Path) -> None:
+    with lockstep.LocalSGDStrategy(every=2, devices=2).scope():
+        model = compiled()
+    with pytest.raises(OptionError, match="under LocalSGDStrategy"):
+        fit(model, tmp_path)
+    assert not generations(tmp_path)
+
+
+@pytest.mark.parametrize("options", [{"every": "now and then"}, {"keep": 0}])
+def test_options_are_checked(options: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match=next(iter(options)).replace("every", "is written every")):
+        lockstep.keras.Checkpoint(tmp_path, **options)
+
+
+def test_plain_torch_reads_the_weights(tmp_path: Path) -> None:
+    with lockstep.MirroredStrategy(2).scope():
+        model = compiled()
+    fit(model, tmp_path)
+    weights = lockstep.checkpoint.load_state_dict(tmp_path)
+    values = {name.partition(".")[2]: value for name, value in weights.items()}
+    for variable in model.variables:
+        if "seed" not in variable.path:
+            name = variable.path.partition("/")[2].replace("/", ".")
+            np.testing.assert_array_equal(values[name], variable.numpy())
