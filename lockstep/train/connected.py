@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 from lockstep.channel.channel import Channel
 from lockstep.parallel.engine import ChannelKey, channel_keys
+from lockstep.parallel.groups import ParameterGroup
+from lockstep.plan.spec import Plan
 from lockstep.train.assignment import Assignment
 from lockstep.train.hosts import Hosts
 from lockstep.train.serving import Abroad
@@ -27,10 +29,13 @@ class Connected:
 
     @classmethod
     def of(
-        cls, hosts: Hosts | None, assignment: Assignment, timeout_seconds: float
+        cls,
+        hosts: Hosts | None,
+        plan: Plan,
+        groups: Sequence[ParameterGroup],
+        timeout_seconds: float,
     ) -> "Connected | None":
         """Have the channels that a Plan needs, if it has several hosts."""
-        plan, groups = assignment.plan, assignment.groups
         if hosts is None or plan.num_hosts == 1:
             return None
         channels = hosts.open_channels(plan, channel_keys(plan, groups), timeout_seconds)

@@ -186,7 +186,7 @@ class Session:
             region = spec.create(here)
             team = self._take_team(assignment.plan, here, hosts, conductor.announce)
             watch = Watch(team, self._timeout, here.start, hosts)
-            connected = Connected.of(hosts, assignment, self._timeout)
+            connected = Connected.of(hosts, assignment.plan, assignment.groups, self._timeout)
             meeting_point = meeting_point_for(assignment.plan)
             worker = _leading_worker(
                 assignment, spec, region, watch, stores, connected, meeting_point
