@@ -15,10 +15,10 @@ import msgspec
 
 from lockstep.cluster.place import Address
 from lockstep.errors import HostError, problem
-from lockstep.launch.fleet import Member, watch
-from lockstep.launch.held_process import HOLD_SCRIPT, HeldProcess, Progress
+from lockstep.launch.held_member import watch_held
+from lockstep.launch.held_process import HOLD_SCRIPT
 from lockstep.launch.host_file import ListedHost
-from lockstep.launch.orders import INTERRUPT, make_orders
+from lockstep.launch.orders import make_orders
 from lockstep.launch.script import Script
 
 _PROBE_SECONDS = 60.0
@@ -78,36 +78,11 @@ def run_on_hosts(
     all_orders = make_orders(
         script, shells.directory, rendezvous, [host.devices or devices for host in hosts]
     )
-    members: list[_Client] = []
-    try:
-        for host, orders in zip(hosts, all_orders, strict=True):
-            process = HeldProcess(shells.on(host, *HOLD_SCRIPT), orders)
-            prefix = f"[{host.name}] " if members else ""
-            members.append(_Client(host.name, prefix, process))
-        return watch(members)
-    finally:
-        for member in members:
-            member.close()
-
-
-class _Client(Member):
-    """ssh, with the orders on its standard input."""
-
-    def __init__(self, host: str, prefix: str, process: HeldProcess) -> None:
-        super().__init__(host, prefix)
-        self._process = process
-
-    def read(self) -> Progress:
-        return self._process.read()
-
-    def interrupt(self) -> None:
-        self._process.tell(INTERRUPT)
-
-    def end(self) -> None:
-        self._process.end()
-
-    def close(self) -> None:
-        self._process.close()
+    commands = [
+        (host.name, f"[{host.name}] " if number else "", shells.on(host, *HOLD_SCRIPT))
+        for number, host in enumerate(hosts)
+    ]
+    return watch_held(commands, all_orders)
 
 
 def _ask_for_port(host: ListedHost, shells: Shells) -> int:

@@ -13,7 +13,7 @@ import os
 import pickle
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -207,7 +207,8 @@ class Job:
             self._hand(handed, regions, channels)
         neighbours = None
         if connected is not None:
-            neighbours = self._neighbours_of_leader(connected)
+            own = [end for (rank, _, _), end in connected.channels.items() if rank == self.rank]
+            neighbours = connected.abroad.neighbours(self.rank, own, ())
         return Shared(
             regions=regions,
             neighbours=neighbours,
@@ -230,11 +231,6 @@ class Job:
         )
         self._team.finish(self.timeout_seconds)
 
-    def _neighbours_of_leader(self, connected: Connected) -> Neighbours:
-        own = [end for (rank, _, _), end in connected.channels.items() if rank == self.rank]
-        crossing = connected.hosts.crossing(connected.hosts.look_around)
-        return connected.abroad.neighbours(self.rank, own, (), crossing)
-
     def _take(self, rank_in: Callable[[Sequence[int]], int]) -> tuple[_Handed, Shared]:
         """What the leader of this host hands over."""
         assert self._attachment is not None
@@ -250,13 +246,20 @@ class Job:
         shared = Shared(regions=regions, neighbours=neighbours, meeting_point=handed.meeting_point)
         return handed, shared
 
-    def exchange(self, spec: ExchangeSpec, shared: Shared, position: Callable[[], str]) -> Exchange:
+    def exchange(
+        self,
+        spec: ExchangeSpec,
+        shared: Shared,
+        position: Callable[[], str],
+        mirrored: Sequence[torch.Tensor] = (),
+    ) -> Exchange:
         """This replica's end of an exchange.
 
         Args:
             spec: its layout.
             shared: its memory is the first region of this.
             position: says what all replicas must come to, for messages.
+            mirrored: see ``Neighbours``.
         """
         lookout = Lookout(
             rank=self.rank,
@@ -267,13 +270,19 @@ class Job:
             hosts=self._others,
             position=position,
         )
+        neighbours = shared.neighbours
+        if neighbours is not None:
+            neighbours = replace(neighbours, mirrored=mirrored)
+        if neighbours is not None and self._others is not None:
+            crossing = self._others.crossing(lookout.look_around)
+            neighbours = replace(neighbours, crossing=crossing)
         exchange = build_exchange(
             self.plan(),
             spec,
             shared.regions[0] if shared.regions else None,
             rank=self.rank,
             look_around=lookout.look_around,
-            neighbours=shared.neighbours,
+            neighbours=neighbours,
             meeting_point=shared.meeting_point,
         )
         lookout.watch(exchange.board)

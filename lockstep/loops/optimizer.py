@@ -115,7 +115,7 @@ class CrossReplicaOptimizer(optim.Optimizer):
 
     # --- stepping --------------------------------------------------------------------------------
 
-    def step(  # type: ignore[override]
+    def step(
         self, closure: Callable[[], Any] | None = None, *, weight: float | None = None
     ) -> Any:
         """Update the parameters with the gradients of all replicas; every replica calls it.
@@ -217,7 +217,7 @@ class CrossReplicaOptimizer(optim.Optimizer):
         self._update.gather_slots()
         return self._optimizer.state_dict()
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a whole state, be it of any number of replicas; every replica loads the same."""
         self._update.take_state(dict(state_dict))
 

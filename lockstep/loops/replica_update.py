@@ -103,10 +103,11 @@ class ReplicaUpdate:
         )
         spec = ExchangeSpec(num_ranks=count, share_ranks=ranks, groups=(group,))
         self._slots: dict[SlotKey, torch.Tensor] = {}
+        self._options: list[torch.Tensor] = []
         self._is_alone = count == 1
         # Kept, since it has what the exchange needs for as long as it is used.
         self._shared = job.share([]) if self._is_alone else self._become_alike(spec, values)
-        self._exchange = job.exchange(spec, self._shared, self._position)
+        self._exchange = job.exchange(spec, self._shared, self._position, self._options)
         self._gradients = self._exchange.gradients[_GROUP]
         divided = self._updater.divide(group.gradients.extents, count, count)
         self._gradients.divide(dict(enumerate(divided)))
@@ -163,6 +164,7 @@ class ReplicaUpdate:
             for parameter, view in zip(self._parameters.values(), views[0], strict=True):
                 parameter.data = view
         _copy(list(values.values()), views[1])
+        self._options = views[3]
         updater.share_options(views[3][0])
         self._slots = dict(zip(keys, views[2], strict=True))
         updater.store_slots(self._slots)
