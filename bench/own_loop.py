@@ -72,35 +72,40 @@ def with_lockstep() -> Train:
     return train
 
 
-def seconds_of(train: Train, steps: int) -> float:
+def seconds_of(train: Train, steps: int) -> tuple[float, float]:
+    """By the clock; and of both processes' processor time."""
     dist.barrier()
-    began = time.perf_counter()
+    began, busy = time.perf_counter(), time.process_time()
     train(steps)
+    used = lockstep.all_mean(time.process_time() - busy) * lockstep.num_replicas()
     dist.barrier()
-    return time.perf_counter() - began
+    return time.perf_counter() - began, used
 
 
 contenders = {"DDP": with_ddp(), "Lockstep": with_lockstep()}
 for train in contenders.values():
     train(3)
-steps = torch.tensor([max(2, round(options.seconds / seconds_of(contenders["DDP"], 2) * 2))])
+steps = torch.tensor([max(2, round(options.seconds / seconds_of(contenders["DDP"], 2)[0] * 2))])
 dist.broadcast(steps, 0)
 count = int(steps.item())
-seconds: dict[str, list[float]] = {name: [] for name in contenders}
+seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
 for _ in range(options.turns):
     for name, train in contenders.items():
         seconds[name].append(seconds_of(train, count))
 if dist.get_rank() == 0:
-    ratios = [ddp / own for ddp, own in zip(seconds["DDP"], seconds["Lockstep"], strict=True)]
+    pairs = list(zip(seconds["DDP"], seconds["Lockstep"], strict=True))
+    ratios, of_processors = ([ddp[each] / own[each] for ddp, own in pairs] for each in (0, 1))
     figures = {
         "net": options.net,
         "engine": options.engine or "shared memory",
         "ratio": round(statistics.median(ratios), 2),
         "from": round(min(ratios), 2),
         "to": round(max(ratios), 2),
+        "ratio of processor time": round(statistics.median(of_processors), 2),
         **{
-            f"{name} ms": round(statistics.median(own) / count * 1000, 2)
-            for name, own in seconds.items()
+            f"{name} {what} ms": round(statistics.median(own) / count * 1000, 2)
+            for name, both in seconds.items()
+            for what, own in zip(("clock", "processor"), zip(*both, strict=True), strict=True)
         },
     }
     print(json.dumps(figures))

@@ -11,13 +11,13 @@ optimizer that it wraps. Gradients are the loop's until ``step`` takes them.
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn, optim
 
 from lockstep.errors import DeviceError, ModelError, OptionError, Problems
+from lockstep.loops.gradient_places import GradientPlaces
 from lockstep.loops.job import current
 from lockstep.loops.replica_update import Contribution, ReplicaUpdate
 from lockstep.loops.replicas import check_weight
@@ -70,12 +70,14 @@ class CrossReplicaOptimizer(optim.Optimizer):
         )
         self._frozen = {name: one for name, one in parameters.items() if not one.requires_grad}
         self._trained = self._update.trained
-        self._places = self._update.places
         self._held = _Held(len(self._trained))
         self._is_holding = False
-        for number, parameter in enumerate(self._trained):
-            if self._places is not None:
-                parameter.register_post_accumulate_grad_hook(partial(self._move, number))
+        self._sums = self._update.places
+        self._places: GradientPlaces | None = None
+        if self._sums is not None:
+            self._places = GradientPlaces(self._trained, self._sums)
+            self._places.serve(self)
+        self._open_places()
 
     # --- what an optimizer has -------------------------------------------------------------------
 
@@ -115,9 +117,7 @@ class CrossReplicaOptimizer(optim.Optimizer):
 
     # --- stepping --------------------------------------------------------------------------------
 
-    def step(
-        self, closure: Callable[[], Any] | None = None, *, weight: float | None = None
-    ) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None, *, weight: float | None = None) -> Any:
         """Update the parameters with the gradients of all replicas; every replica calls it.
 
         It takes the gradients: afterwards ``.grad`` of the parameters is None.
@@ -146,23 +146,26 @@ class CrossReplicaOptimizer(optim.Optimizer):
         self._check_frozen()
         now = self._contribution(weight)
         if self._is_holding or self._held.count + 1 < self._accumulate:
-            self._held.add(now, self._places)
+            self._held.add(now, self._sums)
         elif self._held.count:
-            self._held.add(now, self._places)
+            self._held.add(now, self._sums)
             self._update.make(self._held.take())
         else:
             self._update.make(now)
         self._forget_gradients()
+        self._open_places()
         return result
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Within the block ``step`` adds up gradients; the next one after it updates."""
         before, self._is_holding = self._is_holding, True
+        self._open_places()
         try:
             yield
         finally:
             self._is_holding = before
+            self._open_places()
 
     def join(self) -> None:
         """Take part in the updates of others, without samples, until all replicas have joined.
@@ -171,6 +174,7 @@ class CrossReplicaOptimizer(optim.Optimizer):
         """
         if self._held.count:
             self._update.make(self._held.take())
+            self._open_places()
         nothing = Contribution(
             gradients=[None] * len(self._trained), factor=0.0, weight=0.0, is_given=True
         )
@@ -187,15 +191,12 @@ class CrossReplicaOptimizer(optim.Optimizer):
             is_given=weight is not None,
         )
 
-    def _move(self, number: int, parameter: torch.Tensor) -> None:
-        """Once a gradient is complete: have it lie where the others will read it."""
-        assert self._places is not None
-        gradient, place = parameter.grad, self._places[number]
-        if gradient is None or self._is_holding or self._accumulate > 1 or self._held.count:
-            return
-        if gradient.data_ptr() != place.data_ptr():
-            place.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
-            parameter.grad = place
+    def _open_places(self) -> None:
+        """Gradients go where the others read them, unless sums of earlier ones lie there."""
+        if self._places is not None:
+            self._places.is_open = not (
+                self._is_holding or self._accumulate > 1 or self._held.count
+            )
 
     def _forget_gradients(self) -> None:
         for parameter in self._trained:
