@@ -55,8 +55,12 @@ class GradientPlaces(LinearLayers):
     def _move(self, number: int, parameter: torch.Tensor) -> None:
         """A gradient is complete, as far as this backward pass goes."""
         gradient, place = parameter.grad, self._places[number]
-        if self.is_open and gradient is not None and gradient.data_ptr() != place.data_ptr():
-            place.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
+        if not self.is_open or gradient is None:
+            return
+        if gradient.is_sparse:
+            gradient = gradient.to_dense()
+        if gradient.data_ptr() != place.data_ptr():
+            place.copy_(gradient)
             parameter.grad = place
 
     def take(self, number: int, factors: tuple[torch.Tensor, torch.Tensor]) -> bool:

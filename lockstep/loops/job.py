@@ -68,13 +68,15 @@ class Shared:
     """What this replica's host has in common, as this replica has it.
 
     Attributes:
-        regions: of memory; the leader's own, or mapped.
+        region: of an exchange; None where there is one replica alone.
+        stores: descriptors of further regions, where another replica has made them.
         neighbours: what this replica has of other hosts; None where there are none.
         meeting_point: see ``ProcessGroupTransport``.
         kept: what must live as long.
     """
 
-    regions: Sequence[SharedRegion]
+    region: SharedRegion | None
+    stores: Sequence[int]
     neighbours: Neighbours | None
     meeting_point: str
     kept: object = None
@@ -210,7 +212,8 @@ class Job:
             own = [end for (rank, _, _), end in connected.channels.items() if rank == self.rank]
             neighbours = connected.abroad.neighbours(self.rank, own, ())
         return Shared(
-            regions=regions,
+            region=regions[0] if regions else None,
+            stores=(),
             neighbours=neighbours,
             meeting_point=handed.meeting_point,
             kept=meeting_point,
@@ -237,13 +240,17 @@ class Job:
         body, descriptors = _taken.pop(self._attachment.serve_call())
         handed: _Handed = pickle.loads(body)
         count = handed.regions
-        regions = [open_region(descriptor) for descriptor in descriptors[:count]]
         neighbours = None
         if handed.abroad is not None:
             rank = rank_in(handed.hosts)
             own = channels_abroad(handed.abroad, rank, descriptors[count:])
             neighbours = handed.abroad.neighbours(rank, own, ())
-        shared = Shared(regions=regions, neighbours=neighbours, meeting_point=handed.meeting_point)
+        shared = Shared(
+            region=open_region(descriptors[0]),
+            stores=descriptors[1:count],
+            neighbours=neighbours,
+            meeting_point=handed.meeting_point,
+        )
         return handed, shared
 
     def exchange(
@@ -257,7 +264,7 @@ class Job:
 
         Args:
             spec: its layout.
-            shared: its memory is the first region of this.
+            shared: with the memory for it.
             position: says what all replicas must come to, for messages.
             mirrored: see ``Neighbours``.
         """
@@ -279,7 +286,7 @@ class Job:
         exchange = build_exchange(
             self.plan(),
             spec,
-            shared.regions[0] if shared.regions else None,
+            shared.region,
             rank=self.rank,
             look_around=lookout.look_around,
             neighbours=neighbours,

@@ -18,7 +18,6 @@ from lockstep.comm.domain_sums import members_by_domain
 from lockstep.comm.exchange import ExchangeSpec, GroupSpec
 from lockstep.comm.gradient_rows import GradientSpec
 from lockstep.comm.gradients import Gradients, TensorSpec
-from lockstep.comm.shared_memory import SharedRegion
 from lockstep.errors import ModelError, OptionError
 from lockstep.loops.job import Job, Shared
 from lockstep.parallel.gradient_rules import GradientJudge, GradientRules
@@ -160,7 +159,7 @@ class ReplicaUpdate:
             views = [store.views for store in stores]
         job.barrier()
         if not job.leads:
-            views = self._open(shared.regions[1:], layouts)
+            views = self._open(shared.stores, layouts)
             for parameter, view in zip(self._parameters.values(), views[0], strict=True):
                 parameter.data = view
         _copy(list(values.values()), views[1])
@@ -171,18 +170,18 @@ class ReplicaUpdate:
         return shared
 
     def _open(
-        self, regions: Sequence[SharedRegion], layouts: Sequence[Sequence[TensorSpec]]
+        self, stores: Sequence[int], layouts: Sequence[Sequence[TensorSpec]]
     ) -> list[list[torch.Tensor]]:
         """The stores that the leader of this host has made."""
         job = self._job
         shares = job.engine is None
         opened = []
-        for number, (region, layout) in enumerate(zip(regions, layouts, strict=True)):
+        for number, (descriptor, layout) in enumerate(zip(stores, layouts, strict=True)):
             is_common = shares or number == len(layouts) - 1
             opened.append(
                 open_store(
                     layout,
-                    region.descriptor,
+                    descriptor,
                     rank=job.rank,
                     ranks=job.ranks_here,
                     access="shared" if is_common else "copied",
