@@ -144,7 +144,8 @@ for rows in ([0, 1, 2], [2, 3], [4, 5]):
     plain.zero_grad()
     reference(x[rows]).square().mean().backward()
     plain.step()
-tell([float((a - b).detach().abs().max()) for a, b in zip(model.parameters(), reference.parameters())])
+pairs = zip(model.parameters(), reference.parameters())
+tell([float((own - wanted).detach().abs().max()) for own, wanted in pairs])
 """
     with replicas(tmp_path, text) as processes:
         for (found,) in all_told(processes):
