@@ -75,9 +75,11 @@ def starts_of(command: str) -> Iterator[tuple[list[str], dict[str, str]]]:
 
 def like(page: Page, argv: Sequence[str]) -> str | None:
     """The kind of warm interpreter that may run it: a launcher starts processes of its own."""
-    if "torch.distributed.run" in argv:
+    text = page.files.get(argv[-1], "")
+    # In a warm interpreter Keras has chosen its PyTorch backend.
+    if "torch.distributed.run" in argv or "import tensorflow" in text:
         return None
-    return "keras" if "import keras" in page.files[argv[-1]] else "torch"
+    return "keras" if "import keras" in text else "torch"
 
 
 def finish(processes: Sequence[HostProcess]) -> None:
