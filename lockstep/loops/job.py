@@ -106,7 +106,7 @@ class Job:
         self._rows_told = 0
         place = find_place(os.environ)
         if place is None or place.num_processes == 1:
-            _check_alone(place)
+            _check_devices()
         if place is not None:
             self._meet(place)
         self.host = 0 if place is None else place.host
@@ -410,7 +410,7 @@ def _part() -> None:
             _jobs.pop().close()
 
 
-def _check_alone(place: Place | None) -> None:
+def _check_devices() -> None:
     """A process is one replica, so the only process of a host must not be given more devices.
 
     Raises:

@@ -149,7 +149,7 @@ class CrossReplicaOptimizer(optim.Optimizer):
             self._held.add(now, self._sums)
         elif self._held.count:
             self._held.add(now, self._sums)
-            self._update.make(self._held.take())
+            self._update.make(self._taken())
         else:
             self._update.make(now)
         self._forget_gradients()
@@ -173,7 +173,7 @@ class CrossReplicaOptimizer(optim.Optimizer):
         To be called after a loop that may end earlier on some replicas, on all of them.
         """
         if self._held.count:
-            self._update.make(self._held.take())
+            self._update.make(self._taken())
             self._open_places()
         nothing = Contribution(
             gradients=[None] * len(self._trained), factor=0.0, weight=0.0, is_given=True
@@ -190,6 +190,11 @@ class CrossReplicaOptimizer(optim.Optimizer):
             weight=own,
             is_given=weight is not None,
         )
+
+    def _taken(self) -> Contribution:
+        """What several calls of ``step`` have added up; the next one begins anew."""
+        held, self._held = self._held, _Held(len(self._trained))
+        return held.total()
 
     def _open_places(self) -> None:
         """Gradients go where the others read them, unless sums of earlier ones lie there."""
@@ -256,14 +261,12 @@ class _Held:
             else:
                 self._sums[number] = torch.mul(dense, more.factor, out=places[number])
 
-    def take(self) -> Contribution:
-        """All that has been added, and begin anew."""
+    def total(self) -> Contribution:
+        """All that has been added."""
         (is_given,) = self._kinds
-        sums = Contribution(
+        return Contribution(
             gradients=self._sums, factor=1.0, weight=self._weight, is_given=is_given
         )
-        self.__init__(len(self._sums))  # type: ignore[misc]
-        return sums
 
 
 def _check(optimizer: object, model: object, clip_norm: object, accumulate: object) -> None:

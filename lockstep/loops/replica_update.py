@@ -83,42 +83,21 @@ class ReplicaUpdate:
     ) -> None:
         self._job = job
         self.step = 0
+        self._is_alone = job.num_replicas == 1
         self._parameters = dict(parameters)
-        self.trained = [one for one in parameters.values() if one.requires_grad]
-        self._names = [name for name, one in parameters.items() if one.requires_grad]
+        trained = {name: one for name, one in parameters.items() if one.requires_grad}
+        self._names, self.trained = list(trained), list(trained.values())
         self._updater = TorchUpdater(optimizer, self._parameters, changes_by_step=True)
-        check_separate(parameters.items(), values.items())
-        job.check_equal(_facts(optimizer, parameters, values))
-        count, ranks = job.num_replicas, tuple(range(job.num_replicas))
-        group = GroupSpec(
-            ranks=ranks,
-            row_ranks=ranks if count > 1 else (),
-            shares_per_row=1,
-            gradients=GradientSpec(
-                num_shares=count,
-                tensors=tuple(map(tensor_spec, self._names, self.trained)),
-                row_limits=(0,) * len(self.trained),
-            ),
-        )
-        spec = ExchangeSpec(num_ranks=count, share_ranks=ranks, groups=(group,))
         self._slots: dict[SlotKey, torch.Tensor] = {}
         self._options: list[torch.Tensor] = []
-        self._is_alone = count == 1
+        check_separate(parameters.items(), values.items())
+        job.check_equal(_facts(optimizer, parameters, values))
+        spec = self._layout()
         # Kept, since it has what the exchange needs for as long as it is used.
         self._shared = job.share([]) if self._is_alone else self._become_alike(spec, values)
         self._exchange = job.exchange(spec, self._shared, self._position, self._options)
         self._gradients = self._exchange.gradients[_GROUP]
-        divided = self._updater.divide(group.gradients.extents, count, count)
-        self._gradients.divide(dict(enumerate(divided)))
-        pieces = divided[job.rank]
-        self._owned = OwnedGroup(
-            number=_GROUP,
-            spec=group,
-            members=self.trained,
-            pieces=pieces,
-            blocks=block_sizes(group.gradients.extents, count, pieces),
-            is_scattered=len(members_by_domain(ranks, job.plan().domains)) > 1,
-        )
+        self._owned = self._divide(spec.groups[_GROUP])
         self._pieces = self._owned.bound(is_alone=self._is_alone)
         self._updater.bind(self._pieces)
         self._judge = GradientJudge(
@@ -126,6 +105,37 @@ class ReplicaUpdate:
         )
         job.barrier()
         self._versions = self._present_versions()
+
+    def _layout(self) -> ExchangeSpec:
+        """Of what replicas exchange: a row of gradients for each."""
+        count, ranks = self._job.num_replicas, tuple(range(self._job.num_replicas))
+        gradients = GradientSpec(
+            num_shares=count,
+            tensors=tuple(map(tensor_spec, self._names, self.trained)),
+            row_limits=(0,) * len(self.trained),
+        )
+        group = GroupSpec(
+            ranks=ranks,
+            row_ranks=() if self._is_alone else ranks,
+            shares_per_row=1,
+            gradients=gradients,
+        )
+        return ExchangeSpec(num_ranks=count, share_ranks=ranks, groups=(group,))
+
+    def _divide(self, group: GroupSpec) -> OwnedGroup:
+        """The parameters, and what this replica updates of them."""
+        job, extents = self._job, group.gradients.extents
+        divided = self._updater.divide(extents, job.num_replicas, job.num_replicas)
+        self._gradients.divide(dict(enumerate(divided)))
+        pieces = divided[job.rank]
+        return OwnedGroup(
+            number=_GROUP,
+            spec=group,
+            members=self.trained,
+            pieces=pieces,
+            blocks=block_sizes(extents, job.num_replicas, pieces),
+            is_scattered=len(members_by_domain(group.ranks, job.plan().domains)) > 1,
+        )
 
     # --- being alike -----------------------------------------------------------------------------
 
@@ -141,23 +151,15 @@ class ReplicaUpdate:
             [slot_spec(key, self._parameters[key.parameter]) for key in keys],
             [options],
         ]
-        stores: list[TensorStore] = []
-        if job.leads:
-            stores = [
-                ParameterStore.adopt(list(self._parameters.items())),
-                *map(TensorStore.create, layouts[1:]),
-            ]
-            _copy(stores[1].views, list(values.values()))
+        stores = self._make_stores(layouts, values) if job.leads else []
         regions = [store.region for store in stores]
-        names = tuple(self._names)
-        groups = [ParameterGroup(ranks=tuple(range(job.num_replicas)), names=names)]
+        groups = [ParameterGroup(ranks=tuple(range(job.num_replicas)), names=tuple(self._names))]
         made = [spec.create(job.ranks_here), *regions] if job.leads else []
         shared = job.share(made, groups)
-        if job.leads:
-            for region in regions[:2]:
-                job.bring(region)
-            views = [store.views for store in stores]
+        for region in regions[:2]:
+            job.bring(region)
         job.barrier()
+        views = [store.views for store in stores]
         if not job.leads:
             views = self._open(shared.stores, layouts)
             for parameter, view in zip(self._parameters.values(), views[0], strict=True):
@@ -168,6 +170,17 @@ class ReplicaUpdate:
         self._slots = dict(zip(keys, views[2], strict=True))
         updater.store_slots(self._slots)
         return shared
+
+    def _make_stores(
+        self, layouts: Sequence[Sequence[TensorSpec]], values: Mapping[str, torch.Tensor]
+    ) -> list[TensorStore]:
+        """On the leader of a host: what its replicas share, in the order of the layouts."""
+        stores: list[TensorStore] = [
+            ParameterStore.adopt(list(self._parameters.items())),
+            *map(TensorStore.create, layouts[1:]),
+        ]
+        _copy(stores[1].views, list(values.values()))
+        return stores
 
     def _open(
         self, stores: Sequence[int], layouts: Sequence[Sequence[TensorSpec]]

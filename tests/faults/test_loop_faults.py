@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -66,7 +67,7 @@ def replicas(
         yield processes
 
 
-def all_told(processes: Sequence[HostProcess]) -> list[list[object]]:
+def all_told(processes: Sequence[HostProcess]) -> list[list[Any]]:
     return [[json.loads(line) for line in each.check(SECONDS).splitlines()] for each in processes]
 
 

@@ -153,7 +153,8 @@ def plain(model: nn.Module, loop: str) -> dict[str, Any]:
             optimizer.step()
         if number < len(updates):
             schedule.step()
-    return optimizer.state_dict()
+    state: dict[str, Any] = optimizer.state_dict()
+    return state
 
 
 def _parts(own: dict[str, Any]) -> int:
@@ -170,7 +171,9 @@ def differences(loop: str) -> dict[str, float]:
     model, reference = make_model(True).double(), make_model(False).double()
     state, expected = replicated(model, loop), plain(reference, loop)
     found = {}
-    pairs = {"parameters": (dict(model.named_parameters()), dict(reference.named_parameters()))}
+    pairs: dict[str, Any] = {
+        "parameters": (dict(model.named_parameters()), dict(reference.named_parameters()))
+    }
     for slot in {slot for slots in expected["state"].values() for slot in slots}:
         pairs[slot] = tuple(
             {f"{slot} {number}": torch.as_tensor(slots[slot]) for number, slots in each.items()}

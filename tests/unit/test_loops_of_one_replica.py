@@ -3,6 +3,7 @@
 import math
 import os
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -13,10 +14,10 @@ from lockstep.cluster.environment import find_place
 from lockstep.errors import DataError, ModelError, OptionError
 
 
-def make(**options: object) -> tuple[nn.Module, lockstep.CrossReplicaOptimizer]:
+def make(**options: Any) -> tuple[nn.Linear, lockstep.CrossReplicaOptimizer]:
     model = nn.Linear(3, 2).double()
     optimizer = optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    return model, lockstep.CrossReplicaOptimizer(optimizer, model, **options)  # type: ignore[arg-type]
+    return model, lockstep.CrossReplicaOptimizer(optimizer, model, **options)
 
 
 X = torch.arange(12.0, dtype=torch.float64).view(4, 3) / 10
@@ -46,7 +47,8 @@ def test_a_closure_is_called_once() -> None:
         calls.append(1)
         loss = model(X).square().mean()
         loss.backward()
-        return loss.item()
+        loss = loss.detach()
+        return float(loss)
 
     assert optimizer.step(closure) > 0
     assert calls == [1]
@@ -81,7 +83,7 @@ def test_what_is_no_batch(batch: object) -> None:
 
 
 @pytest.mark.parametrize("weight", [-1, math.nan, math.inf, True, "4"])
-def test_what_is_no_weight(weight: object) -> None:
+def test_what_is_no_weight(weight: Any) -> None:
     _, optimizer = make()
     for call in (optimizer.step, partial(lockstep.all_mean, 1.0)):
         with pytest.raises(OptionError, match="`weight` must be a number of samples"):
@@ -92,7 +94,7 @@ def test_what_is_no_weight(weight: object) -> None:
     ("options", "said"),
     [({"clip_norm": 0}, "`clip_norm`"), ({"accumulate": 0}, "`accumulate`")],
 )
-def test_options_that_cannot_be(options: dict[str, object], said: str) -> None:
+def test_options_that_cannot_be(options: dict[str, Any], said: str) -> None:
     with pytest.raises(OptionError, match=said):
         make(**options)
 
