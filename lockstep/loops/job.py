@@ -195,7 +195,7 @@ class Job:
         if not self.leads:
             return self._take(lambda hosts: self.rank)[1]
         plan = self.plan()
-        connected = Connected.of(self._others, plan, groups, self.timeout_seconds)
+        connected = Connected.of(self._others, plan, groups, self.timeout_seconds, keeps=False)
         meeting_point = meeting_point_for(plan)
         abroad = None if connected is None else connected.abroad
         channels = [] if connected is None else [*connected.channels.values()]
@@ -209,7 +209,12 @@ class Job:
             self._hand(handed, regions, channels)
         neighbours = None
         if connected is not None:
-            own = [end for (rank, _, _), end in connected.channels.items() if rank == self.rank]
+            own = []
+            for (rank, _, _), end in connected.channels.items():
+                if rank == self.rank:
+                    own.append(end)
+                else:
+                    end.close()  # the replica has it
             neighbours = connected.abroad.neighbours(self.rank, own, ())
         return Shared(
             region=regions[0] if regions else None,

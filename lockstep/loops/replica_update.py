@@ -7,6 +7,7 @@ and sees what the others have stepped. What weighs how much is known when all ha
 
 import copy
 import math
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -95,6 +96,9 @@ class ReplicaUpdate:
         spec = self._layout()
         # Kept, since it has what the exchange needs for as long as it is used.
         self._shared = job.share([]) if self._is_alone else self._become_alike(spec, values)
+        if self._shared.neighbours is not None:
+            for channel in self._shared.neighbours.all_channels:
+                weakref.finalize(self, channel.close)
         self._exchange = job.exchange(spec, self._shared, self._position, self._options)
         self._gradients = self._exchange.gradients[_GROUP]
         self._owned = self._divide(spec.groups[_GROUP])

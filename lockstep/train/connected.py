@@ -34,11 +34,22 @@ class Connected:
         plan: Plan,
         groups: Sequence[ParameterGroup],
         timeout_seconds: float,
+        *,
+        keeps: bool = True,
     ) -> "Connected | None":
-        """Have the channels that a Plan needs, if it has several hosts."""
+        """Have the channels that a Plan needs, if it has several hosts.
+
+        Args:
+            hosts: all hosts; None where there is one.
+            plan: the Plan.
+            groups: the parameters, by the ranks that have them.
+            timeout_seconds: longest wait for another host.
+            keeps: use those of the last time, which has ended; else the channels are the caller's.
+        """
         if hosts is None or plan.num_hosts == 1:
             return None
-        channels = hosts.open_channels(plan, channel_keys(plan, groups), timeout_seconds)
+        opened = hosts.open_channels if keeps else hosts.new_channels
+        channels = opened(plan, sorted(channel_keys(plan, groups)), timeout_seconds)
         names = {rank: hosts.names[plan.host_of(rank)] for rank in range(plan.num_ranks)}
         abroad = Abroad(
             host=hosts.host,
