@@ -47,14 +47,18 @@ def assert_exact(outs: Sequence[str], loops: Sequence[str]) -> None:
         assert bad == []
 
 
-def run_as_torchrun(words: list[str], count: int) -> list[str]:
+def run_as_torchrun(words: list[str], count: int, num_hosts: int = 1) -> list[str]:
     """What processes say that have the variables of one start of torchrun."""
+    here = count // num_hosts
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    sizes = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
+    sizes = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(here)}
+    sizes["GROUP_WORLD_SIZE"] = str(num_hosts)
     with ExitStack() as stack:
         processes = []
-        for rank in map(str, range(count)):
-            own = {**warm.VARIABLES, **shared, **sizes, "RANK": rank, "LOCAL_RANK": rank}
+        for rank in range(count):
+            which = {"RANK": rank, "LOCAL_RANK": rank % here, "GROUP_RANK": rank // here}
+            own = {**warm.VARIABLES, **shared, **sizes}
+            own |= {name: str(value) for name, value in which.items()}
             environment = {**clean_environment(), **environ(own)}
             process = HostProcess([sys.executable, *words], environment, ROOT, like="torch")
             stack.callback(process.close)
@@ -75,6 +79,11 @@ def test_replicas_train_what_one_device_trains(layout: str) -> None:
 def test_replicas_on_several_hosts_train_what_one_device_trains(num_hosts: int) -> None:
     with on_loopback([SCRIPT, "shared", *FEW], num_hosts=num_hosts, options=STRICT) as processes:
         assert_exact([each.check(SECONDS) for each in processes], FEW)
+
+
+@pytest.mark.thorough
+def test_two_hosts_of_two_replicas_train_what_one_device_trains() -> None:
+    assert_exact(run_as_torchrun([*STRICT, SCRIPT, "shared", *FEW], 4, num_hosts=2), FEW)
 
 
 @pytest.mark.fresh
