@@ -20,6 +20,12 @@ if TYPE_CHECKING:
     from lockstep.capture.scopes import device as device
     from lockstep.data.own_loss import OwnLoss as OwnLoss
     from lockstep.errors import LockstepError as LockstepError
+    from lockstep.loops.optimizer import CrossReplicaOptimizer as CrossReplicaOptimizer
+    from lockstep.loops.replicas import all_mean as all_mean
+    from lockstep.loops.replicas import init as init
+    from lockstep.loops.replicas import num_replicas as num_replicas
+    from lockstep.loops.replicas import rank as rank
+    from lockstep.loops.replicas import share as share
     from lockstep.plan.averaging import Nesterov as Nesterov
     from lockstep.plan.spec import Plan as Plan
     from lockstep.proof.job import Job as Job
@@ -54,6 +60,7 @@ _HOMES = {
     "BatchSizeSearch": ("lockstep.train.batch_size", "BatchSizeSearch"),
     "Callback": ("lockstep.train.callbacks", "Callback"),
     "Checkpoint": ("lockstep.train.checkpoints", "Checkpoint"),
+    "CrossReplicaOptimizer": ("lockstep.loops.optimizer", "CrossReplicaOptimizer"),
     "EMA": ("lockstep.train.wrapped_updaters", "EMA"),
     "HybridStrategy": ("lockstep.strategies.hybrid", "HybridStrategy"),
     "History": ("lockstep.train.history", "History"),
@@ -74,10 +81,15 @@ _HOMES = {
     "SingleDeviceStrategy": ("lockstep.strategies.single", "SingleDeviceStrategy"),
     "Strategy": ("lockstep.strategies.base", "Strategy"),
     "Trainer": ("lockstep.train.trainer", "Trainer"),
+    "all_mean": ("lockstep.loops.replicas", "all_mean"),
     "callbacks": ("lockstep.callbacks", ""),
     "checkpoint": ("lockstep.checkpoint", ""),
     "data": ("lockstep.data", ""),
     "device": ("lockstep.capture.scopes", "device"),
+    "init": ("lockstep.loops.replicas", "init"),
+    "num_replicas": ("lockstep.loops.replicas", "num_replicas"),
+    "rank": ("lockstep.loops.replicas", "rank"),
+    "share": ("lockstep.loops.replicas", "share"),
     "verify": ("lockstep.proof.verification", "verify_job"),
 }
 

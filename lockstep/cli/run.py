@@ -1,4 +1,4 @@
-"""``lockstep run``: a script, as one of several hosts or on all hosts of a file.
+"""``lockstep run``: a script, as one of several hosts, on all hosts of a file, or in processes.
 
 By itself it is ``python SCRIPT``, in this process, with what ``find_place`` reads in the
 environment. So a script needs no change, and may as well be started by other launchers.
@@ -24,6 +24,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--devices", type=int, metavar="N", help="devices of this host, or of each host"
+    )
+    parser.add_argument(
+        "--processes",
+        type=int,
+        metavar="N",
+        help="run the script in N processes of this host, each of them one device: for loops of "
+        "one's own",
     )
     parser.add_argument(
         "--rendezvous", metavar="HOST:PORT", help="where host 0 listens and the others meet it"
@@ -64,6 +71,10 @@ def run(options: argparse.Namespace) -> int:
     if options.ssh is not None:
         return _run_over_ssh(options, script, rendezvous)
     _check_target(script)
+    if options.processes is not None and options.processes > 1:
+        from lockstep.launch.held_member import run_processes
+
+        return run_processes(script, options.processes)
     os.environ.update(_variables(options))
     return script.run()
 
@@ -105,6 +116,7 @@ def _check(options: argparse.Namespace) -> Address | None:
     problems = Problems()
     for name, least, most in (
         ("devices", 1, None),
+        ("processes", 1, None),
         ("hosts", 1, None),
         ("host_index", 0, None if options.hosts is None else options.hosts - 1),
         ("port", 1, MAX_PORT),
@@ -116,6 +128,9 @@ def _check(options: argparse.Namespace) -> Address | None:
         _refuse(problems, options, ("hosts", "host_index", "secret_file"), "with --ssh")
         if options.rendezvous is not None:
             _refuse(problems, options, ("port",), "with --rendezvous")
+    if options.processes is not None:
+        others = ("devices", "hosts", "host_index", "rendezvous", "ssh", "secret_file")
+        _refuse(problems, options, others, "with --processes")
     address = None
     if options.rendezvous is not None:
         try:

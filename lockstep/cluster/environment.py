@@ -161,7 +161,9 @@ def find_devices(environ: Mapping[str, str]) -> int | None:
 
 def _from_lockstep_run(variables: Variables) -> Place | None:
     num_hosts = variables.number("LOCKSTEP_HOSTS", least=1)
-    devices = variables.devices(1)
+    num_processes = variables.number_or_none("LOCKSTEP_PROCESSES", least=1) or 1
+    process = 0 if num_processes == 1 else variables.number("LOCKSTEP_PROCESS")
+    devices = variables.devices(num_processes)
     if num_hosts == 1:
         host = variables.number_or_none("LOCKSTEP_HOST_INDEX") or 0
     else:
@@ -173,13 +175,21 @@ def _from_lockstep_run(variables: Variables) -> Place | None:
         "LOCKSTEP_HOST_INDEX must be below LOCKSTEP_HOSTS.",
         f"{host} of {num_hosts} hosts",
     )
+    variables.check_agreement(
+        process < num_processes,
+        "LOCKSTEP_PROCESS must be below LOCKSTEP_PROCESSES.",
+        f"{process} of {num_processes} processes",
+    )
     return Place(
         launcher=variables.launcher,
         job=variables.get("LOCKSTEP_JOB") or "+".join(map(str, rendezvous)),
         host=host,
         num_hosts=num_hosts,
+        process=process,
+        num_processes=num_processes,
         rendezvous=rendezvous,
         devices=devices,
+        num_ranks=num_hosts * num_processes if num_processes > 1 else None,
     )
 
 

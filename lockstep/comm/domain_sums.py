@@ -115,6 +115,12 @@ class DomainSums(GroupGradients):
     ) -> None:
         self._rows.put_product(row, parameter, inputs, output_gradients)
 
+    def places(self, row: int) -> Sequence[torch.Tensor] | None:
+        return self._rows.places(row)
+
+    def weigh(self, factors: Sequence[float] | None) -> None:
+        self._rows.weigh(factors)
+
     def collect(self, num_rows: int) -> None:
         self._rows.collect(num_rows)
 

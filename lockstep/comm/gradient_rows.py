@@ -170,6 +170,7 @@ class GradientRows(GroupGradients):
         self._own: dict[tuple[int, int], _Own] = {}
         self._found: list[list[tuple[int, int, int]]] = []
         self._reserved: dict[int, int] = {}
+        self._factors_of_rows: Sequence[float] | None = None
 
     def begin_pass(self) -> None:
         self._own.clear()
@@ -200,7 +201,9 @@ class GradientRows(GroupGradients):
                 continue
             own = self._own_of(row, parameter)
             target = self._gradient_row(row, parameter, own)
-            if own.kind == _GRADIENT:
+            if gradient.data_ptr() == target.data_ptr():
+                own.kind = _GRADIENT  # it was formed in its place
+            elif own.kind == _GRADIENT:
                 target.add_(gradient)
             else:
                 targets.append(target)
@@ -212,6 +215,9 @@ class GradientRows(GroupGradients):
         found = [self._own.get((row, number), nothing) for number in range(len(gradients))]
         entries = [(one.kind, one.num_rows) for one in found]
         self.table[row, : len(entries)] = np.reshape(entries, (-1, 2))
+
+    def places(self, row: int) -> Sequence[torch.Tensor] | None:
+        return self._rows[row]
 
     def _own_of(self, share: int, parameter: int) -> _Own:
         return self._own.setdefault((share, parameter), _Own())
@@ -244,6 +250,9 @@ class GradientRows(GroupGradients):
         """Whether any share has put up anything for a parameter."""
         return bool(self._found[parameter])
 
+    def weigh(self, factors: Sequence[float] | None) -> None:
+        self._factors_of_rows = factors
+
     def reduce(self, pieces: Sequence[Piece]) -> list[torch.Tensor | None]:
         results = [self.target(piece) if self._found[piece.parameter] else None for piece in pieces]
         self.sum_rows(pieces)
@@ -263,6 +272,7 @@ class GradientRows(GroupGradients):
         levels: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
         for piece in pieces:
             for rows in self.subtree_rows(piece.parameter, self._here):
+                self._multiply(rows, piece)
                 for number, level in enumerate(additions(rows)):
                     if number == len(levels):
                         levels.append(([], []))
@@ -271,6 +281,12 @@ class GradientRows(GroupGradients):
                         levels[number][1].append(self._cut(rows[source], piece))
         for sums, sources in levels:  # a call per level, and not per tensor
             torch._foreach_add_(sums, sources)
+
+    def _multiply(self, rows: Sequence[int], piece: Piece) -> None:
+        """Weigh a piece of some rows, if they have different weights."""
+        if self._factors_of_rows is not None:
+            for row in rows:
+                self._cut(row, piece).mul_(self._factors_of_rows[row])
 
     def subtree_sums(self, piece: Piece) -> dict[int, torch.Tensor]:
         """After ``sum_rows``: the sums of a piece, by the first row of each subtree here."""

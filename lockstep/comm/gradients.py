@@ -81,6 +81,14 @@ class GroupGradients(ABC):
     def summed(self, parameter: int) -> torch.Tensor | None:
         """A parameter's whole gradient, after all ranks have reduced and gathered."""
 
+    def places(self, row: int) -> Sequence[torch.Tensor] | None:
+        """Where a row's gradients may be formed, to be put without a copy; None for nowhere."""
+        return None
+
+    def weigh(self, factors: Sequence[float] | None) -> None:
+        """Before ``reduce``: by what each row is multiplied; None for by nothing."""
+        assert factors is None, "a rank alone has nothing to weigh its gradients against"
+
     def divide(self, pieces: Mapping[int, Sequence[Piece]]) -> None:
         """From now on each rank updates these pieces, by rank."""
         return

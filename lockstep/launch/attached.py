@@ -206,6 +206,15 @@ class Attachment:
             raise
         return result
 
+    def leader_loss(self) -> WorkerError | None:
+        """Between calls: how the leader has ended, failed or given up; None while it is there."""
+        return self._leader.loss()
+
+    @property
+    def has_leader_failed(self) -> bool:
+        """Whether the leader itself has told of an error, as ``leader_loss`` has found."""
+        return self._leader.has_told
+
     def close(self) -> None:
         """Hang up: the leader is told nothing else, and its next call fails."""
         self._finalizer()
@@ -246,6 +255,7 @@ class _LeadingProcess(Leader):
         self._link = Link(local_peer.sock)
         self._peer = local_peer.peer
         self._is_whole = True  # whether all that was begun to be sent has been sent
+        self.has_told = False  # of an error of its own
 
     def send(self, message: Message) -> None:
         self._send(message, self.look_around)
@@ -255,8 +265,12 @@ class _LeadingProcess(Leader):
 
     def look_around(self, waited_seconds: float) -> None:
         """Raise WorkerError if the leader has ended or given up."""
-        if self._link.is_cut:
-            raise self._loss()
+        if (loss := self.loss()) is not None:
+            raise loss
+
+    def loss(self) -> WorkerError | None:
+        """Why the leader is not there any more; None while it is."""
+        return self._loss() if self._link.is_cut else None
 
     def receive_idly(self) -> Message:
         """Wait for a message between calls."""
@@ -297,6 +311,7 @@ class _LeadingProcess(Leader):
                 for descriptor in message.descriptors:
                     os.close(descriptor)
                 if message.kind == FAIL:
+                    self.has_told = True
                     return _trouble(message)
         what = (
             "has ended: what it wrote, or its launcher, says why"

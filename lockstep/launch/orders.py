@@ -22,6 +22,9 @@ INTERRUPT = bytes([signal.SIGINT])
 # What a progress display goes by.
 _OF_TERMINALS = ("TERM", "COLORTERM", "NO_COLOR")
 
+# Of an environment: None removes one.
+Variables = dict[str, str | None]
+
 
 class Terminal(msgspec.Struct, frozen=True, kw_only=True):
     """What the script is to take for its terminal: the one that its output will be shown on.
@@ -50,7 +53,7 @@ class Orders(msgspec.Struct, frozen=True, kw_only=True):
 
     script: Script
     directory: str
-    variables: dict[str, str | None]
+    variables: Variables
     secret: str
     terminal: Terminal | None = None
 
@@ -79,19 +82,45 @@ def make_orders(
         rendezvous: where host 0 listens.
         devices: how many each host is to use; None leaves that to the script.
     """
-    job, secret = secrets.token_hex(8), secrets.token_hex(32)
-    terminal = _shown_terminal()
-    all_orders = []
-    for host, number in enumerate(devices):
-        variables: dict[str, str | None] = {
+    hosts: list[Variables] = [
+        {
             "LOCKSTEP_HOSTS": str(len(devices)),
             "LOCKSTEP_HOST_INDEX": str(host),
             "LOCKSTEP_RENDEZVOUS": str(rendezvous),
             "LOCKSTEP_DEVICES": None if number is None else str(number),
-            "LOCKSTEP_JOB": job,
-            "LOCKSTEP_SECRET_FILE": None,
         }
-        if host == 0 and terminal is not None:
+        for host, number in enumerate(devices)
+    ]
+    return _orders(script, directory, hosts)
+
+
+def make_process_orders(script: Script, directory: str, num_processes: int) -> list[Orders]:
+    """Orders for the processes of a new job on this host, each of which is one device."""
+    threads = os.environ.get("OMP_NUM_THREADS") or str(
+        max((os.cpu_count() or 1) // num_processes, 1)
+    )
+    processes: list[Variables] = [
+        {
+            "LOCKSTEP_HOSTS": "1",
+            "LOCKSTEP_HOST_INDEX": "0",
+            "LOCKSTEP_PROCESSES": str(num_processes),
+            "LOCKSTEP_PROCESS": str(process),
+            "OMP_NUM_THREADS": threads,
+        }
+        for process in range(num_processes)
+    ]
+    return _orders(script, directory, processes)
+
+
+def _orders(script: Script, directory: str, members: Sequence[Variables]) -> list[Orders]:
+    """Orders for all members of a new job, by the variables in which they differ."""
+    job, secret = secrets.token_hex(8), secrets.token_hex(32)
+    terminal = _shown_terminal()
+    all_orders = []
+    for number, own in enumerate(members):
+        variables = {**own, "LOCKSTEP_JOB": job, "LOCKSTEP_SECRET_FILE": None}
+        is_first = number == 0
+        if is_first and terminal is not None:
             variables |= {name: os.environ.get(name) for name in _OF_TERMINALS}
         all_orders.append(
             Orders(
@@ -99,7 +128,7 @@ def make_orders(
                 directory=directory,
                 variables=variables,
                 secret=secret,
-                terminal=terminal if host == 0 else None,
+                terminal=terminal if is_first else None,
             )
         )
     return all_orders

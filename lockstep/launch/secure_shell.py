@@ -25,8 +25,9 @@ import msgspec
 
 from lockstep.cluster.place import Address
 from lockstep.errors import HostError, OptionError, Problems, problem
-from lockstep.launch.fleet import HOLD_SCRIPT, HeldProcess, Member, watch
-from lockstep.launch.orders import INTERRUPT, Orders, make_orders
+from lockstep.launch.fleet import HOLD_SCRIPT
+from lockstep.launch.held_member import watch_held
+from lockstep.launch.orders import make_orders
 from lockstep.launch.script import Script
 
 # A name or address that no command could take for an option.
@@ -161,27 +162,11 @@ def run_on_hosts(
     all_orders = make_orders(
         script, shells.directory, rendezvous, [host.devices or devices for host in hosts]
     )
-    members: list[_Client] = []
-    try:
-        for host, orders in zip(hosts, all_orders, strict=True):
-            prefix = f"[{host.name}] " if members else ""
-            command = shells.on(host, *HOLD_SCRIPT)
-            members.append(_Client(host.name, prefix, command, orders))
-        return watch(members)
-    finally:
-        for member in members:
-            member.close()
-
-
-class _Client(HeldProcess, Member):
-    """ssh, with the orders on its standard input."""
-
-    def __init__(self, host: str, prefix: str, command: Sequence[str], orders: Orders) -> None:
-        Member.__init__(self, host, prefix)
-        HeldProcess.__init__(self, command, orders)
-
-    def interrupt(self) -> None:
-        self.tell(INTERRUPT)
+    commands = [
+        (host.name, f"[{host.name}] " if number else "", shells.on(host, *HOLD_SCRIPT))
+        for number, host in enumerate(hosts)
+    ]
+    return watch_held(commands, all_orders)
 
 
 def _ask_for_port(host: ListedHost, shells: Shells) -> int:

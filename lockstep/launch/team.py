@@ -294,6 +294,16 @@ class Team:
         error.is_loss = False  # it is this process that hangs
         raise error
 
+    def ended(self) -> dict[int, str]:
+        """Between calls: the ranks whose helpers have ended, and what is known of each end."""
+        for helper in self._helpers:
+            helper.pump()
+        return {
+            helper.rank: helper.origin.describe_end(helper.number)
+            for helper in self._helpers
+            if helper.is_dead()
+        }
+
     def tell_failure(self, error: BaseException) -> None:
         """Tell all who still listen why the call ends, as far as they take it in at once."""
         message = Message(FAIL, pack_failure(error))

@@ -4,11 +4,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from lockstep.channel.channel import Channel
-from lockstep.parallel.engine import ChannelKey, channel_keys
+from lockstep.comm.meeting_point import MeetingPoint
+from lockstep.parallel.engine import ChannelKey, channel_keys, meeting_point_for
+from lockstep.parallel.groups import ParameterGroup
+from lockstep.plan.spec import Plan
 from lockstep.train.assignment import Assignment
 from lockstep.train.hosts import Hosts
 from lockstep.train.serving import Abroad
 from lockstep.train.stores import Mapped
+
+_LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,13 +32,27 @@ class Connected:
 
     @classmethod
     def of(
-        cls, hosts: Hosts | None, assignment: Assignment, timeout_seconds: float
+        cls,
+        hosts: Hosts | None,
+        plan: Plan,
+        groups: Sequence[ParameterGroup],
+        timeout_seconds: float,
+        *,
+        keeps: bool = True,
     ) -> "Connected | None":
-        """Have the channels that a Plan needs, if it has several hosts."""
-        plan, groups = assignment.plan, assignment.groups
+        """Have the channels that a Plan needs, if it has several hosts.
+
+        Args:
+            hosts: all hosts; None where there is one.
+            plan: the Plan.
+            groups: the parameters, by the ranks that have them.
+            timeout_seconds: longest wait for another host.
+            keeps: use those of the last time, which has ended; else the channels are the caller's.
+        """
         if hosts is None or plan.num_hosts == 1:
             return None
-        channels = hosts.open_channels(plan, channel_keys(plan, groups), timeout_seconds)
+        opened = hosts.open_channels if keeps else hosts.new_channels
+        channels = opened(plan, sorted(channel_keys(plan, groups)), timeout_seconds)
         names = {rank: hosts.names[plan.host_of(rank)] for rank in range(plan.num_ranks)}
         abroad = Abroad(
             host=hosts.host,
@@ -42,6 +61,18 @@ class Connected:
             timeout_seconds=timeout_seconds,
         )
         return cls(hosts=hosts, abroad=abroad, channels=channels)
+
+
+def meeting_point_of(
+    plan: Plan, connected: Connected | None, timeout_seconds: float
+) -> MeetingPoint | None:
+    """Where this host's ranks of a Plan's process groups find each other, if it has any."""
+    return meeting_point_for(
+        plan,
+        host=0 if connected is None else connected.hosts.host,
+        address=_LOOPBACK if connected is None else connected.hosts.address,
+        timeout_seconds=timeout_seconds,
+    )
 
 
 def bring_groups(connected: Connected, assignment: Assignment, stores: Sequence[Mapped]) -> None:

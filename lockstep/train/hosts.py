@@ -160,21 +160,29 @@ class Hosts:
         ordered = sorted(keys)
         if (plan.hosts, ordered) != self._connected:
             self._close_channels()
-            by_hosts: dict[tuple[int, int], list[ChannelKey]] = {}
-            for key in ordered:
-                by_hosts.setdefault((plan.host_of(key[0]), plan.host_of(key[1])), []).append(key)
-            counts = {hosts: len(own) for hosts, own in by_hosts.items()}
-            for other, ends in open_channels(
-                self.control_group, counts, timeout_seconds, self.look_around
-            ).items():
-                own = by_hosts[min(self.host, other), max(self.host, other)]
-                for (low, high, use), end in zip(own, ends, strict=True):
-                    ranks = (low, high) if self.host < other else (high, low)
-                    self._channels[*ranks, use] = end
+            self._channels = self.new_channels(plan, ordered, timeout_seconds)
             self._connected = plan.hosts, ordered
         else:
             self._channels = {key: channel.renewed() for key, channel in self._channels.items()}
         return self._channels
+
+    def new_channels(
+        self, plan: Plan, keys: Sequence[ChannelKey], timeout_seconds: float
+    ) -> dict[ChannelKey, Channel]:
+        """Channels that nobody else has: they belong to the caller."""
+        by_hosts: dict[tuple[int, int], list[ChannelKey]] = {}
+        for key in keys:
+            by_hosts.setdefault((plan.host_of(key[0]), plan.host_of(key[1])), []).append(key)
+        counts = {hosts: len(own) for hosts, own in by_hosts.items()}
+        channels = {}
+        for other, ends in open_channels(
+            self.control_group, counts, timeout_seconds, self.look_around
+        ).items():
+            own = by_hosts[min(self.host, other), max(self.host, other)]
+            for (low, high, use), end in zip(own, ends, strict=True):
+                ranks = (low, high) if self.host < other else (high, low)
+                channels[*ranks, use] = end
+        return channels
 
     @contextmanager
     def failing_together(self) -> Iterator[None]:

@@ -34,6 +34,12 @@ def make_optimizer(optimizer: Any, model: nn.Module) -> optim.Optimizer:
             received=type(optimizer).__name__,
             fix="Use another optimizer, such as torch.optim.AdamW.",
         )
+    if getattr(optimizer, "is_cross_replica", False):
+        raise OptionError(
+            "A Trainer's strategy makes its optimizer step across replicas.",
+            received=type(optimizer).__name__,
+            fix="Pass the optimizer that it wraps, or train in a loop of your own.",
+        )
     _check_parameters(optimizer, model)
     _widen_slots(optimizer)
     return optimizer

@@ -116,7 +116,7 @@ def serve(context: HelperContext, body: bytes, descriptors: tuple[int, ...]) -> 
     channels, packed = rest[:num_channels], rest[num_channels:]
     # Of parameters and slots, what other ranks alone have stays there.
     opened = [
-        _open_store(own, number, rank=rank, ranks=ranks, access=access)
+        open_store(own, number, rank=rank, ranks=ranks, access=access)
         for (ranks, own, access), number in zip(call.stores, stored, strict=True)
     ]
     parameters = [view for views in opened[: call.num_groups] for view in views]
@@ -174,19 +174,25 @@ def _take_part(part: Standing) -> None:
 def _open_channels(
     call: Call, rank: int, descriptors: Sequence[int], opened: Sequence[Sequence[torch.Tensor]]
 ) -> Neighbours | None:
-    """This rank's channels; the other ranks' are closed here."""
+    """What this rank has of other hosts, if there are any."""
     if call.abroad is None:
         return None
+    channels = channels_abroad(call.abroad, rank, descriptors)
+    return call.abroad.neighbours(rank, channels, opened[-1] if call.has_options else ())
+
+
+def channels_abroad(abroad: Abroad, rank: int, descriptors: Sequence[int]) -> list[Channel]:
+    """A rank's channels; the other ranks' are closed here."""
     channels = []
-    for ((own, _, _), keys), number in zip(call.abroad.channels.items(), descriptors, strict=True):
+    for ((own, _, _), keys), number in zip(abroad.channels.items(), descriptors, strict=True):
         if own == rank:
             channels.append(Channel(socket.socket(fileno=number), keys))
         else:
             os.close(number)
-    return call.abroad.neighbours(rank, channels, opened[-1] if call.has_options else ())
+    return channels
 
 
-def _open_store(
+def open_store(
     specs: Sequence[TensorSpec],
     descriptor: int,
     *,
@@ -194,7 +200,7 @@ def _open_store(
     ranks: Sequence[int],
     access: Access,
 ) -> list[torch.Tensor]:
-    """The tensors of a store; without memory where another rank has them.
+    """The tensors of a store that another process has made; no memory where other ranks have them.
 
     The first rank that has them takes the memory, unless rank 0 has done so already.
     """

@@ -26,7 +26,6 @@ from lockstep.launch.pool import expect_team, give_back, take_team
 from lockstep.launch.team import Team
 from lockstep.parallel.blank import forget_blanks
 from lockstep.parallel.control import LeaderControl, SoloControl
-from lockstep.parallel.engine import meeting_point_for
 from lockstep.parallel.host_control import HostControl
 from lockstep.parallel.serialization import SerializedObject, pack
 from lockstep.parallel.worker import Worker
@@ -36,7 +35,7 @@ from lockstep.plan.decision import LocalUpdate
 from lockstep.plan.spec import Plan
 from lockstep.train.assignment import Assignment, compute_settings, initialize_own, make_worker
 from lockstep.train.conductor import Conductor
-from lockstep.train.connected import Connected, bring_groups
+from lockstep.train.connected import Connected, bring_groups, meeting_point_of
 from lockstep.train.fit_task import FitTask
 from lockstep.train.followers import call_conclude
 from lockstep.train.hosts import Hosts
@@ -55,7 +54,6 @@ PRELOAD: tuple[str, ...] = ("lockstep.train.serving",)
 _DISMISSAL_SECONDS = 10.0
 
 # Where ranks of one host reach each other.
-_LOOPBACK = "127.0.0.1"
 
 
 class Session:
@@ -190,13 +188,8 @@ class Session:
             region = spec.create(here)
             team = self._take_team(assignment.plan, here, hosts, conductor.announce)
             watch = Watch(team, self._timeout, here.start, hosts)
-            connected = Connected.of(hosts, assignment, self._timeout)
-            meeting_point = meeting_point_for(
-                assignment.plan,
-                host=0 if connected is None else connected.hosts.host,
-                address=_LOOPBACK if connected is None else connected.hosts.address,
-                timeout_seconds=self._timeout,
-            )
+            connected = Connected.of(hosts, assignment.plan, assignment.groups, self._timeout)
+            meeting_point = meeting_point_of(assignment.plan, connected, self._timeout)
             worker = _leading_worker(
                 assignment, spec, region, watch, stores, connected, meeting_point
             )

@@ -193,6 +193,13 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
         [f"{name} means nothing with --ssh" for name in ("--hosts", "--host-index")]
         + ["--secret-file means nothing with --ssh"],
     ),
+    "hosts of processes": (
+        ["--processes", "2", "--hosts", "2", "--host-index", "0", "--rendezvous", "a:1", "{file}"],
+        [
+            f"{name} means nothing with --processes"
+            for name in ("--hosts", "--host-index", "--rendezvous")
+        ],
+    ),
     "two ports": (
         ["--ssh", "h", "--rendezvous", "a:1", "--port", "2", "{file}"],
         ["--port means nothing with --rendezvous"],

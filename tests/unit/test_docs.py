@@ -25,12 +25,12 @@ PATHS = [
 PACKAGE = ROOT / "lockstep"
 CHINESE = ROOT / "README.zh.md"
 PAGES = {str(path.relative_to(ROOT)): read_page(path.read_text()) for path in PATHS}
-# Its blocks are programs of their own, which test_docs_migrating.py runs.
-PROGRAMS = "docs/migrating.md"
+# Their blocks are programs of their own, which test_docs_migrating.py runs.
+PROGRAMS = ("docs/migrating.md", "docs/own-loops.md")
 SCRIPTS = [
     name
     for name, page in PAGES.items()
-    if name != PROGRAMS and any(block.is_python for block in page.blocks)
+    if name not in PROGRAMS and any(block.is_python for block in page.blocks)
 ]
 # It runs in an interpreter that is as new as its reader's, as examples/keras/multi_worker.py does.
 FRESH = ("README.md",)
@@ -48,7 +48,10 @@ CASES = [
     for need in ("", *PAGES[name].needs)
 ]
 COMMANDS = [
-    (name, command) for name, page in PAGES.items() if name != PROGRAMS for command in page.commands
+    (name, command)
+    for name, page in PAGES.items()
+    if name not in PROGRAMS
+    for command in page.commands
 ]
 TARGETS = re.findall(r"^([a-z][\w-]*):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
 
@@ -116,12 +119,12 @@ def undefined_names(script: str) -> str:
     return done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("name", [*SCRIPTS, PROGRAMS])
+@pytest.mark.parametrize("name", [*SCRIPTS, *PROGRAMS])
 def test_lockstep_is_imported_before_keras(name: str) -> None:
     """It chooses Keras's backend, which a fork of a warm interpreter has chosen already."""
     page = PAGES[name]
     programs = [text for name, text in page.files.items() if not name.startswith("before_")]
-    whole = [] if name == PROGRAMS else [page.script(dict.fromkeys(page.needs, True))]
+    whole = [] if name in PROGRAMS else [page.script(dict.fromkeys(page.needs, True))]
     for text in (*programs, *whole):
         assert imports_lockstep_first(text), text
 
@@ -132,7 +135,7 @@ def test_a_page_needs_nothing_that_is_hidden(name: str) -> None:
     assert not undefined_names(shown.script(dict.fromkeys(shown.needs, True)))
 
 
-@pytest.mark.parametrize("name", [*SCRIPTS, PROGRAMS])
+@pytest.mark.parametrize("name", [*SCRIPTS, *PROGRAMS])
 def test_a_block_can_be_pasted_or_the_page_says_what_it_continues(name: str) -> None:
     lines = (ROOT / name).read_text().splitlines()
     for block in PAGES[name].visible:

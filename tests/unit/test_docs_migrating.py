@@ -1,4 +1,4 @@
-"""The programs of docs/migrating.md: each runs as typed, and all come to the same weights."""
+"""The programs of two pages: each runs as typed, and all come to the same weights."""
 
 import importlib.util
 import shlex
@@ -14,15 +14,16 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from tests import warm
+from tests.launchers import run_script
 from tests.launching import STRICT_BUT_KERAS, clean_environment, free_port
 from tests.netns import HostProcess
-from tests.pages import read_page
+from tests.pages import Page, read_page
 from tests.thorough import core_of
 
 ROOT = Path(__file__).parents[2]
-PAGE = read_page((ROOT / "docs" / "migrating.md").read_text())
-NEEDS = {block.file: block.needs for block in PAGE.blocks}
-PROGRAMS = [name for name in PAGE.files if name.startswith(("before_", "after_"))]
+# By the page's name: how many programs it has, before and after.
+COUNTS = {"migrating": 7, "own-loops": 3}
+PAGES = {name: read_page((ROOT / "docs" / f"{name}.md").read_text()) for name in COUNTS}
 STAND_INS = ROOT / "tests" / "stand_ins"
 STOOD_IN_FOR = ("horovod",)
 LAUNCHED = ("before_ddp.py", "after_ddp.py")
@@ -37,7 +38,7 @@ def expected() -> list[Tensor]:
     """The weights, by a loop in float64."""
     task: dict[str, Any] = {}
     with torch.random.fork_rng(devices=()):
-        exec(PAGE.files["task.py"], task)
+        exec(PAGES["migrating"].files["task.py"], task)
         model = task["make_model"]().double()
     x, y = task["x"].double(), task["y"]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -72,11 +73,13 @@ def starts_of(command: str) -> Iterator[tuple[list[str], dict[str, str]]]:
             yield plain, {**shared, **sizes, "RANK": rank, "LOCAL_RANK": rank}
 
 
-def like(argv: Sequence[str]) -> str | None:
+def like(page: Page, argv: Sequence[str]) -> str | None:
     """The kind of warm interpreter that may run it: a launcher starts processes of its own."""
-    if "torch.distributed.run" in argv:
+    text = page.files.get(argv[-1], "")
+    # In a warm interpreter Keras has chosen its PyTorch backend.
+    if "torch.distributed.run" in argv or "import tensorflow" in text:
         return None
-    return "keras" if "import keras" in PAGE.files[argv[-1]] else "torch"
+    return "keras" if "import keras" in text else "torch"
 
 
 def finish(processes: Sequence[HostProcess]) -> None:
@@ -98,16 +101,37 @@ def weights_in(folder: Path) -> list[Tensor]:
     return [state[name] for name in ("0.weight", "0.bias", "2.weight", "2.bias")]
 
 
-@pytest.mark.parametrize("command", core_of(PAGE.commands, lambda command: "_loop" in command))
+def programs(page: Page) -> list[str]:
+    return [name for name in page.files if name.startswith(("before_", "after_"))]
+
+
+def is_core(name: str, command: str) -> bool:
+    return "_loop" in command or (name == "own-loops" and "after_horovod" in command)
+
+
+@pytest.mark.parametrize(
+    ("name", "command"),
+    core_of(
+        [
+            (name, command)
+            for name, page in PAGES.items()
+            for command in page.commands
+            if shlex.split(command)[-1] in programs(page)
+        ],
+        is_core,
+    ),
+)
 def test_a_program_comes_to_the_weights(
-    command: str, expected: list[Tensor], tmp_path: Path
+    name: str, command: str, expected: list[Tensor], tmp_path: Path
 ) -> None:
-    needs = [need for need in NEEDS[shlex.split(command)[-1]] if need not in STOOD_IN_FOR]
+    page = PAGES[name]
+    (block,) = (one for one in page.blocks if one.file == shlex.split(command)[-1])
+    needs = [need for need in block.needs if need not in STOOD_IN_FOR]
     for need in needs:
         if importlib.util.find_spec(need) is None:
             pytest.skip(f"{need} is not installed")
-    for name, text in PAGE.files.items():
-        (tmp_path / name).write_text(f"{text}\n")
+    for file, text in page.files.items():
+        (tmp_path / file).write_text(f"{text}\n")
     environment = clean_environment()
     environment.pop("KERAS_BACKEND", None)
     own = {
@@ -120,7 +144,7 @@ def test_a_program_comes_to_the_weights(
         processes = []
         for argv, variables in starts_of(command):
             told = {**environment, **warm.VARIABLES, **own, **variables}
-            process = HostProcess(argv, told, tmp_path, like=like(argv))
+            process = HostProcess(argv, told, tmp_path, like=like(page, argv))
             stack.callback(process.close)
             stack.callback(process.end)
             processes.append(process)
@@ -129,9 +153,17 @@ def test_a_program_comes_to_the_weights(
         torch.testing.assert_close(found, wanted, rtol=0, atol=LARGEST_DIFFERENCE)
 
 
-def test_every_program_has_a_command_and_its_counterpart() -> None:
-    assert {shlex.split(command)[-1] for command in PAGE.commands} == set(PROGRAMS)
-    befores = {name.removeprefix("before_") for name in PROGRAMS if name.startswith("before_")}
-    afters = {name.removeprefix("after_") for name in PROGRAMS if name.startswith("after_")}
+def test_a_loop_of_ones_own_runs_as_one_replica(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(PAGES["own-loops"].files["train.py"] + "\n")
+    said = run_script([*STRICT_BUT_KERAS, "train.py"], tmp_path)
+    assert [line.split(",")[0] for line in said.splitlines()] == ["epoch 0", "epoch 1"]
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_every_program_has_a_command_and_its_counterpart(name: str) -> None:
+    page, own = PAGES[name], programs(PAGES[name])
+    assert {shlex.split(command)[-1] for command in page.commands} == set(own)
+    befores = {one.removeprefix("before_") for one in own if one.startswith("before_")}
+    afters = {one.removeprefix("after_") for one in own if one.startswith("after_")}
     assert befores == afters
-    assert len(befores) == 7
+    assert len(befores) == COUNTS[name]

@@ -19,6 +19,7 @@ PUBLIC = {
     "BatchSizeSearch",
     "Callback",
     "Checkpoint",
+    "CrossReplicaOptimizer",
     "EMA",
     "History",
     "HybridStrategy",
@@ -36,10 +37,15 @@ PUBLIC = {
     "SingleDeviceStrategy",
     "Strategy",
     "Trainer",
+    "all_mean",
     "callbacks",
     "checkpoint",
     "data",
     "device",
+    "init",
+    "num_replicas",
+    "rank",
+    "share",
     "verify",
 }
 HEAVY = ("torch", "rich", "torchmetrics", "sklearn", "tensorflow", "keras")

@@ -1,0 +1,197 @@
+"""A loop of one's own, as every replica runs it: its arguments are the engine and the loops to run.
+
+Each loop trains with ``CrossReplicaOptimizer`` on this replica's parts, then the first replica does
+the same with a plain optimizer on whole batches. It tells by how much each tensor differs.
+"""
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import lockstep
+from tests.zoo import TokenLoss, build_seeded, case
+
+# The last two leave replicas without samples.
+SIZES = (10, 7, 10, 2, 1)
+Batches = list[tuple[Tensor, Tensor]]
+
+
+class Words(nn.Module):
+    """Few rows of the embedding have a gradient, which is sparse where replicas train."""
+
+    def __init__(self, *, sparse: bool) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(50, 8, sparse=sparse)
+        self.head = nn.Linear(8, 5)
+        self.frozen = nn.Linear(5, 5).requires_grad_(False)
+
+    def forward(self, words: Tensor) -> Tensor:
+        logits: Tensor = self.frozen(self.head(self.embedding(words).mean(1)))
+        return logits
+
+
+def mean_loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> tuple[Tensor, float]:
+    """A mean, and what it is a mean over."""
+    return F.cross_entropy(model(inputs), targets), float(len(inputs))
+
+
+def token_loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> tuple[Tensor, float]:
+    total, weight = TokenLoss()(model(inputs), targets)
+    return total / weight, float(weight)
+
+
+def of_zoo(name: str) -> tuple[Callable[[bool], nn.Module], Batches]:
+    job = case(name)
+    assert isinstance(job.inputs, Tensor)
+    return (lambda sparse: job.make_model()), list(
+        zip(job.inputs.split(SIZES[0]), job.targets.split(SIZES[0]), strict=True)
+    )
+
+
+def words() -> tuple[Callable[[bool], nn.Module], Batches]:
+    generator = torch.Generator().manual_seed(5)
+    drawn = [torch.randint(50, (size, 3), generator=generator) for size in SIZES]
+    targets = [torch.randint(5, (size,), generator=generator) for size in SIZES]
+    return (lambda sparse: build_seeded(partial(Words, sparse=sparse))), [
+        *zip(drawn, targets, strict=True)
+    ]
+
+
+def odd(batches: Batches) -> Batches:
+    return [
+        (inputs[:size], targets[:size])
+        for (inputs, targets), size in zip(batches, SIZES, strict=False)
+    ]
+
+
+SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+ADAM = partial(torch.optim.Adam, lr=1e-2)
+ADAMW = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
+
+
+class OfTheUser(torch.optim.SGD):
+    """Nothing is known of it, so the first replica steps it alone."""
+
+
+# Model and data, loss, optimizer, and what is special.
+LOOPS: dict[str, tuple[Any, Any, Any, dict[str, Any]]] = {
+    "mlp": (partial(of_zoo, "mlp"), mean_loss, SGD, {}),
+    "mlp, clipped": (partial(of_zoo, "mlp"), mean_loss, ADAM, {"clip_norm": 0.1}),
+    "mlp, accumulated": (partial(of_zoo, "mlp"), mean_loss, ADAM, {"accumulate": 2}),
+    "mlp, held": (partial(of_zoo, "mlp"), mean_loss, SGD, {"holds": True}),
+    "mlp, decayed": (partial(of_zoo, "mlp"), mean_loss, ADAMW, {}),
+    "mlp, not torch's": (partial(of_zoo, "mlp"), mean_loss, partial(OfTheUser, lr=0.1), {}),
+    "gpt": (partial(of_zoo, "gpt_tied"), token_loss, SGD, {}),
+    "embedding": (words, mean_loss, SGD, {}),
+    "wide": (partial(of_zoo, "wide"), mean_loss, ADAM, {}),
+}
+
+
+def steps(batches: Batches, parts: int) -> Iterator[Batches]:
+    """Batches, by the updates that they make."""
+    for first in range(0, len(batches) - len(batches) % parts, parts):
+        yield batches[first : first + parts]
+
+
+def replicated(model: nn.Module, loop: str) -> dict[str, Any]:
+    """Train on this replica's parts; the optimizer's state."""
+    load, loss_of, make, own = LOOPS[loop]
+    _, batches = load()
+    options = {name: value for name, value in own.items() if name != "holds"}
+    if lockstep.rank():  # the first replica's count
+        for one in model.parameters():
+            nn.init.zeros_(one)
+    optimizer = lockstep.CrossReplicaOptimizer(make(_trained(model)), model, **options)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+    parts = _parts(own)
+    for update in steps(odd(batches), parts):
+        for number, batch in enumerate(update):
+            inputs, targets = lockstep.share(batch)
+            optimizer.zero_grad()
+            loss, weight = loss_of(model, inputs, targets)
+            loss.backward()
+            if own.get("holds") and number < parts - 1:
+                with optimizer.no_sync():
+                    optimizer.step(weight=weight)
+            else:
+                optimizer.step(weight=weight)
+        schedule.step()
+    optimizer.join()
+    saved = optimizer.state_dict()
+    optimizer.load_state_dict(saved)  # and goes on from there
+    inputs, targets = lockstep.share(batches[0])
+    for _ in range(own.get("accumulate", 1)):
+        loss, weight = loss_of(model, inputs, targets)
+        loss.backward()
+        optimizer.step(weight=weight)
+    return optimizer.state_dict()
+
+
+def plain(model: nn.Module, loop: str) -> dict[str, Any]:
+    """The same on one device: what makes an update is one batch."""
+    load, loss_of, make, own = LOOPS[loop]
+    _, batches = load()
+    optimizer = make(_trained(model))
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+    updates = [
+        tuple(torch.cat(each) for each in zip(*update, strict=True))
+        for update in steps(odd(batches), _parts(own))
+    ]
+    for number, batch in enumerate([*updates, batches[0]]):
+        optimizer.zero_grad()
+        loss, weight = loss_of(model, *batch)
+        if weight:
+            loss.backward()
+            if "clip_norm" in own:
+                nn.utils.clip_grad_norm_(model.parameters(), own["clip_norm"])
+            optimizer.step()
+        if number < len(updates):
+            schedule.step()
+    state: dict[str, Any] = optimizer.state_dict()
+    return state
+
+
+def _parts(own: dict[str, Any]) -> int:
+    return 2 if own.get("holds") else int(own.get("accumulate", 1))
+
+
+def _trained(model: nn.Module) -> list[nn.Parameter]:
+    return [one for one in model.parameters() if one.requires_grad]
+
+
+def differences(loop: str) -> dict[str, float]:
+    """By tensor: ‖a − b‖ / max(‖b‖, S), with S the norm of all tensors of its kind."""
+    make_model = LOOPS[loop][0]()[0]
+    model, reference = make_model(True).double(), make_model(False).double()
+    state, expected = replicated(model, loop), plain(reference, loop)
+    found = {}
+    pairs: dict[str, Any] = {
+        "parameters": (dict(model.named_parameters()), dict(reference.named_parameters()))
+    }
+    for slot in {slot for slots in expected["state"].values() for slot in slots}:
+        pairs[slot] = tuple(
+            {f"{slot} {number}": torch.as_tensor(slots[slot]) for number, slots in each.items()}
+            for each in (state["state"], expected["state"])
+        )
+    for own, wanted in pairs.values():
+        assert own.keys() == wanted.keys()
+        scale = torch.stack([one.detach().double().norm() for one in wanted.values()]).norm()
+        for name, one in wanted.items():
+            found[name] = float((own[name] - one).detach().norm() / scale)
+    return found
+
+
+if __name__ == "__main__":
+    engine, *loops = sys.argv[1:]
+    torch.set_default_dtype(torch.float64)
+    lockstep.init(timeout_seconds=60, engine=None if engine == "shared" else engine)
+    for loop in loops:
+        told = {"loop": loop, "replicas": lockstep.num_replicas(), "found": differences(loop)}
+        line = json.dumps({"rank": lockstep.rank(), **told})
+        sys.stdout.write(f"{line}\n")

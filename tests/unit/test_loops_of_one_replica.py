@@ -1,0 +1,156 @@
+"""Loops of one's own in a script that nobody has launched as one of many: one replica."""
+
+import math
+import os
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn, optim
+
+import lockstep
+from lockstep.cluster.environment import find_place
+from lockstep.errors import DataError, ModelError, OptionError
+
+
+def make(**options: Any) -> tuple[nn.Linear, lockstep.CrossReplicaOptimizer]:
+    model = nn.Linear(3, 2).double()
+    optimizer = optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return model, lockstep.CrossReplicaOptimizer(optimizer, model, **options)
+
+
+X = torch.arange(12.0, dtype=torch.float64).view(4, 3) / 10
+
+
+def test_one_replica_does_what_its_optimizer_does() -> None:
+    model, optimizer = make()
+    reference = nn.Linear(3, 2).double()
+    reference.load_state_dict(model.state_dict())
+    plain = optim.SGD(reference.parameters(), lr=0.1, momentum=0.9)
+    for number in range(3):
+        for net, each in ((model, partial(optimizer.step, weight=4)), (reference, plain.step)):
+            net(X).square().mean().backward()
+            each()
+        if number < 2:
+            plain.zero_grad()
+    for own, wanted in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(own, wanted)
+        assert own.grad is None, "step takes the gradients"
+
+
+def test_a_closure_is_called_once() -> None:
+    model, optimizer = make()
+    calls = []
+
+    def closure() -> float:
+        calls.append(1)
+        loss = model(X).square().mean()
+        loss.backward()
+        loss = loss.detach()
+        return float(loss)
+
+    assert optimizer.step(closure) > 0
+    assert calls == [1]
+
+
+def test_nothing_is_updated_where_nobody_has_samples() -> None:
+    model, optimizer = make()
+    before = model.weight.clone()
+    model(X[:0]).square().mean().backward()  # NaN
+    optimizer.step(weight=0)
+    assert torch.equal(model.weight, before)
+
+
+def test_share_and_mean_of_one_replica() -> None:
+    batch = {"x": X, "pair": (X[:, 0], [X]), "name": "kept"}
+    found = lockstep.share(batch)
+    assert found["name"] == "kept"
+    assert torch.equal(found["pair"][1][0], X)
+    assert (lockstep.rank(), lockstep.num_replicas()) == (0, 1)
+    assert lockstep.all_mean(2.5, weight=3) == 2.5
+    assert math.isnan(lockstep.all_mean(2.5, weight=0))
+    assert lockstep.all_mean(torch.ones(2, dtype=torch.float32)).dtype == torch.float32
+    # More numbers than replicas tell at once.
+    long = torch.arange(10_000.0)
+    assert torch.equal(lockstep.all_mean(long), long)
+
+
+@pytest.mark.parametrize("batch", [[], (X, X[:2]), torch.tensor(1.0), {"x": "text"}])
+def test_what_is_no_batch(batch: object) -> None:
+    with pytest.raises(DataError, match="a row for each of its samples"):
+        lockstep.share(batch)
+
+
+@pytest.mark.parametrize("weight", [-1, math.nan, math.inf, True, "4"])
+def test_what_is_no_weight(weight: Any) -> None:
+    _, optimizer = make()
+    for call in (optimizer.step, partial(lockstep.all_mean, 1.0)):
+        with pytest.raises(OptionError, match="`weight` must be a number of samples"):
+            call(weight=weight)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [({"clip_norm": 0}, "`clip_norm`"), ({"accumulate": 0}, "`accumulate`")],
+)
+def test_options_that_cannot_be(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(OptionError, match=said):
+        make(**options)
+
+
+def test_optimizers_that_cannot_be() -> None:
+    model, optimizer = make()
+    wrapped = optim.LBFGS(model.parameters())
+    for other in (wrapped, optimizer, "SGD"):
+        with pytest.raises(OptionError):
+            lockstep.CrossReplicaOptimizer(other)  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match="the model's own parameters"):
+        lockstep.CrossReplicaOptimizer(optim.SGD(model.parameters(), lr=0.1), nn.Linear(1, 1))
+    with pytest.raises(OptionError, match="cannot be added"):
+        optimizer.add_param_group({"params": [nn.Parameter(X)]})
+
+
+def test_a_trainer_takes_the_optimizer_itself() -> None:
+    model, optimizer = make()
+    with pytest.raises(OptionError, match="strategy makes its optimizer step across replicas"):
+        lockstep.Trainer(model.float(), loss=nn.MSELoss(), optimizer=optimizer)
+
+
+def test_what_was_frozen_takes_no_step() -> None:
+    model = nn.Linear(3, 2)
+    model.bias.requires_grad_(False)
+    optimizer = lockstep.CrossReplicaOptimizer(optim.SGD(model.parameters(), lr=0.1), model)
+    model.bias.requires_grad_(True)
+    model(X.float()).square().mean().backward()
+    with pytest.raises(ModelError, match="'bias'"):
+        optimizer.step()
+
+
+def test_weights_are_given_at_all_parts_of_an_update_or_at_none() -> None:
+    model, optimizer = make(accumulate=2)
+    model(X).square().mean().backward()
+    optimizer.step(weight=4)
+    model(X).square().mean().backward()
+    with pytest.raises(OptionError, match="all have a weight, or none"):
+        optimizer.step()
+
+
+def test_replicas_meet_once() -> None:
+    lockstep.init()
+    lockstep.init()
+    with pytest.raises(OptionError, match="Replicas meet once"):
+        lockstep.init(timeout_seconds=5)
+    with pytest.raises(OptionError, match="`engine`"):
+        lockstep.init(engine="nccl")
+
+
+def test_processes_of_lockstep_run() -> None:
+    own = {"LOCKSTEP_HOSTS": "1", "LOCKSTEP_JOB": "j", "LOCKSTEP_PROCESSES": "3"}
+    place = find_place({**own, "LOCKSTEP_PROCESS": "2"})
+    assert place is not None
+    assert (place.process, place.num_processes, place.num_ranks, place.leads) == (2, 3, 3, False)
+    for wrong in ({}, {"LOCKSTEP_PROCESS": "3"}, {"LOCKSTEP_PROCESS": "x"}):
+        with pytest.raises(OptionError, match="LOCKSTEP_PROCESS"):
+            find_place({**own, **wrong})
+    assert "LOCKSTEP_PROCESSES" not in os.environ
