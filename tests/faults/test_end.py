@@ -66,7 +66,10 @@ ENDINGS = {
 
 CELLS = core_of(
     [(function, ending) for function in ("wait", "hold", "stop", "answer") for ending in ENDINGS],
-    lambda function, ending: function == "wait" or ending == "SIGKILL",
+    lambda function, ending: (
+        (function == "wait" and ending in ("return", "exception", "os._exit", "SIGTERM"))
+        or (function in ("wait", "hold") and ending == "SIGKILL")
+    ),
 )
 
 

@@ -44,7 +44,7 @@ CELLS = core_of(
         for strategy in STRATEGIES
         if not (model in THREE_LAYERS and strategy.startswith("4"))
     ],
-    lambda model, strategy: model == "gpt_tied" or strategy == "data-2-pipe-2",
+    lambda model, strategy: model == "gpt_tied" or (model, strategy) == ("unet", "data-2-pipe-2"),
 )
 
 
