@@ -24,6 +24,7 @@ faulthandler.enable()
 # that is inherited.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+torch.set_num_threads(1)  # from now on: test files compute where they are collected, too
 settings.register_profile("all", deadline=None)  # other tests may have the cores
 settings.register_profile("core", settings.get_profile("all"), max_examples=20)
 
@@ -72,11 +73,6 @@ def pytest_collection() -> Generator[None, Any, Any]:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Scripts are forks of warm interpreters, but for those of tests marked ``fresh``."""
     warm.is_on = item.get_closest_marker("fresh") is None
-
-
-@pytest.fixture(scope="session", autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -46,7 +46,7 @@ class Kept(Template):
 
 @pytest.fixture(scope="module")
 def template() -> Iterator[Kept]:
-    kept = Kept(None, (*session.PRELOAD, "torch._dynamo", __name__))
+    kept = Kept(None, (*session.PRELOAD, "torch._dynamo", "tests.short_trials", __name__))
     yield kept
     Template.close(kept)
 
