@@ -137,7 +137,8 @@ train(trainer, epochs=10**6)
 )
 
 
-@pytest.mark.parametrize("number", core_of(range(num_kills(2)), [0]))
+@pytest.mark.thorough
+@pytest.mark.parametrize("number", range(num_kills(2)))
 def test_the_script_is_killed_while_it_trains(
     number: int, tmp_path: Path, shared_files: set[str]
 ) -> None:

@@ -104,6 +104,7 @@ def test_a_stopped_script_has_not_waited() -> None:
     assert time.monotonic() - began > STOPPED_SECONDS
 
 
+@pytest.mark.thorough
 def test_a_dataset_that_hangs_on_rank_0() -> None:
     warm_up(2)
     trainer = make_trainer(2, timeout_seconds=SECONDS)
