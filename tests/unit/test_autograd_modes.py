@@ -96,7 +96,7 @@ def test_a_trainer_may_be_made_within(precision: str, strategy: str) -> None:
 def test_a_model_made_by_a_function_may_be_made_within(strategy: str) -> None:
     with torch.inference_mode():
         trainer = make_trainer(STRATEGIES[strategy](), make_model)
-    assert same(results(trainer), plain_results(strategy)[0])
+    assert same(results(trainer), results(make_trainer(STRATEGIES[strategy](), make_model)))
 
 
 def test_a_model_made_within_is_refused() -> None:
