@@ -17,20 +17,27 @@ from lockstep.launch.pool import keep_teams
 from lockstep.train import session
 from tests import preloading, warm
 from tests.netns import Hosts, NoHostsError, connected_hosts
+from tests.thorough import CORE
 
 faulthandler.enable()
 # Whoever runs the tests in the background (nohup, a job of a shell) may have them ignore these, and
 # that is inherited.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
-settings.register_profile("lockstep", deadline=None)  # other tests may have the cores
-settings.load_profile("lockstep")
+torch.set_num_threads(1)  # from now on: test files compute where they are collected, too
+settings.register_profile("all", deadline=None)  # other tests may have the cores
+settings.register_profile("core", settings.get_profile("all"), max_examples=20)
 
 
 # Folders whose tests mostly wait, and those whose tests compute, in the order of their runs:
 # the longest files first, so that both workers end together.
 _WAITING = ("faults", "parallel")
 _COMPUTING = ("parity", "unit", "property", "golden")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Of a law, the core tries fewer examples."""
+    settings.load_profile("core" if config.option.markexpr == CORE else "all")
 
 
 @pytest.hookimpl(optionalhook=True)  # it is not known with `-p no:xdist`
@@ -69,17 +76,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
-@pytest.fixture(scope="session", autouse=True)
 def helper_pool() -> Iterator[None]:
     """Helpers are started once per number of devices, and anew after a failure.
 
-    One that gets a class of a test file imports the file, and with it what takes longest to import.
+    One that gets a class of a test file imports the file, and with it what takes longest to import:
+    in the template, once for all.
     """
-    session.PRELOAD += (preloading.__name__, "pytest")
+    session.PRELOAD += (preloading.__name__, "pytest", "lockstep.train.trainer", "numpy.random")
     with keep_teams():
         yield
 

@@ -1,11 +1,14 @@
-"""torchmetrics, without what it also imports where that is installed: two thirds of its time.
+"""torchmetrics, without what it also imports where that is installed: four fifths of its time.
 
 Transformers, matplotlib and SciPy are for metrics and plots that no test has.
 """
 
 from unittest.mock import patch
 
-from lightning_utilities.core.imports import RequirementCache
+from lightning_utilities.core import imports
 
-with patch.object(RequirementCache, "__bool__", lambda requirement: False):
+with (
+    patch.object(imports.RequirementCache, "__bool__", lambda requirement: False),
+    patch.object(imports, "package_available", lambda name: False),
+):
     import torchmetrics  # noqa: F401

@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 
+# What `make test` gives pytest as ``-m``.
+CORE = "not thorough"
+
 Core = Collection[Any] | Callable[..., bool]
 
 

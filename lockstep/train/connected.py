@@ -13,6 +13,7 @@ from lockstep.train.hosts import Hosts
 from lockstep.train.serving import Abroad
 from lockstep.train.stores import Mapped
 
+# Where ranks of one host reach each other.
 _LOOPBACK = "127.0.0.1"
 
 

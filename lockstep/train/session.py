@@ -53,8 +53,6 @@ PRELOAD: tuple[str, ...] = ("lockstep.train.serving",)
 # Longest wait, after a call that has failed early, for followers that are still to come to it.
 _DISMISSAL_SECONDS = 10.0
 
-# Where ranks of one host reach each other.
-
 
 class Session:
     """Runs assignments, and keeps the team and the parameter store from one to the next.

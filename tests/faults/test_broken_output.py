@@ -13,9 +13,11 @@ import torch
 import torchmetrics
 
 import lockstep
+from tests import warm
 from tests.faults.jobs import make_data, make_trainer
 from tests.faults.processes import JOB, TIMEOUT_SECONDS
 from tests.launching import STRICT
+from tests.netns import HostProcess
 from tests.thorough import core_of
 
 # Where there is no output, C code writes to these numbers all the same.
@@ -61,10 +63,16 @@ def run(command: str, source: str, directory: Path) -> "subprocess.CompletedProc
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     directory = tmp_path_factory.mktemp("expected")
-    done = run("{command}", SCRIPT, directory)
+    (directory / "script.py").write_text(SCRIPT)
+    words = [sys.executable, *STRICT, "script.py"]
+    process = HostProcess(words, os.environ | warm.VARIABLES, directory, like="torch")
+    try:
+        status, out, err = process.finish(TIMEOUT_SECONDS)
+    finally:
+        process.close()
     # A slow start is spoken of, too.
-    epochs = [line for line in done.stdout.splitlines() if line.startswith("Epoch")]
-    assert (done.returncode, done.stderr, len(epochs)) == (0, "", 40)
+    epochs = [line for line in out.splitlines() if line.startswith("Epoch")]
+    assert (status, err, len(epochs)) == (0, "", 40)
     return (directory / "weights").read_bytes()
 
 

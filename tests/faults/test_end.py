@@ -66,7 +66,10 @@ ENDINGS = {
 
 CELLS = core_of(
     [(function, ending) for function in ("wait", "hold", "stop", "answer") for ending in ENDINGS],
-    lambda function, ending: function == "wait" or ending == "SIGKILL",
+    lambda function, ending: (
+        (function == "wait" and ending in ("return", "exception", "os._exit", "SIGTERM"))
+        or (function in ("wait", "hold") and ending == "SIGKILL")
+    ),
 )
 
 
@@ -134,7 +137,8 @@ train(trainer, epochs=10**6)
 )
 
 
-@pytest.mark.parametrize("number", core_of(range(num_kills(2)), [0]))
+@pytest.mark.thorough
+@pytest.mark.parametrize("number", range(num_kills(2)))
 def test_the_script_is_killed_while_it_trains(
     number: int, tmp_path: Path, shared_files: set[str]
 ) -> None:

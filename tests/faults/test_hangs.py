@@ -24,6 +24,7 @@ from tests.faults.jobs import (
 )
 from tests.faults.mishaps import SlowRows, wait_to_be_told
 from tests.faults.processes import is_alive
+from tests.thorough import core_of
 
 SECONDS = 4.0  # more than a step takes on a busy machine
 STOPPED_SECONDS = 6.0
@@ -59,7 +60,7 @@ class _Stopper(lockstep.Callback):
             threading.Timer(0.02, os.kill, (self.pids[0], signal.SIGSTOP)).start()
 
 
-@pytest.mark.parametrize("engine", [None, "gloo"])
+@pytest.mark.parametrize("engine", core_of([None, "gloo"], [None]))
 def test_a_helper_that_is_stopped(engine: str | None) -> None:
     warm_up(3)
     stopper = _Stopper()
@@ -103,6 +104,7 @@ def test_a_stopped_script_has_not_waited() -> None:
     assert time.monotonic() - began > STOPPED_SECONDS
 
 
+@pytest.mark.thorough
 def test_a_dataset_that_hangs_on_rank_0() -> None:
     warm_up(2)
     trainer = make_trainer(2, timeout_seconds=SECONDS)

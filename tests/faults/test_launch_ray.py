@@ -59,6 +59,7 @@ def ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
                 process.stdout.close()
 
 
+@pytest.mark.thorough
 def test_hosts_run_the_script_and_can_meet(tmp_path: Path, ray: list[str]) -> None:
     write(tmp_path / "script.py", MEET)
     done = call([*LOCKSTEP, *ray, "--hosts", "2", "script.py", "a b"], tmp_path)

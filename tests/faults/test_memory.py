@@ -99,6 +99,7 @@ def train(strategy: str, folder: Path, target: Path) -> "subprocess.CompletedPro
     )
 
 
+@pytest.mark.thorough
 def test_one_process_is_killed(folder: Path, tmp_path: Path) -> None:
     done = train("lockstep.SingleDeviceStrategy()", folder, tmp_path / "weights.safetensors")
     assert done.returncode == -9, done.stderr

@@ -208,6 +208,7 @@ def test_ctrl_c_reaches_the_script_on_every_host(tmp_path: Path, ssh: list[str])
         wait_until(lambda: not script.others(), 15, lambda: f"left: {script.others()}")
 
 
+@pytest.mark.thorough
 def test_the_second_ctrl_c_ends_all(tmp_path: Path, ssh: list[str]) -> None:
     command = command_over_ssh(ssh, "--stubborn")
     with running(WAIT, directory=tmp_path, command=command) as script:

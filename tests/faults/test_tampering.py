@@ -216,7 +216,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("name", core_of(FAULTS, ["tensors 3", "messages 0"]))
+@pytest.mark.parametrize("name", core_of(FAULTS, ["tensors 3"]))
 def test_training_ends_with_an_error_on_both_hosts(name: str) -> None:
     ends, has_fired = fit(FAULTS[name])
     assert has_fired, ends

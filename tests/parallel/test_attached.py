@@ -234,6 +234,7 @@ def follow():
 """
 
 
+@pytest.mark.thorough
 def test_memory_is_shared_and_ranks_meet_at_the_board(tmp_path: Path) -> None:
     source = """
 def lead():
@@ -279,6 +280,7 @@ def test_a_follower_may_come_first_and_the_leader_late(tmp_path: Path) -> None:
         assert [finish(script)[0] for script in scripts] == [0, 0, 0]
 
 
+@pytest.mark.thorough
 def test_an_error_in_a_follower_is_raised_in_all_of_them(tmp_path: Path) -> None:
     source = """
 def lead():
@@ -396,6 +398,7 @@ def lead():
         os.kill(child, signal.SIGKILL)
 
 
+@pytest.mark.thorough
 def test_a_stopped_follower_is_told_from_one_that_waits(tmp_path: Path) -> None:
     source = CAUGHT + WAITING + "ONE_IS_STOPPED, PATIENCE = True, 1.0\n"
     with started(source, tmp_path) as (leader, waiting, stopped):

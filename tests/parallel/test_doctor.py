@@ -149,6 +149,7 @@ def test_hosts_that_must_agree(make_hosts: MakeHosts, tmp_path: Path) -> None:
     assert processes[1].finish()[0] == 1
 
 
+@pytest.mark.thorough
 def test_a_host_that_does_not_come_is_named(make_hosts: MakeHosts, tmp_path: Path) -> None:
     hosts = make_hosts(2)
     env = {"LOCKSTEP_SECRET": secrets.token_hex(32), **WIDE, **without_torch(tmp_path)}

@@ -7,7 +7,6 @@ import random
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from itertools import product
 from queue import Queue
 
 import pytest
@@ -26,10 +25,12 @@ from lockstep.errors import HostError
 from lockstep.plan.layout import elementwise_slices
 from tests.channels import channel_pair, send
 from tests.sums import tree_sum
+from tests.thorough import core_of
 
 SECONDS = 20.0
 SHAPES = ((700, 3), (5,), (64, 64), (1,))
 LAYOUTS = [(1, 1), (2, 2), (2, 1), (1, 2), (1, 1, 1), (3, 1, 2), (3, 3), (2, 4, 2)]
+LAYOUTS_BY_NAME = {" + ".join(map(str, layout)): layout for layout in LAYOUTS}
 
 
 def hosts_of(counts: Sequence[int]) -> list[range]:
@@ -195,9 +196,14 @@ def test_partners_are_on_both_sides(counts: tuple[int, ...]) -> None:
     assert pairs(hosts) == found
 
 
-@pytest.fixture(params=product(LAYOUTS, ["channels", "gloo", "queues"]), ids=str)
-def world(request: pytest.FixtureRequest) -> Iterator[World]:
-    made = World(*request.param)
+@pytest.fixture(params=core_of(LAYOUTS_BY_NAME, ["2 + 1", "1 + 1 + 1", "3 + 1 + 2"]))
+def layout(request: pytest.FixtureRequest) -> tuple[int, ...]:
+    return LAYOUTS_BY_NAME[request.param]
+
+
+@pytest.fixture(params=["channels", "gloo", "queues"])
+def world(request: pytest.FixtureRequest, layout: tuple[int, ...]) -> Iterator[World]:
+    made = World(layout, request.param)
     yield made
     made.close()
 

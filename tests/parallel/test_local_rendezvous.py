@@ -281,6 +281,7 @@ def test_jobs_hosts_and_rendezvous_have_names_of_their_own(place: Place) -> None
     assert place.job.encode() not in b"".join(names)
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can run a process as another user")
 def test_another_user_is_turned_away(place: Place) -> None:
     code = (

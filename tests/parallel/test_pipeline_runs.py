@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import lockstep
 from lockstep.errors import LockstepError, OptionError
 from lockstep.parallel.microbatch_run import MicrobatchRun
+from tests.thorough import core_of
 from tests.zoo import case
 
 X = torch.randn(50, 6, generator=torch.Generator().manual_seed(3))
@@ -47,7 +48,7 @@ STRATEGIES = {
 }
 
 
-@pytest.fixture(params=STRATEGIES)
+@pytest.fixture(params=core_of(STRATEGIES, ["3-zb-h1", "2x2"]))
 def strategy(request: pytest.FixtureRequest) -> lockstep.Strategy:
     return STRATEGIES[request.param]
 

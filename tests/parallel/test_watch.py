@@ -18,6 +18,7 @@ from lockstep.train.watch import Watch
 from tests.channels import channel_pair
 from tests.faults.processes import wait_until
 from tests.parallel import calls
+from tests.thorough import core_of
 
 SECONDS = 60.0
 RANK_ABROAD = 2
@@ -44,7 +45,9 @@ def waits(
     }
 
 
-@pytest.mark.parametrize("where", ["the mail thread", "a channel", "the board"])
+@pytest.mark.parametrize(
+    "where", core_of(["the mail thread", "a channel", "the board"], ["a channel"])
+)
 def test_a_failure_is_heard_wherever_rank_0_waits(where: str, failed_team: Team) -> None:
     """Another host may wait for the rank that has failed, and rank 0 for that host."""
     watch = Watch(failed_team, SECONDS, 0, None)

@@ -31,7 +31,7 @@ NAMES = [one.name for one in cases()]
 # An optimizer steps pieces, whatever model they are of: not every pair needs every layout.
 JOBS = [(name, optimizer) for name in NAMES for optimizer in OPTIMIZERS]
 IN_TURN = list(zip(NAMES, itertools.cycle(OPTIMIZERS), strict=False))
-CORE = [("mlp", "adam"), ("cnn_batch_norm", "adam"), ("wide", "adam"), ("mlp", "momentum")]
+CORE = [("cnn_batch_norm", "adam"), ("mlp", "momentum")]
 # Devices of each host, and what is trained on them in one start.
 LAYOUTS = {
     ("2 + 2", "core"): CORE,

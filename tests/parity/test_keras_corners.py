@@ -232,10 +232,14 @@ CORNERS: dict[str, tuple[Callable[[], Model], Use]] = {
     ),
     "a weight of losses": (weighed.make, weighed.use),
 }
+CORE = (
+    *("averages of what has no gradient", "a limit on epochs", "an order within batches"),
+    *("a frozen part", "no config", "another optimizer"),
+)
 
 
 @pytest.mark.filterwarnings("ignore:Gradients do not exist for variables")
-@pytest.mark.parametrize("name", CORNERS)
+@pytest.mark.parametrize("name", core_of(CORNERS, CORE))
 def test_as_plain_keras(name: str) -> None:
     make, use = CORNERS[name]
     models, found = [], []

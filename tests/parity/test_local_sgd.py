@@ -49,7 +49,7 @@ def local_case(name: str) -> Case:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("model", core_of(MODELS, MODELS[1:2] + MODELS[3:]))
+@pytest.mark.parametrize("model", core_of(MODELS, MODELS[1:2]))
 def test_every_step_equals_simulated_replicas(model: str, strategy: str) -> None:
     report = lockstep.verify(make_job(local_case(model)), STRATEGIES[strategy], steps=8)
     assert report.passed, str(report)
@@ -239,7 +239,7 @@ class _Interrupting(nn.Module):
         return {**vars(self), "presses": False}
 
 
-@pytest.mark.parametrize("every", [3, "epoch"])
+@pytest.mark.parametrize("every", core_of([3, "epoch"], [3]))
 def test_ctrl_c_ends_an_epoch_with_an_average(every: Any) -> None:
     one = case("mlp")
     assert isinstance(one.inputs, Tensor)

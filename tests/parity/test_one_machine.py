@@ -21,6 +21,7 @@ tell([trainer.plan.num_hosts, trainer.model.weight.tolist()])
 
 
 @pytest.mark.fresh
+@pytest.mark.thorough
 def test_workers_at_this_machines_addresses_need_no_secret(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)

@@ -51,7 +51,7 @@ CELLS = core_of(
         if not (model in THREE_LAYERS and strategy.startswith("4"))
     ],
     lambda model, strategy: (
-        strategy == "data-2-pipe-2"
+        (model, strategy) == ("unet", "data-2-pipe-2")
         or (model == "gpt_tied" and strategy not in ("3-gpipe-gloo", "data-3-1-gloo"))
     ),
 )

@@ -96,7 +96,7 @@ def trained_on_three_devices(precision: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "fp16-mixed"])
-@pytest.mark.parametrize("devices", [1, 2, 3])
+@pytest.mark.parametrize("devices", core_of([1, 2, 3], [2]))
 def test_mixed_precision_gives_the_same_bits_for_the_same_shares(
     devices: int, precision: str
 ) -> None:
@@ -391,6 +391,7 @@ class Attending(nn.Module):
         return nn.functional.scaled_dot_product_attention(query, key, value)
 
 
+@pytest.mark.thorough
 def test_attention_that_is_computed_again_is_the_same() -> None:
     found = {}
     for precision in ("fp32", "bf16-mixed"):

@@ -7,7 +7,6 @@ import pytest
 
 from tests.launchers import BEGINNING, by_tf_config, lines_of_all
 from tests.netns import Hosts
-from tests.thorough import core_of
 
 MakeHosts = Callable[[int], Hosts]
 
@@ -51,7 +50,8 @@ for name in sys.argv[2:]:
 """
 
 
-@pytest.mark.parametrize("name", core_of(ROWS, ["a stage on each host"]))
+@pytest.mark.thorough  # the core has one of them in test_host_options
+@pytest.mark.parametrize("name", ROWS)
 def test_hosts_equal_one_device(name: str, make_hosts: MakeHosts, tmp_path: Path) -> None:
     devices, strategy = ROWS[name]
     hosts = make_hosts(len(devices))

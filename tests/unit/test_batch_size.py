@@ -46,7 +46,7 @@ class Kept(Template):
 
 @pytest.fixture(scope="module")
 def template() -> Iterator[Kept]:
-    kept = Kept(None, (*session.PRELOAD, "torch._dynamo", __name__))
+    kept = Kept(None, (*session.PRELOAD, "torch._dynamo", "tests.short_trials", __name__))
     yield kept
     Template.close(kept)
 
@@ -109,7 +109,7 @@ def forget_trials(monkeypatch: pytest.MonkeyPatch, found: int) -> list[int]:
 # --- what is found ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("devices", core_of([1, 2], [2]))
+@pytest.mark.parametrize("devices", core_of([1, 2], [1]))
 def test_a_size_is_found_said_and_trained_with(
     devices: int, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -34,7 +34,7 @@ SCRIPTS = [
 ]
 # It runs in an interpreter that is as new as its reader's, as examples/keras/multi_worker.py does.
 FRESH = ("README.md",)
-CORE = ("README.md", "docs/training.md")
+CORE = ("README.md",)
 
 
 def marks_of(name: str, need: str) -> list[pytest.MarkDecorator]:

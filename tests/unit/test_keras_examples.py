@@ -6,14 +6,14 @@ import pytest
 
 from tests.launchers import run_script
 from tests.pages import imports_lockstep_first
-from tests.thorough import core_of
 
 FOLDER = Path(__file__).parents[2] / "examples" / "keras"
 PROGRAMS = sorted(path.name for path in FOLDER.glob("*.py") if path.name != "digits.py")
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", core_of(PROGRAMS, ["mirrored_mlp.py"]))
+@pytest.mark.parametrize("name", PROGRAMS)
 def test_example(name: str) -> None:
     text = (FOLDER / name).read_text()
     assert imports_lockstep_first(text)  # a warm interpreter has Keras

@@ -131,6 +131,7 @@ def test_an_object_has(holder: str, name: str) -> None:
     assert hasattr(holders()[holder], name)
 
 
+@pytest.mark.thorough
 def test_no_others_are_used() -> None:
     trees = {
         path.relative_to(PACKAGE): ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")

@@ -14,7 +14,7 @@ from torch import nn
 
 import lockstep
 from lockstep.train import progress
-from lockstep.train.progress import REFRESH_SECONDS, ProgressDisplay
+from lockstep.train.progress import ProgressDisplay
 from tests.faults.processes import wait_until
 
 
@@ -50,7 +50,10 @@ def test_a_terminal_gets_a_bar_with_figures() -> None:
     assert "validating" in written
 
 
-def test_the_number_of_steps_may_be_unknown_until_the_first_epoch_has_ended() -> None:
+def test_the_number_of_steps_may_be_unknown_until_the_first_epoch_has_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(progress, "REFRESH_SECONDS", 0.02)
     file = io.StringIO()
     console = Console(file=file, width=120, force_terminal=True)
     display = ProgressDisplay(epochs=3, steps=None, console=console)
@@ -58,7 +61,7 @@ def test_the_number_of_steps_may_be_unknown_until_the_first_epoch_has_ended() ->
     for num_steps in (3, 3, 5):  # the last is longer than thought
         display.begin_epoch(len(written))
         for step in range(num_steps):
-            time.sleep(REFRESH_SECONDS + 0.01)  # for a refresh of the line
+            time.sleep(0.03)  # for a refresh of the line
             display.end_step(step, total=50.0, weight=100.0, samples=100)
         display.say("validating")
         display.end_epoch({"loss": 0.5})

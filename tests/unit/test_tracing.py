@@ -41,6 +41,7 @@ from lockstep.capture.tracing import (
 from lockstep.data.order import seed_streams, stream_states
 from lockstep.data.trees import map_tensors, tensors_of
 from lockstep.errors import ModelError
+from tests.thorough import core_of
 from tests.zoo import Case, build_seeded, cases, normal
 
 NUM_SAMPLES = 4
@@ -431,6 +432,8 @@ PLAIN = {
     "attend": (Attend, samples(3, 6)),
     "routed": (Routed, samples(6)),
 }
+# In the core, one test tries all of them, and the others these.
+SOME = ("resnet", "sized gpt", "in place", "recurrent", "outputs", "shared module")
 
 
 def with_num_samples(inputs: Any, num_samples: int) -> Any:
@@ -482,7 +485,7 @@ def test_instructions_do_what_the_models_of_the_zoo_do(case: Case, training: boo
         check_equal(trace, model, with_num_samples(case.inputs, num_samples))
 
 
-@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("name", core_of(PLAIN, SOME))
 def test_a_trace_can_be_cut_between_any_layers(name: str) -> None:
     make, inputs = PLAIN[name]
     model = built(make)
@@ -543,7 +546,7 @@ def copied_leaf(tensor: Tensor) -> Tensor:
 # --- layers ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("name", core_of(PLAIN, SOME))
 def test_layers_follow_each_other_and_fetch_their_own_parameters(name: str) -> None:
     make, inputs = PLAIN[name]
     model = built(make)
@@ -645,7 +648,7 @@ def test_draws_are_noticed_where_they_happen() -> None:
     assert not any(layer.draws for layer in evaluation.layers)
 
 
-@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("name", core_of(PLAIN, SOME))
 def test_nothing_is_there_that_nobody_uses(name: str) -> None:
     make, inputs = PLAIN[name]
     trace = trace_model(built(make), inputs, training=True)
@@ -923,7 +926,7 @@ ODD: dict[str, tuple[Callable[[Odd, Tensor], Tensor], str]] = {
 }
 
 
-@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
+@pytest.mark.parametrize("training", core_of([True, False], [True]), ids=["training", "evaluation"])
 @pytest.mark.parametrize("name", ODD)
 def test_what_cannot_be_traced_is_one_layer_and_says_why(name: str, training: bool) -> None:
     act, reason = ODD[name]
@@ -1177,7 +1180,8 @@ def test_inputs_of_unlike_lengths_are_fine() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [name for name in PLAIN if name not in ("translator", "packed", "routed")]
+    "name",
+    core_of([name for name in PLAIN if name not in ("translator", "packed", "routed")], SOME),
 )
 def test_a_model_on_the_meta_device_has_the_same_instructions(name: str) -> None:
     make, inputs = PLAIN[name]
@@ -1245,7 +1249,7 @@ def test_under_autocast_a_trace_does_what_the_model_does_there() -> None:
 
 
 @pytest.mark.parametrize("pickler", [pickle, cloudpickle])
-@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("name", core_of(PLAIN, SOME))
 def test_traces_can_be_sent(name: str, pickler: Any) -> None:
     make, inputs = PLAIN[name]
     model = built(make)
