@@ -1,20 +1,20 @@
 """A runner of Keras models that writes checkpoints, and goes on from them."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
 from lockstep.errors import OptionError
 from lockstep.frontends.keras.checkpoints import Checkpoint, KeptCallback, kept
-from lockstep.plan.local_steps import LocalSteps
-from lockstep.plan.makers import Maker
+from lockstep.plan.makers import LocalSteps, Maker
 from lockstep.train.callbacks import Callback
 from lockstep.train.checkpoints import FitRecord, Found, Keeper
 from lockstep.train.ensemble import Resume
 from lockstep.train.feeding import SharedStream
 from lockstep.train.history import History
 from lockstep.train.intake import Feed
+from lockstep.train.interrupt import held_termination
 from lockstep.train.likeness import said
 from lockstep.train.persistence import PersistentRunner
 from lockstep.train.same_data import fingerprint
@@ -57,8 +57,12 @@ class KeepingRunner(PersistentRunner):
             yield None
             return
         _check_together(self._maker())
-        keeper = Keeper(checkpoint.files)
-        with keeper.opened() if self._is_chief else nullcontext() as tree:
+        with ExitStack() as stack:
+            is_alone = self._job_context.hosts is None
+            keeper = Keeper(
+                checkpoint.files, stack.enter_context(held_termination(is_alone=is_alone))
+            )
+            tree = stack.enter_context(keeper.opened()) if self._is_chief else None
             tree = self._job_context.from_chief(tree)
             found = None if tree is None else Found.of(tree)
             keeper.record = record = make_record()
@@ -72,7 +76,7 @@ class KeepingRunner(PersistentRunner):
                         yield History(found.record.history, found.record.epoch)
                         return
                 if self._resumed is not None:
-                    keeper.num_steps = self._resumed.position["steps"] - record.steps
+                    keeper.begin_at(self._resumed.position["steps"] - record.steps)
                 yield None
             finally:
                 self.keeper, self.callbacks, self._resumed = None, [], None
