@@ -189,6 +189,8 @@ class FitConductor(FollowingConductor):
         plan = self._trainer.plan
         if self._backups is None or self._journal.is_read:
             return
+        if plan.num_ranks == 1:
+            return  # there is nobody to be lost
         if isinstance(plan.update, AveragedUpdate):
             if self._backups.restarts:
                 raise OptionError(
