@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from lockstep.comm.shared_memory import SharedRegion, dense_stride, tensor_in
 from lockstep.data.mapped_files import file_part
@@ -31,7 +32,7 @@ from lockstep.plan.layout import align
 _SMALL_ARRAY_BYTES = 4096
 # Tensors of so many bytes are sent, and not shared: to map a region takes longer than to copy them.
 _MOST_SENT_BYTES = 1 << 17
-_LENGTH = struct.Struct("!Q")  # of what is sent, before it and the pickle
+_HEADER = struct.Struct("!QQ")  # bytes of the tensors sent, which follow; the next hook's number
 
 # How an object is reduced for pickling, as ``__reduce_ex__`` gives it; NotImplemented for others.
 Reduce = Callable[[Any], Any]
@@ -83,7 +84,8 @@ def pack(obj: Any, parameters: Sequence[torch.Tensor] = ()) -> SerializedObject:
     for place, tensor in pickler.tensors:
         tensor_in(memory, *place).copy_(tensor)
     sent = bytes(memory) if is_sent else b""
-    return SerializedObject(_LENGTH.pack(len(sent)) + sent + text, region)
+    header = _HEADER.pack(len(sent), RemovableHandle.next_id)
+    return SerializedObject(header + sent + text, region)
 
 
 def describe(obj: Any, parameters: Sequence[torch.Tensor] = ()) -> bytes:
@@ -127,7 +129,9 @@ def unpack(
     payload: bytes, region: SharedRegion | None, parameters: Sequence[torch.Tensor] = ()
 ) -> Any:
     """The object that ``pack`` packed; its tensors lie in the region, or in memory of their own."""
-    (length,), start = _LENGTH.unpack_from(payload), _LENGTH.size
+    (length, next_hook), start = _HEADER.unpack_from(payload), _HEADER.size
+    # A module has its hooks by numbers of the sender's: a new hook must not take the place of one.
+    RemovableHandle.next_id = max(RemovableHandle.next_id, next_hook)
     memory: Any = _own_memory(length) if region is None else region.memory
     if region is None:
         memory[:] = np.frombuffer(payload, np.uint8, length, start)

@@ -22,6 +22,7 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.nn.utils import parametrize
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
+from torch.utils.hooks import RemovableHandle
 
 import lockstep
 
@@ -76,6 +77,7 @@ ATTRIBUTES = {
     "parametrize": ("_inject_new_class", "_inject_property"),
     "process group": ("_Options",),
     "transformer": ("_can_record_outputs",),
+    "hook": ("next_id",),
     "metric": ("_computed", "_reductions", "_update_count"),
 }
 
@@ -109,6 +111,7 @@ def holders() -> dict[str, Any]:
         "parametrize": parametrize,
         "process group": torch.distributed.ProcessGroupGloo,
         "transformer": transformers.PreTrainedModel,
+        "hook": RemovableHandle,
         "metric": torchmetrics.MeanMetric(),
     }
 

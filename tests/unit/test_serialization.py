@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 from torch.optim import Adam, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, StepLR
+from torch.utils.hooks import RemovableHandle
 
 from lockstep.data.trees import tensors_of
 from lockstep.parallel.serialization import pack, unpack
@@ -240,6 +241,22 @@ def test_parametrized_layers_arrive() -> None:
     assert arrived.state_dict().keys() == model.state_dict().keys()
     parametrize.remove_parametrizations(arrived[0], "weight")
     assert type(arrived[0]) is nn.Linear
+
+
+def test_hooks_that_arrived_are_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch numbers hooks for each process; the receiver may have registered fewer."""
+    monkeypatch.setattr(RemovableHandle, "next_id", 5)
+    model = nn.Identity()
+    model.register_forward_hook(lambda module, inputs, output: output * 2)
+    serialized = pack(model)
+    for registered_before in (5, 9):
+        monkeypatch.setattr(RemovableHandle, "next_id", registered_before)
+        arrived = unpack(serialized.payload, None)
+        added = arrived.register_forward_hook(lambda module, inputs, output: output * 5)
+        assert arrived(torch.ones(1)).item() == 10
+        added.remove()
+        assert arrived(torch.ones(1)).item() == 2
+        assert RemovableHandle.next_id == max(registered_before, 6) + 1
 
 
 # --- optimizers -------------------------------------------------------------------------------
