@@ -370,7 +370,8 @@ class _Part:
         if last is not None and not lost and not has_older:
             note = what_is_left(last)
         elif (copied := put_back()) is not None:
-            note = what_is_left(copied, is_put_back=True)
+            is_older = last is None or 0 <= copied < last
+            note = what_is_left(copied, is_put_back=is_older)
         else:
             note = what_is_lost(last, lost, has_older=has_older)
         add_note(error, note)

@@ -224,9 +224,10 @@ def test_hosts_may_round_in_other_ways() -> None:
     others[0] = _print("the output of layer 'a'", [torch.nn.functional.gelu(x)])
     assert _first_difference(prints, others, _is_like) == "the output of layer 'a'"
     others[0] = _print("the output of layer 'b'", [x])
-    assert _first_difference(prints, others, _is_like) == (
-        "the output of layer 'a', where it has the output of layer 'b'"
-    )
+    assert _first_difference(prints, others, _is_like) is None, "one has failed before its loss"
+    loss_of = _print("the loss", [x])
+    found = _first_difference([*prints, loss_of], [*others, loss_of], _is_like)
+    assert found == "the output of layer 'a'"
 
 
 def test_what_a_copy_has_lost_is_named() -> None:
