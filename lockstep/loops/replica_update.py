@@ -244,17 +244,19 @@ class ReplicaUpdate:
             is_guess=not contribution.is_given and not has_joined,
         )
         told = exchange.collect(self._job.num_replicas)
-        if told.is_refused and told.is_guess:
+        is_mixed = told.is_refused and told.is_guess
+        is_over = all(factor == _JOINED for factor in told.totals)
+        if any(told.weights) and not is_mixed and not is_over:
+            self._update(told.totals, told.weights)
+        exchange.end_step()  # nobody tells anything else before all have heard it
+        if is_mixed:
             raise OptionError(
                 "All replicas must give `step` a weight, or none of them.",
                 received=f"at step {self.step} weights on some replicas",
                 fix="Use step(weight=len(inputs)) everywhere.",
             )
-        if all(factor == _JOINED for factor in told.totals):
+        if is_over:
             return False
-        if any(told.weights):
-            self._update(told.totals, told.weights)
-        exchange.end_step()
         self.step += 1
         self._versions = self._present_versions()
         return True

@@ -32,6 +32,8 @@ _T = TypeVar("_T")
 # Part of the time of training that backups may take, and the least from one to the next.
 _PART = 0.02
 _LEAST_SECONDS = 1.0
+# Part of the free memory that they may take where nobody has asked for restarts.
+_UNASKED_PART = 0.5
 # Batches of a stream that are kept to be used again, before they are worth a backup.
 _MOST_KEPT_BYTES = 1 << 28
 
@@ -120,6 +122,7 @@ class Backups:
         self._streams = streams
         self._last: Backup | None = None
         self._before: TrainingState | None = None  # whose memory the next one takes
+        self._waits = False  # for the end of a step to take the first
         self._cost_seconds = 0.0
         self._ended = 0.0
         self.restarts = self.restarts_left = restarts
@@ -132,11 +135,15 @@ class Backups:
     def is_due(self) -> bool:
         """Whether to take another."""
         if self._last is None or self.journal.is_read:
-            return False
+            return self._waits
         passed = time.monotonic() - self._ended
         kept_bytes = sum(stream.kept_bytes for stream in self._streams)
         is_time = passed >= max(_LEAST_SECONDS, self._cost_seconds / _PART)
         return is_time or kept_bytes > _MOST_KEPT_BYTES
+
+    def wait(self) -> None:
+        """Take the first one after a step, when ranks have taken the memory that they need."""
+        self._waits = True
 
     def take(self, resume: Resume | None = None) -> None:
         """Copy the training as it is now.
@@ -150,13 +157,15 @@ class Backups:
         """
         began = time.monotonic()
         self._last = None
+        self._waits = False
         try:
             now = self._state()
         except CheckpointError:
             if self.restarts:
                 raise
             return  # an error will say what is lost
-        if self._before is None and not self._finds_room(now):
+        if not self._finds_room(now):
+            self._before = None
             return
         with torch.no_grad():
             parts = copied(now.parts(), self._before and self._before.parts())
@@ -173,9 +182,9 @@ class Backups:
         self._cost_seconds = self._ended - began
 
     def _finds_room(self, state: TrainingState) -> bool:
-        needed = sum(tensor.nbytes for tensor in tensors_of(state.parts()))
-        free = free_memory()
-        if free is None or needed <= free.num_bytes:
+        needed = _num_bytes(state) - (0 if self._before is None else _num_bytes(self._before))
+        free = free_memory() if needed > 0 else None
+        if free is None or needed <= free.num_bytes * (1 if self.restarts else _UNASKED_PART):
             return True
         if self.restarts:
             raise DeviceError(
@@ -205,3 +214,7 @@ class Backups:
     def drop(self) -> None:
         """The last one is of no more use, since more has changed than it knows of."""
         self._last = None
+
+
+def _num_bytes(state: TrainingState) -> int:
+    return sum(tensor.nbytes for tensor in tensors_of(state.parts()))

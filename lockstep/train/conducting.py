@@ -199,6 +199,9 @@ class FitConductor(FollowingConductor):
                     fix="Leave it out, or use MirroredStrategy.",
                 )
             return
+        if plan.pipeline is not None and not self._backups.restarts:
+            self._backups.wait()  # this process need not have room for what others train
+            return
         place = Place(epoch=start.epoch, batch=start.batch, num_steps=0, so_far=start.so_far)
         self.stand_at(place)
         self._backups.take(start)
