@@ -263,7 +263,9 @@ class FitTask(Task):
         """After a step, have rank 0 know all that the training's state says, if it is wanted."""
         conductor = ensemble.conductor
         worker, control = ensemble.worker, ensemble.control
-        if worker.is_apart or not ensemble.is_wanted(conductor.wants_state(batch - 1)):
+        meets = self.is_kept or not worker.trains_apart
+        is_alike = meets and not worker.is_apart
+        if not is_alike or not ensemble.is_wanted(conductor.wants_state(batch - 1)):
             conductor.stand_at(None)
             return
         ensemble.collect_buffers()
