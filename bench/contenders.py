@@ -177,6 +177,10 @@ CONTENDERS = {
         partial(plain.one_process, threads=2),
         "hand-written loop, torch's own threads on both cores",
     ),
+    "two cores apart": Contender(
+        partial(plain.distributed, train=plain.train_apart),
+        "`ddp` without DDP: each core trains a model of its own, the limit of what two cores make",
+    ),
     "bare ddp": Contender(bare_ddp, "`bench/bare_ddp.py` under torchrun, to check `ddp` with"),
 }
 

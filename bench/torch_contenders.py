@@ -88,6 +88,11 @@ def train_ddp(net: Net, rank: int, seconds: float) -> dict[str, float]:
     return loop(net, plain_step(net, model), batches(net, rank, NUM_RANKS), seconds)
 
 
+def train_apart(net: Net, rank: int, seconds: float) -> dict[str, float]:
+    """The same without any exchange: what two cores make that need nothing of each other."""
+    return loop(net, plain_step(net, net.make_model()), batches(net, rank, NUM_RANKS), seconds)
+
+
 def train_ddp_keeping_memory(net: Net, rank: int, seconds: float) -> dict[str, float]:
     """DDP with the allocator set as Lockstep sets it: what that alone is worth."""
     from lockstep.parallel.allocator import keep_freed_memory

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 
 from lockstep.comm.gradients import Gradients, GroupGradients, TensorSpec, cut_piece
+from lockstep.comm.products import multiply
 from lockstep.comm.shared_memory import SharedRegion
 from lockstep.plan.layout import Extent, Piece, align, flat_offsets, row_blocks
 from lockstep.plan.sum_tree import additions, subtrees
@@ -416,17 +417,3 @@ def add_up(sums: Mapping[int, torch.Tensor]) -> torch.Tensor:
         for into, source in level:
             sums[rows[into]].add_(sums[rows[source]])
     return sums[rows[0]]
-
-
-def multiply(
-    out: torch.Tensor, output_gradients: torch.Tensor, inputs: torch.Tensor, *, adds: bool
-) -> None:
-    """``out = output_gradients.T @ inputs``, or ``+=``, multiplied in the inputs' precision."""
-    factor = output_gradients.t()
-    if inputs.dtype != out.dtype:
-        product = factor @ inputs
-        out.add_(product) if adds else out.copy_(product)
-    elif adds:
-        torch.addmm(out, factor, inputs, out=out)
-    else:
-        torch.mm(factor, inputs, out=out)

@@ -14,7 +14,7 @@ from functools import partial
 
 import torch
 
-from lockstep.comm.gradient_rows import multiply
+from lockstep.comm.products import multiply
 from lockstep.parallel.linear import LinearLayers
 from lockstep.parallel.passes import LARGE_WEIGHT
 

@@ -9,7 +9,7 @@ exchange: it multiplies them right into shared memory, or puts them up as they a
 round, (ins, outs): that is what Keras's Dense layers call.
 
 Forward and input gradient go to the library that multiplies faster on this processor
-(``parallel.processor``).
+(``comm.products``).
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -20,7 +20,7 @@ import torch
 from torch.autograd import forward_ad
 from torch.autograd.graph import get_gradient_edge
 
-from lockstep.parallel.processor import has_faster_onednn
+from lockstep.comm.products import has_faster_onednn, product
 from lockstep.parallel.redirection import Redirection
 
 # Gets the number of a weight of shape (a, b), and the factors of its gradient, of shapes (n, b) and
@@ -194,5 +194,4 @@ def _product(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
     if input.dtype != torch.float32 or torch.is_grad_enabled() or not has_faster_onednn():
         plain: torch.Tensor = _linear.plain(input, weight, bias)
         return plain
-    product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(input, weight, bias, "none", [], "")
-    return product
+    return product(input, weight, bias)

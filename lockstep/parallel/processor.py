@@ -2,21 +2,13 @@
 
 import functools
 import platform
-from pathlib import Path
 
 import torch
 from torch import nn
 
+from lockstep.cluster.devices import processor_line
+
 _VECTOR_SIZE = 8  # float32 numbers, with AVX2
-
-
-@functools.cache
-def has_faster_onednn() -> bool:
-    """Whether oneDNN multiplies float32 faster than MKL, which torch uses.
-
-    On AMD processors it was measured 8 to 25 % faster in forward and input gradient.
-    """
-    return _is_amd() and torch.backends.mkldnn.is_available() and _has_operator()
 
 
 @functools.cache
@@ -25,7 +17,7 @@ def has_slow_bfloat16_attention() -> bool:
 
     On an AMD processor (Zen 4) bfloat16 was measured to take 3.5 times as long.
     """
-    return _is_amd()
+    return processor_line("vendor_id") == "AuthenticAMD"
 
 
 @functools.cache
@@ -65,12 +57,3 @@ def breaks_channels_last(model: nn.Module) -> bool:
 def _lacks_avx512() -> bool:
     is_x86 = platform.machine() in ("x86_64", "AMD64")
     return is_x86 and "AVX512" not in torch.backends.cpu.get_cpu_capability()
-
-
-def _is_amd() -> bool:
-    cpu = Path("/proc/cpuinfo")
-    return cpu.exists() and "AuthenticAMD" in cpu.read_text()
-
-
-def _has_operator() -> bool:
-    return hasattr(torch.ops.mkldnn, "_linear_pointwise")

@@ -18,8 +18,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from lockstep.comm.gathering import gather_bytes
-from lockstep.comm.gradient_rows import multiply
 from lockstep.comm.mail_channels import MailChannels
+from lockstep.comm.products import multiply
 from lockstep.data.sources import Batch
 from lockstep.data.trees import Tree, map_tensors
 from lockstep.parallel.buffers import Buffers, ChangedOnce
