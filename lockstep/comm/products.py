@@ -40,14 +40,22 @@ def multiply(
     if inputs.dtype != out.dtype:
         _place(out, factor @ inputs, adds=adds)
     elif out.dtype == torch.float32 and out.device.type == "cpu" and has_faster_onednn():
-        turned = inputs.t()
-        num_rows = max(1, _BLOCK_BYTES // (out.itemsize * max(1, out.shape[1])))
-        for block, rows in zip(out.split(num_rows), factor.split(num_rows), strict=True):
-            _place(block, product(rows, turned), adds=adds)
+        _multiply_in_blocks(out, factor, inputs.t(), adds=adds)
     elif adds:
         torch.addmm(out, factor, inputs, out=out)
     else:
         torch.mm(factor, inputs, out=out)
+
+
+def _multiply_in_blocks(
+    out: torch.Tensor, factor: torch.Tensor, turned: torch.Tensor, *, adds: bool
+) -> None:
+    if out.nbytes <= _BLOCK_BYTES:
+        _place(out, product(factor, turned), adds=adds)
+        return
+    num_rows = max(1, _BLOCK_BYTES * len(out) // out.nbytes)
+    for block, rows in zip(out.split(num_rows), factor.split(num_rows), strict=True):
+        _place(block, product(rows, turned), adds=adds)
 
 
 def _place(out: torch.Tensor, result: torch.Tensor, *, adds: bool) -> None:

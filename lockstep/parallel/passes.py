@@ -162,6 +162,7 @@ class Passes(ABC):
         self._plan = plan
         self._rank = rank
         self._model = model
+        self._parameters = list(model.parameters())
         self._loss = loss
         self._exchange = exchange
         self._trainable = trainable
@@ -364,7 +365,7 @@ class Passes(ABC):
         return output
 
     def _clear_gradients(self) -> None:
-        for parameter in self._model.parameters():
+        for parameter in self._parameters:
             parameter.grad = None
 
     def _seed_streams(self, run: Run, share: int) -> None:
