@@ -178,22 +178,27 @@ def test_children_of_the_script_inherit_nothing() -> None:
             command, close_fds=False, stdout=subprocess.PIPE, check=True, timeout=60
         ).stdout.decode()
 
-    before = set(literal_eval(look(make_trainer(3))))  # gloo's of earlier tests may be left
+    left = {f"socket:[{inode}]" for inode in tcp_sockets()}  # gloo's, of tests before this one
     callback = _Look(look)
     fit(make_trainer(3, callbacks=(callback,)))
     (seen,) = callback.seen
-    new = set(literal_eval(str(seen))) - before
-    assert not any("memfd" in one or "socket" in one for one in new)
+    opened = set(literal_eval(str(seen))) - left
+    assert not any("memfd" in one or "socket" in one for one in opened)
+
+
+def tcp_sockets(*, state: str = "") -> set[str]:
+    """Inodes of the machine's TCP sockets, or of those in a state."""
+    rows = [
+        line.split()
+        for family in ("tcp", "tcp6")
+        for line in Path(f"/proc/net/{family}").read_text().splitlines()[1:]
+    ]
+    return {fields[9] for fields in rows if state in ("", fields[3])}
 
 
 def listeners() -> set[str]:
     """Inodes of all sockets that listen, of any family."""
-    found = set()
-    for family in ("tcp", "tcp6"):
-        for line in Path(f"/proc/net/{family}").read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == "0A":
-                found.add(fields[9])
+    found = tcp_sockets(state="0A")
     for line in Path("/proc/net/unix").read_text().splitlines()[1:]:
         fields = line.split()
         if int(fields[3], 16) & 0x10000:
@@ -217,9 +222,9 @@ def test_nothing_listens() -> None:
         processes = [os.getpid(), *helpers, template_of(helpers[0])]
         sockets = set().union(*(sockets_of(pid) for pid in processes))
         assert len(sockets) > len(helpers)
-        return not sockets & listeners() - before  # gloo's of earlier tests may be left
+        return not sockets & listeners() - left
 
-    before = listeners()
+    left = tcp_sockets()  # gloo's, of tests before this one
     callback = _Look(look)
     fit(make_trainer(3, callbacks=(callback,)))
     assert callback.seen == [True]
