@@ -10,6 +10,7 @@ from typing import ClassVar
 
 from lockstep.errors import PlanError, Problems
 from lockstep.plan.averaging import AveragedUpdate, Record
+from lockstep.plan.compression import Compression
 from lockstep.plan.shares import replica_of_share, shares_of_replica
 
 PLAN_VERSION = 1
@@ -172,6 +173,7 @@ class Decision(Record, frozen=True, kw_only=True):
     pipeline: Pipeline | None = None
     hosts: tuple[int, ...] = ()
     engine: Engine = SharedMemory()
+    compression: Compression | None = None
     notes: tuple[str, ...] = ()
     version: int = PLAN_VERSION
 
