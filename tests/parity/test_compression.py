@@ -1,0 +1,93 @@
+"""What hosts compress, held to a simulation in one process: step by step, in float64."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.launchers import BEGINNING, by_tf_config, lines_of_all
+from tests.netns import Hosts
+from tests.thorough import core_of
+
+MakeHosts = Callable[[int], Hosts]
+
+SECONDS = 300.0
+
+SYNCHRONOUS = "lockstep.MultiWorkerMirroredStrategy({}, timeout_seconds=180)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Hosts, and what is proven on them.
+
+    Attributes:
+        devices: of each host.
+        proofs: models, and strategies as a script writes them.
+    """
+
+    devices: tuple[int, ...]
+    proofs: Sequence[tuple[str, str]]
+
+
+def proofs(*models: str, compressions: Sequence[str]) -> list[tuple[str, str]]:
+    return [
+        (model, SYNCHRONOUS.format(f"compression={one}"))
+        for one in compressions
+        for model in models
+    ]
+
+
+ALL = ["'bf16'", "'int8'", "lockstep.PowerSGD(2)", "lockstep.TopK(0.1)"]
+
+LAYOUTS = {
+    "2 hosts x 1": Layout(
+        devices=(1, 1),
+        proofs=[
+            *proofs("mlp", compressions=ALL),
+            *proofs("gpt_tied", "unused_branch", compressions=["lockstep.PowerSGD(2)", "'int8'"]),
+        ],
+    ),
+    "2 hosts x 2": Layout(
+        devices=(2, 2), proofs=proofs("mlp", "gpt_tied", "cnn_dropout", compressions=ALL)
+    ),
+    "1 and 2 devices": Layout(devices=(1, 2), proofs=proofs("wide", compressions=ALL)),
+    "3 hosts x 1": Layout(devices=(1, 1, 1), proofs=proofs("mlp", "lstm", compressions=ALL)),
+}
+
+SCRIPT = f"""{BEGINNING}
+from lockstep.launch.pool import keep_teams
+from tests.zoo import case
+
+def prove(name, text):
+    one = case(name)
+    job = lockstep.Job(
+        model=one.make_model(), loss=one.loss, optimizer=one.optimizer,
+        data=(one.inputs, one.targets), batch_size=one.batch_size)
+    report = lockstep.verify(job, eval(text), steps=6)
+    tell({{"proof": [name, text], "report": str(report), "passed": report.passed}})
+
+with keep_teams():
+    for name, text in json.loads(sys.argv[1]):
+        prove(name, text)
+"""
+
+
+@pytest.mark.parametrize("name", core_of(LAYOUTS, ["2 hosts x 1"]))
+def test_what_is_compressed_equals_the_simulation(
+    name: str, make_hosts: MakeHosts, tmp_path: Path
+) -> None:
+    import json
+
+    layout = LAYOUTS[name]
+    hosts = make_hosts(len(layout.devices))
+    path = tmp_path / "prove.py"
+    path.write_text(SCRIPT)
+    script = [str(path), json.dumps(layout.proofs)]
+    started = [by_tf_config(hosts, host, script, layout.devices) for host in range(len(hosts))]
+    for told in lines_of_all(started, SECONDS):
+        for line in told:
+            assert line["passed"], (line["proof"], line["report"])
+            assert "that simulates" in line["report"]
+            assert "no longer that of one device" in line["report"]
+        assert [tuple(line["proof"]) for line in told] == layout.proofs
