@@ -88,12 +88,17 @@ class MultiWorkerMirroredStrategy(Strategy):
         Raises:
             OptionError: only the first process of the host can tell.
         """
-        from lockstep.train.hosts import find_cluster, find_num_ranks
+        return num_replicas(self._maker, self.timeout_seconds)
 
-        num_ranks = find_num_ranks()
-        if num_ranks is not None:
-            return num_ranks
-        return sum(self._maker.replicas(find_cluster(self.timeout_seconds)))
+
+def num_replicas(maker: MirroredHosts, timeout_seconds: float) -> int:
+    """Replicas of all hosts; see ``num_replicas_in_sync``."""
+    from lockstep.train.hosts import find_cluster, find_num_ranks
+
+    num_ranks = find_num_ranks()
+    if num_ranks is not None:
+        return num_ranks
+    return sum(maker.replicas(find_cluster(timeout_seconds)))
 
 
 def _check_speed(problems: Problems, speed: object) -> None:
