@@ -34,7 +34,8 @@ class Residual:
     """What a domain keeps of a tensor from step to step.
 
     Attributes:
-        error: what is still to be sent, as part of a sum that has been multiplied by its factor.
+        error: what is still to be sent, as part of a sum that has been multiplied by its factor;
+            in float32 at least.
         basis: what the compressor keeps; None for nothing.
     """
 
@@ -106,17 +107,16 @@ class CompressedSums(DomainSums):
     def _begin(self, piece: Piece) -> Conversation:
         """Speak of this domain's sum of a parameter, and of what was left of those before."""
         number = piece.parameter
-        total = torch.zeros(self._rows.base(number).shape, dtype=self._rows.base(number).dtype)
-        if sums := self._rows.subtree_sums(piece):
-            total.copy_(add_up(sums))
+        sums = self._rows.subtree_sums(piece)
+        total = add_up(sums) if sums else torch.zeros_like(self._rows.base(number))
         compression = self._compressions[number]
         if compression is None:
             return as_it_is(total)
-        residual = self._residuals[number]
-        torch.add(residual.error, total, alpha=self.factor, out=total)
-        basis = None if residual.basis is None else residual.basis.clone()
-        self._uncommitted[number] = Residual(error=total, basis=basis)
-        return conversation(compression, total, basis)
+        left, basis = self._residuals[number].error, self._residuals[number].basis
+        wanted = torch.add(left, total, alpha=self.factor, out=torch.empty_like(left))
+        new = Residual(error=wanted, basis=None if basis is None else basis.clone())
+        self._uncommitted[number] = new
+        return conversation(compression, wanted, new.basis)
 
     def _take(self, number: int, own: torch.Tensor, whole: torch.Tensor) -> None:
         """Have the sum be where it is read, and what others have not understood be left over."""

@@ -35,7 +35,8 @@ class Residuals:
         """Have what these tensors need, and nothing else; what is there and fits stays."""
         new: Tensors = {}
         for spec, compression in compressed:
-            error = torch.zeros(spec.shape, dtype=spec.dtype)
+            # What bfloat16 has no digits for would be lost for good.
+            error = torch.zeros(spec.shape, dtype=torch.promote_types(spec.dtype, torch.float32))
             new[spec.name + _ERROR] = error
             basis = first_basis(compression, error)
             if basis is not None:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
@@ -10,13 +11,15 @@ from torch import Tensor
 import lockstep
 from lockstep.cluster.topology import Cluster
 from lockstep.comm.compressors import Understood, conversation, first_basis, orthonormal
-from lockstep.errors import DeviceError, OptionError
+from lockstep.errors import DeviceError, OptionError, PlanError
+from lockstep.parallel.store import tensor_spec
 from lockstep.plan.averaging import AveragedUpdate
 from lockstep.plan.compressed import Compressing
 from lockstep.plan.compression import BFloat16, Compression, Int8, PowerSGD, TopK, num_bytes
 from lockstep.plan.makers import LocalSteps
 from lockstep.plan.many_hosts import MirroredHosts
 from lockstep.plan.spec import Plan
+from lockstep.train.residuals import Residuals
 from tests.unit.test_many_hosts import make_cluster, make_graph
 
 EVERY = (BFloat16(), Int8(), PowerSGD(2), TopK(0.1))
@@ -164,3 +167,47 @@ def test_numbers_are_checked() -> None:
             TopK(fraction)  # type: ignore[arg-type]
     with pytest.raises(OptionError, match="Leave `engine` out"):
         lockstep.MultiWorkerMirroredStrategy(compression="int8", engine="gloo")
+
+
+def test_a_plan_that_contradicts_itself_is_refused() -> None:
+    plan = plan_of(Int8(), make_cluster(1, 1))
+    with pytest.raises(PlanError, match="Lockstep's own channels"):
+        msgspec.structs.replace(plan, hosts=(), compression=Int8())
+    layers = tuple(msgspec.structs.replace(layer, row_limit=8) for layer in plan.layers)
+    with pytest.raises(PlanError, match="no activations"):
+        msgspec.structs.replace(plan, layers=layers)
+
+
+# --- what is left ---------------------------------------------------------------------------------
+
+
+def residuals_of(number: int) -> Residuals:
+    found = Residuals()
+    found.fit([(tensor_spec("weight", torch.zeros(40, 30)), PowerSGD(2))])
+    found.tensors["weight: error"] += number
+    return found
+
+
+@pytest.mark.parametrize("num_hosts", [1, 2, 3, 4])
+def test_what_is_left_is_sent_by_another_number_of_hosts(num_hosts: int) -> None:
+    told = {key: one for host in range(3) for key, one in residuals_of(host + 1).told(host).items()}
+    total = torch.zeros(40, 30)
+    for host in range(num_hosts):
+        found = Residuals()
+        found.load(told, host, num_hosts)
+        found.fit([(tensor_spec("weight", torch.zeros(40, 30)), PowerSGD(2))])
+        total += found.by_parameter()["weight"].error
+        basis = found.by_parameter()["weight"].basis
+        assert basis is not None
+        assert torch.equal(basis, told["0"]["weight: basis"])
+    assert torch.equal(total, torch.full((40, 30), 6.0))
+    assert torch.equal(told["0"]["weight: error"], torch.full((40, 30), 1.0))
+
+
+def test_what_does_not_fit_begins_anew() -> None:
+    found = residuals_of(1)
+    found.fit([(tensor_spec("weight", torch.zeros(40, 30)), Int8())])
+    assert found.tensors.keys() == {"weight: error"}
+    assert float(found.tensors["weight: error"].sum()) == 1200
+    found.fit([(tensor_spec("weight", torch.zeros(40, 31)), Int8())])
+    assert not found.tensors["weight: error"].any()
