@@ -45,16 +45,16 @@ def apart(**options: Any) -> Strategy:
     return lockstep.LocalSGDStrategy(EVERY, 1, **options)
 
 
-# Each with the steps of an epoch: an epoch of local SGD is an average.
-CONTENDERS: dict[str, tuple[Any, dict[str, Any], int]] = {
-    "sums": (together, {}, 1),
-    "activations": (together, {"network_gbit_per_second": 0.1}, 2),
-    "bf16": (together, {"compression": "bf16"}, 1),
-    "int8": (together, {"compression": "int8"}, 1),
-    "TopK(0.01)": (together, {"compression": lockstep.TopK(0.01)}, 2),
-    "PowerSGD(4)": (together, {"compression": lockstep.PowerSGD(4)}, 4),
-    "local SGD": (apart, {}, EVERY),
-    "local SGD, int8": (apart, {"compression": "int8"}, EVERY),
+# Each with the steps that are made first, and those that are measured then.
+CONTENDERS: dict[str, tuple[Any, dict[str, Any], tuple[int, int]]] = {
+    "sums": (together, {}, (1, 2)),
+    "activations": (together, {"network_gbit_per_second": 0.1}, (2, 6)),
+    "bf16": (together, {"compression": "bf16"}, (1, 3)),
+    "int8": (together, {"compression": "int8"}, (1, 4)),
+    "TopK(0.01)": (together, {"compression": lockstep.TopK(0.01)}, (2, 6)),
+    "PowerSGD(4)": (together, {"compression": lockstep.PowerSGD(4)}, (2, 8)),
+    "local SGD": (apart, {}, (EVERY, EVERY)),
+    "local SGD, int8": (apart, {"compression": "int8"}, (EVERY, EVERY)),
 }
 BASE = "sums"
 LEAST = {"PowerSGD(4)": 4.0, "local SGD": 5.0}
@@ -71,12 +71,12 @@ def strategy_of(name: str) -> Strategy:
 
 
 class Clock(lockstep.Callback):
-    """When epochs have ended."""
+    """When steps have ended. Between epochs hosts bring each other the optimizer's state."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
 
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self.times.append(time.perf_counter())
 
 
@@ -90,15 +90,15 @@ def trainer_of(name: str, callbacks: list[lockstep.Callback]) -> lockstep.Traine
     )
 
 
-def speed(name: str, epochs: int) -> dict[str, float]:
-    """Samples per second, from the end of the first epoch."""
-    steps, clock = CONTENDERS[name][2], Clock()
-    data = NET.make_data(steps * NET.batch_size)
-    trainer_of(name, [clock]).fit(data, epochs=epochs + 1, batch_size=NET.batch_size, verbose=0)
+def speed(name: str) -> dict[str, float]:
+    """Samples per second."""
+    (before, steps), clock = CONTENDERS[name][2], Clock()
+    data = NET.make_data((before + steps) * NET.batch_size)
+    trainer_of(name, [clock]).fit(data, batch_size=NET.batch_size, verbose=0)
     if not clock.times:  # callbacks run on host 0
         return {}
-    seconds = clock.times[-1] - clock.times[0]
-    return {"samples_per_second": epochs * steps * NET.batch_size / seconds}
+    seconds = clock.times[-1] - clock.times[before - 1]
+    return {"samples_per_second": steps * NET.batch_size / seconds}
 
 
 def accuracy(name: str, epochs: int, folder: str) -> dict[str, float]:
@@ -139,15 +139,16 @@ def measure(options: argparse.Namespace) -> Results:
     for number in range(options.rounds):
         first = number % len(options.contenders)
         for name in options.contenders[first:] + options.contenders[:first]:
-            words = ["--host", name, "--epochs", str(options.epochs)]
+            words = ["--host", name]
             with connected_hosts(NUM_HOSTS) as hosts:
                 if options.digits is None:
                     for host in range(NUM_HOSTS):
                         hosts.shape(host, options.rate)
                 else:
-                    words += ["--digits", options.digits]
+                    words += ["--digits", options.digits, "--epochs", str(options.epochs)]
                 figures = run(hosts, words)
             results.add("wide", name, number, figures)
+            results.write(options.output)
             print(f"round {number + 1}/{options.rounds} {name}: {figures}", flush=True)
     return results
 
@@ -189,16 +190,17 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--epochs", type=int, default=2, help="that are measured, or trained")
+    parser.add_argument("--epochs", type=int, default=5, help="of training on digits")
     parser.add_argument("--rate", default="100mbit", help="of each host's link, as tc writes it")
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
     parser.add_argument("--digits", metavar="FOLDER")
+    parser.add_argument("--output", type=Path, default=HERE / "results" / "compression.json")
     parser.add_argument("--host", choices=CONTENDERS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.host is not None:
-        given = [] if options.digits is None else [options.digits]
-        found = (accuracy if given else speed)(options.host, options.epochs, *given)
+        folder = options.digits
+        found = accuracy(options.host, options.epochs, folder) if folder else speed(options.host)
         print(json.dumps(found))
         return
     try:

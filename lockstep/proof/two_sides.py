@@ -259,8 +259,8 @@ def host_of_gradient(plan: Plan, name: str, share: int) -> int:
     """The host that has a share's part of the gradient of a parameter."""
     if plan.pipeline is None:
         return plan.host_of(plan.replica_of(share))
-    layer = next(one for one in plan.layers if one.name == name.rpartition(".")[0])
-    ranks = plan.pipeline.stages[layer.stage].ranks
+    owners = (one for one in plan.layers if name.startswith(f"{one.name}.".lstrip(".")))
+    ranks = plan.pipeline.stages[max(owners, key=lambda one: len(one.name)).stage].ranks
     return plan.host_of(ranks[share % len(ranks)])
 
 
