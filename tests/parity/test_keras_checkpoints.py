@@ -23,7 +23,7 @@ STRATEGIES: dict[str, Callable[[], lockstep.Strategy]] = {
     "single": lockstep.SingleDeviceStrategy,
     "mirrored-2": lambda: lockstep.MirroredStrategy(2),
     "pipeline-2": lambda: lockstep.PipelineStrategy(2, microbatches=2),
-    "local-2": lambda: lockstep.LocalSGDStrategy(2, 2),
+    "local-2": lambda: lockstep.LocalSGDStrategy(1, 2),
 }
 
 
