@@ -90,7 +90,7 @@ def largest(tensor: torch.Tensor, count: int) -> Conversation:
     """The elements that are largest in size, and where they are."""
     flat = tensor.reshape(-1)
     places = flat.abs().topk(count, sorted=False).indices
-    own = [flat[places], places.to(torch.int32)]
+    own = [flat[places], places.to(torch.int32 if len(flat) < 1 << 31 else torch.int64)]
     told = yield own
 
     def add_to(sums: torch.Tensor, message: Message) -> torch.Tensor:

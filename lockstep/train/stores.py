@@ -64,10 +64,8 @@ class Stores:
             # A rank writes to the slots of its pieces only, so of the others it has no pages.
             slots = self._adopt_slots(assignment, leader)
             stores += _mapped(assignment, slots, "shared" if shares else "copied on write")
-            stores += self._adopt_residuals(assignment)
-            stores += options_store(assignment)
-        elif is_apart:
-            stores += self._adopt_residuals(assignment)
+        stores += self._adopt_residuals(assignment)
+        stores += options_store(assignment)
         return stores
 
     def _adopt(self, assignment: Assignment, leader: int) -> Sequence[ParameterStore]:
@@ -129,7 +127,7 @@ class Stores:
 
     def _adopt_residuals(self, assignment: Assignment) -> list[Mapped]:
         """Have what is left of compressed tensors lie in a store, if there is any."""
-        if assignment.residuals is None:
+        if assignment.residuals is None or not assignment.residuals.tensors:
             return []
         self._residuals = assignment.residuals.stored(self._residuals)
         return [Mapped(ranks=tuple(range(assignment.plan.num_ranks)), store=self._residuals)]
