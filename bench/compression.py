@@ -4,8 +4,7 @@ The hosts are network namespaces of this machine, linked at a rate that the kern
 with one process each. All contenders train the wide MLP. Run as root: ``make bench-compression``.
 
 python bench/compression.py                    samples/s, medians over the rounds, ratios to "sums"
-python bench/compression.py --digits FOLDER    accuracy on a tenth of MNIST's idx files, on a link
-                                               without a limit
+python bench/compression.py --digits FOLDER    accuracy on MNIST, on a link without a limit
 """
 
 import argparse
@@ -103,13 +102,13 @@ def speed(name: str) -> dict[str, float]:
 
 def accuracy(name: str, epochs: int, folder: str) -> dict[str, float]:
     """Of digits held out."""
-    images, labels = (torch.from_numpy(part) for part in load_mnist(folder).test)
-    images, held_out = images.flatten(1), len(images) * 9 // 10
-    trainer = trainer_of(name, [])
-    data = images[:held_out], labels[:held_out]
+    digits, trainer = load_mnist(folder), trainer_of(name, [])
+    images, labels = digits.train
+    data = torch.from_numpy(images).flatten(1), torch.from_numpy(labels)
     trainer.fit(data, epochs=epochs, batch_size=NET.batch_size, verbose=0)
-    found = trainer.predict(images[held_out:], batch_size=NET.batch_size).argmax(1)
-    return {"accuracy": (found == labels[held_out:]).double().mean().item()}
+    images, labels = digits.test
+    outputs: torch.Tensor = trainer.predict(torch.from_numpy(images).flatten(1))
+    return {"accuracy": (outputs.argmax(1) == torch.from_numpy(labels)).double().mean().item()}
 
 
 # --- all hosts ------------------------------------------------------------------------------------

@@ -63,8 +63,14 @@ LAYOUTS = {
         devices=(1, 1),
         proofs=[
             *proofs("mlp", compressions=ALL),
+            *apart("mlp", options=["2", "2, compression='int8'"]),
+        ],
+    ),
+    "2 hosts x 1, others": Layout(
+        devices=(1, 1),
+        proofs=[
             *proofs("gpt_tied", "unused_branch", compressions=["lockstep.PowerSGD(2)", "'int8'"]),
-            *apart("mlp", options=["2", "2, outer=lockstep.Nesterov(), average_optimizer=True"]),
+            *apart("mlp", options=["2, outer=lockstep.Nesterov(), average_optimizer=True"]),
             *apart("mlp", options=[f"2, compression={one}" for one in ALL]),
         ],
     ),
