@@ -214,6 +214,10 @@ def _divided_pieces(
     if updater is None:
         return {rank: [] for rank in group.ranks}
     extents, num_rows = group.gradients.extents, group.gradients.num_shares
+    if plan.num_servers:
+        served = updater.divide(extents, plan.num_servers, num_rows)
+        workers: list[list[Piece]] = [[] for _ in group.ranks[: -plan.num_servers]]
+        return dict(zip(group.ranks, [*workers, *served], strict=True))
     everywhere = [number for number, extent in enumerate(extents) if extent.row_elements]
     if len(plan.domains) == 1 or not everywhere:
         return dict(
