@@ -259,6 +259,11 @@ class GradientRows(GroupGradients):
         self.add_products(pieces, results)
         return results
 
+    def put_up(self, row: int, piece: Piece) -> torch.Tensor | None:
+        """A piece of the gradient that a row holds; None if it has none."""
+        is_there = self.table[row, piece.parameter, 0] == _GRADIENT
+        return self._cut(row, piece) if is_there else None
+
     def target(self, piece: Piece) -> torch.Tensor:
         """Where the sum of a piece comes to lie."""
         return self._cut(self._target(piece.parameter), piece)

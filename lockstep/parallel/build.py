@@ -59,6 +59,7 @@ def build_worker(
     neighbours: Neighbours | None = None,
     meeting: Meeting | None = None,
     first_share: int = 0,
+    make: Callable[..., Worker] = Worker,
 ) -> Worker:
     """Put a rank's parts together.
 
@@ -81,6 +82,7 @@ def build_worker(
         neighbours: what this rank has of other hosts, where there are several.
         meeting: see ``ProcessGroups``.
         first_share: see ``Worker``.
+        make: the class, with what it has of its own.
     """
     mail = {} if plan.pipeline is None else mail_specs(plan, partitions, loss)
     process = process_groups(
@@ -101,7 +103,7 @@ def build_worker(
         neighbours=neighbours,
         groups=process,
     )
-    divided = [_divided_pieces(plan, group, updater) for group in spec.groups]
+    divided = [divided_pieces(plan, group, updater) for group in spec.groups]
     for number, gradients in exchange.gradients.items():
         gradients.divide(divided[number])
     owned = _owned_groups(plan, spec, model, divided, rank)
@@ -134,7 +136,7 @@ def build_worker(
         )
         ruled = _ruled_buffers(plan, model, partitions, rank)
         held = _held_names(plan, groups, partitions, rank) | ruled
-    return Worker(
+    return make(
         plan=plan,
         rank=rank,
         model=model,
@@ -203,9 +205,7 @@ def _open_mail(
     return opened
 
 
-def _divided_pieces(
-    plan: Plan, group: GroupSpec, updater: Updater | None
-) -> dict[int, list[Piece]]:
+def divided_pieces(plan: Plan, group: GroupSpec, updater: Updater | None) -> dict[int, list[Piece]]:
     """The pieces of a group that each of its ranks updates.
 
     Of several domains, each updates its part of the parameters, and all of those whose factors are

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 
+from lockstep.comm import work_queue
 from lockstep.comm.exchange import ExchangeSpec, GroupSpec
 from lockstep.comm.gradient_rows import GradientSpec
 from lockstep.comm.gradients import TensorSpec
@@ -67,6 +68,7 @@ def exchange_spec(
             share_ranks=tuple(map(plan.replica_of, range(plan.num_shares))),
             groups=group_specs,
             row_capacity=_row_capacity(plan, model, loss),
+            mail_bytes=_work_bytes(plan),
         )
     graph = stage_graph(plan.pipeline)
     last_stage = len(plan.pipeline.stages) - 1
@@ -77,6 +79,12 @@ def exchange_spec(
         row_capacity=_row_capacity(plan, model, loss),
         mail_bytes=tuple(spec.num_bytes for spec in mail_specs(plan, partitions, loss).values()),
     )
+
+
+def _work_bytes(plan: Plan) -> tuple[int, ...]:
+    """Of the table where workers and servers say how far they are, if they do not all wait."""
+    servers = plan.num_servers
+    return (work_queue.num_bytes(plan.num_ranks - servers, servers),) if plan.is_stale else ()
 
 
 def _row_capacity(plan: Plan, model: nn.Module, loss: LossAdapter | None) -> int:

@@ -225,6 +225,15 @@ class Decision(Record, frozen=True, kw_only=True):
         return self.update.servers if isinstance(self.update, ServedUpdate) else 0
 
     @property
+    def is_stale(self) -> bool:
+        """Whether workers may compute with older weights than the servers have."""
+        return isinstance(self.update, ServedUpdate) and not self.update.is_synchronous
+
+    def is_server(self, rank: int) -> bool:
+        """Whether a rank updates and computes nothing."""
+        return rank >= self.num_ranks - self.num_servers
+
+    @property
     def num_hosts(self) -> int:
         """Hosts that take part."""
         return max(len(self.hosts), 1)
@@ -253,7 +262,7 @@ class Decision(Record, frozen=True, kw_only=True):
 
     def shares_of(self, replica: int) -> range:
         """The consecutive shares that a replica of the whole model computes; a server none."""
-        if replica in range(self.num_ranks - self.num_servers, self.num_ranks):
+        if self.is_server(replica):
             return range(0)
         return shares_of_replica(replica, self.num_replicas, self.num_shares, self.shares_per_row)
 

@@ -191,12 +191,12 @@ class FitConductor(FollowingConductor):
             return
         if plan.num_ranks == 1:
             return  # there is nobody to be lost
-        if isinstance(plan.update, AveragedUpdate):
+        if isinstance(plan.update, AveragedUpdate) or plan.is_stale:
             if self._backups.restarts:
                 raise OptionError(
-                    "Replicas that train apart are lost with their process.",
+                    "What ranks that do not wait for each other have made is lost with a process.",
                     received=f"restarts={self._backups.restarts} under {plan.strategy}",
-                    fix="Leave it out, or use MirroredStrategy.",
+                    fix="Leave it out, or use MirroredStrategy, or servers with staleness=0.",
                 )
             return
         if plan.pipeline is not None and not self._backups.restarts:

@@ -224,6 +224,7 @@ class FitTask(Task):
         results = _of_all(ensemble, results)
         losses = self._losses(ensemble, results)
         logs = self._logs(ensemble, epoch, losses)
+        logs.update(worker.epoch_logs())
         if self.counts_skipped:
             logs["skipped_steps"] = sum(result.is_skipped for result in results)
         if self.watched:
@@ -277,7 +278,7 @@ class FitTask(Task):
 
     def _stand(self, ensemble: Ensemble, place: Place, results: Sequence[StepResult] = ()) -> None:
         worker, plan = ensemble.worker, ensemble.worker.plan
-        if worker.trains_apart and self.is_kept:
+        if worker.has_own_optimizer and self.is_kept:
             replicas = replicas_of(worker, results, ensemble.control)
             place = replace(place, replicas=replicas)
         is_apart = plan.num_hosts > 1 and plan.pipeline is not None  # weights are on other hosts
