@@ -10,7 +10,7 @@ when its holder dies. All else has one writer, and is written in one store after
 
 import fcntl
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -106,7 +106,7 @@ class WorkQueue:
             opened = self._open_steps()
             oldest = min(opened, default=step)
             if self._begun[0] == step and self._may_open(step, oldest, len(opened)):
-                opened[step] = self._open(step, num_parts)
+                opened[step] = self._open(step, num_parts, opened.values())
             for number, entry in opened.items():
                 free = np.flatnonzero(self._takers[entry, : self._num_parts[entry]] == 0)
                 if len(free) and number <= step:
@@ -124,8 +124,8 @@ class WorkQueue:
         is_near = self._staleness is None or step - oldest <= self._staleness
         return is_near and num_open < len(self._steps)
 
-    def _open(self, step: int, num_parts: int) -> int:
-        used = set(self._open_steps().values())
+    def _open(self, step: int, num_parts: int, used: Collection[int]) -> int:
+        # What was open when looked at stays in its place, though it may be done by now.
         entry = next(entry for entry in range(len(self._steps)) if entry not in used)
         self._takers[entry] = 0
         self._num_parts[entry] = num_parts
