@@ -215,7 +215,8 @@ def divided_pieces(plan: Plan, group: GroupSpec, updater: Updater | None) -> dic
         return {rank: [] for rank in group.ranks}
     extents, num_rows = group.gradients.extents, group.gradients.num_shares
     if plan.num_servers:
-        served = updater.divide(extents, plan.num_servers, num_rows)
+        # A parameter that is cut between rows is so into as many blocks, or more.
+        served = updater.divide(extents, plan.num_servers, max(num_rows, plan.num_servers))
         workers: list[list[Piece]] = [[] for _ in group.ranks[: -plan.num_servers]]
         return dict(zip(group.ranks, [*workers, *served], strict=True))
     everywhere = [number for number, extent in enumerate(extents) if extent.row_elements]

@@ -56,8 +56,16 @@ def exchange_spec(
     limits = {f"{layer.name}.weight".lstrip("."): layer.row_limit for layer in plan.layers}
     if updater is None or not updater.is_elementwise:
         limits = {}
+    keeps_rows = updater is not None and (plan.num_servers > 0 or updater.hands_on)
+    sparse = sparse_weights(model) if keeps_rows else frozenset()
     group_specs = tuple(
-        _group_spec(plan, group, [trained[name] for name in group.names if name in trained], limits)
+        _group_spec(
+            plan,
+            group,
+            [trained[name] for name in group.names if name in trained],
+            limits,
+            sparse,
+        )
         for group in groups
     )
     if isinstance(plan.update, AveragedUpdate):
@@ -100,6 +108,7 @@ def _group_spec(
     group: ParameterGroup,
     tensors: Sequence[TensorSpec],
     limits: Mapping[str, int],
+    sparse: frozenset[str],
 ) -> GroupSpec:
     """A row for every few shares, or for each rank of a stage; none where a rank is alone."""
     row_ranks: tuple[int, ...] = ()
@@ -119,7 +128,26 @@ def _group_spec(
                 limits.get(tensor.name, 0) if row_ranks and per_row and _has_rows(tensor) else 0
                 for tensor in tensors
             ),
+            sparse=sparse,
         ),
+    )
+
+
+def sparse_weights(model: nn.Module) -> frozenset[str]:
+    """Names of the embeddings with ``sparse=True`` whose weights are used for nothing else."""
+    holders = Counter(
+        id(weight) for module in model.modules() for weight in module._parameters.values()
+    )
+    names = {id(weight): name for name, weight in model.named_parameters() if weight.requires_grad}
+    return frozenset(
+        names[id(module.weight)]
+        for module in model.modules()
+        if isinstance(module, nn.Embedding)
+        and module.sparse
+        and module.max_norm is None
+        and id(module.weight) in names
+        and holders[id(module.weight)] == 1
+        and _has_rows(tensor_spec("", module.weight))
     )
 
 

@@ -30,6 +30,7 @@ from lockstep.parallel.build import build_worker, divided_pieces
 from lockstep.parallel.exchange_layout import exchange_spec
 from lockstep.parallel.groups import parameter_groups
 from lockstep.parallel.local_worker import replica_of_plan
+from lockstep.parallel.owned_group import OwnedGroup
 from lockstep.parallel.passes import Observe
 from lockstep.parallel.update import BoundPiece, PieceSlots, Updater
 from lockstep.parallel.worker import StepResult, Worker
@@ -72,7 +73,7 @@ class ServedWorker(Worker):
         if alone is not None:
             assert isinstance(alone.updater, Pusher)
             alone.updater.push_to = partial(self.exchange.put, _GROUP, self.rank)
-            self._pulled = PulledWeights(self._queue, self._groups[_GROUP].members, served)
+            self._pulled = PulledWeights(self._queue, self._groups[_GROUP], served)
         self._opened: dict[int, tuple[Source, torch.Tensor]] = {}  # batches that may have parts
         self._sums: dict[int, _Sum] = {}  # of batches that are not complete, on a server
         self._num_steps = 0  # since all ranks have met
@@ -271,6 +272,7 @@ class Pusher(Updater):
     """
 
     is_known = True
+    hands_on = True
 
     def __init__(self) -> None:
         self.push_to: Callable[[Gradients], None] = _nowhere
@@ -301,24 +303,24 @@ class PulledWeights:
 
     Args:
         queue: knows when a server changes them.
-        members: the parameters that are trained, which lie in shared memory.
+        group: the parameters that are trained, which lie in shared memory. Sparse ones stay there:
+            lookups copy the rows that they touch, and nothing else is needed of them.
         served: the pieces of them that each server updates.
     """
 
     def __init__(
-        self,
-        queue: WorkQueue,
-        members: Sequence[torch.Tensor],
-        served: Sequence[Sequence[Piece]],
+        self, queue: WorkQueue, group: OwnedGroup, served: Sequence[Sequence[Piece]]
     ) -> None:
         self._queue = queue
-        self._members = members
-        self._shared = [member.data for member in members]
-        self._own = [torch.empty_like(shared) for shared in self._shared]
+        numbers = [number for number in range(len(group.members)) if not group.is_sparse(number)]
+        self._members = [group.members[number] for number in numbers]
+        self._shared = {number: group.members[number].data for number in numbers}
+        self._own = {number: torch.empty_like(one) for number, one in self._shared.items()}
         self._pieces = [
             [
                 tuple(cut_piece(one[piece.parameter], piece) for one in (self._own, self._shared))
                 for piece in pieces
+                if piece.parameter in self._own
             ]
             for pieces in served
         ]
@@ -330,13 +332,14 @@ class PulledWeights:
         for server, pieces in enumerate(self._pieces):
             while self._queue.version(server) != self._versions[server]:
                 self._versions[server] = self._queue.settled_version(server)
-                torch._foreach_copy_([own for own, _ in pieces], [one for _, one in pieces])
+                if pieces:
+                    torch._foreach_copy_([own for own, _ in pieces], [one for _, one in pieces])
         try:
-            for member, own in zip(self._members, self._own, strict=True):
+            for member, own in zip(self._members, self._own.values(), strict=True):
                 member.data = own
             yield
         finally:
-            for member, shared in zip(self._members, self._shared, strict=True):
+            for member, shared in zip(self._members, self._shared.values(), strict=True):
                 member.data = shared
 
 

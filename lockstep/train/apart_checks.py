@@ -1,13 +1,15 @@
 """What does not go with replicas that train apart and average, or with parameter servers."""
 
-from torch import optim
+from torch import nn, optim
 
 from lockstep.errors import OptionError, Problems
+from lockstep.parallel.exchange_layout import sparse_weights
 from lockstep.parallel.update import Updater
 from lockstep.plan.averaging import AveragedUpdate
 from lockstep.plan.spec import Plan
 from lockstep.train.updater_sets import UpdaterSet
 from lockstep.train.wrapped_updaters import Averages
+from lockstep.units import first_few
 
 _MIRRORED = "Use MirroredStrategy"
 
@@ -68,15 +70,30 @@ def check_apart(plan: Plan, updater: Updater, averages: Averages | None, precisi
     problems.raise_if_any(OptionError)
 
 
-def check_served(plan: Plan, updater: Updater, precision: str) -> None:
-    """Refuse what parameter servers cannot do.
+def check_served(plan: Plan, model: nn.Module, updater: Updater, precision: str) -> None:
+    """Refuse what parameter servers cannot do, and without them what only they can.
 
     Raises:
         OptionError: with all that they cannot.
     """
-    if not plan.num_servers:
-        return
     problems = Problems()
+    if not plan.num_servers:
+        if isinstance(updater.owner, optim.SparseAdam):
+            problems.add(
+                "Only parameter servers keep gradients sparse, as SparseAdam needs them.",
+                received=f"SparseAdam with the strategy {plan.strategy!r}",
+                fix="Use ParameterServerStrategy, or Adam.",
+            )
+        problems.raise_if_any(OptionError)
+        return
+    sparse = sorted(sparse_weights(model))
+    if sparse and not updater.takes_sparse:
+        problems.add(
+            "The optimizer has no form for sparse gradients, in which only touched rows change.",
+            received=f"{type(updater.owner).__name__}, and sparse=True for {first_few(sparse)}",
+            fix="Use SparseAdam, or SGD or Adagrad without momentum and weight_decay; or leave out "
+            "sparse=True.",
+        )
     if not (updater.is_known or isinstance(updater, UpdaterSet)):
         problems.add(
             "Servers step copies of the optimizer, so ParameterServerStrategy must know how to "

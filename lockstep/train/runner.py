@@ -308,7 +308,7 @@ class Runner(ABC):
         if updater is not None:
             check_divisible(self.model, self.optimizer, plan, is_known=updater.is_known)
             check_apart(plan, updater, self._recipe.averages, self.precision)
-            check_served(plan, updater, self.precision)
+            check_served(plan, self.model, updater, self.precision)
         if plan.pipeline is None or len(plan.domains) > 1:
             self._initialize()
         return Assignment(

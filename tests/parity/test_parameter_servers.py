@@ -21,12 +21,15 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lockstep
-from lockstep.errors import OptionError
+from lockstep.errors import ModelError, OptionError
 from tests.parity.test_parity import make_job
 from tests.thorough import core_of
 from tests.zoo import case
 
 NUM_SAMPLES, BATCH_SIZE, EPOCHS = 107, 10, 3
+
+# Else torch's own optimizers warn that they do not check the sparse tensors that they make.
+torch.sparse.check_sparse_tensor_invariants.disable()
 
 
 class Sums(nn.Module):
@@ -45,7 +48,8 @@ class Sums(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
         if self.training and os.getpid() == self.first:
             time.sleep(self.seconds)
-        return (inputs @ self.weight + self.bias).sum(1)
+        sums: Tensor = (inputs @ self.weight + self.bias).sum(1)
+        return sums
 
 
 def weighted(outputs: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
@@ -59,7 +63,7 @@ def sample_data() -> tuple[Tensor, Tensor]:
 
 
 def plain(epochs: int) -> Sums:
-    """Each batch once, in one process; the order of the batches is of no account, but their rows."""
+    """Each batch once, in one process."""
     model = Sums()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     inputs, weights = sample_data()
@@ -82,8 +86,9 @@ def trained(strategy: Any, model: nn.Module, data: Any = None, **options: Any) -
         precision="fp64",
         **options,
     )
-    batch = {} if isinstance(data, DataLoader) else {"batch_size": BATCH_SIZE}
-    return trainer.fit(data or sample_data(), epochs=EPOCHS, shuffle=False, verbose=0, **batch)
+    return trainer.fit(
+        data or sample_data(), epochs=EPOCHS, batch_size=BATCH_SIZE, shuffle=False, verbose=0
+    )
 
 
 def assert_equal(model: nn.Module, other: nn.Module) -> None:
@@ -122,7 +127,7 @@ def test_what_is_shown_at_every_step_holds_workers_together() -> None:
             callbacks = (
                 [] if stream else [lockstep.callbacks.LambdaCallback(on_train_batch_end=_see)]
             )
-            sizes: dict[str, int] = {"batch_size": one.batch_size}
+            sizes: dict[str, Any] = {"batch_size": one.batch_size}
             if stream:
                 data, sizes = DataLoader(TensorDataset(*data), one.batch_size), {}
             trainer = lockstep.Trainer(
@@ -196,6 +201,161 @@ def test_ctrl_c_brings_what_was_begun_to_its_end(staleness: int | None) -> None:
     counts = torch.linalg.lstsq(updates.T, model.weight.detach()[:, :1]).solution.flatten()
     assert torch.allclose(counts, counts.round(), atol=1e-9)
     assert 1 <= counts.sum().round() < EPOCHS * len(updates)
+
+
+# --- sparse embeddings ----------------------------------------------------------------------------
+
+
+class Rated(nn.Module):
+    """Embeddings of which a batch touches a few rows, and a dense layer."""
+
+    def __init__(self, *, has_dense: bool = True) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.users = nn.Embedding(101, 6, sparse=True)
+        self.items = nn.Embedding(53, 6, sparse=True)
+        self.dense = nn.Linear(6, 1) if has_dense else nn.Identity()
+        for weight in self.parameters():
+            weight.data.normal_(generator=generator)
+
+    def forward(self, numbers: Tensor) -> Tensor:
+        users, items = self.users(numbers[:, 0]), self.items(numbers[:, 1])
+        return torch.as_tensor(self.dense(users * items)).sum(1)
+
+
+def ratings() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    numbers = torch.stack(
+        [
+            torch.randint(70, (53,), generator=generator),
+            torch.randint(53, (53,), generator=generator),
+        ],
+        1,
+    )
+    return numbers, torch.randn(53, dtype=torch.float64, generator=generator)
+
+
+def plain_ratings(optimizer_of: Any, *, has_dense: bool) -> tuple[nn.Module, Any]:
+    model = Rated(has_dense=has_dense).double()
+    optimizer = optimizer_of(model.parameters())
+    numbers, targets = ratings()
+    for _ in range(2):
+        for at in range(0, len(numbers), 13):
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(numbers[at : at + 13]), targets[at : at + 13]).backward()
+            optimizer.step()
+    return model, optimizer
+
+
+SPARSE_OPTIMIZERS = {
+    "SGD": partial(torch.optim.SGD, lr=0.1),
+    "Adagrad": partial(torch.optim.Adagrad, lr=0.1),
+    "SparseAdam": partial(torch.optim.SparseAdam, lr=0.1),
+}
+
+
+@pytest.mark.parametrize(("servers", "workers"), core_of([(1, 2), (2, 3), (3, 2)], [(2, 3)]))
+@pytest.mark.parametrize("name", SPARSE_OPTIMIZERS)
+def test_rows_that_are_touched_are_as_on_one_device(name: str, servers: int, workers: int) -> None:
+    """So are the slots; and of rows that are not touched, nothing changes."""
+    optimizer_of, has_dense = SPARSE_OPTIMIZERS[name], name != "SparseAdam"
+    expected, plain_optimizer = plain_ratings(optimizer_of, has_dense=has_dense)
+    model = Rated(has_dense=has_dense).double()
+    trainer = lockstep.Trainer(
+        model,
+        loss=nn.MSELoss(),
+        optimizer=optimizer_of,
+        strategy=lockstep.ParameterServerStrategy(min(servers, 2), workers),
+        precision="fp64",
+    )
+    for _ in range(2):
+        trainer.fit(ratings(), batch_size=13, shuffle=False, verbose=0)
+    assert_equal(model, expected)
+    untouched = Rated(has_dense=has_dense).double().users.weight[70:]
+    assert torch.equal(model.users.weight[70:], untouched)
+    own = trainer.optimizer.state
+    for (_, slots), found in zip(plain_optimizer.state.items(), own.values(), strict=True):
+        for slot, value in slots.items():
+            difference = torch.as_tensor(found[slot] - value, dtype=torch.float64).norm()
+            assert difference <= 1e-12 * max(torch.as_tensor(value).double().norm(), 1), slot
+
+
+@pytest.mark.parametrize("accumulate", core_of([1, 2], [2]))
+def test_no_touched_row_is_lost_by_workers_that_do_not_wait(accumulate: int) -> None:
+    """Sums of embeddings: their gradients are counts, whatever the weights are."""
+
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rows = nn.Embedding(71, 3, sparse=True)
+            nn.init.zeros_(self.rows.weight)
+
+        def forward(self, numbers: Tensor) -> Tensor:
+            return torch.as_tensor(self.rows(numbers[:, 0])).sum(1)
+
+    numbers, weights = ratings()[0], torch.rand(53, dtype=torch.float64)
+    model = Counts().double()
+    strategy = lockstep.ParameterServerStrategy(1, 3, None)
+    trained(strategy, model, (numbers, weights), accumulate=accumulate)
+    expected = torch.zeros(71, dtype=torch.float64)
+    for at in range(0, 53, BATCH_SIZE):
+        rows = slice(at, at + BATCH_SIZE)
+        expected.index_add_(0, numbers[rows, 0], weights[rows] / weights[rows].sum())
+    found = model.rows.weight.detach()
+    assert (found - EPOCHS * -0.1 * expected[:, None]).abs().max() <= 1e-12
+
+
+def test_a_model_with_sparse_embeddings_is_proved() -> None:
+    job = lockstep.Job(
+        model=Rated(),
+        loss=nn.MSELoss(),
+        optimizer=partial(torch.optim.Adagrad, lr=0.1),
+        data=ratings(),
+        batch_size=13,
+    )
+    report = lockstep.verify(job, lockstep.ParameterServerStrategy(2, 3), steps=5)
+    assert report.passed, str(report)
+
+
+def _with_rows(optimizer: Any, strategy: Any, model: nn.Module, **options: Any) -> None:
+    trainer = lockstep.Trainer(
+        model,
+        loss=nn.MSELoss(),
+        optimizer=optimizer,
+        strategy=strategy,
+        precision="fp64",
+        **options,
+    )
+    trainer.fit(ratings(), batch_size=13, verbose=0)
+
+
+def test_sparse_gradients_are_clipped_as_dense_ones() -> None:
+    weights = []
+    for strategy in (lockstep.SingleDeviceStrategy(), lockstep.ParameterServerStrategy(2, 2)):
+        model = Rated().double()
+        _with_rows(partial(torch.optim.SGD, lr=0.1), strategy, model, clip_norm=0.5)
+        weights.append(model)
+    assert_equal(*weights)
+
+
+class _Tied(Rated):
+    """Its users' weights are multiplied by, too."""
+
+    def forward(self, numbers: Tensor) -> Tensor:
+        return torch.as_tensor(self.users(numbers[:, 0]) @ self.users.weight.T).sum(1)
+
+
+def test_sparse_gradients_that_cannot_be_are_refused() -> None:
+    strategy = lockstep.ParameterServerStrategy(1, 2)
+    with pytest.raises(OptionError, match="no form for sparse gradients"):
+        _with_rows(partial(torch.optim.Adam, lr=0.1), strategy, Rated().double())
+    with pytest.raises(OptionError, match="no form for sparse gradients"):
+        _with_rows(partial(torch.optim.SGD, lr=0.1, momentum=0.9), strategy, Rated().double())
+    model = Rated(has_dense=False).double()
+    with pytest.raises(OptionError, match="Only parameter servers keep gradients sparse"):
+        _with_rows(torch.optim.SparseAdam, lockstep.MirroredStrategy(2), model)
+    with pytest.raises(ModelError, match=r"a dense gradient of 'users\.weight'"):
+        _with_rows(partial(torch.optim.SGD, lr=0.1), strategy, _Tied().double())
 
 
 # --- what is refused ------------------------------------------------------------------------------
