@@ -183,6 +183,9 @@ class FitTask(Task):
         stops = self._begin_epoch(ensemble, epoch)
         if stops and self.stops_before_steps:
             return True
+        if self.takes_states and worker.trains_apart and not worker.has_own_optimizer:
+            ensemble.show_slots()  # within the epoch there is no moment at which to take a backup
+            conductor.back_up_at(Resume(epoch, True, stops), progress.num_steps)
         observe = self.metrics.update if self.metrics else None
         results = self._begin_sums(ensemble, epoch)
         batches = self._batches(ensemble, source, epoch)

@@ -10,7 +10,9 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -77,7 +79,9 @@ def plain(epochs: int) -> Sums:
     return model
 
 
-def trained(strategy: Any, model: nn.Module, data: Any = None, **options: Any) -> lockstep.History:
+def trained(
+    strategy: Any, model: nn.Module, data: Any = None, restarts: int = 0, **options: Any
+) -> lockstep.History:
     trainer = lockstep.Trainer(
         model,
         loss=weighted,
@@ -87,7 +91,12 @@ def trained(strategy: Any, model: nn.Module, data: Any = None, **options: Any) -
         **options,
     )
     return trainer.fit(
-        data or sample_data(), epochs=EPOCHS, batch_size=BATCH_SIZE, shuffle=False, verbose=0
+        data or sample_data(),
+        epochs=EPOCHS,
+        batch_size=BATCH_SIZE,
+        shuffle=False,
+        verbose=0,
+        restarts=restarts,
     )
 
 
@@ -201,6 +210,33 @@ def test_ctrl_c_brings_what_was_begun_to_its_end(staleness: int | None) -> None:
     counts = torch.linalg.lstsq(updates.T, model.weight.detach()[:, :1]).solution.flatten()
     assert torch.allclose(counts, counts.round(), atol=1e-9)
     assert 1 <= counts.sum().round() < EPOCHS * len(updates)
+
+
+class _Dying(Sums):
+    """Its helpers end in a forward pass: one after another, as often as there are files to take."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(seconds=0.002)
+        self.folder, self.calls = folder, itertools.count()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.training and os.getpid() != self.first and next(self.calls) == 7:
+            for one in self.folder.iterdir():
+                with suppress(FileNotFoundError):
+                    one.unlink()
+                    os.kill(os.getpid(), signal.SIGKILL)
+        return super().forward(inputs)
+
+
+@pytest.mark.parametrize("kills", core_of([2, 50], [2]))
+def test_with_restarts_every_sample_counts_once_whoever_dies(kills: int, tmp_path: Path) -> None:
+    for number in range(kills):
+        (tmp_path / str(number)).touch()
+    model = _Dying(tmp_path)
+    history = trained(lockstep.ParameterServerStrategy(2, 3, 4), model, restarts=kills)
+    assert not list(tmp_path.iterdir())
+    assert 1 <= len(history.restarts) <= kills
+    assert_equal(model, plain(EPOCHS))
 
 
 # --- sparse embeddings ----------------------------------------------------------------------------
@@ -397,18 +433,6 @@ def test_what_servers_cannot_do_is_refused(
 def test_more_servers_than_parameters_are_refused() -> None:
     with pytest.raises(OptionError, match="servers=3 with 2 parameters"):
         trained(lockstep.ParameterServerStrategy(3, 2), Sums())
-
-
-def test_restarts_need_workers_that_wait() -> None:
-    trainer = lockstep.Trainer(
-        Sums(),
-        loss=weighted,
-        optimizer=partial(torch.optim.SGD, lr=0.1),
-        strategy=lockstep.ParameterServerStrategy(1, 2, 1),
-        precision="fp64",
-    )
-    with pytest.raises(OptionError, match="staleness=0"):
-        trainer.fit(sample_data(), batch_size=BATCH_SIZE, restarts=1, verbose=0)
 
 
 def test_a_proof_needs_workers_that_wait() -> None:
