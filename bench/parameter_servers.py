@@ -4,6 +4,9 @@ The first worker sleeps five times as long as the others in every forward pass. 
 ``staleness=4`` and ``staleness=None`` at least 1.6 times as many samples per second as with 0, a
 staleness of 4 at most in the record, and the digits of scikit-learn learned as well.
 
+Then an embedding of 1,000,000 rows of 64 elements, of which a batch touches 256. Held to: a step at
+least 20 times as fast as with dense gradients under ``MirroredStrategy``.
+
     python bench/parameter_servers.py
 """
 
@@ -19,6 +22,7 @@ import lockstep
 _SECONDS_PER_CALL = 0.004
 _SLOWDOWN = 5
 _WORKERS = 3
+_ROWS = 1_000_000
 
 
 class Uneven(nn.Module):
@@ -64,6 +68,47 @@ def train(staleness: int | None, epochs: int) -> tuple[float, float, float]:
     return len(seen) * epochs / seconds, max(leads), accuracy
 
 
+class Lookup(nn.Module):
+    """A large embedding."""
+
+    def __init__(self, *, sparse: bool) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(_ROWS, 64, sparse=sparse)
+        self.out = nn.Linear(64, 1)
+
+    def forward(self, numbers: Tensor) -> Tensor:
+        found: Tensor = self.out(self.rows(numbers)).squeeze(1)
+        return found
+
+
+def seconds_per_step(strategy: lockstep.Strategy, steps: int, *, sparse: bool) -> float:
+    numbers, targets = torch.randint(_ROWS, (256 * steps,)), torch.randn(256 * steps)
+    trainer = lockstep.Trainer(
+        Lookup(sparse=sparse),
+        loss=nn.MSELoss(),
+        optimizer=functools.partial(torch.optim.SGD, lr=0.1),
+        strategy=strategy,
+    )
+    trainer.fit((numbers[:512], targets[:512]), batch_size=256, verbose=0)
+    start = time.perf_counter()
+    trainer.fit((numbers, targets), batch_size=256, verbose=0)
+    seconds = time.perf_counter() - start
+    trainer.close()
+    return seconds / steps
+
+
+def compare_embeddings() -> None:
+    dense = seconds_per_step(lockstep.MirroredStrategy(2), 20, sparse=False)
+    print(f"embedding, dense gradients: {dense * 1e3:.1f} ms per step")
+    for staleness in (0, 4, None):
+        strategy = lockstep.ParameterServerStrategy(1, 2, staleness)
+        seconds = seconds_per_step(strategy, 400, sparse=True)
+        print(
+            f"embedding, staleness={staleness}: {seconds * 1e3:.1f} ms per step, "
+            f"{dense / seconds:.0f} times as fast"
+        )
+
+
 def main() -> None:
     synchronous = 0.0
     for staleness in (0, 1, 4, None):
@@ -73,6 +118,7 @@ def main() -> None:
             f"staleness={staleness}: {speed:,.0f} samples/s, {speed / synchronous:.2f} times the "
             f"synchronous; longest lead {lead:.0f}; accuracy on digits {accuracy:.3f}"
         )
+    compare_embeddings()
 
 
 if __name__ == "__main__":
