@@ -360,7 +360,12 @@ def _step_plainly(optimizer: optim.Optimizer) -> None:
     The wrappers run hooks, and import torch.compile's machinery at the first step: a second.
     """
     step = _plain_step(type(optimizer))  # type: ignore[arg-type]  # a class is hashable
-    with torch.set_grad_enabled(optimizer.defaults.get("differentiable", False)):
+    checks = torch.sparse.check_sparse_tensor_invariants
+    with (
+        torch.set_grad_enabled(optimizer.defaults.get("differentiable", False)),
+        # As it is, but said: else the steps that make sparse tensors warn that nobody has.
+        checks(checks.is_enabled()) if type(optimizer) in LAZY else nullcontext(),  # type: ignore[no-untyped-call]
+    ):
         step(optimizer)
 
 
