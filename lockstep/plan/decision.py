@@ -276,7 +276,8 @@ def _check_ranks(plan: Decision, problems: Problems) -> None:
     if min(sizes, default=1) < 1 or math.prod(sizes) + plan.num_servers != plan.num_ranks:
         problems.add(
             "The sizes of the mesh's axes must multiply to the number of devices, but for servers.",
-            received=f"axes of {sizes}, {plan.num_servers} servers, {plan.num_ranks} devices",
+            received=f"axes of {sizes} with {plan.num_ranks} devices"
+            + (f", {plan.num_servers} of servers" if plan.num_servers else ""),
             fix="Name one device per rank.",
         )
     if plan.hosts and (min(plan.hosts) < 1 or sum(plan.hosts) != plan.num_ranks):
