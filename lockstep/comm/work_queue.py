@@ -143,6 +143,10 @@ class WorkQueue:
         """Whether a part of the batch was ever taken."""
         return bool(self._begun[0] > step)
 
+    def oldest_open(self, step: int) -> int:
+        """The oldest batch that is not in the weights of all servers; ``step`` if all are."""
+        return min(self._open_steps(), default=step)
+
     def is_over(self) -> bool:
         """Whether all that was opened is in the weights."""
         return not self._open_steps()

@@ -26,6 +26,8 @@ from lockstep.comm.shared_memory import SharedRegion
 from lockstep.comm.work_queue import Part, Push, WorkQueue
 from lockstep.data.read_ahead import Read
 from lockstep.data.sources import Source
+from lockstep.errors import NonFiniteError
+from lockstep.launch.failure import add_note
 from lockstep.parallel.build import build_worker, divided_pieces
 from lockstep.parallel.exchange_layout import exchange_spec
 from lockstep.parallel.groups import parameter_groups
@@ -103,6 +105,8 @@ class ServedWorker(Worker):
         if self._alone is None:
             self._serve(lambda: self._queue.is_applied(step) or self.is_halted)
             return _joined([])
+        oldest = self._queue.oldest_open(step)
+        self._opened = {number: one for number, one in self._opened.items() if number >= oldest}
         self._opened[step] = source, indices
         return _joined(list(self._worked_off(step, observe)))
 
@@ -146,13 +150,21 @@ class ServedWorker(Worker):
         source, indices = self._opened[part.step]
         shares = self.plan.shares_of(part.number)
         bounds = share_bounds(len(indices), self.plan.num_shares)
-        own = indices[bounds[shares[0]][0] : bounds[shares[-1]][1]]
+        start, stop = bounds[shares[0]][0], bounds[shares[-1]][1]
         alone = self._alone
         alone.passes.reading = self.passes.reading
         alone.first_share = shares[0]
         self.exchange.begin_pass()
-        with self._pulled.in_place():
-            result = alone.train_step(source, own, part.step, observe)
+        try:
+            with self._pulled.in_place():
+                result = alone.train_step(source, indices[start:stop], part.step, observe)
+        except NonFiniteError as error:
+            add_note(
+                error,
+                f"Shares and samples are counted within a worker's part of the batch: samples "
+                f"{start} to {stop - 1}. Other parts of it, and other batches, may be under way.",
+            )
+            raise
         weight = 0.0 if result.is_skipped else result.weight
         self._queue.push(Push(part, self._num_parts(len(indices)), weight))
         return result

@@ -23,7 +23,7 @@ STATE_OF_FIRST = (
 
 STATE_OF_SERVERS = (
     "The weights are what the servers had made of them: of batches that were under way, some may "
-    "be in a part of them only. Counts of the optimizer's steps begin anew."
+    "be in a part of them only. The optimizer begins anew."
 )
 
 
