@@ -228,6 +228,7 @@ class _Dying(Sums):
         return super().forward(inputs)
 
 
+@pytest.mark.thorough
 def test_with_restarts_every_sample_counts_once_whoever_dies(tmp_path: Path) -> None:
     kills = 2
     for number in range(kills):
