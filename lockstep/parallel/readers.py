@@ -15,7 +15,6 @@ A read that comes in another order than foreseen is made at once, by the rank.
 import errno
 import os
 import shutil
-import signal
 import sys
 import threading
 import warnings
@@ -44,7 +43,7 @@ from lockstep.data.sources import Batch, Source
 from lockstep.data.trees import tensors_of
 from lockstep.errors import DataError, WorkerError
 from lockstep.launch.failure import add_note, pack_failure, unpack_failure
-from lockstep.launch.helper import die_with
+from lockstep.launch.helper import die_with, leave_signals_to_script
 from lockstep.parallel.settings import TorchSettings
 from lockstep.units import format_bytes
 
@@ -254,6 +253,8 @@ class _Processes:
     def close(self) -> None:
         results, self._results = self._results, iter(())
         results._shutdown_workers()
+        for worker in getattr(results, "_workers", ()):
+            worker.kill()  # SIGTERM, by which torch ends those that hang, is not for them
 
 
 class _Orders:
@@ -327,8 +328,7 @@ def _unchanged(answer: Any) -> Any:
 
 def _begin(parent: int, worker: int) -> None:
     """In a reader process, before its first read."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the script, which ends us
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # and so it does, whatever handler it has
+    leave_signals_to_script()
     die_with(parent)
 
 

@@ -85,7 +85,7 @@ class FittingRunner(PersistentRunner):
         self._check_not_averaged("fit")
         if asked.checkpoint is None:
             return self._fit_on(asked, None, None)
-        with held_termination(is_alone=self._job_context.hosts is None) as termination:
+        with held_termination() as termination:
             return self._fit_with(asked, Keeper(asked.checkpoint, termination))
 
     def _fit_with(self, asked: FitRequest, keeper: Keeper) -> History:

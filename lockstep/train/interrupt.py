@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from lockstep.errors import WorkerError
+from lockstep.errors import HostError, WorkerError
 
 # Longest wait for a step's end after SIGTERM. Whoever sends it often kills 10 s or more later.
 _PATIENCE_SECONDS = 7.0
@@ -104,27 +104,28 @@ class Termination:
 
 
 @contextmanager
-def held_termination(*, is_alone: bool) -> Iterator[Termination]:
+def held_termination() -> Iterator[Termination]:
     """Within the block a Termination handles SIGTERM, if nothing else does.
 
-    Args:
-        is_alone: this process makes the call alone. Others would wait for it.
+    The process that writes checkpoints ends the call after the step under way. Others, which may
+    have been sent the signal too, wait for that.
 
     Raises:
         SystemExit: at the end of the block, if there was one.
     """
     termination = Termination()
-    if not is_alone or _handler_of(signal.SIGTERM) is not signal.SIG_DFL:
-        yield termination
+    previous = _handler_of(signal.SIGTERM)
+    if previous is not signal.SIG_DFL:
+        yield previous if isinstance(previous, Termination) else termination
         return
     signal.signal(signal.SIGTERM, termination)
-    lost: WorkerError | None = None
+    lost: Exception | None = None
     try:
         yield termination
-    except WorkerError as error:
-        if not (termination.is_requested and error.is_loss):
+    except (WorkerError, HostError) as error:
+        if not (termination.is_requested and getattr(error, "is_loss", True)):
             raise
-        lost = error  # helpers were sent the signal, too
+        lost = error  # other processes were sent the signal, too
     finally:
         termination.close()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)

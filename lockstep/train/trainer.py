@@ -6,7 +6,7 @@ runs tasks on the Plan's ranks through a ``Session``.
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -45,6 +45,7 @@ from lockstep.train.intake import (
     Wish,
     take_in,
 )
+from lockstep.train.interrupt import held_termination
 from lockstep.train.job_context import JobContext, StrategyLike
 from lockstep.train.known_modules import known_modules
 from lockstep.train.learning_rates import make_schedule
@@ -270,7 +271,8 @@ class Trainer(FittingRunner):
             restarts=restarts,
             on_snapshot=on_snapshot,
         )
-        return self._call("fit", lambda: self._fit(asked))
+        with nullcontext() if checkpoint is None else held_termination():
+            return self._call("fit", lambda: self._fit(asked))
 
     def evaluate(self, data: Any, *, batch_size: int | None = None) -> Logs:
         """Loss and metrics over ``data``, every sample counted once.

@@ -58,10 +58,7 @@ class KeepingRunner(PersistentRunner):
             return
         _check_together(self._maker())
         with ExitStack() as stack:
-            is_alone = self._job_context.hosts is None
-            keeper = Keeper(
-                checkpoint.files, stack.enter_context(held_termination(is_alone=is_alone))
-            )
+            keeper = Keeper(checkpoint.files, stack.enter_context(held_termination()))
             tree = stack.enter_context(keeper.opened()) if self._is_chief else None
             tree = self._job_context.from_chief(tree)
             found = None if tree is None else Found.of(tree)
