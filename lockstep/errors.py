@@ -5,6 +5,7 @@
     LockstepError
     ├── OptionError          (ValueError)       an argument that cannot be
     ├── DataError            (ValueError)       data that cannot be trained on
+    │   └── BadRecordError                      a sample that cannot be read, or is unlike the others
     ├── DeviceError          (ValueError)       a device that is not there, or holds the wrong thing
     ├── ModelError           (ValueError)       a model that cannot be trained as asked
     ├── PlanError            (ValueError)       a Plan that is malformed or contradicts itself
@@ -59,6 +60,29 @@ class OptionError(LockstepError, ValueError):
 
 class DataError(LockstepError, ValueError):
     """The data cannot be trained on as given."""
+
+
+class BadRecordError(DataError):
+    """A sample cannot be read, or is not like the others.
+
+    Attributes:
+        index: the sample's number in its dataset.
+        rank: that was to read it; None where no rank was.
+    """
+
+    rank: int | None = None
+
+    def __init__(
+        self, what: str = "", *, received: object = None, fix: str = "", index: int = -1
+    ) -> None:
+        super().__init__(what, received=received, fix=fix)
+        self.index = index
+
+    def name_rank(self, rank: int) -> None:
+        """Say which rank was to read it, unless that was said."""
+        if self.rank is None:
+            self.rank = rank
+            self.args = (f"{self} It is on rank {rank} that it was to be read.",)
 
 
 class DeviceError(LockstepError, ValueError):

@@ -18,7 +18,7 @@ from lockstep.data.map_style import read_items
 from lockstep.data.mapped_files import remember_file
 from lockstep.data.read_ahead import Prefetch, ReadAhead
 from lockstep.data.trees import Tree, map_tensors, named_tensors, tensors_of
-from lockstep.errors import DataError, Problems
+from lockstep.errors import BadRecordError, DataError, Problems
 
 SUPPORTED = (
     "(inputs, targets) or (inputs, targets, sample_weight) of arrays or tensors, "
@@ -54,6 +54,11 @@ class Source(ABC):
     """
 
     ahead: ReadAhead | None = None
+
+    @property
+    def sample(self) -> "Source":
+        """Samples to see what the data is like."""
+        return self
 
     @abstractmethod
     def __len__(self) -> int:
@@ -117,10 +122,10 @@ class DatasetSource(Source):
         return len(self.dataset)  # type: ignore[arg-type]  # as_source has seen its __len__
 
     def read(self, indices: torch.Tensor, dtype: torch.dtype | None) -> Batch:
-        items = read_items(self.dataset, indices.tolist())
+        items = self._items(indices.tolist())
         if not self.with_targets:
             items = [_first_part(item) for item in items]
-        inputs, targets, weight = self._split(items[0], _collated(items))
+        inputs, targets, weight = self._split(items[0], _collated(items, indices.tolist()))
         if weight is not None:
             _check_collated_weight(weight)
 
@@ -134,6 +139,9 @@ class DatasetSource(Source):
             sample_weight=None if weight is None else weight.to(dtype or weight.dtype),
             num_samples=len(indices),
         )
+
+    def _items(self, indices: list[int]) -> list[Any]:
+        return read_items(self.dataset, indices)
 
     def _split(self, item: Any, collated: Any) -> tuple[Tree, Tree, Any]:
         if not self.with_targets:
@@ -160,7 +168,7 @@ def _first_part(item: Any) -> Any:
     return item[0] if isinstance(item, tuple | list) and len(item) in (1, 2, 3) else item
 
 
-def _collated(items: list[Any]) -> Any:
+def _collated(items: list[Any], indices: list[int]) -> Any:
     try:
         return default_collate(items)
     except TypeError as error:
@@ -172,13 +180,16 @@ def _collated(items: list[Any]) -> Any:
             else "Convert the rest in __getitem__.",
         ) from error
     except RuntimeError as error:  # torch's, of tensors that cannot be stacked
-        shapes = sorted({_shapes_of(item) for item in items})
-        if len(shapes) == 1:
+        shapes = [_shapes_of(item) for item in items]
+        if len(set(shapes)) == 1:
             raise
-        raise DataError(
+        odd = min(shapes, key=shapes.count)  # the first of those that are fewest
+        index = indices[shapes.index(odd)]
+        raise BadRecordError(
             "The items of a batch must have the same shapes.",
-            received=f"items of {' and of '.join(shapes)}",
+            received=f"items of {' and of '.join(sorted(set(shapes)))}: sample {index} is {odd}",
             fix="Pad them in __getitem__, or make batches with a DataLoader's collate_fn.",
+            index=index,
         ) from error
 
 

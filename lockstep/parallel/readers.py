@@ -149,12 +149,8 @@ class _SourceAhead(Source):
             reader.close()
 
     def _is_foreseen(self, indices: torch.Tensor, dtype: torch.dtype | None) -> bool:
-        if not self._foreseen:
-            return False
-        read = self._foreseen[0]
         # The same samples may be read again in another step, and a share's may be read twice.
-        is_due = read.seed == torch.initial_seed() and read.dtype == dtype
-        return is_due and torch.equal(read.indices, indices)
+        return bool(self._foreseen) and self._foreseen[0].is_for(indices, dtype)
 
     def _noted(self, reads: Iterator[Read]) -> Iterator[Read]:
         """The reads, each noted when a reader is told of it."""
@@ -193,7 +189,7 @@ class _Thread:
     def _take_first(self) -> _Result:
         assert self._first is not None
         before = stream_states()
-        batch = self._source.read(self._first.indices, self._first.dtype)
+        result = self._result(self._first)
         if not same_streams(before, stream_states()):
             raise _drawing()
         self._order(self._num_ready)
@@ -202,7 +198,7 @@ class _Thread:
             target=self._run, args=settings, name="lockstep-reader", daemon=True
         )
         self._thread.start()
-        return _Result(batch=batch)
+        return result
 
     def _order(self, count: int) -> None:
         for read in islice(self._reads, count):

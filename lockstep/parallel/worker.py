@@ -48,6 +48,7 @@ class StepResult:
         num_samples: size of the global batch.
         is_skipped: something was not finite: nothing was updated, and the loss does not count.
         parts: of several losses, the sums of each share whose loss is known on this rank.
+        num_bad: records that were left out of the batch.
     """
 
     total: float
@@ -55,6 +56,7 @@ class StepResult:
     num_samples: int
     is_skipped: bool = False
     parts: list[Sums] = field(default_factory=list)
+    num_bad: int = 0
 
     @property
     def loss(self) -> float:

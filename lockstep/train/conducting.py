@@ -1,6 +1,6 @@
 """Rank 0's part between steps: callbacks, progress, history."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -29,6 +29,8 @@ from lockstep.train.trainer_protocol import TrainerProtocol
 from lockstep.train.training_state import copied
 from lockstep.train.waiting import ClockedSource, InputClock
 
+# Bad records that are named on the screen; all are counted.
+_MOST_BAD_SHOWN = 10
 _OF_MODULES = frozenset(vars(nn.Module()))
 
 
@@ -101,6 +103,7 @@ class FitConductor(FollowingConductor):
         self._backups = backups
         self._journal = Journal(is_kept=False) if backups is None else backups.journal
         self._is_due = False  # a backup, after this step
+        self._num_bad_shown = 0
         self._is_asked = False  # for the state, by a callback after this step
         self._trainer = trainer
         self._schedule = trainer.schedule
@@ -236,6 +239,15 @@ class FitConductor(FollowingConductor):
                 f"going on from {_after(backup.last_step)}, to the same result."
             )
         return backup.resume
+
+    def note_bad_records(self, bad: Mapping[int, str]) -> None:
+        for index in sorted(bad):
+            self._journal.once(partial(self._show_bad_record, index, bad[index]))
+
+    def _show_bad_record(self, index: int, reason: str) -> None:
+        self._num_bad_shown += 1
+        if self._display is not None and self._num_bad_shown <= _MOST_BAD_SHOWN:
+            self._display.notice(f"Skipped sample {index}: {reason}")
 
     def begin_validation(self) -> None:
         self._journal.once(self._show_validation_begin)

@@ -1,6 +1,6 @@
 """The conductor: what rank 0 does between the steps of a task, and what it is shown."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -133,6 +133,9 @@ class Conductor:
     def decide(self, directive: Any) -> Any:
         """What callbacks have decided now, or had decided when this step was made before."""
         return directive
+
+    def note_bad_records(self, bad: Mapping[int, str]) -> None:
+        """Records that are left out, by their index, each with the reason."""
 
     def begin_validation(self) -> None:
         """Validation begins."""

@@ -8,13 +8,21 @@ from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
+from lockstep.data.bad_records import CheckedSource, OnBadRecord, skipping
 from lockstep.errors import ModelError, OptionError
 from lockstep.parallel.losses import ONE_LOSS, LossAdapter
+from lockstep.plan.makers import LocalSteps
 from lockstep.train.backups import Backups
 from lockstep.train.batch_size import BatchSizeSearch, Training, choose_batch_size, search_of
 from lockstep.train.callbacks import acting, stopping, told_of_errors, traced_steps
 from lockstep.train.checkpoints import Checkpoint, FitRecord, Found, Keeper
-from lockstep.train.checks import check_counts, check_restarts, check_targets, log_names
+from lockstep.train.checks import (
+    check_counts,
+    check_on_bad_record,
+    check_restarts,
+    check_targets,
+    log_names,
+)
 from lockstep.train.conducting import FitConductor, FollowingConductor
 from lockstep.train.ensemble import Resume
 from lockstep.train.feeding import SharedStream, sample_of
@@ -45,6 +53,7 @@ class FitRequest:
     rule: RateRule | None
     checkpoint: Checkpoint | None
     restarts: int
+    on_bad_record: OnBadRecord
     on_snapshot: Any
 
 
@@ -151,6 +160,27 @@ class FittingRunner(PersistentRunner):
             restarts,
         )
 
+    def _skipping(self, feed: Feed) -> Feed:
+        """The same data without its bad records.
+
+        Raises:
+            OptionError: they cannot be left out.
+        """
+        reasons = {
+            "data that can only be iterated": isinstance(feed.source, SharedStream),
+            "several hosts, or processes of a launcher": self._job_context.hosts is not None,
+            "replicas that train apart": isinstance(self._maker(), LocalSteps),
+        }
+        for received, is_so in reasons.items():
+            if is_so:
+                raise OptionError(
+                    "Bad records are left out of data that is read by index, on one host, by "
+                    "ranks that step together.",
+                    received=f'on_bad_record="skip" with {received}',
+                    fix="Leave them out where the data is read.",
+                )
+        return replace(feed, source=skipping(feed.source))
+
     def _shows(self, asked: FitRequest) -> bool:
         return bool(asked.verbose) and self._is_chief
 
@@ -162,6 +192,7 @@ class FittingRunner(PersistentRunner):
         }
         epochs, size, steps_per_epoch = check_counts(sizes, epochs=asked.epochs)
         check_restarts(asked.restarts)
+        check_on_bad_record(asked.on_bad_record)
         loss = self._loss_of_fit(has_validation=asked.validation_data is not None)
         self._check_trainable()
         wish = Wish(
@@ -179,6 +210,8 @@ class FittingRunner(PersistentRunner):
         feed = self._job_context.agreed_feed(take_in(asked.data, wish))
         with closing_on_error(feed):
             validation = _take_in_validation(asked.validation_data, wish, feed)
+            if asked.on_bad_record == "skip":
+                feed, validation = self._skipping(feed), validation and self._skipping(validation)
         return _Fit(loss=loss, wish=wish, feed=feed, validation=validation)
 
     # --- checkpoints -----------------------------------------------------------------------------
@@ -349,6 +382,7 @@ class FittingRunner(PersistentRunner):
             after_steps=bool(stopping(callbacks, "on_train_batch_end")),
             steps_per_epoch=wish.steps_per_epoch,
             traced=traced_steps(callbacks, self._steps_trained),
+            counts_bad=isinstance(fit.feed.source, CheckedSource),
             counts_skipped=self._recipe.rules.on_nonfinite == "skip",
             loss_parts=ONE_LOSS if fit.loss is None else fit.loss.parts,
             turns=self._recipe.turns,

@@ -16,6 +16,7 @@ the user's own stays in force.
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -24,6 +25,8 @@ from lockstep.errors import HostError, WorkerError
 
 # Longest wait for a step's end after SIGTERM. Whoever sends it often kills 10 s or more later.
 _PATIENCE_SECONDS = 7.0
+# Launchers pass on what they were sent: so soon after the first a second one is the same.
+_SAME_SECONDS = 1.0
 STATUS_OF_SIGTERM = 128 + signal.SIGTERM
 
 
@@ -89,13 +92,17 @@ class Termination:
 
     def __init__(self) -> None:
         self.is_requested = False
+        self._first_seconds = 0.0
         self._timer = threading.Timer(_PATIENCE_SECONDS, os.kill, (os.getpid(), signal.SIGTERM))
         self._timer.daemon = True
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        if self.is_requested:  # it is the second, or time is up
-            raise SystemExit(STATUS_OF_SIGTERM)
-        self.is_requested = True
+        now = time.monotonic()
+        if self.is_requested:
+            if now - self._first_seconds > _SAME_SECONDS:  # it is the second, or time is up
+                raise SystemExit(STATUS_OF_SIGTERM)
+            return
+        self.is_requested, self._first_seconds = True, now
         self._timer.start()
 
     def close(self) -> None:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import nn, optim
 
+from lockstep.data.bad_records import OnBadRecord
 from lockstep.data.batch_dims import BatchDims
 from lockstep.data.sources import Source, as_input_source
 from lockstep.data.trees import Tree, concatenate, map_tensors, tensors_of
@@ -207,6 +208,7 @@ class Trainer(FittingRunner):
         reference_batch_size: int = DEFAULT_BATCH_SIZE,
         checkpoint: Checkpoint | None = None,
         restarts: int = 0,
+        on_bad_record: OnBadRecord = "error",
         on_snapshot: Any = None,
     ) -> History:
         """Train; a second ``fit`` goes on where the first ended.
@@ -241,6 +243,10 @@ class Trainer(FittingRunner):
                 answered for ``timeout_seconds`` of the strategy: with fresh processes, from the
                 last copy of the training in memory, to the same bits. That takes memory for a
                 second copy of weights and optimizer, and at most 2 % of the time.
+            on_bad_record: what becomes of a sample that cannot be read, or is not of the shapes and
+                types of the first one that can be: ``"error"`` ends the training with a
+                BadRecordError; ``"skip"`` leaves it out of its batch, on all ranks alike, and
+                counts it (``"bad_records"`` in the history). For map-style datasets.
             on_snapshot: called with a ``train.conductor.Snapshot`` after every step: gradients,
                 every rank's state and the optimizer's slots. For proofs; slow. Its attribute
                 ``look``, if it has one, says of which steps modules' values are to be noted.
@@ -269,6 +275,7 @@ class Trainer(FittingRunner):
             rule=rule_of(learning_rate_rule, reference_batch_size),
             checkpoint=checkpoint,
             restarts=restarts,
+            on_bad_record=on_bad_record,
             on_snapshot=on_snapshot,
         )
         with nullcontext() if checkpoint is None else held_termination():
