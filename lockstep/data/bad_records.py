@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from lockstep.data.map_style import read_items
+from lockstep.data.map_style import name_of
 from lockstep.data.order import kept_streams
 from lockstep.data.sources import DatasetSource, Source
 from lockstep.errors import BadRecordError, DataError
@@ -34,7 +34,8 @@ class CheckedSource(DatasetSource):
 
     def __init__(self, dataset: Dataset[Any]) -> None:
         super().__init__(dataset)
-        self._readable = _Readable(dataset)
+        self._form: str | None = None  # until the first is found
+        self._readable = _Readable(self)
         with kept_streams():
             self._form = form_of(self._readable[0])
 
@@ -47,18 +48,26 @@ class CheckedSource(DatasetSource):
         found = {}
         for index in indices:
             try:
-                self._items([index])
+                self.read_one(index)
             except BadRecordError as error:
                 found[index] = str(error)
         return found
+
+    def read_one(self, index: int) -> Any:
+        """A record.
+
+        Raises:
+            BadRecordError: it is one.
+        """
+        return self._items([index])[0]
 
     def _items(self, indices: list[int]) -> list[Any]:
         items = super()._items(indices)
         for index, item in zip(indices, items, strict=True):
             form = form_of(item)
-            if form != self._form:
+            if self._form is not None and form != self._form:
                 raise BadRecordError(
-                    f"Sample {index} of {type(self.dataset).__name__} must be like the first one "
+                    f"Sample {index} of {name_of(self.dataset)} must be like the first one "
                     f"that can be read: {self._form}.",
                     received=form,
                     fix="Give all samples one shape and type in __getitem__, or leave it out.",
@@ -68,33 +77,33 @@ class CheckedSource(DatasetSource):
 
 
 class _Readable(Dataset[Any]):
-    """The records of a dataset that can be read, as far as somebody asks for them."""
+    """The good records of a source, as far as somebody asks for them."""
 
-    def __init__(self, dataset: Any) -> None:
-        self._dataset = dataset
+    def __init__(self, source: CheckedSource) -> None:
+        self._source = source
         self._found: list[int] = []
         self._num_tried = 0
 
     def __len__(self) -> int:
-        return len(self._dataset)
+        return len(self._source)
 
     def __getitem__(self, index: int) -> Any:
         first: BadRecordError | None = None
         while len(self._found) <= index:
             place, self._num_tried = self._num_tried, self._num_tried + 1
             try:
-                if place >= min(len(self._dataset), index + _MOST_TRIED):
+                if place >= min(len(self), index + _MOST_TRIED):
                     raise DataError(
                         "A dataset of which bad records are skipped must have some good ones.",
                         received=f"{len(self._found)} among its first {place}",
                         fix="See why they cannot be read.",
                     ) from first
-                read_items(self._dataset, [place])
+                self._source.read_one(place)
             except BadRecordError as error:
                 first = first or error
             else:
                 self._found.append(place)
-        return read_items(self._dataset, [self._found[index]])[0]
+        return self._source.read_one(self._found[index])
 
 
 def form_of(item: Any) -> str:

@@ -54,6 +54,13 @@ def read_items(dataset: Any, indices: Sequence[int]) -> list[Any]:
     return items
 
 
+def name_of(dataset: Any) -> str:
+    """The class of a dataset; of one of Lockstep's around it, of that within."""
+    while type(dataset).__module__.startswith("lockstep.") and hasattr(dataset, "dataset"):
+        dataset = dataset.dataset
+    return type(dataset).__name__
+
+
 @contextmanager
 def _named(dataset: Any, indices: Sequence[int]) -> Iterator[None]:
     try:
@@ -65,7 +72,7 @@ def _named(dataset: Any, indices: Sequence[int]) -> Iterator[None]:
             read_items(dataset, [index])  # the one that is to blame raises here, by itself
         which = f"Sample {indices[0]}" if len(indices) == 1 else f"One of {first_few(indices)}"
         raise BadRecordError(
-            f"{which} of the dataset ({type(dataset).__name__}) cannot be read.",
+            f"{which} of the dataset ({name_of(dataset)}) cannot be read.",
             received=f"{type(error).__name__}: {error}",
             fix=f"Try dataset[{indices[0]}] by itself; leave it out, or "
             'pass fit(on_bad_record="skip").',

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
-from lockstep.data.map_style import read_items
+from lockstep.data.map_style import name_of, read_items
 from lockstep.data.mapped_files import remember_file
 from lockstep.data.read_ahead import Prefetch, ReadAhead
 from lockstep.data.trees import Tree, map_tensors, named_tensors, tensors_of
@@ -125,7 +125,7 @@ class DatasetSource(Source):
         items = self._items(indices.tolist())
         if not self.with_targets:
             items = [_first_part(item) for item in items]
-        inputs, targets, weight = self._split(items[0], _collated(items, indices.tolist()))
+        inputs, targets, weight = self._split(items[0], self._collated(items, indices))
         if weight is not None:
             _check_collated_weight(weight)
 
@@ -142,6 +142,23 @@ class DatasetSource(Source):
 
     def _items(self, indices: list[int]) -> list[Any]:
         return read_items(self.dataset, indices)
+
+    def _collated(self, items: list[Any], indices: torch.Tensor) -> Any:
+        try:
+            return _collated(items)
+        except RuntimeError as error:  # torch's, of tensors that cannot be stacked
+            shapes = [_shapes_of(item) for item in items]
+            if len(set(shapes)) == 1:
+                raise
+            odd = min(shapes, key=shapes.count)  # the first of those that are fewest
+            index = int(indices[shapes.index(odd)])
+            listed = " and of ".join(sorted(set(shapes)))
+            raise BadRecordError(
+                "The items of a batch must have the same shapes.",
+                received=f"items of {listed}: sample {index} of {name_of(self.dataset)} is {odd}",
+                fix="Pad them in __getitem__, or make batches with a DataLoader's collate_fn.",
+                index=index,
+            ) from error
 
     def _split(self, item: Any, collated: Any) -> tuple[Tree, Tree, Any]:
         if not self.with_targets:
@@ -168,7 +185,7 @@ def _first_part(item: Any) -> Any:
     return item[0] if isinstance(item, tuple | list) and len(item) in (1, 2, 3) else item
 
 
-def _collated(items: list[Any], indices: list[int]) -> Any:
+def _collated(items: list[Any]) -> Any:
     try:
         return default_collate(items)
     except TypeError as error:
@@ -178,18 +195,6 @@ def _collated(items: list[Any], indices: list[int]) -> Any:
             fix="Where there is no target, give the input twice and let the loss ignore it."
             if _holds_none(items[0])
             else "Convert the rest in __getitem__.",
-        ) from error
-    except RuntimeError as error:  # torch's, of tensors that cannot be stacked
-        shapes = [_shapes_of(item) for item in items]
-        if len(set(shapes)) == 1:
-            raise
-        odd = min(shapes, key=shapes.count)  # the first of those that are fewest
-        index = indices[shapes.index(odd)]
-        raise BadRecordError(
-            "The items of a batch must have the same shapes.",
-            received=f"items of {' and of '.join(sorted(set(shapes)))}: sample {index} is {odd}",
-            fix="Pad them in __getitem__, or make batches with a DataLoader's collate_fn.",
-            index=index,
         ) from error
 
 

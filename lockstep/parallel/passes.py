@@ -375,12 +375,17 @@ class Passes(ABC):
 
     def _read(self, run: Run, share: int) -> Batch:
         assert run.source is not None
+        board = self._exchange.board
+        if board is not None:
+            board.note("reading")
         with self.reading:
             try:
                 batch = run.source.read(run.indices_of(share), self._dtype)
             except BadRecordError as error:
                 error.name_rank(self._rank)
                 raise
+        if board is not None:
+            board.note("forward")
         return moved(batch, self._device)
 
     def _denominator(self, run: Run, loss: ShareLoss | None) -> float:

@@ -34,8 +34,28 @@ from lockstep.parallel.passes import Observe, Passes, Run, Take
 from lockstep.parallel.update import PieceSlots, Updater
 from lockstep.parallel.whole_batch import SharePart
 from lockstep.plan.lowering import leaves_a_rank_idle
-from lockstep.plan.program import Action, Reduce, Step, Sync
+from lockstep.plan.program import (
+    Action,
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Forward,
+    Reduce,
+    Step,
+    Sync,
+)
 from lockstep.plan.spec import Plan
+
+# What a rank says of itself meanwhile.
+_PHASES: dict[type[Action], str] = {
+    Forward: "forward",
+    Backward: "backward",
+    BackwardInput: "backward",
+    BackwardWeight: "backward",
+    Reduce: "exchange",
+    Step: "update",
+    Sync: "sync",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,6 +218,8 @@ class Worker:
         return now.result()
 
     def _run(self, now: "_Training", actions: Sequence[Action]) -> None:
+        if self.board is not None:
+            self.board.note(_PHASES[type(actions[0])])
         match actions[0]:
             case Reduce():
                 self._reduce(now)

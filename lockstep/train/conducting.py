@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from lockstep.data.sources import Source
-from lockstep.errors import OptionError, WorkerError
+from lockstep.errors import WorkerError
+from lockstep.launch.team import Team
 from lockstep.parallel.update import PieceSlots
 from lockstep.parallel.worker import StepResult
 from lockstep.plan.averaging import AveragedUpdate
@@ -25,6 +26,8 @@ from lockstep.train.interrupt import Interrupt
 from lockstep.train.optimizers import each_optimizer
 from lockstep.train.progress import ProgressDisplay
 from lockstep.train.recipe import AnyUpdater
+from lockstep.train.run_record import RunRecord
+from lockstep.train.scene import RankState
 from lockstep.train.trainer_protocol import TrainerProtocol
 from lockstep.train.training_state import copied
 from lockstep.train.waiting import ClockedSource, InputClock
@@ -87,6 +90,7 @@ class FitConductor(FollowingConductor):
         on_snapshot: gets every Snapshot where the task records them.
         interrupt: what has become of Ctrl-C.
         backups: of this ``fit``; None without.
+        record: of this ``fit``; None to keep none.
     """
 
     def __init__(
@@ -98,8 +102,10 @@ class FitConductor(FollowingConductor):
         on_snapshot: Callable[[Snapshot], None] | None,
         interrupt: Interrupt,
         backups: Backups | None = None,
+        record: RunRecord | None = None,
     ) -> None:
         super().__init__(interrupt)
+        self._record = record or RunRecord(None)
         self._backups = backups
         self._journal = Journal(is_kept=False) if backups is None else backups.journal
         self._is_due = False  # a backup, after this step
@@ -145,6 +151,7 @@ class FitConductor(FollowingConductor):
         return self._clock.awaited(batches)
 
     def begin_epoch(self, epoch: int) -> None:
+        self._record.begin_epoch(epoch)
         self._journal.once(partial(self._show_epoch_begin, epoch))
         self._settings.begin_epoch()
         self._clock.begin()
@@ -164,6 +171,7 @@ class FitConductor(FollowingConductor):
 
     def end_step(self, index: int, result: StepResult) -> None:
         self._clock.end_step()
+        self._record.end_step(index)
         if self._schedule is not None:
             self._schedule.end_step(is_update=result.weight > 0 and not result.is_skipped)
             self._publish_options()
@@ -188,24 +196,28 @@ class FitConductor(FollowingConductor):
             place = replace(place, is_lasting=False)  # for nobody but us
         self._trainer.stand_at(place, self.history)
 
-    def begin_run(self, start: Resume) -> None:
+    def take_scene(self, error: BaseException, states: list[RankState], team: Team) -> None:
+        self._record.take_scene(error, states, team)
+
+    def begin_run(self, start: Resume, look: Callable[[], list[RankState]]) -> None:
+        self._record.begin_run(look)
         plan = self._trainer.plan
         if self._backups is None or self._journal.is_read:
             return
         if plan.num_ranks == 1:
             return  # there is nobody to be lost
-        if isinstance(plan.update, AveragedUpdate):
-            if self._backups.restarts:
-                raise OptionError(
-                    "Replicas that train apart are lost with their process.",
-                    received=f"restarts={self._backups.restarts} under {plan.strategy}",
-                    fix="Leave it out, or use MirroredStrategy.",
-                )
-            return
+        if isinstance(plan.update, AveragedUpdate) and not self._backups.restarts:
+            return  # replicas would have to meet for it
         if plan.pipeline is not None and not self._backups.restarts:
             self._backups.wait()  # this process need not have room for what others train
             return
-        place = Place(epoch=start.epoch, batch=start.batch, num_steps=0, so_far=start.so_far)
+        place = Place(
+            epoch=start.epoch,
+            batch=start.batch,
+            num_steps=0,
+            so_far=start.so_far,
+            replicas=start.replicas,
+        )
         self.stand_at(place)
         self._backups.take(start)
         self.stand_at(None)
@@ -233,11 +245,13 @@ class FitConductor(FollowingConductor):
         place = copied(backup.state.position["fit"])
         restarts = [*self.history.restarts, f"{error}".partition("\n")[0]]
         self.history = History(place["history"], place["epochs"], restarts)
+        then = (
+            f"Restart {len(restarts)} of {self._backups.restarts}: "
+            f"going on from {_after(backup.last_step)}, to the same result."
+        )
+        self._record.note_restart(error, then)
         if self._display is not None:
-            self._display.notice(
-                f"{restarts[-1]} Restart {len(restarts)} of {self._backups.restarts}: "
-                f"going on from {_after(backup.last_step)}, to the same result."
-            )
+            self._display.notice(f"{restarts[-1]} {then}")
         return backup.resume
 
     def note_bad_records(self, bad: Mapping[int, str]) -> None:
@@ -246,6 +260,7 @@ class FitConductor(FollowingConductor):
 
     def _show_bad_record(self, index: int, reason: str) -> None:
         self._num_bad_shown += 1
+        self._record.note_bad_record(index, reason)
         if self._display is not None and self._num_bad_shown <= _MOST_BAD_SHOWN:
             self._display.notice(f"Skipped sample {index}: {reason}")
 

@@ -8,11 +8,13 @@ import torch
 
 from lockstep.data.sources import Source
 from lockstep.errors import WorkerError
+from lockstep.launch.team import Team
 from lockstep.parallel.module_watch import Noted
 from lockstep.parallel.update import PieceSlots, Updater
 from lockstep.parallel.worker import StepResult
 from lockstep.train.feeding import GlobalBatch
 from lockstep.train.history import History
+from lockstep.train.scene import RankState
 
 Logs = dict[str, Any]
 
@@ -112,8 +114,11 @@ class Conductor:
     def stand_at(self, place: Place | None) -> None:
         """Callbacks are called there next; None where that is no place to go on from."""
 
-    def begin_run(self, start: Any) -> None:
-        """All ranks are about to train, from the ``Resume`` on."""
+    def begin_run(self, start: Any, look: Callable[[], list[RankState]]) -> None:
+        """All ranks are about to train, from the ``Resume`` on; ``look`` tells what they are at."""
+
+    def take_scene(self, error: BaseException, states: list[RankState], team: Team) -> None:
+        """Training has failed, and helpers are about to be ended: what all ranks were at."""
 
     def back_up(self) -> None:
         """After a step, and all that callbacks do: keep a copy of the training, if it is time."""

@@ -47,9 +47,7 @@ def _with_all_parts(ranks: Sequence[StepResult]) -> StepResult:
 def told(results: Sequence[StepResult]) -> dict[str, Tree]:
     """Steps as a tree, for ``results_so_far``."""
     losses = [[result.total, result.weight] for result in results]
-    counts = [
-        [result.num_samples, int(result.is_skipped), result.num_bad] for result in results
-    ]
+    counts = [[result.num_samples, int(result.is_skipped), result.num_bad] for result in results]
     return {
         "losses": torch.tensor(losses, dtype=torch.float64).reshape(-1, 2),
         "counts": torch.tensor(counts, dtype=torch.int64).reshape(-1, 3),

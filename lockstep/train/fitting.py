@@ -3,6 +3,7 @@
 What comes before and after is the Trainer's; what happens between the steps is the conductor's.
 """
 
+import os
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -35,6 +36,7 @@ from lockstep.train.metrics import Metrics
 from lockstep.train.persistence import PersistentRunner
 from lockstep.train.progress import OutputConsole, ProgressDisplay
 from lockstep.train.rate_rules import RateRule
+from lockstep.train.run_record import VARIABLE, RunRecord
 from lockstep.train.same_data import check_same_data, fingerprint
 from lockstep.train.trainer_protocol import TrainerProtocol
 
@@ -54,6 +56,7 @@ class FitRequest:
     checkpoint: Checkpoint | None
     restarts: int
     on_bad_record: OnBadRecord
+    record: str | os.PathLike[str] | None
     on_snapshot: Any
 
 
@@ -88,14 +91,27 @@ class FittingRunner(PersistentRunner):
 
     metrics: Metrics
     stop_training: bool
+    _record: RunRecord
     _loss: LossAdapter | None
 
     def _fit(self, asked: FitRequest) -> History:
         self._check_not_averaged("fit")
-        if asked.checkpoint is None:
-            return self._fit_on(asked, None, None)
-        with held_termination() as termination:
-            return self._fit_with(asked, Keeper(asked.checkpoint, termination))
+        self._record = RunRecord(self._record_folder(asked))
+        with self._record.kept(strategy=type(self.strategy).__name__, epochs=asked.epochs):
+            if asked.checkpoint is None:
+                return self._fit_on(asked, None, None)
+            with held_termination() as termination:
+                return self._fit_with(asked, Keeper(asked.checkpoint, termination))
+
+    def _record_folder(self, asked: FitRequest) -> str | os.PathLike[str] | None:
+        """Where host 0 keeps a record: as asked, beside the checkpoints, or as the user's always.
+
+        A ``fit`` within a callback of another keeps none of its own.
+        """
+        if not self._is_chief or self._job_context.is_nested:
+            return None
+        folder = None if asked.checkpoint is None else asked.checkpoint.directory
+        return asked.record or folder or os.environ.get(VARIABLE) or None
 
     def _fit_with(self, asked: FitRequest, keeper: Keeper) -> History:
         """Fit, and write checkpoints."""
@@ -136,6 +152,7 @@ class FittingRunner(PersistentRunner):
         if asked.on_snapshot is not None:
             task = replace(task, record=True, look=getattr(asked.on_snapshot, "look", None))
         task.takes_states = task.takes_states or backups is not None
+        task.is_kept = task.is_kept or asked.restarts > 0
         display = None
         if self._shows(asked):
             display = ProgressDisplay(fit.wish.epochs, fit.feed.num_steps)
@@ -427,6 +444,7 @@ class FittingRunner(PersistentRunner):
                     on_snapshot,
                     interrupt,
                     backups,
+                    self._record,
                 )
             try:
                 conductor.begin_train()

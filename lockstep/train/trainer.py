@@ -5,6 +5,7 @@ runs tasks on the Plan's ranks through a ``Session``.
 """
 
 import copy
+import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, nullcontext
 from typing import Any, Literal
@@ -209,6 +210,7 @@ class Trainer(FittingRunner):
         checkpoint: Checkpoint | None = None,
         restarts: int = 0,
         on_bad_record: OnBadRecord = "error",
+        record: str | os.PathLike[str] | None = None,
         on_snapshot: Any = None,
     ) -> History:
         """Train; a second ``fit`` goes on where the first ended.
@@ -247,6 +249,9 @@ class Trainer(FittingRunner):
                 types of the first one that can be: ``"error"`` ends the training with a
                 BadRecordError; ``"skip"`` leaves it out of its batch, on all ranks alike, and
                 counts it (``"bad_records"`` in the history). For map-style datasets.
+            record: folder for a record of the run, ``record.jsonl``, from which ``lockstep doctor``
+                tells what has gone wrong; None is the checkpoint's, or that which
+                ``LOCKSTEP_RECORD`` names, or none.
             on_snapshot: called with a ``train.conductor.Snapshot`` after every step: gradients,
                 every rank's state and the optimizer's slots. For proofs; slow. Its attribute
                 ``look``, if it has one, says of which steps modules' values are to be noted.
@@ -276,6 +281,7 @@ class Trainer(FittingRunner):
             checkpoint=checkpoint,
             restarts=restarts,
             on_bad_record=on_bad_record,
+            record=record,
             on_snapshot=on_snapshot,
         )
         with nullcontext() if checkpoint is None else held_termination():

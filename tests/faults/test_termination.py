@@ -1,4 +1,4 @@
-"""SIGTERM to every process of a job at once, as Slurm and Kubernetes send it: a checkpoint is there."""
+"""SIGTERM to every process of a job at once, as Slurm and Kubernetes send it."""
 
 import json
 import os
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from lockstep.checkpoint.generations import generations
 from lockstep.checkpoint.reading import read_newest
 from tests.faults.processes import Script, marked, running, wait_until
@@ -51,9 +52,7 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
     ],
     ids=["helpers", "torchrun"],
 )
-def test_all_processes_are_told_to_end(
-    strategy: str, launcher: list[str], tmp_path: Path
-) -> None:
+def test_all_processes_are_told_to_end(strategy: str, launcher: list[str], tmp_path: Path) -> None:
     with started(strategy, launcher, tmp_path, "whole") as script:
         expected = result_of(script)
     with started(strategy, launcher, tmp_path, "told") as script:
