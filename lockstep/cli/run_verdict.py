@@ -153,10 +153,7 @@ def _course(run: Sequence[Event]) -> Iterator[str]:
     """Where it ran, and what it has outlived."""
     facts = run[0].run
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(run[0].time))
-    yield (
-        f"{facts.get('script')} on {facts.get('host')}, begun {when}: {facts.get('strategy')}, "
-        f"{facts.get('epochs')} epochs."
-    )
+    yield (f"{facts.get('script')} on {facts.get('host')}, begun {when}: {facts.get('strategy')}.")
     for event in run:
         if event.what == "fault" and event.fault is not None:
             message = event.fault.message.partition("\n")[0]

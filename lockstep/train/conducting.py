@@ -1,7 +1,6 @@
 """Rank 0's part between steps: callbacks, progress, history."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -10,35 +9,26 @@ import torch
 from torch import nn
 
 from lockstep.data.sources import Source
-from lockstep.errors import WorkerError
-from lockstep.launch.team import Team
 from lockstep.parallel.update import PieceSlots
 from lockstep.parallel.worker import StepResult
-from lockstep.plan.averaging import AveragedUpdate
-from lockstep.train.backups import Backups, Journal
+from lockstep.train.backups import Backups
 from lockstep.train.callbacks import Callback, acting
 from lockstep.train.changes import ChangeWatch, SettingsWatch, fingerprint
-from lockstep.train.conductor import Conductor, Place, Snapshot
-from lockstep.train.ensemble import Directive, Resume
+from lockstep.train.conductor import Conductor, Snapshot
 from lockstep.train.feeding import GlobalBatch
 from lockstep.train.history import History
 from lockstep.train.interrupt import Interrupt
 from lockstep.train.optimizers import each_optimizer
 from lockstep.train.progress import ProgressDisplay
 from lockstep.train.recipe import AnyUpdater
+from lockstep.train.returning import ReturningConductor
 from lockstep.train.run_record import RunRecord
-from lockstep.train.scene import RankState
 from lockstep.train.trainer_protocol import TrainerProtocol
-from lockstep.train.training_state import copied
 from lockstep.train.waiting import ClockedSource, InputClock
 
 # Bad records that are named on the screen; all are counted.
 _MOST_BAD_SHOWN = 10
 _OF_MODULES = frozenset(vars(nn.Module()))
-
-
-def _after(step: int) -> str:
-    return f"after step {step}" if step >= 0 else "the beginning"
 
 
 def _modules_of(model: nn.Module) -> dict[str, nn.Module]:
@@ -79,7 +69,7 @@ class FollowingConductor(Conductor):
         """Nothing is shown here."""
 
 
-class FitConductor(FollowingConductor):
+class FitConductor(ReturningConductor, FollowingConductor):
     """Conducts a ``fit``.
 
     Args:
@@ -105,12 +95,8 @@ class FitConductor(FollowingConductor):
         record: RunRecord | None = None,
     ) -> None:
         super().__init__(interrupt)
-        self._record = record or RunRecord(None)
-        self._backups = backups
-        self._journal = Journal(is_kept=False) if backups is None else backups.journal
-        self._is_due = False  # a backup, after this step
+        self._keep(trainer, backups, record)
         self._num_bad_shown = 0
-        self._is_asked = False  # for the state, by a callback after this step
         self._trainer = trainer
         self._schedule = trainer.schedule
         self._callbacks = callbacks
@@ -183,76 +169,13 @@ class FitConductor(FollowingConductor):
         for callback in self._step_enders:
             callback.on_train_batch_end(index, {"loss": result.loss, "size": result.num_samples})
 
-    def wants_state(self, index: int) -> bool:
-        wishes = self._journal.once(
-            lambda: [callback.takes_state(index) for callback in self._step_enders]  # all are asked
-        )
-        self._is_asked = any(wishes)
-        self._is_due = self._backups is not None and self._backups.is_due
-        return self._is_asked or self._is_due
+    def _asks_for_state(self, index: int) -> bool:
+        wishes = [callback.takes_state(index) for callback in self._step_enders]  # all are asked
+        return any(wishes)
 
-    def stand_at(self, place: Place | None) -> None:
-        if place is not None and place.batch and not self._is_asked:
-            place = replace(place, is_lasting=False)  # for nobody but us
-        self._trainer.stand_at(place, self.history)
-
-    def take_scene(self, error: BaseException, states: list[RankState], team: Team) -> None:
-        self._record.take_scene(error, states, team)
-
-    def begin_run(self, start: Resume, look: Callable[[], list[RankState]]) -> None:
-        self._record.begin_run(look)
-        plan = self._trainer.plan
-        if self._backups is None or self._journal.is_read:
-            return
-        if plan.num_ranks == 1:
-            return  # there is nobody to be lost
-        if isinstance(plan.update, AveragedUpdate) and not self._backups.restarts:
-            return  # replicas would have to meet for it
-        if plan.pipeline is not None and not self._backups.restarts:
-            self._backups.wait()  # this process need not have room for what others train
-            return
-        place = Place(
-            epoch=start.epoch,
-            batch=start.batch,
-            num_steps=0,
-            so_far=start.so_far,
-            replicas=start.replicas,
-        )
-        self.stand_at(place)
-        self._backups.take(start)
-        self.stand_at(None)
-
-    def back_up(self) -> None:
-        if self._is_due and self._backups is not None and not self.stop_training:
-            self._backups.take()
-        self._is_due = False
-
-    def put_back(self) -> int | None:
-        backup = None if self._backups is None else self._backups.put_back()
-        return None if backup is None else backup.last_step
-
-    def resume_after(self, error: WorkerError) -> Resume | None:
-        if self._backups is None or not error.is_loss:
-            return None
-        backup = self._backups.restart()
-        if backup is None:
-            if self._backups.restarts:
-                error.add_note(
-                    f"All {self._backups.restarts} restarts are used up, or what callbacks have "
-                    "changed since the last copy of the training is not known."
-                )
-            return None
-        place = copied(backup.state.position["fit"])
-        restarts = [*self.history.restarts, f"{error}".partition("\n")[0]]
-        self.history = History(place["history"], place["epochs"], restarts)
-        then = (
-            f"Restart {len(restarts)} of {self._backups.restarts}: "
-            f"going on from {_after(backup.last_step)}, to the same result."
-        )
-        self._record.note_restart(error, then)
+    def _notice(self, text: str) -> None:
         if self._display is not None:
-            self._display.notice(f"{restarts[-1]} {then}")
-        return backup.resume
+            self._display.notice(text)
 
     def note_bad_records(self, bad: Mapping[int, str]) -> None:
         for index in sorted(bad):
@@ -305,18 +228,10 @@ class FitConductor(FollowingConductor):
         if self._on_snapshot is not None:
             self._journal.once(partial(self._on_snapshot, snapshot))
 
-    def decide(self, directive: Directive) -> Directive:
-        if directive.renew and self._backups is not None:
-            self._backups.drop()  # of what was changed it knows nothing
-        if not self._journal.is_kept:
-            return directive
-        was_made = self._journal.is_read
-        decided = self._journal.once(lambda: replace(directive, values=copied(directive.values)))
-        if was_made and decided.options is not None:
-            groups = (one.param_groups for one in each_optimizer(self._trainer.optimizer))
-            for group, options in zip(chain(*groups), decided.options, strict=True):
-                group.update(options)
-        return replace(decided, halt=directive.halt)
+    def _set_options(self, options: list[dict[str, Any]]) -> None:
+        groups = (one.param_groups for one in each_optimizer(self._trainer.optimizer))
+        for group, own in zip(chain(*groups), options, strict=True):
+            group.update(own)
 
     def fingerprint(self) -> object:
         return fingerprint(self._trainer.model, self._trainer.optimizer, self._trainer.plan)

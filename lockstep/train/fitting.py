@@ -21,6 +21,7 @@ from lockstep.train.checks import (
     check_counts,
     check_on_bad_record,
     check_restarts,
+    check_restarts_alone,
     check_targets,
     log_names,
 )
@@ -97,7 +98,7 @@ class FittingRunner(PersistentRunner):
     def _fit(self, asked: FitRequest) -> History:
         self._check_not_averaged("fit")
         self._record = RunRecord(self._record_folder(asked))
-        with self._record.kept(strategy=type(self.strategy).__name__, epochs=asked.epochs):
+        with self._record.kept(strategy=type(self.strategy).__name__):
             if asked.checkpoint is None:
                 return self._fit_on(asked, None, None)
             with held_termination() as termination:
@@ -160,13 +161,8 @@ class FittingRunner(PersistentRunner):
 
     def _backups(self, fit: _Fit, restarts: int) -> Backups | None:
         """Copies of the training in memory; none where one process cannot have all of it."""
+        check_restarts_alone(restarts, self._job_context.hosts)
         if self._job_context.hosts is not None:
-            if restarts:
-                raise OptionError(
-                    "Processes are started anew by the script that has started them.",
-                    received=f"restarts={restarts} with processes that a launcher has started",
-                    fix="Pass checkpoint=, and start the script anew.",
-                )
             return None
         feeds = [feed for feed in (fit.feed, fit.validation) if feed is not None]
         return Backups(

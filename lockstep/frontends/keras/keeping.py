@@ -1,5 +1,6 @@
 """A runner of Keras models that writes checkpoints, and goes on from them."""
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -17,6 +18,7 @@ from lockstep.train.intake import Feed
 from lockstep.train.interrupt import held_termination
 from lockstep.train.likeness import said
 from lockstep.train.persistence import PersistentRunner
+from lockstep.train.run_record import VARIABLE, RunRecord
 from lockstep.train.same_data import fingerprint
 from lockstep.train.training_state import TrainingState
 
@@ -26,12 +28,14 @@ class KeepingRunner(PersistentRunner):
 
     Attributes:
         keeper: writes the checkpoints of the ``fit`` under way; None without.
+        record: of that ``fit``; None without.
     """
 
     model: Any
     callbacks: list[Callback]
     schedule = None
     keeper: Keeper | None = None
+    record: RunRecord | None = None
 
     @property
     def stop_training(self) -> bool:
@@ -53,11 +57,13 @@ class KeepingRunner(PersistentRunner):
             CheckpointError: what is there is of another ``fit``, or not whole.
             OptionError: replicas train apart.
         """
-        if checkpoint is None:
-            yield None
-            return
-        _check_together(self._maker())
+        if checkpoint is not None:
+            _check_together(self._maker())
         with ExitStack() as stack:
+            stack.enter_context(self._recorded(checkpoint))
+            if checkpoint is None:
+                yield None
+                return
             keeper = Keeper(checkpoint.files, stack.enter_context(held_termination()))
             tree = stack.enter_context(keeper.opened()) if self._is_chief else None
             tree = self._job_context.from_chief(tree)
@@ -77,6 +83,18 @@ class KeepingRunner(PersistentRunner):
                 yield None
             finally:
                 self.keeper, self.callbacks, self._resumed = None, [], None
+
+    @contextmanager
+    def _recorded(self, checkpoint: Checkpoint | None) -> Iterator[None]:
+        """Within the block a record is kept, beside the checkpoints or as the user's always."""
+        folder = os.environ.get(VARIABLE) if checkpoint is None else checkpoint.files.directory
+        is_kept = self._is_chief and not self._job_context.is_nested
+        self.record = RunRecord(folder or None if is_kept else None)
+        try:
+            with self.record.kept(strategy=type(self.strategy).__name__):
+                yield
+        finally:
+            self.record = None
 
     def _own_part(self, state: TrainingState) -> TrainingState:
         """Callbacks are on host 0."""

@@ -43,7 +43,9 @@ from lockstep.parallel.forward import call_model
 from lockstep.parallel.independence import check_apart
 from lockstep.parallel.serialization import reducing
 from lockstep.plan.makers import SingleDevice
+from lockstep.train.backups import Backups
 from lockstep.train.changes import ChangeWatch, settings_of
+from lockstep.train.checks import check_restarts_alone
 from lockstep.train.conducting import FollowingConductor
 from lockstep.train.conductor import Conductor, Logs
 from lockstep.train.ensemble import Resume
@@ -69,6 +71,7 @@ class FitOptions:
         shuffle: take arrays in a new order every epoch.
         evaluates: the epochs that end with an evaluation.
         is_one_batch: this is ``train_on_batch``.
+        restarts: how often to go on after the loss of a process.
     """
 
     epochs: int
@@ -76,6 +79,7 @@ class FitOptions:
     shuffle: bool
     evaluates: tuple[int, ...]
     is_one_batch: bool = False
+    restarts: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,13 +199,16 @@ class KerasTrainer(KeepingRunner):
             shows_slots=not is_elementwise(model.optimizer, self.model.variables.values()),
             watches_validation=start.watches_validation,
             tells_each=start.tells_each,
-            takes_states=self.keeper is not None and self.keeper.acts_in("takes_state"),
+            takes_states=options.restarts > 0
+            or (self.keeper is not None and self.keeper.acts_in("takes_state")),
+            is_kept=options.restarts > 0,
         )
         if self._job_context.hosts is not None:
             facts = {"`evaluates`": options.evaluates}
             task = self._job_context.hosts.agree_on_task(task, facts)  # type: ignore[assignment]  # of the same class
         with self._fitting(), held_interrupts() as interrupt:
-            conductor = self._conductor(callbacks, interrupt)
+            backups = self._backups(task, options.restarts)
+            conductor = self._conductor(callbacks, interrupt, backups)
             self._maker().check_batch_size(feed.batch_size)
             self.batch_size = feed.batch_size
             self._go_on(conductor, task.start)
@@ -210,17 +217,36 @@ class KerasTrainer(KeepingRunner):
             self._job_context.share_values(self.model, conductor.updater)
         return conductor.logs if isinstance(conductor, KerasFitConductor) else {}
 
+    def _backups(self, task: KerasFitTask, restarts: int) -> Backups | None:
+        """Copies of the training in memory, where there are to be restarts."""
+        if not restarts:
+            return None
+        check_restarts_alone(restarts, self._job_context.hosts)
+        return Backups(
+            lambda: self._state_at(self._place_in_fit()),
+            self._set_state_but_callbacks,
+            self._session.stores.release_pages,
+            [one for one in task.sources() if isinstance(one, SharedStream)],
+            restarts,
+        )
+
     def _conductor(
-        self, callbacks: Any, interrupt: Interrupt
+        self, callbacks: Any, interrupt: Interrupt, backups: Backups | None
     ) -> KerasFitConductor | FollowingConductor:
         if not self._job_context.is_chief:
             return FollowingConductor(interrupt)
         return KerasFitConductor(
             self.model,
             callbacks,
-            ChangeWatch(self.model, lambda: self._session.stores.readopt(self.model)),
+            ChangeWatch(
+                self.model,
+                lambda: self._session.stores.readopt(self.model),
+                sees_weights=backups is not None,
+            ),
             interrupt,
             self,
+            backups,
+            self.record,
         )
 
     def finish_fit(self) -> None:
