@@ -3,8 +3,8 @@
 A small net with dropout and Adam trains under each strategy, with ``restarts``; a thread kills or
 stops a random helper a random time after the last fault was survived. With ``single`` the script
 itself is killed, and started again with checkpoints. In the end weights, optimizer, history and the
-bits of every step's loss must be those of a run without faults. The run's record says in which phases
-of a step the faults have fired.
+bits of every step's loss must be those of a run without faults. The run's record says in which
+phases of a step the faults have fired.
 
 Run: ``python bench/soak.py [--minutes 30] [--strategies mirrored pipeline ...] [--faults N]``
 """
@@ -97,7 +97,7 @@ def trained(
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as record:
         found = _trained(strategy, fault, most, chance, folder, record)
-        return *found, _phases(Path(record))
+        return *found, _phases(Path(record)) if folder is None else Phases()
 
 
 def _phases(record: Path) -> Phases:
@@ -209,9 +209,8 @@ def main() -> None:
         for strategy in asked.strategies
         for fault in (["kill"] if strategy == "single" else SIGNALS)
     ]
-    print(
-        "| strategy, fault | survived | same bits | median until a new step | 95 % | most | phases hit |"
-    )
+    titles = ["strategy, fault", "survived", "same bits", "median until a new step", "95 %", "most"]
+    print("| " + " | ".join([*titles, "phases hit"]) + " |")
     print("|---|---|---|---|---|---|---|")
     share = 60 * asked.minutes / len(kinds)
     for strategy, fault in kinds:

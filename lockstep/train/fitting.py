@@ -92,13 +92,13 @@ class FittingRunner(PersistentRunner):
 
     metrics: Metrics
     stop_training: bool
-    _record: RunRecord
+    _run_record: RunRecord
     _loss: LossAdapter | None
 
     def _fit(self, asked: FitRequest) -> History:
         self._check_not_averaged("fit")
-        self._record = RunRecord(self._record_folder(asked))
-        with self._record.kept(strategy=type(self.strategy).__name__):
+        self._run_record = RunRecord(self._record_folder(asked))
+        with self._run_record.kept(strategy=type(self.strategy).__name__):
             if asked.checkpoint is None:
                 return self._fit_on(asked, None, None)
             with held_termination() as termination:
@@ -440,7 +440,7 @@ class FittingRunner(PersistentRunner):
                     on_snapshot,
                     interrupt,
                     backups,
-                    self._record,
+                    self._run_record,
                 )
             try:
                 conductor.begin_train()

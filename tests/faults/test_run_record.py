@@ -84,10 +84,11 @@ def test_the_verdict_names_fault_rank_step_and_line(
     fault = read_record(tmp_path)[-1].fault
     assert fault is not None
     own, other = fault.ranks
-    assert "test_run_record.py" in own.line  # where this test has called fit
+    assert "jobs.py" in own.line  # where fit was called
     assert (act.__name__ in other.line) == (kind not in ("dead", "hung")), other.line
 
 
+@pytest.mark.thorough
 def test_who_hangs_is_whom_all_wait_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     warm_up(3)
     trainer = make_trainer(3, partial(time.sleep, 1000), step=1, timeout_seconds=2)
@@ -147,6 +148,7 @@ class Slow(nn.Module):
         return self.layer(x)  # type: ignore[no-any-return]
 
 
+@pytest.mark.thorough
 def test_a_straggler(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trainer = lockstep.Trainer(
         Slow(),

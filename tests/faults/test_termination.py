@@ -44,12 +44,10 @@ sys.stdout.write(json.dumps(said) + "\\n")
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("strategy", "launcher"),
-    [
-        ("MirroredStrategy(2)", []),
-        pytest.param("MultiWorkerMirroredStrategy()", TORCHRUN, marks=pytest.mark.thorough),
-    ],
+    [("MirroredStrategy(2)", []), ("MultiWorkerMirroredStrategy()", TORCHRUN)],
     ids=["helpers", "torchrun"],
 )
 def test_all_processes_are_told_to_end(strategy: str, launcher: list[str], tmp_path: Path) -> None:
