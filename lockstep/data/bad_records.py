@@ -115,8 +115,3 @@ def form_of(item: Any) -> str:
     if isinstance(item, torch.Tensor | np.ndarray):
         return f"{str(item.dtype).removeprefix('torch.')} {tuple(item.shape)}"
     return str(item.dtype) if isinstance(item, np.generic) else type(item).__name__
-
-
-def skipping(source: Source) -> Source:
-    """A source of which bad records can be found; arrays have none."""
-    return CheckedSource(source.dataset) if isinstance(source, DatasetSource) else source

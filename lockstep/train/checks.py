@@ -189,20 +189,6 @@ def check_restarts(restarts: object) -> None:
         )
 
 
-def check_restarts_alone(restarts: int, hosts: object) -> None:
-    """See that processes can be started anew by this one.
-
-    Raises:
-        OptionError: a launcher has started them.
-    """
-    if restarts and hosts is not None:
-        raise OptionError(
-            "Processes are started anew by the script that has started them.",
-            received=f"restarts={restarts} with processes that a launcher has started",
-            fix="Pass checkpoint=, and start the script anew.",
-        )
-
-
 def check_on_bad_record(on_bad_record: object) -> None:
     """See that it says what becomes of bad records.
 

@@ -9,10 +9,9 @@ from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
-from lockstep.data.bad_records import CheckedSource, OnBadRecord, skipping
+from lockstep.data.bad_records import CheckedSource, OnBadRecord
 from lockstep.errors import ModelError, OptionError
 from lockstep.parallel.losses import ONE_LOSS, LossAdapter
-from lockstep.plan.makers import LocalSteps
 from lockstep.train.backups import Backups
 from lockstep.train.batch_size import BatchSizeSearch, Training, choose_batch_size, search_of
 from lockstep.train.callbacks import acting, stopping, told_of_errors, traced_steps
@@ -21,7 +20,6 @@ from lockstep.train.checks import (
     check_counts,
     check_on_bad_record,
     check_restarts,
-    check_restarts_alone,
     check_targets,
     log_names,
 )
@@ -37,8 +35,9 @@ from lockstep.train.metrics import Metrics
 from lockstep.train.persistence import PersistentRunner
 from lockstep.train.progress import OutputConsole, ProgressDisplay
 from lockstep.train.rate_rules import RateRule
-from lockstep.train.run_record import VARIABLE, RunRecord
+from lockstep.train.run_record import RunRecord
 from lockstep.train.same_data import check_same_data, fingerprint
+from lockstep.train.sieve import skipping
 from lockstep.train.trainer_protocol import TrainerProtocol
 
 
@@ -97,22 +96,13 @@ class FittingRunner(PersistentRunner):
 
     def _fit(self, asked: FitRequest) -> History:
         self._check_not_averaged("fit")
-        self._run_record = RunRecord(self._record_folder(asked))
+        beside = None if asked.checkpoint is None else asked.checkpoint.directory
+        self._run_record = self._record_in(asked.record, beside)
         with self._run_record.kept(strategy=type(self.strategy).__name__):
             if asked.checkpoint is None:
                 return self._fit_on(asked, None, None)
             with held_termination() as termination:
                 return self._fit_with(asked, Keeper(asked.checkpoint, termination))
-
-    def _record_folder(self, asked: FitRequest) -> str | os.PathLike[str] | None:
-        """Where host 0 keeps a record: as asked, beside the checkpoints, or as the user's always.
-
-        A ``fit`` within a callback of another keeps none of its own.
-        """
-        if not self._is_chief or self._job_context.is_nested:
-            return None
-        folder = None if asked.checkpoint is None else asked.checkpoint.directory
-        return asked.record or folder or os.environ.get(VARIABLE) or None
 
     def _fit_with(self, asked: FitRequest, keeper: Keeper) -> History:
         """Fit, and write checkpoints."""
@@ -148,8 +138,8 @@ class FittingRunner(PersistentRunner):
         return history
 
     def _train_through(self, asked: FitRequest, fit: _Fit) -> History:
-        backups = self._backups(fit, asked.restarts)
         task = self._fit_task(fit)
+        backups = self._backups_of(task.sources(), asked.restarts)
         if asked.on_snapshot is not None:
             task = replace(task, record=True, look=getattr(asked.on_snapshot, "look", None))
         task.takes_states = task.takes_states or backups is not None
@@ -158,41 +148,6 @@ class FittingRunner(PersistentRunner):
         if self._shows(asked):
             display = ProgressDisplay(fit.wish.epochs, fit.feed.num_steps)
         return self._conduct(task, fit.loss, display, asked.on_snapshot, backups)
-
-    def _backups(self, fit: _Fit, restarts: int) -> Backups | None:
-        """Copies of the training in memory; none where one process cannot have all of it."""
-        check_restarts_alone(restarts, self._job_context.hosts)
-        if self._job_context.hosts is not None:
-            return None
-        feeds = [feed for feed in (fit.feed, fit.validation) if feed is not None]
-        return Backups(
-            lambda: self._state_at(self._place_in_fit()),
-            self._set_state_but_callbacks,
-            self._session.stores.release_pages,
-            [feed.source for feed in feeds if isinstance(feed.source, SharedStream)],
-            restarts,
-        )
-
-    def _skipping(self, feed: Feed) -> Feed:
-        """The same data without its bad records.
-
-        Raises:
-            OptionError: they cannot be left out.
-        """
-        reasons = {
-            "data that can only be iterated": isinstance(feed.source, SharedStream),
-            "several hosts, or processes of a launcher": self._job_context.hosts is not None,
-            "replicas that train apart": isinstance(self._maker(), LocalSteps),
-        }
-        for received, is_so in reasons.items():
-            if is_so:
-                raise OptionError(
-                    "Bad records are left out of data that is read by index, on one host, by "
-                    "ranks that step together.",
-                    received=f'on_bad_record="skip" with {received}',
-                    fix="Leave them out where the data is read.",
-                )
-        return replace(feed, source=skipping(feed.source))
 
     def _shows(self, asked: FitRequest) -> bool:
         return bool(asked.verbose) and self._is_chief
@@ -224,7 +179,10 @@ class FittingRunner(PersistentRunner):
         with closing_on_error(feed):
             validation = _take_in_validation(asked.validation_data, wish, feed)
             if asked.on_bad_record == "skip":
-                feed, validation = self._skipping(feed), validation and self._skipping(validation)
+                feed = skipping(feed, self._maker(), self._job_context.hosts)
+                validation = validation and skipping(
+                    validation, self._maker(), self._job_context.hosts
+                )
         return _Fit(loss=loss, wish=wish, feed=feed, validation=validation)
 
     # --- checkpoints -----------------------------------------------------------------------------

@@ -8,7 +8,7 @@ What was read is kept, with where the random streams stood after it: nothing is 
 
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -22,10 +22,41 @@ from lockstep.data.order import (
     stream_states,
 )
 from lockstep.data.read_ahead import Read
-from lockstep.data.sources import Batch, Source
-from lockstep.errors import BadRecordError
+from lockstep.data.sources import Batch, DatasetSource, Source
+from lockstep.errors import BadRecordError, OptionError
 from lockstep.parallel.control import Control
 from lockstep.parallel.worker import Worker
+from lockstep.plan.makers import LocalSteps, Maker
+from lockstep.train.feeding import SharedStream
+from lockstep.train.intake import Feed
+
+
+def skipping(feed: Feed, maker: Maker, hosts: object) -> Feed:
+    """The same data without its bad records.
+
+    Args:
+        feed: the data.
+        maker: of the Plan.
+        hosts: if there are several.
+
+    Raises:
+        OptionError: they cannot be left out.
+    """
+    reasons = {
+        "data that can only be iterated": isinstance(feed.source, SharedStream),
+        "several hosts, or processes of a launcher": hosts is not None,
+        "replicas that train apart": isinstance(maker, LocalSteps),
+    }
+    for received in (reason for reason, is_so in reasons.items() if is_so):
+        raise OptionError(
+            "Bad records are left out of data that is read by index, on one host, by ranks that "
+            "step together.",
+            received=f'on_bad_record="skip" with {received}',
+            fix="Leave them out where the data is read.",
+        )
+    if isinstance(feed.source, DatasetSource):
+        return replace(feed, source=CheckedSource(feed.source.dataset))
+    return feed  # arrays, of which all rows are alike
 
 
 class Sieve:

@@ -1,6 +1,5 @@
 """A runner of Keras models that writes checkpoints, and goes on from them."""
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -18,7 +17,7 @@ from lockstep.train.intake import Feed
 from lockstep.train.interrupt import held_termination
 from lockstep.train.likeness import said
 from lockstep.train.persistence import PersistentRunner
-from lockstep.train.run_record import VARIABLE, RunRecord
+from lockstep.train.run_record import RunRecord
 from lockstep.train.same_data import fingerprint
 from lockstep.train.training_state import TrainingState
 
@@ -87,9 +86,7 @@ class KeepingRunner(PersistentRunner):
     @contextmanager
     def _recorded(self, checkpoint: Checkpoint | None) -> Iterator[None]:
         """Within the block a record is kept, beside the checkpoints or as the user's always."""
-        folder = os.environ.get(VARIABLE) if checkpoint is None else checkpoint.files.directory
-        is_kept = self._is_chief and not self._job_context.is_nested
-        self.record = RunRecord(folder or None if is_kept else None)
+        self.record = self._record_in(None if checkpoint is None else checkpoint.files.directory)
         try:
             with self.record.kept(strategy=type(self.strategy).__name__):
                 yield

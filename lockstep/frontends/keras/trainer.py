@@ -45,7 +45,6 @@ from lockstep.parallel.serialization import reducing
 from lockstep.plan.makers import SingleDevice
 from lockstep.train.backups import Backups
 from lockstep.train.changes import ChangeWatch, settings_of
-from lockstep.train.checks import check_restarts_alone
 from lockstep.train.conducting import FollowingConductor
 from lockstep.train.conductor import Conductor, Logs
 from lockstep.train.ensemble import Resume
@@ -207,7 +206,9 @@ class KerasTrainer(KeepingRunner):
             facts = {"`evaluates`": options.evaluates}
             task = self._job_context.hosts.agree_on_task(task, facts)  # type: ignore[assignment]  # of the same class
         with self._fitting(), held_interrupts() as interrupt:
-            backups = self._backups(task, options.restarts)
+            backups = None  # unless somebody has asked for restarts
+            if options.restarts:
+                backups = self._backups_of(task.sources(), options.restarts)
             conductor = self._conductor(callbacks, interrupt, backups)
             self._maker().check_batch_size(feed.batch_size)
             self.batch_size = feed.batch_size
@@ -216,19 +217,6 @@ class KerasTrainer(KeepingRunner):
             self._is_apart = True
             self._job_context.share_values(self.model, conductor.updater)
         return conductor.logs if isinstance(conductor, KerasFitConductor) else {}
-
-    def _backups(self, task: KerasFitTask, restarts: int) -> Backups | None:
-        """Copies of the training in memory, where there are to be restarts."""
-        if not restarts:
-            return None
-        check_restarts_alone(restarts, self._job_context.hosts)
-        return Backups(
-            lambda: self._state_at(self._place_in_fit()),
-            self._set_state_but_callbacks,
-            self._session.stores.release_pages,
-            [one for one in task.sources() if isinstance(one, SharedStream)],
-            restarts,
-        )
 
     def _conductor(
         self, callbacks: Any, interrupt: Interrupt, backups: Backups | None
