@@ -7,6 +7,7 @@ has ended the record, too; of that the doctor knows the last line, and that the 
 A record that cannot be written, on a full disk, ends no training: its lines are lost.
 """
 
+import json
 import os
 import socket
 import sys
@@ -180,14 +181,21 @@ class RunRecord:
         if self._path is None:
             return
         event = Event(what=what, time=round(time.time(), 3), **values)
-        line = msgspec.json.encode(event) + b"\n"
         with suppress(OSError):
+            line = _encoded(event) + b"\n"
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
             descriptor = os.open(self._path, flags, 0o600)
             try:
                 os.write(descriptor, line)
             finally:
                 os.close(descriptor)
+
+
+def _encoded(event: Event) -> bytes:
+    try:
+        return msgspec.json.encode(event)
+    except UnicodeEncodeError:  # halves of surrogates, as in names of files that are no text
+        return json.dumps(msgspec.to_builtins(event), ensure_ascii=False).encode(errors="replace")
 
 
 def read_record(path: Path) -> list[Event]:

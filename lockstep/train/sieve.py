@@ -114,9 +114,10 @@ class Sieve:
             for read in reads:
                 try:
                     done.append(_done(source, read))
-                except BadRecordError:
+                except BadRecordError as error:
                     found = self._checked.bad_among(read.indices.tolist())
                     if not found:  # it is bad by chance: of what was drawn, perhaps
+                        error.name_rank(self._worker.rank)
                         raise
                     bad |= found
         return done, bad

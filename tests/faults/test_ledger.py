@@ -185,7 +185,8 @@ def note_and_die(once: str) -> None:
     die()
 
 
-@pytest.mark.parametrize("strategy", core_of(list(STRATEGIES), ["single"]))
+@pytest.mark.thorough
+@pytest.mark.parametrize("strategy", list(STRATEGIES))
 def test_each_sample_once_after_the_script_has_died_in_a_commit(
     strategy: str, tmp_path: Path
 ) -> None:

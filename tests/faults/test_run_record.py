@@ -251,6 +251,12 @@ def test_a_record_that_cannot_be_written_ends_nothing(tmp_path: Path) -> None:
     assert fit(make_trainer(1), record=tmp_path / "file").history["loss"]
 
 
+def test_names_that_are_no_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["\udce4.py"])
+    fit(make_trainer(1), record=tmp_path)
+    assert read_record(tmp_path)[0].run["script"] == "?.py"
+
+
 def test_beside_checkpoints(tmp_path: Path) -> None:
     fit(make_trainer(1), checkpoint=lockstep.Checkpoint(tmp_path))
     lines = (tmp_path / NAME).read_text().splitlines()
