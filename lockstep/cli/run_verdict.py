@@ -98,7 +98,7 @@ def verdict_of(path: Path) -> Verdict:
 
 def rank_table(ranks: Sequence[RankState]) -> Table:
     """What each rank was at, with the last line of code that is known."""
-    table = Table("rank", "process", "was in", "waited for", box=None, padding=(0, 2, 0, 0))
+    table = Table("rank", "process", "was at", "waited for", box=None, padding=(0, 2, 0, 0))
     table.add_column("last line of code", overflow="fold")
     for one in ranks:
         awaits = "" if one.awaits is None else f"rank {one.awaits}"
@@ -146,7 +146,7 @@ def _who(fault: Fault) -> str:
         return f"It was at {line}." if line else ""
     waiting = [f"rank {one.rank}" for one in fault.ranks if one.awaits == fault.rank]
     waits = f"; {', '.join(waiting)} waited for it" if waiting else ""
-    return f"Rank {fault.rank} (process {state.pid}) was in {state}{waits}."
+    return f"Rank {fault.rank} (process {state.pid}) was at {state}{waits}."
 
 
 def _course(run: Sequence[Event]) -> Iterator[str]:

@@ -55,7 +55,7 @@ class RankState(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     def __str__(self) -> str:
         where = f"step {self.step}" if self.step >= 0 else "no step yet"
-        return f"{self.phase} of {where}" if self.phase and self.step >= 0 else where
+        return f"{where} ({self.phase})" if self.phase and self.step >= 0 else where
 
 
 def states_of(team: Team | None, board: Board | None, first_rank: int) -> list[RankState]:
@@ -179,4 +179,4 @@ def said_of(states: Sequence[RankState], error: BaseException) -> str:
         return ""
     waiting = [one.rank for one in states if one.awaits == lost]
     waits = f"waited for by rank {first_few(waiting)}" if waiting else "nobody waited for it yet"
-    return f"Rank {lost} was in {state}, {waits}."
+    return f"Rank {lost} was at {state}, {waits}."

@@ -83,9 +83,9 @@ def test_an_exception_in_the_data() -> None:
     with pytest.raises(DataError, match=r"Sample \d+ .*AsAsked: in __getitem__") as caught:
         make_trainer(2).fit(Rows(), batch_size=BATCH_SIZE, verbose=0)
     assert causes(caught.value) == [
-        "DataError",
+        "BadRecordError",
         "AsAsked",
-        f"Rank 1 failed (in fit, step 0): DataError: {caught.value}",
+        f"Rank 1 failed (in fit, step 0): BadRecordError: {caught.value}",
     ]
 
 

@@ -75,12 +75,12 @@ def test_the_verdict_names_fault_rank_step_and_line(
     with pytest.raises(error) as caught:
         fit(make_trainer(2, act, step=2), record=tmp_path)
     notes = "\n".join(caught.value.__notes__)
-    assert "Rank 1 was in forward of step 2, waited for by rank 0." in notes
+    assert "Rank 1 was at step 2 (forward), waited for by rank 0." in notes
     assert f"`lockstep doctor {tmp_path}` tells more" in notes
     status, said = doctor(tmp_path, capsys)
     assert status == 1
     assert f"Verdict: {kind}. Rank 1 (process " in said
-    assert "was in forward of step 2; rank 0 waited for it." in said
+    assert "was at step 2 (forward); rank 0 waited for it." in said
     fault = read_record(tmp_path)[-1].fault
     assert fault is not None
     own, other = fault.ranks
@@ -177,7 +177,7 @@ def test_what_was_outlived(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     status, said = doctor(tmp_path / "run", capsys)
     assert status == 0
     assert "Outlived: dead. Rank 1 (process" in said
-    assert "was in forward of step 2; rank 0 waited for it." in said
+    assert "was at step 2 (forward); rank 0 waited for it." in said
     assert "Restart 1 of 1: going on from " in said
 
 
@@ -236,7 +236,7 @@ def test_a_script_that_lives_and_makes_no_step(
     assert status == (not is_well)
     assert ("Verdict: hung, or at something long" in said) == (not is_well)
     assert "after batch 2 of epoch 1" in said
-    assert "backward of step 7" in said
+    assert "step 7 (backward)" in said
 
 
 def test_a_record_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
