@@ -141,7 +141,7 @@ def _fault_text(fault: Fault) -> list[str]:
 
 def _who(fault: Fault) -> str:
     state = next((one for one in fault.ranks if one.rank == fault.rank), None)
-    if state is None:
+    if state is None or state.step < 0:
         line = next((one.line for one in fault.ranks if one.line), "")
         return f"It was at {line}." if line else ""
     waiting = [f"rank {one.rank}" for one in fault.ranks if one.awaits == fault.rank]

@@ -26,6 +26,9 @@ DEAD, HUNG, OUT_OF_MEMORY, NETWORK_CUT = "dead", "hung", "out of memory", "netwo
 DISK_FULL, DATA_EXHAUSTED, BAD_RECORD = "disk full", "data exhausted", "bad record"
 NOT_FINITE, INTERRUPTED, TOLD_TO_END, FAILED = "not finite", "interrupted", "told to end", "failed"
 
+# What a rank comes to by itself.
+_BY_ITSELF = (FAILED, OUT_OF_MEMORY, DISK_FULL, BAD_RECORD)
+
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+),? in (?P<function>.+)')
 _PACKAGE = str(Path(__file__).parents[1])
 _LIBRARIES = (_PACKAGE, "site-packages", "<frozen", f"{Path(torch.__file__).parent}")
@@ -83,10 +86,15 @@ def states_of(team: Team | None, board: Board | None, first_rank: int) -> list[R
 
 
 def culprit(states: Sequence[RankState], error: BaseException) -> int | None:
-    """The rank at fault: the one that an error names, or that all wait for in the end."""
-    rank = rank_of(error)
-    if rank is not None or kind_of(error) != HUNG:
+    """The rank at fault: the one that an error names, or that all wait for in the end.
+
+    Or this process's, where it was by itself; None where it was no rank.
+    """
+    rank, kind = rank_of(error), kind_of(error)
+    if rank is not None:
         return rank
+    if kind != HUNG:
+        return states[0].rank if kind in _BY_ITSELF else None
     awaits = {state.rank: state.awaits for state in states}
     rank = states[0].rank
     for _ in states:
