@@ -338,8 +338,8 @@ class PersistentRunner(Runner):
         Host 0 keeps it; a ``fit`` within a callback of another keeps none of its own.
         """
         is_kept = self._is_chief and not self._job_context.is_nested
-        named = filter(None, (*folders, os.environ.get(VARIABLE)))
-        return RunRecord(next(named, None) if is_kept else None)
+        named = [folder for folder in (*folders, os.environ.get(VARIABLE)) if folder]
+        return RunRecord(named[0] if named and is_kept else None)
 
     # --- parts -----------------------------------------------------------------------------------
 

@@ -96,10 +96,11 @@ def culprit(states: Sequence[RankState], error: BaseException) -> int | None:
     if kind != HUNG:
         return states[0].rank if kind in _BY_ITSELF else None
     awaits = {state.rank: state.awaits for state in states}
-    rank = states[0].rank
+    last = states[0].rank
     for _ in states:
-        rank = rank if awaits.get(rank) is None else awaits[rank]
-    return rank
+        awaited = awaits.get(last)
+        last = last if awaited is None else awaited
+    return last
 
 
 def add_lines(states: Sequence[RankState], error: BaseException, team: Team | None) -> None:

@@ -5,19 +5,17 @@ import signal
 from collections.abc import Iterator
 from typing import Any
 
+import keras
+import numpy as np
 import pytest
 
-keras = pytest.importorskip("keras")
-
-import numpy as np  # noqa: E402
-
-import lockstep  # noqa: E402
-import lockstep.keras  # noqa: E402
-from lockstep.errors import OptionError, WorkerError  # noqa: E402
-from lockstep.train import backups  # noqa: E402
-from lockstep.train.run_record import VARIABLE, read_record  # noqa: E402
-from lockstep.train.training_state import TrainingState  # noqa: E402
-from tests.thorough import core_of  # noqa: E402
+import lockstep
+import lockstep.keras
+from lockstep.errors import OptionError, WorkerError
+from lockstep.train import backups
+from lockstep.train.run_record import VARIABLE, read_record
+from lockstep.train.training_state import TrainingState
+from tests.thorough import core_of
 
 SAMPLES, BATCH, EPOCHS = 48, 12, 3
 CHANCE = np.random.default_rng(2)
