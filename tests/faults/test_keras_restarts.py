@@ -24,7 +24,6 @@ Y = (X[:, 0] > 0).astype("int64")
 STRATEGIES: dict[str, Any] = {
     "mirrored": lambda: lockstep.MirroredStrategy(2),
     "pipeline": lambda: lockstep.PipelineStrategy(2, microbatches=2),
-    "local": lambda: lockstep.LocalSGDStrategy(3, devices=2),
 }
 
 
@@ -147,6 +146,9 @@ def test_restarts_are_used_up(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) ->
 def test_what_cannot_be_asked() -> None:
     with pytest.raises(OptionError, match="restarts"):
         lockstep.keras.Restarts(-1)
+    STRATEGIES["local"] = lambda: lockstep.LocalSGDStrategy(3, devices=2)
+    with pytest.raises(OptionError, match="Restarts under LocalSGDStrategy"):
+        trained("local", Seen(), restarts=1)
     model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
     with pytest.raises(OptionError, match="plain Keras"):

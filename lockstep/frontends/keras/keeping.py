@@ -57,7 +57,7 @@ class KeepingRunner(PersistentRunner):
             OptionError: replicas train apart.
         """
         if checkpoint is not None:
-            _check_together(self._maker())
+            check_together(self._maker(), "a Checkpoint")
         with ExitStack() as stack:
             stack.enter_context(self._recorded(checkpoint))
             if checkpoint is None:
@@ -134,11 +134,20 @@ class KeepingRunner(PersistentRunner):
             feed.source.check_used(used)
 
 
-def _check_together(maker: Maker) -> None:
+def check_together(maker: Maker, asked: str) -> None:
+    """See that one process has all of a training.
+
+    Args:
+        maker: of its Plan.
+        asked: what wants that.
+
+    Raises:
+        OptionError: replicas train apart.
+    """
     if isinstance(maker, LocalSteps):
         raise OptionError(
             "Replicas that train apart have optimizers of their own, which no checkpoint holds.",
-            received="a Checkpoint under LocalSGDStrategy",
+            received=f"{asked} under LocalSGDStrategy",
             fix="Use MirroredStrategy; or keras.callbacks.ModelCheckpoint for averaged weights.",
         )
 
