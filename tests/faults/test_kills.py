@@ -77,7 +77,7 @@ def check_weights(
     trainer: lockstep.Trainer, error: WorkerError, devices: int, **options: Any
 ) -> None:
     """The error says of which step the weights and the optimizer are."""
-    (note,) = error.__notes__
+    *_, note = error.__notes__
     whole = re.match(
         r"The weights are whole, as (fit has found|step (\d+) has left) them, "
         r"and so is the optimizer\.",
