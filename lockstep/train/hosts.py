@@ -118,6 +118,11 @@ class Hosts:
         return [decode(each) for each in self._exchanged(encode(obj))]
 
     @property
+    def first_rank(self) -> int:
+        """Of this host, where the launcher has started a process for each of its devices."""
+        return sum(host.num_given or 1 for host in self.cluster.hosts[: self.host])
+
+    @property
     def has_followers(self) -> bool:
         """Whether the launcher has started a process for each of this host's devices."""
         return self.place.num_processes > 1

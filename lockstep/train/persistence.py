@@ -249,11 +249,11 @@ class PersistentRunner(Runner):
         return state.parts()
 
     def _whole_state(self) -> TrainingState:
-        """With what the script's process alone knows."""
-        states = callback_states(self._own_callbacks)
-        return replace(
-            self._state_at(self._position()), callbacks=self._job_context.from_chief(states)
-        )
+        """With what the script's process alone knows, on several hosts that of host 0."""
+        state = self._state_at(self._position())
+        own = callback_states(self._own_callbacks), state.schedule
+        callbacks, schedule = self._job_context.from_chief(own)
+        return replace(state, callbacks=callbacks, schedule=schedule)
 
     def _state_at(self, position: dict[str, Any]) -> TrainingState:
         """All but what callbacks keep; no copy."""
@@ -266,7 +266,8 @@ class PersistentRunner(Runner):
 
     def _set_whole_state(self, state: TrainingState) -> None:
         self._set_state_but_callbacks(state)
-        set_callback_states(self._own_callbacks, state.callbacks)
+        if self._is_chief:
+            set_callback_states(self.callbacks, state.callbacks)
 
     def _set_state_but_callbacks(self, state: TrainingState) -> None:
         self._set_state(state)
