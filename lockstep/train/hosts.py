@@ -94,7 +94,7 @@ class Hosts:
         patience = self.timeout_seconds + (_HEAD_START_SECONDS if self.host else 0.0)
         if waited_seconds > patience and self.control_group.awaited:
             names = " and ".join(self.names[host] for host in self.control_group.awaited)
-            raise HostError(
+            raise HostError.of_loss(
                 f"{names} must come to the same call, and the same step, within "
                 f"{format_seconds(self.timeout_seconds)}.",
                 received=f"nothing for {format_seconds(waited_seconds)}",
@@ -116,6 +116,11 @@ class Hosts:
     def from_all(self, obj: Any) -> list[Any]:
         """Every host's object by host, on every host."""
         return [decode(each) for each in self._exchanged(encode(obj))]
+
+    @property
+    def is_one_process(self) -> bool:
+        """Whether there is one host, with helpers of its own: as without a launcher."""
+        return self.place.num_hosts == 1 and not self.has_followers
 
     @property
     def first_rank(self) -> int:

@@ -270,7 +270,7 @@ class Trainer(FittingRunner):
             restarts=restarts,
             on_snapshot=on_snapshot,
         )
-        return self._call("fit", lambda: self._fit(asked))
+        return self._fit_to_the_end(asked)
 
     def evaluate(self, data: Any, *, batch_size: int | None = None) -> Logs:
         """Loss and metrics over ``data``, every sample counted once.
