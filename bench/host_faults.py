@@ -3,7 +3,7 @@
 Two hosts on addresses of the loopback interface, each ``lockstep run --restarts``. A whole host is
 its launcher, script and helpers; it is started again as a machine's service manager would. Each
 step's loss goes to a ledger, by its number, with the moment: a step that is made again must have
-the same bits.
+the same bits, and all that of one host alone.
 
 Run by ``python bench/soak.py``, or as the script of a host.
 """
@@ -15,6 +15,7 @@ import re
 import secrets
 import signal
 import socket
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -38,8 +39,8 @@ _NEW_STEP = re.compile(rb"^(\S+) (\d+) (\S+)$", re.MULTILINE)
 # --- the script of a host ------------------------------------------------------------------------
 
 
-def train(strategy: str, folder: Path, epochs: int) -> None:
-    """Train, and write what must be the same."""
+def train(strategy: str, folder: Path, epochs: int, *, is_told: bool = False) -> object:
+    """What must be the same, but for the losses, which go to the ledger in the folder."""
     import torch
     from torch import nn
 
@@ -64,7 +65,9 @@ def train(strategy: str, folder: Path, epochs: int) -> None:
         num_steps = 0
 
     strategies: dict[str, Callable[..., Any]] = {
-        "replicas on 2 hosts": lockstep.MultiWorkerMirroredStrategy,
+        "replicas on 2 hosts": partial(
+            lockstep.MultiWorkerMirroredStrategy, devices_per_host=1, num_shares=2
+        ),
         "stages on 2 hosts": partial(lockstep.PipelineStrategy, 2, cuts=["3"], microbatches=2),
     }
     torch.manual_seed(0)
@@ -82,11 +85,34 @@ def train(strategy: str, folder: Path, epochs: int) -> None:
         (x, (x[:, 0] > 0).long()),
         epochs=epochs,
         batch_size=BATCH,
+        verbose=int(is_told),
         restarts=10**6,
         checkpoint=lockstep.Checkpoint(folder / "run", every="5 steps"),
     )
     digest = TrainingState.of(trainer.state_dict()).digest()
-    print("RESULT", json.dumps([digest, history.history]), flush=True)
+    trainer.close()
+    return [digest, history.history]
+
+
+def losses(ledger: Path) -> list[str]:
+    """Of every step, by its number.
+
+    Raises:
+        AssertionError: a step that was made again had another loss, or one was left out.
+    """
+    found: dict[int, str] = {}
+    for line in _NEW_STEP.finditer(ledger.read_bytes()):
+        number, loss = int(line[2]), line[3].decode()
+        assert found.setdefault(number, loss) == loss, f"step {number}: {found[number]}, {loss}"
+    assert sorted(found) == list(range(1, len(found) + 1))
+    return [found[number] for number in sorted(found)]
+
+
+def expected(strategy: str, epochs: int) -> object:
+    """What one host alone has come to."""
+    with tempfile.TemporaryDirectory() as name:
+        result = train(strategy, Path(name), epochs)
+        return [json.loads(json.dumps(result)), losses(Path(name) / "ledger")]
 
 
 # --- who starts hosts, and harms them ------------------------------------------------------------
@@ -170,19 +196,6 @@ class Run:
         """When steps were made."""
         return [float(line[1]) for line in _NEW_STEP.finditer(self._ledger.read_bytes())]
 
-    def losses(self) -> list[str]:
-        """Of every step, by its number.
-
-        Raises:
-            AssertionError: a step that was made again had another loss, or one was left out.
-        """
-        found: dict[int, str] = {}
-        for line in _NEW_STEP.finditer(self._ledger.read_bytes()):
-            number, loss = int(line[2]), line[3].decode()
-            assert found.setdefault(number, loss) == loss, f"step {number}: {found[number]}, {loss}"
-        assert sorted(found) == list(range(1, len(found) + 1))
-        return [found[number] for number in sorted(found)]
-
     def is_over(self) -> bool:
         """Whether a host has ended."""
         return any(host.launcher.poll() is not None for host in self.hosts)
@@ -201,7 +214,7 @@ class Run:
             assert host.launcher.wait(_WAIT_SECONDS) == 0, self._story()
         told = {host.out.read_text().rpartition("RESULT ")[2].strip() for host in self.hosts}
         assert len(told) == 1, told
-        return [json.loads(told.pop()), self.losses()]
+        return [json.loads(told.pop()), losses(self._ledger)]
 
     def end(self) -> None:
         """Leave nothing behind."""
@@ -244,19 +257,49 @@ def harm(run: Run, fault: str, chance: random.Random) -> tuple[float, float] | N
     return None if run.is_over() else (noticed, run.moments()[-1] - hit)
 
 
-def killed(
+def outlived(
     strategy: str, fault: str, most: int, chance: random.Random
 ) -> tuple[object, list[tuple[float, float]]]:
-    """What a run has come to, and for each fault the seconds that ``harm`` has counted."""
+    """What a run with so many faults has come to, and of each fault what ``harm`` has counted."""
     with tempfile.TemporaryDirectory() as name:
-        run = Run(strategy, Path(name) / "run", epochs=4 + 4 * most)
+        run = Run(strategy, Path(name) / "run", num_epochs(most))
         try:
-            found = (harm(run, fault, chance) for _ in range(most))
-            seconds = [one for one in found if one is not None]
-            return run.result(), seconds
+            found = [harm(run, fault, chance) for _ in range(most)]
+            return run.result(), [one for one in found if one is not None]
         finally:
             run.end()
 
 
+def num_epochs(most: int) -> int:
+    """Enough for so many faults."""
+    return 4 + 4 * most
+
+
+HEADER = (
+    "| strategy, fault | survived | same bits | noticed, most | median until a new step | 95 % | "
+    "most |\n|---|---|---|---|---|---|---|"
+)
+
+
+def soak(strategy: str, fault: str, faults: int, until: float) -> str:
+    """A row of the table."""
+    chance = random.Random(f"{strategy} {fault}")
+    most = min(10, faults)
+    whole = expected(strategy, num_epochs(most))
+    seconds: list[tuple[float, float]] = []
+    same = rounds = 0
+    while len(seconds) < faults and time.monotonic() < until:
+        found, own = outlived(strategy, fault, most, chance)
+        seconds, rounds, same = [*seconds, *own], rounds + 1, same + (found == whole)
+    told = [f"{strategy}, {fault}", len(seconds), f"{same} of {rounds}"]
+    if len(seconds) > 1:
+        noticed, resumed = zip(*seconds, strict=True)
+        p95 = statistics.quantiles(resumed, n=20, method="inclusive")[-1]
+        figures = (max(noticed), statistics.median(resumed), p95, max(resumed))
+        told += [f"{one:.2f} s" for one in figures]
+    return "| " + " | ".join(map(str, told)) + " |"
+
+
 if __name__ == "__main__":
-    train(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))
+    came_to = train(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), is_told=True)
+    print("RESULT", json.dumps(came_to), flush=True)

@@ -1,4 +1,4 @@
-"""``lockstep run --restarts``: the script is started again when it dies, and dies with its launcher.
+"""``lockstep run --restarts``: a script that dies is started again, and dies with its launcher.
 
 What becomes of a training is in ``test_lost_hosts.py``.
 """

@@ -34,16 +34,22 @@ STRATEGIES: dict[str, Any] = {
 
 
 class Counting(lockstep.Callback):
-    """Counts steps, and fails at one."""
+    """Counts steps, and fails at one; looks at all weights at the end of an epoch."""
+
+    model: nn.Module
 
     def __init__(self, failing: int | None) -> None:
         self.num_steps = 0
+        self.seen: list[float] = []
         self._failing = failing
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self.num_steps += 1
         if self.num_steps == self._failing:
             raise ZeroDivisionError
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.seen.append(sum(one.double().sum().item() for one in self.model.parameters()))
 
 
 def make_model() -> nn.Module:
@@ -72,8 +78,9 @@ def train(strategy: str, every: str, folder: str, failing: int | None = None) ->
     )
     digest = TrainingState.of(trainer.state_dict()).digest()
     trainer.close()
-    num_steps = trainer.same_everywhere(counting.num_steps)
-    return {"digest": digest, "history": history.history, "num_steps": num_steps}
+    num_steps, seen = trainer.same_everywhere([counting.num_steps, counting.seen])
+    found = {"history": history.history, "last_seen": seen[-1]}
+    return {"digest": digest, "num_steps": num_steps, **found}
 
 
 def run(what: str, strategy: str, every: str, folder: str) -> Iterator[dict[str, Any]]:
