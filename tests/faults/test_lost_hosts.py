@@ -4,6 +4,8 @@ The long form is ``bench/soak.py``, whose faults these are.
 """
 
 import random
+import signal
+from pathlib import Path
 
 import host_faults
 import pytest
@@ -22,3 +24,25 @@ def test_a_run_outlives_the_loss_of_hosts(strategy: str, fault: str) -> None:
     if fault != "stop":  # which is noticed after the strategy's timeout
         assert max(noticed for noticed, _ in seconds) < 3
     assert max(resumed for _, resumed in seconds) < 30  # at the 95th percentile it is 10 (bench/)
+
+
+@pytest.mark.thorough
+def test_a_host_that_was_replaced_changes_nothing_when_it_wakes(tmp_path: Path) -> None:
+    strategy, epochs = "replicas on 2 hosts", 20
+    run = host_faults.Run(strategy, tmp_path / "run", epochs)
+    host = run.hosts[1]
+    launcher, stopped = host.launcher, host.pids()
+    try:
+        run.wait_for(lambda: len(run.moments()) > 10)
+        stopped = host.pids()
+        host.send(signal.SIGSTOP, stopped)
+        run.wait_for(lambda: run.hosts[0].said(b" Restart ") > 0)
+        host.start()
+        before = len(run.moments())
+        run.wait_for(lambda: len(run.moments()) > before)
+        host.send(signal.SIGCONT, stopped)
+        assert run.result() == host_faults.expected(strategy, epochs)
+    finally:
+        launcher.kill()  # and so its script
+        launcher.wait()
+        run.end()

@@ -26,7 +26,6 @@ FAILING_STEP = 8  # of 15, counted from 1
 
 STRATEGIES: dict[str, Any] = {
     "pipeline": partial(lockstep.PipelineStrategy, 2, cuts=["3"], microbatches=3),
-    "function": partial(lockstep.PipelineStrategy, 2, cuts=["3"], microbatches=3),
     "hybrid": partial(lockstep.HybridStrategy, data=2, pipe=2, cuts=["3"], microbatches=2),
     "uneven": partial(lockstep.HybridStrategy, (3, 1), cuts=["3"], microbatches=2),
     "mirrored": partial(lockstep.MultiWorkerMirroredStrategy, num_shares=2),
@@ -78,9 +77,12 @@ def train(strategy: str, every: str, folder: str, failing: int | None = None) ->
     )
     digest = TrainingState.of(trainer.state_dict()).digest()
     trainer.close()
-    num_steps, seen = trainer.same_everywhere([counting.num_steps, counting.seen])
-    found = {"history": history.history, "last_seen": seen[-1]}
-    return {"digest": digest, "num_steps": num_steps, **found}
+    return {
+        "digest": digest,
+        "num_steps": trainer.same_everywhere(counting.num_steps),
+        "history": history.history,
+        "seen": trainer.same_everywhere(counting.seen),
+    }
 
 
 def run(what: str, strategy: str, every: str, folder: str) -> Iterator[dict[str, Any]]:
