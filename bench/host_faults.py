@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -226,7 +226,7 @@ class Run:
         return "\n".join(host.out.read_text()[-3000:] for host in self.hosts)
 
 
-def harm(run: Run, fault: str, chance: random.Random) -> tuple[float, float] | None:
+def harm(run: Run, fault: str, victim: int, chance: random.Random) -> tuple[float, float] | None:
     """Do harm to a host, once a new step is made.
 
     Returns:
@@ -236,7 +236,6 @@ def harm(run: Run, fault: str, chance: random.Random) -> tuple[float, float] | N
     before = len(run.moments())
     run.wait_for(lambda: len(run.moments()) > before)
     time.sleep(chance.uniform(0, MOST_DELAY_SECONDS))
-    victim = chance.randrange(2)
     host, other = run.hosts[victim], run.hosts[1 - victim]
     if run.is_over():
         return None
@@ -258,13 +257,13 @@ def harm(run: Run, fault: str, chance: random.Random) -> tuple[float, float] | N
 
 
 def outlived(
-    strategy: str, fault: str, most: int, chance: random.Random
+    strategy: str, fault: str, victims: Sequence[int], chance: random.Random
 ) -> tuple[object, list[tuple[float, float]]]:
-    """What a run with so many faults has come to, and of each fault what ``harm`` has counted."""
+    """What a run has come to with a fault on each of these hosts, and what ``harm`` has counted."""
     with tempfile.TemporaryDirectory() as name:
-        run = Run(strategy, Path(name) / "run", num_epochs(most))
+        run = Run(strategy, Path(name) / "run", num_epochs(len(victims)))
         try:
-            found = [harm(run, fault, chance) for _ in range(most)]
+            found = [harm(run, fault, victim, chance) for victim in victims]
             return run.result(), [one for one in found if one is not None]
         finally:
             run.end()
@@ -289,7 +288,8 @@ def soak(strategy: str, fault: str, faults: int, until: float) -> str:
     seconds: list[tuple[float, float]] = []
     same = rounds = 0
     while len(seconds) < faults and time.monotonic() < until:
-        found, own = outlived(strategy, fault, most, chance)
+        victims = chance.choices(range(2), k=most)
+        found, own = outlived(strategy, fault, victims, chance)
         seconds, rounds, same = [*seconds, *own], rounds + 1, same + (found == whole)
     told = [f"{strategy}, {fault}", len(seconds), f"{same} of {rounds}"]
     if len(seconds) > 1:

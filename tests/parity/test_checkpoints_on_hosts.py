@@ -32,7 +32,7 @@ def told_here(*words: str) -> list[Any]:
     ("strategy", "devices"),
     core_of(
         [("pipeline", 1), ("hybrid", 2), ("uneven", 2), ("mirrored", 1)],
-        [("hybrid", 2)],
+        [("pipeline", 1)],
     ),
 )
 def test_a_fit_on_several_hosts_goes_on(
