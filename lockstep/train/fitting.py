@@ -20,7 +20,6 @@ from lockstep.train.ensemble import Resume
 from lockstep.train.feeding import SharedStream, sample_of
 from lockstep.train.fit_task import FitTask
 from lockstep.train.history import History
-from lockstep.train.host_losses import check_restarts_on, nothing_kept, outlast
 from lockstep.train.intake import (
     Feed,
     Wish,
@@ -31,6 +30,7 @@ from lockstep.train.intake import (
 )
 from lockstep.train.interrupt import held_interrupts, held_termination
 from lockstep.train.likeness import said
+from lockstep.train.lost_hosts import check_restarts_on, nothing_kept, outlast
 from lockstep.train.metrics import Metrics
 from lockstep.train.persistence import PersistentRunner
 from lockstep.train.progress import OutputConsole, ProgressDisplay
@@ -92,7 +92,7 @@ class FittingRunner(PersistentRunner):
     _loss: LossAdapter | None
 
     def _fit_to_the_end(self, asked: FitRequest) -> History:
-        """Fit; on several hosts, again after losses."""
+        """Fit; on several hosts, again where one was lost."""
         start = self._epochs_trained, self._steps_trained
 
         def fit(goes_on: bool) -> History:

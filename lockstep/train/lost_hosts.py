@@ -1,4 +1,4 @@
-"""Losses between hosts: a ``fit`` that has lost another host, or a process, goes on with all hosts.
+"""Lost hosts: a ``fit`` that has lost another host, or a process of it, goes on with all hosts.
 
 What is left of the job meets anew, where it has met at first. A host that is started again, by
 whoever looks after it, comes there by its script's own ``fit``; then all go on from host 0's newest
@@ -20,7 +20,7 @@ from lockstep.train.progress import OutputConsole
 def outlast(
     fit: Callable[[bool], History], restarts: int, job_context: JobContext, *, verbose: int
 ) -> History:
-    """Fit, and after a loss once more.
+    """Fit, and once more where a host was lost.
 
     Args:
         fit: meets the hosts; is told whether it goes on with what it has begun.
@@ -31,23 +31,23 @@ def outlast(
     Raises:
         HostError, WorkerError: what was lost where no restart is left.
     """
-    losses: list[str] = []
+    lost: list[str] = []
     while True:
         try:
-            history = fit(bool(losses))
+            history = fit(bool(lost))
         except (HostError, WorkerError) as error:
             is_loss = error.is_loss and job_context.spans_hosts
-            if not is_loss or len(losses) == restarts:
+            if not is_loss or len(lost) == restarts:
                 raise
-            losses.append(f"{error}".partition("\n")[0])
+            lost.append(f"{error}".partition("\n")[0])
             OutputConsole(quiet=not verbose).print(
-                f"{losses[-1]} Restart {len(losses)} of {restarts}: waiting for all hosts, to go "
+                f"{lost[-1]} Restart {len(lost)} of {restarts}: waiting for all hosts, to go "
                 "on from the newest checkpoint to the same result.",
                 highlight=False,
                 soft_wrap=True,
             )
         else:
-            history.restarts += losses
+            history.restarts += lost
             return history
 
 
