@@ -6,10 +6,14 @@ The long form is ``bench/soak.py``, whose faults these are.
 import random
 import signal
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import host_faults
 import pytest
 
+from lockstep.errors import OptionError
+from lockstep.train.lost_hosts import check_restarts_on
 from tests.thorough import core_of
 
 ROWS = [
@@ -52,3 +56,14 @@ def test_a_host_that_was_replaced_changes_nothing_when_it_wakes(tmp_path: Path) 
         launcher.kill()  # and so its script
         launcher.wait()
         run.end()
+
+
+@pytest.mark.parametrize(("launcher", "has_checkpoint"), [("torchrun", True), ("TF_CONFIG", False)])
+def test_restarts_after_which_nobody_could_go_on_are_refused(
+    launcher: str, has_checkpoint: bool
+) -> None:
+    place = SimpleNamespace(launcher=launcher, num_processes=2)
+    hosts: Any = SimpleNamespace(has_followers=launcher == "torchrun", place=place)
+    check_restarts_on(hosts, 0, has_checkpoint=has_checkpoint)
+    with pytest.raises(OptionError, match="need checkpoint=, and one process"):
+        check_restarts_on(hosts, 1, has_checkpoint=has_checkpoint)
