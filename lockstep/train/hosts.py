@@ -357,12 +357,15 @@ class LeaderCrossing:
         return self._control_group.broadcast(payload, self._look_around)
 
 
-def find_hosts(timeout_seconds: float, reach: Reach = "all hosts") -> Hosts | None:
+def find_hosts(
+    timeout_seconds: float, reach: Reach = "all hosts", meeting_seconds: float = 0.0
+) -> Hosts | None:
     """The hosts to train with: met now, or before; None where this process trains alone.
 
     Args:
         timeout_seconds: longest wait for the others.
         reach: how far the strategy's Plans go.
+        meeting_seconds: of that wait, until all have met, where it is longer.
 
     Raises:
         OptionError: the strategy has no use for the other processes that there are.
@@ -374,7 +377,9 @@ def find_hosts(timeout_seconds: float, reach: Reach = "all hosts") -> Hosts | No
     if reach == "one host":
         raise _strangers(place)
     if place not in _met:
-        _met[place] = Hosts(place, _meet(place, timeout_seconds), timeout_seconds)
+        _met[place] = Hosts(
+            place, _meet(place, max(timeout_seconds, meeting_seconds)), timeout_seconds
+        )
     _met[place].timeout_seconds = timeout_seconds
     return _met[place]
 

@@ -16,6 +16,10 @@ from lockstep.train.hosts import Hosts
 from lockstep.train.job_context import JobContext
 from lockstep.train.progress import OutputConsole
 
+# The least to wait for hosts that are being started: short time-outs are for those that run, and
+# who gives up sooner than another host can start would never meet it.
+_MEETING_SECONDS = 120.0
+
 
 def outlast(
     fit: Callable[[bool], History], restarts: int, job_context: JobContext, *, verbose: int
@@ -31,6 +35,7 @@ def outlast(
     Raises:
         HostError, WorkerError: what was lost where no restart is left.
     """
+    job_context.meeting_seconds = _MEETING_SECONDS if restarts else 0.0
     lost: list[str] = []
     while True:
         try:
