@@ -9,16 +9,8 @@ import keras
 from lockstep.errors import ModelError, OptionError, Problems
 from lockstep.frontends.keras.bound_methods import METHODS
 
-# Methods that say what a step is: here it is made of the model's call, its losses and its metrics.
-_STEPS = (
-    "train_step",
-    "test_step",
-    "predict_step",
-    "make_train_function",
-    "make_test_function",
-    "make_predict_function",
-    "compute_metrics",
-)
+# Methods that say how steps are run, which is done here.
+_RUNNING = ("make_train_function", "make_test_function", "make_predict_function")
 
 
 def check_model(model: Any) -> None:
@@ -28,17 +20,13 @@ def check_model(model: Any) -> None:
         ModelError: with all that is in the way.
     """
     problems = Problems()
-    for name in (*_STEPS, *METHODS):
+    for name in (*_RUNNING, *METHODS):
         if getattr(type(model), name) is not getattr(keras.Model, name):
             problems.add(
-                "A step is distributed by parts of the batch, so the model must have Keras's own "
+                "Steps are run on parts of each batch, so the model must have Keras's own "
                 f"{name}.",
                 received=f"{type(model).__name__}.{name}",
-                fix=_FIXES.get(
-                    name,
-                    "Leave it out, or train a plain PyTorch model with "
-                    "lockstep.Trainer(train_step=...).",
-                ),
+                fix="Put what a step does into train_step, test_step or predict_step.",
             )
     if model.compiled and model.jit_compile:
         problems.add(
@@ -71,11 +59,6 @@ def check_model(model: Any) -> None:
 def has_own_loss(model: Any) -> bool:
     """Whether a model has a ``compute_loss`` of its own."""
     return type(model).compute_loss is not keras.Model.compute_loss
-
-
-_FIXES = {
-    "compute_metrics": "Pass metrics to compile.",
-}
 
 
 def check_integers(maybe: Mapping[str, Any] | None = None, /, **numbers: Any) -> None:

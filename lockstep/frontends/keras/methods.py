@@ -168,7 +168,7 @@ class Methods:
             logs = trainer.fit(feed, evaluation, options, callbacks)
         finally:
             model.eval()
-        if options.epochs > 0:
+        if options.epochs > 0 and model.optimizer is not None:
             model.optimizer.finalize_variable_values(model.trainable_weights)
         callbacks.on_train_end(logs)
         trainer.finish_fit()

@@ -207,6 +207,17 @@ class KerasModel(FrontEndModel):
         finally:
             self._calls.end()
 
+    @contextmanager
+    def stepping(self, moments: Callable[..., Any] | None = None) -> Iterator[None]:
+        """Within the block a step of the model's own may run it, as ``forward`` does.
+
+        Args:
+            moments: what BatchNormalization layers take for a batch's mean and variance; None is
+                those of all shares.
+        """
+        with _own_stream(), _moments.to(moments or self._moments_of):
+            yield
+
     def _called(self, inputs: Tree, *, is_watched: bool) -> Tree:
         model, direct = self.model, self._calls.direct
         if direct is not None and not is_watched and direct.takes(inputs):

@@ -14,6 +14,7 @@ from typing import Any
 from keras.src.layers.layer import Layer
 from keras.src.layers.preprocessing.index_lookup import IndexLookup
 from keras.src.models.model import Model
+from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.saving.keras_saveable import KerasSaveable
 from keras.src.utils.backend_utils import DynamicBackend
 from keras.src.utils.tracking import (
@@ -25,6 +26,8 @@ from keras.src.utils.tracking import (
 )
 
 from lockstep.frontends.keras.bound_methods import METHODS
+from lockstep.frontends.keras.optimizer_copy import unbuilt
+from lockstep.frontends.keras.own_steps import defines_steps
 
 # Made by ``Layer.__new__`` around methods of the same name, for layers that are still to be built.
 _WRAPPERS = ("build", "quantize")
@@ -50,6 +53,9 @@ COMPILED = (
     "test_function",
     "train_function",
 )
+
+# Of these, what steps use.
+_OF_STEPS = ("_compile_loss", "_compile_metrics", "_loss_tracker", "loss", "optimizer")
 
 # What a layer looks words and numbers up in: TensorFlow's, of this process.
 _TABLES = ("lookup_table", "token_counts", "token_document_counts")
@@ -84,6 +90,9 @@ def reduce(obj: Any) -> Any:
 
 def kept_attributes(obj: KerasSaveable) -> dict[str, Any]:
     """What a helper gets of an object."""
+    if isinstance(obj, BaseOptimizer) and obj.built:
+        variables = obj._trainable_variables  # its slots are in the store
+        return {**vars(unbuilt(obj)), "built": True, "_trainable_variables": variables}
     if not isinstance(obj, Layer):
         return dict(vars(obj))
     left = left_attributes(obj)
@@ -103,7 +112,8 @@ def _left_of(kind: Any) -> frozenset[str]:
         return frozenset()
     left: tuple[str, ...] = (*_WRAPPERS, *_OF_LAST_CALL)
     if issubclass(kind, Model):
-        left = (*left, *COMPILED, "_lockstep", *METHODS)
+        compiled = set(COMPILED) - set(_OF_STEPS if defines_steps(kind) else ())
+        left = (*left, *compiled, "_lockstep", *METHODS)
     elif issubclass(kind, IndexLookup):
         left = (*left, *_TABLES)
     return frozenset(left)

@@ -29,9 +29,18 @@ from lockstep.frontends.keras.looking import few_samples, fixed_batch_size, in_e
 from lockstep.frontends.keras.losses import Additions, KerasLoss
 from lockstep.frontends.keras.metrics import KerasMetrics
 from lockstep.frontends.keras.model import KerasModel, giving_losses
+from lockstep.frontends.keras.own_step_tasks import (
+    OwnStepEvaluateTask,
+    OwnStepEvaluationConductor,
+    OwnStepFitConductor,
+    OwnStepFitTask,
+    StepMetrics,
+)
+from lockstep.frontends.keras.own_steps import OwnSteps, has_own_steps
 from lockstep.frontends.keras.settings import random_seed
 from lockstep.frontends.keras.shipping import reduce
 from lockstep.frontends.keras.sights import Lookout, Sight
+from lockstep.frontends.keras.step_trial import try_step
 from lockstep.frontends.keras.tasks import (
     Evaluation,
     KerasEvaluateTask,
@@ -39,10 +48,12 @@ from lockstep.frontends.keras.tasks import (
     KerasPredictTask,
 )
 from lockstep.frontends.keras.updater import KerasUpdater, is_elementwise
+from lockstep.frontends.keras.updater_set import KerasUpdaterSet, OptimizerList
 from lockstep.parallel.forward import call_model
 from lockstep.parallel.independence import check_apart
 from lockstep.parallel.serialization import reducing
 from lockstep.plan.makers import SingleDevice
+from lockstep.train.assignment import Assignment
 from lockstep.train.changes import ChangeWatch, settings_of
 from lockstep.train.conducting import FollowingConductor
 from lockstep.train.conductor import Conductor, Logs
@@ -53,6 +64,7 @@ from lockstep.train.interrupt import Interrupt, held_interrupts
 from lockstep.train.job_context import JobContext, StrategyLike
 from lockstep.train.likeness import Facts, said
 from lockstep.train.recipe import Recipe
+from lockstep.train.session import Session
 from lockstep.train.tasks import Task
 from lockstep.units import first_few
 
@@ -133,6 +145,8 @@ class KerasTrainer(KeepingRunner):
         self._has_looked = False  # since ranks have run the model
         self._updater: tuple[Sight | None, KerasUpdater] | None = None
         self._known: _Known | None = None
+        self._own: OwnSteps | None = None  # of the call that is made
+        self._several = OptimizerList()  # of steps of the model's own
         self._is_apart = False  # outputs of samples are seen not to depend on others
 
     def on_all_processes(self, make: Callable[[], _T]) -> _T:
@@ -146,13 +160,14 @@ class KerasTrainer(KeepingRunner):
         self._has_looked = False
         model = self.model.model
         self.optimizer = model.optimizer
-        loss, metrics = self._loss_and_metrics(feed.source, looks=not options.is_one_batch)
+        own = self._own_steps(feed.source, "train_step")
+        loss, metrics = self._loss_and_metrics(feed.source, own, looks=not options.is_one_batch)
         begins = any_acts_in(callbacks, "on_train_batch_begin", "on_batch_begin")
         # Callbacks are on host 0, and one may have found where an earlier run has ended.
         start: _Start = self._job_context.from_chief(
             _Start(
                 epoch=options.initial_epoch,
-                step=int(model.optimizer._iterations.value),
+                step=max(int(one._iterations.value) for one in self._optimizers),
                 tells_each=steps_between_metrics(callbacks, "on_train_batch_end", "on_batch_end"),
                 evaluation_tells_each=0 if evaluation is None else evaluation.tells_each,
                 evaluation_may_stop=may_stop(callbacks, "test"),
@@ -167,7 +182,9 @@ class KerasTrainer(KeepingRunner):
             resume = self._start(feed.batch_size, is_stream=is_stream)
             others = [] if evaluation is None else [(evaluation.source, options.evaluates)]
             self._read_again(resume, start.epoch, feed, others)
-        task = KerasFitTask(
+        kind, more = (KerasFitTask, {}) if own is None else (OwnStepFitTask, {"own": own})
+        task = kind(
+            **more,
             source=feed.source,
             validation=None,
             evaluation=evaluation
@@ -192,7 +209,9 @@ class KerasTrainer(KeepingRunner):
             watches_beginnings=True,
             before_steps=begins,
             after_steps=start.tells_each == 1,
-            shows_slots=not is_elementwise(model.optimizer, self.model.variables.values()),
+            shows_slots=not all(
+                is_elementwise(one, self.model.variables.values()) for one in self._optimizers
+            ),
             watches_validation=start.watches_validation,
             tells_each=start.tells_each,
             takes_states=self.keeper is not None and self.keeper.acts_in("takes_state"),
@@ -215,7 +234,8 @@ class KerasTrainer(KeepingRunner):
     ) -> KerasFitConductor | FollowingConductor:
         if not self._job_context.is_chief:
             return FollowingConductor(interrupt)
-        return KerasFitConductor(
+        kind = KerasFitConductor if self._own is None else OwnStepFitConductor
+        return kind(
             self.model,
             callbacks,
             ChangeWatch(self.model, lambda: self._session.stores.readopt(self.model)),
@@ -232,15 +252,22 @@ class KerasTrainer(KeepingRunner):
     def evaluate(self, evaluation: Evaluation, feed: Feed, callbacks: Any) -> Logs:
         """Losses and metrics over data."""
         self._has_looked = False
-        loss, metrics = self._loss_and_metrics(feed.source, looks=False)
-        self._try_apart(feed.source)
+        own = self._own_steps(feed.source, "test_step")
+        loss, metrics = self._loss_and_metrics(feed.source, own, looks=False)
+        if own is None:
+            self._try_apart(feed.source)
         tells_each, stops = self._job_context.from_chief(
             (evaluation.tells_each, may_stop(callbacks, "test"))
         )
         evaluation = replace(evaluation, tells_each=tells_each, may_stop=stops)
-        task = KerasEvaluateTask(evaluation=evaluation, metrics=metrics, loss=loss)
-        is_chief = self._job_context.is_chief
-        conductor = EvaluationConductor(self.model.model, callbacks) if is_chief else Conductor()
+        options: dict[str, Any] = {"evaluation": evaluation, "metrics": metrics, "loss": loss}
+        task = KerasEvaluateTask(**options)
+        kind = EvaluationConductor
+        if own is not None:
+            task, kind = OwnStepEvaluateTask(**options, own=own), OwnStepEvaluationConductor
+        conductor = Conductor()
+        if self._job_context.is_chief:
+            conductor = kind(self.model.model, callbacks)
         found: Logs = self._run(task, loss, None, conductor, feed.batch_size)
         return self._job_context.from_chief(found)
 
@@ -265,16 +292,36 @@ class KerasTrainer(KeepingRunner):
             concatenate(parts) if self._job_context.is_chief else None
         )
 
+    def _own_steps(self, source: Source | SharedStream, name: str) -> OwnSteps | None:
+        """What a model's own step does, tried on a few samples; None where it has none."""
+        model, sample = self.model.model, sample_of(source)
+        self._own = own = OwnSteps() if has_own_steps(model) else None
+        if own is not None:
+            assert isinstance(sample, ArraySource)
+            self.model.look_anew()
+            try_step(self.model, name, few_samples(self.model, sample), own)
+            own.add_built(model)
+            own.check()
+        return own
+
+    @property
+    def _optimizers(self) -> list[Any]:
+        """Those that update the weights."""
+        return (self._own and self._own.optimizers) or [self.model.model.optimizer]
+
     def _loss_and_metrics(
-        self, source: Source | SharedStream, *, looks: bool
-    ) -> tuple[KerasLoss, KerasMetrics]:
-        """The model's losses and metrics, as they are compiled now.
+        self, source: Source | SharedStream, own: OwnSteps | None, *, looks: bool
+    ) -> tuple[Any, KerasMetrics]:
+        """The model's losses and metrics, as they are compiled now; no loss with steps of its own.
 
         Args:
             source: the data.
+            own: what is known of its steps.
             looks: what layers add is looked at anew, unless all can be seen and is as it was.
         """
         model = self.model.model
+        if own is not None:
+            return None, StepMetrics(model)
         is_divided = not isinstance(self._maker(), SingleDevice)
         sight = self._look()
         key = sight or (
@@ -332,6 +379,13 @@ class KerasTrainer(KeepingRunner):
         return find_additions(self.model, sample, is_divided=is_divided)
 
     def _make_updater(self) -> Any:
+        if self._own is not None and self._own.optimizers:
+            optimizers = self._own.optimizers
+            if len(optimizers) > 1:
+                if not self._several.is_of(optimizers):
+                    self._several = OptimizerList(optimizers)
+                return KerasUpdaterSet(self._several, self.model.variables)
+            return KerasUpdater(optimizers[0], self.model.variables)
         self.optimizer = self.model.model.optimizer  # a callback may have given it another
         if not self.optimizer.built:
             self.optimizer.build(self.model.model.trainable_variables)
@@ -369,6 +423,13 @@ class KerasTrainer(KeepingRunner):
     @property
     def _preload(self) -> tuple[str, ...]:
         return ("lockstep.frontends.keras.preloading",)
+
+    def _prepare_proof(
+        self, assignment: Assignment, session: Session, conductor: Conductor
+    ) -> object:
+        if self._own is not None:  # whose step is no map from samples to a loss
+            return None
+        return super()._prepare_proof(assignment, session, conductor)
 
     def _run(
         self, task: Task, loss: Any, updater: Any, conductor: Conductor, batch_size: int
