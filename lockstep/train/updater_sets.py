@@ -81,7 +81,11 @@ class UpdaterSet(Updater):
         own: dict[str, Any] = {}
         for name, updater in zip(self._names, self._updaters, strict=True):
             parts = updater.state()
-            optimizer |= parts.get("optimizer", {})
+            for parameter, slots in parts.get("optimizer", {}).items():
+                prefix = "" if parameter else f"{name}/"  # what no parameter has is its own
+                optimizer.setdefault(parameter, {}).update(
+                    {f"{prefix}{slot}": value for slot, value in slots.items()}
+                )
             options += [{**group, _OWNER: name} for group in parts.get("options", ())]
             if "own" in parts:
                 own[name] = parts["own"][""]
@@ -92,6 +96,13 @@ class UpdaterSet(Updater):
             groups = [group for group in state.options if group[_OWNER] == name]
             plain = [{key: one for key, one in own.items() if key != _OWNER} for own in groups]
             slots = {key: own for key, own in state.optimizer.items() if key in updater.parameters}
+            prefix = f"{name}/"
+            common = {
+                slot.removeprefix(prefix): value
+                for slot, value in state.optimizer.get("", {}).items()
+                if slot.startswith(prefix)
+            }
+            slots |= {"": common} if common else {}
             own = {"": state.own[name]} if name in state.own else {}
             updater.load_state(replace(state, optimizer=slots, options=plain, own=own))
 

@@ -1,16 +1,42 @@
 """What must hold of a Keras model for its training to be distributed."""
 
 import operator
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
 import keras
 
-from lockstep.errors import ModelError, OptionError, Problems
+from lockstep.errors import ModelError, OptionError, Problems, level_of_user
 from lockstep.frontends.keras.bound_methods import METHODS
 
 # Methods that say how steps are run, which is done here.
 _RUNNING = ("make_train_function", "make_test_function", "make_predict_function")
+
+
+def prepare_model(model: Any) -> None:
+    """Have a model train as it can here, with a warning where it was to train otherwise.
+
+    Raises:
+        ModelError: see ``check_model``.
+    """
+    check_model(model)
+    if model.compiled and model.jit_compile:
+        model.jit_compile = False
+        _warn("Models of Keras run as they are. Proceeding with `jit_compile=False`.")
+    half = [one for one in model._flatten_layers() if one.dtype_policy.name == "mixed_float16"]
+    for layer in half:
+        layer.dtype_policy = keras.DTypePolicy("mixed_bfloat16")
+    if half:
+        _warn("Mixed precision is bfloat16 here: mixed_float16 becomes mixed_bfloat16.")
+    if model.compiled and isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer):
+        model.optimizer = model.optimizer.inner_optimizer
+        if not half:
+            _warn("Losses are not scaled here: bfloat16 has no need of a LossScaleOptimizer.")
+
+
+def _warn(text: str) -> None:
+    warnings.warn(text, stacklevel=level_of_user())
 
 
 def check_model(model: Any) -> None:
@@ -28,30 +54,11 @@ def check_model(model: Any) -> None:
                 received=f"{type(model).__name__}.{name}",
                 fix="Put what a step does into train_step, test_step or predict_step.",
             )
-    if model.compiled and model.jit_compile:
-        problems.add(
-            "Models of Keras are called as they are, without torch.compile.",
-            received="compile(jit_compile=True)",
-            fix="Leave jit_compile out.",
-        )
     if model.compiled and model.steps_per_execution > 1:
         problems.add(
             "Keras's PyTorch backend makes one step at a time.",
             received=f"compile(steps_per_execution={model.steps_per_execution})",
             fix="Leave steps_per_execution out.",
-        )
-    if model.compiled and type(model.optimizer).__name__ == "LossScaleOptimizer":
-        problems.add(
-            "Losses are not scaled: bfloat16 has no need of it.",
-            received="a LossScaleOptimizer",
-            fix="Pass the optimizer in it.",
-        )
-    policies = {layer.dtype_policy.name for layer in model._flatten_layers()}
-    if "mixed_float16" in policies:
-        problems.add(
-            "Mixed precision is bfloat16 here, which needs no scaled loss.",
-            received="the policy mixed_float16",
-            fix='Use keras.mixed_precision.set_global_policy("mixed_bfloat16").',
         )
     problems.raise_if_any(ModelError)
 

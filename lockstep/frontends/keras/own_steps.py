@@ -6,7 +6,6 @@ samples, or a sum, which is tried on a few samples and their halves (``step_tria
 begins and now and then after that.
 """
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,20 +14,25 @@ from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.trainers.data_adapters import data_adapter_utils
 
 from lockstep.data.sources import Batch
-from lockstep.errors import ModelError
+from lockstep.errors import ModelError, OptionError
+from lockstep.plan.averaging import AveragedUpdate
+from lockstep.plan.spec import Plan
 from lockstep.units import first_few
 
 _STEPS = ("train_step", "test_step", "compute_metrics")
 
+# What ``compile`` has made that steps use; helpers get it with what is known of the steps.
+_COMPILED = ("_compile_loss", "_compile_metrics", "_loss_tracker", "optimizer")
+
 
 def has_own_steps(model: Any) -> bool:
-    """Whether steps are more than the model's call, its losses and its metrics."""
-    return defines_steps(type(model))
+    """Whether steps are more than the model's call, its losses and its metrics.
 
-
-def defines_steps(kind: type[Any]) -> bool:
-    """Whether a class of models defines steps of its own."""
-    return any(getattr(kind, name) is not getattr(keras.Model, name) for name in _STEPS)
+    Of a model with nothing to train they are less.
+    """
+    kind = type(model)
+    has_own = any(getattr(kind, name) is not getattr(keras.Model, name) for name in _STEPS)
+    return has_own or not model.trainable_variables
 
 
 @dataclass(kw_only=True)
@@ -38,10 +42,19 @@ class OwnSteps:
     Attributes:
         optimizers: those that the steps apply, in the order in which they were first seen.
         sums: what is a sum over samples and not a mean, as ``step_trial`` names it.
+        means: what is a mean.
+        compiled: what ``compile`` has given the model.
     """
 
     optimizers: list[Any] = field(default_factory=list)
-    sums: set[object] = field(default_factory=set)
+    sums: set[tuple[str, object]] = field(default_factory=set)
+    means: set[tuple[str, object]] = field(default_factory=set)
+    compiled: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, model: Any) -> "OwnSteps":
+        """Of a compiled model."""
+        return cls(compiled={name: vars(model)[name] for name in _COMPILED if name in vars(model)})
 
     def number_of(self, optimizer: Any) -> int:
         """The optimizer's turn.
@@ -80,6 +93,13 @@ class OwnSteps:
             for one in optimizer._trainable_variables
             if seen.setdefault(id(one), optimizer) is not optimizer
         ]
+        if {"apply"} <= {kind for kind, _ in self.sums} & {kind for kind, _ in self.means}:
+            raise ModelError(
+                "All optimizers of a step must be given gradients of sums over the samples, or all "
+                "of means.",
+                received="some of sums",
+                fix="Use ops.mean in each loss.",
+            )
         if shared:
             raise ModelError(
                 "Every variable must be updated by one optimizer.",
@@ -95,6 +115,23 @@ def data_of(batch: Batch) -> Any:
     return data_adapter_utils.pack_x_y_sample_weight(batch.inputs[0], targets, weights)
 
 
-def variables_of(optimizers: Iterable[Any]) -> Sequence[Any]:
-    """All that some optimizers update."""
-    return [one for optimizer in optimizers for one in optimizer._trainable_variables]
+def check_plan(plan: Plan) -> None:
+    """Refuse Plans under which no rank has a whole model and one part of each batch.
+
+    Raises:
+        OptionError: the Plan is one of these.
+    """
+    received = None
+    if plan.pipeline is not None:
+        received = "stages of a pipeline"
+    elif isinstance(plan.update, AveragedUpdate):
+        received = "replicas that train apart"
+    elif plan.num_shares != plan.num_ranks:
+        received = f"{plan.num_shares} shares on {plan.num_ranks} devices"
+    if received is not None:
+        raise OptionError(
+            "A step that a model defines itself runs on one part of each batch per device.",
+            received=received,
+            fix="Use MirroredStrategy without num_shares, or leave train_step and test_step to "
+            "Keras: compute_loss may be the model's own.",
+        )

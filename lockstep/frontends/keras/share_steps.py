@@ -42,6 +42,7 @@ class ShareSteps(StepCalls):
     def __init__(
         self, module: KerasModel, own: OwnSteps, worker: Worker, control: Control
     ) -> None:
+        vars(module.model).update(own.compiled)
         super().__init__(module)
         self._own = own
         self._worker = worker

@@ -27,7 +27,6 @@ from keras.src.utils.tracking import (
 
 from lockstep.frontends.keras.bound_methods import METHODS
 from lockstep.frontends.keras.optimizer_copy import unbuilt
-from lockstep.frontends.keras.own_steps import defines_steps
 
 # Made by ``Layer.__new__`` around methods of the same name, for layers that are still to be built.
 _WRAPPERS = ("build", "quantize")
@@ -53,9 +52,6 @@ COMPILED = (
     "test_function",
     "train_function",
 )
-
-# Of these, what steps use.
-_OF_STEPS = ("_compile_loss", "_compile_metrics", "_loss_tracker", "loss", "optimizer")
 
 # What a layer looks words and numbers up in: TensorFlow's, of this process.
 _TABLES = ("lookup_table", "token_counts", "token_document_counts")
@@ -112,8 +108,7 @@ def _left_of(kind: Any) -> frozenset[str]:
         return frozenset()
     left: tuple[str, ...] = (*_WRAPPERS, *_OF_LAST_CALL)
     if issubclass(kind, Model):
-        compiled = set(COMPILED) - set(_OF_STEPS if defines_steps(kind) else ())
-        left = (*left, *compiled, "_lockstep", *METHODS)
+        left = (*left, *COMPILED, "_lockstep", *METHODS)
     elif issubclass(kind, IndexLookup):
         left = (*left, *_TABLES)
     return frozenset(left)

@@ -39,7 +39,7 @@ class Call:
         values: gradients, or numbers; those that have a row for each sample are left out.
     """
 
-    key: object
+    key: tuple[str, object]
     name: str
     values: list[torch.Tensor]
 
@@ -95,7 +95,7 @@ class _Recorder(StepCalls):
     def assign(self, name: str, variable: Any, value: torch.Tensor) -> None:
         self.calls.append(Call(key=("assign", name), name=f"a value for {name}", values=[]))
 
-    def _note(self, key: object, name: str, values: Sequence[Any]) -> None:
+    def _note(self, key: tuple[str, object], name: str, values: Sequence[Any]) -> None:
         numbers = [one for one in map(number_of, values) if one is not None]
         counts = [one for one in numbers if not one.is_floating_point()]
         kept = [one for one in numbers if one.is_floating_point()]
@@ -172,6 +172,7 @@ def _difference(
         if not math.isfinite(size):
             continue  # an error of its own
         if _distance(call.values, means) <= tolerance * size:
+            own.means.add(call.key)
             continue
         if _distance(call.values, [one + other for one, other in pairs]) <= tolerance * size:
             own.sums.add(call.key)

@@ -211,10 +211,17 @@ class KerasPredictTask(PredictTask):
     Attributes:
         tells: somebody wants to know the outputs after every batch.
         may_stop: callbacks may end it after any batch.
+        seed: of what layers draw: another in every call.
     """
 
     tells: bool = False
     may_stop: bool = False
+    seed: int = 0
+
+    def run(self, worker: Worker, control: Control, conductor: Conductor) -> list[Tree]:
+        """Predict; rank 0 returns the outputs."""
+        worker.passes.reseed(self.seed)
+        return super().run(worker, control, conductor)
 
     def _begin_batch(self, index: int, conductor: Conductor) -> None:
         keras_conductor(conductor).begin_batch(index)

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from torch import optim
 
+from lockstep.data.order import stream_seed
 from lockstep.data.sources import ArraySource, Source
 from lockstep.data.trees import Tree, concatenate
 from lockstep.errors import ModelError
@@ -36,7 +37,7 @@ from lockstep.frontends.keras.own_step_tasks import (
     OwnStepFitTask,
     StepMetrics,
 )
-from lockstep.frontends.keras.own_steps import OwnSteps, has_own_steps
+from lockstep.frontends.keras.own_steps import OwnSteps, check_plan, has_own_steps
 from lockstep.frontends.keras.settings import random_seed
 from lockstep.frontends.keras.shipping import reduce
 from lockstep.frontends.keras.sights import Lookout, Sight
@@ -48,7 +49,7 @@ from lockstep.frontends.keras.tasks import (
     KerasPredictTask,
 )
 from lockstep.frontends.keras.updater import KerasUpdater, is_elementwise
-from lockstep.frontends.keras.updater_set import KerasUpdaterSet, OptimizerList
+from lockstep.frontends.keras.updater_set import KerasUpdaterSet, OptimizerList, parts_of
 from lockstep.parallel.forward import call_model
 from lockstep.parallel.independence import check_apart
 from lockstep.parallel.serialization import reducing
@@ -143,8 +144,9 @@ class KerasTrainer(KeepingRunner):
         self._lookout = Lookout(module)
         self._sight: Sight | None = None
         self._has_looked = False  # since ranks have run the model
-        self._updater: tuple[Sight | None, KerasUpdater] | None = None
+        self._updater: tuple[Sight | None, Any] | None = None
         self._known: _Known | None = None
+        self._num_predictions = 0
         self._own: OwnSteps | None = None  # of the call that is made
         self._several = OptimizerList()  # of steps of the model's own
         self._is_apart = False  # outputs of samples are seen not to depend on others
@@ -273,7 +275,11 @@ class KerasTrainer(KeepingRunner):
 
     def predict(self, feed: Feed, callbacks: Any) -> Tree:
         """The model's outputs for data, in its order."""
-        self._has_looked = False
+        with self.model.predicting():
+            return self._predict(feed, callbacks)
+
+    def _predict(self, feed: Feed, callbacks: Any) -> Tree:
+        self._has_looked, self._own = False, None
         self._try_apart(feed.source)
         tells, stops = self._job_context.from_chief(
             (any_acts_in(callbacks, "on_predict_batch_end"), may_stop(callbacks, "predict"))
@@ -284,7 +290,9 @@ class KerasTrainer(KeepingRunner):
             steps=feed.steps_per_epoch,
             tells=tells,
             may_stop=stops,
+            seed=stream_seed(self.seed, "predict", self._num_predictions),
         )
+        self._num_predictions += 1
         is_chief = self._job_context.is_chief
         conductor = PredictionConductor(self.model.model, callbacks) if is_chief else Conductor()
         parts = self._run(task, None, None, conductor, feed.batch_size)
@@ -295,7 +303,7 @@ class KerasTrainer(KeepingRunner):
     def _own_steps(self, source: Source | SharedStream, name: str) -> OwnSteps | None:
         """What a model's own step does, tried on a few samples; None where it has none."""
         model, sample = self.model.model, sample_of(source)
-        self._own = own = OwnSteps() if has_own_steps(model) else None
+        self._own = own = OwnSteps.of(model) if has_own_steps(model) else None
         if own is not None:
             assert isinstance(sample, ArraySource)
             self.model.look_anew()
@@ -307,7 +315,8 @@ class KerasTrainer(KeepingRunner):
     @property
     def _optimizers(self) -> list[Any]:
         """Those that update the weights."""
-        return (self._own and self._own.optimizers) or [self.model.model.optimizer]
+        own = self._own and self._own.optimizers
+        return own or parts_of(self.model.model.optimizer)
 
     def _loss_and_metrics(
         self, source: Source | SharedStream, own: OwnSteps | None, *, looks: bool
@@ -380,12 +389,7 @@ class KerasTrainer(KeepingRunner):
 
     def _make_updater(self) -> Any:
         if self._own is not None and self._own.optimizers:
-            optimizers = self._own.optimizers
-            if len(optimizers) > 1:
-                if not self._several.is_of(optimizers):
-                    self._several = OptimizerList(optimizers)
-                return KerasUpdaterSet(self._several, self.model.variables)
-            return KerasUpdater(optimizers[0], self.model.variables)
+            return self._updater_of(self._own.optimizers)
         self.optimizer = self.model.model.optimizer  # a callback may have given it another
         if not self.optimizer.built:
             self.optimizer.build(self.model.model.trainable_variables)
@@ -399,9 +403,18 @@ class KerasTrainer(KeepingRunner):
             )
         sight, updater = self._updater or (None, None)
         if updater is None or sight is None or sight is not self._look():
-            updater = KerasUpdater(self.optimizer, self.model.variables)
+            updater = self._updater_of(parts_of(self.optimizer))
             self._updater = self._look(), updater
         return updater
+
+    def _updater_of(self, optimizers: list[Any]) -> KerasUpdater | KerasUpdaterSet:
+        """What steps some optimizers: in turn in steps of the model's own, else one as the other."""
+        if len(optimizers) == 1:
+            return KerasUpdater(optimizers[0], self.model.variables)
+        if not self._several.is_of(optimizers):
+            self._several = OptimizerList(optimizers)
+        in_turn = self._own is not None
+        return KerasUpdaterSet(self._several, self.model.variables, in_turn=in_turn)
 
     def _own_updater(self) -> Any:
         self.optimizer = self.model.model.optimizer
@@ -423,6 +436,12 @@ class KerasTrainer(KeepingRunner):
     @property
     def _preload(self) -> tuple[str, ...]:
         return ("lockstep.frontends.keras.preloading",)
+
+    def _assignment(self, task: Task, *others: Any) -> Assignment:
+        assignment = super()._assignment(task, *others)
+        if self._own is not None and isinstance(task, OwnStepFitTask | OwnStepEvaluateTask):
+            check_plan(assignment.plan)
+        return assignment
 
     def _prepare_proof(
         self, assignment: Assignment, session: Session, conductor: Conductor

@@ -3,6 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import keras
+
 from lockstep.frontends.keras.updater import KerasUpdater
 from lockstep.train.updater_sets import UpdaterSet
 
@@ -15,21 +17,37 @@ class OptimizerList(list[Any]):
         return list(map(id, self)) == list(map(id, optimizers))
 
 
+def parts_of(optimizer: Any) -> list[Any]:
+    """The optimizers that an optimizer consists of: several of a ``MultiOptimizer``."""
+    if not isinstance(optimizer, keras.optimizers.MultiOptimizer):
+        return [optimizer]
+    return [one for one in optimizer.optimizers if one.built]
+
+
 class KerasUpdaterSet(UpdaterSet):
-    """Steps one of several Keras optimizers.
+    """Steps several Keras optimizers.
 
     Args:
         optimizers: in the order of their turns.
         variables: the model's variables by the names of their Parameters.
+        in_turn: they take turns; else all of them make every step.
     """
 
-    def __init__(self, optimizers: OptimizerList, variables: Mapping[str, Any]) -> None:
+    def __init__(
+        self, optimizers: OptimizerList, variables: Mapping[str, Any], *, in_turn: bool
+    ) -> None:
         updaters = {}
         for number, optimizer in enumerate(optimizers):
             own = set(map(id, optimizer._trainable_variables))
             named = {name: one for name, one in variables.items() if id(one) in own}
             updaters[f"{optimizer.name}_{number}"] = KerasUpdater(optimizer, named)
         super().__init__(optimizers, updaters)
+        self._in_turn = in_turn
+
+    def step(self) -> None:
+        """Step the optimizer whose turn it is, or all."""
+        for updater in [self._updaters[self.turn]] if self._in_turn else self._updaters:
+            updater.step()
 
     def unshared_slots(self) -> list[Any]:
         """See ``KerasUpdater.unshared_slots``."""
