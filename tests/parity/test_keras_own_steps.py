@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import keras
 import numpy as np
 import pytest
 import torch

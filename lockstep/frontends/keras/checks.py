@@ -49,8 +49,7 @@ def check_model(model: Any) -> None:
     for name in (*_RUNNING, *METHODS):
         if getattr(type(model), name) is not getattr(keras.Model, name):
             problems.add(
-                "Steps are run on parts of each batch, so the model must have Keras's own "
-                f"{name}.",
+                f"Steps are run on parts of each batch, so the model must have Keras's own {name}.",
                 received=f"{type(model).__name__}.{name}",
                 fix="Put what a step does into train_step, test_step or predict_step.",
             )

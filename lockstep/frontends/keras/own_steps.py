@@ -1,9 +1,9 @@
 """Steps that a model defines itself: ``train_step``, ``test_step`` or ``compute_metrics``.
 
 A step is run on every part of a batch, as it is (``share_steps``). What it hands to optimizers is
-summed over the parts; what it hands to metrics is put together. For that it must be a mean over the
-samples, or a sum, which is tried on a few samples and their halves (``step_trial``), before training
-begins and now and then after that.
+summed over the parts; what it hands to metrics is put together. For that it must be a mean over
+the samples, or a sum, which is tried on a few samples and their halves (``step_trial``), before
+training begins and now and then after that.
 """
 
 from dataclasses import dataclass, field
@@ -75,10 +75,10 @@ class OwnSteps:
         """Also know optimizers that the model has and that share no variables with the others."""
         taken = {id(one) for own in self.optimizers for one in own._trainable_variables}
         for one in vars(model).values():
-            if isinstance(one, BaseOptimizer) and one.built and one not in self.optimizers:
-                if taken.isdisjoint(map(id, one._trainable_variables)):
-                    self.optimizers.append(one)
-                    taken.update(map(id, one._trainable_variables))
+            own = one._trainable_variables if isinstance(one, BaseOptimizer) else []
+            if own and taken.isdisjoint(map(id, own)):
+                self.optimizers.append(one)
+                taken.update(map(id, own))
 
     def check(self) -> None:
         """Refuse optimizers that update the same variables.

@@ -18,7 +18,7 @@ from lockstep.errors import ModelError
 from lockstep.frontends.keras.model import KerasModel
 from lockstep.frontends.keras.own_steps import OwnSteps, data_of
 from lockstep.frontends.keras.step_calls import StepCalls
-from lockstep.frontends.keras.step_trial import number_of, try_step
+from lockstep.frontends.keras.step_trial import try_step
 from lockstep.parallel.control import Control
 from lockstep.parallel.halves import is_tried
 from lockstep.parallel.model_passes import ModelPasses
@@ -39,9 +39,7 @@ class ShareSteps(StepCalls):
         control: to the other ranks.
     """
 
-    def __init__(
-        self, module: KerasModel, own: OwnSteps, worker: Worker, control: Control
-    ) -> None:
+    def __init__(self, module: KerasModel, own: OwnSteps, worker: Worker, control: Control) -> None:
         vars(module.model).update(own.compiled)
         super().__init__(module)
         self._own = own

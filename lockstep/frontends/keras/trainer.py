@@ -408,13 +408,13 @@ class KerasTrainer(KeepingRunner):
         return updater
 
     def _updater_of(self, optimizers: list[Any]) -> KerasUpdater | KerasUpdaterSet:
-        """What steps some optimizers: in turn in steps of the model's own, else one as the other."""
+        """What steps some optimizers: in turn where the model's steps say so, else all at once."""
         if len(optimizers) == 1:
             return KerasUpdater(optimizers[0], self.model.variables)
         if not self._several.is_of(optimizers):
             self._several = OptimizerList(optimizers)
-        in_turn = self._own is not None
-        return KerasUpdaterSet(self._several, self.model.variables, in_turn=in_turn)
+        whole = None if self._own is not None else self.optimizer
+        return KerasUpdaterSet(self._several, self.model.variables, whole)
 
     def _own_updater(self) -> Any:
         self.optimizer = self.model.model.optimizer

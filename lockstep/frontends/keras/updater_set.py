@@ -30,11 +30,12 @@ class KerasUpdaterSet(UpdaterSet):
     Args:
         optimizers: in the order of their turns.
         variables: the model's variables by the names of their Parameters.
-        in_turn: they take turns; else all of them make every step.
+        whole: the ``MultiOptimizer`` that they are, and then all of them make every step; None
+            where they take turns.
     """
 
     def __init__(
-        self, optimizers: OptimizerList, variables: Mapping[str, Any], *, in_turn: bool
+        self, optimizers: OptimizerList, variables: Mapping[str, Any], whole: Any = None
     ) -> None:
         updaters = {}
         for number, optimizer in enumerate(optimizers):
@@ -42,12 +43,19 @@ class KerasUpdaterSet(UpdaterSet):
             named = {name: one for name, one in variables.items() if id(one) in own}
             updaters[f"{optimizer.name}_{number}"] = KerasUpdater(optimizer, named)
         super().__init__(optimizers, updaters)
-        self._in_turn = in_turn
+        self._whole = whole
+        self._in_turn = whole is None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What helpers need: the updaters."""
+        return {**vars(self), "owner": None, "_whole": None}
 
     def step(self) -> None:
         """Step the optimizer whose turn it is, or all."""
         for updater in [self._updaters[self.turn]] if self._in_turn else self._updaters:
             updater.step()
+        if self._whole is not None:
+            self._whole._iterations.assign_add(1)
 
     def unshared_slots(self) -> list[Any]:
         """See ``KerasUpdater.unshared_slots``."""
