@@ -114,6 +114,21 @@ def number_of(value: Any) -> torch.Tensor | None:
     return found if found.dim() == 0 else None
 
 
+def find_steps(module: KerasModel, name: str, batch: Batch) -> OwnSteps:
+    """What a model's own step does, tried on a few samples.
+
+    Raises:
+        LossError: see ``try_step``.
+        ModelError: optimizers that cannot be told apart.
+    """
+    own = OwnSteps.of(module.model)
+    module.look_anew()
+    try_step(module, name, batch, own)
+    own.add_built(module.model)
+    own.check()
+    return own
+
+
 def try_step(module: KerasModel, name: str, batch: Batch, own: OwnSteps) -> None:
     """Compare what a step makes of some samples with what it makes of their halves.
 

@@ -1,7 +1,7 @@
 """The Trainer of a Keras model: plans, processes and steps are those of any model."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -24,9 +24,15 @@ from lockstep.frontends.keras.conducting import (
     may_stop,
     steps_between_metrics,
 )
-from lockstep.frontends.keras.direct_calls import is_plain_kind
 from lockstep.frontends.keras.keeping import KeepingRunner
-from lockstep.frontends.keras.looking import few_samples, fixed_batch_size, in_evaluation
+from lockstep.frontends.keras.likeness import facts_of
+from lockstep.frontends.keras.looking import (
+    counts_kept,
+    few_samples,
+    fixed_batch_size,
+    frozen_as_keras,
+    in_evaluation,
+)
 from lockstep.frontends.keras.losses import Additions, KerasLoss
 from lockstep.frontends.keras.metrics import KerasMetrics
 from lockstep.frontends.keras.model import KerasModel, giving_losses
@@ -41,7 +47,7 @@ from lockstep.frontends.keras.own_steps import OwnSteps, check_plan, has_own_ste
 from lockstep.frontends.keras.settings import random_seed
 from lockstep.frontends.keras.shipping import reduce
 from lockstep.frontends.keras.sights import Lookout, Sight
-from lockstep.frontends.keras.step_trial import try_step
+from lockstep.frontends.keras.step_trial import find_steps
 from lockstep.frontends.keras.tasks import (
     Evaluation,
     KerasEvaluateTask,
@@ -63,7 +69,6 @@ from lockstep.train.feeding import SharedStream, sample_of
 from lockstep.train.intake import Feed
 from lockstep.train.interrupt import Interrupt, held_interrupts
 from lockstep.train.job_context import JobContext, StrategyLike
-from lockstep.train.likeness import Facts, said
 from lockstep.train.recipe import Recipe
 from lockstep.train.session import Session
 from lockstep.train.tasks import Task
@@ -302,14 +307,11 @@ class KerasTrainer(KeepingRunner):
 
     def _own_steps(self, source: Source | SharedStream, name: str) -> OwnSteps | None:
         """What a model's own step does, tried on a few samples; None where it has none."""
-        model, sample = self.model.model, sample_of(source)
-        self._own = own = OwnSteps.of(model) if has_own_steps(model) else None
-        if own is not None:
+        self._own = own = None
+        if has_own_steps(self.model.model):
+            sample = sample_of(source)
             assert isinstance(sample, ArraySource)
-            self.model.look_anew()
-            try_step(self.model, name, few_samples(self.model, sample), own)
-            own.add_built(model)
-            own.check()
+            self._own = own = find_steps(self.model, name, few_samples(self.model, sample))
         return own
 
     @property
@@ -454,66 +456,16 @@ class KerasTrainer(KeepingRunner):
         self, task: Task, loss: Any, updater: Any, conductor: Conductor, batch_size: int
     ) -> Any:
         if self._job_context.hosts is not None:
-            self._job_context.check_equal(self._keras_facts())
+            self._job_context.check_equal(facts_of(self.model.model))
         self._look()
         try:
             with (
-                self._frozen_as_keras(),
+                frozen_as_keras(self.model),
                 giving_losses(self.model, loss is not None),
-                self._counts_kept() if self._job_context.is_aside else nullcontext(),
+                counts_kept(self.model.model) if self._job_context.is_aside else nullcontext(),
                 reducing(reduce),
             ):
                 return super()._run(task, loss, updater, conductor, batch_size)
         finally:
             self._has_looked = False
             self.model.model._clear_losses()
-
-    @contextmanager
-    def _frozen_as_keras(self) -> Iterator[None]:
-        """A frozen model trains none of its layers, be they frozen themselves or not."""
-        trained = set(map(id, self.model.model.trainable_variables))
-        frozen = [
-            one._value
-            for one in self.model.variables.values()
-            if one._value.requires_grad and id(one) not in trained
-        ]
-        for parameter in frozen:
-            parameter.requires_grad_(False)
-        try:
-            yield
-        finally:
-            for parameter in frozen:
-                parameter.requires_grad_(True)
-
-    @contextmanager
-    def _counts_kept(self) -> Iterator[None]:
-        """A callback's own ``evaluate`` counts with the metrics that training counts with."""
-        counts = [(one, one.value.clone()) for one in self.model.model.metrics_variables]
-        try:
-            yield
-        finally:
-            for variable, value in counts:
-                variable.assign(value)
-
-    def _keras_facts(self) -> Facts:
-        """What must be alike on all hosts, beside what must of any model."""
-        model = self.model.model
-        layers = model._flatten_layers()
-        facts: Facts = {
-            "the layers": [(_layer_path(layer), type(layer).__name__) for layer in layers]
-        }
-        for layer in filter(is_plain_kind, layers):
-            for option, value in layer.get_config().items():
-                if option != "trainable":  # a callback may change that, and it is told
-                    facts[f"`{option}` of the layer {_layer_path(layer)!r}"] = value
-        if model._compile_loss is not None:
-            facts["the loss of compile"] = said(model._compile_loss._user_loss)
-            facts["the loss weights"] = said(model._compile_loss._user_loss_weights)
-        if model._compile_metrics is not None:
-            facts["the metrics of compile"] = said(model._compile_metrics._user_metrics)
-        return facts
-
-
-def _layer_path(layer: Any) -> str:
-    """What a layer is called; one without weights has no path of its own."""
-    return str(layer.path or layer.name)
