@@ -40,7 +40,8 @@ class ShareSteps(StepCalls):
     """
 
     def __init__(self, module: KerasModel, own: OwnSteps, worker: Worker, control: Control) -> None:
-        vars(module.model).update(own.compiled)
+        if worker.rank != 0:  # where the script's own model is
+            vars(module.model).update(own.compiled)
         super().__init__(module)
         self._own = own
         self._worker = worker

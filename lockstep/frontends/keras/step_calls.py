@@ -88,10 +88,12 @@ class StepCalls(ABC):
             for gradient, variable in zip(gradients, variables, strict=True)
             if gradient is not None
         ]
-        if gradients and not optimizer.built:
+        if not used:  # Keras says what it thinks of that
+            _apply.plain(optimizer, gradients, trainable_variables)
+            return
+        if not optimizer.built:
             optimizer.build(list(variables))
-        if used:
-            self._aside(self.apply, optimizer, *map(list, zip(*used, strict=True)))
+        self._aside(self.apply, optimizer, *map(list, zip(*used, strict=True)))
 
     def _take_assign(self, variable: Any, value: torch.Tensor) -> None:
         name = self.name_of(variable)
