@@ -23,12 +23,13 @@ from lockstep.frontends.keras.bound_methods import METHODS
 from lockstep.frontends.keras.checkpoints import checkpoint_in
 from lockstep.frontends.keras.checks import check_batch_sizes, check_integers, prepare_model
 from lockstep.frontends.keras.conducting import steps_between_metrics
+from lockstep.frontends.keras.fit_options import FitOptions
 from lockstep.frontends.keras.intake import take_in, warn_if_short
 from lockstep.frontends.keras.keeping import record_of
 from lockstep.frontends.keras.model import KerasModel, is_model_of
 from lockstep.frontends.keras.settings import random_seed
 from lockstep.frontends.keras.tasks import Evaluation
-from lockstep.frontends.keras.trainer import FitOptions, KerasTrainer
+from lockstep.frontends.keras.trainer import KerasTrainer
 from lockstep.plan.spec import Plan
 from lockstep.train.conductor import Logs
 from lockstep.train.feeding import sample_of

@@ -24,6 +24,7 @@ from lockstep.frontends.keras.conducting import (
     may_stop,
     steps_between_metrics,
 )
+from lockstep.frontends.keras.fit_options import FitOptions, FitStart
 from lockstep.frontends.keras.keeping import KeepingRunner
 from lockstep.frontends.keras.likeness import facts_of
 from lockstep.frontends.keras.looking import (
@@ -75,37 +76,6 @@ from lockstep.train.tasks import Task
 from lockstep.units import first_few
 
 _T = TypeVar("_T")
-
-
-@dataclass(frozen=True, kw_only=True)
-class FitOptions:
-    """What ``fit`` was told.
-
-    Attributes:
-        epochs: the number of the last, plus one.
-        initial_epoch: the number of the first.
-        shuffle: take arrays in a new order every epoch.
-        evaluates: the epochs that end with an evaluation.
-        is_one_batch: this is ``train_on_batch``.
-    """
-
-    epochs: int
-    initial_epoch: int
-    shuffle: bool
-    evaluates: tuple[int, ...]
-    is_one_batch: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Start:
-    """Where a training begins, and what host 0's callbacks want of it; see ``KerasFitTask``."""
-
-    epoch: int
-    step: int
-    tells_each: int
-    evaluation_tells_each: int
-    evaluation_may_stop: bool
-    watches_validation: bool
 
 
 @dataclass(frozen=True)
@@ -171,8 +141,8 @@ class KerasTrainer(KeepingRunner):
         loss, metrics = self._loss_and_metrics(feed.source, own, looks=not options.is_one_batch)
         begins = any_acts_in(callbacks, "on_train_batch_begin", "on_batch_begin")
         # Callbacks are on host 0, and one may have found where an earlier run has ended.
-        start: _Start = self._job_context.from_chief(
-            _Start(
+        start: FitStart = self._job_context.from_chief(
+            FitStart(
                 epoch=options.initial_epoch,
                 step=max(int(one._iterations.value) for one in self._optimizers),
                 tells_each=steps_between_metrics(callbacks, "on_train_batch_end", "on_batch_end"),
