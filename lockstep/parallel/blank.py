@@ -9,9 +9,9 @@ it. Buffers are made as the function makes them, on every rank. A model on the m
 as well, where it has no buffers.
 """
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import cast
 
 import torch
 from torch import nn
@@ -91,14 +91,15 @@ def _check_resets(model: nn.Module) -> None:
         )
 
 
+def _own_reset(module: nn.Module) -> Callable[[], object] | None:
+    # MultiheadAttention has it under a name of its own.
+    return getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
+
+
 def _resets_of(module: nn.Module, path: str, model: nn.Module) -> list[Callable[[], object]]:
     """What gives a module's parameters their first values, as its constructor and its model do."""
-    found: list[Callable[[], object]] = []
-    # MultiheadAttention has it under a name of its own.
-    for name in ("reset_parameters", "_reset_parameters"):
-        if callable(own := getattr(module, name, None)):
-            found.append(cast(Callable[[], object], own))
-            break
+    own = _own_reset(module)
+    found = [] if own is None else [own]
     while path:
         path = path.rpartition(".")[0]
         if callable(around := getattr(model.get_submodule(path), "_init_weights", None)):
@@ -163,13 +164,14 @@ def initialize(model: nn.Module, names: Iterable[str], seed: int) -> None:
         for key, one in aside.items():
             module._parameters[key] = nn.Parameter(torch.empty_like(one, device="meta"))
         seed_streams(stream_seed(seed, "init", path))
-        versions = {key: one._version for key, one in own.items() if key not in aside}
-        for reset in _resets_of(module, path, model):
+        resets, given = _resets_of(module, path, model), [key for key in own if key not in aside]
+        if _own_reset(module) is None:  # the model around need not know of this one
+            for key in given:
+                own[key].fill_(math.nan)
+        for reset in resets:
             reset()
-        untouched = [
-            named[key] for key, version in versions.items() if own[key]._version == version
-        ]
         module._parameters.update(aside)
+        untouched = [named[key] for key in given if own[key].isnan().any()]
         if untouched:
             raise ModelError(
                 "Whatever gives a module its first values must do so for all its parameters.",

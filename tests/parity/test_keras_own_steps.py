@@ -1,6 +1,7 @@
 """Keras models with steps of their own end with the weights that plain Keras gives them."""
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -10,6 +11,7 @@ import torch
 from keras import ops
 
 import lockstep
+import lockstep.keras
 from tests import keras_zoo as zoo
 from tests.keras_own_steps import MODELS, data_for, made
 from tests.thorough import core_of
@@ -166,3 +168,11 @@ def test_parts_of_a_batch_that_go_apart() -> None:
         model.compile("sgd")
     with pytest.raises(lockstep.LockstepError, match=r"in the same order.*in step 1"):
         model.fit(x, y, batch_size=10, shuffle=False, verbose=0)
+
+
+def test_no_checkpoint_of_own_steps(tmp_path: Path) -> None:
+    with STRATEGIES["one device"]().scope():
+        model = small(ops.mean)
+    checkpoint = lockstep.keras.Checkpoint(tmp_path / "run")
+    with pytest.raises(lockstep.LockstepError, match="ModelCheckpoint"):
+        model.fit(*data_for("distillation"), callbacks=[checkpoint], verbose=0)

@@ -135,3 +135,12 @@ def check_plan(plan: Plan) -> None:
             fix="Use MirroredStrategy without num_shares, or leave train_step and test_step to "
             "Keras: compute_loss may be the model's own.",
         )
+
+
+def not_kept() -> OptionError:
+    """The error of a checkpoint of a training by steps of the model's own."""
+    return OptionError(
+        "A lockstep.keras.Checkpoint does not know what steps of a model's own keep.",
+        received="one, and a model with a train_step or test_step, or with nothing to train",
+        fix="Use keras.callbacks.ModelCheckpoint.",
+    )

@@ -44,7 +44,7 @@ from lockstep.frontends.keras.own_step_tasks import (
     OwnStepFitTask,
     StepMetrics,
 )
-from lockstep.frontends.keras.own_steps import OwnSteps, check_plan, has_own_steps
+from lockstep.frontends.keras.own_steps import OwnSteps, check_plan, has_own_steps, not_kept
 from lockstep.frontends.keras.settings import random_seed
 from lockstep.frontends.keras.shipping import reduce
 from lockstep.frontends.keras.sights import Lookout, Sight
@@ -281,6 +281,8 @@ class KerasTrainer(KeepingRunner):
         if has_own_steps(self.model.model):
             sample = sample_of(source)
             assert isinstance(sample, ArraySource)
+            if self.keeper is not None:
+                raise not_kept()
             self._own = own = find_steps(self.model, name, few_samples(self.model, sample))
         return own
 
