@@ -229,7 +229,7 @@ def test_half_precision() -> None:
     with pytest.warns(UserWarning, match="becomes mixed_bfloat16"):
         model.fit(X, Y, **TWO)
     assert {layer.compute_dtype for layer in model.layers} == {"bfloat16"}
-    assert isinstance(model.optimizer, keras.optimizers.SGD)
+    assert not isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
 
 
 def test_thawed_without_being_compiled_again() -> None:
@@ -262,7 +262,8 @@ def test_nothing_to_train() -> None:
             model.compile("sgd", "sparse_categorical_crossentropy", metrics=["accuracy"])
         with pytest.warns(UserWarning, match="does not have any trainable weights"):
             models.append(model.fit(X, Y, batch_size=7, shuffle=False, verbose=0).history)
-    assert models[1] == pytest.approx(models[0], rel=1e-6)
+    for name, values in models[0].items():
+        assert models[1][name] == pytest.approx(values, rel=1e-6), name
 
 
 class Noise(layers.Layer):  # type: ignore[misc]
