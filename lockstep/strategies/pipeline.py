@@ -19,7 +19,8 @@ class PipelineStrategy(Strategy):
     ``cuts``, or so that the slowest stage is as fast as can be.
 
     Args:
-        stages: number of devices; None is as many as scopes or cuts say, else as many as pay.
+        stages: number of devices; None is as many as scopes or cuts say, else as many as pay. A
+            model with fewer layers has fewer stages, which the plan's notes say.
         cuts: names of modules, such as ``"decoder.0"``, at which the second and later stages begin.
         microbatches: parts of each batch that are on their way at once; None is four per stage.
         schedule: ``"1f1b"``; ``"gpipe"``; ``"interleaved"``, where every device has several stages;
