@@ -1,12 +1,16 @@
 """A plugin of pytest for Keras's own tests: the models that they make belong to a strategy.
 
-A scope is open around each test, from its ``setUp`` on. Two lines of JSON say that it began, and how
-it has ended: with what its models were asked to do, and some numbers of what that came to, which can
-be compared with those of the same test without a strategy.
+A scope is open around each test, from its ``setUp`` on. Two lines of JSON say that it began, and
+how it has ended: with what its models were asked to do, and some numbers of what that came to, to
+be compared with those of the same test without a strategy. Therefore data is shuffled only where a
+test asks for it: Lockstep has an order of its own.
 """
 
+import inspect
 import json
 import os
+import sys
+import unittest
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
@@ -36,6 +40,9 @@ WAYS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 
 Line = dict[str, Any]
 
+# Where it is among the arguments of ``fit``.
+_SHUFFLE = [*inspect.signature(keras.Model.fit).parameters].index("shuffle")
+
 
 def lines_of(path: Path) -> list[Line]:
     """What was written down."""
@@ -55,6 +62,8 @@ class Calls:
         @wraps(method)
         def noted(owner: Any, *args: Any, **kwargs: Any) -> Any:
             self._depth += 1
+            if name == "fit" and len(args) < _SHUFFLE:
+                kwargs.setdefault("shuffle", False)
             try:
                 result = method(owner, *args, **kwargs)
             finally:
@@ -67,7 +76,7 @@ class Calls:
 
 
 def described(owner: Any, result: Any) -> Line:
-    """On how many devices a call was made, what it has returned, and the weights that it has left."""
+    """The number of devices of a call, what it has returned, and the weights that it has left."""
     is_bound = isinstance(owner, Methods)
     weights = (owner._model if is_bound else owner).weights
     returned = keras.tree.flatten(getattr(result, "history", result))
@@ -143,8 +152,6 @@ class Plugin:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Begin; what Keras's tests find in its repository is here."""
-    import sys
-
     for marker in ("requires_trainable_backend", "multi_device"):
         config.addinivalue_line("markers", marker)
     conftest = ModuleType("conftest")
@@ -152,6 +159,8 @@ def pytest_configure(config: pytest.Config) -> None:
         keras.backend.backend() == backend, reason=reason
     )
     sys.modules["conftest"] = conftest
+    # Losses and models refer to their test, which has pytest's own files among its attributes.
+    unittest.TestCase.__getstate__ = lambda test: {**vars(test), "_outcome": None}  # type: ignore[method-assign]
     torch.set_num_threads(1)
     config.pluginmanager.register(Plugin(os.environ[WAY], Path(os.environ[RESULTS])))
 

@@ -48,7 +48,8 @@ class Pipelined(Maker):
     Attributes:
         stages: devices in a row, at most; None takes as many as the cuts or scopes say, or as pay.
         cuts: names of the modules at which stages begin; None cuts as scopes say, or balanced.
-        microbatches: of a batch, for each replica of the pipeline; None is four for each stage.
+        microbatches: of a batch, for each replica of the pipeline; None is four for each stage, and
+            one where there is one stage.
         schedule: one of ``plan.schedules.SCHEDULES``.
         replicas: of every stage, or of each stage.
         recompute: whether activations are computed again in backward instead of kept; or the
@@ -101,6 +102,9 @@ class Pipelined(Maker):
         costs = _cut_problem(graph, units, self._in_flight(cluster, num_shares), self.memory_bytes)
         cut, reason = self._cut(graph, units, costs, cluster, num_shares)
         starts = [units[start][0] for start in cut.starts]
+        size = 1.0  # of a microbatch, in those that were measured
+        if len(starts) == 1 and self.microbatches is self.memory_bytes is None:
+            size, num_shares = num_shares / self.most_replicas, self.most_replicas
         of_layer = [
             sum(start <= layer for start in starts) - 1 for layer in range(len(graph.layers))
         ]
@@ -113,7 +117,7 @@ class Pipelined(Maker):
                 ranks=held,
                 needs=tuple(sorted(_needs(graph, of_layer, stage))),
                 recompute=self._recomputes(stage, len(ranks)),
-                predicted=_prediction(graph, of_layer, stage, cut),
+                predicted=_prediction(graph, of_layer, stage, cut, size),
             )
             for stage, held in enumerate(ranks)
         )
@@ -397,7 +401,7 @@ def _needs(graph: LayerGraph, of_layer: Sequence[int], stage: int) -> set[int]:
 
 
 def _prediction(
-    graph: LayerGraph, of_layer: Sequence[int], stage: int, cut: Cut
+    graph: LayerGraph, of_layer: Sequence[int], stage: int, cut: Cut, size: float
 ) -> StagePrediction:
     costs = [
         _costs(layer)
@@ -407,9 +411,9 @@ def _prediction(
     received, sent = cut.stage_bytes_received[stage], cut.stage_bytes_sent[stage]
     transfer = SECONDS_PER_BYTE * (received + sent)
     return StagePrediction(
-        forward_seconds=math.fsum(one.forward_seconds for one in costs) + transfer,
-        backward_seconds=math.fsum(one.backward_seconds for one in costs) + transfer,
-        activation_bytes=sum(one.activation_bytes for one in costs),
+        forward_seconds=size * math.fsum(one.forward_seconds for one in costs) + transfer,
+        backward_seconds=size * math.fsum(one.backward_seconds for one in costs) + transfer,
+        activation_bytes=round(size * sum(one.activation_bytes for one in costs)),
         received_bytes=received,
         sent_bytes=sent,
     )

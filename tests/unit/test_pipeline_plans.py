@@ -300,7 +300,7 @@ def test_scopes_that_cannot_be_are_refused(model: nn.Module, message: str) -> No
 )
 def test_a_model_of_one_layer_runs_in_one_stage(model: nn.Module, reason: str) -> None:
     plan = plan_of(lockstep.PipelineStrategy(2), model)
-    assert plan.num_ranks == 1
+    assert plan.num_ranks == plan.num_shares == 1
     assert reason in plan.notes[0]
 
 
