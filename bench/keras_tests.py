@@ -4,7 +4,7 @@ They come with Keras's package, so they are those of the version that is install
 without a strategy, on two replicas, and in two stages (``keras_scope_plugin``): what passes plain
 is to pass under both, and to come to the same. A test that hangs or kills its process has failed,
 and another process goes on behind it. What is found is kept at once, so a run that was interrupted
-goes on where it was. Run: ``python bench/keras_tests.py --results rows --report docs/keras-tests.md``.
+goes on where it was. Run: ``python bench/keras_tests.py --results DIR --report PAGE``.
 """
 
 import argparse
@@ -42,8 +42,7 @@ _TOLERANCE = 1e-3
 
 # Of what a failure says, the part by which it is known, and why that is so.
 _REASONS = {
-    "calls change": "A call writes to trained weights (`SpectralNormalization`), which each share of "
-    "a batch would do.",
+    "calls change": "A call writes to trained weights, which each share of a batch would do.",
 }
 
 Found = dict[str, Line]

@@ -86,8 +86,11 @@ class Pipelined(Maker):
             )
 
     def sample_size(self, cluster: Cluster, batch_size: int) -> int:
-        """Samples of the largest microbatch: what costs are measured for."""
-        return -(-batch_size // self._num_shares(cluster, batch_size))
+        """Samples of the largest microbatch: what costs are measured for.
+
+        Two at least, where a batch has so many: some layers take no single one.
+        """
+        return max(-(-batch_size // self._num_shares(cluster, batch_size)), min(2, batch_size))
 
     def __call__(self, graph: LayerGraph, cluster: Cluster, batch_size: int) -> Plan:
         """Make the Plan for global batches of ``batch_size`` samples.
@@ -102,9 +105,10 @@ class Pipelined(Maker):
         costs = _cut_problem(graph, units, self._in_flight(cluster, num_shares), self.memory_bytes)
         cut, reason = self._cut(graph, units, costs, cluster, num_shares)
         starts = [units[start][0] for start in cut.starts]
-        size = 1.0  # of a microbatch, in those that were measured
         if len(starts) == 1 and self.microbatches is self.memory_bytes is None:
-            size, num_shares = num_shares / self.most_replicas, self.most_replicas
+            num_shares = self.most_replicas
+        # Of a microbatch, in those that were measured.
+        size = -(-batch_size // num_shares) / self.sample_size(cluster, batch_size)
         of_layer = [
             sum(start <= layer for start in starts) - 1 for layer in range(len(graph.layers))
         ]

@@ -69,6 +69,27 @@ def test_more_stages_than_layers(model: str) -> None:
     assert report.passed, str(report)
 
 
+class OnePiece(nn.Module):
+    """Decides by values, and takes statistics of a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.first(x))
+        output: Tensor = self.last(x) if bool(x.isfinite().all()) else x[:, :3]
+        return output
+
+
+def test_what_is_one_piece_runs_as_on_one_device() -> None:
+    model, data = OnePiece(), (torch.randn(21, 6), torch.randint(3, (21,)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    job = lockstep.Job(model, nn.CrossEntropyLoss(), optimizer, data, batch_size=8)
+    report = lockstep.verify(job, lockstep.PipelineStrategy(2), steps=3)
+    assert report.passed, str(report)
+
+
 @pytest.mark.parametrize("engine", [None, "gloo"])
 def test_batch_norm_agrees_in_one_microbatch(engine: str | None) -> None:
     strategy = lockstep.PipelineStrategy(stages=3, microbatches=1, engine=engine)
