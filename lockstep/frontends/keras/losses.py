@@ -115,7 +115,7 @@ class KerasLoss(LossAdapter):
 
     def run_on(self, plan: Plan, rank: int) -> None:
         """It is going to be called on a rank."""
-        self._is_staged = plan.pipeline is not None
+        self._is_staged = plan.pipeline is not None and plan.num_shares > 1
 
     def user_losses(self) -> list[Any]:
         kept = [vars(loss).values() for loss in self._losses if hasattr(loss, "__dict__")]
@@ -146,7 +146,8 @@ class KerasLoss(LossAdapter):
         return self._asking.found
 
     def newly_adds(self, output: Tree) -> bool:
-        seen = {one for one in self._unseen if output["losses"][one].any()}
+        losses = output["losses"] if self._unseen else ()
+        seen = {number for number, rows in enumerate(losses) if rows.any()} & self._unseen
         self._unseen -= seen
         return bool(seen)
 
