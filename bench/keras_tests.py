@@ -43,11 +43,10 @@ _TOLERANCE = 1e-3
 # Of what a failure says, the part by which it is known, and why that is so.
 _REASONS = {
     "calls change": "A call writes to trained weights, which each share of a batch would do.",
-    "has its own parameters only": "The loss holds outputs of the model, and so all its layers; in a "
-    "pipeline the last stage computes it.",
-    "has its own weights only": "`compute_loss` calls layers; in a pipeline the last stage computes "
-    "it, without the others' weights.",
-    "each step their own parameters": "The stages of a pipeline would each need this optimizer whole.",
+    "has its own parameters only": "The loss holds outputs of the model, and so all its layers, of "
+    "which the last stage has some.",
+    "has its own weights only": "`compute_loss` calls layers, of which the last stage has some.",
+    "each step their own parameters": "Each stage would need all that this optimizer looks at.",
 }
 
 Found = dict[str, Line]
