@@ -9,6 +9,7 @@ test asks for it: Lockstep has an order of its own.
 import inspect
 import json
 import os
+import re
 import sys
 import unittest
 from collections.abc import Callable, Generator
@@ -23,30 +24,26 @@ import numpy as np
 import pytest
 import torch
 from keras.src.backend.torch.trainer import TorchTrainer
+from keras_tests import RESULTS, WAY, Line, lines_of
 
 import lockstep
 from lockstep.frontends.keras.bound_methods import METHODS
 from lockstep.frontends.keras.methods import Methods
 from lockstep.launch.pool import keep_teams
 
-# Variables of the environment: one of the ways below, and the file that results are added to.
-WAY, RESULTS = "KERAS_TESTS_WAY", "KERAS_TESTS_RESULTS"
-
-WAYS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+_WAYS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "plain": nullcontext,
     "mirrored": lambda: lockstep.MirroredStrategy(devices=2).scope(),
     "pipeline": lambda: lockstep.PipelineStrategy(2).scope(),
 }
 
-Line = dict[str, Any]
-
 # Where it is among the arguments of ``fit``.
 _SHUFFLE = [*inspect.signature(keras.Model.fit).parameters].index("shuffle")
 
 
-def lines_of(path: Path) -> list[Line]:
-    """What was written down."""
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+def name_of(item: pytest.Item) -> str:
+    """A test's, the same in every process: some are called by where an object lies."""
+    return re.sub(r"0x[0-9a-f]+", "", item.nodeid)
 
 
 class Calls:
@@ -97,7 +94,7 @@ class Plugin:
     """Runs each test in a way, and writes down what comes of it."""
 
     def __init__(self, way: str, results: Path) -> None:
-        self._make_scope = WAYS[way]
+        self._make_scope = _WAYS[way]
         self._results = results
         self._calls = Calls()
         self._failure = ""
@@ -109,17 +106,17 @@ class Plugin:
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         """Leave out what is known."""
         known = {line["test"] for line in lines_of(self._results)}
-        items[:] = [item for item in items if item.nodeid not in known]
+        items[:] = [item for item in items if name_of(item) not in known]
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, Any, Any]:
         """Around all of a test."""
         self._calls.made.clear()
         self._outcome, self._failure = "passed", ""
-        self._write(test=item.nodeid, outcome="began")
+        self._write(test=name_of(item), outcome="began")
         result = yield
         self._write(
-            test=item.nodeid,
+            test=name_of(item),
             outcome=self._outcome,
             failure=self._failure,
             calls=self._calls.made,
