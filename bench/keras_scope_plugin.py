@@ -157,7 +157,7 @@ def pytest_configure(config: pytest.Config) -> None:
     )
     sys.modules["conftest"] = conftest
     # Losses and models refer to their test, which has pytest's own files among its attributes.
-    unittest.TestCase.__getstate__ = lambda test: {**vars(test), "_outcome": None}  # type: ignore[method-assign]
+    unittest.TestCase.__getstate__ = lambda test: {**vars(test), "_outcome": None}  # type: ignore[method-assign,assignment]
     torch.set_num_threads(1)
     config.pluginmanager.register(Plugin(os.environ[WAY], Path(os.environ[RESULTS])))
 

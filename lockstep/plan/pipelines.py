@@ -105,10 +105,10 @@ class Pipelined(Maker):
         costs = _cut_problem(graph, units, self._in_flight(cluster, num_shares), self.memory_bytes)
         cut, reason = self._cut(graph, units, costs, cluster, num_shares)
         starts = [units[start][0] for start in cut.starts]
+        size = 1.0  # of a microbatch, in those that were measured
         if len(starts) == 1 and self.microbatches is None and self.memory_bytes is None:
             num_shares = self.most_replicas
-        # Of a microbatch, in those that were measured.
-        size = -(-batch_size // num_shares) / self.sample_size(cluster, batch_size)
+            size = -(-batch_size // num_shares) / self.sample_size(cluster, batch_size)
         of_layer = [
             sum(start <= layer for start in starts) - 1 for layer in range(len(graph.layers))
         ]
