@@ -86,11 +86,8 @@ class Pipelined(Maker):
             )
 
     def sample_size(self, cluster: Cluster, batch_size: int) -> int:
-        """Samples of the largest microbatch: what costs are measured for.
-
-        Two at least, where a batch has so many: some layers take no single one.
-        """
-        return max(-(-batch_size // self._num_shares(cluster, batch_size)), min(2, batch_size))
+        """Samples of the largest microbatch: what costs are measured for."""
+        return -(-batch_size // self._num_shares(cluster, batch_size))
 
     def __call__(self, graph: LayerGraph, cluster: Cluster, batch_size: int) -> Plan:
         """Make the Plan for global batches of ``batch_size`` samples.

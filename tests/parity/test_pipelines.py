@@ -83,10 +83,10 @@ class OnePiece(nn.Module):
 
 
 def test_what_is_one_piece_runs_as_on_one_device() -> None:
-    model, data = OnePiece(), (torch.randn(21, 6), torch.randint(3, (21,)))
+    model, data = OnePiece(), (torch.randn(41, 6), torch.randint(3, (41,)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    job = lockstep.Job(model, nn.CrossEntropyLoss(), optimizer, data, batch_size=8)
-    report = lockstep.verify(job, lockstep.PipelineStrategy(2), steps=3)
+    job = lockstep.Job(model, nn.CrossEntropyLoss(), optimizer, data, batch_size=16)
+    report = lockstep.verify(job, lockstep.PipelineStrategy(2), steps=2)
     assert report.passed, str(report)
 
 
