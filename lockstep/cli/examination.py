@@ -165,9 +165,9 @@ def _gpus() -> tuple[str, ...]:
 
 def _default_devices() -> int:
     from lockstep.cluster.devices import discover
-    from lockstep.plan.makers import num_mirrored_replicas
+    from lockstep.plan.devices import device_names
 
-    return num_mirrored_replicas(find_devices(os.environ), discover())
+    return len(device_names(find_devices(os.environ), discover().hosts[0]))
 
 
 # --- what works, and how fast ---------------------------------------------------------------------

@@ -34,6 +34,7 @@ class HostExchange(Exchange):
         domains: see ``Exchange``.
         transports: see ``Exchange``.
         groups: see ``Exchange``.
+        device: see ``Exchange``.
         mirrored: tensors in shared memory whose values on host 0 all hosts get in every step.
     """
 
@@ -50,6 +51,7 @@ class HostExchange(Exchange):
         domains: Sequence[range],
         transports: Mapping[int, Transport],
         groups: ProcessGroups | None = None,
+        device: torch.device | None = None,
         mirrored: Sequence[torch.Tensor] = (),
     ) -> None:
         super().__init__(
@@ -61,6 +63,7 @@ class HostExchange(Exchange):
             domains=domains,
             transports=transports,
             groups=groups,
+            device=device,
         )
         self._hosts = hosts
         self._host = host

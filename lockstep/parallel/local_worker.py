@@ -176,7 +176,7 @@ def build_local_worker(
 ) -> LocalWorker:
     """Put the parts of a rank that trains together; for the arguments see ``build_worker``."""
     alone = _replica(plan, rank)
-    exchange = build_exchange(plan, spec, region, rank=rank, look_around=look_around)
+    exchange = build_exchange(plan, spec, region, rank=rank, device=device, look_around=look_around)
     common: dict[str, Any] = {"model": model, "rules": rules}
     parts: dict[str, Any] = {
         **common,

@@ -64,6 +64,13 @@ class TensorStore:
         return cls(specs, SharedRegion.create(num_bytes, [] if is_reserved else [(0, num_bytes)]))
 
 
+@torch.no_grad()
+def copy_to_views(views: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    """Copy values to where they are to lie, from wherever they are."""
+    for view, value in zip(views, values, strict=True):
+        view.copy_(value)
+
+
 class ParameterStore(TensorStore):
     """Where a model's parameters lie."""
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from lockstep.cluster.place import Reach
 from lockstep.errors import Problems
-from lockstep.plan.engines import check_engine, over
+from lockstep.plan.engines import over
 from lockstep.plan.makers import Maker
 from lockstep.strategies.base import Strategy, is_count
 from lockstep.strategies.pipeline import check_counts, make_pipelined
@@ -27,6 +27,7 @@ class HybridStrategy(Strategy):
         schedule: as in ``PipelineStrategy``.
         recompute: as in ``PipelineStrategy``.
         memory_bytes: as in ``PipelineStrategy``.
+        devices: as in ``PipelineStrategy``.
         engine: as in ``PipelineStrategy``.
         timeout_seconds: longest wait for a device; what hangs longer is reported.
 
@@ -46,11 +47,11 @@ class HybridStrategy(Strategy):
         schedule: str = "1f1b",
         recompute: bool | Sequence[int] = False,
         memory_bytes: int | None = None,
+        devices: Sequence[str] | None = None,
         engine: str | None = None,
         timeout_seconds: float = 600.0,
     ) -> None:
         problems = Problems()
-        check_engine(problems, engine)
         check_counts(problems, pipe=pipe)
         _check_data(problems, data, pipe, schedule)
         self._maker = make_pipelined(
@@ -61,6 +62,8 @@ class HybridStrategy(Strategy):
             schedule=schedule,
             recompute=recompute,
             memory_bytes=memory_bytes,
+            devices=devices,
+            engine=engine,
             timeout_seconds=timeout_seconds,
             replicas=_replicas(data),
         )

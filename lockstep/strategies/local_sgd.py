@@ -6,7 +6,8 @@ from lockstep.cluster.devices import discover
 from lockstep.cluster.environment import find_devices
 from lockstep.errors import DeviceError, OptionError, Problems
 from lockstep.plan.averaging import AveragedUpdate, Every, Nesterov, is_every
-from lockstep.plan.makers import LocalSteps, Maker, Mirrored, num_mirrored_replicas
+from lockstep.plan.devices import device_names
+from lockstep.plan.makers import LocalSteps, Maker, Mirrored
 from lockstep.strategies.base import Strategy, check_timeout, is_count
 from lockstep.strategies.mirrored import check_format
 
@@ -63,14 +64,14 @@ class LocalSGDStrategy(Strategy):
             mirrored=Mirrored(devices=self.devices, channels_last=channels_last),
             update=AveragedUpdate(every=every, outer=outer, averages_optimizer=average_optimizer),
         )
-        num_mirrored_replicas(self.devices, discover())
+        device_names(self.devices, discover().cores.hosts[0])
 
     def maker(self, precision: str = "fp32") -> Maker:
         return self._maker.in_precision(precision)
 
     @property
     def num_replicas_in_sync(self) -> int:
-        return num_mirrored_replicas(self.devices, discover())
+        return len(device_names(self.devices, discover().cores.hosts[0]))
 
 
 def _check_averaging(

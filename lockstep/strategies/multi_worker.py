@@ -19,15 +19,15 @@ class MultiWorkerMirroredStrategy(Strategy):
     slice. In a script that nobody has launched as one of many there is one host.
 
     Args:
-        devices_per_host: CPU replicas of each host; None is as many as the launcher gives a host,
-            else one per usable core, at most 8.
+        devices_per_host: how many of each host; None is as many as the launcher gives a host, else
+            all its accelerators, else one CPU replica per usable core, at most 8.
         num_shares: parts into which each global batch is divided; None is one per replica.
         channels_last: see ``MirroredStrategy``.
         network_gbit_per_second: how fast a host sends to another (``lockstep doctor`` measures
             it). Over a slow network large dense layers exchange activations in place of gradients.
         engine: what moves tensors between replicas. None is shared memory within a host, and
             between hosts Lockstep's own channels; ``"gloo"`` is torch.distributed, with a copy of
-            the parameters for each replica.
+            the parameters for each replica. On accelerators see ``MirroredStrategy``.
         timeout_seconds: longest wait for another host or a replica; who hangs longer is named.
 
     Raises:

@@ -4,7 +4,7 @@ The script's process makes one; helpers get a copy. On several hosts each makes 
 are compared (``train.hosts``).
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -30,6 +30,7 @@ from lockstep.parallel.step_functions import StepFunction
 from lockstep.parallel.update import Updater
 from lockstep.parallel.worker import Worker
 from lockstep.plan.averaging import AveragedUpdate
+from lockstep.plan.devices import is_cpu
 from lockstep.plan.spec import Plan
 from lockstep.train.tasks import Task
 
@@ -92,6 +93,7 @@ def make_worker(
         neighbours: what this rank has of other hosts, where there are several.
         meeting: where ranks of process groups find each other, if there are any.
     """
+    device = rank_device(assignment.plan.devices, rank)
     if isinstance(assignment.plan.update, AveragedUpdate) and assignment.updater is not None:
         return build_local_worker(
             assignment.plan,
@@ -104,7 +106,7 @@ def make_worker(
             rules=assignment.rules,
             functions=assignment.functions,
             seed=assignment.seed,
-            device=assignment.device,
+            device=device,
             dims=assignment.dims,
             look_around=look_around,
         )
@@ -121,12 +123,18 @@ def make_worker(
         rules=assignment.rules,
         functions=assignment.functions,
         seed=assignment.seed,
-        device=assignment.device,
+        device=device,
         dims=assignment.dims,
         look_around=look_around,
         neighbours=neighbours,
         meeting=meeting,
     )
+
+
+def rank_device(devices: Sequence[str], rank: int) -> torch.device:
+    """A rank's device, as torch has it: all cores are one."""
+    name = devices[rank]
+    return torch.device("cpu" if is_cpu([name]) else name)
 
 
 def initialize_own(assignment: Assignment, worker: Worker) -> None:

@@ -26,7 +26,7 @@ from lockstep.plan.makers import Maker, SingleDevice
 from lockstep.plan.spec import Plan
 from lockstep.train.apart_checks import check_apart
 from lockstep.train.assignment import Assignment
-from lockstep.train.checks import check_device
+from lockstep.train.checks import check_backend, device_of, place_model
 from lockstep.train.conductor import Conductor
 from lockstep.train.ensemble import Resume
 from lockstep.train.feeding import sample_of
@@ -293,7 +293,7 @@ class Runner(ABC):
         return self._plan, partitions
 
     def _plan_for_one(self, batch_size: int) -> tuple[Plan, Partitions]:
-        maker = SingleDevice(precision=self.precision)
+        maker = self._maker_for_one()
         return maker(capture_layers(self.model), discover(), batch_size), {}
 
     def _assignment(
@@ -305,6 +305,8 @@ class Runner(ABC):
         partitions: Partitions,
     ) -> Assignment:
         """What every rank is told."""
+        check_backend(plan)
+        device = place_model(self.model, self._torch_optimizers, plan)
         if updater is not None:
             check_divisible(self.model, self.optimizer, plan, is_known=updater.is_known)
             check_apart(plan, updater, self._recipe.averages, self.precision)
@@ -317,7 +319,7 @@ class Runner(ABC):
             updater=updater,
             task=task,
             seed=self.seed,
-            device=check_device(self.model, plan),
+            device=device,
             settings=TorchSettings.current(),
             partitions=partitions,
             groups=parameter_groups(plan, self.model, list(partitions.values())),
@@ -339,8 +341,12 @@ class Runner(ABC):
             initialize(self.model, blank, self.seed)
             forget_blanks(self.model)
 
+    def _maker_for_one(self) -> Maker:
+        """Of Plans for one device: the one where the model is."""
+        return SingleDevice(device=device_of(self.model), precision=self.precision)
+
     def _maker(self) -> Maker:
-        maker: Maker = SingleDevice(precision=self.precision)
+        maker = self._maker_for_one()
         if self.strategy is not None:
             maker = self.strategy.maker(self.precision)
         return self._recipe.maker(maker)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from lockstep import accelerators
 from lockstep.channel.channel import Channel
 from lockstep.channel.keys import Keys
 from lockstep.comm.exchange import ExchangeSpec
@@ -17,10 +18,17 @@ from lockstep.comm.meeting_point import Meeting
 from lockstep.comm.wide_board import Crossing
 from lockstep.launch.helper import HelperContext
 from lockstep.parallel.control import FollowerControl, open_region, unpacked
+from lockstep.parallel.device_store import on_device
 from lockstep.parallel.engine import ChannelKey, Neighbours
 from lockstep.parallel.registries import register_copies
 from lockstep.parallel.store import TensorStore
-from lockstep.train.assignment import Assignment, compute_settings, initialize_own, make_worker
+from lockstep.train.assignment import (
+    Assignment,
+    compute_settings,
+    initialize_own,
+    make_worker,
+    rank_device,
+)
 from lockstep.train.conductor import Conductor
 from lockstep.train.standing import News, Standing
 from lockstep.train.stores import Access
@@ -91,6 +99,7 @@ class Call:
         abroad: the other hosts, if there are any.
         meeting: where ranks of process groups find each other, if there are any.
         keeps: the call may be made again (``train.standing``).
+        devices: of all ranks.
     """
 
     name: str
@@ -102,6 +111,7 @@ class Call:
     abroad: Abroad | None
     meeting: Meeting | None
     keeps: bool
+    devices: tuple[str, ...]
 
 
 def serve(context: HelperContext, body: bytes, descriptors: tuple[int, ...]) -> bytes:
@@ -114,9 +124,11 @@ def serve(context: HelperContext, body: bytes, descriptors: tuple[int, ...]) -> 
     stored, rest = rest[: len(call.stores)], rest[len(call.stores) :]
     num_channels = 0 if call.abroad is None else len(call.abroad.channels)
     channels, packed = rest[:num_channels], rest[num_channels:]
+    device = rank_device(call.devices, rank)
+    accelerators.use(device)
     # Of parameters and slots, what other ranks alone have stays there.
     opened = [
-        open_store(own, number, rank=rank, ranks=ranks, access=access)
+        open_store(own, number, rank=rank, ranks=ranks, access=access, device=device)
         for (ranks, own, access), number in zip(call.stores, stored, strict=True)
     ]
     parameters = [view for views in opened[: call.num_groups] for view in views]
@@ -199,6 +211,7 @@ def open_store(
     rank: int,
     ranks: Sequence[int],
     access: Access,
+    device: torch.device,
 ) -> list[torch.Tensor]:
     """The tensors of a store that another process has made; no memory where other ranks have them.
 
@@ -210,6 +223,10 @@ def open_store(
             torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device="meta")
             for spec in specs
         ]
+    if access == "on its device":
+        region = open_region(descriptor)
+        region.close()
+        return on_device(TensorStore(specs, region).views, device)
     is_first = rank == ranks[0]
     region = open_region(descriptor, private=not is_first and access == "copied on write")
     if is_first:

@@ -280,6 +280,7 @@ class Session:
             abroad=None if connected is None else connected.abroad,
             meeting=None if part.meeting_point is None else part.meeting_point.meeting,
             keeps=keeps,
+            devices=assignment.plan.devices,
         )
         regions = [part.region, *(one.store.region for one in part.stores)]
         descriptors = [each.descriptor for each in regions]
