@@ -3,6 +3,9 @@
 The script's process has the tensors that all others begin with. They travel as in a store that a
 host's ranks share: by a region of its memory, written when a call is sent, which each rank copies
 to its device and forgets.
+
+What only other ranks have (a stage's parameters) lies in a host's memory on rank 0 while they train
+it. They write it there when rank 0 is to know it.
 """
 
 from collections.abc import Sequence
@@ -14,6 +17,12 @@ from lockstep.comm.gradients import TensorSpec, views_in
 from lockstep.comm.shared_memory import SharedRegion
 from lockstep.parallel.store import NamedParameters, TensorStore, copy_to_views, tensor_spec
 from lockstep.plan.layout import flat_offsets
+
+# Tensors in memory that rank 0 maps, and those on a device whose values they are to have.
+Mirror = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]
+
+# Of parameters, and of slots.
+Mirrors = tuple[Sequence[Mirror], Sequence[Mirror]]
 
 
 class DeviceStore(TensorStore):

@@ -121,7 +121,17 @@ class ParameterStore(TensorStore):
         for view, parameter in moved:
             overlaps = self.region.holds(parameter)  # it is another view of the same memory
             view.copy_(parameter.clone() if overlaps else parameter)
-            parameter.data = view
+            set_data(parameter, view)
+
+
+def set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
+    """Have a Parameter or buffer be where ``data`` is, and stay the same object."""
+    if torch._has_compatible_shallow_copy_type(tensor, data):
+        tensor.data = data
+    else:  # of other devices than CUDA's and XPU's
+        is_parameter = isinstance(tensor, nn.Parameter)
+        other = nn.Parameter(data, tensor.requires_grad) if is_parameter else data.view_as(data)
+        torch.utils.swap_tensors(tensor, other)
 
 
 def _same_memory(tensor: torch.Tensor, view: torch.Tensor) -> bool:

@@ -249,8 +249,11 @@ class Runner(ABC):
         proof = self._prepare_proof(assignment, session, conductor)
         if isinstance(task, FitTask) and loss is not None and not self._steps_trained:
             check_inner_loss(assignment, loss, sample_of(task.source), batch_size)
-        with self._job_context.at_work() as hosts:
-            result = session.run(assignment, conductor, hosts, self._standing, self._sight)
+        try:
+            with self._job_context.at_work() as hosts:
+                result = session.run(assignment, conductor, hosts, self._standing, self._sight)
+        finally:
+            place_model(self.model, self._torch_optimizers, assignment.plan)
         self._proven = proof or self._proven
         if self._plan is not None and loss is not None and loss.takes_whole:
             notes = (*self._plan.notes, whole_batch_note(loss))

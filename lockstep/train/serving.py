@@ -18,7 +18,7 @@ from lockstep.comm.meeting_point import Meeting
 from lockstep.comm.wide_board import Crossing
 from lockstep.launch.helper import HelperContext
 from lockstep.parallel.control import FollowerControl, open_region, unpacked
-from lockstep.parallel.device_store import on_device
+from lockstep.parallel.device_store import Mirror, Mirrors, on_device
 from lockstep.parallel.engine import ChannelKey, Neighbours
 from lockstep.parallel.registries import register_copies
 from lockstep.parallel.store import TensorStore
@@ -128,9 +128,10 @@ def serve(context: HelperContext, body: bytes, descriptors: tuple[int, ...]) -> 
     accelerators.use(device)
     # Of parameters and slots, what other ranks alone have stays there.
     opened = [
-        open_store(own, number, rank=rank, ranks=ranks, access=access, device=device)
+        open_store(own, number, rank=rank, ranks=ranks, access=access)
         for (ranks, own, access), number in zip(call.stores, stored, strict=True)
     ]
+    mirrors = _move_to_device(call, opened, rank, device)
     parameters = [view for views in opened[: call.num_groups] for view in views]
     tensors = [
         *(nn.Parameter(view, requires_grad=False) for view in parameters),
@@ -149,6 +150,7 @@ def serve(context: HelperContext, body: bytes, descriptors: tuple[int, ...]) -> 
             neighbours=neighbours,
             meeting=call.meeting,
         )
+        worker.mirrors = mirrors
         if any(access == "copied on write" for _, _, access in call.stores):
             worker.take_slots()
         has_hosts = call.abroad is not None
@@ -170,6 +172,19 @@ def serve_again(context: HelperContext, body: bytes, descriptors: tuple[int, ...
     with part.assignment.settings.applied(), compute_settings(part.assignment.plan):
         _take_part(part)
     return b""
+
+
+def _move_to_device(
+    call: Call, opened: list[list[torch.Tensor]], rank: int, device: torch.device
+) -> Mirrors:
+    """Have what this rank keeps on its device be there; what it is to show rank 0, and where."""
+    mirrors: tuple[list[Mirror], list[Mirror]] = ([], [])
+    for number, (ranks, _, access) in enumerate(call.stores):
+        if access == "on its device" and rank in ranks:
+            views, opened[number] = opened[number], on_device(opened[number], device)
+            if rank == ranks[0]:
+                mirrors[number >= call.num_groups].append((views, opened[number]))
+    return mirrors
 
 
 def _take_part(part: Standing) -> None:
@@ -211,7 +226,6 @@ def open_store(
     rank: int,
     ranks: Sequence[int],
     access: Access,
-    device: torch.device,
 ) -> list[torch.Tensor]:
     """The tensors of a store that another process has made; no memory where other ranks have them.
 
@@ -223,10 +237,6 @@ def open_store(
             torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device="meta")
             for spec in specs
         ]
-    if access == "on its device":
-        region = open_region(descriptor)
-        region.close()
-        return on_device(TensorStore(specs, region).views, device)
     is_first = rank == ranks[0]
     region = open_region(descriptor, private=not is_first and access == "copied on write")
     if is_first:

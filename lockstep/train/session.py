@@ -32,6 +32,7 @@ from lockstep.parallel.worker import Worker
 from lockstep.pickling import dumps
 from lockstep.plan.averaging import AveragedUpdate
 from lockstep.plan.decision import LocalUpdate
+from lockstep.plan.devices import is_cpu
 from lockstep.plan.spec import Plan
 from lockstep.train.assignment import Assignment, compute_settings, initialize_own, make_worker
 from lockstep.train.conductor import Conductor
@@ -366,7 +367,10 @@ class _Part:
             return
         assert worker.board is not None
         lost = worker.updater.recover()
-        has_older = len(self.assignment.plan.domains) > 1 and bool(worker.updater.slot_keys())
+        plan = self.assignment.plan
+        has_older = len(plan.domains) > 1 and (
+            bool(worker.updater.slot_keys()) or not is_cpu(plan.devices)
+        )
         last = worker.board.last_update
         if last is not None and not lost and not has_older:
             note = what_is_left(last)

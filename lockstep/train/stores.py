@@ -61,7 +61,7 @@ class Stores:
         is_apart = isinstance(assignment.plan.update, AveragedUpdate)
         shares = assignment.plan.engine.shares_memory and not is_apart
         if not is_cpu(assignment.plan.devices):
-            return self._adopt_on_device(assignment)
+            return self._adopt_on_device(assignment, leader)
         stores = _mapped(
             assignment, self._adopt(assignment, leader), "shared" if shares else "copied"
         )
@@ -72,21 +72,29 @@ class Stores:
             stores += options_store(assignment)
         return stores
 
-    def _adopt_on_device(self, assignment: Assignment) -> list[Mapped]:
-        """The parameters of each group where they are, and the optimizer's slots beside them."""
-        own = [DeviceStore.of(members) for members in _members(assignment.model, assignment.groups)]
-        stores = [*own]
+    def _adopt_on_device(self, assignment: Assignment, leader: int) -> list[Mapped]:
+        """What the leader has stays on its device, the rest comes to lie in host memory.
+
+        Values on the device are published for those who are to have them, too.
+        """
+        is_here = [leader in group.ranks for group in assignment.groups]
+        members = _members(assignment.model, assignment.groups)
+        stores: list[TensorStore] = [
+            DeviceStore.of(own) if here else ParameterStore.adopt(own)
+            for own, here in zip(members, is_here, strict=True)
+        ]
+        mapped = _mapped(assignment, stores, "on its device")
         if assignment.updater is not None:
-            slots = [DeviceStore.zeros(specs, assignment.device) for specs in _slots(assignment)[1]]
+            slots: list[TensorStore] = [
+                DeviceStore.zeros(specs, assignment.device) if here else TensorStore.create(specs)
+                for specs, here in zip(_slots(assignment)[1], is_here, strict=True)
+            ]
             _store_slots(assignment, slots)
-            stores += slots
-        for store in stores:
-            store.publish()
-        mapped = _mapped(assignment, own, "on its device")
-        if assignment.updater is not None:
             mapped += _mapped(assignment, slots, "on its device")
-            mapped += options_store(assignment)
-        return mapped
+        for one in mapped:
+            if isinstance(one.store, DeviceStore):
+                one.store.publish()
+        return mapped + options_store(assignment)
 
     def _adopt(self, assignment: Assignment, leader: int) -> Sequence[ParameterStore]:
         """Have the parameters of each group lie in a store of theirs."""
