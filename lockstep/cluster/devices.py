@@ -130,10 +130,11 @@ def _lack() -> str:
         return ""
     import torch
 
-    if torch.accelerator.current_accelerator(check_available=False) is None:
+    kind = torch.accelerator.current_accelerator(check_available=False)
+    if kind is None:
         return f"This torch ({torch.__version__}) is built for the CPU alone."
-    if not torch.cuda._is_compiled():
-        return "torch is built for an accelerator, but finds none."
+    if kind.type != "cuda":
+        return f"torch is built for {kind.type}, but finds no device."
     try:
         torch.cuda.init()
     except (RuntimeError, AssertionError) as error:

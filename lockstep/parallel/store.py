@@ -126,12 +126,19 @@ class ParameterStore(TensorStore):
 
 def set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
     """Have a Parameter or buffer be where ``data`` is, and stay the same object."""
-    if torch._has_compatible_shallow_copy_type(tensor, data):
+    try:
         tensor.data = data
-    else:  # of other devices than CUDA's and XPU's
+    except RuntimeError:  # torch lets it move between cores, CUDA and XPU only
         is_parameter = isinstance(tensor, nn.Parameter)
         other = nn.Parameter(data, tensor.requires_grad) if is_parameter else data.view_as(data)
         torch.utils.swap_tensors(tensor, other)
+
+
+def move_model(model: nn.Module, device: torch.device) -> None:
+    """Bring a model to a device; its Parameters and buffers stay the same objects."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.device != device:
+            set_data(tensor, tensor.detach().to(device))
 
 
 def _same_memory(tensor: torch.Tensor, view: torch.Tensor) -> bool:

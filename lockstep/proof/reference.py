@@ -23,7 +23,7 @@ from lockstep.data.sources import Batch, Source
 from lockstep.data.trees import concatenate, map_tensors
 from lockstep.plan.shares import num_filled_shares, share_bounds
 from lockstep.proof.batch_loss import batch_loss, own_loss, returned_loss, weighted_losses
-from lockstep.proof.streams import Probe, ShareStreams, probe_draws
+from lockstep.proof.streams import Probe, ShareStreams, probe_draws, random_state
 
 Gradients = dict[str, torch.Tensor | None]
 
@@ -166,7 +166,7 @@ class Reference:
         for share, (start, stop) in enumerate(bounds, first_share):
             seed_streams(share_seed(self._seed, number, share))
             parts.append(source.read(indices[start:stop], torch.float64))
-            states.append(torch.get_rng_state())
+            states.append(random_state())
         return self._moved(_joined(parts)), states
 
     def _probe(self, batch: Batch) -> Probe | None:

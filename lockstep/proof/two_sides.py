@@ -6,7 +6,7 @@ and only the figures are kept. So memory does not grow with the steps.
 
 import math
 from collections.abc import Iterator
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from lockstep.proof.job import Job, JobCopy, copy_job
 from lockstep.proof.job_data import JobData
 from lockstep.proof.reference import Record, Reference
 from lockstep.proof.replicas import Replicas, is_synchronous
+from lockstep.train.assignment import rank_device
 from lockstep.train.callbacks import Callback, Logs
 from lockstep.train.conductor import Snapshot
 from lockstep.train.job_context import StrategyLike
@@ -64,12 +65,9 @@ class TwoSides:
         self.look = look
         self.seen: tuple[Snapshot, Noted] | None = None
         self._data = data
-        self._reference_of = partial(make_reference, job, data, seed)
-        self._reference = reference = self._reference_of(None)
         self._replicas: Replicas | None = None
+        self._make = partial(make_reference, job, data, seed)
         self.trainer = make_trainer(copy_job(job), job, strategy, "fp64", seed)
-        # The update is linear in the gradient: rounding stays rounding.
-        self._linear = type(reference.optimizer) is optim.SGD
         self._rounding: dict[str, torch.Tensor] = {}
         self._steps = 0
         self._updates = 0
@@ -98,6 +96,19 @@ class TwoSides:
             self.seen = snapshot, noted
         self._count(record)
         self.comparisons += compare_step(snapshot, record)
+
+    @cached_property
+    def _reference(self) -> Reference:
+        """Made after the first step of the trainer, whose Plan says on which device it is."""
+        return self._reference_of(None)
+
+    def _reference_of(self, share: int | None) -> Reference:
+        return self._make(share, rank_device(self.trainer.plan.devices, 0))
+
+    @property
+    def _linear(self) -> bool:
+        """The update is linear in the gradient: rounding stays rounding."""
+        return type(self._reference.optimizer) is optim.SGD
 
     @property
     def model(self) -> nn.Module:
@@ -201,9 +212,11 @@ class TwoSides:
         )
 
 
-def make_reference(job: Job, data: JobData, seed: int, share: int | None) -> Reference:
-    """The plain loop, on the whole of each batch or on one share alone."""
-    own = copy_job(job)
+def make_reference(
+    job: Job, data: JobData, seed: int, share: int | None, device: torch.device
+) -> Reference:
+    """The plain loop on a device, on the whole of each batch or on one share alone."""
+    own = copy_job(job, device=device)
     return Reference(
         own.model,
         own.loss,

@@ -24,7 +24,7 @@ from lockstep.parallel.forward import DTYPES, PARAMETER_DTYPES
 from lockstep.parallel.function_losses import missing_targets
 from lockstep.parallel.loss_options import check_loss
 from lockstep.parallel.losses import ONE_LOSS, LossAdapter, LossParts
-from lockstep.parallel.store import set_data
+from lockstep.parallel.store import move_model
 from lockstep.plan.decision import ProcessGroup
 from lockstep.plan.spec import Plan
 from lockstep.train.assignment import rank_device
@@ -250,8 +250,7 @@ def place_model(model: nn.Module, optimizers: Sequence[Optimizer], plan: Plan) -
         DeviceError: it is on an accelerator, and the Plan is for cores.
     """
     wanted = rank_device(plan.devices, 0)
-    tensors = [*model.parameters(), *model.buffers()]
-    found = {tensor.device for tensor in tensors}
+    found = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
     elsewhere = found - {wanted, torch.device("meta")}
     if wanted.type == "cpu" and elsewhere:
         raise DeviceError(
@@ -260,8 +259,8 @@ def place_model(model: nn.Module, optimizers: Sequence[Optimizer], plan: Plan) -
             fix="Move it first: model.to('cpu'); or leave `devices` out to train where it is.",
         )
     accelerators.use(wanted)
-    for tensor in tensors if elsewhere else ():
-        set_data(tensor, tensor.detach().to(wanted))
+    if elsewhere:
+        move_model(model, wanted)
     for optimizer in optimizers if wanted.type != "cpu" else ():
         _move_slots(optimizer, wanted)
     return wanted
