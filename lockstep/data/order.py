@@ -76,6 +76,20 @@ def restore_streams(states: StreamStates) -> None:
     random.setstate(states.python)
 
 
+def torch_streams() -> torch.Tensor:
+    """Where torch's stream stands, and behind it its device's where one is in use; uint8."""
+    own, device = torch.get_rng_state(), accelerators.random_state()
+    return own if device is None else torch.cat([own, device])
+
+
+def set_torch_streams(state: torch.Tensor) -> None:
+    """Put torch's streams back to where ``torch_streams`` found them, here or on another rank."""
+    length = torch.get_rng_state().numel()
+    torch.set_rng_state(state[:length].clone())
+    if len(state) > length:
+        accelerators.set_random_state(state[length:].clone())
+
+
 @contextmanager
 def kept_streams() -> Iterator[None]:
     """After the block the global random streams are as they were before it."""

@@ -28,6 +28,16 @@ def is_cpu(devices: Sequence[str]) -> bool:
     return all(kind_of(device) == "cpu" for device in devices)
 
 
+def threads_for(devices: Sequence[str], num_cores: int) -> int | None:
+    """Threads of a host's rank: on an accelerator its part of the cores, for what hosts do.
+
+    None leaves a rank alone on its accelerator what the process has.
+    """
+    if is_cpu(devices):
+        return 1
+    return None if len(devices) == 1 else max(num_cores // len(devices), 1)
+
+
 def check_devices(devices: object, name: str = "devices") -> None:
     """See that it is a number of devices, names of some, or None.
 

@@ -19,7 +19,7 @@ from lockstep.errors import OptionError
 from lockstep.graph.layer_graph import Layer, LayerGraph, ParameterInfo
 from lockstep.plan.averaging import AveragedUpdate, Nesterov
 from lockstep.plan.decision import Axis, LayerPlacement, LocalUpdate, SlicedUpdate
-from lockstep.plan.devices import Devices, check_there, device_names, is_cpu
+from lockstep.plan.devices import Devices, check_there, device_names, is_cpu, threads_for
 from lockstep.plan.spec import Plan
 
 
@@ -169,7 +169,7 @@ class Mirrored(Maker):
             strategy="mirrored",
             mesh=(Axis(name="data", size=replicas),),
             devices=devices,
-            threads_per_device=1 if is_cpu(devices) else None,
+            threads_per_device=threads_for(devices, cores),
             num_shares=shares,
             interleaved=shares > replicas
             and any(layer.uses_batch_statistics for layer in graph.layers),

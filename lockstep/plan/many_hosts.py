@@ -11,7 +11,7 @@ import msgspec
 from lockstep.cluster.topology import Cluster, Host
 from lockstep.graph.layer_graph import Layer, LayerGraph
 from lockstep.plan.decision import LayerPlacement, SlicedUpdate
-from lockstep.plan.devices import device_names, is_cpu
+from lockstep.plan.devices import check_devices, device_names, threads_for
 from lockstep.plan.makers import Maker, Mirrored, matrix_of
 from lockstep.plan.spec import Plan
 
@@ -63,11 +63,12 @@ class MirroredHosts(Maker):
         )
         plan = maker(graph, Cluster(hosts=(together,)), batch_size)
         devices = tuple(name for own in names for name in own)
+        check_devices(devices)
         plan = msgspec.structs.replace(
             plan,
             strategy="multi-worker mirrored",
             devices=devices,
-            threads_per_device=1 if is_cpu(devices) else None,
+            threads_per_device=threads_for(devices, together.num_cores),
         )
         if len(counts) == 1:
             return plan

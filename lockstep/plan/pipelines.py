@@ -22,7 +22,7 @@ from lockstep.plan.decision import (
     StagedUpdate,
     StagePrediction,
 )
-from lockstep.plan.devices import device_names, is_cpu
+from lockstep.plan.devices import device_names, is_cpu, threads_for
 from lockstep.plan.host_ranks import ranks_per_host
 from lockstep.plan.lowering import predict
 from lockstep.plan.makers import Maker, placements
@@ -126,7 +126,7 @@ class Pipelined(Maker):
             strategy="pipeline" if self.most_replicas == 1 else "hybrid",
             mesh=self._mesh(num_ranks),
             devices=devices,
-            threads_per_device=1 if is_cpu(devices) else None,
+            threads_per_device=threads_for(devices, cores),
             num_shares=num_shares,
             interleaved=False,
             layers=placements(graph, of_layer),

@@ -17,13 +17,13 @@ import numpy as np
 import torch
 from torch import nn, optim
 
-from lockstep.data.order import seed_streams, share_seed
+from lockstep.data.order import seed_streams, share_seed, torch_streams
 from lockstep.data.own_loss import OwnLoss
 from lockstep.data.sources import Batch, Source
 from lockstep.data.trees import concatenate, map_tensors
 from lockstep.plan.shares import num_filled_shares, share_bounds
 from lockstep.proof.batch_loss import batch_loss, own_loss, returned_loss, weighted_losses
-from lockstep.proof.streams import Probe, ShareStreams, probe_draws, random_state
+from lockstep.proof.streams import Probe, ShareStreams, probe_draws
 
 Gradients = dict[str, torch.Tensor | None]
 
@@ -166,7 +166,7 @@ class Reference:
         for share, (start, stop) in enumerate(bounds, first_share):
             seed_streams(share_seed(self._seed, number, share))
             parts.append(source.read(indices[start:stop], torch.float64))
-            states.append(random_state())
+            states.append(torch_streams())
         return self._moved(_joined(parts)), states
 
     def _probe(self, batch: Batch) -> Probe | None:

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lockstep import accelerators
+from lockstep.data.order import set_torch_streams, torch_streams
 
 State = torch.Tensor  # of torch's generators
 
@@ -65,7 +65,7 @@ class ShareStreams(TorchDispatchMode):
         self._num_samples = bounds[-1][1]
         self._probe = probe
         self._num_draws = 0
-        self._states: dict[bytes, list[State]] = {_key(random_state()): states}
+        self._states: dict[bytes, list[State]] = {_key(torch_streams()): states}
         self._dims: dict[tuple[bytes, Draw], int | None] = {}
         self.notes: list[str] = []
 
@@ -78,16 +78,16 @@ class ShareStreams(TorchDispatchMode):
         if call.has_own_generator:
             self._note(f"{call.name} draws from a generator of the model's own")
             return call.run()
-        before = random_state()
+        before = torch_streams()
         if not call.draws():
             return call.run()
         # Where the forward pass has seeded the generator anew, so would every share.
         states = self._states.get(_key(before), [before] * len(self._bounds))
         dim = self._dim_of_samples(_key(before), Draw(call.name, call.shape))
         result, states = self._draw(call, dim, states)
-        _set_state(before)
+        set_torch_streams(before)
         torch.rand(())  # moves the global state on, so that the next draw finds its own states
-        self._states[_key(random_state())] = states
+        self._states[_key(torch_streams())] = states
         return result
 
     def _draw(self, call: "_Call", dim: int | None, states: list[State]) -> tuple[Any, list[State]]:
@@ -188,10 +188,10 @@ class _Call:
 
     def draws(self) -> bool:
         """Whether it takes anything from the global generator; leaves all as it was."""
-        before = random_state()
+        before = torch_streams()
         self._on(tuple(map(_clone, self.args)), self._cloned_kwargs()).run()
-        drew = not torch.equal(before, random_state())
-        _set_state(before)
+        drew = not torch.equal(before, torch_streams())
+        set_torch_streams(before)
         return drew
 
     @property
@@ -264,30 +264,17 @@ def _clone(value: Any) -> Any:
 
 def _from_state(state: State, run: Callable[[], Any]) -> tuple[Any, State]:
     """Run with torch's generator in this state; returns the result and the state after it."""
-    _set_state(state)
-    return run(), random_state()
-
-
-def random_state() -> State:
-    """Where torch's generator stands, and behind it the device's, where one is in use."""
-    own, device = torch.get_rng_state(), accelerators.random_state()
-    return own if device is None else torch.cat([own, device])
-
-
-def _set_state(state: State) -> None:
-    length = torch.get_rng_state().numel()
-    torch.set_rng_state(state[:length].clone())
-    if len(state) > length:
-        accelerators.set_random_state(state[length:].clone())
+    set_torch_streams(state)
+    return run(), torch_streams()
 
 
 @contextmanager
 def _kept_state() -> Iterator[None]:
-    before = random_state()
+    before = torch_streams()
     try:
         yield
     finally:
-        _set_state(before)
+        set_torch_streams(before)
 
 
 def _key(state: State) -> bytes:

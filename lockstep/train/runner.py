@@ -7,6 +7,7 @@ runs on, and how many steps it has made. What a call is given, and who updates w
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -20,7 +21,7 @@ from lockstep.errors import OptionError, WorkerError
 from lockstep.parallel.blank import blank_names, forget_blanks, initialize
 from lockstep.parallel.groups import parameter_groups
 from lockstep.parallel.losses import LossAdapter
-from lockstep.parallel.settings import TorchSettings
+from lockstep.parallel.settings import TorchSettings, deterministic_kernels
 from lockstep.parallel.whole_batch import whole_batch_note
 from lockstep.plan.makers import Maker, SingleDevice
 from lockstep.plan.spec import Plan
@@ -65,7 +66,10 @@ class Runner(ABC):
     Attributes:
         optimizer: what updates the model; None where it is not trained.
         batch_size: of the last training; None before.
+        deterministic: only kernels are used that give the same bits in every run.
     """
+
+    deterministic = False
 
     _sight: object = None
     """What model, loss and metrics are in a call, to be compared by the next; None if unknown."""
@@ -232,6 +236,17 @@ class Runner(ABC):
             resume = result.resume
 
     def _run(
+        self,
+        task: Task,
+        loss: LossAdapter | None,
+        updater: AnyUpdater | None,
+        conductor: Conductor,
+        batch_size: int,
+    ) -> Any:
+        with deterministic_kernels() if self.deterministic else nullcontext():
+            return self._run_task(task, loss, updater, conductor, batch_size)
+
+    def _run_task(
         self,
         task: Task,
         loss: LossAdapter | None,
