@@ -7,6 +7,7 @@ are compared (``train.hosts``).
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,9 +17,12 @@ from lockstep.comm.meeting_point import Meeting
 from lockstep.comm.shared_memory import SharedRegion
 from lockstep.data.batch_dims import SAMPLES_FIRST, BatchDims
 from lockstep.data.order import kept_streams
+from lockstep.launch.failure import add_note
 from lockstep.parallel.allocator import keep_freed_memory
 from lockstep.parallel.blank import initialize
 from lockstep.parallel.build import build_worker
+from lockstep.parallel.control import Control
+from lockstep.parallel.device_memory import shortage_note
 from lockstep.parallel.engine import Neighbours
 from lockstep.parallel.gradient_rules import GradientRules
 from lockstep.parallel.groups import ParameterGroup
@@ -32,6 +36,7 @@ from lockstep.parallel.worker import Worker
 from lockstep.plan.averaging import AveragedUpdate
 from lockstep.plan.devices import is_cpu
 from lockstep.plan.spec import Plan
+from lockstep.train.conductor import Conductor
 from lockstep.train.tasks import Task
 
 
@@ -129,6 +134,15 @@ def make_worker(
         neighbours=neighbours,
         meeting=meeting,
     )
+
+
+def run_task(assignment: Assignment, worker: Worker, control: Control, conductor: Conductor) -> Any:
+    """Do a rank's part of the task; where its device has no memory left, say what was there."""
+    try:
+        return assignment.task.run(worker, control, conductor)
+    except torch.OutOfMemoryError as error:
+        add_note(error, shortage_note(worker))
+        raise
 
 
 def rank_device(devices: Sequence[str], rank: int) -> torch.device:

@@ -28,6 +28,7 @@ from lockstep.train.assignment import (
     initialize_own,
     make_worker,
     rank_device,
+    run_task,
 )
 from lockstep.train.conductor import Conductor
 from lockstep.train.standing import News, Standing
@@ -191,7 +192,7 @@ def _take_part(part: Standing) -> None:
     """Do this rank's part of a task."""
     try:
         initialize_own(part.assignment, part.worker)
-        part.assignment.task.run(part.worker, part.control, Conductor())
+        run_task(part.assignment, part.worker, part.control, Conductor())
         part.worker.close()
     except BaseException:
         part.worker.abandon()

@@ -34,7 +34,13 @@ from lockstep.plan.averaging import AveragedUpdate
 from lockstep.plan.decision import LocalUpdate
 from lockstep.plan.devices import is_cpu
 from lockstep.plan.spec import Plan
-from lockstep.train.assignment import Assignment, compute_settings, initialize_own, make_worker
+from lockstep.train.assignment import (
+    Assignment,
+    compute_settings,
+    initialize_own,
+    make_worker,
+    run_task,
+)
 from lockstep.train.conductor import Conductor
 from lockstep.train.connected import Connected, bring_groups, meeting_point_of
 from lockstep.train.fit_task import FitTask
@@ -136,7 +142,7 @@ class Session:
         region = None if is_alone else spec.create()
         worker = make_worker(assignment, spec, region, rank=0, look_around=lambda waited: None)
         _heed(conductor, worker)
-        return assignment.task.run(worker, SoloControl(), conductor)
+        return run_task(assignment, worker, SoloControl(), conductor)
 
     def _lead(
         self,
@@ -235,7 +241,7 @@ class Session:
             if isinstance(assignment.task, FitTask):
                 conductor.begin_run(assignment.task.start)
             with limit.watched() if may_hang else nullcontext():
-                result = assignment.task.run(worker, part.control, conductor)
+                result = run_task(assignment, worker, part.control, conductor)
             worker.close()
             team.finish(self._timeout)
             if part.connected is not None:

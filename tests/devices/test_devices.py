@@ -142,3 +142,30 @@ def test_a_rank_that_dies_is_named_soon(stages: bool) -> None:
     assert {str(value.device) for value in trainer.model.parameters()} == {ACCELERATORS[0]}
     trainer.callbacks.clear()
     trainer.fit((X, Y), batch_size=8, verbose=0)
+
+
+def test_out_of_memory_says_rank_device_and_what_was_held() -> None:
+    """On the helper's rank, which alone asks for more than any device has."""
+    trainer = make_trainer(two(), _Greedy())
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        trainer.fit((X, Y), batch_size=8, epochs=9, verbose=0)
+    notes = " ".join(caught.value.__notes__)
+    assert f"Rank 1 had no memory left on {ranks_on_devices(2)[1]}" in notes
+    assert "KiB of parameters" in notes
+    assert "slots of the optimizer" in notes
+
+
+class _Greedy(nn.Module):
+    """Wants a petabyte, in the second step, where it is not in the script's process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.script, self.calls = nn.Linear(16, 64), os.getpid(), 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training and torch.is_grad_enabled():
+            self.calls += 1
+        if self.calls > 6 and os.getpid() != self.script:
+            torch.empty(1 << 50, dtype=torch.uint8, device=x.device)
+        found: torch.Tensor = self.layer(x)
+        return found
