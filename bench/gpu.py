@@ -20,6 +20,8 @@ from typing import Any
 
 REPOSITORY = Path(__file__).parent.parent
 
+_WARM_STEPS = 4
+
 # Seconds that each part may take.
 LIMITS = {"tests": 150, "gpt": 190, "cnn": 70, "ranks": 60}
 
@@ -28,28 +30,53 @@ Figures = dict[str, Any]
 # --- the parts, each in a process of its own ------------------------------------------------------
 
 
-def measured(train: Callable[[int], None], steps: int) -> Figures:
-    """Seconds of a step, without what is the same for any number of them; the most memory taken."""
+class Clock:
+    """Times the steps after the first few, in which things are compiled and memory is found.
+
+    Args:
+        steps: to be timed.
+    """
+
+    def __init__(self, steps: int) -> None:
+        self.first, self.last = _WARM_STEPS, _WARM_STEPS + steps
+        self._times: list[float] = []
+
+    def __call__(self, done: int) -> None:
+        """So many steps have been asked for."""
+        if done in (self.first, self.last):
+            synchronize()
+            self._times.append(time.perf_counter())
+
+    @property
+    def seconds(self) -> float:
+        """Of a step."""
+        began, ended = self._times
+        return (ended - began) / (self.last - self.first)
+
+
+def synchronize() -> None:
+    import torch
+
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+
+
+# Makes as many steps as a clock has, and tells it of each.
+Train = Callable[[Clock], None]
+
+
+def measured(train: Train, steps: int) -> Figures:
+    """Seconds of a step, the less of two runs, and the most memory that tensors took."""
     import torch
 
     has_device = torch.accelerator.is_available()
     if has_device:
         torch.accelerator.reset_peak_memory_stats()
-    train(3)  # compiles
-    short = min(_seconds(train, steps) for _ in range(2))
-    long = min(_seconds(train, 3 * steps) for _ in range(2))
+    clocks = [Clock(steps), Clock(steps)]
+    for clock in clocks:
+        train(clock)
     peak = torch.accelerator.max_memory_allocated() if has_device else 0
-    return {"seconds": max(long - short, 1e-9) / (2 * steps), "peak_bytes": peak}
-
-
-def _seconds(train: Callable[[int], None], steps: int) -> float:
-    import torch
-
-    began = time.perf_counter()
-    train(steps)
-    if torch.accelerator.is_available():
-        torch.accelerator.synchronize()
-    return time.perf_counter() - began
+    return {"seconds": min(clock.seconds for clock in clocks), "peak_bytes": peak}
 
 
 def device_name() -> str:
@@ -69,28 +96,38 @@ def rows_for(inputs: Any, steps: int, batch_size: int) -> Any:
 
 def plain_loop(
     model: Any, loss_of: Callable[[Any, Any], Any], inputs: Any, batch_size: int, optimizer: Any
-) -> Callable[[int], None]:
+) -> Train:
     """A loop as one writes it by hand: bf16 autocast, a fused optimizer, no wait for the device."""
     import torch
 
     kind = inputs.device.type
 
-    def train(steps: int) -> None:
-        for rows in rows_for(inputs, steps, batch_size):
+    def train(clock: Clock) -> None:
+        for step, rows in enumerate(rows_for(inputs, clock.last, batch_size)):
             optimizer.zero_grad(set_to_none=True)
             with torch.autocast(kind, dtype=torch.bfloat16):
                 loss = loss_of(model, rows)
             loss.backward()
             optimizer.step()
+            clock(step + 1)
 
     return train
 
 
-def fit(trainer: Any, data: Callable[[int], Any], batch_size: int) -> Callable[[int], None]:
+def fit(trainer: Any, data: Callable[[int], Any], batch_size: int) -> Train:
     """The same by a Trainer."""
+    from lockstep import Callback
 
-    def train(steps: int) -> None:
-        trainer.fit(data(steps), batch_size=batch_size, shuffle=False, verbose=0)
+    class Telling(Callback):
+        def __init__(self, clock: Clock) -> None:
+            self.clock = clock
+
+        def on_train_batch_end(self, batch: int, logs: object = None) -> None:
+            self.clock(batch + 1)
+
+    def train(clock: Clock) -> None:
+        trainer.callbacks = [Telling(clock)]
+        trainer.fit(data(clock.last), batch_size=batch_size, shuffle=False, verbose=0)
 
     return train
 
@@ -108,7 +145,7 @@ def gpt(tiny: bool) -> Figures:
     adam = partial(torch.optim.AdamW, lr=3e-4, fused=True)
     tokens = torch.randint(size.words, (64, size.context + 1), device=device)
 
-    def by_hand() -> Callable[[int], None]:
+    def by_hand() -> Train:
         model = GPT(size).to(device)
         compiled = torch.compile(model)
 
@@ -117,7 +154,7 @@ def gpt(tiny: bool) -> Figures:
 
         return plain_loop(model, loss_of, tokens, batch_size, adam(model.parameters()))
 
-    def by_fit(**options: Any) -> Callable[[int], None]:
+    def by_fit(**options: Any) -> Train:
         trainer = lockstep.Trainer(
             GPT(size),
             loss=lockstep.OwnLoss(),
@@ -163,7 +200,7 @@ def cnn(tiny: bool) -> Figures:
         net: nn.Module = resnet(tuple(depths), width)
         return net.to(device).to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
 
-    def by_hand() -> Callable[[int], None]:
+    def by_hand() -> Train:
         net = model()
 
         def loss_of(net: Any, rows: Any) -> Any:
@@ -172,7 +209,7 @@ def cnn(tiny: bool) -> Figures:
 
         return plain_loop(net, loss_of, images, batch_size, sgd(net.parameters()))
 
-    def by_fit() -> Callable[[int], None]:
+    def by_fit() -> Train:
         trainer = lockstep.Trainer(
             model(),
             loss=criterion,
@@ -224,7 +261,7 @@ def ranks(tiny: bool) -> Figures:
     return found
 
 
-def alone(make: Callable[[], Callable[[int], None]], steps: int) -> Figures:
+def alone(make: Callable[[], Train], steps: int) -> Figures:
     """A contender's figures; its memory is what it takes beside what is there without it."""
     import gc
 
