@@ -308,7 +308,7 @@ class ProcessGroupTransport(Transport):
             staged = self._buffer("in", coming, self._groups.device)
             sent = self._buffer("out", going, self._groups.device).copy_(out)
             self._all_to_all(staged, sizes[0], sent, sizes[1])
-            into.copy_(staged, non_blocking=True)
+            into.copy_(staged)  # done when it returns: the next transfer overwrites what was staged
         else:
             self._all_to_all(into, sizes[0], out, sizes[1])
         targets = [part for parts in coming for part in parts]

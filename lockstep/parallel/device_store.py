@@ -62,11 +62,6 @@ class DeviceStore(TensorStore):
         self.region = SharedRegion.create(num_bytes)
         copy_to_views(TensorStore(self.specs, self.region).views, self.views)
 
-    def release(self) -> None:
-        """The region has been sent: this process needs it no longer."""
-        self.region.close()
-        self.region = SharedRegion.create(0)
-
 
 @torch.no_grad()
 def on_device(views: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:

@@ -247,16 +247,16 @@ def place_model(model: nn.Module, optimizers: Sequence[Optimizer], plan: Plan) -
     Parameters stay the same objects. Returns the device, which this thread works on from now on.
 
     Raises:
-        DeviceError: it is on an accelerator, and the Plan is for cores.
+        DeviceError: it is on an accelerator, and the Plan is for cores; or it has no memory.
     """
     wanted = rank_device(plan.devices, 0)
     found = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
-    elsewhere = found - {wanted, torch.device("meta")}
-    if wanted.type == "cpu" and elsewhere:
+    elsewhere = found - {wanted}
+    if elsewhere and (wanted.type == "cpu" or torch.device("meta") in elsewhere):
         raise DeviceError(
-            "The model must be on the CPU.",
+            f"The model must be on {wanted}.",
             received=f"parameters or buffers on {', '.join(sorted(map(str, elsewhere)))}",
-            fix="Move it first: model.to('cpu'); or leave `devices` out to train where it is.",
+            fix=f"Move it first: model.to({str(wanted)!r}).",
         )
     accelerators.use(wanted)
     if elsewhere:

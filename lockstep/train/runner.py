@@ -23,6 +23,7 @@ from lockstep.parallel.groups import parameter_groups
 from lockstep.parallel.losses import LossAdapter
 from lockstep.parallel.settings import TorchSettings, deterministic_kernels
 from lockstep.parallel.whole_batch import whole_batch_note
+from lockstep.plan.devices import is_cpu
 from lockstep.plan.makers import Maker, SingleDevice
 from lockstep.plan.spec import Plan
 from lockstep.train.apart_checks import check_apart
@@ -255,6 +256,7 @@ class Runner(ABC):
         batch_size: int,
     ) -> Any:
         if self._job_context.is_aside:
+            self._check_nested()
             session, planned = _nested(task), self._plan_for_one(batch_size)
         else:
             planned = self._plan_for_all(task, batch_size, conductor.announce)
@@ -274,6 +276,21 @@ class Runner(ABC):
             notes = (*self._plan.notes, whole_batch_note(loss))
             self._plan = msgspec.structs.replace(self._plan, notes=tuple(dict.fromkeys(notes)))
         return result
+
+    def _check_nested(self) -> None:
+        """Refuse a callback's call where its model's weights are on other devices.
+
+        Raises:
+            OptionError: they are.
+        """
+        plan = self._plan
+        if plan is not None and plan.pipeline is not None and not is_cpu(plan.devices):
+            raise OptionError(
+                "In the midst of a training in stages on accelerators the script's process has "
+                "not all of the model.",
+                received="evaluate or predict in a callback",
+                fix="Pass validation_data to fit, or call it after fit.",
+            )
 
     def _prepare_proof(
         self, assignment: Assignment, session: Session, conductor: Conductor

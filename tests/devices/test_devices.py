@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import lockstep
-from lockstep.errors import DeviceError, WorkerError
+from lockstep.errors import DeviceError, OptionError, WorkerError
 from tests.devices.found import ACCELERATORS, KIND, ranks_on_devices
 from tests.faults.jobs import helpers_of
 
@@ -153,6 +153,22 @@ def test_out_of_memory_says_rank_device_and_what_was_held() -> None:
     assert f"Rank 1 had no memory left on {ranks_on_devices(2)[1]}" in notes
     assert "KiB of parameters" in notes
     assert "slots of the optimizer" in notes
+
+
+class _Looking(lockstep.Callback):
+    """Evaluates between two steps."""
+
+    def on_train_batch_end(self, batch: int, logs: object = None) -> None:
+        self.trainer.evaluate((X, Y))
+
+
+def test_a_callback_may_evaluate_where_the_whole_model_is() -> None:
+    make_trainer(two(), callbacks=[_Looking()]).fit((X, Y), batch_size=8, verbose=0)
+    stages = lockstep.PipelineStrategy(
+        2, microbatches=2, devices=ranks_on_devices(2), engine="gloo"
+    )
+    with pytest.raises(OptionError, match="not all of the model"):
+        make_trainer(stages, callbacks=[_Looking()]).fit((X, Y), batch_size=8, verbose=0)
 
 
 class _Greedy(nn.Module):
