@@ -59,7 +59,7 @@ class OverProcessGroup(Maker):
         on_cores = is_cpu(plan.devices)
         if self.backend is None and on_cores:
             return plan
-        backend = _backend_for(self.backend, plan.devices)
+        backend = backend_for(self.backend, plan.devices)
         layers = plan.layers
         if not (self.keeps_bits and on_cores):
             layers = tuple(msgspec.structs.replace(layer, row_limit=0) for layer in layers)
@@ -68,8 +68,12 @@ class OverProcessGroup(Maker):
         return msgspec.structs.replace(plan, engine=ProcessGroup(backend=backend), layers=layers)
 
 
-def _backend_for(name: str | None, devices: Sequence[str]) -> str:
-    """The backend for some devices, where a user has named one or not."""
+def backend_for(name: str | None, devices: Sequence[str]) -> str:
+    """The backend for some devices, where a user has named one or not.
+
+    Raises:
+        OptionError: the one that is named is for others.
+    """
     kind = kind_of(devices[0])
     native = NATIVE_BACKENDS.get(kind, "gloo")
     if name not in (None, "gloo", native):

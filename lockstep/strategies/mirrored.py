@@ -7,7 +7,7 @@ from lockstep.cluster.devices import discover
 from lockstep.cluster.environment import find_devices
 from lockstep.errors import OptionError, Problems
 from lockstep.plan.devices import Devices, check_devices, device_names
-from lockstep.plan.engines import check_engine, check_leave, over
+from lockstep.plan.engines import backend_for, check_engine, check_leave, over
 from lockstep.plan.makers import Maker, Mirrored
 from lockstep.strategies.base import Strategy, check_timeout, is_count
 
@@ -64,7 +64,7 @@ class MirroredStrategy(Strategy):
         self.channels_last = channels_last
         self.engine = engine
         self.timeout_seconds = timeout_seconds
-        device_names(self.devices, discover().hosts[0])
+        backend_for(engine, device_names(self.devices, discover().hosts[0]))
 
     def maker(self, precision: str = "fp32") -> Maker:
         maker = Mirrored(
