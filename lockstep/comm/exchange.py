@@ -16,6 +16,7 @@ import torch
 
 from lockstep.comm.board import LINE_BYTES, Board
 from lockstep.comm.domain_sums import DomainSums, members_by_domain
+from lockstep.comm.early_sums import EarlySums
 from lockstep.comm.gradient_rows import GradientRows, GradientSpec
 from lockstep.comm.gradients import Gradients, GroupGradients, OwnGradients
 from lockstep.comm.process_group import ProcessGroups
@@ -189,7 +190,8 @@ class Exchange:
         self._transports = transports or {}
         losses, used, rows, *places = spec.offsets()
         shares = spec.num_shares
-        self._losses = self._tensor(losses, torch.float64, (shares, 4)).numpy()
+        loss_rows = self._tensor(losses, torch.float64, (shares, 4))
+        self._totals, self._losses = loss_rows[:, 0], loss_rows.numpy()
         self._used = self._tensor(used, torch.int64, (spec.num_ranks,)).numpy()
         self._rows = self._tensor(rows, torch.float64, (2, shares, spec.row_capacity))
         self._gradient_rows = {
@@ -223,15 +225,18 @@ class Exchange:
         if len(members) == 1:
             return rows
         assert self.board is not None
-        return DomainSums(
-            rows,
-            rank=self._rank,
-            domains=members,
-            rows_of=group.rows_of,
-            transport=self._transports[number],
-            is_everywhere=[limit > 0 for limit in group.gradients.row_limits],
-            meet_here=self.board.barrier_here,
-        )
+        options: dict[str, Any] = {
+            "rank": self._rank,
+            "domains": members,
+            "rows_of": group.rows_of,
+            "transport": self._transports[number],
+            "is_everywhere": [limit > 0 for limit in group.gradients.row_limits],
+            "meet_here": self.board.barrier_here,
+        }
+        if not group.gradients.has_buckets:
+            return DomainSums(rows, **options)
+        buckets = [extent.bucket for extent in group.gradients.extents]
+        return EarlySums(rows, buckets=buckets, num_rows=len(group.row_ranks), **options)
 
     # --- what passes come to ---------------------------------------------------------------------
 
@@ -248,7 +253,7 @@ class Exchange:
     def put_loss(
         self,
         share: int,
-        total: float,
+        total: torch.Tensor | float,
         weight: float,
         *,
         is_refused: bool = False,
@@ -258,17 +263,28 @@ class Exchange:
 
         Args:
             share: one of this rank's.
-            total: weighted sum of the losses of its samples.
+            total: weighted sum of the losses of its samples; nobody waits for it here.
             weight: the sum of their weights.
             is_refused: see ``ShareTotals``.
             is_guess: likewise.
         """
-        self._losses[share] = total, weight, is_refused, is_guess
+        self._totals[share] = total
+        self._losses[share, 1:] = weight, is_refused, is_guess
 
     def put(self, group: int, row: int, gradients: Gradients) -> None:
         """See ``GroupGradients.put``."""
         self._is_used |= any(gradient is not None for gradient in gradients)
         self.gradients[group].put(row, [_dense(gradient) for gradient in gradients])
+
+    def expect(self, num_filled: int) -> None:
+        """A step begins in which so many shares are filled."""
+        for number, gradients in self.gradients.items():
+            gradients.expect(self._spec.groups[number].num_filled_rows(num_filled))
+
+    def arrive(self, group: int, row: int, parameter: int, gradient: torch.Tensor | None) -> None:
+        """See ``GroupGradients.arrive``."""
+        self._is_used |= gradient is not None
+        self.gradients[group].arrive(row, parameter, _dense(gradient))
 
     def put_product(
         self,
@@ -285,6 +301,8 @@ class Exchange:
     def collect(self, num_filled: int) -> ShareTotals:
         """Wait until all ranks have put what they have; the losses of the filled shares."""
         self._used[self._rank] = self._is_used
+        for number, gradients in self.gradients.items():
+            gradients.hand_over(self._spec.groups[number].num_filled_rows(num_filled))
         self._meet()
         for number, gradients in self.gradients.items():
             gradients.collect(self._spec.groups[number].num_filled_rows(num_filled))

@@ -66,6 +66,23 @@ class GroupGradients(ABC):
             output_gradients: shape (n, outs).
         """
 
+    def expect(self, num_rows: int) -> None:
+        """A step begins in which the first ``num_rows`` rows will be filled."""
+        return
+
+    @property
+    def is_early(self) -> bool:
+        """Whether to put gradients by ``arrive``, each as soon as it is complete."""
+        return False
+
+    def arrive(self, row: int, parameter: int, gradient: torch.Tensor | None) -> None:
+        """Add a gradient to a row; with what was put before it is complete."""
+        raise NotImplementedError
+
+    def hand_over(self, num_rows: int) -> None:
+        """This rank has put what it has; the first ``num_rows`` rows count."""
+        return
+
     @abstractmethod
     def collect(self, num_rows: int) -> None:
         """All ranks have put what they have; the first ``num_rows`` rows count."""

@@ -14,7 +14,7 @@ on the backend or on the number of ranks.
 
 import ctypes
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from time import monotonic, sleep
 from typing import Any
@@ -42,6 +42,9 @@ _NEVER = timedelta(days=365)
 # The key under which ranks count that have made their groups.
 _DONE = "done"
 _BETWEEN_EXCHANGES_SECONDS = 0.002
+
+# An operation under way, and the memory that it works on.
+Message = tuple[Any, torch.Tensor]
 
 # Makes a group of a store, the place of this rank in the group, and the number of its ranks.
 _MakeGroup = Callable[[Any, int, int], Any]
@@ -99,19 +102,12 @@ class ProcessGroups:
 
     # --- waiting ---------------------------------------------------------------------------------
 
-    def wait(self, work: Any) -> None:
-        """Wait for a collective, for as long as ranks that have not come to it may still come.
-
-        Raises:
-            WorkerError: another rank is gone.
-        """
-        self._wait(lambda: _is_done(work))
-
     def finish(self, work: Any) -> None:
         """Wait for a message that the other end has begun to send or receive.
 
         gloo cannot wait for one for a while and then go on: a wait that is given up closes the
-        connection. So nobody looks around meanwhile, and the other end must be at it already.
+        connection. So nobody looks around meanwhile, and the other end must be at it already, or
+        very soon.
 
         Raises:
             WorkerError: the other rank is gone, or hangs.
@@ -220,10 +216,10 @@ class _Addresses:
 
 
 class ProcessGroupTransport(Transport):
-    """All-to-all within one group.
+    """Messages between the ranks of one group.
 
-    A transfer is packed into one buffer for all peers and unpacked at the other end, so many small
-    tensors cost as much as a large one.
+    Each tensor is one, from where it lies to where it belongs. Those of one tag between two ranks
+    come in the order in which they were sent.
 
     Args:
         ranks: those that take part, as they are ordered in the group.
@@ -235,41 +231,36 @@ class ProcessGroupTransport(Transport):
         self._ranks = ranks
         self._name = name
         self._groups = groups
-        self._buffers: dict[str, torch.Tensor] = {}
 
     def transfer(self, sends: Buffers, receives: Buffers) -> None:
-        going = [_bytes_of(sends.get(peer, ())) for peer in self._ranks]
-        coming = [_bytes_of(receives.get(peer, ())) for peer in self._ranks]
-        out = self._buffer("out", going)
-        into = self._buffer("in", coming)
-        if any(going):
-            torch.cat([part for parts in going for part in parts], out=out)
-        self._all_to_all(into, [_size(parts) for parts in coming], out, [*map(_size, going)])
-        targets = [part for parts in coming for part in parts]
-        if targets:
-            sources = into.split([len(target) for target in targets])
-            torch._foreach_copy_(targets, list(sources))
+        begun = [
+            *(work for peer, own in receives.items() for work in self.receive(peer, own, 0)),
+            *(work for peer, own in sends.items() for work in self.send(peer, own, 0)),
+        ]
+        self.finish(begun)
 
-    def _buffer(self, use: str, parts: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
-        """Memory for all parts, kept from one transfer to the next."""
-        size = sum(map(_size, parts))
-        if use not in self._buffers or len(self._buffers[use]) < size:
-            self._buffers[use] = torch.empty(size, dtype=torch.uint8)
-        return self._buffers[use][:size]
+    def send(self, peer: int, tensors: Sequence[torch.Tensor], tag: int) -> list[Message]:
+        """Begin to send dense tensors, which must stay as they are until that is finished."""
+        place = self._ranks.index(peer)
+        return [(self._group.send([one], place, tag), one) for one in _bytes_of(tensors)]
 
-    def _all_to_all(
-        self,
-        into: torch.Tensor,
-        into_sizes: Sequence[int],
-        out: torch.Tensor,
-        out_sizes: Sequence[int],
-    ) -> None:
-        options = _dist.distributed_c10d.AllToAllOptions()
-        self._groups.wait(
-            self._groups[self._name].alltoall_base(
-                into, out, list(into_sizes), list(out_sizes), options
-            )
-        )
+    def receive(self, peer: int, tensors: Sequence[torch.Tensor], tag: int) -> list[Message]:
+        """Begin to fill dense tensors."""
+        place = self._ranks.index(peer)
+        return [(self._group.recv([one], place, tag), one) for one in _bytes_of(tensors)]
+
+    def finish(self, messages: Iterable[Message]) -> None:
+        """Wait until they have gone or come.
+
+        Raises:
+            WorkerError: another rank is gone, or hangs.
+        """
+        for work, _ in messages:
+            self._groups.finish(work)
+
+    @property
+    def _group(self) -> Any:
+        return self._groups[self._name]
 
 
 def _gloo(address: str) -> _MakeGroup:
@@ -290,26 +281,7 @@ def _gloo(address: str) -> _MakeGroup:
 _BACKENDS: dict[str, Callable[[str], _MakeGroup]] = {"gloo": _gloo}
 
 
-def _is_done(work: Any) -> bool:
-    """Wait a little for an operation.
-
-    Raises:
-        RuntimeError: it has failed.
-    """
-    try:
-        work.wait(_LOOK_AROUND)
-    except RuntimeError:  # time is up, or it has failed
-        if not work.is_completed():
-            return False
-        work.wait()
-    return True
-
-
 def _bytes_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Dense tensors as bytes, those without any left out."""
     flat = (tensor.detach().as_strided((tensor.numel(),), (1,)) for tensor in tensors)
     return [tensor.view(torch.uint8) for tensor in flat if tensor.numel()]
-
-
-def _size(parts: Sequence[torch.Tensor]) -> int:
-    return sum(map(len, parts))

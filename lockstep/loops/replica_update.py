@@ -117,6 +117,7 @@ class ReplicaUpdate:
             num_shares=count,
             tensors=tuple(map(tensor_spec, self._names, self.trained)),
             row_limits=(0,) * len(self.trained),
+            has_buckets=self._job.engine is not None and not self._is_alone,
         )
         group = GroupSpec(
             ranks=ranks,

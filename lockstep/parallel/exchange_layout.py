@@ -107,6 +107,7 @@ def _group_spec(
         gradients=GradientSpec(
             num_shares=max(len(row_ranks), 1),
             tensors=tuple(tensors),
+            has_buckets=len(group.ranks) > 1 and not plan.engine.shares_memory,
             row_limits=tuple(
                 limits.get(tensor.name, 0) if row_ranks and per_row and _has_rows(tensor) else 0
                 for tensor in tensors

@@ -226,6 +226,7 @@ class Passes(ABC):
         if self._loss is not None:
             self._loss.begin(run.num_samples, run.num_filled)
         if run.is_training:
+            self._exchange.expect(run.num_filled)
             self._first_buffers = self._buffers.keep()
             self._side_effects.begin(is_divided=run.num_filled > 1)
             self._clear_gradients()

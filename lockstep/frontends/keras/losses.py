@@ -181,7 +181,7 @@ class KerasLoss(LossAdapter):
             for one, factor in zip(own, self._factors, strict=True)
         ]
         total = math.fsum(scale * one.total for one, scale in zip(own, scales, strict=True))
-        total += added.total
+        total += float(added.total)
         overall = (total, float(num_samples))
         return ShareLoss(
             values=(*(value for one in own for value in one.values), *added.values),
@@ -191,7 +191,7 @@ class KerasLoss(LossAdapter):
             ),
             total=total,
             weight=float(num_samples),
-            parts=(overall, *((one.total, one.weight) for one in own)) if self.names else (),
+            parts=(overall, *((float(one.total), one.weight) for one in own)) if self.names else (),
             is_guess=not self.sees_all
             and any(one.is_guess or not one.is_by_sample for one in found),
         )
