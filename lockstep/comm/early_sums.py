@@ -86,7 +86,8 @@ class EarlySums(DomainSums):
         self._num_rows = num_rows
         self._own_rows = self._rows_of([self._rank])
         self._buckets: dict[int, _Bucket] = {}
-        self._num_filled: int | None = None  # rows of the pass under way, once that is known
+        self._num_filled = 0  # rows of the step under way
+        self._is_expecting = False
 
     def divide(self, pieces: Mapping[int, Sequence[Piece]]) -> None:
         super().divide(pieces)
@@ -135,12 +136,8 @@ class EarlySums(DomainSums):
 
     # --- while passes run ------------------------------------------------------------------------
 
-    def begin_pass(self) -> None:
-        super().begin_pass()
-        self._num_filled = None
-
     def expect(self, num_rows: int) -> None:
-        self._num_filled = num_rows
+        self._num_filled, self._is_expecting = num_rows, True
         for bucket in self._buckets.values():
             self._transport.finish([*bucket.receives, *bucket.sends])  # of a step left out
             bucket.missing = {*bucket.parameters}
@@ -177,7 +174,7 @@ class EarlySums(DomainSums):
         bucket.is_late |= bucket.is_sent and parameter in bucket.parameters
 
     def hand_over(self, num_rows: int) -> None:
-        if self._num_filled is None:
+        if not self._is_expecting:
             self.expect(num_rows)
         for bucket in self._buckets.values():
             if bucket.is_late:
@@ -199,13 +196,13 @@ class EarlySums(DomainSums):
         ]
 
     def _filled(self, parts: Iterable[_Part]) -> list[_Part]:
-        assert self._num_filled is not None
         return [part for part in parts if part.rows.start < self._num_filled]
 
     # --- when all have met -----------------------------------------------------------------------
 
     def collect(self, num_rows: int) -> None:
         super().collect(num_rows)
+        self._is_expecting = False
         for bucket in self._buckets.values():
             again = [
                 part

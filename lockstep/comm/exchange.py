@@ -190,8 +190,8 @@ class Exchange:
         self._transports = transports or {}
         losses, used, rows, *places = spec.offsets()
         shares = spec.num_shares
-        loss_rows = self._tensor(losses, torch.float64, (shares, 4))
-        self._totals, self._losses = loss_rows[:, 0], loss_rows.numpy()
+        self._loss_rows = self._tensor(losses, torch.float64, (shares, 4))
+        self._losses = self._loss_rows.numpy()
         self._used = self._tensor(used, torch.int64, (spec.num_ranks,)).numpy()
         self._rows = self._tensor(rows, torch.float64, (2, shares, spec.row_capacity))
         self._gradient_rows = {
@@ -233,7 +233,7 @@ class Exchange:
             "is_everywhere": [limit > 0 for limit in group.gradients.row_limits],
             "meet_here": self.board.barrier_here,
         }
-        if not group.gradients.has_buckets:
+        if not group.gradients.num_buckets:
             return DomainSums(rows, **options)
         buckets = [extent.bucket for extent in group.gradients.extents]
         return EarlySums(rows, buckets=buckets, num_rows=len(group.row_ranks), **options)
@@ -254,7 +254,7 @@ class Exchange:
         self,
         share: int,
         total: torch.Tensor | float,
-        weight: float,
+        weight: torch.Tensor | float,
         *,
         is_refused: bool = False,
         is_guess: bool = False,
@@ -263,13 +263,13 @@ class Exchange:
 
         Args:
             share: one of this rank's.
-            total: weighted sum of the losses of its samples; nobody waits for it here.
-            weight: the sum of their weights.
+            total: weighted sum of the losses of its samples.
+            weight: the sum of their weights. Nobody waits here for what a device computes.
             is_refused: see ``ShareTotals``.
             is_guess: likewise.
         """
-        self._totals[share] = total
-        self._losses[share, 1:] = weight, is_refused, is_guess
+        self._loss_rows[share, 0], self._loss_rows[share, 1] = total, weight
+        self._losses[share, 2:] = is_refused, is_guess
 
     def put(self, group: int, row: int, gradients: Gradients) -> None:
         """See ``GroupGradients.put``."""

@@ -41,13 +41,14 @@ class GradientSpec:
         tensors: the trainable parameters.
         row_limits: for each of them, the rows of a batch up to which factors are exchanged; 0 for
             never.
-        has_buckets: parameters are exchanged bucket by bucket.
+        num_buckets: about so many at most, in which ranks without shared memory exchange them;
+            0 where they need not.
     """
 
     num_shares: int
     tensors: tuple[TensorSpec, ...]
     row_limits: tuple[int, ...]
-    has_buckets: bool = False
+    num_buckets: int = 0
 
     @property
     def extents(self) -> list[Extent]:
@@ -56,7 +57,7 @@ class GradientSpec:
             replace(tensor.extent, row_elements=tensor.shape[1] if limit else 0)
             for tensor, limit in zip(self.tensors, self.row_limits, strict=True)
         ]
-        return in_buckets(extents) if self.has_buckets else extents
+        return in_buckets(extents, self.num_buckets) if self.num_buckets else extents
 
     @property
     def table_shape(self) -> tuple[int, int, int]:

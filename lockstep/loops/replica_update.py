@@ -117,7 +117,7 @@ class ReplicaUpdate:
             num_shares=count,
             tensors=tuple(map(tensor_spec, self._names, self.trained)),
             row_limits=(0,) * len(self.trained),
-            has_buckets=self._job.engine is not None and not self._is_alone,
+            num_buckets=0 if self._job.engine is None or self._is_alone else 1,
         )
         group = GroupSpec(
             ranks=ranks,
@@ -259,6 +259,7 @@ class ReplicaUpdate:
         if is_over:
             return False
         self.step += 1
+        exchange.expect(self._job.num_replicas)  # who comes first sends at once
         self._versions = self._present_versions()
         return True
 

@@ -18,6 +18,7 @@ from lockstep.parallel.store import tensor_spec
 from lockstep.parallel.update import Updater
 from lockstep.plan.averaging import AveragedUpdate
 from lockstep.plan.decision import LocalUpdate
+from lockstep.plan.layout import MOST_BUCKETS
 from lockstep.plan.lowering import lower_stages, stage_graph
 from lockstep.plan.program import Backward, BackwardInput, BackwardWeight, Forward, RankProgram
 from lockstep.plan.spec import Plan
@@ -107,13 +108,20 @@ def _group_spec(
         gradients=GradientSpec(
             num_shares=max(len(row_ranks), 1),
             tensors=tuple(tensors),
-            has_buckets=len(group.ranks) > 1 and not plan.engine.shares_memory,
+            num_buckets=_num_buckets(plan, group),
             row_limits=tuple(
                 limits.get(tensor.name, 0) if row_ranks and per_row and _has_rows(tensor) else 0
                 for tensor in tensors
             ),
         ),
     )
+
+
+def _num_buckets(plan: Plan, group: ParameterGroup) -> int:
+    """Several, where they can leave while backward runs."""
+    if plan.engine.shares_memory or len(group.ranks) == 1:
+        return 0
+    return MOST_BUCKETS if plan.pipeline is None else 1
 
 
 def _has_rows(spec: TensorSpec) -> bool:

@@ -49,7 +49,12 @@ class FunctionAdapter(LossAdapter):
         reduction = reduction_of(self.loss)
         by_class = ClassLoss.recognise(self.loss)
         if by_class is not None and isinstance(output, torch.Tensor):
-            return _pair(*by_class(output, target, sample_weight))
+            total, weight = by_class(output, target, sample_weight)
+            if sample_weight is None and by_class.counts:
+                return ShareLoss(
+                    values=(total,), seeds=(1.0,), total=total.detach().double(), weight=weight
+                )
+            return _pair(total, weight)
         if sample_weight is not None and self._takes_weight:
             returned: Any = self.loss(output, target, sample_weight=sample_weight)
             return self._weighted_pair(returned, output)

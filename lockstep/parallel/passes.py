@@ -387,7 +387,7 @@ class Passes(ABC):
         """
         weight = float(run.num_samples)
         if loss is not None and run.num_filled == 1:
-            weight = loss.weight
+            weight = float(loss.weight)
         return weight / self._rules.scale
 
 

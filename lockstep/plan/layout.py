@@ -19,7 +19,7 @@ _FINENESS = 256
 
 # A bucket of gradients: large enough that to send it costs more than to begin, and few of them.
 _LEAST_BUCKET_BYTES = 1 << 17
-_MOST_BUCKETS = 8
+MOST_BUCKETS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,13 +70,13 @@ def flat_offsets(extents: Sequence[Extent]) -> tuple[list[int], int]:
     return offsets, end
 
 
-def in_buckets(extents: Sequence[Extent]) -> list[Extent]:
-    """The same parameters, those that are next to each other in buckets.
+def in_buckets(extents: Sequence[Extent], most: int) -> list[Extent]:
+    """The same parameters, those that are next to each other in buckets, of about equal size.
 
     Backward completes the gradients of the last parameters first, and those of the first when it
     ends: so buckets are filled from the end, and what is left for the first one is small.
     """
-    least = max(_LEAST_BUCKET_BYTES, sum(extent.num_bytes for extent in extents) // _MOST_BUCKETS)
+    least = max(_LEAST_BUCKET_BYTES, sum(extent.num_bytes for extent in extents) // most)
     bucket, filled, numbers = 0, 0, []
     for extent in reversed(extents):
         if filled >= least:
