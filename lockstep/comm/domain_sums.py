@@ -22,8 +22,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
-from lockstep.comm.gradient_rows import GradientRows, add_up
-from lockstep.comm.gradients import Gradients, GroupGradients, cut_piece
+from lockstep.comm.gradient_rows import GradientRows
+from lockstep.comm.gradients import Gradients, GroupGradients, add_up, cut_piece
 from lockstep.comm.transport import Buffers, Transport
 from lockstep.plan.layout import Piece
 

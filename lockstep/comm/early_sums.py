@@ -2,12 +2,11 @@
 
 Each rank is a domain of its own (``comm.domain_sums``). Its gradients go to the others in buckets
 (``plan.layout.in_buckets``): a bucket is sent when backward has completed the last gradient in it,
-and comes, in one message, from the sender's row to where the receiver adds it up.
+from the sender's row to where the receiver adds it up, and is not copied on its way.
 
-What comes is known before any gradient is: of every row that is filled each rank sends the whole
-buckets, also where a parameter was not used, of which the receiver learns when all have met. A
-gradient that changes after its bucket was sent (a second backward pass in a step) is noted there,
-too, and then the bucket is sent once more.
+What comes is known before any gradient is: each rank sends whole buckets, also where a parameter
+was not used. Receivers learn of that when all have met. A gradient that changes after its bucket
+was sent (a layer that goes backward twice) is told of there, too, and the bucket is sent once more.
 """
 
 import ctypes
@@ -21,7 +20,7 @@ from lockstep.comm.domain_sums import DomainSums
 from lockstep.comm.gradients import Gradients
 from lockstep.comm.process_group import Message, ProcessGroupTransport
 from lockstep.comm.transport import Buffers
-from lockstep.plan.layout import ALIGNMENT_BYTES, Piece, align
+from lockstep.plan.layout import ALIGNMENT_BYTES, Piece
 from lockstep.plan.sum_tree import subtrees
 
 
@@ -215,8 +214,8 @@ class EarlySums(DomainSums):
 
     @torch.no_grad()
     def reduce(self, pieces: Sequence[Piece]) -> list[torch.Tensor | None]:
-        late = [piece for piece in pieces if self._is_everywhere[piece.parameter]]
-        results = dict(zip(late, super().reduce(late), strict=True))
+        rest = [piece for piece in pieces if self._is_everywhere[piece.parameter]]
+        results = dict(zip(rest, super().reduce(rest), strict=True))
         for bucket in self._buckets.values():
             results |= self._sums_of(bucket, pieces)
         for bucket in self._buckets.values():
@@ -278,19 +277,15 @@ def _bytes_at(start: int, stop: int) -> torch.Tensor:
 
 
 def _alike(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """New memory for as many tensors that lie alike: as bytes, run by run; and the tensors."""
+    """New memory for tensors that lie alike: as bytes, run by run; and the tensors."""
     runs: list[torch.Tensor] = []
     places: list[torch.Tensor] = []
-    spans = _spans(tensors)
-    flat = torch.empty(sum(align(stop - start) for start, stop in spans), dtype=torch.uint8)
-    rest = iter(tensors)
-    at = 0
-    for start, stop in spans:
-        runs.append(flat[at : at + stop - start])
-        while len(places) < len(tensors) and tensors[len(places)].data_ptr() < stop:
-            one = next(rest)
-            first = at + one.data_ptr() - start
-            own = flat[first : first + one.nbytes].view(one.dtype)
-            places.append(own.as_strided(one.shape, one.stride()))
-        at += align(stop - start)
+    for start, stop in _spans(tensors):
+        run = torch.empty(stop - start, dtype=torch.uint8)
+        runs.append(run)
+        for one in tensors:
+            at = one.data_ptr() - start
+            if 0 <= at < len(run):
+                own = run[at : at + one.nbytes].view(one.dtype)
+                places.append(own.as_strided(one.shape, one.stride()))
     return runs, places

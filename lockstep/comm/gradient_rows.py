@@ -23,10 +23,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from lockstep.comm.gradients import Gradients, GroupGradients, TensorSpec, cut_piece
+from lockstep.comm.gradients import Gradients, GroupGradients, TensorSpec, add_up, cut_piece
 from lockstep.comm.shared_memory import SharedRegion
 from lockstep.plan.layout import Extent, Piece, align, flat_offsets, in_buckets, row_blocks
-from lockstep.plan.sum_tree import additions, subtrees
+from lockstep.plan.sum_tree import subtrees
 
 # What a share has put up for a parameter.
 _NOTHING, _GRADIENT, _FACTORS, _BFLOAT16_FACTORS = range(4)
@@ -430,22 +430,6 @@ class GradientRows(GroupGradients):
         if self._reserved.get(start, 0) < num_bytes:
             self._region.reserve(self._offset + start, num_bytes)
             self._reserved[start] = num_bytes
-
-
-def add_up(summands: Sequence[Mapping[int, torch.Tensor]]) -> list[torch.Tensor]:
-    """Sums of some rows each, or of subtrees by their first rows; formed in place, in the first."""
-    orders = [tuple(sorted(each)) for each in summands]
-    levels: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
-    for each, rows in zip(summands, orders, strict=True):
-        for number, level in enumerate(additions(rows)):
-            if number == len(levels):
-                levels.append(([], []))
-            for into, source in level:
-                levels[number][0].append(each[rows[into]])
-                levels[number][1].append(each[rows[source]])
-    for sums, sources in levels:  # a call per level, and not per tensor
-        torch._foreach_add_(sums, sources)
-    return [each[rows[0]] for each, rows in zip(summands, orders, strict=True)]
 
 
 def multiply(

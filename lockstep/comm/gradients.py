@@ -6,7 +6,8 @@ happens is one of:
 
 - ``OwnGradients``: one rank alone has the group; gradients stay where autograd left them.
 - ``GradientRows`` (``comm.gradient_rows``): the ranks of a host meet in shared memory.
-- ``DomainSums`` (``comm.domain_sums``): ranks that share no memory send sums to one another.
+- ``DomainSums`` (``comm.domain_sums``): ranks that share no memory send sums to one another;
+  ``EarlySums`` (``comm.early_sums``), which is one, does so while backward runs.
 """
 
 from abc import ABC, abstractmethod
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from lockstep.plan.layout import Extent, Piece
+from lockstep.plan.sum_tree import additions
 
 Gradients = Sequence[torch.Tensor | None]
 
@@ -162,6 +164,22 @@ def _added(sums: list[torch.Tensor | None], gradients: Gradients) -> list[torch.
     if both:
         torch._foreach_add_([own for own, _ in both], [more for _, more in both])
     return [more if own is None else own for own, more in zip(sums, gradients, strict=True)]
+
+
+def add_up(summands: Sequence[Mapping[int, torch.Tensor]]) -> list[torch.Tensor]:
+    """Sums of some rows each, or of subtrees by their first rows; formed in place, in the first."""
+    orders = [tuple(sorted(each)) for each in summands]
+    levels: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
+    for each, rows in zip(summands, orders, strict=True):
+        for number, level in enumerate(additions(rows)):
+            if number == len(levels):
+                levels.append(([], []))
+            for into, source in level:
+                levels[number][0].append(each[rows[into]])
+                levels[number][1].append(each[rows[source]])
+    for sums, sources in levels:  # a call per level, and not per tensor
+        torch._foreach_add_(sums, sources)
+    return [each[rows[0]] for each, rows in zip(summands, orders, strict=True)]
 
 
 def cut_piece(tensor: torch.Tensor, piece: Piece) -> torch.Tensor:

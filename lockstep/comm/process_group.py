@@ -36,7 +36,7 @@ _LONGEST_NAP_SECONDS = 5 * _LOOK_AROUND.total_seconds()
 # Its types do not say what it exports.
 _dist: Any = distributed
 
-# A collective ends when all have made it, or when ``look_around`` raises, and never by itself.
+# Groups wait for as long as they are told at each operation.
 _NEVER = timedelta(days=365)
 
 # The key under which ranks count that have made their groups.
