@@ -135,7 +135,7 @@ def guarded() -> Iterator[None]:
     def refuse(tensor: Tensor) -> None:
         raise AssertionError("the step asks for a tensor's values")
 
-    with pytest.MonkeyPatch.context() as patch, _Guard():
+    with pytest.MonkeyPatch.context() as patch, _Guard():  # type: ignore[no-untyped-call]
         patch.setattr(Tensor, "tolist", refuse)
         yield
 
