@@ -86,7 +86,6 @@ class EarlySums(DomainSums):
         self._own_rows = self._rows_of([self._rank])
         self._buckets: dict[int, _Bucket] = {}
         self._num_filled = 0  # rows of the step under way
-        self._is_expecting = False
 
     def divide(self, pieces: Mapping[int, Sequence[Piece]]) -> None:
         super().divide(pieces)
@@ -136,7 +135,12 @@ class EarlySums(DomainSums):
     # --- while passes run ------------------------------------------------------------------------
 
     def expect(self, num_rows: int) -> None:
-        self._num_filled, self._is_expecting = num_rows, True
+        if self.is_early:
+            self._begin(num_rows)
+
+    def _begin(self, num_rows: int) -> None:
+        """Be ready to receive."""
+        self._num_filled = num_rows
         for bucket in self._buckets.values():
             self._transport.finish([*bucket.receives, *bucket.sends])  # of a step left out
             bucket.missing = {*bucket.parameters}
@@ -145,7 +149,7 @@ class EarlySums(DomainSums):
 
     @property
     def is_early(self) -> bool:
-        return len(self._own_rows) == 1
+        return len(self._buckets) > 1 and len(self._own_rows) == 1
 
     def arrive(self, row: int, parameter: int, gradient: torch.Tensor | None) -> None:
         if gradient is not None:
@@ -173,9 +177,7 @@ class EarlySums(DomainSums):
         bucket.is_late |= bucket.is_sent and parameter in bucket.parameters
 
     def hand_over(self, num_rows: int) -> None:
-        if not self._is_expecting:
-            self.expect(num_rows)
-        for bucket in self._buckets.values():
+        for bucket in self._buckets.values() if self.is_early else ():
             if bucket.is_late:
                 self._rows.mark(self._own_rows, bucket.parameters)
             if bucket.is_late or not bucket.is_sent:
@@ -201,7 +203,10 @@ class EarlySums(DomainSums):
 
     def collect(self, num_rows: int) -> None:
         super().collect(num_rows)
-        self._is_expecting = False
+        if not self.is_early:
+            self._begin(num_rows)
+            for bucket in self._buckets.values():
+                self._send(bucket)
         for bucket in self._buckets.values():
             again = [
                 part
@@ -245,10 +250,17 @@ class EarlySums(DomainSums):
 
     def _move(self, sends: Buffers, receives: Buffers) -> None:
         """Pieces of one store lie there as in the others', so that they go without a copy."""
-        self._transport.transfer(
-            {peer: side_by_side(pieces) for peer, pieces in sends.items()},
-            {peer: side_by_side(pieces) for peer, pieces in receives.items()},
-        )
+        begun = [
+            message
+            for peer, pieces in receives.items()
+            for message in self._transport.receive(peer, side_by_side(pieces), 0)
+        ]
+        begun += [
+            message
+            for peer, pieces in sends.items()
+            for message in self._transport.send(peer, side_by_side(pieces), 0)
+        ]
+        self._transport.finish(begun)
 
 
 def side_by_side(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

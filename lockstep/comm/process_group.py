@@ -36,7 +36,7 @@ _LONGEST_NAP_SECONDS = 5 * _LOOK_AROUND.total_seconds()
 # Its types do not say what it exports.
 _dist: Any = distributed
 
-# Groups wait for as long as they are told at each operation.
+# A collective ends when all have made it, or when ``look_around`` raises, and never by itself.
 _NEVER = timedelta(days=365)
 
 # The key under which ranks count that have made their groups.
@@ -101,6 +101,14 @@ class ProcessGroups:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
     # --- waiting ---------------------------------------------------------------------------------
+
+    def wait(self, work: Any) -> None:
+        """Wait for a collective, for as long as ranks that have not come to it may still come.
+
+        Raises:
+            WorkerError: another rank is gone.
+        """
+        self._wait(lambda: _is_done(work))
 
     def finish(self, work: Any) -> None:
         """Wait for a message that the other end has begun to send or receive.
@@ -216,10 +224,12 @@ class _Addresses:
 
 
 class ProcessGroupTransport(Transport):
-    """Messages between the ranks of one group.
+    """All-to-all within one group, and messages between two of its ranks.
 
-    Each tensor is one, from where it lies to where it belongs. Those of one tag between two ranks
-    come in the order in which they were sent.
+    A transfer is packed into one buffer for all peers and unpacked at the other end, so many small
+    tensors cost as much as a large one. A message goes from where a tensor lies to where it
+    belongs, without a copy, and may be on its way while this rank computes; those of one tag
+    between two ranks come in the order in which they were sent.
 
     Args:
         ranks: those that take part, as they are ordered in the group.
@@ -231,13 +241,41 @@ class ProcessGroupTransport(Transport):
         self._ranks = ranks
         self._name = name
         self._groups = groups
+        self._buffers: dict[str, torch.Tensor] = {}
 
     def transfer(self, sends: Buffers, receives: Buffers) -> None:
-        begun = [
-            *(work for peer, own in receives.items() for work in self.receive(peer, own, 0)),
-            *(work for peer, own in sends.items() for work in self.send(peer, own, 0)),
-        ]
-        self.finish(begun)
+        going = [_bytes_of(sends.get(peer, ())) for peer in self._ranks]
+        coming = [_bytes_of(receives.get(peer, ())) for peer in self._ranks]
+        out = self._buffer("out", going)
+        into = self._buffer("in", coming)
+        if any(going):
+            torch.cat([part for parts in going for part in parts], out=out)
+        self._all_to_all(into, [_size(parts) for parts in coming], out, [*map(_size, going)])
+        targets = [part for parts in coming for part in parts]
+        if targets:
+            sources = into.split([len(target) for target in targets])
+            torch._foreach_copy_(targets, list(sources))
+
+    def _buffer(self, use: str, parts: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
+        """Memory for all parts, kept from one transfer to the next."""
+        size = sum(map(_size, parts))
+        if use not in self._buffers or len(self._buffers[use]) < size:
+            self._buffers[use] = torch.empty(size, dtype=torch.uint8)
+        return self._buffers[use][:size]
+
+    def _all_to_all(
+        self,
+        into: torch.Tensor,
+        into_sizes: Sequence[int],
+        out: torch.Tensor,
+        out_sizes: Sequence[int],
+    ) -> None:
+        options = _dist.distributed_c10d.AllToAllOptions()
+        self._groups.wait(
+            self._group.alltoall_base(into, out, list(into_sizes), list(out_sizes), options)
+        )
+
+    # --- one by one ------------------------------------------------------------------------------
 
     def send(self, peer: int, tensors: Sequence[torch.Tensor], tag: int) -> list[Message]:
         """Begin to send dense tensors, which must stay as they are until that is finished."""
@@ -281,7 +319,26 @@ def _gloo(address: str) -> _MakeGroup:
 _BACKENDS: dict[str, Callable[[str], _MakeGroup]] = {"gloo": _gloo}
 
 
+def _is_done(work: Any) -> bool:
+    """Wait a little for an operation.
+
+    Raises:
+        RuntimeError: it has failed.
+    """
+    try:
+        work.wait(_LOOK_AROUND)
+    except RuntimeError:  # time is up, or it has failed
+        if not work.is_completed():
+            return False
+        work.wait()
+    return True
+
+
 def _bytes_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Dense tensors as bytes, those without any left out."""
     flat = (tensor.detach().as_strided((tensor.numel(),), (1,)) for tensor in tensors)
     return [tensor.view(torch.uint8) for tensor in flat if tensor.numel()]
+
+
+def _size(parts: Sequence[torch.Tensor]) -> int:
+    return sum(map(len, parts))

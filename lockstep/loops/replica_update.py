@@ -32,7 +32,7 @@ from lockstep.parallel.store import (
     tensor_spec,
 )
 from lockstep.parallel.update import PieceSlots, SlotKey
-from lockstep.plan.layout import block_sizes
+from lockstep.plan.layout import block_sizes, num_buckets
 from lockstep.train.serving import open_store
 from lockstep.train.updaters import TorchUpdater
 
@@ -113,11 +113,15 @@ class ReplicaUpdate:
     def _layout(self) -> ExchangeSpec:
         """Of what replicas exchange: a row of gradients for each."""
         count, ranks = self._job.num_replicas, tuple(range(self._job.num_replicas))
+        tensors = tuple(map(tensor_spec, self._names, self.trained))
+        has_buckets = not (self._is_alone or self._job.engine is None)
+        extents = [tensor.extent for tensor in tensors if has_buckets]
         gradients = GradientSpec(
             num_shares=count,
-            tensors=tuple(map(tensor_spec, self._names, self.trained)),
+            tensors=tensors,
             row_limits=(0,) * len(self.trained),
-            num_buckets=0 if self._job.engine is None or self._is_alone else 1,
+            # What a script does with gradients before `step` must count: none leaves early.
+            num_buckets=num_buckets(extents, are_early=False),
         )
         group = GroupSpec(
             ranks=ranks,
@@ -259,7 +263,6 @@ class ReplicaUpdate:
         if is_over:
             return False
         self.step += 1
-        exchange.expect(self._job.num_replicas)  # who comes first sends at once
         self._versions = self._present_versions()
         return True
 

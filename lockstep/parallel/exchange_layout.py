@@ -18,7 +18,7 @@ from lockstep.parallel.store import tensor_spec
 from lockstep.parallel.update import Updater
 from lockstep.plan.averaging import AveragedUpdate
 from lockstep.plan.decision import LocalUpdate
-from lockstep.plan.layout import MOST_BUCKETS
+from lockstep.plan.layout import num_buckets
 from lockstep.plan.lowering import lower_stages, stage_graph
 from lockstep.plan.program import Backward, BackwardInput, BackwardWeight, Forward, RankProgram
 from lockstep.plan.spec import Plan
@@ -108,7 +108,7 @@ def _group_spec(
         gradients=GradientSpec(
             num_shares=max(len(row_ranks), 1),
             tensors=tuple(tensors),
-            num_buckets=_num_buckets(plan, group),
+            num_buckets=_num_buckets(plan, group, tensors),
             row_limits=tuple(
                 limits.get(tensor.name, 0) if row_ranks and per_row and _has_rows(tensor) else 0
                 for tensor in tensors
@@ -117,11 +117,11 @@ def _group_spec(
     )
 
 
-def _num_buckets(plan: Plan, group: ParameterGroup) -> int:
-    """Several, where they can leave while backward runs."""
+def _num_buckets(plan: Plan, group: ParameterGroup, tensors: Sequence[TensorSpec]) -> int:
+    """Those of a model without stages can leave while backward runs."""
     if plan.engine.shares_memory or len(group.ranks) == 1:
         return 0
-    return MOST_BUCKETS if plan.pipeline is None else 1
+    return num_buckets([tensor.extent for tensor in tensors], are_early=plan.pipeline is None)
 
 
 def _has_rows(spec: TensorSpec) -> bool:

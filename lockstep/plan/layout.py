@@ -18,8 +18,12 @@ ALIGNMENT_BYTES = 512
 _FINENESS = 256
 
 # A bucket of gradients: large enough that to send it costs more than to begin, and few of them.
-_LEAST_BUCKET_BYTES = 1 << 17
-MOST_BUCKETS = 8
+_LEAST_BUCKET_BYTES = 1 << 20
+_MOST_BUCKETS = 8
+
+# Parameters from which on buckets pay. What gloo does with each message disturbs the processes that
+# compute on the same cores for longer than it takes to pack a smaller model into one.
+_LEAST_IN_BUCKETS_BYTES = 1 << 23
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +72,18 @@ def flat_offsets(extents: Sequence[Extent]) -> tuple[list[int], int]:
         offsets.append(end)
         end = align(end + extent.num_elements * extent.element_bytes)
     return offsets, end
+
+
+def num_buckets(extents: Sequence[Extent], *, are_early: bool) -> int:
+    """In how many buckets to exchange parameters, about; 0 for not in buckets.
+
+    Args:
+        extents: of the parameters.
+        are_early: buckets may leave one by one.
+    """
+    if sum(extent.num_bytes for extent in extents) < _LEAST_IN_BUCKETS_BYTES:
+        return 0
+    return _MOST_BUCKETS if are_early else 1
 
 
 def in_buckets(extents: Sequence[Extent], most: int) -> list[Extent]:

@@ -33,7 +33,7 @@ def perceptron() -> nn.Module:
     """Large enough for several buckets."""
     torch.manual_seed(0)
     return nn.Sequential(
-        nn.Linear(64, 600), nn.ReLU(), nn.Linear(600, 300), nn.ReLU(), nn.Linear(300, 3)
+        nn.Linear(64, 1500), nn.ReLU(), nn.Linear(1500, 1500), nn.ReLU(), nn.Linear(1500, 3)
     )
 
 
@@ -43,14 +43,37 @@ class Recomputed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.first, self.last = nn.Linear(64, 300), nn.Linear(300, 3)
-        self.twice = nn.Sequential(nn.Linear(300, 300), nn.LayerNorm(300))
+        self.first, self.last = nn.Linear(64, 1100), nn.Linear(1100, 3)
+        self.twice = nn.Sequential(nn.Linear(1100, 1100), nn.LayerNorm(1100))
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
         for _ in range(2):
             x = checkpoint(self.twice, x, use_reentrant=True)
         output: Tensor = self.last(x)
+        return output
+
+
+class Patchy(nn.Module):
+    """Parameters of all sizes, some frozen, some used by some samples only, or by none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(64, 40)
+        self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+        self.table = nn.Embedding(3000, 600)
+        self.seldom = nn.Parameter(torch.ones(()))
+        self.never = nn.Linear(600, 600)
+        self.empty = nn.Parameter(torch.zeros(0))
+        self.last = nn.Linear(640, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.table((x[:, 0].abs() * 1000).long())
+        output: Tensor = self.last(torch.cat([self.first(x), rows], 1)) * self.frozen
+        is_special = x[:, 1:2] > 1.2
+        if is_special.any():
+            output = torch.where(is_special, output * self.seldom, output)
         return output
 
 
@@ -113,6 +136,25 @@ def test_what_changes_after_it_was_sent_is_sent_again(monkeypatch: pytest.Monkey
     assert marks
     for name, value in expected.items():
         assert (found[name] - value).norm() <= 1e-12 * value.norm(), name
+
+
+@pytest.mark.parametrize(
+    ("devices", "options"),
+    [(2, {}), (3, {"clip_norm": 0.1}), (2, {"accumulate": 3})],
+    ids=["2", "3 clipped", "2 accumulating"],
+)
+def test_sums_in_buckets_are_those_of_one_device(devices: int, options: dict[str, Any]) -> None:
+    expected = trained(Patchy(), lockstep.SingleDeviceStrategy(), precision="fp64", **options)
+    found = trained(Patchy(), GLOO(devices), precision="fp64", **options)
+    for name, value in expected.items():
+        assert (found[name] - value).norm() <= 1e-12 * value.norm(), name
+
+
+@pytest.mark.parametrize(("devices", "shares"), [(2, 8), (4, 8), (3, 5)])
+def test_sums_in_buckets_have_the_bits_of_shared_memory(devices: int, shares: int) -> None:
+    expected = trained(Patchy(), lockstep.MirroredStrategy(1, num_shares=shares))
+    found = trained(Patchy(), GLOO(devices, num_shares=shares))
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 _ASKS = {
