@@ -4,7 +4,7 @@ BIN := .venv/bin
 # Hundreds of interpreters are started: all but the first read what was compiled.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all check lint format api-docs bench bench-architectures bench-hosts bench-input bench-overhead bench-pipelines bench-small-calls bench-starting soak clean
+.PHONY: demo test test-all check lint format api-docs bench bench-architectures bench-compression bench-hosts bench-input bench-overhead bench-pipelines bench-small-calls bench-starting soak clean
 demo: .venv/.installed-demo
 	$(BIN)/lockstep demo
 
@@ -47,6 +47,10 @@ bench-pipelines: .venv-bench/.installed
 # Two hosts, made of network namespaces, at 1 Gbit/s; needs root, prints a table.
 bench-hosts: .venv/.installed-demo
 	$(BIN)/python bench/hosts.py
+
+# Two hosts at 100 Mbit/s: compressed gradients, local SGD, exact sums; needs root, prints a table.
+bench-compression: .venv/.installed-demo
+	$(BIN)/python bench/compression.py
 
 # Reading ahead and caching, with samples that take 5 ms to read; prints a table.
 bench-input: .venv/.installed-demo

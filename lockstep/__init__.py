@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from lockstep.loops.replicas import rank as rank
     from lockstep.loops.replicas import share as share
     from lockstep.plan.averaging import Nesterov as Nesterov
+    from lockstep.plan.compression import PowerSGD as PowerSGD
+    from lockstep.plan.compression import TopK as TopK
     from lockstep.plan.spec import Plan as Plan
     from lockstep.proof.job import Job as Job
     from lockstep.proof.verification import verify_job
@@ -77,9 +79,11 @@ _HOMES = {
     "OwnLoss": ("lockstep.data.own_loss", "OwnLoss"),
     "PipelineStrategy": ("lockstep.strategies.pipeline", "PipelineStrategy"),
     "Plan": ("lockstep.plan.spec", "Plan"),
+    "PowerSGD": ("lockstep.plan.compression", "PowerSGD"),
     "Schedule": ("lockstep.train.learning_rates", "Schedule"),
     "SingleDeviceStrategy": ("lockstep.strategies.single", "SingleDeviceStrategy"),
     "Strategy": ("lockstep.strategies.base", "Strategy"),
+    "TopK": ("lockstep.plan.compression", "TopK"),
     "Trainer": ("lockstep.train.trainer", "Trainer"),
     "all_mean": ("lockstep.loops.replicas", "all_mean"),
     "callbacks": ("lockstep.callbacks", ""),

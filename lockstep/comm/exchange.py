@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from lockstep.comm.board import LINE_BYTES, Board
+from lockstep.comm.compressed_sums import CompressedSums, Residual
 from lockstep.comm.domain_sums import DomainSums, members_by_domain
 from lockstep.comm.gradient_rows import GradientRows, GradientSpec
 from lockstep.comm.gradients import Gradients, GroupGradients, OwnGradients
@@ -22,6 +23,7 @@ from lockstep.comm.process_group import ProcessGroups
 from lockstep.comm.shared_memory import SharedRegion, dense_stride
 from lockstep.comm.transport import Transport
 from lockstep.errors import ModelError
+from lockstep.plan.compression import Compression
 from lockstep.plan.layout import align
 
 
@@ -52,12 +54,15 @@ class GroupSpec:
         row_ranks: the rank that fills each row; none where a rank alone keeps its gradients.
         shares_per_row: consecutive shares that are added up in a row; 0 where a row has all that
             its rank computes.
+        compressions: of each parameter, what hosts send one another is compressed so; None where it
+            is sent as it is. Empty where hosts send each other pieces, and what became of them.
     """
 
     ranks: tuple[int, ...]
     gradients: GradientSpec
     row_ranks: tuple[int, ...] = ()
     shares_per_row: int = 0
+    compressions: tuple[Compression | None, ...] = ()
 
     @property
     def num_bytes(self) -> int:
@@ -160,10 +165,12 @@ class Exchange:
         domains: the ranks that share parameters, of all ranks; None where all do.
         transports: to the ranks of other domains, by the number of the group.
         groups: of torch.distributed, if tensors go over any.
+        residuals: of parameters that are compressed, by name.
 
     Attributes:
         gradients: of the groups that this rank holds, by number.
         ranks_here: those of this host.
+        residuals: see above.
     """
 
     def __init__(
@@ -177,6 +184,7 @@ class Exchange:
         domains: Sequence[range] | None = None,
         transports: Mapping[int, Transport] | None = None,
         groups: ProcessGroups | None = None,
+        residuals: Mapping[str, Residual] | None = None,
     ) -> None:
         self.board = board
         self._groups = groups
@@ -187,6 +195,7 @@ class Exchange:
         self._domains = [self.ranks_here] if domains is None else domains
         self._domain = next(ranks for ranks in self._domains if rank in ranks)
         self._transports = transports or {}
+        self.residuals = residuals or {}
         losses, used, rows, *places = spec.offsets()
         shares = spec.num_shares
         self._losses = self._tensor(losses, torch.float64, (shares, 4)).numpy()
@@ -223,14 +232,27 @@ class Exchange:
         if len(members) == 1:
             return rows
         assert self.board is not None
-        return DomainSums(
+        options: dict[str, Any] = {
+            "rank": self._rank,
+            "domains": members,
+            "rows_of": group.rows_of,
+            "transport": self._transports[number],
+            "meet_here": self.board.barrier_here,
+        }
+        if not group.compressions:
+            limits = group.gradients.row_limits
+            return DomainSums(rows, is_everywhere=[limit > 0 for limit in limits], **options)
+        residuals = {
+            index: self.residuals[tensor.name]
+            for index, tensor in enumerate(group.gradients.tensors)
+            if group.compressions[index] is not None
+        }
+        return CompressedSums(
             rows,
-            rank=self._rank,
-            domains=members,
-            rows_of=group.rows_of,
-            transport=self._transports[number],
-            is_everywhere=[limit > 0 for limit in group.gradients.row_limits],
-            meet_here=self.board.barrier_here,
+            tensors=group.gradients.tensors,
+            compressions=group.compressions,
+            residuals=residuals,
+            **options,
         )
 
     # --- what passes come to ---------------------------------------------------------------------

@@ -7,6 +7,7 @@ happens is one of:
 - ``OwnGradients``: one rank alone has the group; gradients stay where autograd left them.
 - ``GradientRows`` (``comm.gradient_rows``): the ranks of a host meet in shared memory.
 - ``DomainSums`` (``comm.domain_sums``): ranks that share no memory send sums to one another.
+- ``CompressedSums`` (``comm.compressed_sums``): these sums are compressed, and not exact.
 """
 
 from abc import ABC, abstractmethod
@@ -38,7 +39,13 @@ class TensorSpec:
 
 
 class GroupGradients(ABC):
-    """One rank's end. Parameters are numbered within the group."""
+    """One rank's end. Parameters are numbered within the group.
+
+    Attributes:
+        factor: by what the sums of the next ``reduce`` are multiplied after it.
+    """
+
+    factor = 1.0
 
     @abstractmethod
     def begin_pass(self) -> None:
@@ -84,6 +91,10 @@ class GroupGradients(ABC):
     def places(self, row: int) -> Sequence[torch.Tensor] | None:
         """Where a row's gradients may be formed, to be put without a copy; None for nowhere."""
         return None
+
+    def commit(self) -> None:
+        """The sums of the last ``reduce`` are used, and not thrown away."""
+        return
 
     def weigh(self, factors: Sequence[float] | None) -> None:
         """Before ``reduce``: by what each row is multiplied; None for by nothing."""

@@ -9,6 +9,7 @@ import torch
 
 from lockstep.channel.channel import Channel
 from lockstep.comm.board import Board
+from lockstep.comm.compressed_sums import Residual
 from lockstep.comm.domain_sums import members_by_domain, pairs
 from lockstep.comm.exchange import Exchange, ExchangeSpec
 from lockstep.comm.group_mail import Pair, channel_name
@@ -82,6 +83,7 @@ def build_exchange(
     look_around: Callable[[float], None],
     neighbours: Neighbours | None = None,
     groups: ProcessGroups | None = None,
+    residuals: Mapping[str, Residual] | None = None,
 ) -> Exchange:
     """This rank's end of what the Plan's ranks share."""
     if region is None:
@@ -113,6 +115,7 @@ def build_exchange(
         domains=plan.memory_domains,
         transports=transports,
         groups=groups,
+        residuals=residuals,
         mirrored=neighbours.mirrored,
     )
 

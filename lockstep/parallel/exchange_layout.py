@@ -10,6 +10,7 @@ from lockstep.comm.gradient_rows import GradientSpec
 from lockstep.comm.gradients import TensorSpec
 from lockstep.parallel.averaging import averaged_group
 from lockstep.parallel.batch_norm import BatchNorms
+from lockstep.parallel.compressed_tensors import compressions
 from lockstep.parallel.groups import ParameterGroup
 from lockstep.parallel.losses import LossAdapter
 from lockstep.parallel.partition import Partition
@@ -112,6 +113,7 @@ def _group_spec(
                 for tensor in tensors
             ),
         ),
+        compressions=compressions(plan, group.ranks, tensors),
     )
 
 

@@ -6,13 +6,14 @@ their batches as any data parallel Plan does; by then the replicas are alike.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 import torch
 from torch import nn
 
+from lockstep.comm.compressed_sums import Residual
 from lockstep.comm.exchange import ExchangeSpec
 from lockstep.comm.shared_memory import SharedRegion
 from lockstep.data.batch_dims import BatchDims
@@ -22,7 +23,7 @@ from lockstep.errors import NonFiniteError
 from lockstep.launch.failure import add_note
 from lockstep.parallel.averaging import Averaging
 from lockstep.parallel.build import build_worker
-from lockstep.parallel.engine import build_exchange
+from lockstep.parallel.engine import Neighbours, build_exchange
 from lockstep.parallel.exchange_layout import exchange_spec
 from lockstep.parallel.gradient_rules import GradientRules
 from lockstep.parallel.groups import parameter_groups
@@ -173,10 +174,20 @@ def build_local_worker(
     device: torch.device,
     dims: BatchDims,
     look_around: Callable[[float], None],
+    neighbours: Neighbours | None = None,
+    residuals: Mapping[str, Residual] | None = None,
 ) -> LocalWorker:
     """Put the parts of a rank that trains together; for the arguments see ``build_worker``."""
     alone = _replica(plan, rank)
-    exchange = build_exchange(plan, spec, region, rank=rank, look_around=look_around)
+    exchange = build_exchange(
+        plan,
+        spec,
+        region,
+        rank=rank,
+        look_around=look_around,
+        neighbours=neighbours,
+        residuals=residuals,
+    )
     common: dict[str, Any] = {"model": model, "rules": rules}
     parts: dict[str, Any] = {
         **common,
@@ -229,5 +240,6 @@ def _replica(plan: Plan, rank: int) -> Plan:
         shares_per_row=len(shares),
         update=LocalUpdate(),
         hosts=(),
+        compression=None,
         notes=(),
     )

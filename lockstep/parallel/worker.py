@@ -228,6 +228,7 @@ class Worker:
         factor = 1.0 if batch.num_filled == 1 or not now.weight else batch.num_samples / now.weight
         factor /= self._rules.scale
         for group, pieces in zip(self._groups, self._pieces, strict=True):
+            self.exchange.gradients[group.number].factor = factor
             gradients = [None] * len(pieces) if now.is_void else self._reduced(group)
             used = [gradient for gradient in gradients if gradient is not None]
             if used and factor != 1.0:
@@ -249,6 +250,7 @@ class Worker:
         with nullcontext() if board is None else board.updating(now.step):
             self.updater.step()
             for group in self._groups:
+                self.exchange.gradients[group.number].commit()
                 self.exchange.gradients[group.number].spread(
                     {number: one.detach() for number, one in enumerate(group.members)},
                     all_pieces=not self.updater.is_known,

@@ -10,6 +10,7 @@ from typing import ClassVar
 
 from lockstep.errors import PlanError, Problems
 from lockstep.plan.averaging import AveragedUpdate, Record
+from lockstep.plan.compression import Compression
 from lockstep.plan.shares import replica_of_share, shares_of_replica
 
 PLAN_VERSION = 1
@@ -172,6 +173,7 @@ class Decision(Record, frozen=True, kw_only=True):
     pipeline: Pipeline | None = None
     hosts: tuple[int, ...] = ()
     engine: Engine = SharedMemory()
+    compression: Compression | None = None
     notes: tuple[str, ...] = ()
     version: int = PLAN_VERSION
 
@@ -180,6 +182,7 @@ class Decision(Record, frozen=True, kw_only=True):
         _check_ranks(self, problems)
         _check_shares(self, problems)
         _check_stages(self, problems)
+        _check_compression(self, problems)
         problems.raise_if_any(PlanError)
 
     @property
@@ -275,6 +278,23 @@ def _check_shares(plan: Decision, problems: Problems) -> None:
             received=f"shares_per_row={plan.shares_per_row} with num_shares={plan.num_shares} on "
             f"{plan.num_replicas} replicas",
             fix="Use shares_per_row=1.",
+        )
+
+
+def _check_compression(plan: Decision, problems: Problems) -> None:
+    if plan.compression is None:
+        return
+    if plan.num_hosts == 1 or not plan.engine.shares_memory:
+        problems.add(
+            "Hosts compress what they send each other over Lockstep's own channels.",
+            received=f"compression with {plan.num_hosts} hosts, over {plan.engine.name}",
+            fix="Use null.",
+        )
+    if any(layer.row_limit for layer in plan.layers):
+        problems.add(
+            "Where gradients are compressed no activations are exchanged in their place.",
+            received="layers with a row_limit",
+            fix="Use row_limit 0.",
         )
 
 

@@ -9,7 +9,7 @@ replicas that step on their own and average what they have come to.
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import repeat
 
 import msgspec
@@ -276,21 +276,21 @@ INEXACT = "Replicas train apart between averages: the result is not that of one 
 
 @dataclass(frozen=True, kw_only=True)
 class LocalSteps(Maker):
-    """Data parallelism on one host in which every replica has parameters of its own.
+    """Data parallelism in which every replica has parameters of its own.
 
     Attributes:
-        mirrored: how the replicas would be made if they shared their parameters.
+        mirrored: makes the replicas as they would be if they shared their parameters.
         update: how often they average, and what they do with the average.
     """
 
-    mirrored: Mirrored
+    mirrored: Maker
     update: AveragedUpdate
 
     def __call__(self, graph: LayerGraph, cluster: Cluster, batch_size: int) -> Plan:
         """Make the Plan for global batches of ``batch_size`` samples.
 
         Raises:
-            DeviceError: more replicas than this host can hold.
+            DeviceError: more replicas than a host can hold.
         """
         plan = self.mirrored(graph, cluster, batch_size)
         is_alone = plan.num_ranks == 1 and self.update.outer is None  # there is nothing to average
@@ -305,7 +305,3 @@ class LocalSteps(Maker):
     @property
     def outer(self) -> Nesterov | None:
         return self.update.outer
-
-    def in_precision(self, precision: str) -> "LocalSteps":
-        """The same in another precision."""
-        return replace(self, mirrored=replace(self.mirrored, precision=precision))

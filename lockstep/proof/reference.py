@@ -174,7 +174,7 @@ class Reference:
         fewer = _first(batch, batch.num_samples - 1)
         return probe_draws(fewer.num_samples, lambda: self._loss_of(*self._guinea_pig, fewer))
 
-    def _loss_of(self, model: nn.Module, loss: Any, batch: Batch) -> torch.Tensor | None:
+    def _loss_of(self, model: Callable[..., Any], loss: Any, batch: Batch) -> torch.Tensor | None:
         if self._train_step is not None:
             return returned_loss(self._train_step(model, _as_given(batch)))
         inputs = batch.inputs

@@ -31,6 +31,7 @@ from lockstep.parallel.update import Updater
 from lockstep.parallel.worker import Worker
 from lockstep.plan.averaging import AveragedUpdate
 from lockstep.plan.spec import Plan
+from lockstep.train.residuals import Residuals
 from lockstep.train.tasks import Task
 
 
@@ -53,6 +54,7 @@ class Assignment:
         rules: for gradients.
         functions: the user's own training steps, if there are any.
         dims: where the samples are in what the model takes and returns.
+        residuals: of this host, where something is compressed between hosts.
     """
 
     plan: Plan
@@ -69,6 +71,7 @@ class Assignment:
     rules: GradientRules
     functions: tuple[StepFunction, ...] = ()
     dims: BatchDims = SAMPLES_FIRST
+    residuals: Residuals | None = None
 
 
 def make_worker(
@@ -92,6 +95,7 @@ def make_worker(
         neighbours: what this rank has of other hosts, where there are several.
         meeting: where ranks of process groups find each other, if there are any.
     """
+    residuals = None if assignment.residuals is None else assignment.residuals.by_parameter()
     if isinstance(assignment.plan.update, AveragedUpdate) and assignment.updater is not None:
         return build_local_worker(
             assignment.plan,
@@ -107,6 +111,8 @@ def make_worker(
             device=assignment.device,
             dims=assignment.dims,
             look_around=look_around,
+            neighbours=neighbours,
+            residuals=residuals,
         )
     return build_worker(
         assignment.plan,
@@ -126,6 +132,7 @@ def make_worker(
         look_around=look_around,
         neighbours=neighbours,
         meeting=meeting,
+        residuals=residuals,
     )
 
 

@@ -58,6 +58,7 @@ class Place:
         so_far: what the epoch has come to (``train.epoch_sums``); None where it has not begun.
         read: of a stream, the number of batches that were used, and their checksum; else None.
         replicas: of ranks that train apart, what each has of its own (``train.replicas``).
+        residuals: of all hosts that compress what they send (``train.residuals``).
         is_lasting: another process could go on from there.
     """
 
@@ -67,6 +68,7 @@ class Place:
     so_far: Any = None
     read: list[int] | None = None
     replicas: Any = None
+    residuals: Any = None
     is_lasting: bool = True
 
 

@@ -27,6 +27,7 @@ from lockstep.train.feeding import GlobalBatch, Halt, SharedStream
 from lockstep.train.metrics import Metrics
 from lockstep.train.rank_proof import prove_alike
 from lockstep.train.replicas import own_replica, replicas_of, set_replica
+from lockstep.train.residuals import residuals_of_all
 from lockstep.train.snapshots import noting, take_snapshot
 from lockstep.train.tasks import Task, evaluate, joined_metrics
 from lockstep.train.tracing import StepTracer
@@ -280,6 +281,8 @@ class FitTask(Task):
         if worker.trains_apart and self.is_kept:
             replicas = replicas_of(worker, results, ensemble.control)
             place = replace(place, replicas=replicas)
+        if plan.compression is not None and self.is_kept:
+            place = replace(place, residuals=residuals_of_all(worker, ensemble.control))
         is_apart = plan.num_hosts > 1 and plan.pipeline is not None  # weights are on other hosts
         if isinstance(self.source, SharedStream):
             read = self.source.used

@@ -271,7 +271,8 @@ class Hosts:
         others = ("steps_per_epoch", "counts_skipped", "loss_parts", "turns")
         own = {f"`{name}`": getattr(task, name) for name in (*fixed, *others)}
         self.check_equal({**own, **facts})
-        wishes = ("watched", "watches_beginnings", "before_steps", "after_steps", "takes_states")
+        between = ("watches_beginnings", "before_steps", "after_steps")
+        wishes = ("watched", *between, "takes_states", "is_kept")
         told = self.from_chief([getattr(task, name) for name in wishes])
         traced = self.from_chief(
             None if task.traced is None else (task.traced.start, task.traced.stop)

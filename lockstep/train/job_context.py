@@ -80,6 +80,16 @@ class JobContext:
         return None if self.hosts is None else self.hosts.cluster
 
     @property
+    def host(self) -> int:
+        """The number of this host among them."""
+        return 0 if self._hosts is None else self._hosts.host
+
+    @property
+    def num_hosts(self) -> int:
+        """How many there are."""
+        return 1 if self._hosts is None else self._hosts.control_group.num_hosts
+
+    @property
     def is_aside(self) -> bool:
         """Whether this is a call within another one, of which the other ranks know nothing."""
         return self._is_at_work or (self._depth > 1 and self._hosts is not None)
@@ -179,6 +189,10 @@ class JobContext:
             return result
         told: _T = self.hosts.from_chief(result)
         return told
+
+    def from_all(self, obj: Any) -> list[Any]:
+        """Every host's object by host, on every host."""
+        return [obj] if self.hosts is None else self.hosts.from_all(obj)
 
     def check_equal(self, facts: Mapping[str, object]) -> None:
         """See ``Hosts.check_equal``."""

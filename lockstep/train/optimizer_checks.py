@@ -88,7 +88,7 @@ def check_divisible(model: nn.Module, optimizer: object, plan: Plan, *, is_known
 
     Raises:
         ModelError: hooks that would see a share's gradients.
-        OptionError: an optimizer that stages cannot step for themselves.
+        OptionError: an optimizer that stages, or hosts, cannot step for themselves.
     """
     if plan.num_shares > 1:
         check_hooks(model)
@@ -100,6 +100,13 @@ def check_divisible(model: nn.Module, optimizer: object, plan: Plan, *, is_known
             received=type(optimizer).__name__,
             fix="Use one of torch.optim, or of keras.optimizers without global_clipnorm, or a "
             "data parallel strategy.",
+        )
+    if plan.compression is not None and not is_known:
+        raise OptionError(
+            "Where gradients are compressed every host updates all weights, which is known to give "
+            "the same bits only with optimizers of PyTorch or Keras.",
+            received=type(optimizer).__name__,
+            fix="Use one of torch.optim, or leave `compression` out.",
         )
 
 

@@ -160,6 +160,7 @@ class PersistentRunner(Runner):
             "so_far": place.so_far,
             "read": place.read,
             "replicas": place.replicas,
+            "residuals": place.residuals,
             "history": history.history,
             "epochs": history.epoch,
         }
@@ -240,6 +241,7 @@ class PersistentRunner(Runner):
     def _place_in_fit(self) -> dict[str, Any]:
         assert self._place is not None
         place = dict(self._place)
+        del place["residuals"]  # they are a part of the state
         return {"epochs": self._first_epoch, "steps": place.pop("steps"), "fit": place}
 
     def _copied_parts(self) -> dict[str, Any]:
@@ -260,9 +262,18 @@ class PersistentRunner(Runner):
         return replace(
             self._state(),
             position=position,
+            residuals=self._residuals_of_all(),
             modules=module_states(self.model),
             schedule=None if self.schedule is None else self.schedule.state_dict(),
         )
+
+    def _residuals_of_all(self) -> dict[str, Any]:
+        """What all hosts keep of compressed tensors; within a ``fit`` as far as it is told."""
+        own = self._residuals.told(self._job_context.host)
+        if self._first_epoch is not None:
+            told = None if self._place is None else self._place["residuals"]
+            return own if told is None else told
+        return {host: one for each in self._job_context.from_all(own) for host, one in each.items()}
 
     def _set_whole_state(self, state: TrainingState) -> None:
         self._set_state_but_callbacks(state)

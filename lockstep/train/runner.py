@@ -6,7 +6,7 @@ runs on, and how many steps it has made. What a call is given, and who updates w
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -18,7 +18,8 @@ from lockstep.cluster.devices import discover
 from lockstep.data.batch_dims import SAMPLES_FIRST, BatchDims
 from lockstep.errors import OptionError, WorkerError
 from lockstep.parallel.blank import blank_names, forget_blanks, initialize
-from lockstep.parallel.groups import parameter_groups
+from lockstep.parallel.compressed_tensors import compressed_tensors
+from lockstep.parallel.groups import ParameterGroup, parameter_groups
 from lockstep.parallel.losses import LossAdapter
 from lockstep.parallel.settings import TorchSettings
 from lockstep.parallel.whole_batch import whole_batch_note
@@ -40,6 +41,7 @@ from lockstep.train.planning import Partitions, Planning
 from lockstep.train.rank_proof import samples_of, standing
 from lockstep.train.recipe import AnyUpdater, Recipe
 from lockstep.train.renewal import Form
+from lockstep.train.residuals import Residuals
 from lockstep.train.run_state import set_state, state_of
 from lockstep.train.session import Session
 from lockstep.train.standing import StandingCalls
@@ -92,6 +94,7 @@ class Runner(ABC):
         self._epochs_trained = 0
         self._steps_trained = 0
         self._plan: Plan | None = None
+        self._residuals = Residuals()
         self._dims = dims
         self._planning = Planning(meta_model, dims)
         self._begin_session(job_context)
@@ -152,6 +155,7 @@ class Runner(ABC):
             loss_scale=None if scale is None else dict(vars(scale)),
             random={"seed": self.seed},
             position={"epochs": self._epochs_trained, "steps": self._steps_trained},
+            residuals=self._residuals.told(self._job_context.host),
         )
 
     def _set_state(self, state: TrainingState) -> None:
@@ -161,6 +165,8 @@ class Runner(ABC):
         if state.loss_scale is not None:
             vars(self._recipe.rules.loss_scale).update(state.loss_scale)
         self.seed = state.random["seed"]
+        job_context = self._job_context
+        self._residuals.load(state.residuals, job_context.host, job_context.num_hosts)
         self._epochs_trained = state.position["epochs"]
         self._steps_trained = state.position["steps"]
 
@@ -310,6 +316,7 @@ class Runner(ABC):
             check_apart(plan, updater, self._recipe.averages, self.precision)
         if plan.pipeline is None or len(plan.domains) > 1:
             self._initialize()
+        groups = parameter_groups(plan, self.model, list(partitions.values()))
         return Assignment(
             plan=plan,
             model=self.model,
@@ -320,14 +327,22 @@ class Runner(ABC):
             device=check_device(self.model, plan),
             settings=TorchSettings.current(),
             partitions=partitions,
-            groups=parameter_groups(plan, self.model, list(partitions.values())),
+            groups=groups,
             blank=blank_names(self.model),
             rules=self._recipe.rules,
             functions=()
             if updater is None
             else self._recipe.functions(self.optimizer, self.model, plan),
             dims=self._dims,
+            residuals=None if updater is None else self._fitted_residuals(plan, groups),
         )
+
+    def _fitted_residuals(self, plan: Plan, groups: Sequence[ParameterGroup]) -> Residuals | None:
+        """What this host keeps of what is compressed; None where nothing is."""
+        if plan.compression is None:
+            return None
+        self._residuals.fit(compressed_tensors(plan, self.model, groups))
+        return self._residuals
 
     def _initialize(self) -> None:
         """Give the parameters of a model made by a function their first values, if they have none.

@@ -83,8 +83,8 @@ class Call:
     Attributes:
         name: of the task.
         num_groups: of parameters.
-        stores: of parameters, then of slots, then of options: the ranks of this host that have it,
-            its tensors, and how they have it.
+        stores: of parameters, then of slots, residuals and options: the ranks of this host that
+            have it, its tensors, and how they have it.
         has_options: there is a store of options.
         spec: the layout of the exchange.
         payload: the serialized object with the assignment.

@@ -42,13 +42,14 @@ class Stores:
     def __init__(self) -> None:
         self._parameters: list[ParameterStore] = []
         self._slots: list[TensorStore] = []
+        self._residuals: TensorStore | None = None
         self._slots_owner: Callable[[], object] = lambda: None
 
     def __bool__(self) -> bool:
         return bool(self._parameters)
 
     def adopt_all(self, assignment: Assignment, leader: int) -> list[Mapped]:
-        """The stores of parameters, then of slots, then of options.
+        """The stores of parameters, then of slots, of what is left to be sent, and of options.
 
         Args:
             assignment: what they are for.
@@ -63,7 +64,8 @@ class Stores:
             # A rank writes to the slots of its pieces only, so of the others it has no pages.
             slots = self._adopt_slots(assignment, leader)
             stores += _mapped(assignment, slots, "shared" if shares else "copied on write")
-            stores += options_store(assignment)
+        stores += self._adopt_residuals(assignment)
+        stores += options_store(assignment)
         return stores
 
     def _adopt(self, assignment: Assignment, leader: int) -> Sequence[ParameterStore]:
@@ -122,6 +124,13 @@ class Stores:
             slots.is_elsewhere = leader not in group.ranks
         self.release_pages()
         return self._slots
+
+    def _adopt_residuals(self, assignment: Assignment) -> list[Mapped]:
+        """Have what is left of compressed tensors lie in a store, if there is any."""
+        if assignment.residuals is None or not assignment.residuals.tensors:
+            return []
+        self._residuals = assignment.residuals.stored(self._residuals)
+        return [Mapped(ranks=tuple(range(assignment.plan.num_ranks)), store=self._residuals)]
 
     def readopt(self, model: nn.Module) -> None:
         """Bring parameters that a callback moved back into their stores."""

@@ -5,9 +5,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
-from lockstep.errors import OptionError
 from lockstep.frontends.keras.checkpoints import Checkpoint, KeptCallback, kept
-from lockstep.plan.makers import LocalSteps, Maker
 from lockstep.train.callbacks import Callback
 from lockstep.train.checkpoints import FitRecord, Found, Keeper
 from lockstep.train.ensemble import Resume
@@ -51,12 +49,10 @@ class KeepingRunner(PersistentRunner):
 
         Raises:
             CheckpointError: what is there is of another ``fit``, or not whole.
-            OptionError: replicas train apart.
         """
         if checkpoint is None:
             yield None
             return
-        _check_together(self._maker())
         with ExitStack() as stack:
             is_alone = self._job_context.hosts is None
             keeper = Keeper(
@@ -120,15 +116,6 @@ class KeepingRunner(PersistentRunner):
         if isinstance(feed.source, SharedStream) and used is not None:
             feed.source.skip(start.epoch, start.batch)
             feed.source.check_used(used)
-
-
-def _check_together(maker: Maker) -> None:
-    if isinstance(maker, LocalSteps):
-        raise OptionError(
-            "Replicas that train apart have optimizers of their own, which no checkpoint holds.",
-            received="a Checkpoint under LocalSGDStrategy",
-            fix="Use MirroredStrategy; or keras.callbacks.ModelCheckpoint for averaged weights.",
-        )
 
 
 def record_of(

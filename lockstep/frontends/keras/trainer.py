@@ -196,6 +196,7 @@ class KerasTrainer(KeepingRunner):
             watches_validation=start.watches_validation,
             tells_each=start.tells_each,
             takes_states=self.keeper is not None and self.keeper.acts_in("takes_state"),
+            is_kept=self.keeper is not None,
         )
         if self._job_context.hosts is not None:
             facts = {"`evaluates`": options.evaluates}
