@@ -39,6 +39,9 @@ if TYPE_CHECKING:
     from lockstep.strategies.multi_worker import (
         MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy,
     )
+    from lockstep.strategies.parameter_server import (
+        ParameterServerStrategy as ParameterServerStrategy,
+    )
     from lockstep.strategies.pipeline import PipelineStrategy as PipelineStrategy
     from lockstep.strategies.single import SingleDeviceStrategy as SingleDeviceStrategy
     from lockstep.train.batch_size import BatchSizeSearch as BatchSizeSearch
@@ -77,6 +80,10 @@ _HOMES = {
     ),
     "Nesterov": ("lockstep.plan.averaging", "Nesterov"),
     "OwnLoss": ("lockstep.data.own_loss", "OwnLoss"),
+    "ParameterServerStrategy": (
+        "lockstep.strategies.parameter_server",
+        "ParameterServerStrategy",
+    ),
     "PipelineStrategy": ("lockstep.strategies.pipeline", "PipelineStrategy"),
     "Plan": ("lockstep.plan.spec", "Plan"),
     "PowerSGD": ("lockstep.plan.compression", "PowerSGD"),

@@ -211,9 +211,17 @@ class Board:
 
     def ring(self) -> None:
         """Wake whoever waits for this rank, to look again."""
-        bell = self._bells[self.rank]
+        self.wake(self.rank)
+
+    def wake(self, rank: int) -> None:
+        """Have a rank look again that waits for something at a bell of its own."""
+        bell = self._bells[rank]
         bell.value += 1
         futex.wake_all(bell)
+
+    def look_around(self, waited_seconds: float) -> None:
+        """Raise if waiting on is in vain, for who waits elsewhere than at the board."""
+        self._look_around(waited_seconds)
 
     def _wait(self, rank: int, is_there: Callable[[_Line], bool]) -> None:
         line = self._lines[rank]

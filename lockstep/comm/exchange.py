@@ -290,7 +290,12 @@ class Exchange:
     def put(self, group: int, row: int, gradients: Gradients) -> None:
         """See ``GroupGradients.put``."""
         self._is_used |= any(gradient is not None for gradient in gradients)
-        self.gradients[group].put(row, [_dense(gradient) for gradient in gradients])
+        spec = self._spec.groups[group].gradients
+        kept = [
+            gradient if spec.is_sparse(number) else _dense(gradient)
+            for number, gradient in enumerate(gradients)
+        ]
+        self.gradients[group].put(row, kept)
 
     def put_product(
         self,

@@ -11,6 +11,9 @@ gradient over the whole batch, in one product. The arithmetic is the same in amo
 nothing is moved. A share decides for itself, by the number of its rows, and the sum takes both
 kinds, so a share with more rows than there is room for hands in a gradient as ever.
 
+Of a *sparse* parameter, an embedding, a share hands in the rows that it has touched, and their
+numbers; their sum is a sparse tensor.
+
 Where there are several hosts, each has memory of its own with rows for all shares, so that a share
 has one number everywhere. Of shares of other hosts, the table and the factors are brought here
 (``comm.host_exchange``); their gradients never are, and have no memory.
@@ -26,11 +29,13 @@ import torch
 from lockstep.comm.gradients import Gradients, GroupGradients, TensorSpec, cut_piece
 from lockstep.comm.products import multiply
 from lockstep.comm.shared_memory import SharedRegion
+from lockstep.errors import ModelError
 from lockstep.plan.layout import Extent, Piece, align, flat_offsets, row_blocks
 from lockstep.plan.sum_tree import additions, subtrees
 
 # What a share has put up for a parameter.
-_NOTHING, _GRADIENT, _FACTORS, _BFLOAT16_FACTORS = range(4)
+_NOTHING, _GRADIENT, _FACTORS, _BFLOAT16_FACTORS, _ROWS = range(5)
+_PRODUCTS = (_FACTORS, _BFLOAT16_FACTORS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,11 +47,17 @@ class GradientSpec:
         tensors: the trainable parameters.
         row_limits: for each of them, the rows of a batch up to which factors are exchanged; 0 for
             never.
+        sparse: whose gradients are rows, by the parameters' names.
     """
 
     num_shares: int
     tensors: tuple[TensorSpec, ...]
     row_limits: tuple[int, ...]
+    sparse: frozenset[str] = frozenset()
+
+    def is_sparse(self, parameter: int) -> bool:
+        """Whether a parameter's gradient is of some rows only."""
+        return self.tensors[parameter].name in self.sparse
 
     @property
     def extents(self) -> list[Extent]:
@@ -55,7 +66,7 @@ class GradientSpec:
             Extent(
                 num_elements=tensor.extent.num_elements,
                 element_bytes=tensor.extent.element_bytes,
-                row_elements=tensor.shape[1] if limit else 0,
+                row_elements=tensor.shape[1] if limit or tensor.name in self.sparse else 0,
             )
             for tensor, limit in zip(self.tensors, self.row_limits, strict=True)
         ]
@@ -108,7 +119,12 @@ class GradientSpec:
                 (rows[share][parameter], self._gradient_bytes(parameter)),
                 (factors[share][parameter], self._factor_bytes(parameter)),
             )
-            if num_bytes and (share not in here or (limit and start != rows[here.start][parameter]))
+            if num_bytes
+            and (
+                share not in here
+                or self.is_sparse(parameter)
+                or (limit and start != rows[here.start][parameter])
+            )
         )
 
     def _gradient_bytes(self, parameter: int) -> int:
@@ -116,9 +132,12 @@ class GradientSpec:
         return extent.num_elements * extent.element_bytes
 
     def _factor_bytes(self, parameter: int) -> int:
+        """For factors, or for the numbers of rows."""
+        tensor = self.tensors[parameter]
+        if self.is_sparse(parameter):
+            return tensor.shape[0] * torch.int64.itemsize
         if not self.row_limits[parameter]:
             return 0
-        tensor = self.tensors[parameter]
         return self.capacity(parameter) * sum(tensor.shape) * tensor.extent.element_bytes
 
 
@@ -201,6 +220,9 @@ class GradientRows(GroupGradients):
             if gradient is None:
                 continue
             own = self._own_of(row, parameter)
+            if self._spec.is_sparse(parameter):
+                self._put_rows(row, parameter, own, gradient)
+                continue
             target = self._gradient_row(row, parameter, own)
             if gradient.data_ptr() == target.data_ptr():
                 own.kind = _GRADIENT  # it was formed in its place
@@ -217,6 +239,21 @@ class GradientRows(GroupGradients):
         entries = [(one.kind, one.num_rows) for one in found]
         self.table[row, : len(entries)] = np.reshape(entries, (-1, 2))
 
+    def _put_rows(self, row: int, parameter: int, own: _Own, gradient: torch.Tensor) -> None:
+        """Add the rows that a share has touched."""
+        if not gradient.is_sparse:
+            raise _not_sparse(self._spec.tensors[parameter].name)
+        if own.kind == _ROWS:
+            gradient = gradient + self._rows_within(row, parameter, own.num_rows)
+        gradient = gradient.coalesce()
+        own.kind, own.num_rows = _ROWS, gradient._nnz()
+        values, numbers = gradient.values(), gradient.indices()[0]
+        self._reserve(self._row_offsets[row][parameter], values.nbytes)
+        self._reserve(self._factor_offsets[row][parameter], numbers.nbytes)
+        kept_numbers, kept_values = self._touched(row, parameter, own.num_rows)
+        kept_numbers.copy_(numbers)
+        kept_values.copy_(values)
+
     def places(self, row: int) -> Sequence[torch.Tensor] | None:
         return self._rows[row]
 
@@ -228,7 +265,7 @@ class GradientRows(GroupGradients):
         row = self._rows[share][parameter]
         if share != self._here.start and self._spec.row_limits[parameter]:
             self._reserve(self._row_offsets[share][parameter], row.nbytes)
-        if own.kind in (_FACTORS, _BFLOAT16_FACTORS):
+        if own.kind in _PRODUCTS:
             inputs, gradients = self._factors(share, parameter, own.kind, own.num_rows)
             multiply(row, gradients, inputs, adds=False)
             own.kind = _GRADIENT
@@ -255,10 +292,24 @@ class GradientRows(GroupGradients):
         self._factors_of_rows = factors
 
     def reduce(self, pieces: Sequence[Piece]) -> list[torch.Tensor | None]:
-        results = [self.target(piece) if self._found[piece.parameter] else None for piece in pieces]
+        results = [
+            None
+            if not self._found[piece.parameter]
+            else self._sum_touched(piece)
+            if self._spec.is_sparse(piece.parameter)
+            else self.target(piece)
+            for piece in pieces
+        ]
         self.sum_rows(pieces)
         self.add_products(pieces, results)
         return results
+
+    def put_up(self, row: int, piece: Piece) -> torch.Tensor | None:
+        """A piece of the gradient that a row holds; None if it has none."""
+        kind, num_rows = self.table[row, piece.parameter].tolist()
+        if kind == _ROWS:
+            return self._rows_within(row, piece.parameter, num_rows, piece)
+        return self._cut(row, piece) if kind == _GRADIENT else None
 
     def target(self, piece: Piece) -> torch.Tensor:
         """Where the sum of a piece comes to lie."""
@@ -307,7 +358,7 @@ class GradientRows(GroupGradients):
         """Add what comes of factors, of all shares, to sums of gradients, or to nothing."""
         for piece, target in zip(pieces, targets, strict=True):
             kinds = [kind for _, kind, _ in self._found[piece.parameter]]
-            if target is not None and any(kind != _GRADIENT for kind in kinds):
+            if target is not None and any(kind in _PRODUCTS for kind in kinds):
                 self._add_product(target, piece, adds=_GRADIENT in kinds)
 
     def gradient_rows(self, parameter: int, within: range) -> list[int]:
@@ -330,14 +381,14 @@ class GradientRows(GroupGradients):
             self._factors(row, parameter, kind, num_rows)
             for parameter, found in enumerate(self._found)
             for row, kind, num_rows in found
-            if row in rows and kind != _GRADIENT
+            if row in rows and kind in _PRODUCTS
         ]
 
     def make_room(self, rows: range) -> None:
         """Take memory for the factors that these rows are going to hold."""
         for parameter, found in enumerate(self._found):
             for row, kind, num_rows in found:
-                if row in rows and kind != _GRADIENT:
+                if row in rows and kind in _PRODUCTS:
                     self._reserve_factors(row, parameter, num_rows)
 
     def summed(self, parameter: int) -> torch.Tensor | None:
@@ -363,7 +414,7 @@ class GradientRows(GroupGradients):
         factors = [
             self._factors(share, piece.parameter, kind, num_rows)
             for share, kind, num_rows in self._found[piece.parameter]
-            if kind != _GRADIENT
+            if kind in _PRODUCTS
         ]
         inputs = torch.cat([inputs for inputs, _ in factors])
         ins = inputs.shape[1]
@@ -373,6 +424,53 @@ class GradientRows(GroupGradients):
                 gradients = torch.cat([each[:, start // ins : stop // ins] for _, each in factors])
                 block = flat[start - piece.start : stop - piece.start].view(-1, ins)
                 multiply(block, gradients, inputs, adds=adds)
+
+    # --- rows of embeddings ----------------------------------------------------------------------
+
+    def _sum_touched(self, piece: Piece) -> torch.Tensor:
+        """What all shares have put up of a piece's rows, but for rows that none has touched."""
+        shares = [
+            self._rows_within(share, piece.parameter, num_rows, piece)
+            for share, _, num_rows in self._found[piece.parameter]
+        ]
+        return sum(shares[1:], start=shares[0]).coalesce()
+
+    def _rows_within(
+        self, share: int, parameter: int, num_rows: int, piece: Piece | None = None
+    ) -> torch.Tensor:
+        """The rows of a piece that a share has put up, as a sparse tensor of its own."""
+        height, width = self._spec.tensors[parameter].shape
+        numbers, values = self._touched(share, parameter, num_rows)
+        first, last = (0, height) if piece is None else (piece.start // width, piece.stop // width)
+        low, high = torch.searchsorted(numbers, torch.tensor([first, last])).tolist()
+        return torch.sparse_coo_tensor(
+            (numbers[low:high] - first)[None],
+            values[low:high].clone(),
+            (last - first, width),
+            is_coalesced=True,
+            check_invariants=False,
+        )
+
+    def _touched(
+        self, share: int, parameter: int, num_rows: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The numbers of the rows that a share has put up, ascending, and the rows."""
+        width, dtype = self._spec.tensors[parameter].shape[1], self._spec.tensors[parameter].dtype
+        numbers = self._offset + self._factor_offsets[share][parameter]
+        values = self._offset + self._row_offsets[share][parameter]
+        return (
+            self._region.tensor(numbers, torch.int64, (num_rows,), (1,)),
+            self._region.tensor(values, dtype, (num_rows, width), (width, 1)),
+        )
+
+    def gather(self, pieces: Sequence[Piece], sums: Sequence[torch.Tensor | None]) -> None:
+        """Have ``summed`` know of sparse sums: whoever asks for it wants all rows."""
+        for piece, total in zip(pieces, sums, strict=True):
+            if total is not None and total.is_sparse:
+                place = self.base(piece.parameter)
+                self._reserve(self._row_offsets[self._here.start][piece.parameter], place.nbytes)
+                cut = cut_piece(place, piece)
+                cut.copy_(total.to_dense().view_as(cut))
 
     # --- memory ----------------------------------------------------------------------------------
 
@@ -417,3 +515,11 @@ def add_up(sums: Mapping[int, torch.Tensor]) -> torch.Tensor:
         for into, source in level:
             sums[rows[into]].add_(sums[rows[source]])
     return sums[rows[0]]
+
+
+def _not_sparse(name: str) -> ModelError:
+    return ModelError(
+        "An embedding with sparse=True must be used for lookups only: its gradient is no rows.",
+        received=f"a dense gradient of {name!r}",
+        fix="Leave out sparse=True where its weight is used otherwise, too.",
+    )

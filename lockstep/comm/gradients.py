@@ -129,7 +129,7 @@ class OwnGradients(GroupGradients):
 
     def put(self, row: int, gradients: Gradients) -> None:
         before = self._gradients
-        self._gradients = _added(before, gradients) if before else list(gradients)
+        self._gradients = added(before, gradients) if before else list(gradients)
 
     def put_product(
         self, row: int, parameter: int, inputs: torch.Tensor, output_gradients: torch.Tensor
@@ -146,7 +146,7 @@ class OwnGradients(GroupGradients):
         return self._gradients[parameter]
 
 
-def _added(sums: list[torch.Tensor | None], gradients: Gradients) -> list[torch.Tensor | None]:
+def added(sums: list[torch.Tensor | None], gradients: Gradients) -> list[torch.Tensor | None]:
     """The sums with further gradients added in place; what was not used before is taken over."""
     both = [
         (own, more)

@@ -61,6 +61,7 @@ def build_worker(
     meeting: Meeting | None = None,
     residuals: Mapping[str, Residual] | None = None,
     first_share: int = 0,
+    make: Callable[..., Worker] = Worker,
 ) -> Worker:
     """Put a rank's parts together.
 
@@ -84,6 +85,7 @@ def build_worker(
         meeting: see ``ProcessGroups``.
         residuals: see ``Exchange``.
         first_share: see ``Worker``.
+        make: the class, with what it has of its own.
     """
     mail = {} if plan.pipeline is None else mail_specs(plan, partitions, loss)
     process = process_groups(
@@ -105,7 +107,7 @@ def build_worker(
         groups=process,
         residuals=residuals,
     )
-    divided = [_divided_pieces(plan, group, updater) for group in spec.groups]
+    divided = [divided_pieces(plan, group, updater) for group in spec.groups]
     for number, gradients in exchange.gradients.items():
         gradients.divide(divided[number])
     owned = _owned_groups(plan, spec, model, divided, rank)
@@ -138,7 +140,7 @@ def build_worker(
         )
         ruled = _ruled_buffers(plan, model, partitions, rank)
         held = _held_names(plan, groups, partitions, rank) | ruled
-    return Worker(
+    return make(
         plan=plan,
         rank=rank,
         model=model,
@@ -207,9 +209,7 @@ def _open_mail(
     return opened
 
 
-def _divided_pieces(
-    plan: Plan, group: GroupSpec, updater: Updater | None
-) -> dict[int, list[Piece]]:
+def divided_pieces(plan: Plan, group: GroupSpec, updater: Updater | None) -> dict[int, list[Piece]]:
     """The pieces of a group that each of its ranks updates.
 
     Of several domains, each updates its part of the parameters, and all of those whose factors are
@@ -218,6 +218,11 @@ def _divided_pieces(
     if updater is None:
         return {rank: [] for rank in group.ranks}
     extents, num_rows = group.gradients.extents, group.gradients.num_shares
+    if plan.num_servers:
+        # A parameter that is cut between rows is so into as many blocks, or more.
+        served = updater.divide(extents, plan.num_servers, max(num_rows, plan.num_servers))
+        workers: list[list[Piece]] = [[] for _ in group.ranks[: -plan.num_servers]]
+        return dict(zip(group.ranks, [*workers, *served], strict=True))
     is_everywhere = [bool(group.compressions or extent.row_elements) for extent in extents]
     everywhere = [number for number, is_one in enumerate(is_everywhere) if is_one]
     if len(plan.domains) == 1 or not everywhere:

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 
+from lockstep.comm import work_queue
 from lockstep.comm.exchange import ExchangeSpec, GroupSpec
 from lockstep.comm.gradient_rows import GradientSpec
 from lockstep.comm.gradients import TensorSpec
@@ -56,8 +57,16 @@ def exchange_spec(
     limits = {f"{layer.name}.weight".lstrip("."): layer.row_limit for layer in plan.layers}
     if updater is None or not updater.is_elementwise:
         limits = {}
+    keeps_rows = updater is not None and (plan.num_servers > 0 or updater.hands_on)
+    sparse = sparse_weights(model) if keeps_rows else frozenset()
     group_specs = tuple(
-        _group_spec(plan, group, [trained[name] for name in group.names if name in trained], limits)
+        _group_spec(
+            plan,
+            group,
+            [trained[name] for name in group.names if name in trained],
+            limits,
+            sparse,
+        )
         for group in groups
     )
     if isinstance(plan.update, AveragedUpdate):
@@ -68,6 +77,7 @@ def exchange_spec(
             share_ranks=tuple(map(plan.replica_of, range(plan.num_shares))),
             groups=group_specs,
             row_capacity=_row_capacity(plan, model, loss),
+            mail_bytes=_work_bytes(plan),
         )
     graph = stage_graph(plan.pipeline)
     last_stage = len(plan.pipeline.stages) - 1
@@ -78,6 +88,12 @@ def exchange_spec(
         row_capacity=_row_capacity(plan, model, loss),
         mail_bytes=tuple(spec.num_bytes for spec in mail_specs(plan, partitions, loss).values()),
     )
+
+
+def _work_bytes(plan: Plan) -> tuple[int, ...]:
+    """Of the table where workers and servers say how far they are, if they do not all wait."""
+    servers = plan.num_servers
+    return (work_queue.num_bytes(plan.num_ranks - servers, servers),) if plan.is_stale else ()
 
 
 def _row_capacity(plan: Plan, model: nn.Module, loss: LossAdapter | None) -> int:
@@ -93,6 +109,7 @@ def _group_spec(
     group: ParameterGroup,
     tensors: Sequence[TensorSpec],
     limits: Mapping[str, int],
+    sparse: frozenset[str],
 ) -> GroupSpec:
     """A row for every few shares, or for each rank of a stage; none where a rank is alone."""
     row_ranks: tuple[int, ...] = ()
@@ -112,8 +129,27 @@ def _group_spec(
                 limits.get(tensor.name, 0) if row_ranks and per_row and _has_rows(tensor) else 0
                 for tensor in tensors
             ),
+            sparse=sparse,
         ),
         compressions=compressions(plan, group.ranks, tensors),
+    )
+
+
+def sparse_weights(model: nn.Module) -> frozenset[str]:
+    """Names of the embeddings with ``sparse=True`` whose weights are used for nothing else."""
+    holders = Counter(
+        id(weight) for module in model.modules() for weight in module._parameters.values()
+    )
+    names = {id(weight): name for name, weight in model.named_parameters() if weight.requires_grad}
+    return frozenset(
+        names[id(module.weight)]
+        for module in model.modules()
+        if isinstance(module, nn.Embedding)
+        and module.sparse
+        and module.max_norm is None
+        and id(module.weight) in names
+        and holders[id(module.weight)] == 1
+        and _has_rows(tensor_spec("", module.weight))
     )
 
 

@@ -143,7 +143,8 @@ class GradientJudge:
         return not is_finite and is_ours
 
     def _clip(self, norm: float) -> None:
-        used = [piece.tensor.grad for piece in self._pieces if piece.tensor.grad is not None]
+        gradients = [piece.tensor.grad for piece in self._pieces]
+        used = [_elements(gradient) for gradient in gradients if gradient is not None]
         if not used:
             return
         if self.rules.clip_value is not None:
@@ -210,13 +211,18 @@ def _blocks_of(piece: BoundPiece, sizes: Sequence[int] | None) -> Sequence[torch
     gradient = piece.tensor.grad
     if gradient is None:
         return ()
-    if sizes is None:
-        return (gradient,)
+    if sizes is None or gradient.is_sparse:
+        return (_elements(gradient),)
     if gradient.stride() != piece.tensor.stride():  # the blocks are of the parameter's memory
         gradient = torch.empty_like(piece.tensor).copy_(gradient)
     flat = gradient.as_strided((gradient.numel(),), (1,))
     blocks: Sequence[torch.Tensor] = flat.split(list(sizes))
     return blocks
+
+
+def _elements(gradient: torch.Tensor) -> torch.Tensor:
+    """All of a gradient; of a sparse one the rows that it has, each of them once."""
+    return gradient._values() if gradient.is_sparse else gradient
 
 
 def _clamp(gradients: list[torch.Tensor], most: float) -> None:

@@ -49,6 +49,7 @@ class LocalWorker(Worker):
     """
 
     trains_apart = True
+    has_own_optimizer = True
 
     def __init__(self, *, alone: Worker, averaging: Averaging, **options: Any) -> None:
         super().__init__(updater=None, groups=(), **options)
@@ -178,7 +179,7 @@ def build_local_worker(
     residuals: Mapping[str, Residual] | None = None,
 ) -> LocalWorker:
     """Put the parts of a rank that trains together; for the arguments see ``build_worker``."""
-    alone = _replica(plan, rank)
+    alone = replica_of_plan(plan, rank)
     exchange = build_exchange(
         plan,
         spec,
@@ -229,7 +230,7 @@ def build_local_worker(
     )
 
 
-def _replica(plan: Plan, rank: int) -> Plan:
+def replica_of_plan(plan: Plan, rank: int) -> Plan:
     """The Plan of one replica: what one device would do with its part of each batch."""
     shares = plan.shares_of(rank)
     return msgspec.structs.replace(

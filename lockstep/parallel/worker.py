@@ -84,11 +84,13 @@ class Worker:
         trains_apart: a step is one on this rank's part of the batch, on parameters of its own.
         keeps_pace: such steps end together all the same, for what goes on between them.
         is_apart: the weights of the ranks differ.
+        has_own_optimizer: it steps parameters of its own, with slots that no other rank has.
     """
 
     trains_apart = False
     keeps_pace = False
     is_apart = False
+    has_own_optimizer = False
 
     def __init__(
         self,
@@ -116,7 +118,7 @@ class Worker:
         self._groups = groups
         self._held = held
         self._ruled = ruled
-        self._first_share = first_share
+        self.first_share = first_share
         self._pieces = [group.bound(is_alone=plan.num_ranks == 1) for group in groups]
         bound = [piece for pieces in self._pieces for piece in pieces]
         if updater is not None:
@@ -163,7 +165,7 @@ class Worker:
                 step=step,
                 observe=observe,
                 turn=turn,
-                first_share=self._first_share,
+                first_share=self.first_share,
             )
             return _Training(run, step)
 
@@ -347,13 +349,17 @@ class Worker:
             self.plan.num_shares,
             step=step,
             turn=turn,
-            first_share=self._first_share,
+            first_share=self.first_share,
         )
         return self.passes.reads(run)
 
     def settle(self, *, is_last: bool = False) -> None:
         """All steps of an epoch, or with ``is_last`` of the task, are made: have ranks be alike."""
         return
+
+    def epoch_logs(self) -> dict[str, float]:
+        """What is to be told of an epoch, beside losses; all ranks have settled."""
+        return {}
 
     @property
     def is_halted(self) -> bool:

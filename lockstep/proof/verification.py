@@ -202,6 +202,12 @@ def _check(job: object, strategy: object, steps: Any, seed: Any) -> None:
             "function returns: verify(make_job(), strategy).",
         )
     check_strategy(strategy, problems)
+    if getattr(strategy, "staleness", 0) != 0:
+        problems.add(
+            "Workers that do not wait for each other have no result to be held to.",
+            received=f"staleness={getattr(strategy, 'staleness', 0)}",
+            fix="Verify with staleness=0, which shares all but the waiting.",
+        )
     if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
         problems.add(
             "`steps` must be an integer of at least 1.", received=repr(steps), fix="Use 5."

@@ -7,6 +7,7 @@ are compared (``train.hosts``).
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,6 +26,7 @@ from lockstep.parallel.groups import ParameterGroup
 from lockstep.parallel.local_worker import build_local_worker
 from lockstep.parallel.losses import LossAdapter
 from lockstep.parallel.partition import Partition
+from lockstep.parallel.served_worker import build_served_worker
 from lockstep.parallel.settings import TorchSettings, num_threads
 from lockstep.parallel.step_functions import StepFunction
 from lockstep.parallel.update import Updater
@@ -96,43 +98,36 @@ def make_worker(
         meeting: where ranks of process groups find each other, if there are any.
     """
     residuals = None if assignment.residuals is None else assignment.residuals.by_parameter()
-    if isinstance(assignment.plan.update, AveragedUpdate) and assignment.updater is not None:
+    update = assignment.plan.update
+    parts: dict[str, Any] = {
+        "rank": rank,
+        "model": assignment.model,
+        "loss": assignment.loss,
+        "updater": assignment.updater,
+        "rules": assignment.rules,
+        "functions": assignment.functions,
+        "seed": assignment.seed,
+        "device": assignment.device,
+        "dims": assignment.dims,
+        "look_around": look_around,
+    }
+    if isinstance(update, AveragedUpdate) and assignment.updater is not None:
         return build_local_worker(
-            assignment.plan,
-            spec,
-            region,
-            rank=rank,
-            model=assignment.model,
-            loss=assignment.loss,
-            updater=assignment.updater,
-            rules=assignment.rules,
-            functions=assignment.functions,
-            seed=assignment.seed,
-            device=assignment.device,
-            dims=assignment.dims,
-            look_around=look_around,
-            neighbours=neighbours,
-            residuals=residuals,
+            assignment.plan, spec, region, neighbours=neighbours, residuals=residuals, **parts
         )
+    if assignment.plan.is_stale and assignment.updater is not None:
+        assert region is not None
+        return build_served_worker(assignment.plan, spec, region, **parts)
     return build_worker(
         assignment.plan,
         spec,
         region,
-        rank=rank,
-        model=assignment.model,
-        loss=assignment.loss,
-        updater=assignment.updater,
         groups=assignment.groups,
         partitions=assignment.partitions,
-        rules=assignment.rules,
-        functions=assignment.functions,
-        seed=assignment.seed,
-        device=assignment.device,
-        dims=assignment.dims,
-        look_around=look_around,
         neighbours=neighbours,
         meeting=meeting,
         residuals=residuals,
+        **parts,
     )
 
 

@@ -191,6 +191,8 @@ class FitConductor(FollowingConductor):
             return
         if plan.num_ranks == 1:
             return  # there is nobody to be lost
+        if plan.is_stale and not self._backups.restarts:
+            return
         if isinstance(plan.update, AveragedUpdate):
             if self._backups.restarts:
                 raise OptionError(
@@ -211,6 +213,12 @@ class FitConductor(FollowingConductor):
         if self._is_due and self._backups is not None and not self.stop_training:
             self._backups.take()
         self._is_due = False
+
+    def back_up_at(self, resume: Resume, num_steps: int) -> None:
+        if self._backups is not None and self._backups.restarts and not self._journal.is_read:
+            self.stand_at(Place(epoch=resume.epoch, batch=0, num_steps=num_steps))
+            self._backups.take(resume)
+            self.stand_at(None)
 
     def put_back(self) -> int | None:
         backup = None if self._backups is None else self._backups.put_back()

@@ -120,6 +120,9 @@ class Conductor:
     def back_up(self) -> None:
         """After a step, and all that callbacks do: keep a copy of the training, if it is time."""
 
+    def back_up_at(self, resume: Any, num_steps: int) -> None:
+        """An epoch begins whose ranks are going to be some steps apart: keep what is there now."""
+
     def put_back(self) -> int | None:
         """After a failure: have the training be as it was when it was last copied.
 

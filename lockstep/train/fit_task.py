@@ -184,6 +184,9 @@ class FitTask(Task):
         stops = self._begin_epoch(ensemble, epoch)
         if stops and self.stops_before_steps:
             return True
+        if self.takes_states and worker.trains_apart and not worker.has_own_optimizer:
+            ensemble.show_slots()  # within the epoch there is no moment at which to take a backup
+            conductor.back_up_at(Resume(epoch, True, stops), progress.num_steps)
         observe = self.metrics.update if self.metrics else None
         results = self._begin_sums(ensemble, epoch)
         batches = self._batches(ensemble, source, epoch)
@@ -225,6 +228,7 @@ class FitTask(Task):
         results = _of_all(ensemble, results)
         losses = self._losses(ensemble, results)
         logs = self._logs(ensemble, epoch, losses)
+        logs.update(worker.epoch_logs())
         if self.counts_skipped:
             logs["skipped_steps"] = sum(result.is_skipped for result in results)
         if self.watched:
@@ -278,7 +282,7 @@ class FitTask(Task):
 
     def _stand(self, ensemble: Ensemble, place: Place, results: Sequence[StepResult] = ()) -> None:
         worker, plan = ensemble.worker, ensemble.worker.plan
-        if worker.trains_apart and self.is_kept:
+        if worker.has_own_optimizer and self.is_kept:
             replicas = replicas_of(worker, results, ensemble.control)
             place = replace(place, replicas=replicas)
         if plan.compression is not None and self.is_kept:

@@ -25,7 +25,7 @@ from lockstep.parallel.settings import TorchSettings
 from lockstep.parallel.whole_batch import whole_batch_note
 from lockstep.plan.makers import Maker, SingleDevice
 from lockstep.plan.spec import Plan
-from lockstep.train.apart_checks import check_apart
+from lockstep.train.apart_checks import check_apart, check_served
 from lockstep.train.assignment import Assignment
 from lockstep.train.checks import check_device
 from lockstep.train.conductor import Conductor
@@ -314,6 +314,7 @@ class Runner(ABC):
         if updater is not None:
             check_divisible(self.model, self.optimizer, plan, is_known=updater.is_known)
             check_apart(plan, updater, self._recipe.averages, self.precision)
+            check_served(plan, self.model, updater, self.precision)
         if plan.pipeline is None or len(plan.domains) > 1:
             self._initialize()
         groups = parameter_groups(plan, self.model, list(partitions.values()))

@@ -45,7 +45,14 @@ from lockstep.train.read_limit import ReadLimit
 from lockstep.train.serving import Call, serve, serve_again
 from lockstep.train.standing import Footing, News, StandingCalls, may_stand
 from lockstep.train.stores import Mapped, Stores, has_options, options_store
-from lockstep.train.watch import STATE_OF_FIRST, Position, Watch, what_is_left, what_is_lost
+from lockstep.train.watch import (
+    STATE_OF_FIRST,
+    STATE_OF_SERVERS,
+    Position,
+    Watch,
+    what_is_left,
+    what_is_lost,
+)
 
 # What every helper needs; the template imports it before any helper is born.
 PRELOAD: tuple[str, ...] = ("lockstep.train.serving",)
@@ -362,6 +369,10 @@ class _Part:
             return
         if isinstance(self.assignment.plan.update, AveragedUpdate):
             add_note(error, STATE_OF_FIRST)
+            return
+        if self.assignment.plan.is_stale:
+            worker.updater.recover()
+            add_note(error, STATE_OF_SERVERS)
             return
         assert worker.board is not None
         lost = worker.updater.recover()

@@ -31,6 +31,7 @@ PUBLIC = {
     "MultiWorkerMirroredStrategy",
     "Nesterov",
     "OwnLoss",
+    "ParameterServerStrategy",
     "PipelineStrategy",
     "Plan",
     "PowerSGD",
