@@ -67,19 +67,23 @@ def unpack_failure(payload: bytes) -> Failure:
     return Failure(summary, text, errors[0])
 
 
-def trouble_of(rank: str, failure: Failure, where: str = "") -> WorkerError:
+def trouble_of(
+    rank: str, failure: Failure, where: str = "", number: int | None = None
+) -> WorkerError:
     """The error for who waits for a rank that has failed.
 
     Args:
         rank: which one it is: "rank 1".
         failure: of that rank.
         where: in the training.
+        number: the rank's, for ``WorkerError.rank``.
     """
     error = WorkerError(
         f"{rank.capitalize()} failed{where and f' ({where})'}: {failure.summary}\n"
         f"--- traceback of {rank} ---\n{failure.text}"
     )
     error.raised = error.__cause__ = failure.error
+    error.rank = number
     return error
 
 
@@ -97,7 +101,8 @@ def as_raised(error: BaseException) -> BaseException:
     for note in (str(error), *getattr(error, "__notes__", ())):
         add_note(raised, note)
     if isinstance(error, WorkerError):  # without the traceback, which the note has
-        error = WorkerError(str(error).partition("\n")[0])
+        rank, error = error.rank, WorkerError(str(error).partition("\n")[0])
+        error.rank = rank
     _set(causes_of(raised)[-1], "__cause__", error)
     return as_raised(raised)
 

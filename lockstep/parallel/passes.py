@@ -19,6 +19,7 @@ from lockstep.data.order import evaluation_seed, seed_streams, share_seed
 from lockstep.data.read_ahead import Read
 from lockstep.data.sources import Batch, Source
 from lockstep.data.trees import Tree, map_tensors
+from lockstep.errors import BadRecordError
 from lockstep.parallel.batch_norm import BatchNorms
 from lockstep.parallel.buffers import Buffers, Kept
 from lockstep.parallel.forward import DTYPES, ModelCall
@@ -375,8 +376,17 @@ class Passes(ABC):
 
     def _read(self, run: Run, share: int) -> Batch:
         assert run.source is not None
+        board = self._exchange.board
+        if board is not None:
+            board.note("reading")
         with self.reading:
-            batch = run.source.read(run.indices_of(share), self._dtype)
+            try:
+                batch = run.source.read(run.indices_of(share), self._dtype)
+            except BadRecordError as error:
+                error.name_rank(self._rank)
+                raise
+        if board is not None:
+            board.note("forward")
         return moved(batch, self._device)
 
     def _denominator(self, run: Run, loss: ShareLoss | None) -> float:

@@ -15,7 +15,6 @@ A read that comes in another order than foreseen is made at once, by the rank.
 import errno
 import os
 import shutil
-import signal
 import sys
 import threading
 import warnings
@@ -44,7 +43,7 @@ from lockstep.data.sources import Batch, Source
 from lockstep.data.trees import tensors_of
 from lockstep.errors import DataError, WorkerError
 from lockstep.launch.failure import add_note, pack_failure, unpack_failure
-from lockstep.launch.helper import die_with
+from lockstep.launch.helper import die_with, leave_signals_to_script
 from lockstep.parallel.settings import TorchSettings
 from lockstep.units import format_bytes
 
@@ -150,12 +149,8 @@ class _SourceAhead(Source):
             reader.close()
 
     def _is_foreseen(self, indices: torch.Tensor, dtype: torch.dtype | None) -> bool:
-        if not self._foreseen:
-            return False
-        read = self._foreseen[0]
         # The same samples may be read again in another step, and a share's may be read twice.
-        is_due = read.seed == torch.initial_seed() and read.dtype == dtype
-        return is_due and torch.equal(read.indices, indices)
+        return bool(self._foreseen) and self._foreseen[0].is_for(indices, dtype)
 
     def _noted(self, reads: Iterator[Read]) -> Iterator[Read]:
         """The reads, each noted when a reader is told of it."""
@@ -194,7 +189,7 @@ class _Thread:
     def _take_first(self) -> _Result:
         assert self._first is not None
         before = stream_states()
-        batch = self._source.read(self._first.indices, self._first.dtype)
+        result = self._result(self._first)
         if not same_streams(before, stream_states()):
             raise _drawing()
         self._order(self._num_ready)
@@ -203,7 +198,7 @@ class _Thread:
             target=self._run, args=settings, name="lockstep-reader", daemon=True
         )
         self._thread.start()
-        return _Result(batch=batch)
+        return result
 
     def _order(self, count: int) -> None:
         for read in islice(self._reads, count):
@@ -254,6 +249,8 @@ class _Processes:
     def close(self) -> None:
         results, self._results = self._results, iter(())
         results._shutdown_workers()
+        for worker in getattr(results, "_workers", ()):
+            worker.kill()  # SIGTERM, by which torch ends those that hang, is not for them
 
 
 class _Orders:
@@ -327,8 +324,7 @@ def _unchanged(answer: Any) -> Any:
 
 def _begin(parent: int, worker: int) -> None:
     """In a reader process, before its first read."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the script, which ends us
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # and so it does, whatever handler it has
+    leave_signals_to_script()
     die_with(parent)
 
 

@@ -34,8 +34,28 @@ from lockstep.parallel.passes import Observe, Passes, Run, Take
 from lockstep.parallel.update import PieceSlots, Updater
 from lockstep.parallel.whole_batch import SharePart
 from lockstep.plan.lowering import leaves_a_rank_idle
-from lockstep.plan.program import Action, Reduce, Step, Sync
+from lockstep.plan.program import (
+    Action,
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Forward,
+    Reduce,
+    Step,
+    Sync,
+)
 from lockstep.plan.spec import Plan
+
+# What a rank says of itself meanwhile.
+_PHASES: dict[type[Action], str] = {
+    Forward: "forward",
+    Backward: "backward",
+    BackwardInput: "backward",
+    BackwardWeight: "backward",
+    Reduce: "exchange",
+    Step: "update",
+    Sync: "sync",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +68,7 @@ class StepResult:
         num_samples: size of the global batch.
         is_skipped: something was not finite: nothing was updated, and the loss does not count.
         parts: of several losses, the sums of each share whose loss is known on this rank.
+        num_bad: records that were left out of the batch.
     """
 
     total: float
@@ -55,6 +76,7 @@ class StepResult:
     num_samples: int
     is_skipped: bool = False
     parts: list[Sums] = field(default_factory=list)
+    num_bad: int = 0
 
     @property
     def loss(self) -> float:
@@ -198,6 +220,8 @@ class Worker:
         return now.result()
 
     def _run(self, now: "_Training", actions: Sequence[Action]) -> None:
+        if self.board is not None:
+            self.board.note(_PHASES[type(actions[0])])
         match actions[0]:
             case Reduce():
                 self._reduce(now)

@@ -189,6 +189,20 @@ def check_restarts(restarts: object) -> None:
         )
 
 
+def check_on_bad_record(on_bad_record: object) -> None:
+    """See that it says what becomes of bad records.
+
+    Raises:
+        OptionError: it does not.
+    """
+    if on_bad_record not in ("error", "skip"):
+        raise OptionError(
+            "A bad record is an error, or left out.",
+            received=f"on_bad_record={on_bad_record!r}",
+            fix='Pass "error" or "skip".',
+        )
+
+
 def prepare_model(model: nn.Module, precision: str) -> None:
     """Bring the model to the precision asked for.
 

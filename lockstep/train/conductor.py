@@ -1,6 +1,6 @@
 """The conductor: what rank 0 does between the steps of a task, and what it is shown."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,11 +8,13 @@ import torch
 
 from lockstep.data.sources import Source
 from lockstep.errors import WorkerError
+from lockstep.launch.team import Team
 from lockstep.parallel.module_watch import Noted
 from lockstep.parallel.update import PieceSlots, Updater
 from lockstep.parallel.worker import StepResult
 from lockstep.train.feeding import GlobalBatch
 from lockstep.train.history import History
+from lockstep.train.scene import RankState
 
 Logs = dict[str, Any]
 
@@ -114,8 +116,11 @@ class Conductor:
     def stand_at(self, place: Place | None) -> None:
         """Callbacks are called there next; None where that is no place to go on from."""
 
-    def begin_run(self, start: Any) -> None:
-        """All ranks are about to train, from the ``Resume`` on."""
+    def begin_run(self, start: Any, look: Callable[[], list[RankState]]) -> None:
+        """All ranks are about to train, from the ``Resume`` on; ``look`` tells what they are at."""
+
+    def take_scene(self, error: BaseException, states: list[RankState], team: Team) -> None:
+        """Training has failed, and helpers are about to be ended: what all ranks were at."""
 
     def back_up(self) -> None:
         """After a step, and all that callbacks do: keep a copy of the training, if it is time."""
@@ -138,6 +143,9 @@ class Conductor:
     def decide(self, directive: Any) -> Any:
         """What callbacks have decided now, or had decided when this step was made before."""
         return directive
+
+    def note_bad_records(self, bad: Mapping[int, str]) -> None:
+        """Records that are left out, by their index, each with the reason."""
 
     def begin_validation(self) -> None:
         """Validation begins."""

@@ -10,6 +10,7 @@ from typing import ClassVar
 
 import torch
 
+from lockstep.data.bad_records import CheckedSource
 from lockstep.data.order import epoch_batches
 from lockstep.data.read_ahead import Read
 from lockstep.data.sources import Source
@@ -28,6 +29,7 @@ from lockstep.train.metrics import Metrics
 from lockstep.train.rank_proof import prove_alike
 from lockstep.train.replicas import own_replica, replicas_of, set_replica
 from lockstep.train.residuals import residuals_of_all
+from lockstep.train.sieve import Sieve
 from lockstep.train.snapshots import noting, take_snapshot
 from lockstep.train.tasks import Task, evaluate, joined_metrics
 from lockstep.train.tracing import StepTracer
@@ -85,6 +87,7 @@ class FitTask(Task):
         record: show the conductor a Snapshot after every step.
         look: what modules compute to note for the Snapshots, where they are recorded.
         counts_skipped: tell how many steps of an epoch were left out.
+        counts_bad: leave bad records out, and tell how many.
         loss_parts: of the loss, where it has some.
         shows_slots: callbacks that act after steps look at the optimizer's slots, too.
         turns: the losses of several functions that take turns with every batch.
@@ -116,6 +119,7 @@ class FitTask(Task):
     record: bool = False
     look: Look | None = None
     counts_skipped: bool = False
+    counts_bad: bool = False
     shows_slots: bool = False
     takes_states: bool = False
     is_kept: bool = False
@@ -190,14 +194,20 @@ class FitTask(Task):
         observe = self.metrics.update if self.metrics else None
         results = self._begin_sums(ensemble, epoch)
         batches = self._batches(ensemble, source, epoch)
+        sieve = self._sieve(ensemble, self.source)
         for index, (batch, indices) in enumerate(batches, self._num_done(epoch)):
             if self.before_steps:
                 stops = ensemble.consult(partial(conductor.begin_step, index))
                 if stops and self.stops_before_steps:
                     break
             step = self.first_step + progress.num_steps
+            num_taken = len(indices)
+            if sieve is not None:
+                batch, indices = sieve.sifted(batch, indices, step, max(len(self.turns.names), 1))
             with tracer.step(step), noting(worker, self.look, step) as noted:
                 result = self._train_step(ensemble, batch, indices, step, observe)
+            if num_taken > len(indices):
+                result = replace(result, num_bad=num_taken - len(indices))
             progress.num_epochs, progress.num_steps = epoch + 1, progress.num_steps + 1
             if tracer.is_due(step + 1):
                 ensemble.show_traces(tracer)
@@ -231,12 +241,21 @@ class FitTask(Task):
         logs.update(worker.epoch_logs())
         if self.counts_skipped:
             logs["skipped_steps"] = sum(result.is_skipped for result in results)
+        if self.counts_bad:
+            logs["bad_records"] = sum(result.num_bad for result in results)
         if self.watched:
             ensemble.collect_buffers()
             ensemble.show_slots()
         self._stand(ensemble, Place(epoch=epoch + 1, batch=0, num_steps=progress.num_steps))
         end = partial(conductor.end_epoch, epoch, logs)
         return ensemble.consult(end, Resume(epoch + 1) if self.watched else None)
+
+    def _sieve(self, ensemble: Ensemble, source: Source | SharedStream | None) -> Sieve | None:
+        """What leaves bad records out, if they are to be and there may be some."""
+        if not isinstance(source, CheckedSource):
+            return None
+        tell = ensemble.conductor.note_bad_records
+        return Sieve(source, ensemble.worker, ensemble.control, tell)
 
     def _num_done(self, epoch: int) -> int:
         """Batches of the epoch that were made before this task."""
@@ -352,8 +371,10 @@ class FitTask(Task):
         step: int,
         observe: Observe | None,
     ) -> StepResult:
-        """One step, or one of each function that takes its turn."""
+        """One step, or one of each function that takes its turn; none where no record is left."""
         worker = ensemble.worker
+        if self.counts_bad and not len(indices):
+            return StepResult(total=0.0, weight=0.0, num_samples=0)
         if not self.turns:
             return worker.train_step(source, indices, step, observe)
         results = [
@@ -388,6 +409,7 @@ class FitTask(Task):
             epoch,
             ensemble.pause_validation,
             lambda: ensemble.conductor.is_interrupted,
+            self._sieve(ensemble, self.validation),
         )
         ensemble.conductor.end_validation(validated)
         return {**logs, **{f"val_{name}": value for name, value in validated.items()}}

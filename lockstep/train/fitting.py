@@ -3,18 +3,26 @@
 What comes before and after is the Trainer's; what happens between the steps is the conductor's.
 """
 
+import os
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
+from lockstep.data.bad_records import CheckedSource, OnBadRecord
 from lockstep.errors import ModelError, OptionError
 from lockstep.parallel.losses import ONE_LOSS, LossAdapter
 from lockstep.train.backups import Backups
 from lockstep.train.batch_size import BatchSizeSearch, Training, choose_batch_size, search_of
 from lockstep.train.callbacks import acting, stopping, told_of_errors, traced_steps
 from lockstep.train.checkpoints import Checkpoint, FitRecord, Found, Keeper
-from lockstep.train.checks import check_counts, check_restarts, check_targets, log_names
+from lockstep.train.checks import (
+    check_counts,
+    check_on_bad_record,
+    check_restarts,
+    check_targets,
+    log_names,
+)
 from lockstep.train.conducting import FitConductor, FollowingConductor
 from lockstep.train.ensemble import Resume
 from lockstep.train.feeding import SharedStream, sample_of
@@ -27,7 +35,9 @@ from lockstep.train.metrics import Metrics
 from lockstep.train.persistence import PersistentRunner
 from lockstep.train.progress import OutputConsole, ProgressDisplay
 from lockstep.train.rate_rules import RateRule
+from lockstep.train.run_record import RunRecord
 from lockstep.train.same_data import check_same_data, fingerprint
+from lockstep.train.sieve import skipping
 from lockstep.train.trainer_protocol import TrainerProtocol
 
 
@@ -45,6 +55,8 @@ class FitRequest:
     rule: RateRule | None
     checkpoint: Checkpoint | None
     restarts: int
+    on_bad_record: OnBadRecord
+    record: str | os.PathLike[str] | None
     on_snapshot: Any
 
 
@@ -79,14 +91,18 @@ class FittingRunner(PersistentRunner):
 
     metrics: Metrics
     stop_training: bool
+    _run_record: RunRecord
     _loss: LossAdapter | None
 
     def _fit(self, asked: FitRequest) -> History:
         self._check_not_averaged("fit")
-        if asked.checkpoint is None:
-            return self._fit_on(asked, None, None)
-        with held_termination(is_alone=self._job_context.hosts is None) as termination:
-            return self._fit_with(asked, Keeper(asked.checkpoint, termination))
+        beside = None if asked.checkpoint is None else asked.checkpoint.directory
+        self._run_record = self._record_in(asked.record, beside)
+        with self._run_record.kept(strategy=type(self.strategy).__name__):
+            if asked.checkpoint is None:
+                return self._fit_on(asked, None, None)
+            with held_termination() as termination:
+                return self._fit_with(asked, Keeper(asked.checkpoint, termination))
 
     def _fit_with(self, asked: FitRequest, keeper: Keeper) -> History:
         """Fit, and write checkpoints."""
@@ -122,34 +138,16 @@ class FittingRunner(PersistentRunner):
         return history
 
     def _train_through(self, asked: FitRequest, fit: _Fit) -> History:
-        backups = self._backups(fit, asked.restarts)
         task = self._fit_task(fit)
+        backups = self._backups_of(task.sources(), asked.restarts)
         if asked.on_snapshot is not None:
             task = replace(task, record=True, look=getattr(asked.on_snapshot, "look", None))
         task.takes_states = task.takes_states or backups is not None
+        task.is_kept = task.is_kept or asked.restarts > 0
         display = None
         if self._shows(asked):
             display = ProgressDisplay(fit.wish.epochs, fit.feed.num_steps)
         return self._conduct(task, fit.loss, display, asked.on_snapshot, backups)
-
-    def _backups(self, fit: _Fit, restarts: int) -> Backups | None:
-        """Copies of the training in memory; none where one process cannot have all of it."""
-        if self._job_context.hosts is not None:
-            if restarts:
-                raise OptionError(
-                    "Processes are started anew by the script that has started them.",
-                    received=f"restarts={restarts} with processes that a launcher has started",
-                    fix="Pass checkpoint=, and start the script anew.",
-                )
-            return None
-        feeds = [feed for feed in (fit.feed, fit.validation) if feed is not None]
-        return Backups(
-            lambda: self._state_at(self._place_in_fit()),
-            self._set_state_but_callbacks,
-            self._session.stores.release_pages,
-            [feed.source for feed in feeds if isinstance(feed.source, SharedStream)],
-            restarts,
-        )
 
     def _shows(self, asked: FitRequest) -> bool:
         return bool(asked.verbose) and self._is_chief
@@ -162,6 +160,7 @@ class FittingRunner(PersistentRunner):
         }
         epochs, size, steps_per_epoch = check_counts(sizes, epochs=asked.epochs)
         check_restarts(asked.restarts)
+        check_on_bad_record(asked.on_bad_record)
         loss = self._loss_of_fit(has_validation=asked.validation_data is not None)
         self._check_trainable()
         wish = Wish(
@@ -179,6 +178,11 @@ class FittingRunner(PersistentRunner):
         feed = self._job_context.agreed_feed(take_in(asked.data, wish))
         with closing_on_error(feed):
             validation = _take_in_validation(asked.validation_data, wish, feed)
+            if asked.on_bad_record == "skip":
+                feed = skipping(feed, self._maker(), self._job_context.hosts)
+                validation = validation and skipping(
+                    validation, self._maker(), self._job_context.hosts
+                )
         return _Fit(loss=loss, wish=wish, feed=feed, validation=validation)
 
     # --- checkpoints -----------------------------------------------------------------------------
@@ -349,6 +353,7 @@ class FittingRunner(PersistentRunner):
             after_steps=bool(stopping(callbacks, "on_train_batch_end")),
             steps_per_epoch=wish.steps_per_epoch,
             traced=traced_steps(callbacks, self._steps_trained),
+            counts_bad=isinstance(fit.feed.source, CheckedSource),
             counts_skipped=self._recipe.rules.on_nonfinite == "skip",
             loss_parts=ONE_LOSS if fit.loss is None else fit.loss.parts,
             turns=self._recipe.turns,
@@ -393,6 +398,7 @@ class FittingRunner(PersistentRunner):
                     on_snapshot,
                     interrupt,
                     backups,
+                    self._run_record,
                 )
             try:
                 conductor.begin_train()

@@ -1,7 +1,7 @@
 """What of a Trainer outlives its calls: weights in files, its state, trials that are taken back."""
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -9,12 +9,16 @@ from typing import Any, TypeVar
 import torch
 
 from lockstep.checkpoint.weights import load_weights, save_weights
+from lockstep.data.sources import Source
 from lockstep.errors import OptionError
+from lockstep.train.backups import Backups
 from lockstep.train.callbacks import Callback
 from lockstep.train.conductor import Conductor, Place
 from lockstep.train.ensemble import Resume
+from lockstep.train.feeding import SharedStream
 from lockstep.train.history import History
 from lockstep.train.learning_rates import RunningSchedule
+from lockstep.train.run_record import VARIABLE, RunRecord
 from lockstep.train.run_state import (
     callback_states,
     check_state,
@@ -316,6 +320,37 @@ class PersistentRunner(Runner):
         All call it. It may be made of numbers, texts, tensors, tuples, lists, dicts, dataclasses.
         """
         return self._call("same_everywhere", lambda: self._job_context.from_chief(result))
+
+    # --- for a fit -------------------------------------------------------------------------------
+
+    def _backups_of(
+        self, sources: Iterable[Source | SharedStream], restarts: int
+    ) -> Backups | None:
+        """Copies of the training in memory; none where one process cannot have all of it."""
+        if self._job_context.hosts is None:
+            return Backups(
+                lambda: self._state_at(self._place_in_fit()),
+                self._set_state_but_callbacks,
+                self._session.stores.release_pages,
+                [source for source in sources if isinstance(source, SharedStream)],
+                restarts,
+            )
+        if restarts:
+            raise OptionError(
+                "Processes are started anew by the script that has started them.",
+                received=f"restarts={restarts} with processes that a launcher has started",
+                fix="Pass checkpoint=, and start the script anew.",
+            )
+        return None
+
+    def _record_in(self, *folders: str | os.PathLike[str] | None) -> RunRecord:
+        """The record of a ``fit``, in the first folder of these, or as the user always wants it.
+
+        Host 0 keeps it; a ``fit`` within a callback of another keeps none of its own.
+        """
+        is_kept = self._is_chief and not self._job_context.is_nested
+        named = [folder for folder in (*folders, os.environ.get(VARIABLE)) if folder]
+        return RunRecord(named[0] if named and is_kept else None)
 
     # --- parts -----------------------------------------------------------------------------------
 

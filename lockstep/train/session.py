@@ -42,6 +42,7 @@ from lockstep.train.hosts import Hosts
 from lockstep.train.likeness import assignment_facts
 from lockstep.train.packing import check_loss, check_number, pack_assignment, spec_of
 from lockstep.train.read_limit import ReadLimit
+from lockstep.train.scene import RankState, said_of, states_of
 from lockstep.train.serving import Call, serve, serve_again
 from lockstep.train.standing import Footing, News, StandingCalls, may_stand
 from lockstep.train.stores import Mapped, Stores, has_options, options_store
@@ -142,6 +143,9 @@ class Session:
         region = None if is_alone else spec.create()
         worker = make_worker(assignment, spec, region, rank=0, look_around=lambda waited: None)
         _heed(conductor, worker)
+        if isinstance(assignment.task, FitTask):
+            look = partial(states_of, None, None, 0)
+            conductor.begin_run(assignment.task.start, look)
         return assignment.task.run(worker, SoloControl(), conductor)
 
     def _lead(
@@ -213,16 +217,18 @@ class Session:
 
     @contextmanager
     def _ending_team(
-        self, part: "_Part | None" = None, put_back: Callable[[], int | None] = lambda: None
+        self, part: "_Part | None" = None, conductor: Conductor | None = None
     ) -> Iterator[None]:
         """A call that fails within the block ends the helpers, and says what it leaves."""
         try:
             yield
         except BaseException as trouble:
             error = as_raised(trouble)
+            if part is not None and conductor is not None:
+                part.look_at_scene(error, conductor)
             self.close(error)
-            if part is not None:
-                part.abandon(error, put_back)
+            if part is not None and conductor is not None:
+                part.abandon(error, conductor.put_back)
             if error is trouble:
                 raise
             raise error from error.__cause__
@@ -230,7 +236,7 @@ class Session:
     def _conduct(self, part: "_Part", conductor: Conductor, call: Callable[[], None]) -> Any:
         """Call the helpers, and do this process's part of the task."""
         assignment, worker, team = part.assignment, part.worker, part.team
-        with self._ending_team(part, conductor.put_back):
+        with self._ending_team(part, conductor):
             call()
             _heed(conductor, worker)
             initialize_own(assignment, worker)
@@ -239,7 +245,7 @@ class Session:
             # What lies in memory is read at once.
             may_hang = not all(isinstance(one, ArraySource) for one in assignment.task.sources())
             if isinstance(assignment.task, FitTask):
-                conductor.begin_run(assignment.task.start)
+                conductor.begin_run(assignment.task.start, part.states)
             with limit.watched() if may_hang else nullcontext():
                 result = assignment.task.run(worker, part.control, conductor)
             worker.close()
@@ -360,6 +366,17 @@ class _Part:
         """Whether the ranks were told to stop: for good, as far as their board is concerned."""
         board = self.worker.board
         return board is not None and board.is_halted
+
+    def states(self) -> list[RankState]:
+        """What the ranks of this host are at."""
+        return states_of(self.team, self.worker.board, self.worker.rank)
+
+    def look_at_scene(self, error: BaseException, conductor: Conductor) -> None:
+        """The call has failed, and the helpers still live: note in the error what they were at."""
+        states = self.states()
+        if note := said_of(states, error):
+            add_note(error, note)
+        conductor.take_scene(error, states, self.team)
 
     def abandon(self, error: BaseException, put_back: Callable[[], int | None]) -> None:
         """The call has failed, and the helpers have ended: note in the error what is left."""

@@ -23,6 +23,7 @@ from lockstep.parallel.worker import Worker, modes_of
 from lockstep.train.conductor import Conductor, Logs
 from lockstep.train.feeding import SharedStream, all_batches
 from lockstep.train.metrics import Metrics
+from lockstep.train.sieve import Sieve
 
 
 class Task(ABC):
@@ -145,6 +146,7 @@ def evaluate(
     epoch: int = 0,
     pause: Callable[[int], None] = lambda index: None,
     gives_up: Callable[[], bool] = lambda: False,
+    sieve: Sieve | None = None,
 ) -> Logs:
     """Loss and metrics over a source; on rank 0.
 
@@ -158,7 +160,9 @@ def evaluate(
         epoch: of the training that this is a part of.
         pause: called after every batch, with its number.
         gives_up: whether rank 0 need not wait for data any longer.
+        sieve: leaves bad records out; None where they are errors.
     """
+    num_bad = 0
     metrics.reset()
     observe = metrics.update if metrics else None
     losses: list[Sums] = []
@@ -166,10 +170,18 @@ def evaluate(
     with modes_of(worker.model, training=False), reading_ahead(source, reads) as ahead:
         batches = all_batches(ahead, worker, control, batch_size, epoch, gives_up)
         for index, (part, indices) in enumerate(batches):
-            losses += worker.evaluate_step(part, indices, observe)
+            num_taken = len(indices)
+            if sieve is not None:
+                part, indices = sieve.sifted(part, indices)
+                num_bad += num_taken - len(indices)
+            if len(indices):
+                losses += worker.evaluate_step(part, indices, observe)
+            if sieve is not None:
+                worker.barrier()
             pause(index)
     gathered = [loss for losses in control.gather(losses) for loss in losses]
-    return {**loss_parts.logs(gathered), **joined_metrics(metrics, control)}
+    counts = {} if sieve is None else {"bad_records": num_bad}
+    return {**loss_parts.logs(gathered), **joined_metrics(metrics, control), **counts}
 
 
 def _reads_in_order(

@@ -5,13 +5,15 @@ runs tasks on the Plan's ranks through a ``Session``.
 """
 
 import copy
+import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from typing import Any, Literal
 
 import torch
 from torch import nn, optim
 
+from lockstep.data.bad_records import OnBadRecord
 from lockstep.data.batch_dims import BatchDims
 from lockstep.data.sources import Source, as_input_source
 from lockstep.data.trees import Tree, concatenate, map_tensors, tensors_of
@@ -45,6 +47,7 @@ from lockstep.train.intake import (
     Wish,
     take_in,
 )
+from lockstep.train.interrupt import held_termination
 from lockstep.train.job_context import JobContext, StrategyLike
 from lockstep.train.known_modules import known_modules
 from lockstep.train.learning_rates import make_schedule
@@ -206,6 +209,8 @@ class Trainer(FittingRunner):
         reference_batch_size: int = DEFAULT_BATCH_SIZE,
         checkpoint: Checkpoint | None = None,
         restarts: int = 0,
+        on_bad_record: OnBadRecord = "error",
+        record: str | os.PathLike[str] | None = None,
         on_snapshot: Any = None,
     ) -> History:
         """Train; a second ``fit`` goes on where the first ended.
@@ -240,6 +245,13 @@ class Trainer(FittingRunner):
                 answered for ``timeout_seconds`` of the strategy: with fresh processes, from the
                 last copy of the training in memory, to the same bits. That takes memory for a
                 second copy of weights and optimizer, and at most 2 % of the time.
+            on_bad_record: what becomes of a sample that cannot be read, or is not of the shapes and
+                types of the first one that can be: ``"error"`` ends the training with a
+                BadRecordError; ``"skip"`` leaves it out of its batch, on all ranks alike, and
+                counts it (``"bad_records"`` in the history). For map-style datasets.
+            record: folder for a record of the run, ``record.jsonl``, from which ``lockstep doctor``
+                tells what has gone wrong; None is the checkpoint's, or that which
+                ``LOCKSTEP_RECORD`` names, or none.
             on_snapshot: called with a ``train.conductor.Snapshot`` after every step: gradients,
                 every rank's state and the optimizer's slots. For proofs; slow. Its attribute
                 ``look``, if it has one, says of which steps modules' values are to be noted.
@@ -268,9 +280,12 @@ class Trainer(FittingRunner):
             rule=rule_of(learning_rate_rule, reference_batch_size),
             checkpoint=checkpoint,
             restarts=restarts,
+            on_bad_record=on_bad_record,
+            record=record,
             on_snapshot=on_snapshot,
         )
-        return self._call("fit", lambda: self._fit(asked))
+        with nullcontext() if checkpoint is None else held_termination():
+            return self._call("fit", lambda: self._fit(asked))
 
     def evaluate(self, data: Any, *, batch_size: int | None = None) -> Logs:
         """Loss and metrics over ``data``, every sample counted once.

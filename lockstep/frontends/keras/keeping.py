@@ -5,7 +5,9 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
+from lockstep.errors import OptionError
 from lockstep.frontends.keras.checkpoints import Checkpoint, KeptCallback, kept
+from lockstep.plan.makers import LocalSteps, Maker
 from lockstep.train.callbacks import Callback
 from lockstep.train.checkpoints import FitRecord, Found, Keeper
 from lockstep.train.ensemble import Resume
@@ -15,6 +17,7 @@ from lockstep.train.intake import Feed
 from lockstep.train.interrupt import held_termination
 from lockstep.train.likeness import said
 from lockstep.train.persistence import PersistentRunner
+from lockstep.train.run_record import RunRecord
 from lockstep.train.same_data import fingerprint
 from lockstep.train.training_state import TrainingState
 
@@ -24,12 +27,14 @@ class KeepingRunner(PersistentRunner):
 
     Attributes:
         keeper: writes the checkpoints of the ``fit`` under way; None without.
+        record: of that ``fit``; None without.
     """
 
     model: Any
     callbacks: list[Callback]
     schedule = None
     keeper: Keeper | None = None
+    record: RunRecord | None = None
 
     @property
     def stop_training(self) -> bool:
@@ -50,14 +55,12 @@ class KeepingRunner(PersistentRunner):
         Raises:
             CheckpointError: what is there is of another ``fit``, or not whole.
         """
-        if checkpoint is None:
-            yield None
-            return
         with ExitStack() as stack:
-            is_alone = self._job_context.hosts is None
-            keeper = Keeper(
-                checkpoint.files, stack.enter_context(held_termination(is_alone=is_alone))
-            )
+            stack.enter_context(self._recorded(checkpoint))
+            if checkpoint is None:
+                yield None
+                return
+            keeper = Keeper(checkpoint.files, stack.enter_context(held_termination()))
             tree = stack.enter_context(keeper.opened()) if self._is_chief else None
             tree = self._job_context.from_chief(tree)
             found = None if tree is None else Found.of(tree)
@@ -76,6 +79,16 @@ class KeepingRunner(PersistentRunner):
                 yield None
             finally:
                 self.keeper, self.callbacks, self._resumed = None, [], None
+
+    @contextmanager
+    def _recorded(self, checkpoint: Checkpoint | None) -> Iterator[None]:
+        """Within the block a record is kept, beside the checkpoints or as the user's always."""
+        self.record = self._record_in(None if checkpoint is None else checkpoint.files.directory)
+        try:
+            with self.record.kept(strategy=type(self.strategy).__name__):
+                yield
+        finally:
+            self.record = None
 
     def _own_part(self, state: TrainingState) -> TrainingState:
         """Callbacks are on host 0."""
@@ -116,6 +129,23 @@ class KeepingRunner(PersistentRunner):
         if isinstance(feed.source, SharedStream) and used is not None:
             feed.source.skip(start.epoch, start.batch)
             feed.source.check_used(used)
+
+
+def check_together(maker: Maker) -> None:
+    """See that one process has all of a training, which restarts need.
+
+    Args:
+        maker: of its Plan.
+
+    Raises:
+        OptionError: replicas train apart.
+    """
+    if isinstance(maker, LocalSteps):
+        raise OptionError(
+            "Replicas that train apart have optimizers of their own, of which no copy is kept.",
+            received="Restarts under LocalSGDStrategy",
+            fix="Use MirroredStrategy; or a Checkpoint, and start the script anew.",
+        )
 
 
 def record_of(

@@ -20,7 +20,7 @@ from keras.src.trainers.data_adapters import array_slicing, data_adapter_utils
 from lockstep.data.trees import Tree, map_tensors
 from lockstep.errors import ModelError, OptionError, level_of_user
 from lockstep.frontends.keras.bound_methods import METHODS
-from lockstep.frontends.keras.checkpoints import checkpoint_in
+from lockstep.frontends.keras.checkpoints import checkpoint_in, restarts_in
 from lockstep.frontends.keras.checks import check_batch_sizes, check_integers, check_model
 from lockstep.frontends.keras.conducting import steps_between_metrics
 from lockstep.frontends.keras.intake import take_in, warn_if_short
@@ -134,6 +134,7 @@ class Methods:
                     for epoch in range(min(initial_epoch, 0), epochs)
                     if validation is not None and self._evaluates_after(epoch, validation_freq)
                 ),
+                restarts=restarts_in(callbacks),
             )
             trainer = self._trainer_for(feed)
             record = partial(record_of, trainer, feed, validation, **_lasting(options))

@@ -24,7 +24,7 @@ from lockstep.frontends.keras.conducting import (
     steps_between_metrics,
 )
 from lockstep.frontends.keras.direct_calls import is_plain_kind
-from lockstep.frontends.keras.keeping import KeepingRunner
+from lockstep.frontends.keras.keeping import KeepingRunner, check_together
 from lockstep.frontends.keras.looking import few_samples, fixed_batch_size, in_evaluation
 from lockstep.frontends.keras.losses import Additions, KerasLoss
 from lockstep.frontends.keras.metrics import KerasMetrics
@@ -43,6 +43,7 @@ from lockstep.parallel.forward import call_model
 from lockstep.parallel.independence import check_apart
 from lockstep.parallel.serialization import reducing
 from lockstep.plan.makers import SingleDevice
+from lockstep.train.backups import Backups
 from lockstep.train.changes import ChangeWatch, settings_of
 from lockstep.train.conducting import FollowingConductor
 from lockstep.train.conductor import Conductor, Logs
@@ -69,6 +70,7 @@ class FitOptions:
         shuffle: take arrays in a new order every epoch.
         evaluates: the epochs that end with an evaluation.
         is_one_batch: this is ``train_on_batch``.
+        restarts: how often to go on after the loss of a process.
     """
 
     epochs: int
@@ -76,6 +78,7 @@ class FitOptions:
     shuffle: bool
     evaluates: tuple[int, ...]
     is_one_batch: bool = False
+    restarts: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,14 +198,19 @@ class KerasTrainer(KeepingRunner):
             shows_slots=not is_elementwise(model.optimizer, self.model.variables.values()),
             watches_validation=start.watches_validation,
             tells_each=start.tells_each,
-            takes_states=self.keeper is not None and self.keeper.acts_in("takes_state"),
-            is_kept=self.keeper is not None,
+            takes_states=options.restarts > 0
+            or (self.keeper is not None and self.keeper.acts_in("takes_state")),
+            is_kept=options.restarts > 0 or self.keeper is not None,
         )
         if self._job_context.hosts is not None:
             facts = {"`evaluates`": options.evaluates}
             task = self._job_context.hosts.agree_on_task(task, facts)  # type: ignore[assignment]  # of the same class
         with self._fitting(), held_interrupts() as interrupt:
-            conductor = self._conductor(callbacks, interrupt)
+            backups = None  # unless somebody has asked for restarts
+            if options.restarts:
+                check_together(self._maker())
+                backups = self._backups_of(task.sources(), options.restarts)
+            conductor = self._conductor(callbacks, interrupt, backups)
             self._maker().check_batch_size(feed.batch_size)
             self.batch_size = feed.batch_size
             self._go_on(conductor, task.start)
@@ -212,16 +220,22 @@ class KerasTrainer(KeepingRunner):
         return conductor.logs if isinstance(conductor, KerasFitConductor) else {}
 
     def _conductor(
-        self, callbacks: Any, interrupt: Interrupt
+        self, callbacks: Any, interrupt: Interrupt, backups: Backups | None
     ) -> KerasFitConductor | FollowingConductor:
         if not self._job_context.is_chief:
             return FollowingConductor(interrupt)
         return KerasFitConductor(
             self.model,
             callbacks,
-            ChangeWatch(self.model, lambda: self._session.stores.readopt(self.model)),
+            ChangeWatch(
+                self.model,
+                lambda: self._session.stores.readopt(self.model),
+                sees_weights=backups is not None,
+            ),
             interrupt,
             self,
+            backups,
+            self.record,
         )
 
     def finish_fit(self) -> None:
