@@ -4,7 +4,7 @@ A small net with dropout and Adam trains under each strategy, with ``restarts``;
 stops a random helper a random time after the last fault was survived. With ``single`` the script
 itself is killed, and started again with checkpoints. In the end weights, optimizer, history and the
 bits of every step's loss must be those of a run without faults. The run's record says in which
-phases of a step the faults have fired.
+phases of a step the faults have fired. Whole hosts are in ``host_faults``.
 
 Run: ``python bench/soak.py [--minutes 30] [--strategies mirrored pipeline ...] [--faults N]``
 """
@@ -26,6 +26,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import host_faults
 import torch
 from torch import nn
 
@@ -196,7 +197,8 @@ def soak(strategy: str, fault: str, faults: int, until: float) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=30)
-    parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=list(STRATEGIES))
+    every = [*STRATEGIES, *host_faults.STRATEGIES]
+    parser.add_argument("--strategies", nargs="+", choices=every, default=every)
     parser.add_argument("--faults", type=int, default=10**6, help="of each kind, at the most")
     parser.add_argument("--script", type=Path, help="be the script that is killed")
     asked = parser.parse_args()
@@ -207,14 +209,25 @@ def main() -> None:
     kinds = [
         (strategy, fault)
         for strategy in asked.strategies
+        if strategy in STRATEGIES
         for fault in (["kill"] if strategy == "single" else SIGNALS)
     ]
+    of_hosts = [
+        (strategy, fault)
+        for strategy in asked.strategies
+        if strategy in host_faults.STRATEGIES
+        for fault in host_faults.FAULTS
+    ]
+    share = 60 * asked.minutes / len([*kinds, *of_hosts])
     titles = ["strategy, fault", "survived", "same bits", "median until a new step", "95 %", "most"]
     print("| " + " | ".join([*titles, "phases hit"]) + " |")
     print("|---|---|---|---|---|---|---|")
-    share = 60 * asked.minutes / len(kinds)
     for strategy, fault in kinds:
         print(soak(strategy, fault, asked.faults, time.monotonic() + share), flush=True)
+    print(f"\n{host_faults.HEADER}", flush=True)
+    for strategy, fault in of_hosts:
+        row = host_faults.soak(strategy, fault, asked.faults, time.monotonic() + share)
+        print(row, flush=True)
 
 
 if __name__ == "__main__":

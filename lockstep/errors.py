@@ -158,9 +158,19 @@ class HostError(LockstepError, RuntimeError):
 
     Attributes:
         raised: an exception like the one that has ended its work, where its type is built in.
+        is_loss: it, or a process of its, was killed, is cut off, or does not answer: what it has
+            computed was not at fault.
     """
 
     raised: BaseException | None = None
+    is_loss = False
+
+    @classmethod
+    def of_loss(cls, what: str, *, received: object = None, fix: str = "") -> "HostError":
+        """The error for a host that is lost."""
+        error = cls(what, received=received, fix=fix)
+        error.is_loss = True
+        return error
 
     def __init__(self, what: str = "", *, received: object = None, fix: str = "") -> None:
         super().__init__(what, received=received, fix=fix)

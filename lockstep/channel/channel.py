@@ -115,7 +115,7 @@ def lost(host: str, error: OSError) -> HostError:
     """
     if isinstance(error, TamperedError):
         return HostError(tampered(host, error))
-    return HostError(
+    return HostError.of_loss(
         f"{host} no longer takes part.",
         received=error.strerror or str(error) or type(error).__name__,
         fix="Look at that host's output for the cause.",

@@ -135,7 +135,7 @@ class ProcessGroups:
         timeout = self._meeting.timeout_seconds
         if self._abroad and waited_seconds > timeout:
             names = " or ".join(dict.fromkeys(self._abroad.values()))
-            raise HostError(
+            raise HostError.of_loss(
                 f"{names} must come to the same step within {format_seconds(timeout)}.",
                 received=f"nothing for {format_seconds(waited_seconds)}",
                 fix="See whether that host hangs or is cut off; raise `timeout_seconds` if steps "

@@ -92,7 +92,7 @@ class TensorChannels(Transport):
 
     def _too_late(self, peers: Iterable[int], waited: float) -> HostError:
         names = dict.fromkeys(self._names[peer] for peer in sorted(peers))
-        return HostError(
+        return HostError.of_loss(
             f"{' and '.join(names)} must come to the same step within "
             f"{format_seconds(self._timeout)}.",
             received=f"nothing for {format_seconds(waited)}",

@@ -232,6 +232,14 @@ _Argument = str | int | float | bool | None
 _MOST_NAMED_BYTES = 1 << 14
 
 
+# In place of a type, of a host that has lost a process or another host.
+_LOST = b"lost"
+
+
+def _is_loss(error: BaseException | None) -> bool:
+    return isinstance(error, HostError | WorkerError) and error.is_loss
+
+
 def encode_report(text: str, error: BaseException | None, most_bytes: int) -> bytes:
     """The report of a failure.
 
@@ -240,7 +248,7 @@ def encode_report(text: str, error: BaseException | None, most_bytes: int) -> by
         error: the exception, if there is one.
         most_bytes: of the result; more of the text is cut off.
     """
-    named = b"" if error is None else _named(error)
+    named = _LOST if _is_loss(error) else b"" if error is None else _named(error)
     return (named + b"\n" + text.encode(errors="replace"))[:most_bytes]
 
 
@@ -248,7 +256,8 @@ def decode_report(payload: bytes) -> HostError:
     """The error to raise here; with an exception of the type that was named, if one was."""
     named, _, text = payload.partition(b"\n")
     error = HostError(text.decode(errors="replace"))
-    if named:
+    error.is_loss = named == _LOST
+    if named and not error.is_loss:
         try:
             kind, arguments = decode_untrusted(named, tuple[str, tuple[_Argument, ...]])
         except HostError:

@@ -246,6 +246,7 @@ class FitTask(Task):
         if self.watched:
             ensemble.collect_buffers()
             ensemble.show_slots()
+            ensemble.control.bring_groups()
         self._stand(ensemble, Place(epoch=epoch + 1, batch=0, num_steps=progress.num_steps))
         end = partial(conductor.end_epoch, epoch, logs)
         return ensemble.consult(end, Resume(epoch + 1) if self.watched else None)
@@ -294,6 +295,7 @@ class FitTask(Task):
             return
         ensemble.collect_buffers()
         ensemble.show_slots()
+        control.bring_groups()
         sums = epoch_sums(results, self.metrics, control, are_apart=worker.trains_apart)
         num_steps = progress.num_steps
         place = Place(epoch=epoch, batch=batch, num_steps=num_steps, so_far=sums)
@@ -306,11 +308,10 @@ class FitTask(Task):
             place = replace(place, replicas=replicas)
         if plan.compression is not None and self.is_kept:
             place = replace(place, residuals=residuals_of_all(worker, ensemble.control))
-        is_apart = plan.num_hosts > 1 and plan.pipeline is not None  # weights are on other hosts
         if isinstance(self.source, SharedStream):
             read = self.source.used
             place = replace(place, read=read, is_lasting=read is not None)
-        ensemble.conductor.stand_at(None if is_apart else place)
+        ensemble.conductor.stand_at(place)
 
     def _begin_epoch(self, ensemble: Ensemble, epoch: int) -> bool:
         """Let callbacks begin an epoch, unless they have; returns whether to stop."""

@@ -28,9 +28,17 @@ from lockstep.train.ensemble import Resume
 from lockstep.train.feeding import SharedStream, sample_of
 from lockstep.train.fit_task import FitTask
 from lockstep.train.history import History
-from lockstep.train.intake import Feed, Wish, close_all, closing_on_error, take_in
+from lockstep.train.intake import (
+    Feed,
+    Wish,
+    close_all,
+    closing_on_error,
+    take_in,
+    take_in_validation,
+)
 from lockstep.train.interrupt import held_interrupts, held_termination
 from lockstep.train.likeness import said
+from lockstep.train.lost_hosts import check_restarts_on, nothing_kept, outlast
 from lockstep.train.metrics import Metrics
 from lockstep.train.persistence import PersistentRunner
 from lockstep.train.progress import OutputConsole, ProgressDisplay
@@ -58,6 +66,8 @@ class FitRequest:
     on_bad_record: OnBadRecord
     record: str | os.PathLike[str] | None
     on_snapshot: Any
+    goes_on: bool = False
+    """It was begun before by this process, which has lost another host."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +104,16 @@ class FittingRunner(PersistentRunner):
     _run_record: RunRecord
     _loss: LossAdapter | None
 
+    def _fit_to_the_end(self, asked: FitRequest) -> History:
+        """Fit; on several hosts, again where one was lost."""
+        start = self._epochs_trained, self._steps_trained
+
+        def fit(goes_on: bool) -> History:
+            self._epochs_trained, self._steps_trained = start
+            return self._call("fit", lambda: self._fit(replace(asked, goes_on=goes_on)))
+
+        return outlast(fit, asked.restarts, self._job_context, verbose=asked.verbose)
+
     def _fit(self, asked: FitRequest) -> History:
         self._check_not_averaged("fit")
         beside = None if asked.checkpoint is None else asked.checkpoint.directory
@@ -108,12 +128,17 @@ class FittingRunner(PersistentRunner):
         """Fit, and write checkpoints."""
         with keeper.opened() if self._is_chief else nullcontext() as tree:
             tree = self._job_context.from_chief(tree)
-            return self._fit_on(asked, keeper, None if tree is None else Found.of(tree))
+            if tree is None and asked.goes_on:
+                raise nothing_kept(keeper.directory)
+            history = self._fit_on(asked, keeper, None if tree is None else Found.of(tree))
+        if self._job_context.hosts is not None:
+            self._job_context.hosts.wait()  # until the last one is written
+        return history
 
     def _fit_on(self, asked: FitRequest, keeper: Keeper | None, found: Found | None) -> History:
         """Go on with the ``fit`` that was found, if one was."""
         search = search_of(asked.batch_size)
-        self._check_alone(search)
+        self._check_alone(asked, search)
         fit = self._taken_in(asked, search)
         console = OutputConsole(quiet=not self._shows(asked))
         with closing(fit):
@@ -129,6 +154,8 @@ class FittingRunner(PersistentRunner):
                 self._take_up(found.state)
                 if found.record.is_finished:
                     return History(found.record.history, found.record.epoch)
+            if keeper is not None and found is None and asked.restarts:
+                self._keep_beginning(keeper)
             self._begin_schedule(fit)
             self._pass_over(fit)
             with self._kept(keeper):
@@ -177,7 +204,7 @@ class FittingRunner(PersistentRunner):
         )
         feed = self._job_context.agreed_feed(take_in(asked.data, wish))
         with closing_on_error(feed):
-            validation = _take_in_validation(asked.validation_data, wish, feed)
+            validation = take_in_validation(asked.validation_data, wish, feed)
             if asked.on_bad_record == "skip":
                 feed = skipping(feed, self._maker(), self._job_context.hosts)
                 validation = validation and skipping(
@@ -221,6 +248,15 @@ class FittingRunner(PersistentRunner):
             fit.feed.source.skip(start.epoch, start.batch)
             fit.feed.source.check_used(used)
 
+    def _keep_beginning(self, keeper: Keeper) -> None:
+        """Where hosts may be lost, the others have something to go on from at any time."""
+        hosts = self._job_context.hosts
+        if hosts is not None and not hosts.is_one_process:
+            parts = self._copied_parts()
+            if self._is_chief:
+                keeper.set_trainer(cast(TrainerProtocol, self))
+                keeper.begin(parts)
+
     def _finish(self, keeper: Keeper, history: History) -> None:
         parts = self._copied_parts()
         if self._is_chief:
@@ -245,9 +281,11 @@ class FittingRunner(PersistentRunner):
 
     # --- checks ----------------------------------------------------------------------------------
 
-    def _check_alone(self, search: BatchSizeSearch | None) -> None:
+    def _check_alone(self, asked: FitRequest, search: BatchSizeSearch | None) -> None:
         """Refuse what one host alone can do."""
         hosts = self._job_context.hosts
+        if hosts is not None and not hosts.is_one_process:
+            check_restarts_on(hosts, asked.restarts, has_checkpoint=asked.checkpoint is not None)
         if hosts is not None and search is not None:
             raise OptionError(
                 "A batch size is searched on one host.",
@@ -421,21 +459,3 @@ class FittingRunner(PersistentRunner):
             self._job_context.hosts.wait()
             if task.watched:  # ``on_train_end`` may have set weights
                 self._job_context.share_values(self.model)
-
-
-def _take_in_validation(data: Any, wish: Wish, feed: Feed) -> Feed | None:
-    """What is evaluated after every epoch; in batches of the same size, if it has none."""
-    if data is None:
-        return None
-    return take_in(
-        data,
-        replace(
-            wish,
-            name="validation_data",
-            batch_size=None,
-            default_batch_size=feed.batch_size,
-            shuffle=None,
-            steps_per_epoch=None,
-            purpose="validation",
-        ),
-    )

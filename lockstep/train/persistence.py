@@ -255,11 +255,11 @@ class PersistentRunner(Runner):
         return state.parts()
 
     def _whole_state(self) -> TrainingState:
-        """With what the script's process alone knows."""
-        states = callback_states(self._own_callbacks)
-        return replace(
-            self._state_at(self._position()), callbacks=self._job_context.from_chief(states)
-        )
+        """With what the script's process alone knows, on several hosts that of host 0."""
+        state = self._state_at(self._position())
+        own = callback_states(self._own_callbacks), state.schedule
+        callbacks, schedule = self._job_context.from_chief(own)
+        return replace(state, callbacks=callbacks, schedule=schedule)
 
     def _state_at(self, position: dict[str, Any]) -> TrainingState:
         """All but what callbacks keep; no copy."""
@@ -281,7 +281,8 @@ class PersistentRunner(Runner):
 
     def _set_whole_state(self, state: TrainingState) -> None:
         self._set_state_but_callbacks(state)
-        set_callback_states(self._own_callbacks, state.callbacks)
+        if self._is_chief:
+            set_callback_states(self.callbacks, state.callbacks)
 
     def _set_state_but_callbacks(self, state: TrainingState) -> None:
         self._set_state(state)
@@ -327,21 +328,16 @@ class PersistentRunner(Runner):
         self, sources: Iterable[Source | SharedStream], restarts: int
     ) -> Backups | None:
         """Copies of the training in memory; none where one process cannot have all of it."""
-        if self._job_context.hosts is None:
-            return Backups(
-                lambda: self._state_at(self._place_in_fit()),
-                self._set_state_but_callbacks,
-                self._session.stores.release_pages,
-                [source for source in sources if isinstance(source, SharedStream)],
-                restarts,
-            )
-        if restarts:
-            raise OptionError(
-                "Processes are started anew by the script that has started them.",
-                received=f"restarts={restarts} with processes that a launcher has started",
-                fix="Pass checkpoint=, and start the script anew.",
-            )
-        return None
+        hosts = self._job_context.hosts
+        if hosts is not None and not hosts.is_one_process:
+            return None
+        return Backups(
+            lambda: self._state_at(self._place_in_fit()),
+            self._set_state_but_callbacks,
+            self._session.stores.release_pages,
+            [source for source in sources if isinstance(source, SharedStream)],
+            restarts,
+        )
 
     def _record_in(self, *folders: str | os.PathLike[str] | None) -> RunRecord:
         """The record of a ``fit``, in the first folder of these, or as the user always wants it.

@@ -195,7 +195,7 @@ class Runner(ABC):
         except BaseException as error:
             self._session.desert(hosts, error)
             raise
-        self._session.dismiss(result, self.model)
+        self._session.dismiss(hosts, result, self.model)
         return result
 
     @property

@@ -117,10 +117,12 @@ class Session:
             sight = None if hosts is not None else sight
             return self._lead(assignment, conductor, hosts, calls or StandingCalls(), sight)
 
-    def dismiss(self, result: Any, model: nn.Module) -> None:
+    def dismiss(self, hosts: Hosts, result: Any, model: nn.Module) -> None:
         """Let the processes that follow this one go on, with a call's result and the weights."""
-        if self._team is not None:
-            call_conclude(self._team, result, model, self._timeout)
+        if self._team is None:
+            self._meet_followers(hosts, self._timeout)
+        assert self._team is not None
+        call_conclude(self._team, result, model, self._timeout)
 
     def desert(self, hosts: Hosts, error: BaseException) -> None:
         """After a call that has failed: end it for the processes that follow this one, too.
@@ -130,10 +132,15 @@ class Session:
         if not self._has_met:
             patience = min(_DISMISSAL_SECONDS, self._timeout)
             with suppress(WorkerError):  # they have not come: it has failed there, too
-                self._team = hosts.attach_team(hosts.place.num_processes - 1, 1, patience)
-                self._is_attached = True
+                self._meet_followers(hosts, patience)
         self.close(error)
         self._has_met = False
+
+    def _meet_followers(self, hosts: Hosts, timeout_seconds: float) -> None:
+        """Have the processes that follow this one in a call that needs no Plan."""
+        helpers = range(hosts.place.num_processes - 1)
+        self._team = hosts.attach_team(len(helpers), hosts.first_rank + 1, timeout_seconds)
+        self._is_attached = self._has_met = True
 
     def _run_alone(self, assignment: Assignment, conductor: Conductor) -> Any:
         spec = spec_of(assignment)
@@ -207,7 +214,7 @@ class Session:
             assignment=assignment,
             team=team,
             worker=worker,
-            control=_control(team, assignment.plan, self._timeout, watch, hosts),
+            control=_control(team, assignment, stores, self._timeout, watch, connected),
             stores=stores,
             region=region,
             spec=spec,
@@ -250,8 +257,7 @@ class Session:
                 result = assignment.task.run(worker, part.control, conductor)
             worker.close()
             team.finish(self._timeout)
-            if part.connected is not None:
-                bring_groups(part.connected, assignment, part.stores)
+            part.control.bring_groups()
             _heed(Conductor(), worker)  # what is kept of a call must not know who conducted it
         return result
 
@@ -262,8 +268,11 @@ class Session:
         num_helpers, first_rank = len(here) - 1, here.start + 1
         if self._team is not None and not (
             (self._team.num_helpers, self._team.first_rank) == (num_helpers, first_rank)
-            and self._threads == plan.threads_per_device
-            and (self._team.is_alive if self._is_attached else self._team.answers())
+            and (
+                self._team.is_alive
+                if self._is_attached
+                else self._threads == plan.threads_per_device and self._team.answers()
+            )
         ):
             self.close()
         if self._team is None:
@@ -433,17 +442,23 @@ def _leading_worker(
 
 
 def _control(
-    team: Team, plan: Plan, timeout_seconds: float, watch: "Watch", hosts: Hosts | None
+    team: Team,
+    assignment: Assignment,
+    stores: Sequence[Mapped],
+    timeout_seconds: float,
+    watch: "Watch",
+    connected: Connected | None,
 ) -> LeaderControl:
-    if hosts is None or plan.num_hosts == 1:
+    if connected is None:
         return LeaderControl(team, timeout_seconds)
     return HostControl(
         team,
-        hosts.control_group,
+        connected.hosts.control_group,
         rank=watch.first_rank,
-        num_ranks=plan.num_ranks,
+        num_ranks=assignment.plan.num_ranks,
         timeout_seconds=timeout_seconds,
         look_around=watch.look_around,
+        bring_groups=partial(bring_groups, connected, assignment, stores),
     )
 
 

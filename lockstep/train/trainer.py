@@ -241,10 +241,12 @@ class Trainer(FittingRunner):
             checkpoint: where and how often to write all that is needed to go on. Started again, the
                 same script goes on from the newest of these at the very next batch, on any number
                 of devices; a ``fit`` that had ended returns its history.
-            restarts: how often to go on, on this host, after a process was killed or has not
-                answered for ``timeout_seconds`` of the strategy: with fresh processes, from the
-                last copy of the training in memory, to the same bits. That takes memory for a
-                second copy of weights and optimizer, and at most 2 % of the time.
+            restarts: how often to go on after a process was killed or has not answered for
+                ``timeout_seconds`` of the strategy, to the same bits. On one host that goes with
+                fresh helpers, from the last copy of the training in memory, which takes memory for
+                a second copy of weights and optimizer, and at most 2 % of the time. On several
+                hosts ``checkpoint`` is needed, too: who is left waits for all hosts to come, and
+                all go on from the newest.
             on_bad_record: what becomes of a sample that cannot be read, or is not of the shapes and
                 types of the first one that can be: ``"error"`` ends the training with a
                 BadRecordError; ``"skip"`` leaves it out of its batch, on all ranks alike, and
@@ -266,6 +268,7 @@ class Trainer(FittingRunner):
             OSError: a checkpoint cannot be written; at the next one, or at the end.
             Exception: what the model, loss or data raise, on whichever rank; a note names it.
             WorkerError: a helper died or hung, or raised what cannot be brought here.
+            HostError: another host has failed or was lost, and no restart is left.
             KeyboardInterrupt: after Ctrl-C and the step that was under way, with weights and
                 optimizer as that step left them; at once after a second Ctrl-C.
         """
@@ -285,7 +288,7 @@ class Trainer(FittingRunner):
             on_snapshot=on_snapshot,
         )
         with nullcontext() if checkpoint is None else held_termination():
-            return self._call("fit", lambda: self._fit(asked))
+            return self._fit_to_the_end(asked)
 
     def evaluate(self, data: Any, *, batch_size: int | None = None) -> Logs:
         """Loss and metrics over ``data``, every sample counted once.

@@ -13,6 +13,7 @@ from lockstep.train.checkpoints import FitRecord, Found, Keeper
 from lockstep.train.ensemble import Resume
 from lockstep.train.feeding import SharedStream
 from lockstep.train.history import History
+from lockstep.train.hosts import Hosts
 from lockstep.train.intake import Feed
 from lockstep.train.interrupt import held_termination
 from lockstep.train.likeness import said
@@ -131,15 +132,23 @@ class KeepingRunner(PersistentRunner):
             feed.source.check_used(used)
 
 
-def check_together(maker: Maker) -> None:
+def check_restarts(maker: Maker, hosts: Hosts | None) -> None:
     """See that one process has all of a training, which restarts need.
 
     Args:
         maker: of its Plan.
+        hosts: that train.
 
     Raises:
-        OptionError: replicas train apart.
+        OptionError: replicas train apart, or on several hosts.
     """
+    if hosts is not None and not hosts.is_one_process:
+        raise OptionError(
+            "Keras's restarts are for one host, and helpers that its script has started.",
+            received="Restarts with processes that a launcher has started",
+            fix="Use a Checkpoint, and start the script again: lockstep run --restarts, or "
+            "torchrun --max-restarts.",
+        )
     if isinstance(maker, LocalSteps):
         raise OptionError(
             "Replicas that train apart have optimizers of their own, of which no copy is kept.",

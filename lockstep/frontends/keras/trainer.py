@@ -24,7 +24,7 @@ from lockstep.frontends.keras.conducting import (
     steps_between_metrics,
 )
 from lockstep.frontends.keras.direct_calls import is_plain_kind
-from lockstep.frontends.keras.keeping import KeepingRunner, check_together
+from lockstep.frontends.keras.keeping import KeepingRunner, check_restarts
 from lockstep.frontends.keras.looking import few_samples, fixed_batch_size, in_evaluation
 from lockstep.frontends.keras.losses import Additions, KerasLoss
 from lockstep.frontends.keras.metrics import KerasMetrics
@@ -208,7 +208,7 @@ class KerasTrainer(KeepingRunner):
         with self._fitting(), held_interrupts() as interrupt:
             backups = None  # unless somebody has asked for restarts
             if options.restarts:
-                check_together(self._maker())
+                check_restarts(self._maker(), self._job_context.hosts)
                 backups = self._backups_of(task.sources(), options.restarts)
             conductor = self._conductor(callbacks, interrupt, backups)
             self._maker().check_batch_size(feed.batch_size)
