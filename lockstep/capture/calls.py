@@ -3,12 +3,13 @@
 import pickle
 import random
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.capture.instructions import (
@@ -70,6 +71,16 @@ class Watch(TorchDispatchMode):
                 index.dtype in (torch.bool, torch.uint8) for index in tensors_of(args[1])
             )
         return func(*args, **(kwargs or {}))
+
+
+def uncompiled(model: nn.Module) -> AbstractContextManager[Any]:
+    """Within the block what torch.compile has compiled of a model runs as it was before."""
+    kinds = {type(module).__name__ for module in model.modules()}
+    inner = any(module._compiled_call_impl is not None for module in model.modules())
+    if not inner and "OptimizedModule" not in kinds:
+        return nullcontext()  # the machinery takes a second to import
+    eager: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return eager
 
 
 @contextmanager

@@ -67,12 +67,13 @@ _NOT_RECORDED = {"backward", "grad", "register_hook", "register_post_accumulate_
 def is_leaf(module: nn.Module) -> bool:
     """Whether a module is called as a whole by its nature: torch's own layers.
 
-    Subclasses of batch normalisation are, too: their statistics are dealt with by layer.
+    What ``torch.compile`` has made of a module is not: it is traced as the module. Subclasses of
+    batch normalisation are, too: their statistics are dealt with by layer.
     """
     if isinstance(module, _BatchNorm | torch.jit.ScriptModule):
         return True
     kind = type(module)
-    is_torchs = kind.__module__.partition(".")[0] == "torch"
+    is_torchs = kind.__module__.partition(".")[0] == "torch" and not hasattr(module, "_orig_mod")
     return is_torchs and kind not in _CONTAINERS and not isinstance(module, torch.fx.GraphModule)
 
 

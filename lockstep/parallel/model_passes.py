@@ -252,6 +252,22 @@ class ModelPasses(Passes):
             return self._loss_by_function(run, batch)
         return self.call(batch.inputs)
 
+    # --- code that runs the model itself ---------------------------------------------------------
+
+    @contextmanager
+    def on_share(self, run: Run, share: int, part: float = 1.0) -> Iterator[Batch]:
+        """Within the block the caller computes on a share, and BatchNorm on the whole batch.
+
+        Args:
+            run: the batch.
+            share: this rank's only share of it.
+            part: see ``GlobalStatistics``.
+        """
+        self._seed_streams(run, share)
+        batch = self._read(run, share)
+        with self._global_statistics(run, share, is_last=True, part=part):
+            yield batch
+
     # --- evaluation and prediction ---------------------------------------------------------------
 
     def infer(self, run: Run, take: Take) -> None:
@@ -285,7 +301,7 @@ class ModelPasses(Passes):
         self._interleaver.run([partial(run_share, share) for share in shares])
 
     def _global_statistics(
-        self, run: Run, share: int, *, is_last: bool
+        self, run: Run, share: int, *, is_last: bool, part: float = 1.0
     ) -> AbstractContextManager[Any]:
         if run.num_filled == 1 or not self._norms:
             return nullcontext()
@@ -295,7 +311,7 @@ class ModelPasses(Passes):
             self._interleaver.meet()
             return self._exchange.offered(share, len(row), run.num_filled)
 
-        return GlobalStatistics(self._norms, gather).applied(is_compiled=self._plan.compiled)
+        return GlobalStatistics(self._norms, gather, part).applied(is_compiled=self._plan.compiled)
 
     def _output(self, run: Run, share: int) -> tuple[Batch, Tree]:
         """A share's samples, and what the model makes of them."""

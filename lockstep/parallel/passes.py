@@ -213,6 +213,10 @@ class Passes(ABC):
     def run(self, run: Run, actions: Sequence[Action]) -> None:
         """Run passes of a batch."""
 
+    def reseed(self, seed: int) -> None:
+        """From now on draw other random numbers."""
+        self._seed = seed
+
     def in_turn(self, turn: int) -> AbstractContextManager[Any]:
         """Around the step of one of several functions that take turns."""
         return nullcontext()

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from lockstep.comm.exchange import Exchange, ShareTotals
-from lockstep.comm.gradients import cut_piece
+from lockstep.comm.gradients import Gradients, cut_piece
 from lockstep.data.read_ahead import Read
 from lockstep.data.sources import Batch, Source
 from lockstep.data.trees import Tree
@@ -252,7 +252,10 @@ class Worker:
                 lambda share: self.passes.diagnose(batch, share),
             )
         factor = 1.0 if batch.num_filled == 1 or not now.weight else batch.num_samples / now.weight
-        factor /= self._rules.scale
+        self._sum_gradients(now, factor / self._rules.scale)
+
+    def _sum_gradients(self, now: "_Training", factor: float) -> None:
+        """Give the pieces that this rank updates the gradients of all shares, times a factor."""
         for group, pieces in zip(self._groups, self._pieces, strict=True):
             self.exchange.gradients[group.number].factor = factor
             gradients = [None] * len(pieces) if now.is_void else self._reduced(group)
@@ -281,6 +284,36 @@ class Worker:
                     {number: one.detach() for number, one in enumerate(group.members)},
                     all_pieces=not self.updater.is_known,
                 )
+
+    def update(self, gradients: Gradients, run: Run, step: int, turn: int = 0) -> None:
+        """Make an update by itself, with gradients that code of the user's has computed.
+
+        Every rank of a Plan without stages calls it, which has a share of the batch each.
+
+        Args:
+            gradients: what this rank adds to those of the batch, one for each parameter that is
+                trained; None where it adds nothing.
+            run: the batch.
+            step: the number of the step.
+            turn: see ``train_step``.
+        """
+        assert self.updater is not None
+        self.updater.turn = turn
+        if self.board is not None:
+            self.board.step = step
+        now = _Training(run, step)
+        self.exchange.begin_pass()
+        self.exchange.put(0, self.rank, gradients)
+        self.exchange.put_loss(self.rank, 0.0, 1.0)
+        now.totals = self.exchange.collect(self.plan.num_shares)
+        self._sum_gradients(now, 1.0)
+        self._step(now)
+        self.exchange.end_step()
+
+    @property
+    def trained_names(self) -> list[str]:
+        """Names of the parameters that this rank trains, in the order of ``update``."""
+        return [name for group in self._groups for name in group.names]
 
     def gradients(self) -> dict[str, torch.Tensor | None]:
         """Gradients of the last step, summed over all shares; every name on one rank only."""

@@ -14,6 +14,7 @@ import msgspec
 from torch import nn, optim
 
 from lockstep.capture.layers import capture_layers
+from lockstep.capture.sparse import sparse_buffers_aside
 from lockstep.cluster.devices import discover
 from lockstep.data.batch_dims import SAMPLES_FIRST, BatchDims
 from lockstep.errors import OptionError, WorkerError
@@ -238,6 +239,17 @@ class Runner(ABC):
             resume = result.resume
 
     def _run(
+        self,
+        task: Task,
+        loss: LossAdapter | None,
+        updater: AnyUpdater | None,
+        conductor: Conductor,
+        batch_size: int,
+    ) -> Any:
+        with sparse_buffers_aside(self.model):
+            return self._run_dense(task, loss, updater, conductor, batch_size)
+
+    def _run_dense(
         self,
         task: Task,
         loss: LossAdapter | None,

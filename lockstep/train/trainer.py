@@ -23,6 +23,7 @@ from lockstep.errors import (
 from lockstep.parallel.blank import (
     allocate,
     build_on_meta,
+    check_on_meta,
 )
 from lockstep.parallel.gradient_rules import OnNonFinite
 from lockstep.parallel.loss_options import adapt_loss
@@ -408,10 +409,14 @@ def _made(
     model: nn.Module | Callable[[], nn.Module], precision: str
 ) -> tuple[nn.Module, nn.Module]:
     """The model, and one of the same shape to look at: itself, or one without memory."""
-    if isinstance(model, nn.Module):
+    if isinstance(model, nn.Module) and not any(one.is_meta for one in model.parameters()):
         prepare_model(model, precision)
         return model, model
-    made, meta_model = build_on_meta(model), build_on_meta(model)
+    if isinstance(model, nn.Module):
+        check_on_meta(model)
+        made, meta_model = model, copy.deepcopy(model)
+    else:
+        made, meta_model = build_on_meta(model), build_on_meta(model)
     for one in (made, meta_model):
         prepare_model(one, precision)
     allocate(made)

@@ -45,9 +45,14 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "accumulation of Adam": lambda: keras.optimizers.Adam(0.01, gradient_accumulation_steps=3),
     "loss scale": lambda: keras.optimizers.SGD(0.1, loss_scale_factor=8.0),
     "own class": lambda: HalfSteps(0.1),
+    "several": lambda: keras.optimizers.MultiOptimizer(
+        keras.optimizers.OptimizerMap(
+            keras.optimizers.Nadam(0.01), {".*bias": keras.optimizers.SGD(0.1, momentum=0.9)}
+        )
+    ),
 }
 
-CORE = ("sgd", "amsgrad", "adafactor", "muon", "clipped norm", "averages", "own class")
+CORE = ("sgd", "amsgrad", "adafactor", "muon", "clipped norm", "averages", "own class", "several")
 
 
 class HalfSteps(keras.optimizers.SGD):  # type: ignore[misc]  # Keras is untyped

@@ -72,6 +72,7 @@ class KerasUpdater(Updater):
         names = {id(variable): name for name, variable in variables.items()}
         known = [one for one in optimizer._trainable_variables if id(one) in names]
         self._names = [names[id(one)] for one in known]
+        self.parameters = frozenset(self._names)
         # One that was built for another model, too, has slots of no use here.
         is_all = len(known) == len(optimizer._trainable_variables)
         self.is_known = is_all and _is_known(optimizer)
