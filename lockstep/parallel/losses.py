@@ -244,6 +244,10 @@ class LossAdapter(ABC):
         """Around the model's forward pass, where the loss is computed in it."""
         return nullcontext()
 
+    def newly_adds(self, output: Tree) -> bool:
+        """Whether the model adds something for the first time; asked once of each batch."""
+        return False
+
     def added(self, output: Tree, num_samples: int) -> ShareLoss:
         """What the model has added to the loss of a share.
 

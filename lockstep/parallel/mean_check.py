@@ -75,13 +75,14 @@ def check_added(
     Raises:
         LossError: it is not what the loss takes it for.
     """
+
+    def added(part: Batch) -> ShareLoss:
+        output = call(part.inputs)
+        loss.newly_adds(output)  # and is tried here
+        return loss.added(output, part.num_samples)
+
     if loss.adds:
-        check_mean(
-            model,
-            lambda part: loss.added(call(part.inputs), part.num_samples),
-            batch,
-            _no_addition,
-        )
+        check_mean(model, added, batch, _no_addition)
 
 
 def _difference(

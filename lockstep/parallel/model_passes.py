@@ -317,7 +317,10 @@ class ModelPasses(Passes):
         """A share's samples, and what the model makes of them."""
         batch = self._read(run, share)
         self._try_on_halves(run, batch)
-        return batch, self._watched_call(batch)
+        output = self._watched_call(batch)
+        if self._loss is not None and run.num_filled > 1 and self._loss.newly_adds(output):
+            check_added(self._model, self._loss, self.call, batch)
+        return batch, output
 
     def _watched_call(self, batch: Batch) -> Tree:
         with nullcontext() if self._loss is None else self._loss.watching():

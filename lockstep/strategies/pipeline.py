@@ -19,9 +19,11 @@ class PipelineStrategy(Strategy):
     ``cuts``, or so that the slowest stage is as fast as can be.
 
     Args:
-        stages: number of devices; None is as many as scopes or cuts say, else as many as pay.
+        stages: number of devices; None is as many as scopes or cuts say, else as many as pay. A
+            model with fewer layers has fewer stages, which the plan's notes say.
         cuts: names of modules, such as ``"decoder.0"``, at which the second and later stages begin.
-        microbatches: parts of each batch that are on their way at once; None is four per stage.
+        microbatches: parts of each batch that are on their way at once; None is four per stage, and
+            one where the model has one stage.
         schedule: ``"1f1b"``; ``"gpipe"``; ``"interleaved"``, where every device has several stages;
             ``"zb-h1"`` and ``"zb-h2"``, which form the gradients of weights when there is time.
         recompute: compute activations again in backward instead of keeping them; a list of stages

@@ -27,6 +27,7 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "nadam": lambda: keras.optimizers.Nadam(0.01),
     "ftrl": lambda: keras.optimizers.Ftrl(0.05),
     "lion": lambda: keras.optimizers.Lion(0.001),
+    "schedule free": lambda: keras.optimizers.ScheduleFreeAdamW(0.01, warmup_steps=2),
     "lamb": lambda: keras.optimizers.Lamb(0.01),
     "adafactor": lambda: keras.optimizers.Adafactor(0.01),
     "muon": lambda: keras.optimizers.Muon(0.01),

@@ -13,9 +13,9 @@ from typing import Any
 
 from keras.src.layers.layer import Layer
 from keras.src.layers.preprocessing.index_lookup import IndexLookup
-from keras.src.models.model import Model
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.saving.keras_saveable import KerasSaveable
+from keras.src.trainers.trainer import Trainer
 from keras.src.utils.backend_utils import DynamicBackend
 from keras.src.utils.tracking import (
     TrackedDict,
@@ -107,7 +107,7 @@ def _left_of(kind: Any) -> frozenset[str]:
     if not issubclass(kind, Layer):
         return frozenset()
     left: tuple[str, ...] = (*_WRAPPERS, *_OF_LAST_CALL)
-    if issubclass(kind, Model):
+    if issubclass(kind, Trainer):  # a layer that is one can be trained without being a Model
         left = (*left, *COMPILED, "_lockstep", *METHODS)
     elif issubclass(kind, IndexLookup):
         left = (*left, *_TABLES)

@@ -51,6 +51,7 @@ _ELEMENTWISE = frozenset(
         "Nadam",
         "RMSprop",
         "SGD",
+        "ScheduleFreeAdamW",
     )
 )
 _PARAMETERWISE = frozenset(("Adafactor", "Lamb", "Muon"))
