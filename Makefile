@@ -4,7 +4,7 @@ BIN := .venv/bin
 # Hundreds of interpreters are started: all but the first read what was compiled.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all check lint format api-docs bench bench-architectures bench-compression bench-hosts bench-input bench-keras-tests bench-overhead bench-pipelines bench-small-calls bench-starting soak clean
+.PHONY: demo test test-all check lint format api-docs bench bench-architectures bench-compression bench-hosts bench-input bench-keras-tests bench-overhead bench-pipelines bench-small-calls bench-starting gpu soak clean
 demo: .venv/.installed-demo
 	$(BIN)/lockstep demo
 
@@ -71,6 +71,12 @@ bench-small-calls: .venv/.installed-dev
 # What progress, metrics and callbacks add to a step; prints a table.
 bench-overhead: .venv/.installed-demo
 	$(BIN)/python bench/overhead.py
+
+# Tests and speed on an accelerator, in 8 minutes; writes docs/gpu.md anew. With another Python, where
+# torch has CUDA: `make gpu GPU_PYTHON=python3`.
+GPU_PYTHON = $(BIN)/python
+gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),.venv/.installed-dev)
+	$(GPU_PYTHON) bench/gpu.py --report docs/gpu.md
 
 # Kills and stops processes at random moments, and prints a table of faults survived.
 MINUTES ?= 30

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lockstep import accelerators
 from lockstep.capture.instructions import (
     CallFunction,
     CallMethod,
@@ -19,6 +20,7 @@ from lockstep.capture.instructions import (
     Instruction,
     NamedFunction,
 )
+from lockstep.data.order import torch_streams
 from lockstep.data.trees import tensors_of
 
 # How torch's function mode sees the properties of tensors.
@@ -157,12 +159,12 @@ def _portable(func: Any) -> Any:
 
 def has_drawn(stream: torch.Tensor) -> bool:
     """Whether torch's random stream is no longer where ``stream`` says."""
-    return not torch.equal(stream, torch.get_rng_state())
+    return not torch.equal(stream, torch_streams())
 
 
 def autocast_state() -> tuple[Any, ...]:
     """Whether autocast is on, and for which types."""
     return tuple(
         (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-        for kind in ("cpu", "cuda")
+        for kind in ("cpu", accelerators.kind() or "cpu")
     )

@@ -49,6 +49,7 @@ from lockstep.capture.instructions import (
 )
 from lockstep.capture.notes import DataError, Notes, Record, UntraceableError
 from lockstep.capture.sizes import has_numbers, plain
+from lockstep.data.order import torch_streams
 from lockstep.data.trees import Tree, tensors_of
 
 # Layers of torch that only call others: these are traced through.
@@ -203,7 +204,7 @@ class Recorder(TorchFunctionMode):
         self._check_call(func)
         tensors = list(tensors_of((args, kwargs)))
         versions = [tensor._version for tensor in tensors]
-        stream = torch.get_rng_state()
+        stream = torch_streams()
         given = contents_of((args, kwargs)) if _may_change(func) else []
         self._watch.reset()
         result = func(*plain(args), **plain(kwargs))

@@ -80,11 +80,15 @@ class GroupSpec:
         return -(-num_filled // per_row) if per_row else len(self.row_ranks)
 
     def holes(self, here: Collection[int]) -> list[tuple[int, int]]:
-        """Bytes ``[start, stop)`` that need no memory on a host with these ranks."""
-        rows = self.rows_of(here)
+        """Bytes ``[start, stop)`` that need no memory on a host with these ranks.
+
+        Without any of them the rows need none, but what is said about them does.
+        """
         if not self.row_ranks:
             return []
-        return self.gradients.holes(rows) if rows else [(0, self.num_bytes)]
+        if here and not self.rows_of(here):
+            return [(0, self.num_bytes)]
+        return self.gradients.holes(self.rows_of(here))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +103,7 @@ class ExchangeSpec:
         groups: the parameters, by the ranks that hold them.
         row_capacity: longest row that a share may offer, in float64.
         mail_bytes: sizes of the mailboxes.
+        on_accelerators: gradients lie in devices' memory, and need none of the host.
     """
 
     num_ranks: int
@@ -106,6 +111,7 @@ class ExchangeSpec:
     groups: tuple[GroupSpec, ...]
     row_capacity: int = 0
     mail_bytes: tuple[int, ...] = ()
+    on_accelerators: bool = False
 
     @property
     def num_shares(self) -> int:
@@ -148,7 +154,7 @@ class ExchangeSpec:
         holes = [
             (offset + start, offset + stop)
             for group, offset in zip(self.groups, self.offsets()[3:], strict=False)
-            for start, stop in group.holes(here)
+            for start, stop in group.holes(range(0) if self.on_accelerators else here)
         ]
         return SharedRegion.create(self.num_bytes, holes)
 
@@ -166,6 +172,7 @@ class Exchange:
         transports: to the ranks of other domains, by the number of the group.
         groups: of torch.distributed, if tensors go over any.
         residuals: of parameters that are compressed, by name.
+        device: in whose memory gradients lie; None for memory that ranks share.
 
     Attributes:
         gradients: of the groups that this rank holds, by number.
@@ -185,8 +192,10 @@ class Exchange:
         transports: Mapping[int, Transport] | None = None,
         groups: ProcessGroups | None = None,
         residuals: Mapping[str, Residual] | None = None,
+        device: torch.device | None = None,
     ) -> None:
         self.board = board
+        self._device = device
         self._groups = groups
         self._spec = spec
         self._rank = rank
@@ -224,7 +233,7 @@ class Exchange:
     def _open_rows(self, group: GroupSpec, offset: int) -> GradientRows:
         assert self._region is not None
         here = group.rows_of(self._domain) or group.rows_of(self.ranks_here)
-        return GradientRows(group.gradients, self._region, offset, here)
+        return GradientRows(group.gradients, self._region, offset, here, self._device)
 
     def _gradients_of(self, number: int) -> GroupGradients:
         rows, group = self._gradient_rows[number], self._spec.groups[number]
@@ -388,6 +397,8 @@ class Exchange:
 
     def offered(self, share: int, length: int, num_filled: int) -> torch.Tensor:
         """The rows that all filled shares have offered, shape (num_filled, length), by share.
+
+        They are in host memory.
 
         ``share`` is the one that asks; it has offered its own.
         """

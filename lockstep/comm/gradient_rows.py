@@ -26,7 +26,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from lockstep.comm.gradients import Gradients, GroupGradients, TensorSpec, cut_piece
+from lockstep.comm.gradients import Gradients, GroupGradients, TensorSpec, cut_piece, views_in
 from lockstep.comm.products import multiply
 from lockstep.comm.shared_memory import SharedRegion
 from lockstep.errors import ModelError
@@ -70,6 +70,11 @@ class GradientSpec:
             )
             for tensor, limit in zip(self.tensors, self.row_limits, strict=True)
         ]
+
+    @property
+    def row_bytes(self) -> int:
+        """Of the gradients of a share."""
+        return flat_offsets(self.extents)[1]
 
     @property
     def table_shape(self) -> tuple[int, int, int]:
@@ -157,6 +162,7 @@ class GradientRows(GroupGradients):
         region: where they lie.
         offset_bytes: from where on.
         here: the rows whose gradients come to lie here; None for all.
+        device: in whose memory these lie, in place of the region; None for the region.
     """
 
     def __init__(
@@ -165,6 +171,7 @@ class GradientRows(GroupGradients):
         region: SharedRegion,
         offset_bytes: int,
         here: range | None = None,
+        device: torch.device | None = None,
     ) -> None:
         self._spec = spec
         self._region = region
@@ -181,16 +188,25 @@ class GradientRows(GroupGradients):
         ]
         self._cuts: dict[tuple[int, Piece], torch.Tensor] = {}
         self._rows = [
-            [
-                region.tensor(offset_bytes + at, tensor.dtype, tensor.shape, tensor.stride)
-                for at, tensor in zip(row, spec.tensors, strict=True)
-            ]
-            for row in self._row_offsets
+            self._rows_in_region(row)
+            if device is None or share not in self._here
+            else self._rows_on(device)
+            for share, row in enumerate(self._row_offsets)
         ]
         self._own: dict[tuple[int, int], _Own] = {}
         self._found: list[list[tuple[int, int, int]]] = []
         self._reserved: dict[int, int] = {}
         self._factors_of_rows: Sequence[float] | None = None
+
+    def _rows_in_region(self, offsets: Sequence[int]) -> list[torch.Tensor]:
+        return [
+            self._region.tensor(self._offset + at, tensor.dtype, tensor.shape, tensor.stride)
+            for at, tensor in zip(offsets, self._spec.tensors, strict=True)
+        ]
+
+    def _rows_on(self, device: torch.device) -> list[torch.Tensor]:
+        buffer = torch.empty(self._spec.row_bytes, dtype=torch.uint8, device=device)
+        return views_in(buffer, self._spec.tensors)
 
     def begin_pass(self) -> None:
         self._own.clear()

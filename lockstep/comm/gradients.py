@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lockstep.plan.layout import Extent, Piece
+from lockstep.plan.layout import Extent, Piece, flat_offsets
 
 Gradients = Sequence[torch.Tensor | None]
 
@@ -36,6 +36,17 @@ class TensorSpec:
         return Extent(
             num_elements=torch.Size(self.shape).numel(), element_bytes=self.dtype.itemsize
         )
+
+
+def views_in(buffer: torch.Tensor, specs: Sequence[TensorSpec]) -> list[torch.Tensor]:
+    """Tensors one after the other in a buffer of bytes."""
+    extents = [spec.extent for spec in specs]
+    return [
+        buffer[start : start + extent.num_elements * extent.element_bytes]
+        .view(spec.dtype)
+        .as_strided(spec.shape, spec.stride)
+        for spec, extent, start in zip(specs, extents, flat_offsets(extents)[0], strict=True)
+    ]
 
 
 class GroupGradients(ABC):

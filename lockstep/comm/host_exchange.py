@@ -36,6 +36,7 @@ class HostExchange(Exchange):
         transports: see ``Exchange``.
         groups: see ``Exchange``.
         residuals: see ``Exchange``.
+        device: see ``Exchange``.
         mirrored: tensors in shared memory whose values on host 0 all hosts get in every step.
     """
 
@@ -53,6 +54,7 @@ class HostExchange(Exchange):
         transports: Mapping[int, Transport],
         groups: ProcessGroups | None = None,
         residuals: Mapping[str, Residual] | None = None,
+        device: torch.device | None = None,
         mirrored: Sequence[torch.Tensor] = (),
     ) -> None:
         super().__init__(
@@ -65,6 +67,7 @@ class HostExchange(Exchange):
             transports=transports,
             groups=groups,
             residuals=residuals,
+            device=device,
         )
         self._hosts = hosts
         self._host = host

@@ -179,7 +179,7 @@ class LayerStatistics:
                 received=" in one share, ".join(map(repr, names)) + " in another",
                 fix="Do not choose layers by the samples at hand before a BatchNorm.",
             )
-        return rows[:, 1:]
+        return rows[:, 1:].to(row.device)
 
 
 @torch.no_grad()

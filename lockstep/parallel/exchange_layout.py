@@ -20,6 +20,7 @@ from lockstep.parallel.store import tensor_spec
 from lockstep.parallel.update import Updater
 from lockstep.plan.averaging import AveragedUpdate
 from lockstep.plan.decision import LocalUpdate
+from lockstep.plan.devices import is_cpu
 from lockstep.plan.lowering import lower_stages, stage_graph
 from lockstep.plan.program import Backward, BackwardInput, BackwardWeight, Forward, RankProgram
 from lockstep.plan.spec import Plan
@@ -71,6 +72,7 @@ def exchange_spec(
     )
     if isinstance(plan.update, AveragedUpdate):
         group_specs = (averaged_group(plan, model, updater),)
+    on_accelerators = not is_cpu(plan.devices)
     if plan.pipeline is None:
         return ExchangeSpec(
             num_ranks=plan.num_ranks,
@@ -78,6 +80,7 @@ def exchange_spec(
             groups=group_specs,
             row_capacity=_row_capacity(plan, model, loss),
             mail_bytes=_work_bytes(plan),
+            on_accelerators=on_accelerators,
         )
     graph = stage_graph(plan.pipeline)
     last_stage = len(plan.pipeline.stages) - 1
@@ -86,6 +89,7 @@ def exchange_spec(
         share_ranks=tuple(graph.rank_of(last_stage, share) for share in range(plan.num_shares)),
         groups=group_specs,
         row_capacity=_row_capacity(plan, model, loss),
+        on_accelerators=on_accelerators,
         mail_bytes=tuple(spec.num_bytes for spec in mail_specs(plan, partitions, loss).values()),
     )
 

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lockstep.capture.calls import has_drawn, host_streams, streams_differ
 from lockstep.capture.layers import FrontEndModel
 from lockstep.capture.state import ModelState
+from lockstep.data.order import torch_streams
 from lockstep.data.sources import Batch
 from lockstep.data.trees import map_tensors
 from lockstep.parallel.batch_norm import BatchNorms
@@ -152,7 +153,7 @@ class _Draws(TorchDispatchMode):
         generator = kwargs.get("generator")
         if generator is not None:
             self._generators.setdefault(id(generator), (generator, generator.get_state()))
-        stream = torch.get_rng_state()
+        stream = torch_streams()
         result = func(*args, **kwargs)
         if generator is None and not has_drawn(stream):  # attention without dropout
             return result

@@ -185,6 +185,7 @@ def build_local_worker(
         spec,
         region,
         rank=rank,
+        device=device,
         look_around=look_around,
         neighbours=neighbours,
         residuals=residuals,

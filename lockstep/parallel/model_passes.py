@@ -28,7 +28,8 @@ from lockstep.parallel.independence import check_apart
 from lockstep.parallel.interleave import Interleaver
 from lockstep.parallel.losses import JointLoss, ShareLoss, nothing
 from lockstep.parallel.mean_check import LossOf, check_added, check_mean
-from lockstep.parallel.passes import Passes, Run, Take, moved
+from lockstep.parallel.passes import Passes, Run, Take
+from lockstep.parallel.staging import moved
 from lockstep.parallel.step_functions import StepFunction
 from lockstep.parallel.whole_batch import SharePart
 from lockstep.plan.decision import LocalUpdate
@@ -234,7 +235,7 @@ class ModelPasses(Passes):
         return Diagnosis(self._model).text(max(number for (number,) in told))
 
     def losses_alone(self, batch: Batch) -> list[ShareLoss | JointLoss]:
-        batch = moved(batch, self._device)
+        batch = moved(batch, self.device)
         with self.call.applied():
             if not self._functions:
                 assert self._loss is not None

@@ -28,6 +28,7 @@ from lockstep.parallel.linear import LinearLayers
 from lockstep.parallel.losses import JointLoss, LossAdapter, ShareLoss, Sums
 from lockstep.parallel.module_watch import ModuleWatch
 from lockstep.parallel.side_effects import SideEffects
+from lockstep.parallel.staging import moved
 from lockstep.parallel.whole_batch import SharePart, WholeBatch
 from lockstep.plan.program import Action
 from lockstep.plan.shares import num_filled_shares, share_bounds
@@ -137,6 +138,7 @@ class Passes(ABC):
         dims: where the samples are in what the model takes and returns.
 
     Attributes:
+        device: where the model is.
         call: how the model is called.
         reading: entered around every read of samples.
         watch: notes what modules compute in the step under way; None for no one.
@@ -169,7 +171,7 @@ class Passes(ABC):
         self._trainable = trainable
         self._rules = rules
         self._seed = seed
-        self._device = device
+        self.device = device
         self._dtype = DTYPES[plan.precision]
         self._buffers = Buffers(model)
         self._first_buffers = Kept([], [])  # those that the step began with
@@ -360,7 +362,7 @@ class Passes(ABC):
 
     def _whole(self, run: Run, own: Mapping[int, SharePart]) -> WholeBatch:
         assert self._loss is not None
-        whole = WholeBatch(self._exchange, own, run.num_filled, self._device)
+        whole = WholeBatch(self._exchange, own, run.num_filled, self.device)
         self._loss.gathered_bytes = max(self._loss.gathered_bytes, whole.num_bytes)
         seed_streams(run.seed_of_batch(self._seed))
         return whole
@@ -391,7 +393,7 @@ class Passes(ABC):
                 raise
         if board is not None:
             board.note("forward")
-        return moved(batch, self._device)
+        return moved(batch, self.device)
 
     def _denominator(self, run: Run, loss: ShareLoss | None) -> float:
         """What a share's loss is divided by before it goes backward.
@@ -407,19 +409,3 @@ class Passes(ABC):
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().contiguous()
-
-
-def moved(batch: Batch, device: torch.device) -> Batch:
-    """A batch on another device."""
-    if device.type == "cpu":
-        return batch
-
-    def move(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(device, non_blocking=True)
-
-    return Batch(
-        inputs=map_tensors(move, batch.inputs),
-        targets=map_tensors(move, batch.targets),
-        sample_weight=map_tensors(move, batch.sample_weight),
-        num_samples=batch.num_samples,
-    )

@@ -26,13 +26,16 @@ from lockstep.data.read_ahead import Read
 from lockstep.data.sources import Batch, Source
 from lockstep.data.trees import Tree
 from lockstep.errors import NonFiniteError
+from lockstep.parallel.device_store import Mirror, Mirrors
 from lockstep.parallel.gradient_rules import GradientJudge, GradientRules
 from lockstep.parallel.loss_rules import check_used, refuses
 from lockstep.parallel.losses import Sums
 from lockstep.parallel.owned_group import OwnedGroup
 from lockstep.parallel.passes import Observe, Passes, Run, Take
+from lockstep.parallel.store import copy_to_views
 from lockstep.parallel.update import PieceSlots, Updater
 from lockstep.parallel.whole_batch import SharePart
+from lockstep.plan.devices import is_cpu
 from lockstep.plan.lowering import leaves_a_rank_idle
 from lockstep.plan.program import (
     Action,
@@ -107,12 +110,14 @@ class Worker:
         keeps_pace: such steps end together all the same, for what goes on between them.
         is_apart: the weights of the ranks differ.
         has_own_optimizer: it steps parameters of its own, with slots that no other rank has.
+        mirrors: what rank 0 is shown of what this rank alone has on its device.
     """
 
     trains_apart = False
     keeps_pace = False
     is_apart = False
     has_own_optimizer = False
+    mirrors: Mirrors = ((), ())
 
     def __init__(
         self,
@@ -342,6 +347,17 @@ class Worker:
                         own = cut_piece(tensor.detach(), piece)
                         own.copy_(own.clone())
 
+    def show_parameters(self) -> None:
+        """Have rank 0 know the parameters that it has not; every rank calls it."""
+        self._show(self.mirrors[0])
+
+    def _show(self, mirrors: Sequence[Mirror]) -> None:
+        if self.plan.pipeline is None or is_cpu(self.plan.devices):
+            return
+        for views, values in mirrors:
+            copy_to_views(views, values)
+        self.barrier()
+
     def gather_slots(self) -> None:
         """Bring what lies in the stores of slots to all domains; every rank calls it."""
         if len(self.plan.domains) == 1:
@@ -354,6 +370,7 @@ class Worker:
                     self.exchange.gradients[group.number].spread(
                         {numbers[name]: tensor.detach()}, all_pieces=True
                     )
+        self._show(self.mirrors[1])
         self.barrier()
 
     # --- evaluation and prediction ---------------------------------------------------------------

@@ -10,6 +10,7 @@ from lockstep.errors import DeviceError, OptionError
 from lockstep.graph.layer_graph import LayerGraph, ParameterInfo
 from lockstep.plan.averaging import AveragedUpdate, Nesterov
 from lockstep.plan.compression import Compression, num_bytes
+from lockstep.plan.devices import is_cpu
 from lockstep.plan.makers import Maker
 from lockstep.plan.spec import Plan
 from lockstep.units import format_bytes
@@ -48,9 +49,16 @@ class Compressing(Maker):
 
         Raises:
             OptionError: hosts have nothing to compress, or there is one.
-            DeviceError: hosts of different kinds.
+            DeviceError: hosts of different kinds, or with accelerators.
         """
         plan = self.maker(graph, cluster, batch_size)
+        if not is_cpu(plan.devices):
+            raise DeviceError(
+                "What CPU replicas send between hosts is compressed; other devices' gradients are "
+                "not.",
+                received=f"compression={self.compression} with {plan.devices[0]}",
+                fix="Leave `compression` out, or use devices of kind cpu.",
+            )
         sent = _sent_between_hosts(plan, graph)
         if not sent:
             raise OptionError(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from lockstep.cluster.topology import Cluster, num_devices
-from lockstep.errors import OptionError, PlanError
+from lockstep.errors import DeviceError, OptionError, PlanError
 from lockstep.graph.layer_graph import Flow, Layer, LayerCosts, LayerGraph
 from lockstep.plan.cut_places import stages_from_names, stages_from_scopes
 from lockstep.plan.cuts import Cut, CutProblem, LayerCost, best_cut, counted, describe_cut
@@ -22,6 +22,7 @@ from lockstep.plan.decision import (
     StagedUpdate,
     StagePrediction,
 )
+from lockstep.plan.devices import device_names, is_cpu, threads_for
 from lockstep.plan.host_ranks import ranks_per_host
 from lockstep.plan.lowering import predict
 from lockstep.plan.makers import Maker, placements
@@ -55,6 +56,7 @@ class Pipelined(Maker):
         recompute: whether activations are computed again in backward instead of kept; or the
             numbers of the stages where they are.
         memory_bytes: that a device may hold of parameters, gradients, slots and activations.
+        devices: of each host's ranks, by name; None is what fits.
         precision: see ``Plan``.
     """
 
@@ -65,6 +67,7 @@ class Pipelined(Maker):
     replicas: int | tuple[int, ...] = 1
     recompute: bool | tuple[int, ...] = False
     memory_bytes: int | None = None
+    devices: tuple[str, ...] | None = None
     precision: str = "fp32"
 
     def check_batch_size(self, batch_size: int) -> None:
@@ -112,6 +115,7 @@ class Pipelined(Maker):
         ranks = self._ranks(len(starts))
         num_ranks = 1 + max(rank for held in ranks for rank in held)
         hosts = ranks_per_host(num_ranks, cluster)
+        devices = self._devices(cluster, hosts)
         cores = sum(host.num_cores for host in cluster.hosts)
         stages = tuple(
             Stage(
@@ -126,12 +130,8 @@ class Pipelined(Maker):
         return Plan(
             strategy="pipeline" if self.most_replicas == 1 else "hybrid",
             mesh=self._mesh(num_ranks),
-            devices=tuple(
-                f"cpu:{rank % host.num_cores}"
-                for host, count in zip(cluster.hosts, hosts, strict=True)
-                for rank in range(count)
-            ),
-            threads_per_device=1,
+            devices=devices,
+            threads_per_device=threads_for(devices, cores),
             num_shares=num_shares,
             interleaved=False,
             layers=placements(graph, of_layer),
@@ -142,8 +142,22 @@ class Pipelined(Maker):
             hosts=hosts if len(hosts) > 1 else (),
             notes=(
                 *([reason] if reason else []),
-                *_notes(graph, pipeline, num_ranks, cores, num_shares, batch_size),
+                *_notes(graph, pipeline, devices, cores, num_shares, batch_size),
             ),
+        )
+
+    def _devices(self, cluster: Cluster, hosts: Sequence[int]) -> tuple[str, ...]:
+        """By rank; as many as there are on each host."""
+        if self.devices is not None and {*hosts} != {len(self.devices)}:
+            raise DeviceError(
+                "Every rank of a host needs one device.",
+                received=f"{len(self.devices)} devices for {max(hosts)} ranks",
+                fix=f"Name {max(hosts)}, or leave `devices` out.",
+            )
+        return tuple(
+            name
+            for host, count in zip(cluster.hosts, hosts, strict=True)
+            for name in device_names(self.devices or count, host)
         )
 
     # --- counts ----------------------------------------------------------------------------------
@@ -423,7 +437,7 @@ def _prediction(
 def _notes(
     graph: LayerGraph,
     pipeline: Pipeline,
-    num_ranks: int,
+    devices: Sequence[str],
     cores: int,
     num_shares: int,
     batch_size: int,
@@ -435,8 +449,10 @@ def _notes(
     ]
     if any(layer.costs is not None and layer.costs.is_estimated for layer in graph.layers):
         notes.append("Times are counted from operations: the model has no memory to be timed in.")
-    if num_ranks > cores:
-        notes.append(f"{num_ranks} processes share {cores} cores: right for tests, not for speed.")
+    if is_cpu(devices) and len(devices) > cores:
+        notes.append(
+            f"{len(devices)} processes share {cores} cores: right for tests, not for speed."
+        )
     atomic = [layer for layer in graph.layers if layer.atomic_reason]
     notes += [
         f"{layer.name or 'The model'} runs as one piece: {layer.atomic_reason}" for layer in atomic

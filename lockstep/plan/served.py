@@ -16,7 +16,7 @@ INEXACT = "Workers compute with older weights: the result is not that of one dev
 
 @dataclass(frozen=True, kw_only=True)
 class Served(Maker):
-    """Workers on one host, each with its share of every batch, and servers that update.
+    """Workers on the cores of a host, each with its share of every batch, and servers that update.
 
     Attributes:
         workers: as replicas that would update for themselves.
@@ -33,6 +33,7 @@ class Served(Maker):
             DeviceError: more processes than this host can hold.
             OptionError: more servers than parameters.
         """
+        cluster = cluster.cores
         plan = self.workers(graph, cluster, batch_size)
         self._check_servers(graph)
         self._check_ranks(plan.num_ranks, cluster)

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import nn, optim
 
-from lockstep.data.order import seed_streams, share_seed
+from lockstep.data.order import seed_streams, share_seed, torch_streams
 from lockstep.data.own_loss import OwnLoss
 from lockstep.data.sources import Batch, Source
 from lockstep.data.trees import concatenate, map_tensors
@@ -166,7 +166,7 @@ class Reference:
         for share, (start, stop) in enumerate(bounds, first_share):
             seed_streams(share_seed(self._seed, number, share))
             parts.append(source.read(indices[start:stop], torch.float64))
-            states.append(torch.get_rng_state())
+            states.append(torch_streams())
         return self._moved(_joined(parts)), states
 
     def _probe(self, batch: Batch) -> Probe | None:

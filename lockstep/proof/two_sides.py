@@ -6,7 +6,7 @@ and only the figures are kept. So memory does not grow with the steps.
 
 import math
 from collections.abc import Iterator
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -16,7 +16,6 @@ from lockstep.errors import NonFiniteGradientError, NonFiniteLossError
 from lockstep.parallel.module_watch import Look, ModuleWatch, Noted
 from lockstep.plan.averaging import AveragedUpdate
 from lockstep.plan.compressed import COMPRESSED
-from lockstep.plan.compression import Compression
 from lockstep.plan.makers import INEXACT
 from lockstep.plan.spec import Plan
 from lockstep.proof.comparison import (
@@ -34,6 +33,7 @@ from lockstep.proof.job import Job, JobCopy, copy_job
 from lockstep.proof.job_data import JobData
 from lockstep.proof.reference import Record, Reference
 from lockstep.proof.replicas import Replicas, is_synchronous
+from lockstep.train.assignment import rank_device
 from lockstep.train.callbacks import Callback, Logs
 from lockstep.train.conductor import Snapshot
 from lockstep.train.job_context import StrategyLike
@@ -69,12 +69,9 @@ class TwoSides:
         self.look = look
         self.seen: tuple[Snapshot, Noted] | None = None
         self._data = data
-        self._reference_of = partial(make_reference, job, data, seed)
-        self._reference = reference = self._reference_of(None)
         self._replicas: Replicas | None = None
+        self._make = partial(make_reference, job, data, seed)
         self.trainer = make_trainer(copy_job(job), job, strategy, "fp64", seed)
-        # The update is linear in the gradient: rounding stays rounding.
-        self._linear = type(reference.optimizer) is optim.SGD
         self._rounding: dict[str, torch.Tensor] = {}
         self._steps = 0
         self._updates = 0
@@ -95,8 +92,6 @@ class TwoSides:
         if isinstance(update, AveragedUpdate):
             self._compare_averaged(snapshot, update)
             return
-        if self.trainer.plan.compression is not None and not self._steps:
-            self._reference = self._compressed(self.trainer.plan, self.trainer.plan.compression)
         if self.look is None or snapshot.step not in self.look.steps:
             record = self._step(snapshot)
         else:
@@ -105,6 +100,23 @@ class TwoSides:
             self.seen = snapshot, noted
         self._count(record)
         self.comparisons += compare_step(snapshot, record)
+
+    @cached_property
+    def _reference(self) -> Reference:
+        """Made after the trainer's first step: its Plan says where, and what is compressed."""
+        plan = self.trainer.plan
+        if plan.compression is None or isinstance(plan.update, AveragedUpdate):
+            return self._reference_of(None)
+        hosts = SimulatedHosts(plan.compression, plan.num_hosts)
+        return self._reference_of(None, hosts=hosts, host_of=partial(host_of_gradient, plan))
+
+    def _reference_of(self, share: int | None, **compressed: Any) -> Reference:
+        return self._make(share, rank_device(self.trainer.plan.devices, 0), **compressed)
+
+    @property
+    def _linear(self) -> bool:
+        """The update is linear in the gradient: rounding stays rounding."""
+        return type(self._reference.optimizer) is optim.SGD
 
     @property
     def model(self) -> nn.Module:
@@ -161,11 +173,6 @@ class TwoSides:
         if plan.compression is not None:
             hosts = SimulatedHosts(plan.compression, plan.num_hosts)
         return Replicas(references, update, self._data.steps_per_epoch, hosts, plan.host_of)
-
-    def _compressed(self, plan: Plan, compression: Compression) -> Reference:
-        """The plain loop with gradients that are compressed as hosts do."""
-        hosts = SimulatedHosts(compression, plan.num_hosts)
-        return self._reference_of(None, hosts=hosts, host_of=partial(host_of_gradient, plan))
 
     def _count(self, record: Record) -> None:
         self._steps += 1
@@ -229,18 +236,24 @@ class TwoSides:
 
 
 def make_reference(
-    job: Job, data: JobData, seed: int, share: int | None, **compressed: Any
+    job: Job,
+    data: JobData,
+    seed: int,
+    share: int | None,
+    device: torch.device,
+    **compressed: Any,
 ) -> Reference:
-    """The plain loop, on the whole of each batch or on one share alone.
+    """The plain loop on a device, on the whole of each batch or on one share alone.
 
     Args:
         job: what it trains.
         data: what on.
         seed: of all random numbers.
         share: of each batch; None for all.
+        device: where it trains.
         compressed: see ``CompressedReference``; none for gradients as they are.
     """
-    own = copy_job(job)
+    own = copy_job(job, device=device)
     kind = CompressedReference if compressed else Reference
     return kind(
         own.model,

@@ -27,6 +27,7 @@ from lockstep.proof.job_data import JobData, data_of
 from lockstep.proof.locating import Cause, locate, not_repeated
 from lockstep.proof.report import Report, first_of, make_report
 from lockstep.proof.two_sides import TwoSides, make_reference
+from lockstep.train.assignment import rank_device
 from lockstep.train.checks import check_strategy
 from lockstep.train.job_context import StrategyLike
 
@@ -112,7 +113,8 @@ def _verify(
 
 def _conditioning(job: Job, data: JobData, plan: Plan, seed: int, steps: int) -> Conditioning:
     """What rounding can do in so many steps."""
-    one, other = (make_reference(job, data, seed, None) for _ in range(2))
+    device = rank_device(plan.devices, 0)
+    one, other = (make_reference(job, data, seed, None, device) for _ in range(2))
     possible = steps if data.num_batches is None else min(steps, data.num_batches)
     return measure(one, other, plan.num_shares, possible)
 

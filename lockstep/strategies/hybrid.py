@@ -8,7 +8,7 @@ from lockstep.cluster.place import Reach
 from lockstep.errors import Problems
 from lockstep.plan.compressed import compressed
 from lockstep.plan.compression import Compression, check_carrier, find_compression
-from lockstep.plan.engines import check_engine, over
+from lockstep.plan.engines import over
 from lockstep.plan.makers import Maker
 from lockstep.strategies.base import Strategy, is_count
 from lockstep.strategies.pipeline import check_counts, make_pipelined
@@ -31,6 +31,7 @@ class HybridStrategy(Strategy):
         memory_bytes: as in ``PipelineStrategy``.
         compression: as in ``MultiWorkerMirroredStrategy``, of gradients that replicas of a stage on
             several hosts send each other; what stages send stays as it is.
+        devices: as in ``PipelineStrategy``.
         engine: as in ``PipelineStrategy``.
         timeout_seconds: longest wait for a device; what hangs longer is reported.
 
@@ -51,11 +52,11 @@ class HybridStrategy(Strategy):
         recompute: bool | Sequence[int] = False,
         memory_bytes: int | None = None,
         compression: str | Compression | None = None,
+        devices: Sequence[str] | None = None,
         engine: str | None = None,
         timeout_seconds: float = 600.0,
     ) -> None:
         problems = Problems()
-        check_engine(problems, engine)
         self._compression = find_compression(problems, compression)
         check_carrier(problems, self._compression, engine)
         check_counts(problems, pipe=pipe)
@@ -68,6 +69,8 @@ class HybridStrategy(Strategy):
             schedule=schedule,
             recompute=recompute,
             memory_bytes=memory_bytes,
+            devices=devices,
+            engine=engine,
             timeout_seconds=timeout_seconds,
             replicas=_replicas(data),
         )

@@ -10,7 +10,8 @@ from lockstep.errors import DeviceError, OptionError, Problems
 from lockstep.plan.averaging import AveragedUpdate, Every, Nesterov, is_every
 from lockstep.plan.compressed import compressed
 from lockstep.plan.compression import Compression, find_compression
-from lockstep.plan.makers import LocalSteps, Maker, num_mirrored_replicas
+from lockstep.plan.devices import device_names
+from lockstep.plan.makers import LocalSteps, Maker
 from lockstep.plan.many_hosts import MirroredHosts
 from lockstep.strategies.base import Strategy, check_timeout, is_count
 from lockstep.strategies.mirrored import check_format
@@ -80,7 +81,7 @@ class LocalSGDStrategy(Strategy):
         self._update = AveragedUpdate(
             every=every, outer=outer, averages_optimizer=average_optimizer
         )
-        num_mirrored_replicas(devices, discover())
+        device_names(self.devices, discover().cores.hosts[0])
 
     def maker(self, precision: str = "fp32") -> Maker:
         mirrored = replace(self._mirrored, precision=precision)
@@ -89,7 +90,7 @@ class LocalSGDStrategy(Strategy):
     @property
     def num_replicas_in_sync(self) -> int:
         """Replicas of all hosts; see ``MultiWorkerMirroredStrategy``."""
-        return num_replicas(self._mirrored, self.timeout_seconds)
+        return num_replicas(self._mirrored, self.timeout_seconds, on_cores=True)
 
 
 def _check_averaging(

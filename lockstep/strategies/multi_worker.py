@@ -21,8 +21,8 @@ class MultiWorkerMirroredStrategy(Strategy):
     slice. In a script that nobody has launched as one of many there is one host.
 
     Args:
-        devices_per_host: CPU replicas of each host; None is as many as the launcher gives a host,
-            else one per usable core, at most 8.
+        devices_per_host: how many of each host; None is as many as the launcher gives a host, else
+            all its accelerators, else one CPU replica per usable core, at most 8.
         num_shares: parts into which each global batch is divided; None is one per replica.
         channels_last: see ``MirroredStrategy``.
         network_gbit_per_second: how fast a host sends to another (``lockstep doctor`` measures
@@ -32,7 +32,7 @@ class MultiWorkerMirroredStrategy(Strategy):
             the next step. The result is no longer that of one device, but the same on all hosts.
         engine: what moves tensors between replicas. None is shared memory within a host, and
             between hosts Lockstep's own channels; ``"gloo"`` is torch.distributed, with a copy of
-            the parameters for each replica.
+            the parameters for each replica. On accelerators see ``MirroredStrategy``.
         timeout_seconds: longest wait for another host or a replica; who hangs longer is named.
 
     Raises:
@@ -91,14 +91,15 @@ class MultiWorkerMirroredStrategy(Strategy):
         return num_replicas(self._maker, self.timeout_seconds)
 
 
-def num_replicas(maker: MirroredHosts, timeout_seconds: float) -> int:
+def num_replicas(maker: MirroredHosts, timeout_seconds: float, *, on_cores: bool = False) -> int:
     """Replicas of all hosts; see ``num_replicas_in_sync``."""
     from lockstep.train.hosts import find_cluster, find_num_ranks
 
     num_ranks = find_num_ranks()
     if num_ranks is not None:
         return num_ranks
-    return sum(maker.replicas(find_cluster(timeout_seconds)))
+    cluster = find_cluster(timeout_seconds)
+    return sum(maker.replicas(cluster.cores if on_cores else cluster))
 
 
 def _check_speed(problems: Problems, speed: object) -> None:

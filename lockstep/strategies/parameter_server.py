@@ -6,7 +6,8 @@ from lockstep.cluster.devices import discover
 from lockstep.cluster.environment import find_devices
 from lockstep.errors import OptionError, Problems
 from lockstep.plan.decision import ServedUpdate
-from lockstep.plan.makers import Maker, Mirrored, num_mirrored_replicas
+from lockstep.plan.devices import device_names
+from lockstep.plan.makers import Maker, Mirrored
 from lockstep.plan.served import Served
 from lockstep.strategies.base import Strategy, check_timeout, is_count
 from lockstep.strategies.mirrored import check_format
@@ -57,14 +58,14 @@ class ParameterServerStrategy(Strategy):
             workers=Mirrored(devices=self.workers, channels_last=channels_last),
             update=ServedUpdate(servers=servers, staleness=staleness),
         )
-        num_mirrored_replicas(self.workers, discover())
+        device_names(self.workers, discover().cores.hosts[0])
 
     def maker(self, precision: str = "fp32") -> Maker:
         return self._maker.in_precision(precision)
 
     @property
     def num_replicas_in_sync(self) -> int:
-        return num_mirrored_replicas(self.workers, discover())
+        return len(device_names(self.workers, discover().cores.hosts[0]))
 
 
 def _check_numbers(problems: Problems, servers: object, workers: object, staleness: object) -> None:

@@ -4,7 +4,7 @@ The script's process makes one; helpers get a copy. On several hosts each makes 
 are compared (``train.hosts``).
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,9 +17,12 @@ from lockstep.comm.meeting_point import Meeting
 from lockstep.comm.shared_memory import SharedRegion
 from lockstep.data.batch_dims import SAMPLES_FIRST, BatchDims
 from lockstep.data.order import kept_streams
+from lockstep.launch.failure import add_note
 from lockstep.parallel.allocator import keep_freed_memory
 from lockstep.parallel.blank import initialize
 from lockstep.parallel.build import build_worker
+from lockstep.parallel.control import Control
+from lockstep.parallel.device_memory import shortage_note
 from lockstep.parallel.engine import Neighbours
 from lockstep.parallel.gradient_rules import GradientRules
 from lockstep.parallel.groups import ParameterGroup
@@ -32,7 +35,9 @@ from lockstep.parallel.step_functions import StepFunction
 from lockstep.parallel.update import Updater
 from lockstep.parallel.worker import Worker
 from lockstep.plan.averaging import AveragedUpdate
+from lockstep.plan.devices import is_cpu
 from lockstep.plan.spec import Plan
+from lockstep.train.conductor import Conductor
 from lockstep.train.residuals import Residuals
 from lockstep.train.tasks import Task
 
@@ -107,7 +112,7 @@ def make_worker(
         "rules": assignment.rules,
         "functions": assignment.functions,
         "seed": assignment.seed,
-        "device": assignment.device,
+        "device": rank_device(assignment.plan.devices, rank),
         "dims": assignment.dims,
         "look_around": look_around,
     }
@@ -129,6 +134,21 @@ def make_worker(
         residuals=residuals,
         **parts,
     )
+
+
+def run_task(assignment: Assignment, worker: Worker, control: Control, conductor: Conductor) -> Any:
+    """Do a rank's part of the task; where its device has no memory left, say what was there."""
+    try:
+        return assignment.task.run(worker, control, conductor)
+    except torch.OutOfMemoryError as error:
+        add_note(error, shortage_note(worker))
+        raise
+
+
+def rank_device(devices: Sequence[str], rank: int) -> torch.device:
+    """A rank's device, as torch has it: all cores are one."""
+    name = devices[rank]
+    return torch.device("cpu" if is_cpu([name]) else name)
 
 
 def initialize_own(assignment: Assignment, worker: Worker) -> None:

@@ -143,7 +143,7 @@ class FitTask(Task):
             modes_of(worker.model, training=True),
             torch.enable_grad(),
             suppress(Halt),
-            reading_ahead(self.source, self._reads(worker)) as source,
+            reading_ahead(self.source, self._reads(worker), worker.passes.device) as source,
         ):
             if self.proves:
                 prove_alike(worker, control, conductor.samples)

@@ -7,6 +7,7 @@ runs on, and how many steps it has made. What a call is given, and who updates w
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -22,13 +23,14 @@ from lockstep.parallel.blank import blank_names, forget_blanks, initialize
 from lockstep.parallel.compressed_tensors import compressed_tensors
 from lockstep.parallel.groups import ParameterGroup, parameter_groups
 from lockstep.parallel.losses import LossAdapter
-from lockstep.parallel.settings import TorchSettings
+from lockstep.parallel.settings import TorchSettings, deterministic_kernels
 from lockstep.parallel.whole_batch import whole_batch_note
+from lockstep.plan.devices import is_cpu
 from lockstep.plan.makers import Maker, SingleDevice
 from lockstep.plan.spec import Plan
 from lockstep.train.apart_checks import check_apart, check_served
 from lockstep.train.assignment import Assignment
-from lockstep.train.checks import check_device
+from lockstep.train.checks import check_backend, device_of, place_model
 from lockstep.train.conductor import Conductor
 from lockstep.train.ensemble import Resume
 from lockstep.train.feeding import sample_of
@@ -68,7 +70,10 @@ class Runner(ABC):
     Attributes:
         optimizer: what updates the model; None where it is not trained.
         batch_size: of the last training; None before.
+        deterministic: only kernels are used that give the same bits in every run.
     """
+
+    deterministic = False
 
     _sight: object = None
     """What model, loss and metrics are in a call, to be compared by the next; None if unknown."""
@@ -246,10 +251,11 @@ class Runner(ABC):
         conductor: Conductor,
         batch_size: int,
     ) -> Any:
-        with sparse_buffers_aside(self.model):
-            return self._run_dense(task, loss, updater, conductor, batch_size)
+        kernels = deterministic_kernels() if self.deterministic else nullcontext()
+        with sparse_buffers_aside(self.model), kernels:
+            return self._run_task(task, loss, updater, conductor, batch_size)
 
-    def _run_dense(
+    def _run_task(
         self,
         task: Task,
         loss: LossAdapter | None,
@@ -258,6 +264,7 @@ class Runner(ABC):
         batch_size: int,
     ) -> Any:
         if self._job_context.is_aside:
+            self._check_nested()
             session, planned = _nested(task), self._plan_for_one(batch_size)
         else:
             planned = self._plan_for_all(task, batch_size, conductor.announce)
@@ -267,13 +274,31 @@ class Runner(ABC):
         proof = self._prepare_proof(assignment, session, conductor)
         if isinstance(task, FitTask) and loss is not None and not self._steps_trained:
             check_inner_loss(assignment, loss, sample_of(task.source), batch_size)
-        with self._job_context.at_work() as hosts:
-            result = session.run(assignment, conductor, hosts, self._standing, self._sight)
+        try:
+            with self._job_context.at_work() as hosts:
+                result = session.run(assignment, conductor, hosts, self._standing, self._sight)
+        finally:
+            place_model(self.model, self._torch_optimizers, assignment.plan)
         self._proven = proof or self._proven
         if self._plan is not None and loss is not None and loss.takes_whole:
             notes = (*self._plan.notes, whole_batch_note(loss))
             self._plan = msgspec.structs.replace(self._plan, notes=tuple(dict.fromkeys(notes)))
         return result
+
+    def _check_nested(self) -> None:
+        """Refuse a callback's call where its model's weights are on other devices.
+
+        Raises:
+            OptionError: they are.
+        """
+        plan = self._plan
+        if plan is not None and plan.pipeline is not None and not is_cpu(plan.devices):
+            raise OptionError(
+                "In the midst of a training in stages on accelerators the script's process has "
+                "not all of the model.",
+                received="evaluate or predict in a callback",
+                fix="Pass validation_data to fit, or call it after fit.",
+            )
 
     def _prepare_proof(
         self, assignment: Assignment, session: Session, conductor: Conductor
@@ -311,7 +336,7 @@ class Runner(ABC):
         return self._plan, partitions
 
     def _plan_for_one(self, batch_size: int) -> tuple[Plan, Partitions]:
-        maker = SingleDevice(precision=self.precision)
+        maker = self._maker_for_one()
         return maker(capture_layers(self.model), discover(), batch_size), {}
 
     def _assignment(
@@ -323,6 +348,8 @@ class Runner(ABC):
         partitions: Partitions,
     ) -> Assignment:
         """What every rank is told."""
+        check_backend(plan)
+        device = place_model(self.model, self._torch_optimizers, plan)
         if updater is not None:
             check_divisible(self.model, self.optimizer, plan, is_known=updater.is_known)
             check_apart(plan, updater, self._recipe.averages, self.precision)
@@ -337,7 +364,7 @@ class Runner(ABC):
             updater=updater,
             task=task,
             seed=self.seed,
-            device=check_device(self.model, plan),
+            device=device,
             settings=TorchSettings.current(),
             partitions=partitions,
             groups=groups,
@@ -367,8 +394,12 @@ class Runner(ABC):
             initialize(self.model, blank, self.seed)
             forget_blanks(self.model)
 
+    def _maker_for_one(self) -> Maker:
+        """Of Plans for one device: the one where the model is."""
+        return SingleDevice(device=device_of(self.model), precision=self.precision)
+
     def _maker(self) -> Maker:
-        maker: Maker = SingleDevice(precision=self.precision)
+        maker = self._maker_for_one()
         if self.strategy is not None:
             maker = self.strategy.maker(self.precision)
         return self._recipe.maker(maker)

@@ -32,8 +32,15 @@ from lockstep.parallel.worker import Worker
 from lockstep.pickling import dumps
 from lockstep.plan.averaging import AveragedUpdate
 from lockstep.plan.decision import LocalUpdate
+from lockstep.plan.devices import is_cpu
 from lockstep.plan.spec import Plan
-from lockstep.train.assignment import Assignment, compute_settings, initialize_own, make_worker
+from lockstep.train.assignment import (
+    Assignment,
+    compute_settings,
+    initialize_own,
+    make_worker,
+    run_task,
+)
 from lockstep.train.conductor import Conductor
 from lockstep.train.connected import Connected, bring_groups, meeting_point_of
 from lockstep.train.fit_task import FitTask
@@ -153,7 +160,7 @@ class Session:
         if isinstance(assignment.task, FitTask):
             look = partial(states_of, None, None, 0)
             conductor.begin_run(assignment.task.start, look)
-        return assignment.task.run(worker, SoloControl(), conductor)
+        return run_task(assignment, worker, SoloControl(), conductor)
 
     def _lead(
         self,
@@ -254,7 +261,7 @@ class Session:
             if isinstance(assignment.task, FitTask):
                 conductor.begin_run(assignment.task.start, part.states)
             with limit.watched() if may_hang else nullcontext():
-                result = assignment.task.run(worker, part.control, conductor)
+                result = run_task(assignment, worker, part.control, conductor)
             worker.close()
             team.finish(self._timeout)
             part.control.bring_groups()
@@ -302,6 +309,7 @@ class Session:
             abroad=None if connected is None else connected.abroad,
             meeting=None if part.meeting_point is None else part.meeting_point.meeting,
             keeps=keeps,
+            devices=assignment.plan.devices,
         )
         regions = [part.region, *(one.store.region for one in part.stores)]
         descriptors = [each.descriptor for each in regions]
@@ -402,7 +410,10 @@ class _Part:
             return
         assert worker.board is not None
         lost = worker.updater.recover()
-        has_older = len(self.assignment.plan.domains) > 1 and bool(worker.updater.slot_keys())
+        plan = self.assignment.plan
+        has_older = len(plan.domains) > 1 and (
+            bool(worker.updater.slot_keys()) or not is_cpu(plan.devices)
+        )
         last = worker.board.last_update
         if last is not None and not lost and not has_older:
             note = what_is_left(last)

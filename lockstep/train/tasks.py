@@ -106,7 +106,10 @@ class PredictTask(Task):
         parts: list[Part] = []
         start = 0
         reads = islice(_reads_in_order(worker, self.source, self.batch_size), self.steps)
-        with modes_of(worker.model, training=False), reading_ahead(self.source, reads) as ahead:
+        with (
+            modes_of(worker.model, training=False),
+            reading_ahead(self.source, reads, worker.passes.device) as ahead,
+        ):
             batches = all_batches(ahead, worker, control, self.batch_size)
             for index, (source, indices) in enumerate(islice(batches, self.steps)):
                 self._begin_batch(index, conductor)
@@ -167,7 +170,10 @@ def evaluate(
     observe = metrics.update if metrics else None
     losses: list[Sums] = []
     reads = _reads_in_order(worker, source, batch_size)
-    with modes_of(worker.model, training=False), reading_ahead(source, reads) as ahead:
+    with (
+        modes_of(worker.model, training=False),
+        reading_ahead(source, reads, worker.passes.device) as ahead,
+    ):
         batches = all_batches(ahead, worker, control, batch_size, epoch, gives_up)
         for index, (part, indices) in enumerate(batches):
             num_taken = len(indices)

@@ -96,6 +96,9 @@ class Trainer(FittingRunner):
             ``"ignore"`` updates with it.
         compile: have every rank compile the model with ``torch.compile``, which takes seconds once
             and a C++ compiler on CPUs; not in pipelines, whose stages run parts of the model.
+        deterministic: use torch's deterministic kernels only, on every rank, so that two runs on
+            accelerators give the same bits; on cores they do anyway. An operation that has none is
+            an error of torch's with its name.
         average: ``lockstep.EMA(decay)`` to average the weights over the updates; ``with
             trainer.averaged():`` has the model use the averages.
         callbacks: called during every ``fit``.
@@ -140,6 +143,7 @@ class Trainer(FittingRunner):
         on_nonfinite: OnNonFinite = "raise",
         average: EMA | None = None,
         compile: bool = False,
+        deterministic: bool = False,
         loss_weights: Mapping[str, float] | Sequence[float] | None = None,
         schedule: Any = None,
         train_step: Any = None,
@@ -172,6 +176,7 @@ class Trainer(FittingRunner):
                 dims=dims,
             )
             self.optimizer = make_optimizers(optimizer, self.model, train_step)
+        self.deterministic = deterministic
         self.callbacks = list(callbacks)
         self.stop_training = False
         self.metrics = Metrics(metrics, dims)

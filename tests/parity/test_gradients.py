@@ -13,9 +13,8 @@ import lockstep
 from lockstep.errors import NonFiniteGradientError, NonFiniteLossError, OptionError
 from lockstep.plan.makers import Accumulating, Maker
 from lockstep.strategies.base import Strategy
-from tests.parity.test_parity import make_job
 from tests.thorough import core_of
-from tests.zoo import Case, case
+from tests.zoo import Case, case, make_job
 
 STRATEGIES: dict[str, Callable[[], Strategy]] = {
     "single": lockstep.SingleDeviceStrategy,

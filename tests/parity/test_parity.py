@@ -9,7 +9,7 @@ import pytest
 
 import lockstep
 from tests.thorough import core_of
-from tests.zoo import Case, case, cases
+from tests.zoo import case, cases, make_job
 
 STRATEGIES = {
     "single": lockstep.SingleDeviceStrategy(),
@@ -25,16 +25,6 @@ STRATEGIES = {
     "mirrored-3-gloo": lockstep.MirroredStrategy(3, engine="gloo"),
     "mirrored-4-gloo": lockstep.MirroredStrategy(4, engine="gloo"),
 }
-
-
-def make_job(one: Case) -> lockstep.Job:
-    return lockstep.Job(
-        model=one.make_model(),
-        loss=one.loss,
-        optimizer=one.optimizer,
-        data=(one.inputs, one.targets),
-        batch_size=one.batch_size,
-    )
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,8 @@ import torchmetrics
 from torch import Tensor, nn
 
 import lockstep
-from tests.parity.test_parity import make_job
 from tests.thorough import core_of
-from tests.zoo import case, cases
+from tests.zoo import case, cases, make_job
 
 # BatchNorm's statistics are those of a microbatch; see test_batch_norm_agrees_in_one_microbatch.
 MODELS = [one.name for one in cases() if one.name != "cnn_batch_norm"]
