@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+import torch
+
 from lockstep.comm import futex
 from lockstep.comm.shared_memory import SharedRegion
 
@@ -91,6 +93,8 @@ class Board:
             for index in range(num_ranks)
         ]
         self._own = self._lines[rank]
+        told = rank * LINE_BYTES + _Line.told.offset
+        self._told_here = region.tensor(told, torch.float64, (_MOST_TOLD,), (1,))
         self._leading_rank = 0
         self._num_news = 0
         self._is_there: Callable[[_Line], bool] | None = None
@@ -190,14 +194,21 @@ class Board:
         """Wait for the ranks of this host only."""
         self.barrier()
 
-    def tell(self, numbers: Sequence[float]) -> list[list[float]]:
+    def tell(self, numbers: Sequence[float] | torch.Tensor) -> list[list[float]]:
         """Every rank's numbers, by rank; all tell as many.
 
         Another barrier must come before the next time.
         """
-        self._own.told[: len(numbers)] = numbers
+        self._note(numbers)
         self.barrier()
         return self._told(len(numbers))
+
+    def _note(self, numbers: Sequence[float] | torch.Tensor) -> None:
+        """Write them into this rank's line; a tensor's go there without coming to Python."""
+        if isinstance(numbers, torch.Tensor):
+            self._told_here[: len(numbers)] = numbers
+        else:
+            self._own.told[: len(numbers)] = numbers
 
     def _told(self, count: int) -> list[list[float]]:
         return [list(line.told[:count]) for line in self._lines]

@@ -23,8 +23,7 @@ from lockstep.comm.compressors import (
     conversation,
 )
 from lockstep.comm.domain_sums import DomainSums
-from lockstep.comm.gradient_rows import add_up
-from lockstep.comm.gradients import TensorSpec, cut_piece
+from lockstep.comm.gradients import TensorSpec, add_up, cut_piece
 from lockstep.plan.compression import Compression
 from lockstep.plan.layout import Piece, whole_parameters
 
@@ -108,7 +107,7 @@ class CompressedSums(DomainSums):
         """Speak of this domain's sum of a parameter, and of what was left of those before."""
         number = piece.parameter
         sums = self._rows.subtree_sums(piece)
-        total = add_up(sums) if sums else torch.zeros_like(self._rows.base(number))
+        total = add_up([sums])[0] if sums else torch.zeros_like(self._rows.base(number))
         compression = self._compressions[number]
         if compression is None:
             return as_it_is(total)
@@ -138,10 +137,10 @@ class CompressedSums(DomainSums):
                     )
                 except StopIteration as end:
                     ended[number] = end.value
-            heard = self._exchanged(said)
+            heard = self._all_said(said)
         return ended
 
-    def _exchanged(self, said: Mapping[int, Message]) -> dict[int, list[Message]]:
+    def _all_said(self, said: Mapping[int, Message]) -> dict[int, list[Message]]:
         """The messages of all domains, in their order."""
         heard: dict[int, list[Message]] = {number: [] for number in said}
         receives: dict[int, list[torch.Tensor]] = {}

@@ -17,6 +17,7 @@ import torch
 from lockstep.comm.board import LINE_BYTES, Board
 from lockstep.comm.compressed_sums import CompressedSums, Residual
 from lockstep.comm.domain_sums import DomainSums, members_by_domain
+from lockstep.comm.early_sums import EarlySums
 from lockstep.comm.gradient_rows import GradientRows, GradientSpec
 from lockstep.comm.gradients import Gradients, GroupGradients, OwnGradients
 from lockstep.comm.process_group import ProcessGroups
@@ -207,7 +208,8 @@ class Exchange:
         self.residuals = residuals or {}
         losses, used, rows, *places = spec.offsets()
         shares = spec.num_shares
-        self._losses = self._tensor(losses, torch.float64, (shares, 4)).numpy()
+        self._loss_rows = self._tensor(losses, torch.float64, (shares, 4))
+        self._losses = self._loss_rows.numpy()
         self._used = self._tensor(used, torch.int64, (spec.num_ranks,)).numpy()
         self._rows = self._tensor(rows, torch.float64, (2, shares, spec.row_capacity))
         self._gradient_rows = {
@@ -248,21 +250,24 @@ class Exchange:
             "transport": self._transports[number],
             "meet_here": self.board.barrier_here,
         }
-        if not group.compressions:
-            limits = group.gradients.row_limits
-            return DomainSums(rows, is_everywhere=[limit > 0 for limit in limits], **options)
-        residuals = {
-            index: self.residuals[tensor.name]
-            for index, tensor in enumerate(group.gradients.tensors)
-            if group.compressions[index] is not None
-        }
-        return CompressedSums(
-            rows,
-            tensors=group.gradients.tensors,
-            compressions=group.compressions,
-            residuals=residuals,
-            **options,
-        )
+        if group.compressions:
+            residuals = {
+                index: self.residuals[tensor.name]
+                for index, tensor in enumerate(group.gradients.tensors)
+                if group.compressions[index] is not None
+            }
+            return CompressedSums(
+                rows,
+                tensors=group.gradients.tensors,
+                compressions=group.compressions,
+                residuals=residuals,
+                **options,
+            )
+        options["is_everywhere"] = [limit > 0 for limit in group.gradients.row_limits]
+        if not group.gradients.num_buckets:
+            return DomainSums(rows, **options)
+        buckets = [extent.bucket for extent in group.gradients.extents]
+        return EarlySums(rows, buckets=buckets, num_rows=len(group.row_ranks), **options)
 
     # --- what passes come to ---------------------------------------------------------------------
 
@@ -279,8 +284,8 @@ class Exchange:
     def put_loss(
         self,
         share: int,
-        total: float,
-        weight: float,
+        total: torch.Tensor | float,
+        weight: torch.Tensor | float,
         *,
         is_refused: bool = False,
         is_guess: bool = False,
@@ -290,11 +295,12 @@ class Exchange:
         Args:
             share: one of this rank's.
             total: weighted sum of the losses of its samples.
-            weight: the sum of their weights.
+            weight: the sum of their weights. Nobody waits here for what a device computes.
             is_refused: see ``ShareTotals``.
             is_guess: likewise.
         """
-        self._losses[share] = total, weight, is_refused, is_guess
+        self._loss_rows[share, 0], self._loss_rows[share, 1] = total, weight
+        self._losses[share, 2:] = is_refused, is_guess
 
     def put(self, group: int, row: int, gradients: Gradients) -> None:
         """See ``GroupGradients.put``."""
@@ -305,6 +311,16 @@ class Exchange:
             for number, gradient in enumerate(gradients)
         ]
         self.gradients[group].put(row, kept)
+
+    def expect(self, num_filled: int) -> None:
+        """A step begins in which so many shares are filled."""
+        for number, gradients in self.gradients.items():
+            gradients.expect(self._spec.groups[number].num_filled_rows(num_filled))
+
+    def arrive(self, group: int, row: int, parameter: int, gradient: torch.Tensor | None) -> None:
+        """See ``GroupGradients.arrive``."""
+        self._is_used |= gradient is not None
+        self.gradients[group].arrive(row, parameter, _dense(gradient))
 
     def put_product(
         self,
@@ -321,6 +337,8 @@ class Exchange:
     def collect(self, num_filled: int) -> ShareTotals:
         """Wait until all ranks have put what they have; the losses of the filled shares."""
         self._used[self._rank] = self._is_used
+        for number, gradients in self.gradients.items():
+            gradients.hand_over(self._spec.groups[number].num_filled_rows(num_filled))
         self._meet()
         for number, gradients in self.gradients.items():
             gradients.collect(self._spec.groups[number].num_filled_rows(num_filled))

@@ -20,18 +20,25 @@ has one number everywhere. Of shares of other hosts, the table and the factors a
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
-from lockstep.comm.gradients import Gradients, GroupGradients, TensorSpec, cut_piece, views_in
+from lockstep.comm.gradients import (
+    Gradients,
+    GroupGradients,
+    TensorSpec,
+    add_up,
+    cut_piece,
+    views_in,
+)
 from lockstep.comm.products import multiply
 from lockstep.comm.shared_memory import SharedRegion
 from lockstep.errors import ModelError
-from lockstep.plan.layout import Extent, Piece, align, flat_offsets, row_blocks
-from lockstep.plan.sum_tree import additions, subtrees
+from lockstep.plan.layout import Extent, Piece, align, flat_offsets, in_buckets, row_blocks
+from lockstep.plan.sum_tree import subtrees
 
 # What a share has put up for a parameter.
 _NOTHING, _GRADIENT, _FACTORS, _BFLOAT16_FACTORS, _ROWS = range(5)
@@ -48,12 +55,15 @@ class GradientSpec:
         row_limits: for each of them, the rows of a batch up to which factors are exchanged; 0 for
             never.
         sparse: whose gradients are rows, by the parameters' names.
+        num_buckets: about so many at most, in which ranks without shared memory exchange them;
+            0 where they need not.
     """
 
     num_shares: int
     tensors: tuple[TensorSpec, ...]
     row_limits: tuple[int, ...]
     sparse: frozenset[str] = frozenset()
+    num_buckets: int = 0
 
     def is_sparse(self, parameter: int) -> bool:
         """Whether a parameter's gradient is of some rows only."""
@@ -62,14 +72,14 @@ class GradientSpec:
     @property
     def extents(self) -> list[Extent]:
         """Sizes of the trainable parameters, and where they may be cut."""
-        return [
-            Extent(
-                num_elements=tensor.extent.num_elements,
-                element_bytes=tensor.extent.element_bytes,
+        extents = [
+            replace(
+                tensor.extent,
                 row_elements=tensor.shape[1] if limit or tensor.name in self.sparse else 0,
             )
             for tensor, limit in zip(self.tensors, self.row_limits, strict=True)
         ]
+        return in_buckets(extents, self.num_buckets) if self.num_buckets else extents
 
     @property
     def row_bytes(self) -> int:
@@ -231,29 +241,29 @@ class GradientRows(GroupGradients):
             own.kind = _GRADIENT
 
     def put(self, row: int, gradients: Gradients) -> None:
+        self.take({(row, number): one for number, one in enumerate(gradients) if one is not None})
+        nothing = _Own()
+        found = [self._own.get((row, number), nothing) for number in range(len(gradients))]
+        entries = [(one.kind, one.num_rows) for one in found]
+        self.table[row, : len(entries)] = np.reshape(entries, (-1, 2))
+
+    def take(self, gradients: Mapping[tuple[int, int], torch.Tensor]) -> None:
+        """Add gradients, by row and parameter, of which others hear at the next ``put``."""
         targets, sources = [], []
-        for parameter, gradient in enumerate(gradients):
-            if gradient is None:
-                continue
+        for (row, parameter), gradient in gradients.items():
             own = self._own_of(row, parameter)
             if self._spec.is_sparse(parameter):
                 self._put_rows(row, parameter, own, gradient)
                 continue
             target = self._gradient_row(row, parameter, own)
-            if gradient.data_ptr() == target.data_ptr():
-                own.kind = _GRADIENT  # it was formed in its place
-            elif own.kind == _GRADIENT:
+            if own.kind == _GRADIENT and gradient.data_ptr() != target.data_ptr():
                 target.add_(gradient)
-            else:
+            elif gradient.data_ptr() != target.data_ptr():  # else it was formed in its place
                 targets.append(target)
                 sources.append(gradient)
-                own.kind = _GRADIENT
+            own.kind = _GRADIENT
         if targets:
             torch._foreach_copy_(targets, sources)
-        nothing = _Own()
-        found = [self._own.get((row, number), nothing) for number in range(len(gradients))]
-        entries = [(one.kind, one.num_rows) for one in found]
-        self.table[row, : len(entries)] = np.reshape(entries, (-1, 2))
 
     def _put_rows(self, row: int, parameter: int, own: _Own, gradient: torch.Tensor) -> None:
         """Add the rows that a share has touched."""
@@ -325,11 +335,11 @@ class GradientRows(GroupGradients):
         kind, num_rows = self.table[row, piece.parameter].tolist()
         if kind == _ROWS:
             return self._rows_within(row, piece.parameter, num_rows, piece)
-        return self._cut(row, piece) if kind == _GRADIENT else None
+        return self.cut(row, piece) if kind == _GRADIENT else None
 
     def target(self, piece: Piece) -> torch.Tensor:
         """Where the sum of a piece comes to lie."""
-        return self._cut(self._target(piece.parameter), piece)
+        return self.cut(self._target(piece.parameter), piece)
 
     def base(self, parameter: int) -> torch.Tensor:
         """The first row's gradient, for which there is always memory here."""
@@ -337,36 +347,59 @@ class GradientRows(GroupGradients):
 
     def sum_rows(self, pieces: Sequence[Piece]) -> None:
         """Sum the gradients of each subtree of the rows here, in place, piece by piece."""
-        levels: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
+        summands = []
         for piece in pieces:
             for rows in self.subtree_rows(piece.parameter, self._here):
                 self._multiply(rows, piece)
-                for number, level in enumerate(additions(rows)):
-                    if number == len(levels):
-                        levels.append(([], []))
-                    for into, source in level:
-                        levels[number][0].append(self._cut(rows[into], piece))
-                        levels[number][1].append(self._cut(rows[source], piece))
-        for sums, sources in levels:  # a call per level, and not per tensor
-            torch._foreach_add_(sums, sources)
+                summands.append({row: self.cut(row, piece) for row in rows})
+        add_up(summands)
 
     def _multiply(self, rows: Sequence[int], piece: Piece) -> None:
         """Weigh a piece of some rows, if they have different weights."""
         if self._factors_of_rows is not None:
             for row in rows:
-                self._cut(row, piece).mul_(self._factors_of_rows[row])
+                self.cut(row, piece).mul_(self._factors_of_rows[row])
+
+    def sum_put(self, pieces: Sequence[Piece], rows: range) -> None:
+        """Before others hear of it: sum what this rank has put into its rows, in the first."""
+        if len(rows) == 1:
+            return
+        for piece in pieces:
+            put = [row for row in rows if self._own_of(row, piece.parameter).kind == _GRADIENT]
+            if put:
+                (total,) = add_up([{row: self.cut(row, piece) for row in put}])
+                if put[0] != rows.start:
+                    self.cut(rows.start, piece).copy_(total)
+
+    def weighed(self, partial: torch.Tensor, row: int) -> torch.Tensor:
+        """What a row of elsewhere has of a piece, weighed here."""
+        return (
+            partial if self._factors_of_rows is None else partial.mul_(self._factors_of_rows[row])
+        )
+
+    def mark(self, rows: range, parameters: Collection[int]) -> None:
+        """Tell others once more of gradients in these rows: see ``is_marked``."""
+        self.table[rows.start : rows.stop, sorted(parameters), 1] = 1
+
+    def is_marked(self, rows: range, parameters: Collection[int]) -> bool:
+        """Whether gradients in these rows were marked."""
+        return any(
+            row in rows and kind == _GRADIENT and mark
+            for number in parameters
+            for row, kind, mark in self._found[number]
+        )
 
     def subtree_sums(self, piece: Piece) -> dict[int, torch.Tensor]:
         """After ``sum_rows``: the sums of a piece, by the first row of each subtree here."""
         return {
-            rows[0]: self._cut(rows[0], piece)
+            rows[0]: self.cut(rows[0], piece)
             for rows in self.subtree_rows(piece.parameter, self._here)
         }
 
     def subtree_sums_apart(self, piece: Piece) -> dict[int, torch.Tensor]:
         """The same sums without ``sum_rows``, in memory of their own."""
         return {
-            rows[0]: add_up({row: self._cut(row, piece).clone() for row in rows})
+            rows[0]: add_up([{row: self.cut(row, piece).clone() for row in rows}])[0]
             for rows in self.subtree_rows(piece.parameter, self._here)
         }
 
@@ -410,7 +443,7 @@ class GradientRows(GroupGradients):
     def summed(self, parameter: int) -> torch.Tensor | None:
         return self._rows[self._target(parameter)][parameter] if self._found[parameter] else None
 
-    def _cut(self, share: int, piece: Piece) -> torch.Tensor:
+    def cut(self, share: int, piece: Piece) -> torch.Tensor:
         """A piece of a share's gradient: made once, for it takes longer than to sum a small one."""
         key = share, piece
         if key not in self._cuts:
@@ -522,15 +555,6 @@ class GradientRows(GroupGradients):
         if self._reserved.get(start, 0) < num_bytes:
             self._region.reserve(self._offset + start, num_bytes)
             self._reserved[start] = num_bytes
-
-
-def add_up(sums: Mapping[int, torch.Tensor]) -> torch.Tensor:
-    """The sum of some rows, or of subtrees by their first rows; formed in place, in the first."""
-    rows = tuple(sorted(sums))
-    for level in additions(rows):
-        for into, source in level:
-            sums[rows[into]].add_(sums[rows[source]])
-    return sums[rows[0]]
 
 
 def _not_sparse(name: str) -> ModelError:

@@ -6,7 +6,8 @@ happens is one of:
 
 - ``OwnGradients``: one rank alone has the group; gradients stay where autograd left them.
 - ``GradientRows`` (``comm.gradient_rows``): the ranks of a host meet in shared memory.
-- ``DomainSums`` (``comm.domain_sums``): ranks that share no memory send sums to one another.
+- ``DomainSums`` (``comm.domain_sums``): ranks that share no memory send sums to one another;
+  ``EarlySums`` (``comm.early_sums``), which is one, does so while backward runs.
 - ``CompressedSums`` (``comm.compressed_sums``): these sums are compressed, and not exact.
 """
 
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from lockstep.plan.layout import Extent, Piece, flat_offsets
+from lockstep.plan.sum_tree import additions
 
 Gradients = Sequence[torch.Tensor | None]
 
@@ -83,6 +85,23 @@ class GroupGradients(ABC):
             inputs: shape (n, ins).
             output_gradients: shape (n, outs).
         """
+
+    def expect(self, num_rows: int) -> None:
+        """A step begins in which the first ``num_rows`` rows will be filled."""
+        return
+
+    @property
+    def is_early(self) -> bool:
+        """Whether to put gradients by ``arrive``, each as soon as it is complete."""
+        return False
+
+    def arrive(self, row: int, parameter: int, gradient: torch.Tensor | None) -> None:
+        """Add a gradient to a row; with what was put before it is complete."""
+        raise NotImplementedError
+
+    def hand_over(self, num_rows: int) -> None:
+        """This rank has put what it has; the first ``num_rows`` rows count."""
+        return
 
     @abstractmethod
     def collect(self, num_rows: int) -> None:
@@ -167,6 +186,22 @@ def added(sums: list[torch.Tensor | None], gradients: Gradients) -> list[torch.T
     if both:
         torch._foreach_add_([own for own, _ in both], [more for _, more in both])
     return [more if own is None else own for own, more in zip(sums, gradients, strict=True)]
+
+
+def add_up(summands: Sequence[Mapping[int, torch.Tensor]]) -> list[torch.Tensor]:
+    """Sums of some rows each, or of subtrees by their first rows; formed in place, in the first."""
+    orders = [tuple(sorted(each)) for each in summands]
+    levels: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
+    for each, rows in zip(summands, orders, strict=True):
+        for number, level in enumerate(additions(rows)):
+            if number == len(levels):
+                levels.append(([], []))
+            for into, source in level:
+                levels[number][0].append(each[rows[into]])
+                levels[number][1].append(each[rows[source]])
+    for sums, sources in levels:  # a call per level, and not per tensor
+        torch._foreach_add_(sums, sources)
+    return [each[rows[0]] for each, rows in zip(summands, orders, strict=True)]
 
 
 def cut_piece(tensor: torch.Tensor, piece: Piece) -> torch.Tensor:

@@ -15,7 +15,7 @@ on the backend or on the number of ranks.
 import ctypes
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -48,6 +48,9 @@ CPU = torch.device("cpu")
 # The key under which ranks count that have made their groups.
 _DONE = "done"
 _BETWEEN_EXCHANGES_SECONDS = 0.002
+
+# An operation under way, and the memory that it works on.
+Message = tuple[Any, torch.Tensor]
 
 # Makes a group of a store, the place of this rank in the group, and the number of its ranks.
 _MakeGroup = Callable[[Any, int, int], Any]
@@ -147,7 +150,8 @@ class ProcessGroups:
         """Wait for a message that the other end has begun to send or receive.
 
         gloo cannot wait for one for a while and then go on: a wait that is given up closes the
-        connection. So nobody looks around meanwhile, and the other end must be at it already.
+        connection. So nobody looks around meanwhile, and the other end must be at it already, or
+        very soon.
 
         Raises:
             WorkerError: the other rank is gone, or hangs.
@@ -278,10 +282,12 @@ class _Addresses:
 
 
 class ProcessGroupTransport(Transport):
-    """All-to-all within one group.
+    """All-to-all within one group, and messages between two of its ranks.
 
     A transfer is packed into one buffer for all peers and unpacked at the other end, so many small
-    tensors cost as much as a large one.
+    tensors cost as much as a large one. A message goes from where a tensor lies to where it
+    belongs, without a copy, and may be on its way while this rank computes; those of one tag
+    between two ranks come in the order in which they were sent.
 
     Args:
         ranks: those that take part, as they are ordered in the group.
@@ -335,10 +341,33 @@ class ProcessGroupTransport(Transport):
     ) -> None:
         options = _dist.distributed_c10d.AllToAllOptions()
         self._groups.wait(
-            self._groups[self._name].alltoall_base(
-                into, out, list(into_sizes), list(out_sizes), options
-            )
+            self._group.alltoall_base(into, out, list(into_sizes), list(out_sizes), options)
         )
+
+    # --- one by one ------------------------------------------------------------------------------
+
+    def send(self, peer: int, tensors: Sequence[torch.Tensor], tag: int) -> list[Message]:
+        """Begin to send dense tensors, which must stay as they are until that is finished."""
+        place = self._ranks.index(peer)
+        return [(self._group.send([one], place, tag), one) for one in _bytes_of(tensors)]
+
+    def receive(self, peer: int, tensors: Sequence[torch.Tensor], tag: int) -> list[Message]:
+        """Begin to fill dense tensors."""
+        place = self._ranks.index(peer)
+        return [(self._group.recv([one], place, tag), one) for one in _bytes_of(tensors)]
+
+    def finish(self, messages: Iterable[Message]) -> None:
+        """Wait until they have gone or come.
+
+        Raises:
+            WorkerError: another rank is gone, or hangs.
+        """
+        for work, _ in messages:
+            self._groups.finish(work)
+
+    @property
+    def _group(self) -> Any:
+        return self._groups[self._name]
 
 
 def _gloo(address: str, device: torch.device) -> _MakeGroup:

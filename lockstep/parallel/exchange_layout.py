@@ -21,6 +21,7 @@ from lockstep.parallel.update import Updater
 from lockstep.plan.averaging import AveragedUpdate
 from lockstep.plan.decision import LocalUpdate
 from lockstep.plan.devices import is_cpu
+from lockstep.plan.layout import num_buckets
 from lockstep.plan.lowering import lower_stages, stage_graph
 from lockstep.plan.program import Backward, BackwardInput, BackwardWeight, Forward, RankProgram
 from lockstep.plan.spec import Plan
@@ -129,6 +130,7 @@ def _group_spec(
         gradients=GradientSpec(
             num_shares=max(len(row_ranks), 1),
             tensors=tuple(tensors),
+            num_buckets=_num_buckets(plan, group, tensors),
             row_limits=tuple(
                 limits.get(tensor.name, 0) if row_ranks and per_row and _has_rows(tensor) else 0
                 for tensor in tensors
@@ -155,6 +157,13 @@ def sparse_weights(model: nn.Module) -> frozenset[str]:
         and holders[id(module.weight)] == 1
         and _has_rows(tensor_spec("", module.weight))
     )
+
+
+def _num_buckets(plan: Plan, group: ParameterGroup, tensors: Sequence[TensorSpec]) -> int:
+    """Those of a model without stages can leave while backward runs, from host memory."""
+    if plan.engine.shares_memory or len(group.ranks) == 1 or not is_cpu(plan.devices):
+        return 0
+    return num_buckets([tensor.extent for tensor in tensors], are_early=plan.pipeline is None)
 
 
 def _has_rows(spec: TensorSpec) -> bool:

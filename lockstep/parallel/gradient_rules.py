@@ -124,7 +124,9 @@ class GradientJudge:
         if not self.rules.needs_norm:
             self._clip(math.inf)
             return True
-        norm, bad = self._norm()
+        norm, bad = 0.0, _NOTHING_BAD
+        if self.rules.clip_norm is not None or not self._are_finite():
+            norm, bad = self._norm()
         is_finite = math.isfinite(norm)
         if self._overflows(is_finite):
             return False
@@ -132,6 +134,26 @@ class GradientJudge:
             return self._refuse(step, bad)
         self._clip(norm)
         return True
+
+    def _are_finite(self) -> bool:
+        """Whether all ranks' gradients are, and their norms in their own precision, too.
+
+        What each rank has found stays a tensor until all have met.
+        """
+        used = [
+            piece.tensor.grad
+            for piece in self._pieces
+            if piece.tensor.grad is not None and piece.name not in self._told_elsewhere
+        ]
+        norms = torch._foreach_norm(used) if used else (torch.zeros(()),)
+        found = torch.stack(norms).sum(dtype=torch.float64)[None]
+        if self._board is None:
+            return math.isfinite(found.item())
+        told = self._board.tell(found)
+        are_finite = math.isfinite(sum(number for (number,) in told))
+        if not are_finite:
+            self._board.barrier()  # before anything more is told
+        return are_finite
 
     def _overflows(self, is_finite: bool) -> bool:
         """Whether the loss was scaled too far: then the step is left out, and the scale falls."""

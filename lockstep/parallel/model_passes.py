@@ -22,6 +22,7 @@ from lockstep.data.sources import Batch
 from lockstep.data.trees import Tree
 from lockstep.parallel.batch_norm import GlobalStatistics
 from lockstep.parallel.buffers import Buffers, Kept
+from lockstep.parallel.completion import when_complete
 from lockstep.parallel.diagnosis import Diagnosis
 from lockstep.parallel.halves import is_tried
 from lockstep.parallel.independence import check_apart
@@ -164,7 +165,8 @@ class ModelPasses(Passes):
     def _backward(self, run: Run, shares: list[int]) -> None:
         backward = partial(self._backward_of, run)
         if len(shares) == 1:
-            self._run_together(run, shares, backward)
+            with self._handing_over(run, shares[0]):
+                self._run_together(run, shares, backward)
             self._put(run, shares[0], [parameter.grad for parameter in self._trainable])
             return
         taken: dict[int, list[torch.Tensor | None]] = {
@@ -174,6 +176,20 @@ class ModelPasses(Passes):
             self._run_together(run, shares, backward)
         for share in shares:
             self._put(run, share, taken[share])
+
+    def _handing_over(self, run: Run, share: int) -> AbstractContextManager[Any]:
+        """Within the block the exchange gets gradients of the last share as they are complete."""
+        mine = self._plan.shares_of(self._rank)
+        is_last = share + 1 == min(mine.stop, run.num_filled)
+        if not (is_last and self._exchange.gradients[_GROUP].is_early):
+            return nullcontext()
+
+        def take(number: int) -> None:
+            parameter = self._trainable[number]
+            gradient, parameter.grad = parameter.grad, None
+            self._exchange.arrive(_GROUP, self._row_of(share), number, gradient)
+
+        return when_complete(self._trainable, take)
 
     def _backward_of(self, run: Run, share: int) -> None:
         loss = self._losses[share]

@@ -234,6 +234,7 @@ class Passes(ABC):
         if self._loss is not None:
             self._loss.begin(run.num_samples, run.num_filled)
         if run.is_training:
+            self._exchange.expect(run.num_filled)
             self._first_buffers = self._buffers.keep()
             self._side_effects.begin(is_divided=run.num_filled > 1)
             self._clear_gradients()
@@ -403,7 +404,7 @@ class Passes(ABC):
         """
         weight = float(run.num_samples)
         if loss is not None and run.num_filled == 1:
-            weight = loss.weight
+            weight = float(loss.weight)
         return weight / self._rules.scale
 
 

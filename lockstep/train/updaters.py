@@ -294,14 +294,16 @@ class TorchUpdater(Updater):
         names = {id(parameter): name for name, parameter in self.parameters.items()}
         lost = []
         for group in self.optimizer.param_groups:
-            members = [names[id(one)] for one in group["params"] if id(one) in names]
+            members = [  # what is frozen has never been stepped on
+                names[id(one)] for one in group["params"] if id(one) in names and one.requires_grad
+            ]
             known = [own[name] for name in members if name in own]
             keeps_slots = not self.is_known or bool(self._dummy_state(group))
             for name in members:
                 part = own.get(name) or _of_the_others(name, known)
                 if part is not None and self._is_touched(part):
                     self.take_slots([part])
-                elif part is None and self.parameters[name].requires_grad and keeps_slots:
+                elif part is None and keeps_slots:
                     self.optimizer.state.pop(self.parameters[name], None)
                     lost.append(name)
         return lost

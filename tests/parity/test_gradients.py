@@ -204,6 +204,15 @@ def test_a_loss_that_is_not_finite_leaves_everything_as_before(strategy: str) ->
         assert is_elsewhere or value.equal(found[1][name]), name
 
 
+def test_an_error_after_a_step_is_told_with_frozen_parameters_too() -> None:
+    """Their slots, which nobody has, are not looked for."""
+    model = net(nn.Tanh())
+    model[3].weight.requires_grad_(False)  # type: ignore[index]
+    trainer = make_trainer(model, STRATEGIES["mirrored-2"]())
+    with pytest.raises(NonFiniteLossError, match="step 3"):
+        trainer.fit(with_bad_row(35, math.nan), batch_size=10, shuffle=False, verbose=0)
+
+
 @pytest.mark.parametrize("strategy", ["single", "mirrored-2", "mirrored-3"])
 def test_the_first_layer_is_named(strategy: str) -> None:
     model = net(Logarithm())

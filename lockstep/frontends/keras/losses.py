@@ -194,11 +194,11 @@ class KerasLoss(LossAdapter):
         """All losses as one total over the samples; a guess where they divide by something else."""
         own = [self._alone(one, num_samples) for one in found]
         scales = [
-            factor * num_samples / one.weight
+            factor * num_samples / float(one.weight)
             for one, factor in zip(own, self._factors, strict=True)
         ]
         total = math.fsum(scale * one.total for one, scale in zip(own, scales, strict=True))
-        total += added.total
+        total += float(added.total)
         overall = (total, float(num_samples))
         return ShareLoss(
             values=(*(value for one in own for value in one.values), *added.values),
@@ -208,7 +208,7 @@ class KerasLoss(LossAdapter):
             ),
             total=total,
             weight=float(num_samples),
-            parts=(overall, *((one.total, one.weight) for one in own)) if self.names else (),
+            parts=(overall, *(one.sums[0] for one in own)) if self.names else (),
             is_guess=not self.sees_all
             and any(one.is_guess or not one.is_by_sample for one in found),
         )
