@@ -9,7 +9,7 @@ Covers no Apple GPU: nothing joins several, and they compute nothing in float64.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -41,6 +41,12 @@ def use(device: torch.device) -> None:
     """Have this thread work on an accelerator; a core needs no such thing."""
     if device.type != "cpu":
         torch.accelerator.set_device_index(device.index)
+
+
+def rank_device(devices: Sequence[str], rank: int) -> torch.device:
+    """A rank's device, as torch has it: all cores are one."""
+    device = torch.device(devices[rank])
+    return torch.device("cpu") if device.type == "cpu" else device
 
 
 def current(kind_: str) -> torch.device:

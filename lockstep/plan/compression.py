@@ -48,7 +48,7 @@ class PowerSGD(Record, frozen=True, tag="power"):
     fewer, and those that are no larger than their factors, are sent as they are. Vogels et al.,
     PowerSGD: Practical Low-Rank Gradient Compression (2019, arXiv 1905.13727).
 
-    Args:
+    Attributes:
         rank: columns of each factor, at least 1.
 
     Raises:
@@ -80,7 +80,7 @@ class TopK(Record, frozen=True, tag="top-k"):
 
     Aji and Heafield, Sparse Communication for Distributed Gradient Descent (2017).
 
-    Args:
+    Attributes:
         fraction: of the elements, above 0 and at most 1; at least one is sent of each tensor.
 
     Raises:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn, optim
 
+from lockstep.accelerators import rank_device
 from lockstep.errors import NonFiniteGradientError, NonFiniteLossError
 from lockstep.parallel.module_watch import Look, ModuleWatch, Noted
 from lockstep.plan.averaging import AveragedUpdate
@@ -33,7 +34,6 @@ from lockstep.proof.job import Job, JobCopy, copy_job
 from lockstep.proof.job_data import JobData
 from lockstep.proof.reference import Record, Reference
 from lockstep.proof.replicas import Replicas, is_synchronous
-from lockstep.train.assignment import rank_device
 from lockstep.train.callbacks import Callback, Logs
 from lockstep.train.conductor import Snapshot
 from lockstep.train.job_context import StrategyLike

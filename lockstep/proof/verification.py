@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from lockstep.accelerators import rank_device
 from lockstep.data.order import kept_streams
 from lockstep.errors import LockstepError, ModelError, OptionError, Problems
 from lockstep.parallel.module_watch import Look
@@ -27,7 +28,6 @@ from lockstep.proof.job_data import JobData, data_of
 from lockstep.proof.locating import Cause, locate, not_repeated
 from lockstep.proof.report import Report, first_of, make_report
 from lockstep.proof.two_sides import TwoSides, make_reference
-from lockstep.train.assignment import rank_device
 from lockstep.train.checks import check_strategy
 from lockstep.train.job_context import StrategyLike
 

@@ -4,7 +4,7 @@ The script's process makes one; helpers get a copy. On several hosts each makes 
 are compared (``train.hosts``).
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lockstep.accelerators import rank_device
 from lockstep.comm.exchange import ExchangeSpec
 from lockstep.comm.meeting_point import Meeting
 from lockstep.comm.shared_memory import SharedRegion
@@ -35,7 +36,6 @@ from lockstep.parallel.step_functions import StepFunction
 from lockstep.parallel.update import Updater
 from lockstep.parallel.worker import Worker
 from lockstep.plan.averaging import AveragedUpdate
-from lockstep.plan.devices import is_cpu
 from lockstep.plan.spec import Plan
 from lockstep.train.conductor import Conductor
 from lockstep.train.residuals import Residuals
@@ -143,12 +143,6 @@ def run_task(assignment: Assignment, worker: Worker, control: Control, conductor
     except torch.OutOfMemoryError as error:
         add_note(error, shortage_note(worker))
         raise
-
-
-def rank_device(devices: Sequence[str], rank: int) -> torch.device:
-    """A rank's device, as torch has it: all cores are one."""
-    name = devices[rank]
-    return torch.device("cpu" if is_cpu([name]) else name)
 
 
 def initialize_own(assignment: Assignment, worker: Worker) -> None:

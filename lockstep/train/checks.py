@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lockstep import accelerators
+from lockstep.accelerators import rank_device
 from lockstep.capture.layers import check_modules
 from lockstep.comm.process_group import missing_backend
 from lockstep.data.sources import ArraySource, Source
@@ -27,7 +28,6 @@ from lockstep.parallel.losses import ONE_LOSS, LossAdapter, LossParts
 from lockstep.parallel.store import move_model
 from lockstep.plan.decision import ProcessGroup
 from lockstep.plan.spec import Plan
-from lockstep.train.assignment import rank_device
 from lockstep.train.callbacks import Callback
 from lockstep.train.learning_rates import RunningSchedule
 from lockstep.train.metrics import Metrics, targetless

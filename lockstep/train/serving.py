@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from lockstep import accelerators
+from lockstep.accelerators import rank_device
 from lockstep.channel.channel import Channel
 from lockstep.channel.keys import Keys
 from lockstep.comm.exchange import ExchangeSpec
@@ -27,7 +28,6 @@ from lockstep.train.assignment import (
     compute_settings,
     initialize_own,
     make_worker,
-    rank_device,
     run_task,
 )
 from lockstep.train.conductor import Conductor
