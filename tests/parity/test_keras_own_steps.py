@@ -176,3 +176,31 @@ def test_no_checkpoint_of_own_steps(tmp_path: Path) -> None:
     checkpoint = lockstep.keras.Checkpoint(tmp_path / "run")
     with pytest.raises(lockstep.LockstepError, match="ModelCheckpoint"):
         model.fit(*data_for("distillation"), callbacks=[checkpoint], verbose=0)
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        lockstep.MirroredStrategy(2),
+        lockstep.PipelineStrategy(2),
+        lockstep.HybridStrategy(2, 2),
+    ],
+    ids=["mirrored", "pipeline", "hybrid"],
+)
+def test_nothing_to_train(strategy: lockstep.Strategy) -> None:
+    def activation() -> Any:
+        model = keras.Sequential([keras.Input((8,)), keras.layers.Activation("relu")])
+        model.compile("sgd", "mse", metrics=["mae"])
+        return model
+
+    x, y = data_for("distillation")
+    plain = activation()
+    with strategy.scope():
+        model = activation()
+    options: dict[str, Any] = {"batch_size": BATCH, "epochs": 2, "verbose": 0}
+    histories = []
+    for one in (plain, model):
+        with pytest.warns(UserWarning, match="does not have any trainable weights"):
+            histories.append(one.fit(x, x, **options).history)
+    assert histories[1] == {key: pytest.approx(value) for key, value in histories[0].items()}
+    np.testing.assert_array_equal(model.predict(x, verbose=0), plain.predict(x, verbose=0))

@@ -128,7 +128,8 @@ class KerasModel(FrontEndModel):
     def precision(self) -> str:
         """As the Trainer's options have it; Keras's policies say what layers compute in."""
         sizes = {parameter.dtype.itemsize for parameter in self.parameters()}
-        return "fp64" if sizes == {8} else "fp32"
+        is_wide = sizes == {8} if sizes else keras.config.floatx() == "float64"
+        return "fp64" if is_wide else "fp32"
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_calls": _Calls(), "_settings": KerasSettings.current()}

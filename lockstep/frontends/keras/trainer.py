@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from torch import optim
 
+from lockstep.cluster.devices import discover
 from lockstep.data.order import stream_seed
 from lockstep.data.sources import ArraySource, Source
 from lockstep.data.trees import Tree, concatenate
@@ -60,7 +61,7 @@ from lockstep.frontends.keras.updater_set import KerasUpdaterSet, OptimizerList,
 from lockstep.parallel.forward import call_model
 from lockstep.parallel.independence import check_apart
 from lockstep.parallel.serialization import reducing
-from lockstep.plan.makers import SingleDevice
+from lockstep.plan.makers import Maker, SingleDevice
 from lockstep.train.assignment import Assignment
 from lockstep.train.backups import Backups
 from lockstep.train.changes import ChangeWatch, settings_of
@@ -286,6 +287,15 @@ class KerasTrainer(KeepingRunner):
         return self._job_context.from_chief(
             concatenate(parts) if self._job_context.is_chief else None
         )
+
+    def _maker(self) -> Maker:
+        """Of Plans for this call: what a step does without training is done on one device."""
+        maker = super()._maker()
+        trains = self._own is None or self.model.model.trainable_variables
+        if trains or self._job_context.hosts is not None:
+            return maker
+        cuts = maker.sample_size(discover(), 1) is not None  # it asks what layers cost
+        return self._maker_for_one() if cuts else maker
 
     def _own_steps(self, source: Source | SharedStream, name: str) -> OwnSteps | None:
         """What a model's own step does, tried on a few samples; None where it has none."""
