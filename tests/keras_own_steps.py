@@ -97,8 +97,8 @@ class Gan(keras.Model):  # type: ignore[misc]
     def train_step(self, data: Any) -> dict[str, Any]:
         real, noise = data[0]
         made = self.generator(noise, training=True)
-        both = torch.concat([made, real], axis=0)
-        labels = torch.concat([torch.ones((len(real), 1)), torch.zeros((len(real), 1))], axis=0)
+        both = torch.concat([made, real], dim=0)
+        labels = torch.concat([torch.ones((len(real), 1)), torch.zeros((len(real), 1))], dim=0)
         self.zero_grad()
         d_loss = self.loss_of(labels, self.discriminator(both))
         d_loss.backward()

@@ -193,7 +193,7 @@ def test_nothing_to_train(strategy: lockstep.Strategy) -> None:
         model.compile("sgd", "mse", metrics=["mae"])
         return model
 
-    x, y = data_for("distillation")
+    x, _ = data_for("distillation")
     plain = activation()
     with strategy.scope():
         model = activation()

@@ -24,9 +24,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lockstep
 from lockstep.errors import ModelError, OptionError
-from tests.parity.test_parity import make_job
 from tests.thorough import core_of
-from tests.zoo import case
+from tests.zoo import case, make_job
 
 NUM_SAMPLES, BATCH_SIZE, EPOCHS = 107, 10, 3
 
