@@ -14,7 +14,7 @@ from lockstep.parallel.update import PieceSlots, Updater
 from lockstep.parallel.worker import StepResult
 from lockstep.train.feeding import GlobalBatch
 from lockstep.train.history import History
-from lockstep.train.scene import RankState
+from lockstep.train.rank_states import RankState
 
 Logs = dict[str, Any]
 
@@ -119,7 +119,7 @@ class Conductor:
     def begin_run(self, start: Any, look: Callable[[], list[RankState]]) -> None:
         """All ranks are about to train, from the ``Resume`` on; ``look`` tells what they are at."""
 
-    def take_scene(self, error: BaseException, states: list[RankState], team: Team) -> None:
+    def note_failure(self, error: BaseException, states: list[RankState], team: Team) -> None:
         """Training has failed, and helpers are about to be ended: what all ranks were at."""
 
     def back_up(self) -> None:

@@ -21,6 +21,7 @@ from lockstep.parallel.passes import Observe
 from lockstep.parallel.readers import reading_ahead
 from lockstep.parallel.update import PieceSlots
 from lockstep.parallel.worker import StepResult, Worker, modes_of
+from lockstep.train.bad_record_filter import BadRecordFilter
 from lockstep.train.conductor import Conductor, Logs, Place
 from lockstep.train.ensemble import Ensemble, Renew, Resume
 from lockstep.train.epoch_sums import epoch_sums, results_so_far, set_metrics
@@ -29,7 +30,6 @@ from lockstep.train.metrics import Metrics
 from lockstep.train.rank_proof import prove_alike
 from lockstep.train.replicas import own_replica, replicas_of, set_replica
 from lockstep.train.residuals import residuals_of_all
-from lockstep.train.sieve import Sieve
 from lockstep.train.snapshots import noting, take_snapshot
 from lockstep.train.tasks import Task, evaluate, joined_metrics
 from lockstep.train.tracing import StepTracer
@@ -194,7 +194,7 @@ class FitTask(Task):
         observe = self.metrics.update if self.metrics else None
         results = self._begin_sums(ensemble, epoch)
         batches = self._batches(ensemble, source, epoch)
-        sieve = self._sieve(ensemble, self.source)
+        bad_records = self._filter_of(ensemble, self.source)
         for index, (batch, indices) in enumerate(batches, self._num_done(epoch)):
             if self.before_steps:
                 stops = ensemble.consult(partial(conductor.begin_step, index))
@@ -202,8 +202,10 @@ class FitTask(Task):
                     break
             step = self.first_step + progress.num_steps
             num_taken = len(indices)
-            if sieve is not None:
-                batch, indices = sieve.sifted(batch, indices, step, max(len(self.turns.names), 1))
+            if bad_records is not None:
+                batch, indices = bad_records.filtered(
+                    batch, indices, step, max(len(self.turns.names), 1)
+                )
             with tracer.step(step), noting(worker, self.look, step) as noted:
                 result = self._train_step(ensemble, batch, indices, step, observe)
             if num_taken > len(indices):
@@ -251,12 +253,14 @@ class FitTask(Task):
         end = partial(conductor.end_epoch, epoch, logs)
         return ensemble.consult(end, Resume(epoch + 1) if self.watched else None)
 
-    def _sieve(self, ensemble: Ensemble, source: Source | SharedStream | None) -> Sieve | None:
+    def _filter_of(
+        self, ensemble: Ensemble, source: Source | SharedStream | None
+    ) -> BadRecordFilter | None:
         """What leaves bad records out, if they are to be and there may be some."""
         if not isinstance(source, CheckedSource):
             return None
         tell = ensemble.conductor.note_bad_records
-        return Sieve(source, ensemble.worker, ensemble.control, tell)
+        return BadRecordFilter(source, ensemble.worker, ensemble.control, tell)
 
     def _num_done(self, epoch: int) -> int:
         """Batches of the epoch that were made before this task."""
@@ -410,7 +414,7 @@ class FitTask(Task):
             epoch,
             ensemble.pause_validation,
             lambda: ensemble.conductor.is_interrupted,
-            self._sieve(ensemble, self.validation),
+            self._filter_of(ensemble, self.validation),
         )
         ensemble.conductor.end_validation(validated)
         return {**logs, **{f"val_{name}": value for name, value in validated.items()}}

@@ -13,6 +13,7 @@ from lockstep.data.bad_records import CheckedSource, OnBadRecord
 from lockstep.errors import ModelError, OptionError
 from lockstep.parallel.losses import ONE_LOSS, LossAdapter
 from lockstep.train.backups import Backups
+from lockstep.train.bad_record_filter import skipping
 from lockstep.train.batch_size import BatchSizeSearch, Training, choose_batch_size, search_of
 from lockstep.train.callbacks import acting, stopping, told_of_errors, traced_steps
 from lockstep.train.checkpoints import Checkpoint, FitRecord, Found, Keeper
@@ -45,7 +46,6 @@ from lockstep.train.progress import OutputConsole, ProgressDisplay
 from lockstep.train.rate_rules import RateRule
 from lockstep.train.run_record import RunRecord
 from lockstep.train.same_data import check_same_data, fingerprint
-from lockstep.train.sieve import skipping
 from lockstep.train.trainer_protocol import TrainerProtocol
 
 

@@ -12,8 +12,8 @@ from lockstep.train.backups import Backups, Journal
 from lockstep.train.conductor import Conductor, Place
 from lockstep.train.ensemble import Directive, Resume
 from lockstep.train.history import History
+from lockstep.train.rank_states import RankState
 from lockstep.train.run_record import RunRecord
-from lockstep.train.scene import RankState
 from lockstep.train.training_state import copied
 
 
@@ -60,8 +60,8 @@ class ReturningConductor(Conductor):
             place = replace(place, is_lasting=False)  # for nobody but us
         self._runner.stand_at(place, self.history)
 
-    def take_scene(self, error: BaseException, states: list[RankState], team: Team) -> None:
-        self._record.take_scene(error, states, team)
+    def note_failure(self, error: BaseException, states: list[RankState], team: Team) -> None:
+        self._record.note_failure(error, states, team)
 
     def begin_run(self, start: Resume, look: Callable[[], list[RankState]]) -> None:
         self._record.begin_run(look)

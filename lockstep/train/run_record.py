@@ -22,7 +22,7 @@ import msgspec
 from lockstep.launch.failure import add_note, summary_of
 from lockstep.launch.peer import start_of
 from lockstep.launch.team import Team
-from lockstep.train.scene import RankState, add_lines, culprit, kind_of, states_of
+from lockstep.train.rank_states import RankState, add_lines, culprit, kind_of, states_of
 from lockstep.version import __version__
 
 NAME = "record.jsonl"
@@ -38,7 +38,7 @@ class Fault(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Something that has gone wrong.
 
     Attributes:
-        kind: see ``train.scene``.
+        kind: see ``train.rank_states``.
         message: the error's.
         rank: at fault; None where it is none of the ranks of this host, or not known.
         ranks: what each was at.
@@ -90,7 +90,7 @@ class RunRecord:
     def __init__(self, folder: str | os.PathLike[str] | None) -> None:
         self._path = None if folder is None else Path(folder) / NAME
         self._look: Callable[[], list[RankState]] = list
-        self._scene: tuple[BaseException, list[RankState]] | None = None
+        self._failure: tuple[BaseException, list[RankState]] | None = None
         self._epoch = self._batch = -1
         self._began = self._due = time.monotonic()
         self._num_bad = 0
@@ -149,11 +149,11 @@ class RunRecord:
         if self._num_bad <= _MOST_BAD_RECORDS:
             self._write("bad record", index=index, reason=reason)
 
-    def take_scene(self, error: BaseException, states: list[RankState], team: Team) -> None:
+    def note_failure(self, error: BaseException, states: list[RankState], team: Team) -> None:
         """Ranks are about to be ended because of an error: ask them once more."""
         if self._path is not None:
             add_lines(states, error, team)
-            self._scene = error, states
+            self._failure = error, states
 
     def note_restart(self, error: BaseException, then: str) -> None:
         """A rank was lost, and the run goes on."""
@@ -165,7 +165,7 @@ class RunRecord:
         return {"epoch": self._epoch, "batch": self._batch}
 
     def _fault(self, error: BaseException, then: str) -> Fault:
-        seen, states = self._scene or (None, [])
+        seen, states = self._failure or (None, [])
         if seen is not error:
             states = states_of(None, None, 0)
             add_lines(states, error, None)

@@ -48,8 +48,8 @@ from lockstep.train.followers import call_conclude
 from lockstep.train.hosts import Hosts
 from lockstep.train.likeness import assignment_facts
 from lockstep.train.packing import check_loss, check_number, pack_assignment, spec_of
+from lockstep.train.rank_states import RankState, said_of, states_of
 from lockstep.train.read_limit import ReadLimit
-from lockstep.train.scene import RankState, said_of, states_of
 from lockstep.train.serving import Call, serve, serve_again
 from lockstep.train.standing import Footing, News, StandingCalls, may_stand
 from lockstep.train.stores import Mapped, Stores, has_options, options_store
@@ -239,7 +239,7 @@ class Session:
         except BaseException as trouble:
             error = as_raised(trouble)
             if part is not None and conductor is not None:
-                part.look_at_scene(error, conductor)
+                part.look_at_ranks(error, conductor)
             self.close(error)
             if part is not None and conductor is not None:
                 part.abandon(error, conductor.put_back)
@@ -388,12 +388,12 @@ class _Part:
         """What the ranks of this host are at."""
         return states_of(self.team, self.worker.board, self.worker.rank)
 
-    def look_at_scene(self, error: BaseException, conductor: Conductor) -> None:
+    def look_at_ranks(self, error: BaseException, conductor: Conductor) -> None:
         """The call has failed, and the helpers still live: note in the error what they were at."""
         states = self.states()
         if note := said_of(states, error):
             add_note(error, note)
-        conductor.take_scene(error, states, self.team)
+        conductor.note_failure(error, states, self.team)
 
     def abandon(self, error: BaseException, put_back: Callable[[], int | None]) -> None:
         """The call has failed, and the helpers have ended: note in the error what is left."""

@@ -20,10 +20,10 @@ from lockstep.parallel.control import Control
 from lockstep.parallel.losses import ONE_LOSS, LossParts, Sums
 from lockstep.parallel.readers import reading_ahead
 from lockstep.parallel.worker import Worker, modes_of
+from lockstep.train.bad_record_filter import BadRecordFilter
 from lockstep.train.conductor import Conductor, Logs
 from lockstep.train.feeding import SharedStream, all_batches
 from lockstep.train.metrics import Metrics
-from lockstep.train.sieve import Sieve
 
 
 class Task(ABC):
@@ -149,7 +149,7 @@ def evaluate(
     epoch: int = 0,
     pause: Callable[[int], None] = lambda index: None,
     gives_up: Callable[[], bool] = lambda: False,
-    sieve: Sieve | None = None,
+    bad_records: BadRecordFilter | None = None,
 ) -> Logs:
     """Loss and metrics over a source; on rank 0.
 
@@ -163,7 +163,7 @@ def evaluate(
         epoch: of the training that this is a part of.
         pause: called after every batch, with its number.
         gives_up: whether rank 0 need not wait for data any longer.
-        sieve: leaves bad records out; None where they are errors.
+        bad_records: leaves bad records out; None where they are errors.
     """
     num_bad = 0
     metrics.reset()
@@ -177,16 +177,16 @@ def evaluate(
         batches = all_batches(ahead, worker, control, batch_size, epoch, gives_up)
         for index, (part, indices) in enumerate(batches):
             num_taken = len(indices)
-            if sieve is not None:
-                part, indices = sieve.sifted(part, indices)
+            if bad_records is not None:
+                part, indices = bad_records.filtered(part, indices)
                 num_bad += num_taken - len(indices)
             if len(indices):
                 losses += worker.evaluate_step(part, indices, observe)
-            if sieve is not None:
+            if bad_records is not None:
                 worker.barrier()
             pause(index)
     gathered = [loss for losses in control.gather(losses) for loss in losses]
-    counts = {} if sieve is None else {"bad_records": num_bad}
+    counts = {} if bad_records is None else {"bad_records": num_bad}
     return {**loss_parts.logs(gathered), **joined_metrics(metrics, control), **counts}
 
 

@@ -20,8 +20,8 @@ from lockstep.cli.main import main
 from lockstep.errors import BadRecordError, HostError, NonFiniteLossError, WorkerError
 from lockstep.launch import team
 from lockstep.launch.peer import start_of
+from lockstep.train.rank_states import RankState, kind_of, last_line
 from lockstep.train.run_record import NAME, Event, read_record
-from lockstep.train.scene import RankState, kind_of, last_line
 from tests.faults.jobs import fit, make_trainer, warm_up
 from tests.faults.processes import JOB, running, wait_until
 

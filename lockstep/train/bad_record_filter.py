@@ -1,4 +1,4 @@
-"""The sieve: bad records taken out of a batch before its step, on all ranks alike.
+"""Bad records left out of a batch before its step, on all ranks alike.
 
 Every rank reads what the step will have it read, beforehand. If one of them finds bad records, all
 take them out of the global batch, which is a shorter one then, and read their parts of that: until
@@ -61,7 +61,7 @@ def skipping(feed: Feed, maker: Maker, hosts: object) -> Feed:
     return feed  # arrays, of which all rows are alike
 
 
-class Sieve:
+class BadRecordFilter:
     """Takes the bad records out of batches.
 
     Args:
@@ -83,7 +83,7 @@ class Sieve:
         self._control = control
         self._tell = tell
 
-    def sifted(
+    def filtered(
         self, source: Source, indices: torch.Tensor, step: int | None = None, num_turns: int = 1
     ) -> tuple[Source, torch.Tensor]:
         """What is left of a batch, and where it is read from.

@@ -1,4 +1,4 @@
-"""The scene of a failure: what every rank was at, who waited for whom, and the kind of the fault.
+"""What every rank was at when a training failed, who waited for whom, and the kind of the fault.
 
 A process that is killed can say nothing. But where it was lies in memory that all ranks of the host
 share, and those that live can be asked for their stacks.
