@@ -141,7 +141,7 @@ class GradientJudge:
         What each rank has found stays a tensor until all have met.
         """
         used = [
-            piece.tensor.grad
+            _elements(piece.tensor.grad)
             for piece in self._pieces
             if piece.tensor.grad is not None and piece.name not in self._told_elsewhere
         ]
