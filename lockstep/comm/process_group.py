@@ -26,12 +26,12 @@ import torch
 from torch import distributed
 
 from lockstep.accelerators import await_device, pinned, use
+from lockstep.channel.channel import late
 from lockstep.comm.codec import decode, encode
 from lockstep.comm.meeting_point import Meeting, SharedStore
 from lockstep.comm.transport import Buffers, Transport
 from lockstep.comm.wide_board import Crossing
-from lockstep.errors import HostError, LockstepError, WorkerError
-from lockstep.units import format_seconds
+from lockstep.errors import LockstepError, WorkerError
 
 _LOOK_AROUND = timedelta(milliseconds=20)
 _SECONDS_TO_THE_CAUSE = 3.0
@@ -195,13 +195,7 @@ class ProcessGroups:
         """Only ranks of this host are looked at: who waits for others gives up by itself."""
         timeout = self._meeting.timeout_seconds
         if self._abroad and waited_seconds > timeout:
-            names = " or ".join(dict.fromkeys(self._abroad.values()))
-            raise HostError.of_loss(
-                f"{names} must come to the same step within {format_seconds(timeout)}.",
-                received=f"nothing for {format_seconds(waited_seconds)}",
-                fix="See whether that host hangs or is cut off; raise `timeout_seconds` if steps "
-                "may take so long.",
-            )
+            raise late([" or ".join(dict.fromkeys(self._abroad.values()))], waited_seconds, timeout)
 
     def _has_ended(self, is_done: Callable[[], bool]) -> bool:
         try:

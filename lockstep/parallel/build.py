@@ -164,7 +164,9 @@ def _mail_channels(
     """Carries this rank's mail to other hosts, if there are any."""
     if neighbours is None:
         return None
-    return MailChannels(neighbours.mail_channels, neighbours.names, look_around)
+    return MailChannels(
+        neighbours.mail_channels, neighbours.names, look_around, neighbours.timeout_seconds
+    )
 
 
 def _open_mail(
