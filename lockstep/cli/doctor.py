@@ -18,7 +18,6 @@ from rich.console import Console
 
 from lockstep.cli.doctor_tables import fact_tables, pair_table, verdict_text
 from lockstep.cli.examination import HostReport, examine
-from lockstep.cli.run_verdict import rank_table, verdict_of
 from lockstep.cli.verdict import Finding, judge, network_advice
 from lockstep.cluster.environment import find_place
 from lockstep.cluster.place import Place
@@ -88,6 +87,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _tell_of_run(path: Path) -> int:
+    from lockstep.cli.run_verdict import rank_table, verdict_of  # loads torch
+
     verdict = verdict_of(path)
     console = Console(highlight=False, markup=False)
     for text in filter(None, verdict.text):
