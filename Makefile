@@ -4,7 +4,7 @@ BIN := .venv/bin
 # Hundreds of interpreters are started: all but the first read what was compiled.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all check lint format api-docs bench bench-architectures bench-hosts bench-input bench-overhead bench-pipelines bench-small-calls bench-starting soak clean
+.PHONY: demo test test-all check lint format api-docs bench bench-architectures bench-compression bench-hosts bench-input bench-keras-tests bench-overhead bench-pipelines bench-small-calls bench-starting gpu soak clean
 demo: .venv/.installed-demo
 	$(BIN)/lockstep demo
 
@@ -40,6 +40,10 @@ bench: .venv-bench/.installed
 bench-architectures: .venv/.installed-dev
 	$(BIN)/python bench/architectures.py --report docs/architectures.md
 
+# Keras's own tests under strategies; writes docs/keras-tests.md anew. Takes half an hour.
+bench-keras-tests: .venv/.installed-dev
+	$(BIN)/python bench/keras_tests.py --results bench/results/keras-tests --report docs/keras-tests.md
+
 # Pipelines against torch.distributed.pipelining; prints tables.
 bench-pipelines: .venv-bench/.installed
 	.venv-bench/bin/python bench/pipelines.py
@@ -47,6 +51,10 @@ bench-pipelines: .venv-bench/.installed
 # Two hosts, made of network namespaces, at 1 Gbit/s; needs root, prints a table.
 bench-hosts: .venv/.installed-demo
 	$(BIN)/python bench/hosts.py
+
+# Two hosts at 100 Mbit/s: compressed gradients, local SGD, exact sums; needs root, prints a table.
+bench-compression: .venv/.installed-demo
+	$(BIN)/python bench/compression.py
 
 # Reading ahead and caching, with samples that take 5 ms to read; prints a table.
 bench-input: .venv/.installed-demo
@@ -63,6 +71,12 @@ bench-small-calls: .venv/.installed-dev
 # What progress, metrics and callbacks add to a step; prints a table.
 bench-overhead: .venv/.installed-demo
 	$(BIN)/python bench/overhead.py
+
+# Tests and speed on an accelerator, in 8 minutes; writes docs/gpu.md anew. With another Python, where
+# torch has CUDA: `make gpu GPU_PYTHON=python3`.
+GPU_PYTHON = $(BIN)/python
+gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),.venv/.installed-dev)
+	$(GPU_PYTHON) bench/gpu.py --report docs/gpu.md
 
 # Kills and stops processes at random moments, and prints a table of faults survived.
 MINUTES ?= 30

@@ -176,7 +176,7 @@ def said(is_met: bool) -> str:
     return "met" if is_met else "NOT met"
 
 
-def settings(rate: str) -> str:
+def settings(rate: str, processes: int = DEVICES_PER_HOST) -> str:
     control, reading, writing = (
         Path("/proc/sys/net/ipv4", name).read_text().split()
         for name in ("tcp_congestion_control", "tcp_rmem", "tcp_wmem")
@@ -184,7 +184,7 @@ def settings(rate: str) -> str:
     return wrapped(
         f"{machine()}. {versions()}. Linux {platform.release()}, TCP {control[0]}, tcp_rmem "
         f"{' '.join(reading)}, tcp_wmem {' '.join(writing)}. {NUM_HOSTS} network namespaces at "
-        f"{rate}, {DEVICES_PER_HOST} processes each, one thread per process."
+        f"{rate}, {processes} process{'es' if processes > 1 else ''} each, one thread per process."
     )
 
 

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from lockstep.loops.replicas import rank as rank
     from lockstep.loops.replicas import share as share
     from lockstep.plan.averaging import Nesterov as Nesterov
+    from lockstep.plan.compression import PowerSGD as PowerSGD
+    from lockstep.plan.compression import TopK as TopK
     from lockstep.plan.spec import Plan as Plan
     from lockstep.proof.job import Job as Job
     from lockstep.proof.verification import verify_job
@@ -36,6 +38,9 @@ if TYPE_CHECKING:
     from lockstep.strategies.mirrored import MirroredStrategy as MirroredStrategy
     from lockstep.strategies.multi_worker import (
         MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy,
+    )
+    from lockstep.strategies.parameter_server import (
+        ParameterServerStrategy as ParameterServerStrategy,
     )
     from lockstep.strategies.pipeline import PipelineStrategy as PipelineStrategy
     from lockstep.strategies.single import SingleDeviceStrategy as SingleDeviceStrategy
@@ -75,11 +80,17 @@ _HOMES = {
     ),
     "Nesterov": ("lockstep.plan.averaging", "Nesterov"),
     "OwnLoss": ("lockstep.data.own_loss", "OwnLoss"),
+    "ParameterServerStrategy": (
+        "lockstep.strategies.parameter_server",
+        "ParameterServerStrategy",
+    ),
     "PipelineStrategy": ("lockstep.strategies.pipeline", "PipelineStrategy"),
     "Plan": ("lockstep.plan.spec", "Plan"),
+    "PowerSGD": ("lockstep.plan.compression", "PowerSGD"),
     "Schedule": ("lockstep.train.learning_rates", "Schedule"),
     "SingleDeviceStrategy": ("lockstep.strategies.single", "SingleDeviceStrategy"),
     "Strategy": ("lockstep.strategies.base", "Strategy"),
+    "TopK": ("lockstep.plan.compression", "TopK"),
     "Trainer": ("lockstep.train.trainer", "Trainer"),
     "all_mean": ("lockstep.loops.replicas", "all_mean"),
     "callbacks": ("lockstep.callbacks", ""),

@@ -12,7 +12,8 @@ from contextlib import contextmanager, suppress
 
 from lockstep.units import format_bytes
 
-_SHORTAGES = (errno.ENOSPC, errno.EDQUOT)
+# Numbers of errors that say that there is no room.
+SHORTAGES = (errno.ENOSPC, errno.EDQUOT)
 
 
 @contextmanager
@@ -37,7 +38,7 @@ def writing(path: str | os.PathLike[str], num_bytes: int | None = None) -> Itera
 
 def _figures(number: int, path: str | os.PathLike[str], num_bytes: int | None) -> str:
     figures = [] if num_bytes is None else [f"{format_bytes(num_bytes)} to write"]
-    if number in _SHORTAGES:
+    if number in SHORTAGES:
         with suppress(OSError):  # its folder is gone
             free = shutil.disk_usage(os.path.dirname(os.path.abspath(path))).free
             figures.append(f"{format_bytes(free)} free on its disk")

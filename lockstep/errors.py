@@ -5,6 +5,7 @@
     LockstepError
     ├── OptionError          (ValueError)       an argument that cannot be
     ├── DataError            (ValueError)       data that cannot be trained on
+    │   └── BadRecordError                      a sample that cannot be read, or unlike the others
     ├── DeviceError          (ValueError)       a device that is not there, or holds the wrong thing
     ├── ModelError           (ValueError)       a model that cannot be trained as asked
     ├── PlanError            (ValueError)       a Plan that is malformed or contradicts itself
@@ -58,7 +59,36 @@ class OptionError(LockstepError, ValueError):
 
 
 class DataError(LockstepError, ValueError):
-    """The data cannot be trained on as given."""
+    """The data cannot be trained on as given.
+
+    Attributes:
+        is_end: there is less of it than there must be.
+    """
+
+    is_end = False
+
+
+class BadRecordError(DataError):
+    """A sample cannot be read, or is not like the others.
+
+    Attributes:
+        index: the sample's number in its dataset.
+        rank: that was to read it; None where no rank was.
+    """
+
+    rank: int | None = None
+
+    def __init__(
+        self, what: str = "", *, received: object = None, fix: str = "", index: int = -1
+    ) -> None:
+        super().__init__(what, received=received, fix=fix)
+        self.index = index
+
+    def name_rank(self, rank: int) -> None:
+        """Say which rank was to read it, unless that was said."""
+        if self.rank is None:
+            self.rank = rank
+            self.args = (f"{self} It is on rank {rank} that it was to be read.",)
 
 
 class DeviceError(LockstepError, ValueError):
@@ -111,10 +141,14 @@ class WorkerError(LockstepError, RuntimeError):
     Attributes:
         raised: the exception that has ended its work, where that could be brought here.
         is_loss: it was killed, or does not answer: what it has computed was not at fault.
+        rank: that has failed, where that is known.
+        kind: "dead", "hung" or "out of memory" of a loss, else "".
     """
 
     raised: BaseException | None = None
     is_loss = False
+    rank: int | None = None
+    kind = ""
 
 
 class HostError(LockstepError, RuntimeError):
@@ -124,9 +158,19 @@ class HostError(LockstepError, RuntimeError):
 
     Attributes:
         raised: an exception like the one that has ended its work, where its type is built in.
+        is_loss: it, or a process of its, was killed, is cut off, or does not answer: what it has
+            computed was not at fault.
     """
 
     raised: BaseException | None = None
+    is_loss = False
+
+    @classmethod
+    def of_loss(cls, what: str, *, received: object = None, fix: str = "") -> "HostError":
+        """The error for a host that is lost."""
+        error = cls(what, received=received, fix=fix)
+        error.is_loss = True
+        return error
 
     def __init__(self, what: str = "", *, received: object = None, fix: str = "") -> None:
         super().__init__(what, received=received, fix=fix)

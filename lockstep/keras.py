@@ -1,9 +1,10 @@
-"""What Lockstep adds to Keras, beside ``strategy.scope()``: ``lockstep.keras.Checkpoint``."""
+"""What Lockstep adds to Keras, beside ``strategy.scope()``: ``Checkpoint`` and ``Restarts``."""
 
 from lockstep.extras import import_extra
 
 import_extra("keras", extra="keras", user="lockstep.keras")
 
 from lockstep.frontends.keras.checkpoints import Checkpoint as Checkpoint  # noqa: E402  # it imports Keras
+from lockstep.frontends.keras.checkpoints import Restarts as Restarts  # noqa: E402
 
-__all__ = ["Checkpoint"]
+__all__ = ["Checkpoint", "Restarts"]

@@ -20,6 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
+import lockstep
+
 IGNORED = -100  # torch's own default for targets that do not count
 
 Inputs = Tensor | tuple[Tensor, ...] | dict[str, Tensor]
@@ -64,6 +66,17 @@ def case(name: str) -> Case:
     if name not in by_name:
         raise KeyError(f"no case {name!r}; there are {', '.join(by_name)}")
     return by_name[name]
+
+
+def make_job(one: Case) -> lockstep.Job:
+    """What ``lockstep.verify`` proves."""
+    return lockstep.Job(
+        model=one.make_model(),
+        loss=one.loss,
+        optimizer=one.optimizer,
+        data=(one.inputs, one.targets),
+        batch_size=one.batch_size,
+    )
 
 
 def build_seeded(build: Callable[[], nn.Module]) -> nn.Module:

@@ -3,14 +3,16 @@
 import pickle
 import random
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lockstep import accelerators
 from lockstep.capture.instructions import (
     CallFunction,
     CallMethod,
@@ -18,6 +20,7 @@ from lockstep.capture.instructions import (
     Instruction,
     NamedFunction,
 )
+from lockstep.data.order import torch_streams
 from lockstep.data.trees import tensors_of
 
 # How torch's function mode sees the properties of tensors.
@@ -70,6 +73,16 @@ class Watch(TorchDispatchMode):
                 index.dtype in (torch.bool, torch.uint8) for index in tensors_of(args[1])
             )
         return func(*args, **(kwargs or {}))
+
+
+def uncompiled(model: nn.Module) -> AbstractContextManager[Any]:
+    """Within the block what torch.compile has compiled of a model runs as it was before."""
+    kinds = {type(module).__name__ for module in model.modules()}
+    inner = any(module._compiled_call_impl is not None for module in model.modules())
+    if not inner and "OptimizedModule" not in kinds:
+        return nullcontext()  # the machinery takes a second to import
+    eager: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return eager
 
 
 @contextmanager
@@ -146,12 +159,12 @@ def _portable(func: Any) -> Any:
 
 def has_drawn(stream: torch.Tensor) -> bool:
     """Whether torch's random stream is no longer where ``stream`` says."""
-    return not torch.equal(stream, torch.get_rng_state())
+    return not torch.equal(stream, torch_streams())
 
 
 def autocast_state() -> tuple[Any, ...]:
     """Whether autocast is on, and for which types."""
     return tuple(
         (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-        for kind in ("cpu", "cuda")
+        for kind in ("cpu", accelerators.kind() or "cpu")
     )

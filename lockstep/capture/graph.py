@@ -45,7 +45,9 @@ def value_bytes(trace: Trace, model: nn.Module, inputs: Tree) -> dict[int, int]:
     sizes: dict[int, int] = {}
 
     def observe(number: int, value: object) -> None:
-        sizes[number] = sum(align(tensor.nbytes) for tensor in tensors_of(value))
+        sizes[number] = sum(
+            align(tensor.numel() * tensor.element_size()) for tensor in tensors_of(value)
+        )
 
     state = ModelState(model)
     try:

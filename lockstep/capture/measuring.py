@@ -102,7 +102,8 @@ def _activation_counter(model: nn.Module) -> _Count:
             nonlocal found
             kept = tensor.detach()
             if storage_of(tensor) not in seen:
-                found += kept.untyped_storage().nbytes() if storage_of(tensor) else kept.nbytes
+                size = kept.numel() * kept.element_size()
+                found += kept.untyped_storage().nbytes() if storage_of(tensor) else size
                 seen[storage_of(tensor)] = kept  # else another storage might take its place
             return kept
 

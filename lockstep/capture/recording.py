@@ -49,6 +49,7 @@ from lockstep.capture.instructions import (
 )
 from lockstep.capture.notes import DataError, Notes, Record, UntraceableError
 from lockstep.capture.sizes import has_numbers, plain
+from lockstep.data.order import torch_streams
 from lockstep.data.trees import Tree, tensors_of
 
 # Layers of torch that only call others: these are traced through.
@@ -67,12 +68,13 @@ _NOT_RECORDED = {"backward", "grad", "register_hook", "register_post_accumulate_
 def is_leaf(module: nn.Module) -> bool:
     """Whether a module is called as a whole by its nature: torch's own layers.
 
-    Subclasses of batch normalisation are, too: their statistics are dealt with by layer.
+    What ``torch.compile`` has made of a module is not: it is traced as the module. Subclasses of
+    batch normalisation are, too: their statistics are dealt with by layer.
     """
     if isinstance(module, _BatchNorm | torch.jit.ScriptModule):
         return True
     kind = type(module)
-    is_torchs = kind.__module__.partition(".")[0] == "torch"
+    is_torchs = kind.__module__.partition(".")[0] == "torch" and not hasattr(module, "_orig_mod")
     return is_torchs and kind not in _CONTAINERS and not isinstance(module, torch.fx.GraphModule)
 
 
@@ -202,7 +204,7 @@ class Recorder(TorchFunctionMode):
         self._check_call(func)
         tensors = list(tensors_of((args, kwargs)))
         versions = [tensor._version for tensor in tensors]
-        stream = torch.get_rng_state()
+        stream = torch_streams()
         given = contents_of((args, kwargs)) if _may_change(func) else []
         self._watch.reset()
         result = func(*plain(args), **plain(kwargs))

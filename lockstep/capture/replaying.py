@@ -23,6 +23,7 @@ from lockstep.capture.instructions import (
 from lockstep.capture.notes import Record, UntraceableError
 from lockstep.capture.recording import storage_of
 from lockstep.capture.seeding import seeded
+from lockstep.data.order import torch_streams
 from lockstep.data.trees import Tree, map_tensors, tensors_of
 
 # How far gradients may be apart: what is looked for are missing ones.
@@ -163,7 +164,7 @@ def result_of(model: nn.Module, outputs: Tree, *, with_gradients: bool) -> Resul
     return Result(
         outputs=map_tensors(_kept, outputs),
         buffers=[_kept(buffer) for buffer in model.buffers()],
-        stream=torch.get_rng_state(),
+        stream=torch_streams(),
         gradients=_gradients(outputs, model) if with_gradients else None,
     )
 

@@ -47,7 +47,8 @@ class ModelState:
         tensors = {
             id(tensor): tensor
             for tensor in self._tensors()
-            if not tensor.is_meta and (with_trained or not _is_trained(tensor))
+            if not (tensor.is_meta or tensor.layout != torch.strided)
+            and (with_trained or not _is_trained(tensor))
         }
         self._values = [
             (tensor, tensor.detach(), tensor.detach().clone()) for tensor in tensors.values()
@@ -91,15 +92,16 @@ class ModelState:
 
 
 @contextmanager
-def left_alone(model: nn.Module, *others: Any) -> Iterator[ModelState]:
+def left_alone(model: nn.Module, *others: Any, with_trained: bool = False) -> Iterator[ModelState]:
     """After the block the model, its gradients and the random streams are as they were.
 
-    So are other objects, such as losses.
+    So are other objects, such as losses. Of parameters that are trained values are kept on demand:
+    see ``ModelState``.
 
     Gives its state, to be restored between. What runs in it gives no warnings: it runs once more,
     for good.
     """
-    state = ModelState(model, *others, with_trained=False)
+    state = ModelState(model, *others, with_trained=with_trained)
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     try:
         with warnings.catch_warnings():

@@ -18,7 +18,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from lockstep.capture.calls import telling
+from lockstep.capture.calls import telling, uncompiled
 from lockstep.capture.instructions import CallModule, Instruction, run_instruction
 from lockstep.capture.layering import TracedLayer, divide
 from lockstep.capture.layers import check_modules
@@ -254,7 +254,8 @@ class _Tracer:
         torch.clear_autocast_cache()  # of casts that belong to the run before
         try:
             set_mode(self._model, training=self._training)
-            with torch.set_grad_enabled(self._training), place:
+            # What is compiled is traced, and run in stages, as it was before.
+            with torch.set_grad_enabled(self._training), place, uncompiled(self._model):
                 return body(copied)
         finally:
             self._state.restore()

@@ -7,11 +7,13 @@ to be what the other host has sent.
 
 import socket
 from collections import deque
+from collections.abc import Iterable
 
 from lockstep.channel.frames import drop
 from lockstep.channel.keys import Keys
 from lockstep.channel.records import MOST_BYTES, Opener, Sealer, TamperedError
 from lockstep.errors import HostError, problem
+from lockstep.units import format_seconds
 
 
 class Channel:
@@ -115,10 +117,27 @@ def lost(host: str, error: OSError) -> HostError:
     """
     if isinstance(error, TamperedError):
         return HostError(tampered(host, error))
-    return HostError(
+    return HostError.of_loss(
         f"{host} no longer takes part.",
         received=error.strerror or str(error) or type(error).__name__,
         fix="Look at that host's output for the cause.",
+    )
+
+
+def late(hosts: Iterable[str], waited_seconds: float, timeout_seconds: float) -> HostError:
+    """The error for hosts that do not come to where this one waits.
+
+    Args:
+        hosts: those, or those of which it is one.
+        waited_seconds: so far.
+        timeout_seconds: the longest wait.
+    """
+    return HostError.of_loss(
+        f"{' and '.join(dict.fromkeys(hosts))} must come to the same step within "
+        f"{format_seconds(timeout_seconds)}.",
+        received=f"nothing for {format_seconds(waited_seconds)}",
+        fix="See whether that host hangs or is cut off; raise `timeout_seconds` if steps may take "
+        "so long.",
     )
 
 

@@ -1,5 +1,7 @@
 """``lockstep doctor``: what this host has, and the others of its job, and what is wrong there.
 
+With the folder of a run it says what has become of that (``run_verdict``).
+
 Alone it examines its host. Started on several, by any launcher or with ``--hosts``, it lets them
 meet as training would, examines each, measures the network between each pair, and shows all of it
 on host 0. The exit status is 1 where something is wrong, on all hosts, and 0 where nothing is.
@@ -9,6 +11,7 @@ import argparse
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import msgspec
 from rich.console import Console
@@ -33,6 +36,9 @@ _FACTS = {"The command": "lockstep doctor", "What hosts tell each other": "versi
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the command."""
+    parser.add_argument(
+        "record", nargs="?", metavar="RUN", help="folder of a run: say what has become of that"
+    )
     parser.add_argument("--hosts", type=int, metavar="H", help="number of hosts")
     parser.add_argument("--host-index", type=int, metavar="I", help="which one this is, from 0")
     parser.add_argument("--rendezvous", metavar="HOST:PORT", help="where host 0 listens")
@@ -62,6 +68,8 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         OptionError: the options, or the launcher's variables, are not what they must be.
     """
+    if options.record is not None:
+        return _tell_of_run(Path(options.record))
     _check_times(options)
     place = _find_place(options, os.environ)
     if place is not None and not place.leads:
@@ -76,6 +84,19 @@ def run(options: argparse.Namespace) -> int:
         return _examine_all(place, secret, report, options)
     except HostError as error:
         return _conclude([report], complaint=str(error))
+
+
+def _tell_of_run(path: Path) -> int:
+    from lockstep.cli.run_verdict import rank_table, verdict_of  # loads torch
+
+    verdict = verdict_of(path)
+    console = Console(highlight=False, markup=False)
+    for text in filter(None, verdict.text):
+        console.print(text, soft_wrap=True)
+    if verdict.ranks:
+        console.print()
+        console.print(rank_table(verdict.ranks), soft_wrap=True)
+    return 0 if verdict.is_well else 1
 
 
 def _examine_all(

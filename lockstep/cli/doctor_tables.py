@@ -107,8 +107,14 @@ def _core_speed(report: HostReport) -> str:
     return "unknown" if speed is None else f"{format_count(round(speed / 1e9))} GFLOP/s"
 
 
-def _gpus(report: HostReport) -> str:
-    return "unknown" if report.gpus is None else ", ".join(report.gpus) or "none"
+def _accelerators(report: HostReport) -> str:
+    found = report.accelerators
+    return "unknown" if found is None else ", ".join(found) or "none"
+
+
+def _links(report: HostReport) -> str:
+    """What joins the accelerators, and how fast; a dash where there is nothing to join."""
+    return "; ".join([*filter(None, [report.backend]), *(report.links or ())]) or "-"
 
 
 def _memory(report: HostReport) -> str:
@@ -137,7 +143,8 @@ _FACTS: dict[str, Callable[[HostReport], str]] = {
     "Cores": _cores,
     "Speed of a core": _core_speed,
     "Devices": lambda report: str(report.num_devices),
-    "GPUs": _gpus,
+    "Accelerators": _accelerators,
+    "Between them": _links,
     "Memory": _memory,
     "Threads": _threads,
     "Open files": lambda report: format_count(report.open_files),

@@ -18,6 +18,7 @@ from typing import TypeVar
 import msgspec
 
 import lockstep
+from lockstep.cli.device_examination import accelerator_lines, backend_line, link_lines
 from lockstep.cluster.devices import processor_line, processor_name, usable_cores
 from lockstep.cluster.environment import find_devices
 from lockstep.cluster.memory_limits import free_memory, memory_ceiling
@@ -61,8 +62,10 @@ class HostReport(msgspec.Struct, frozen=True, kw_only=True):
         torch_cores: cores that this process may use once torch is loaded, which can bind it.
         busy_cores: cores' worth of time that the host spends while this process sleeps.
         flops_per_second: of one core multiplying float32 matrices.
-        num_devices: CPU replicas that a strategy would make here.
-        gpus: their names.
+        num_devices: replicas that a strategy would make here.
+        accelerators: their names, models and memory.
+        backend: what moves tensors between them, and its version.
+        links: how fast each of them copies to each other one.
         memory_bytes: that this process could have.
         free_bytes: of it, now.
         threads: variables that are set, of ``THREAD_VARIABLES``.
@@ -83,7 +86,9 @@ class HostReport(msgspec.Struct, frozen=True, kw_only=True):
     busy_cores: float | None
     flops_per_second: float | None
     num_devices: int
-    gpus: tuple[str, ...] | None
+    accelerators: tuple[str, ...] | None
+    backend: str | None
+    links: tuple[str, ...] | None
     memory_bytes: int | None
     free_bytes: int | None
     threads: dict[str, str]
@@ -126,7 +131,9 @@ def examine(devices: int | None = None) -> HostReport:
         busy_cores=busy_cores,
         flops_per_second=attempt("a core multiplies", _flops_per_second) if loaded else None,
         num_devices=devices or attempt("devices are found", _default_devices) or num_cores,
-        gpus=attempt("GPUs are found", _gpus) if loaded else None,
+        accelerators=attempt("accelerators are found", accelerator_lines) if loaded else None,
+        backend=attempt("accelerators have a backend", backend_line) if loaded else None,
+        links=attempt("accelerators reach each other", link_lines) if loaded else None,
         memory_bytes=memory_ceiling(),
         free_bytes=free.num_bytes if free else None,
         threads={name: os.environ[name] for name in THREAD_VARIABLES if os.environ.get(name)},
@@ -155,19 +162,11 @@ def _features() -> tuple[str, ...]:
     return tuple(feature for feature in FEATURES if feature in present)
 
 
-def _gpus() -> tuple[str, ...]:
-    import torch
-
-    if not torch.cuda.is_available():
-        return ()
-    return tuple(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
-
-
 def _default_devices() -> int:
     from lockstep.cluster.devices import discover
-    from lockstep.plan.makers import num_mirrored_replicas
+    from lockstep.plan.devices import device_names
 
-    return num_mirrored_replicas(find_devices(os.environ), discover())
+    return len(device_names(find_devices(os.environ), discover().hosts[0]))
 
 
 # --- what works, and how fast ---------------------------------------------------------------------

@@ -14,6 +14,7 @@ from lockstep.cli.script_words import add_script, take_script
 from lockstep.cluster.place import MAX_PORT, Address
 from lockstep.errors import OptionError, Problems
 from lockstep.launch.script import Script
+from lockstep.launch.supervisor import supervise
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,6 +35,12 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--rendezvous", metavar="HOST:PORT", help="where host 0 listens and the others meet it"
+    )
+    parser.add_argument(
+        "--restarts",
+        type=int,
+        metavar="N",
+        help="how often to start the script again when it has died (default: 0)",
     )
     one = parser.add_argument_group("as one of several hosts: the same on each, but for the index")
     one.add_argument("--hosts", type=int, metavar="H", help="number of hosts (default: 1)")
@@ -68,9 +75,12 @@ def run(options: argparse.Namespace) -> int:
     """
     script = take_script(options, _add_options)
     rendezvous = _check(options)
+    if options.ssh is None:
+        _check_target(script)
+    if options.restarts and (status := supervise(options.restarts)) is not None:
+        return status
     if options.ssh is not None:
         return _run_over_ssh(options, script, rendezvous)
-    _check_target(script)
     if options.processes is not None and options.processes > 1:
         from lockstep.launch.held_member import run_processes
 
@@ -120,6 +130,7 @@ def _check(options: argparse.Namespace) -> Address | None:
         ("hosts", 1, None),
         ("host_index", 0, None if options.hosts is None else options.hosts - 1),
         ("port", 1, MAX_PORT),
+        ("restarts", 0, None),
     ):
         _check_number(problems, options, name, least, most)
     if options.ssh is None:

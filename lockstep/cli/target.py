@@ -20,6 +20,7 @@ from lockstep.strategies.base import Strategy
 from lockstep.strategies.hybrid import HybridStrategy
 from lockstep.strategies.local_sgd import LocalSGDStrategy
 from lockstep.strategies.mirrored import MirroredStrategy
+from lockstep.strategies.parameter_server import ParameterServerStrategy
 from lockstep.strategies.pipeline import PipelineStrategy
 from lockstep.strategies.single import SingleDeviceStrategy
 
@@ -43,6 +44,9 @@ def add_strategy_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--every", metavar="H", help="of local: steps between two averages, or epoch (default: 16)"
+    )
+    parser.add_argument(
+        "--servers", type=int, metavar="S", help="of servers: how many (default: 1)"
     )
     stages = parser.add_argument_group("pipeline and hybrid")
     stages.add_argument(
@@ -75,8 +79,9 @@ def _check_options(options: argparse.Namespace) -> None:
         "pipeline": _PIPELINE_OPTIONS,
         "hybrid": (*_PIPELINE_OPTIONS, "data"),
         "local": ("every",),
+        "servers": ("servers",),
     }
-    others = {"shares", "cuts", "microbatches", "schedule", "data", "every"}
+    others = {"shares", "cuts", "microbatches", "schedule", "data", "every", "servers"}
     others -= set(taken.get(options.strategy, ("shares",)))
     strange = sorted(name for name in others if getattr(options, name) is not None)
     if strange:
@@ -104,6 +109,11 @@ def _mirrored(options: argparse.Namespace) -> Strategy:
 def _local(options: argparse.Namespace) -> Strategy:
     every: Any = options.every or "16"  # of what it cannot be, the strategy tells
     return LocalSGDStrategy(int(every) if every.isdecimal() else every, options.devices)
+
+
+def _servers(options: argparse.Namespace) -> Strategy:
+    servers = 1 if options.servers is None else options.servers
+    return ParameterServerStrategy(servers, options.devices)
 
 
 _PIPELINE_OPTIONS = ("cuts", "microbatches", "schedule")
@@ -147,6 +157,7 @@ _STRATEGIES: dict[str, Callable[[argparse.Namespace], Strategy]] = {
     "pipeline": _pipeline,
     "hybrid": _hybrid,
     "local": _local,
+    "servers": _servers,
 }
 
 

@@ -110,7 +110,7 @@ def _of_cores(report: HostReport, who: str) -> Iterator[Finding]:
             received=settings or "no variable that would say so",
             fix="Unset OMP_PROC_BIND, OMP_PLACES, GOMP_CPU_AFFINITY and KMP_AFFINITY.",
         )
-    if not report.gpus and report.num_devices > report.num_cores:
+    if not report.accelerators and report.num_devices > report.num_cores:
         yield _notable(
             f"{who} has more devices than cores: they take turns.",
             received=f"{report.num_devices} devices, {_counted(report.num_cores, 'core')}",

@@ -1,16 +1,23 @@
-"""What this host has. The only module below ``comm`` that may look at torch, and only for CUDA."""
+"""What this host has.
+
+The only module below ``accelerators`` that may look at torch, and only for accelerators.
+"""
 
 import os
 import platform
 import socket
 import sys
 from pathlib import Path
+from typing import Any
 
 from lockstep.cluster.environment import find_devices
 from lockstep.cluster.topology import Cluster, Device, Host
 
 _CONTROL_GROUP = Path("/sys/fs/cgroup")
 _PROCESSORS = Path("/proc/cpuinfo")
+
+# What drivers of NVIDIA, AMD and Intel put there.
+_DRIVERS = tuple(map(Path, ("/dev/nvidiactl", "/dev/kfd", "/dev/dri/renderD128")))
 
 
 def usable_cores() -> int:
@@ -57,36 +64,79 @@ def _container_limit(name: str) -> list[int]:
 
 
 def discover() -> Cluster:
-    """This host alone: one CPU device per usable core, and its GPUs.
+    """This host alone: one CPU device per usable core, and its accelerators.
 
-    GPUs are looked for only where torch is loaded already: planning must not wait for it.
+    These are looked for only where torch is loaded already, or the system has a driver of one:
+    planning must not wait for torch where it finds nothing.
     """
     cores = usable_cores()
     cpu = [
         Device(kind="cpu", index=index, memory_bytes=memory_bytes() // cores)
         for index in range(cores)
     ]
+    accelerators = _accelerators() if _may_have_accelerators() else []
     host = Host(
         name=socket.gethostname(),
         num_cores=cores,
-        devices=(*cpu, *_gpus()),
+        devices=(*cpu, *accelerators),
         num_given=find_devices(os.environ),
+        lack="" if accelerators else _lack(),
     )
     return Cluster(hosts=(host,))
 
 
-def _gpus() -> list[Device]:
-    if "torch" not in sys.modules:
-        return []
+def _may_have_accelerators() -> bool:
+    return "torch" in sys.modules or any(path.exists() for path in _DRIVERS)
+
+
+def _accelerators() -> list[Device]:
+    """Those of the one kind that torch was built for. No device is initialized for it."""
     import torch
 
-    if not torch.cuda.is_available():
+    kind = torch.accelerator.current_accelerator(check_available=True)
+    if kind is None or kind.type == "mps":  # Apple's has no float64, and nothing to join it
         return []
     return [
         Device(
-            kind="cuda",
+            kind=kind.type,
             index=index,
-            memory_bytes=torch.cuda.get_device_properties(index).total_memory,
+            memory_bytes=_device_memory(kind.type, index),
+            model=_device_model(kind.type, index),
         )
-        for index in range(torch.cuda.device_count())
+        for index in range(torch.accelerator.device_count())
     ]
+
+
+def _properties(kind: str, index: int) -> Any:
+    """What a backend tells of a device; None where it does not."""
+    import torch
+
+    read = getattr(torch.get_device_module(kind), "get_device_properties", None)
+    return None if read is None else read(index)
+
+
+def _device_memory(kind: str, index: int) -> int:
+    """A device's whole memory in bytes; 0 where its backend does not tell."""
+    return int(getattr(_properties(kind, index), "total_memory", 0))
+
+
+def _device_model(kind: str, index: int) -> str:
+    return str(getattr(_properties(kind, index), "name", ""))
+
+
+def _lack() -> str:
+    """Why torch finds no accelerator; empty where it is not loaded."""
+    if "torch" not in sys.modules:
+        return ""
+    import torch
+
+    kind = torch.accelerator.current_accelerator(check_available=False)
+    if kind is None:
+        return f"This torch ({torch.__version__}) is built for the CPU alone."
+    if kind.type != "cuda":
+        return f"torch is built for {kind.type}, but finds no device."
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:
+        return f"torch is built for CUDA, but cannot use it: {str(error).splitlines()[0]}"
+    return "torch is built for CUDA, but finds no device."

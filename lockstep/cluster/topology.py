@@ -7,11 +7,19 @@ MAX_CPU_REPLICAS_PER_CORE = 8
 
 
 class Device(msgspec.Struct, frozen=True, kw_only=True):
-    """One device of a host: a CPU core's worth of compute, or a GPU."""
+    """One device of a host: a CPU core's worth of compute, or an accelerator.
+
+    Attributes:
+        kind: torch's name of its type: "cpu", "cuda", "xpu".
+        index: among those of its kind.
+        memory_bytes: its own, or a core's part of the host's.
+        model: what its maker calls it, where that is known.
+    """
 
     kind: str
     index: int
     memory_bytes: int
+    model: str = ""
 
     @property
     def name(self) -> str:
@@ -28,6 +36,7 @@ class Host(msgspec.Struct, frozen=True, kw_only=True):
         devices: of all kinds.
         num_given: devices that the launcher gives to this job; None where it does not say.
         arithmetic: hosts where this is the same compute the same bits.
+        lack: why there is no accelerator, in a sentence; empty where there is one.
     """
 
     name: str
@@ -35,18 +44,32 @@ class Host(msgspec.Struct, frozen=True, kw_only=True):
     devices: tuple[Device, ...]
     num_given: int | None = None
     arithmetic: str = ""
+    lack: str = ""
 
     def devices_of(self, kind: str) -> tuple[Device, ...]:
         """The host's devices of one kind, by index."""
         return tuple(device for device in self.devices if device.kind == kind)
 
+    @property
+    def accelerators(self) -> tuple[Device, ...]:
+        """The host's devices that are no cores, by index."""
+        return tuple(device for device in self.devices if device.kind != "cpu")
+
 
 def num_devices(cluster: "Cluster") -> int:
-    """CPU devices that there are for a job: what launchers give it, else one per core."""
-    return sum(host.num_given or host.num_cores for host in cluster.hosts)
+    """Devices for a job: what launchers give it, else all accelerators, else one per core."""
+    return sum(host.num_given or len(host.accelerators) or host.num_cores for host in cluster.hosts)
 
 
 class Cluster(msgspec.Struct, frozen=True, kw_only=True):
     """All hosts at hand."""
 
     hosts: tuple[Host, ...]
+
+    @property
+    def cores(self) -> "Cluster":
+        """The same without accelerators, for what trains on cores alone."""
+        cores = (
+            msgspec.structs.replace(host, devices=host.devices_of("cpu")) for host in self.hosts
+        )
+        return Cluster(hosts=tuple(cores))

@@ -14,10 +14,16 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+import torch
+
 from lockstep.comm import futex
 from lockstep.comm.shared_memory import SharedRegion
 
 LINE_BYTES = 256
+
+# What a rank can be at, for messages.
+PHASES = ("", "reading", "forward", "backward", "exchange", "update", "sync")
+_NUMBERS = {phase: number for number, phase in enumerate(PHASES)}
 
 # Numbers that a rank tells the others at once.
 _MOST_TOLD = 4
@@ -48,6 +54,9 @@ class _Line(ctypes.Structure):
         # Of this rank's slice of the weights: 2 n + 1 while step n changes it, 2 n + 2 afterwards;
         # 0 before the first, -1 where there is no slice.
         ("update", ctypes.c_int64),
+        ("phase", ctypes.c_uint64),  # what it is at, by its place in PHASES
+        ("awaited", ctypes.c_uint64),  # the rank that it sleeps for, from 1; 0 for none
+        ("waited", ctypes.c_double),  # seconds that it has slept
         ("told", ctypes.c_double * _MOST_TOLD),
         # Of rank 0: 2 n + 1 if there is a message that goes with announcement n, from 1, else 2 n.
         ("news", ctypes.c_uint64 * _NUM_NEWS),
@@ -84,6 +93,8 @@ class Board:
             for index in range(num_ranks)
         ]
         self._own = self._lines[rank]
+        told = rank * LINE_BYTES + _Line.told.offset
+        self._told_here = region.tensor(told, torch.float64, (_MOST_TOLD,), (1,))
         self._leading_rank = 0
         self._num_news = 0
         self._is_there: Callable[[_Line], bool] | None = None
@@ -101,6 +112,22 @@ class Board:
     def step_of(self, rank: int) -> int:
         """The step another rank is in, as far as it has told; -1 before its first."""
         return int(self._lines[rank].steps) - 1
+
+    def note(self, phase: str) -> None:
+        """Tell what this rank is at: one of PHASES."""
+        self._own.phase = _NUMBERS[phase]
+
+    def phase_of(self, rank: int) -> str:
+        """What another rank is at, as far as it has told."""
+        return PHASES[self._lines[rank].phase]
+
+    def awaited_by(self, rank: int) -> int | None:
+        """The rank that another one sleeps for; None while it does not."""
+        return int(self._lines[rank].awaited) - 1 if self._lines[rank].awaited else None
+
+    def waited_by(self, rank: int) -> float:
+        """Seconds that another rank has slept here."""
+        return float(self._lines[rank].waited)
 
     @contextmanager
     def updating(self, step: int) -> Iterator[None]:
@@ -167,14 +194,21 @@ class Board:
         """Wait for the ranks of this host only."""
         self.barrier()
 
-    def tell(self, numbers: Sequence[float]) -> list[list[float]]:
+    def tell(self, numbers: Sequence[float] | torch.Tensor) -> list[list[float]]:
         """Every rank's numbers, by rank; all tell as many.
 
         Another barrier must come before the next time.
         """
-        self._own.told[: len(numbers)] = numbers
+        self._note(numbers)
         self.barrier()
         return self._told(len(numbers))
+
+    def _note(self, numbers: Sequence[float] | torch.Tensor) -> None:
+        """Write them into this rank's line; a tensor's go there without coming to Python."""
+        if isinstance(numbers, torch.Tensor):
+            self._told_here[: len(numbers)] = numbers
+        else:
+            self._own.told[: len(numbers)] = numbers
 
     def _told(self, count: int) -> list[list[float]]:
         return [list(line.told[:count]) for line in self._lines]
@@ -211,9 +245,17 @@ class Board:
 
     def ring(self) -> None:
         """Wake whoever waits for this rank, to look again."""
-        bell = self._bells[self.rank]
+        self.wake(self.rank)
+
+    def wake(self, rank: int) -> None:
+        """Have a rank look again that waits for something at a bell of its own."""
+        bell = self._bells[rank]
         bell.value += 1
         futex.wake_all(bell)
+
+    def look_around(self, waited_seconds: float) -> None:
+        """Raise if waiting on is in vain, for who waits elsewhere than at the board."""
+        self._look_around(waited_seconds)
 
     def _wait(self, rank: int, is_there: Callable[[_Line], bool]) -> None:
         line = self._lines[rank]
@@ -224,15 +266,17 @@ class Board:
             os.sched_yield()
             if is_there(line):
                 return
-        self._is_there = is_there
+        self._is_there, self._own.awaited = is_there, rank + 1
         self._sleep(self._bells[rank], line)
-        self._is_there = None
+        self._is_there, self._own.awaited = None, 0
 
     def _sleep(self, bell: ctypes.c_uint32, line: _Line) -> None:
         assert self._is_there is not None
         waited, last = 0.0, time.monotonic()
+        before = self._own.waited
         while True:
             heard = bell.value
+            self._own.waited = before + waited
             if self._is_there(line):
                 return
             now = time.monotonic()

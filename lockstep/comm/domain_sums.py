@@ -22,9 +22,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
-from lockstep.comm.gradient_rows import GradientRows, add_up
-from lockstep.comm.gradients import Gradients, GroupGradients, cut_piece
-from lockstep.comm.transport import Transport
+from lockstep.comm.gradient_rows import GradientRows
+from lockstep.comm.gradients import Gradients, GroupGradients, add_up, cut_piece
+from lockstep.comm.transport import Buffers, Transport
 from lockstep.plan.layout import Piece
 
 _Tensors = dict[int, list[torch.Tensor]]
@@ -135,9 +135,7 @@ class DomainSums(GroupGradients):
         self._transport.transfer(sends, receives)
         if any(self._is_everywhere):
             self._meet_here()  # for the factors that other ranks have received
-        results = [
-            self._total(piece, partials.get(index, {})) for index, piece in enumerate(pieces)
-        ]
+        results = self._totals(pieces, [partials[index] for index in range(len(pieces))])
         self._rows.add_products(pieces, results)
         return results
 
@@ -157,8 +155,8 @@ class DomainSums(GroupGradients):
         partials: dict[int, dict[int, torch.Tensor]] = defaultdict(dict)
         self._sum_in_place(pieces)
         for client in self._clients:
-            self._sum_in_place(self._pieces[client])
-            for piece in self._pieces[client]:
+            self._sum_in_place(self._exchanged(client))
+            for piece in self._exchanged(client):
                 sends[client] += self._own_sums(piece).values()
         for index, piece in enumerate(pieces):
             partials[index].update(self._own_sums(piece))
@@ -169,6 +167,10 @@ class DomainSums(GroupGradients):
                     receives[self._partners[domain]].append(partials[index][first])
         return sends, receives, partials
 
+    def _exchanged(self, rank: int) -> Sequence[Piece]:
+        """The pieces of a rank whose gradients are exchanged in ``reduce``."""
+        return self._pieces[rank]
+
     def _sum_in_place(self, pieces: Sequence[Piece]) -> None:
         self._rows.sum_rows([one for one in pieces if not self._is_everywhere[one.parameter]])
 
@@ -177,11 +179,19 @@ class DomainSums(GroupGradients):
             return self._rows.subtree_sums_apart(piece)
         return self._rows.subtree_sums(piece)
 
-    def _total(self, piece: Piece, partials: dict[int, torch.Tensor]) -> torch.Tensor | None:
-        """The sum over all domains' subtrees of a piece."""
-        if not self._rows.is_used(piece.parameter):
-            return None
-        return add_up(partials) if partials else self._rows.target(piece)  # products lie there
+    def _totals(
+        self, pieces: Sequence[Piece], partials: Sequence[Mapping[int, torch.Tensor]]
+    ) -> list[torch.Tensor | None]:
+        """The sums over all domains' subtrees of pieces."""
+        sums = iter(add_up([each for each in partials if each]))
+        totals = [
+            next(sums) if each else self._rows.target(piece)  # products lie there
+            for piece, each in zip(pieces, partials, strict=True)
+        ]
+        return [
+            total if self._rows.is_used(piece.parameter) else None
+            for piece, total in zip(pieces, totals, strict=True)
+        ]
 
     def _add_factors(self, sends: _Tensors, receives: _Tensors) -> None:
         """Have the factors that shares have put up come to all domains, rank by rank."""
@@ -213,7 +223,11 @@ class DomainSums(GroupGradients):
                 if number in tensors and is_changed and not self._is_everywhere[number]:
                     yield cut_piece(tensors[number], piece)
 
-        self._transport.transfer(
+        self._move(
             {peer: list(pieces_of(self._rank)) for peer in self._partners.values()},
             {client: list(pieces_of(client)) for client in self._clients},
         )
+
+    def _move(self, sends: Buffers, receives: Buffers) -> None:
+        """Transfer pieces of tensors that have a store of their own in every domain."""
+        self._transport.transfer(sends, receives)

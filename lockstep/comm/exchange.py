@@ -15,13 +15,16 @@ from typing import Any
 import torch
 
 from lockstep.comm.board import LINE_BYTES, Board
+from lockstep.comm.compressed_sums import CompressedSums, Residual
 from lockstep.comm.domain_sums import DomainSums, members_by_domain
+from lockstep.comm.early_sums import EarlySums
 from lockstep.comm.gradient_rows import GradientRows, GradientSpec
 from lockstep.comm.gradients import Gradients, GroupGradients, OwnGradients
 from lockstep.comm.process_group import ProcessGroups
 from lockstep.comm.shared_memory import SharedRegion, dense_stride
 from lockstep.comm.transport import Transport
 from lockstep.errors import ModelError
+from lockstep.plan.compression import Compression
 from lockstep.plan.layout import align
 
 
@@ -52,12 +55,15 @@ class GroupSpec:
         row_ranks: the rank that fills each row; none where a rank alone keeps its gradients.
         shares_per_row: consecutive shares that are added up in a row; 0 where a row has all that
             its rank computes.
+        compressions: of each parameter, what hosts send one another is compressed so; None where it
+            is sent as it is. Empty where hosts send each other pieces, and what became of them.
     """
 
     ranks: tuple[int, ...]
     gradients: GradientSpec
     row_ranks: tuple[int, ...] = ()
     shares_per_row: int = 0
+    compressions: tuple[Compression | None, ...] = ()
 
     @property
     def num_bytes(self) -> int:
@@ -75,11 +81,15 @@ class GroupSpec:
         return -(-num_filled // per_row) if per_row else len(self.row_ranks)
 
     def holes(self, here: Collection[int]) -> list[tuple[int, int]]:
-        """Bytes ``[start, stop)`` that need no memory on a host with these ranks."""
-        rows = self.rows_of(here)
+        """Bytes ``[start, stop)`` that need no memory on a host with these ranks.
+
+        Without any of them the rows need none, but what is said about them does.
+        """
         if not self.row_ranks:
             return []
-        return self.gradients.holes(rows) if rows else [(0, self.num_bytes)]
+        if here and not self.rows_of(here):
+            return [(0, self.num_bytes)]
+        return self.gradients.holes(self.rows_of(here))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +104,7 @@ class ExchangeSpec:
         groups: the parameters, by the ranks that hold them.
         row_capacity: longest row that a share may offer, in float64.
         mail_bytes: sizes of the mailboxes.
+        on_accelerators: gradients lie in devices' memory, and need none of the host.
     """
 
     num_ranks: int
@@ -101,6 +112,7 @@ class ExchangeSpec:
     groups: tuple[GroupSpec, ...]
     row_capacity: int = 0
     mail_bytes: tuple[int, ...] = ()
+    on_accelerators: bool = False
 
     @property
     def num_shares(self) -> int:
@@ -143,7 +155,7 @@ class ExchangeSpec:
         holes = [
             (offset + start, offset + stop)
             for group, offset in zip(self.groups, self.offsets()[3:], strict=False)
-            for start, stop in group.holes(here)
+            for start, stop in group.holes(range(0) if self.on_accelerators else here)
         ]
         return SharedRegion.create(self.num_bytes, holes)
 
@@ -160,10 +172,13 @@ class Exchange:
         domains: the ranks that share parameters, of all ranks; None where all do.
         transports: to the ranks of other domains, by the number of the group.
         groups: of torch.distributed, if tensors go over any.
+        residuals: of parameters that are compressed, by name.
+        device: in whose memory gradients lie; None for memory that ranks share.
 
     Attributes:
         gradients: of the groups that this rank holds, by number.
         ranks_here: those of this host.
+        residuals: see above.
     """
 
     def __init__(
@@ -177,8 +192,11 @@ class Exchange:
         domains: Sequence[range] | None = None,
         transports: Mapping[int, Transport] | None = None,
         groups: ProcessGroups | None = None,
+        residuals: Mapping[str, Residual] | None = None,
+        device: torch.device | None = None,
     ) -> None:
         self.board = board
+        self._device = device
         self._groups = groups
         self._spec = spec
         self._rank = rank
@@ -187,9 +205,11 @@ class Exchange:
         self._domains = [self.ranks_here] if domains is None else domains
         self._domain = next(ranks for ranks in self._domains if rank in ranks)
         self._transports = transports or {}
+        self.residuals = residuals or {}
         losses, used, rows, *places = spec.offsets()
         shares = spec.num_shares
-        self._losses = self._tensor(losses, torch.float64, (shares, 4)).numpy()
+        self._loss_rows = self._tensor(losses, torch.float64, (shares, 4))
+        self._losses = self._loss_rows.numpy()
         self._used = self._tensor(used, torch.int64, (spec.num_ranks,)).numpy()
         self._rows = self._tensor(rows, torch.float64, (2, shares, spec.row_capacity))
         self._gradient_rows = {
@@ -215,7 +235,7 @@ class Exchange:
     def _open_rows(self, group: GroupSpec, offset: int) -> GradientRows:
         assert self._region is not None
         here = group.rows_of(self._domain) or group.rows_of(self.ranks_here)
-        return GradientRows(group.gradients, self._region, offset, here)
+        return GradientRows(group.gradients, self._region, offset, here, self._device)
 
     def _gradients_of(self, number: int) -> GroupGradients:
         rows, group = self._gradient_rows[number], self._spec.groups[number]
@@ -223,15 +243,31 @@ class Exchange:
         if len(members) == 1:
             return rows
         assert self.board is not None
-        return DomainSums(
-            rows,
-            rank=self._rank,
-            domains=members,
-            rows_of=group.rows_of,
-            transport=self._transports[number],
-            is_everywhere=[limit > 0 for limit in group.gradients.row_limits],
-            meet_here=self.board.barrier_here,
-        )
+        options: dict[str, Any] = {
+            "rank": self._rank,
+            "domains": members,
+            "rows_of": group.rows_of,
+            "transport": self._transports[number],
+            "meet_here": self.board.barrier_here,
+        }
+        if group.compressions:
+            residuals = {
+                index: self.residuals[tensor.name]
+                for index, tensor in enumerate(group.gradients.tensors)
+                if group.compressions[index] is not None
+            }
+            return CompressedSums(
+                rows,
+                tensors=group.gradients.tensors,
+                compressions=group.compressions,
+                residuals=residuals,
+                **options,
+            )
+        options["is_everywhere"] = [limit > 0 for limit in group.gradients.row_limits]
+        if not group.gradients.num_buckets:
+            return DomainSums(rows, **options)
+        buckets = [extent.bucket for extent in group.gradients.extents]
+        return EarlySums(rows, buckets=buckets, num_rows=len(group.row_ranks), **options)
 
     # --- what passes come to ---------------------------------------------------------------------
 
@@ -248,8 +284,8 @@ class Exchange:
     def put_loss(
         self,
         share: int,
-        total: float,
-        weight: float,
+        total: torch.Tensor | float,
+        weight: torch.Tensor | float,
         *,
         is_refused: bool = False,
         is_guess: bool = False,
@@ -259,16 +295,32 @@ class Exchange:
         Args:
             share: one of this rank's.
             total: weighted sum of the losses of its samples.
-            weight: the sum of their weights.
+            weight: the sum of their weights. Nobody waits here for what a device computes.
             is_refused: see ``ShareTotals``.
             is_guess: likewise.
         """
-        self._losses[share] = total, weight, is_refused, is_guess
+        self._loss_rows[share, 0], self._loss_rows[share, 1] = total, weight
+        self._losses[share, 2:] = is_refused, is_guess
 
     def put(self, group: int, row: int, gradients: Gradients) -> None:
         """See ``GroupGradients.put``."""
         self._is_used |= any(gradient is not None for gradient in gradients)
-        self.gradients[group].put(row, [_dense(gradient) for gradient in gradients])
+        spec = self._spec.groups[group].gradients
+        kept = [
+            gradient if spec.is_sparse(number) else _dense(gradient)
+            for number, gradient in enumerate(gradients)
+        ]
+        self.gradients[group].put(row, kept)
+
+    def expect(self, num_filled: int) -> None:
+        """A step begins in which so many shares are filled."""
+        for number, gradients in self.gradients.items():
+            gradients.expect(self._spec.groups[number].num_filled_rows(num_filled))
+
+    def arrive(self, group: int, row: int, parameter: int, gradient: torch.Tensor | None) -> None:
+        """See ``GroupGradients.arrive``."""
+        self._is_used |= gradient is not None
+        self.gradients[group].arrive(row, parameter, _dense(gradient))
 
     def put_product(
         self,
@@ -285,6 +337,8 @@ class Exchange:
     def collect(self, num_filled: int) -> ShareTotals:
         """Wait until all ranks have put what they have; the losses of the filled shares."""
         self._used[self._rank] = self._is_used
+        for number, gradients in self.gradients.items():
+            gradients.hand_over(self._spec.groups[number].num_filled_rows(num_filled))
         self._meet()
         for number, gradients in self.gradients.items():
             gradients.collect(self._spec.groups[number].num_filled_rows(num_filled))
@@ -361,6 +415,8 @@ class Exchange:
 
     def offered(self, share: int, length: int, num_filled: int) -> torch.Tensor:
         """The rows that all filled shares have offered, shape (num_filled, length), by share.
+
+        They are in host memory.
 
         ``share`` is the one that asks; it has offered its own.
         """

@@ -11,26 +11,38 @@ gradient over the whole batch, in one product. The arithmetic is the same in amo
 nothing is moved. A share decides for itself, by the number of its rows, and the sum takes both
 kinds, so a share with more rows than there is room for hands in a gradient as ever.
 
+Of a *sparse* parameter, an embedding, a share hands in the rows that it has touched, and their
+numbers; their sum is a sparse tensor.
+
 Where there are several hosts, each has memory of its own with rows for all shares, so that a share
 has one number everywhere. Of shares of other hosts, the table and the factors are brought here
 (``comm.host_exchange``); their gradients never are, and have no memory.
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
-from lockstep.comm.gradients import Gradients, GroupGradients, TensorSpec, cut_piece
+from lockstep.comm.gradients import (
+    Gradients,
+    GroupGradients,
+    TensorSpec,
+    add_up,
+    cut_piece,
+    views_in,
+)
 from lockstep.comm.products import multiply
 from lockstep.comm.shared_memory import SharedRegion
-from lockstep.plan.layout import Extent, Piece, align, flat_offsets, row_blocks
-from lockstep.plan.sum_tree import additions, subtrees
+from lockstep.errors import ModelError
+from lockstep.plan.layout import Extent, Piece, align, flat_offsets, in_buckets, row_blocks
+from lockstep.plan.sum_tree import subtrees
 
 # What a share has put up for a parameter.
-_NOTHING, _GRADIENT, _FACTORS, _BFLOAT16_FACTORS = range(4)
+_NOTHING, _GRADIENT, _FACTORS, _BFLOAT16_FACTORS, _ROWS = range(5)
+_PRODUCTS = (_FACTORS, _BFLOAT16_FACTORS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,23 +54,37 @@ class GradientSpec:
         tensors: the trainable parameters.
         row_limits: for each of them, the rows of a batch up to which factors are exchanged; 0 for
             never.
+        sparse: whose gradients are rows, by the parameters' names.
+        num_buckets: about so many at most, in which ranks without shared memory exchange them;
+            0 where they need not.
     """
 
     num_shares: int
     tensors: tuple[TensorSpec, ...]
     row_limits: tuple[int, ...]
+    sparse: frozenset[str] = frozenset()
+    num_buckets: int = 0
+
+    def is_sparse(self, parameter: int) -> bool:
+        """Whether a parameter's gradient is of some rows only."""
+        return self.tensors[parameter].name in self.sparse
 
     @property
     def extents(self) -> list[Extent]:
         """Sizes of the trainable parameters, and where they may be cut."""
-        return [
-            Extent(
-                num_elements=tensor.extent.num_elements,
-                element_bytes=tensor.extent.element_bytes,
-                row_elements=tensor.shape[1] if limit else 0,
+        extents = [
+            replace(
+                tensor.extent,
+                row_elements=tensor.shape[1] if limit or tensor.name in self.sparse else 0,
             )
             for tensor, limit in zip(self.tensors, self.row_limits, strict=True)
         ]
+        return in_buckets(extents, self.num_buckets) if self.num_buckets else extents
+
+    @property
+    def row_bytes(self) -> int:
+        """Of the gradients of a share."""
+        return flat_offsets(self.extents)[1]
 
     @property
     def table_shape(self) -> tuple[int, int, int]:
@@ -108,7 +134,12 @@ class GradientSpec:
                 (rows[share][parameter], self._gradient_bytes(parameter)),
                 (factors[share][parameter], self._factor_bytes(parameter)),
             )
-            if num_bytes and (share not in here or (limit and start != rows[here.start][parameter]))
+            if num_bytes
+            and (
+                share not in here
+                or self.is_sparse(parameter)
+                or (limit and start != rows[here.start][parameter])
+            )
         )
 
     def _gradient_bytes(self, parameter: int) -> int:
@@ -116,9 +147,12 @@ class GradientSpec:
         return extent.num_elements * extent.element_bytes
 
     def _factor_bytes(self, parameter: int) -> int:
+        """For factors, or for the numbers of rows."""
+        tensor = self.tensors[parameter]
+        if self.is_sparse(parameter):
+            return tensor.shape[0] * torch.int64.itemsize
         if not self.row_limits[parameter]:
             return 0
-        tensor = self.tensors[parameter]
         return self.capacity(parameter) * sum(tensor.shape) * tensor.extent.element_bytes
 
 
@@ -138,6 +172,7 @@ class GradientRows(GroupGradients):
         region: where they lie.
         offset_bytes: from where on.
         here: the rows whose gradients come to lie here; None for all.
+        device: in whose memory these lie, in place of the region; None for the region.
     """
 
     def __init__(
@@ -146,6 +181,7 @@ class GradientRows(GroupGradients):
         region: SharedRegion,
         offset_bytes: int,
         here: range | None = None,
+        device: torch.device | None = None,
     ) -> None:
         self._spec = spec
         self._region = region
@@ -162,16 +198,25 @@ class GradientRows(GroupGradients):
         ]
         self._cuts: dict[tuple[int, Piece], torch.Tensor] = {}
         self._rows = [
-            [
-                region.tensor(offset_bytes + at, tensor.dtype, tensor.shape, tensor.stride)
-                for at, tensor in zip(row, spec.tensors, strict=True)
-            ]
-            for row in self._row_offsets
+            self._rows_in_region(row)
+            if device is None or share not in self._here
+            else self._rows_on(device)
+            for share, row in enumerate(self._row_offsets)
         ]
         self._own: dict[tuple[int, int], _Own] = {}
         self._found: list[list[tuple[int, int, int]]] = []
         self._reserved: dict[int, int] = {}
         self._factors_of_rows: Sequence[float] | None = None
+
+    def _rows_in_region(self, offsets: Sequence[int]) -> list[torch.Tensor]:
+        return [
+            self._region.tensor(self._offset + at, tensor.dtype, tensor.shape, tensor.stride)
+            for at, tensor in zip(offsets, self._spec.tensors, strict=True)
+        ]
+
+    def _rows_on(self, device: torch.device) -> list[torch.Tensor]:
+        buffer = torch.empty(self._spec.row_bytes, dtype=torch.uint8, device=device)
+        return views_in(buffer, self._spec.tensors)
 
     def begin_pass(self) -> None:
         self._own.clear()
@@ -196,26 +241,44 @@ class GradientRows(GroupGradients):
             own.kind = _GRADIENT
 
     def put(self, row: int, gradients: Gradients) -> None:
-        targets, sources = [], []
-        for parameter, gradient in enumerate(gradients):
-            if gradient is None:
-                continue
-            own = self._own_of(row, parameter)
-            target = self._gradient_row(row, parameter, own)
-            if gradient.data_ptr() == target.data_ptr():
-                own.kind = _GRADIENT  # it was formed in its place
-            elif own.kind == _GRADIENT:
-                target.add_(gradient)
-            else:
-                targets.append(target)
-                sources.append(gradient)
-                own.kind = _GRADIENT
-        if targets:
-            torch._foreach_copy_(targets, sources)
+        self.take({(row, number): one for number, one in enumerate(gradients) if one is not None})
         nothing = _Own()
         found = [self._own.get((row, number), nothing) for number in range(len(gradients))]
         entries = [(one.kind, one.num_rows) for one in found]
         self.table[row, : len(entries)] = np.reshape(entries, (-1, 2))
+
+    def take(self, gradients: Mapping[tuple[int, int], torch.Tensor]) -> None:
+        """Add gradients, by row and parameter, of which others hear at the next ``put``."""
+        targets, sources = [], []
+        for (row, parameter), gradient in gradients.items():
+            own = self._own_of(row, parameter)
+            if self._spec.is_sparse(parameter):
+                self._put_rows(row, parameter, own, gradient)
+                continue
+            target = self._gradient_row(row, parameter, own)
+            if own.kind == _GRADIENT and gradient.data_ptr() != target.data_ptr():
+                target.add_(gradient)
+            elif gradient.data_ptr() != target.data_ptr():  # else it was formed in its place
+                targets.append(target)
+                sources.append(gradient)
+            own.kind = _GRADIENT
+        if targets:
+            torch._foreach_copy_(targets, sources)
+
+    def _put_rows(self, row: int, parameter: int, own: _Own, gradient: torch.Tensor) -> None:
+        """Add the rows that a share has touched."""
+        if not gradient.is_sparse:
+            raise _not_sparse(self._spec.tensors[parameter].name)
+        if own.kind == _ROWS:
+            gradient = gradient + self._rows_within(row, parameter, own.num_rows)
+        gradient = gradient.coalesce()
+        own.kind, own.num_rows = _ROWS, gradient._nnz()
+        values, numbers = gradient.values(), gradient.indices()[0]
+        self._reserve(self._row_offsets[row][parameter], values.nbytes)
+        self._reserve(self._factor_offsets[row][parameter], numbers.nbytes)
+        kept_numbers, kept_values = self._touched(row, parameter, own.num_rows)
+        kept_numbers.copy_(numbers)
+        kept_values.copy_(values)
 
     def places(self, row: int) -> Sequence[torch.Tensor] | None:
         return self._rows[row]
@@ -228,7 +291,7 @@ class GradientRows(GroupGradients):
         row = self._rows[share][parameter]
         if share != self._here.start and self._spec.row_limits[parameter]:
             self._reserve(self._row_offsets[share][parameter], row.nbytes)
-        if own.kind in (_FACTORS, _BFLOAT16_FACTORS):
+        if own.kind in _PRODUCTS:
             inputs, gradients = self._factors(share, parameter, own.kind, own.num_rows)
             multiply(row, gradients, inputs, adds=False)
             own.kind = _GRADIENT
@@ -255,14 +318,28 @@ class GradientRows(GroupGradients):
         self._factors_of_rows = factors
 
     def reduce(self, pieces: Sequence[Piece]) -> list[torch.Tensor | None]:
-        results = [self.target(piece) if self._found[piece.parameter] else None for piece in pieces]
+        results = [
+            None
+            if not self._found[piece.parameter]
+            else self._sum_touched(piece)
+            if self._spec.is_sparse(piece.parameter)
+            else self.target(piece)
+            for piece in pieces
+        ]
         self.sum_rows(pieces)
         self.add_products(pieces, results)
         return results
 
+    def put_up(self, row: int, piece: Piece) -> torch.Tensor | None:
+        """A piece of the gradient that a row holds; None if it has none."""
+        kind, num_rows = self.table[row, piece.parameter].tolist()
+        if kind == _ROWS:
+            return self._rows_within(row, piece.parameter, num_rows, piece)
+        return self.cut(row, piece) if kind == _GRADIENT else None
+
     def target(self, piece: Piece) -> torch.Tensor:
         """Where the sum of a piece comes to lie."""
-        return self._cut(self._target(piece.parameter), piece)
+        return self.cut(self._target(piece.parameter), piece)
 
     def base(self, parameter: int) -> torch.Tensor:
         """The first row's gradient, for which there is always memory here."""
@@ -270,36 +347,59 @@ class GradientRows(GroupGradients):
 
     def sum_rows(self, pieces: Sequence[Piece]) -> None:
         """Sum the gradients of each subtree of the rows here, in place, piece by piece."""
-        levels: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
+        summands = []
         for piece in pieces:
             for rows in self.subtree_rows(piece.parameter, self._here):
                 self._multiply(rows, piece)
-                for number, level in enumerate(additions(rows)):
-                    if number == len(levels):
-                        levels.append(([], []))
-                    for into, source in level:
-                        levels[number][0].append(self._cut(rows[into], piece))
-                        levels[number][1].append(self._cut(rows[source], piece))
-        for sums, sources in levels:  # a call per level, and not per tensor
-            torch._foreach_add_(sums, sources)
+                summands.append({row: self.cut(row, piece) for row in rows})
+        add_up(summands)
 
     def _multiply(self, rows: Sequence[int], piece: Piece) -> None:
         """Weigh a piece of some rows, if they have different weights."""
         if self._factors_of_rows is not None:
             for row in rows:
-                self._cut(row, piece).mul_(self._factors_of_rows[row])
+                self.cut(row, piece).mul_(self._factors_of_rows[row])
+
+    def sum_put(self, pieces: Sequence[Piece], rows: range) -> None:
+        """Before others hear of it: sum what this rank has put into its rows, in the first."""
+        if len(rows) == 1:
+            return
+        for piece in pieces:
+            put = [row for row in rows if self._own_of(row, piece.parameter).kind == _GRADIENT]
+            if put:
+                (total,) = add_up([{row: self.cut(row, piece) for row in put}])
+                if put[0] != rows.start:
+                    self.cut(rows.start, piece).copy_(total)
+
+    def weighed(self, partial: torch.Tensor, row: int) -> torch.Tensor:
+        """What a row of elsewhere has of a piece, weighed here."""
+        return (
+            partial if self._factors_of_rows is None else partial.mul_(self._factors_of_rows[row])
+        )
+
+    def mark(self, rows: range, parameters: Collection[int]) -> None:
+        """Tell others once more of gradients in these rows: see ``is_marked``."""
+        self.table[rows.start : rows.stop, sorted(parameters), 1] = 1
+
+    def is_marked(self, rows: range, parameters: Collection[int]) -> bool:
+        """Whether gradients in these rows were marked."""
+        return any(
+            row in rows and kind == _GRADIENT and mark
+            for number in parameters
+            for row, kind, mark in self._found[number]
+        )
 
     def subtree_sums(self, piece: Piece) -> dict[int, torch.Tensor]:
         """After ``sum_rows``: the sums of a piece, by the first row of each subtree here."""
         return {
-            rows[0]: self._cut(rows[0], piece)
+            rows[0]: self.cut(rows[0], piece)
             for rows in self.subtree_rows(piece.parameter, self._here)
         }
 
     def subtree_sums_apart(self, piece: Piece) -> dict[int, torch.Tensor]:
         """The same sums without ``sum_rows``, in memory of their own."""
         return {
-            rows[0]: add_up({row: self._cut(row, piece).clone() for row in rows})
+            rows[0]: add_up([{row: self.cut(row, piece).clone() for row in rows}])[0]
             for rows in self.subtree_rows(piece.parameter, self._here)
         }
 
@@ -307,7 +407,7 @@ class GradientRows(GroupGradients):
         """Add what comes of factors, of all shares, to sums of gradients, or to nothing."""
         for piece, target in zip(pieces, targets, strict=True):
             kinds = [kind for _, kind, _ in self._found[piece.parameter]]
-            if target is not None and any(kind != _GRADIENT for kind in kinds):
+            if target is not None and any(kind in _PRODUCTS for kind in kinds):
                 self._add_product(target, piece, adds=_GRADIENT in kinds)
 
     def gradient_rows(self, parameter: int, within: range) -> list[int]:
@@ -330,20 +430,20 @@ class GradientRows(GroupGradients):
             self._factors(row, parameter, kind, num_rows)
             for parameter, found in enumerate(self._found)
             for row, kind, num_rows in found
-            if row in rows and kind != _GRADIENT
+            if row in rows and kind in _PRODUCTS
         ]
 
     def make_room(self, rows: range) -> None:
         """Take memory for the factors that these rows are going to hold."""
         for parameter, found in enumerate(self._found):
             for row, kind, num_rows in found:
-                if row in rows and kind != _GRADIENT:
+                if row in rows and kind in _PRODUCTS:
                     self._reserve_factors(row, parameter, num_rows)
 
     def summed(self, parameter: int) -> torch.Tensor | None:
         return self._rows[self._target(parameter)][parameter] if self._found[parameter] else None
 
-    def _cut(self, share: int, piece: Piece) -> torch.Tensor:
+    def cut(self, share: int, piece: Piece) -> torch.Tensor:
         """A piece of a share's gradient: made once, for it takes longer than to sum a small one."""
         key = share, piece
         if key not in self._cuts:
@@ -363,7 +463,7 @@ class GradientRows(GroupGradients):
         factors = [
             self._factors(share, piece.parameter, kind, num_rows)
             for share, kind, num_rows in self._found[piece.parameter]
-            if kind != _GRADIENT
+            if kind in _PRODUCTS
         ]
         inputs = torch.cat([inputs for inputs, _ in factors])
         ins = inputs.shape[1]
@@ -373,6 +473,53 @@ class GradientRows(GroupGradients):
                 gradients = torch.cat([each[:, start // ins : stop // ins] for _, each in factors])
                 block = flat[start - piece.start : stop - piece.start].view(-1, ins)
                 multiply(block, gradients, inputs, adds=adds)
+
+    # --- rows of embeddings ----------------------------------------------------------------------
+
+    def _sum_touched(self, piece: Piece) -> torch.Tensor:
+        """What all shares have put up of a piece's rows, but for rows that none has touched."""
+        shares = [
+            self._rows_within(share, piece.parameter, num_rows, piece)
+            for share, _, num_rows in self._found[piece.parameter]
+        ]
+        return sum(shares[1:], start=shares[0]).coalesce()
+
+    def _rows_within(
+        self, share: int, parameter: int, num_rows: int, piece: Piece | None = None
+    ) -> torch.Tensor:
+        """The rows of a piece that a share has put up, as a sparse tensor of its own."""
+        height, width = self._spec.tensors[parameter].shape
+        numbers, values = self._touched(share, parameter, num_rows)
+        first, last = (0, height) if piece is None else (piece.start // width, piece.stop // width)
+        low, high = torch.searchsorted(numbers, torch.tensor([first, last])).tolist()
+        return torch.sparse_coo_tensor(
+            (numbers[low:high] - first)[None],
+            values[low:high].clone(),
+            (last - first, width),
+            is_coalesced=True,
+            check_invariants=False,
+        )
+
+    def _touched(
+        self, share: int, parameter: int, num_rows: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The numbers of the rows that a share has put up, ascending, and the rows."""
+        width, dtype = self._spec.tensors[parameter].shape[1], self._spec.tensors[parameter].dtype
+        numbers = self._offset + self._factor_offsets[share][parameter]
+        values = self._offset + self._row_offsets[share][parameter]
+        return (
+            self._region.tensor(numbers, torch.int64, (num_rows,), (1,)),
+            self._region.tensor(values, dtype, (num_rows, width), (width, 1)),
+        )
+
+    def gather(self, pieces: Sequence[Piece], sums: Sequence[torch.Tensor | None]) -> None:
+        """Have ``summed`` know of sparse sums: whoever asks for it wants all rows."""
+        for piece, total in zip(pieces, sums, strict=True):
+            if total is not None and total.is_sparse:
+                place = self.base(piece.parameter)
+                self._reserve(self._row_offsets[self._here.start][piece.parameter], place.nbytes)
+                cut = cut_piece(place, piece)
+                cut.copy_(total.to_dense().view_as(cut))
 
     # --- memory ----------------------------------------------------------------------------------
 
@@ -410,10 +557,9 @@ class GradientRows(GroupGradients):
             self._reserved[start] = num_bytes
 
 
-def add_up(sums: Mapping[int, torch.Tensor]) -> torch.Tensor:
-    """The sum of some rows, or of subtrees by their first rows; formed in place, in the first."""
-    rows = tuple(sorted(sums))
-    for level in additions(rows):
-        for into, source in level:
-            sums[rows[into]].add_(sums[rows[source]])
-    return sums[rows[0]]
+def _not_sparse(name: str) -> ModelError:
+    return ModelError(
+        "An embedding with sparse=True must be used for lookups only: its gradient is no rows.",
+        received=f"a dense gradient of {name!r}",
+        fix="Leave out sparse=True where its weight is used otherwise, too.",
+    )

@@ -6,7 +6,9 @@ happens is one of:
 
 - ``OwnGradients``: one rank alone has the group; gradients stay where autograd left them.
 - ``GradientRows`` (``comm.gradient_rows``): the ranks of a host meet in shared memory.
-- ``DomainSums`` (``comm.domain_sums``): ranks that share no memory send sums to one another.
+- ``DomainSums`` (``comm.domain_sums``): ranks that share no memory send sums to one another;
+  ``EarlySums`` (``comm.early_sums``), which is one, does so while backward runs.
+- ``CompressedSums`` (``comm.compressed_sums``): these sums are compressed, and not exact.
 """
 
 from abc import ABC, abstractmethod
@@ -15,7 +17,8 @@ from dataclasses import dataclass
 
 import torch
 
-from lockstep.plan.layout import Extent, Piece
+from lockstep.plan.layout import Extent, Piece, flat_offsets
+from lockstep.plan.sum_tree import additions
 
 Gradients = Sequence[torch.Tensor | None]
 
@@ -37,8 +40,25 @@ class TensorSpec:
         )
 
 
+def views_in(buffer: torch.Tensor, specs: Sequence[TensorSpec]) -> list[torch.Tensor]:
+    """Tensors one after the other in a buffer of bytes."""
+    extents = [spec.extent for spec in specs]
+    return [
+        buffer[start : start + extent.num_elements * extent.element_bytes]
+        .view(spec.dtype)
+        .as_strided(spec.shape, spec.stride)
+        for spec, extent, start in zip(specs, extents, flat_offsets(extents)[0], strict=True)
+    ]
+
+
 class GroupGradients(ABC):
-    """One rank's end. Parameters are numbered within the group."""
+    """One rank's end. Parameters are numbered within the group.
+
+    Attributes:
+        factor: by what the sums of the next ``reduce`` are multiplied after it.
+    """
+
+    factor = 1.0
 
     @abstractmethod
     def begin_pass(self) -> None:
@@ -66,6 +86,23 @@ class GroupGradients(ABC):
             output_gradients: shape (n, outs).
         """
 
+    def expect(self, num_rows: int) -> None:
+        """A step begins in which the first ``num_rows`` rows will be filled."""
+        return
+
+    @property
+    def is_early(self) -> bool:
+        """Whether to put gradients by ``arrive``, each as soon as it is complete."""
+        return False
+
+    def arrive(self, row: int, parameter: int, gradient: torch.Tensor | None) -> None:
+        """Add a gradient to a row; with what was put before it is complete."""
+        raise NotImplementedError
+
+    def hand_over(self, num_rows: int) -> None:
+        """This rank has put what it has; the first ``num_rows`` rows count."""
+        return
+
     @abstractmethod
     def collect(self, num_rows: int) -> None:
         """All ranks have put what they have; the first ``num_rows`` rows count."""
@@ -84,6 +121,10 @@ class GroupGradients(ABC):
     def places(self, row: int) -> Sequence[torch.Tensor] | None:
         """Where a row's gradients may be formed, to be put without a copy; None for nowhere."""
         return None
+
+    def commit(self) -> None:
+        """The sums of the last ``reduce`` are used, and not thrown away."""
+        return
 
     def weigh(self, factors: Sequence[float] | None) -> None:
         """Before ``reduce``: by what each row is multiplied; None for by nothing."""
@@ -118,7 +159,7 @@ class OwnGradients(GroupGradients):
 
     def put(self, row: int, gradients: Gradients) -> None:
         before = self._gradients
-        self._gradients = _added(before, gradients) if before else list(gradients)
+        self._gradients = added(before, gradients) if before else list(gradients)
 
     def put_product(
         self, row: int, parameter: int, inputs: torch.Tensor, output_gradients: torch.Tensor
@@ -135,7 +176,7 @@ class OwnGradients(GroupGradients):
         return self._gradients[parameter]
 
 
-def _added(sums: list[torch.Tensor | None], gradients: Gradients) -> list[torch.Tensor | None]:
+def added(sums: list[torch.Tensor | None], gradients: Gradients) -> list[torch.Tensor | None]:
     """The sums with further gradients added in place; what was not used before is taken over."""
     both = [
         (own, more)
@@ -145,6 +186,22 @@ def _added(sums: list[torch.Tensor | None], gradients: Gradients) -> list[torch.
     if both:
         torch._foreach_add_([own for own, _ in both], [more for _, more in both])
     return [more if own is None else own for own, more in zip(sums, gradients, strict=True)]
+
+
+def add_up(summands: Sequence[Mapping[int, torch.Tensor]]) -> list[torch.Tensor]:
+    """Sums of some rows each, or of subtrees by their first rows; formed in place, in the first."""
+    orders = [tuple(sorted(each)) for each in summands]
+    levels: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
+    for each, rows in zip(summands, orders, strict=True):
+        for number, level in enumerate(additions(rows)):
+            if number == len(levels):
+                levels.append(([], []))
+            for into, source in level:
+                levels[number][0].append(each[rows[into]])
+                levels[number][1].append(each[rows[source]])
+    for sums, sources in levels:  # a call per level, and not per tensor
+        torch._foreach_add_(sums, sources)
+    return [each[rows[0]] for each, rows in zip(summands, orders, strict=True)]
 
 
 def cut_piece(tensor: torch.Tensor, piece: Piece) -> torch.Tensor:

@@ -23,7 +23,7 @@ import torch
 
 from lockstep.comm.board import Board
 from lockstep.comm.codec import decode, encode
-from lockstep.comm.gradients import TensorSpec
+from lockstep.comm.gradients import TensorSpec, views_in
 from lockstep.comm.mail import MailCarrier, MailKey
 from lockstep.comm.mail_channels import MailChannels
 from lockstep.comm.mailboxes import Mailbox, MailboxSpec
@@ -81,6 +81,7 @@ class GroupMail(MailCarrier):
         first_box: int,
     ) -> None:
         self._rank = board.rank
+        self._groups = groups
         self._out: dict[int, _Outgoing] = {}
         self._in: dict[int, _Incoming] = {}
         for number, ((sender, receiver), spec) in enumerate(channels.items(), first_box):
@@ -101,7 +102,7 @@ class GroupMail(MailCarrier):
             if reader == self._rank:
                 self._here[key, message] = _Letter(map_tensors(_copy, tree), count)
             else:
-                packed = _Packed(tree) if packed is None else packed
+                packed = _Packed(tree, self._groups) if packed is None else packed
                 self._out[reader].send((*vars(key).values(), message, count), packed)
 
     def take(self, key: MailKey, message: int) -> Tree:
@@ -123,12 +124,12 @@ class GroupMail(MailCarrier):
 class _Packed:
     """A tree as one buffer, and what is needed to make it of the buffer again."""
 
-    def __init__(self, tree: Tree) -> None:
+    def __init__(self, tree: Tree, groups: ProcessGroups) -> None:
         tensors = list(tensors_of(tree))
         specs = [TensorSpec("", tuple(one.shape), dense_stride(one), one.dtype) for one in tensors]
         _, self.num_bytes = flat_offsets([spec.extent for spec in specs])
-        self.buffer = torch.empty(self.num_bytes, dtype=torch.uint8)
-        views = _views(self.buffer, specs)
+        self.buffer = groups.buffer(self.num_bytes, groups.device)
+        views = views_in(self.buffer, specs)
         if views:
             torch._foreach_copy_(views, [tensor.detach() for tensor in tensors])
         forms = [
@@ -145,20 +146,9 @@ def _unpacked(form: Any, buffer: torch.Tensor, device: torch.device) -> Tree:
     flags = [flag for *_, flag in forms]
     tensors = (
         view.to(device).requires_grad_(flag)
-        for view, flag in zip(_views(buffer, specs), flags, strict=True)
+        for view, flag in zip(views_in(buffer, specs), flags, strict=True)
     )
     return map_tensors(lambda hole: next(tensors), frame)
-
-
-def _views(buffer: torch.Tensor, specs: Sequence[TensorSpec]) -> list[torch.Tensor]:
-    """Tensors one after the other in a buffer."""
-    extents = [spec.extent for spec in specs]
-    return [
-        buffer[start : start + extent.num_elements * extent.element_bytes]
-        .view(spec.dtype)
-        .as_strided(spec.shape, spec.stride)
-        for spec, extent, start in zip(specs, extents, flat_offsets(extents)[0], strict=True)
-    ]
 
 
 class _BoxAbroad:
@@ -237,7 +227,7 @@ class _Incoming:
         """Wait for the next message: its address, and what it holds."""
         self._number += 1
         address, form = decode(self._box.take(self._number, self._sender))
-        buffer = torch.empty(form[0], dtype=torch.uint8)
+        buffer = self._groups.buffer(form[0], self._groups.device)
         if form[0]:
             group = self._groups[self._name]
             self._groups.finish(group.recv([buffer], 0, self._number))

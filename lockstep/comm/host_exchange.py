@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from lockstep.comm.compressed_sums import Residual
 from lockstep.comm.domain_sums import members_by_domain
 from lockstep.comm.exchange import Exchange, ExchangeSpec
 from lockstep.comm.process_group import ProcessGroups
@@ -34,6 +35,8 @@ class HostExchange(Exchange):
         domains: see ``Exchange``.
         transports: see ``Exchange``.
         groups: see ``Exchange``.
+        residuals: see ``Exchange``.
+        device: see ``Exchange``.
         mirrored: tensors in shared memory whose values on host 0 all hosts get in every step.
     """
 
@@ -50,6 +53,8 @@ class HostExchange(Exchange):
         domains: Sequence[range],
         transports: Mapping[int, Transport],
         groups: ProcessGroups | None = None,
+        residuals: Mapping[str, Residual] | None = None,
+        device: torch.device | None = None,
         mirrored: Sequence[torch.Tensor] = (),
     ) -> None:
         super().__init__(
@@ -61,6 +66,8 @@ class HostExchange(Exchange):
             domains=domains,
             transports=transports,
             groups=groups,
+            residuals=residuals,
+            device=device,
         )
         self._hosts = hosts
         self._host = host

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from lockstep.channel.channel import Channel, lost
+from lockstep.channel.channel import Channel, late, lost
 from lockstep.channel.frames import FrameReader
 from lockstep.channel.waiting import LOOK_AROUND_SECONDS, Stopwatch
 from lockstep.errors import HostError
@@ -28,6 +28,7 @@ _MESSAGE, _DONE, _GOODBYE = range(3)
 # Kind, mailbox, number of the message, its readers at the other end, payload bytes.
 _HEADER = struct.Struct("<BIQHQ")
 _MOST_BYTES = 1 << 36
+_HEAD_START_SECONDS = 1.0
 
 
 class MailChannels:
@@ -37,6 +38,8 @@ class MailChannels:
         channels: by the rank at the other end.
         names: of the hosts of these ranks, for messages.
         look_around: see ``Board``.
+        timeout_seconds: longest wait for another host, after which it is named, a little later
+            than where it waits itself for one of its own ranks.
     """
 
     def __init__(
@@ -44,8 +47,10 @@ class MailChannels:
         channels: Mapping[int, Channel],
         names: Mapping[int, str],
         look_around: Callable[[float], None],
+        timeout_seconds: float,
     ) -> None:
         self._look_around = look_around
+        self._timeout = timeout_seconds
         self._state = _State(channels, names)
         self._thread = threading.Thread(
             target=_run, args=(self._state,), name="lockstep-mail", daemon=True
@@ -66,7 +71,7 @@ class MailChannels:
         """
         state, slot = self._state, (box, number % num_slots)
         before = state.sent.get(slot, 0)
-        self._wait(lambda: not state.unread[box, before])
+        self._wait(lambda: not state.unread[box, before], readers)
         state.unread.pop((box, before), None)
         state.sent[slot] = number
         state.unread[box, number] = len(readers)
@@ -76,7 +81,7 @@ class MailChannels:
     def take(self, box: int, number: int, sender: int) -> bytes:
         """Message ``number`` of a mailbox of rank ``sender``; each reader here takes it once."""
         inbox, key = self._state.inbox, (box, number, sender)
-        self._wait(lambda: key in inbox)
+        self._wait(lambda: key in inbox, [sender])
         letter = inbox[key]
         letter.num_readers -= 1
         if not letter.num_readers:
@@ -94,7 +99,7 @@ class MailChannels:
             state.send(rank, _GOODBYE, 0, 0)
         state.is_leaving = True
         state.wake()
-        self._wait(lambda: state.has_ended)
+        self._wait(lambda: state.has_ended, [])
         self._thread.join()
         state.close()
         if state.error is not None:
@@ -109,7 +114,7 @@ class MailChannels:
             self._thread.join()
         state.close()
 
-    def _wait(self, is_there: Callable[[], bool]) -> None:
+    def _wait(self, is_there: Callable[[], bool], ranks: Sequence[int]) -> None:
         state = self._state
         watch = Stopwatch()
         with state.news:
@@ -117,7 +122,10 @@ class MailChannels:
                 if state.error is not None:
                     raise state.error
                 if not state.news.wait(LOOK_AROUND_SECONDS):
-                    self._look_around(watch.tick())
+                    waited = watch.tick()
+                    self._look_around(waited)
+                    if ranks and waited > self._timeout + _HEAD_START_SECONDS:
+                        raise late([state.ends[rank].name for rank in ranks], waited, self._timeout)
 
 
 @dataclass

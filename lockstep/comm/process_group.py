@@ -13,8 +13,11 @@ on the backend or on the number of ranks.
 """
 
 import ctypes
+import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from time import monotonic, sleep
 from typing import Any
@@ -22,12 +25,13 @@ from typing import Any
 import torch
 from torch import distributed
 
+from lockstep.accelerators import await_device, pinned, use
+from lockstep.channel.channel import late
 from lockstep.comm.codec import decode, encode
 from lockstep.comm.meeting_point import Meeting, SharedStore
 from lockstep.comm.transport import Buffers, Transport
 from lockstep.comm.wide_board import Crossing
-from lockstep.errors import HostError, WorkerError
-from lockstep.units import format_seconds
+from lockstep.errors import LockstepError, WorkerError
 
 _LOOK_AROUND = timedelta(milliseconds=20)
 _SECONDS_TO_THE_CAUSE = 3.0
@@ -39,9 +43,14 @@ _dist: Any = distributed
 # A collective ends when all have made it, or when ``look_around`` raises, and never by itself.
 _NEVER = timedelta(days=365)
 
+CPU = torch.device("cpu")
+
 # The key under which ranks count that have made their groups.
 _DONE = "done"
 _BETWEEN_EXCHANGES_SECONDS = 0.002
+
+# An operation under way, and the memory that it works on.
+Message = tuple[Any, torch.Tensor]
 
 # Makes a group of a store, the place of this rank in the group, and the number of its ranks.
 _MakeGroup = Callable[[Any, int, int], Any]
@@ -55,11 +64,15 @@ class ProcessGroups:
             left out.
         rank: this rank.
         backend: see ``plan.engines.BACKENDS``.
+        device: this rank's, where what is to be moved lies.
         meeting: where ranks find each other.
         look_around: called every 20 ms of waiting with the seconds waited so far; it raises if
             waiting on is in vain.
         abroad: names of the hosts of all ranks on other hosts, for messages.
         crossing: to the other hosts' leaders; None unless this rank leads one of several hosts.
+
+    Attributes:
+        own_device: this rank's.
     """
 
     def __init__(
@@ -68,6 +81,7 @@ class ProcessGroups:
         *,
         rank: int,
         backend: str,
+        device: torch.device = CPU,
         meeting: Meeting,
         look_around: Callable[[float], None],
         abroad: Mapping[int, str] | None = None,
@@ -77,7 +91,8 @@ class ProcessGroups:
         self._crossing = crossing
         self._members = {name: ranks for name, ranks in members.items() if rank in ranks}
         self._rank = rank
-        self._backend = backend
+        self._backend = _BACKENDS[backend]
+        self.own_device = device
         self._meeting = meeting
         self._look_around = look_around
         self._groups: dict[str, Any] = {}
@@ -86,6 +101,22 @@ class ProcessGroups:
     def __getitem__(self, name: str) -> Any:
         return self._groups[name]
 
+    @property
+    def device(self) -> torch.device:
+        """Where the backend takes tensors from: this rank's device, or host memory."""
+        return CPU if self._backend.by_host else self.own_device
+
+    @property
+    def stages(self) -> bool:
+        """Whether what lies on the device is brought to host memory, and from there."""
+        return self.device != self.own_device
+
+    def buffer(self, num_bytes: int, device: torch.device) -> torch.Tensor:
+        """Memory for what is sent or received, on this rank's device or for it on the host."""
+        if device == self.own_device:
+            return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        return pinned(num_bytes, self.own_device)
+
     def open(self) -> None:
         """Make all groups, if that has not been done: all ranks call it before any other thing."""
         if not self._is_open:
@@ -93,9 +124,14 @@ class ProcessGroups:
             self._is_open = True
 
     def abandon(self) -> None:
-        """After a failure. To destroy a group would wait for hosts that are cut off: it is kept."""
+        """After a failure. To destroy a group would wait for hosts that are cut off: it is kept.
+
+        Where collectives run on a device, they would run there for ever: they are aborted.
+        """
         for group in self._groups.values() if self._abroad else ():
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+        for group in () if self._backend.by_host else self._groups.values():
+            group.abort()
 
     # --- waiting ---------------------------------------------------------------------------------
 
@@ -105,22 +141,47 @@ class ProcessGroups:
         Raises:
             WorkerError: another rank is gone.
         """
-        self._wait(lambda: _is_done(work))
+        if self._backend.by_host:
+            self._wait(lambda: _is_done(work))
+        else:
+            self._finish_on_device(work)
 
     def finish(self, work: Any) -> None:
         """Wait for a message that the other end has begun to send or receive.
 
         gloo cannot wait for one for a while and then go on: a wait that is given up closes the
-        connection. So nobody looks around meanwhile, and the other end must be at it already.
+        connection. So nobody looks around meanwhile, and the other end must be at it already, or
+        very soon.
 
         Raises:
             WorkerError: the other rank is gone, or hangs.
         """
+        if not self._backend.by_host:
+            return self._finish_on_device(work)
         begun = monotonic()
         try:
             work.wait(timedelta(seconds=self._meeting.timeout_seconds))
         except RuntimeError as error:
             raise self._lost(error, monotonic() - begun) from error
+
+    def _finish_on_device(self, work: Any) -> None:
+        """The device's stream waits for a collective, and this process for the stream.
+
+        It looks around meanwhile. Whatever waits for the stream otherwise would wait for ever where
+        another rank has not come.
+        """
+
+        def look_around(waited: float) -> None:
+            self._check_patience(waited)
+            self._look_around(waited)
+
+        try:
+            work.wait()
+            await_device(self.own_device, look_around)
+        except LockstepError:
+            raise
+        except RuntimeError as error:
+            raise self._lost(error, 0.0) from error
 
     def _wait(self, is_done: Callable[[], bool]) -> None:
         waited, last = 0.0, monotonic()
@@ -134,13 +195,7 @@ class ProcessGroups:
         """Only ranks of this host are looked at: who waits for others gives up by itself."""
         timeout = self._meeting.timeout_seconds
         if self._abroad and waited_seconds > timeout:
-            names = " or ".join(dict.fromkeys(self._abroad.values()))
-            raise HostError(
-                f"{names} must come to the same step within {format_seconds(timeout)}.",
-                received=f"nothing for {format_seconds(waited_seconds)}",
-                fix="See whether that host hangs or is cut off; raise `timeout_seconds` if steps "
-                "may take so long.",
-            )
+            raise late([" or ".join(dict.fromkeys(self._abroad.values()))], waited_seconds, timeout)
 
     def _has_ended(self, is_done: Callable[[], bool]) -> bool:
         try:
@@ -186,8 +241,9 @@ class ProcessGroups:
 
     def _outcome(self) -> dict[str, Any] | Exception:
         try:
+            use(self.own_device)  # which each thread chooses for itself
             store = SharedStore(self._meeting.path)
-            make = _BACKENDS[self._backend](self._meeting.address)
+            make = self._backend.maker(self._meeting.address, self.own_device)
             groups = {
                 name: make(_dist.PrefixStore(name, store), ranks.index(self._rank), len(ranks))
                 for name, ranks in sorted(self._members.items())
@@ -220,10 +276,12 @@ class _Addresses:
 
 
 class ProcessGroupTransport(Transport):
-    """All-to-all within one group.
+    """All-to-all within one group, and messages between two of its ranks.
 
     A transfer is packed into one buffer for all peers and unpacked at the other end, so many small
-    tensors cost as much as a large one.
+    tensors cost as much as a large one. A message goes from where a tensor lies to where it
+    belongs, without a copy, and may be on its way while this rank computes; those of one tag
+    between two ranks come in the order in which they were sent.
 
     Args:
         ranks: those that take part, as they are ordered in the group.
@@ -235,27 +293,38 @@ class ProcessGroupTransport(Transport):
         self._ranks = ranks
         self._name = name
         self._groups = groups
-        self._buffers: dict[str, torch.Tensor] = {}
+        self._buffers: dict[tuple[str, torch.device], torch.Tensor] = {}
 
     def transfer(self, sends: Buffers, receives: Buffers) -> None:
         going = [_bytes_of(sends.get(peer, ())) for peer in self._ranks]
         coming = [_bytes_of(receives.get(peer, ())) for peer in self._ranks]
-        out = self._buffer("out", going)
-        into = self._buffer("in", coming)
+        device = self._groups.own_device
+        out = self._buffer("out", going, device)
+        into = self._buffer("in", coming, device)
         if any(going):
             torch.cat([part for parts in going for part in parts], out=out)
-        self._all_to_all(into, [_size(parts) for parts in coming], out, [*map(_size, going)])
+        sizes = [_size(parts) for parts in coming], [*map(_size, going)]
+        if self._groups.stages:
+            staged = self._buffer("in", coming, self._groups.device)
+            sent = self._buffer("out", going, self._groups.device).copy_(out)
+            self._all_to_all(staged, sizes[0], sent, sizes[1])
+            into.copy_(staged)  # done when it returns: the next transfer overwrites what was staged
+        else:
+            self._all_to_all(into, sizes[0], out, sizes[1])
         targets = [part for parts in coming for part in parts]
         if targets:
             sources = into.split([len(target) for target in targets])
             torch._foreach_copy_(targets, list(sources))
 
-    def _buffer(self, use: str, parts: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
+    def _buffer(
+        self, use: str, parts: Sequence[Sequence[torch.Tensor]], device: torch.device
+    ) -> torch.Tensor:
         """Memory for all parts, kept from one transfer to the next."""
         size = sum(map(_size, parts))
-        if use not in self._buffers or len(self._buffers[use]) < size:
-            self._buffers[use] = torch.empty(size, dtype=torch.uint8)
-        return self._buffers[use][:size]
+        kept = self._buffers.get((use, device))
+        if kept is None or len(kept) < size:
+            kept = self._buffers[use, device] = self._groups.buffer(size, device)
+        return kept[:size]
 
     def _all_to_all(
         self,
@@ -266,13 +335,36 @@ class ProcessGroupTransport(Transport):
     ) -> None:
         options = _dist.distributed_c10d.AllToAllOptions()
         self._groups.wait(
-            self._groups[self._name].alltoall_base(
-                into, out, list(into_sizes), list(out_sizes), options
-            )
+            self._group.alltoall_base(into, out, list(into_sizes), list(out_sizes), options)
         )
 
+    # --- one by one ------------------------------------------------------------------------------
 
-def _gloo(address: str) -> _MakeGroup:
+    def send(self, peer: int, tensors: Sequence[torch.Tensor], tag: int) -> list[Message]:
+        """Begin to send dense tensors, which must stay as they are until that is finished."""
+        place = self._ranks.index(peer)
+        return [(self._group.send([one], place, tag), one) for one in _bytes_of(tensors)]
+
+    def receive(self, peer: int, tensors: Sequence[torch.Tensor], tag: int) -> list[Message]:
+        """Begin to fill dense tensors."""
+        place = self._ranks.index(peer)
+        return [(self._group.recv([one], place, tag), one) for one in _bytes_of(tensors)]
+
+    def finish(self, messages: Iterable[Message]) -> None:
+        """Wait until they have gone or come.
+
+        Raises:
+            WorkerError: another rank is gone, or hangs.
+        """
+        for work, _ in messages:
+            self._groups.finish(work)
+
+    @property
+    def _group(self) -> Any:
+        return self._groups[self._name]
+
+
+def _gloo(address: str, device: torch.device) -> _MakeGroup:
     """Groups over TCP, at an address of this host, with one thread for all connections."""
     kind = _dist.ProcessGroupGloo
     device = kind.create_device(hostname=address)
@@ -286,8 +378,77 @@ def _gloo(address: str) -> _MakeGroup:
     return make
 
 
-# What makes the groups of each backend, by the address of this host.
-_BACKENDS: dict[str, Callable[[str], _MakeGroup]] = {"gloo": _gloo}
+# Its own watchdogs end the process in which a collective fails: here the cause is looked for, and
+# named. What they go by, they read when a group is made.
+_NCCL_LEAVES_FAILURES_TO_US = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+}
+
+
+def _nccl(address: str, device: torch.device) -> _MakeGroup:
+    """Groups whose collectives run on the device; connected at once, not at the first of them."""
+
+    def make(store: Any, rank: int, size: int) -> Any:
+        options = _dist.ProcessGroupNCCL.Options()
+        options._timeout = _NEVER
+        with _environment(_NCCL_LEAVES_FAILURES_TO_US):
+            group = _dist.ProcessGroupNCCL(store, rank, size, options)
+            group.eager_connect_single_device(device)
+        return group
+
+    return make
+
+
+def _xccl(address: str, device: torch.device) -> _MakeGroup:
+    """The same on Intel's devices."""
+
+    def make(store: Any, rank: int, size: int) -> Any:
+        options = _dist.distributed_c10d.ProcessGroupXCCL.Options()
+        options._timeout = _NEVER
+        group = _dist.distributed_c10d.ProcessGroupXCCL(store, rank, size, options)
+        group.eager_connect_single_device(device)
+        return group
+
+    return make
+
+
+@contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Within the block these variables are set, but for those that the user has set."""
+    added = {name: value for name, value in values.items() if name not in os.environ}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            del os.environ[name]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Backend:
+    """What there is to know of a backend of torch.distributed.
+
+    Attributes:
+        maker: of its groups, by an address of this host and a device.
+        by_host: it moves what lies in host memory.
+    """
+
+    maker: Callable[[str, torch.device], _MakeGroup]
+    by_host: bool = False
+
+
+_BACKENDS = {
+    "gloo": _Backend(maker=_gloo, by_host=True),
+    "nccl": _Backend(maker=_nccl),
+    "xccl": _Backend(maker=_xccl),
+}
+
+
+def missing_backend(name: str) -> bool:
+    """Whether torch was built without a backend."""
+    return not distributed.is_backend_available(name)
 
 
 def _is_done(work: Any) -> bool:

@@ -11,10 +11,8 @@ from time import monotonic
 
 import torch
 
-from lockstep.channel.channel import Channel, lost
+from lockstep.channel.channel import Channel, late, lost
 from lockstep.comm.transport import Buffers, Transport
-from lockstep.errors import HostError
-from lockstep.units import format_seconds
 
 _LOOK_AROUND_SECONDS = 0.02
 _LONGEST_NAP_SECONDS = 5 * _LOOK_AROUND_SECONDS
@@ -71,7 +69,8 @@ class TensorChannels(Transport):
                 now,
             )
             if waited > self._timeout:
-                raise self._too_late(peers.values(), waited)
+                names = [self._names[peer] for peer in sorted(peers.values())]
+                raise late(names, waited, self._timeout)
             if not ready:
                 self._look_around(waited)
 
@@ -89,16 +88,6 @@ class TensorChannels(Transport):
         except OSError as error:
             raise lost(self._names[peer], error) from error
         return (0 if has_sent else select.POLLOUT) | (0 if has_received else select.POLLIN)
-
-    def _too_late(self, peers: Iterable[int], waited: float) -> HostError:
-        names = dict.fromkeys(self._names[peer] for peer in sorted(peers))
-        return HostError(
-            f"{' and '.join(names)} must come to the same step within "
-            f"{format_seconds(self._timeout)}.",
-            received=f"nothing for {format_seconds(waited)}",
-            fix="See whether that host hangs or is cut off; raise `timeout_seconds` if steps "
-            "may take so long.",
-        )
 
 
 def _views(tensors: Iterable[torch.Tensor]) -> deque[memoryview]:

@@ -10,6 +10,8 @@ import struct
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import torch
+
 from lockstep.comm.board import Board
 from lockstep.comm.shared_memory import SharedRegion
 
@@ -98,7 +100,7 @@ class WideBoard(Board):
             take([payload[_HALT.size :] for payload in told])
         self.barrier_here()
 
-    def tell(self, numbers: Sequence[float]) -> list[list[float]]:
+    def tell(self, numbers: Sequence[float] | torch.Tensor) -> list[list[float]]:
         count = len(numbers)
         row = struct.Struct(f"<{count}d")
 
@@ -110,7 +112,7 @@ class WideBoard(Board):
                 for rank, values in zip(ranks, row.iter_unpack(payload), strict=True):
                     self._lines[rank].told[:count] = values
 
-        self._own.told[:count] = numbers
+        self._note(numbers)
         self.meet(give, take)
         return self._told(count)
 

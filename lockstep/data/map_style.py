@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from lockstep.errors import DataError, LockstepError, Problems
+from lockstep.errors import BadRecordError, LockstepError, Problems
 from lockstep.units import first_few
 
 _NOT_MAP_STYLE = (
@@ -42,28 +42,39 @@ def read_items(dataset: Any, indices: Sequence[int]) -> list[Any]:
     """The samples at these indices, all at once where the dataset has ``__getitems__``.
 
     Raises:
-        DataError: the dataset has raised; its exception is the cause.
+        BadRecordError: the dataset has raised; its exception is the cause.
     """
     if hasattr(dataset, "__getitems__"):
-        with _named(indices):
+        with _named(dataset, indices):
             return list(dataset.__getitems__(list(indices)))
     items = []
     for index in indices:
-        with _named([index]):
+        with _named(dataset, [index]):
             items.append(dataset[index])
     return items
 
 
+def name_of(dataset: Any) -> str:
+    """The class of a dataset; of one of Lockstep's around it, of that within."""
+    while type(dataset).__module__.startswith("lockstep.") and hasattr(dataset, "dataset"):
+        dataset = dataset.dataset
+    return type(dataset).__name__
+
+
 @contextmanager
-def _named(indices: Sequence[int]) -> Iterator[None]:
+def _named(dataset: Any, indices: Sequence[int]) -> Iterator[None]:
     try:
         yield
     except LockstepError:  # from a dataset within the dataset: it names the sample already
         raise
     except Exception as error:
+        for index in indices if len(indices) > 1 else ():
+            read_items(dataset, [index])  # the one that is to blame raises here, by itself
         which = f"Sample {indices[0]}" if len(indices) == 1 else f"One of {first_few(indices)}"
-        raise DataError(
-            f"{which} of the dataset cannot be read.",
+        raise BadRecordError(
+            f"{which} of the dataset ({name_of(dataset)}) cannot be read.",
             received=f"{type(error).__name__}: {error}",
-            fix=f"Try dataset[{indices[0]}] by itself, or leave the sample out.",
+            fix=f"Try dataset[{indices[0]}] by itself; leave it out, or "
+            'pass fit(on_bad_record="skip").',
+            index=indices[0],
         ) from error

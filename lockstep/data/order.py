@@ -13,12 +13,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from lockstep import accelerators
+
 
 class StreamStates(NamedTuple):
-    """States of the global random streams; ``gpus`` is empty where CUDA is not in use."""
+    """States of the global random streams; ``device`` is None where no accelerator is in use."""
 
     cpu: torch.Tensor
-    gpus: list[torch.Tensor]
+    device: torch.Tensor | None
     numpy: Any
     python: Any
 
@@ -49,27 +51,43 @@ def evaluation_seed(seed: int, first: int) -> int:
 
 
 def seed_streams(seed: int) -> None:
-    """Seed torch's, NumPy's and Python's global random streams of this process."""
+    """Seed the global random streams of this process: torch's, its device's, NumPy's, Python's."""
     torch.default_generator.manual_seed(seed)
-    if torch.cuda.is_initialized():
-        torch.cuda.manual_seed(seed)
+    accelerators.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
     random.seed(seed)
 
 
 def stream_states() -> StreamStates:
     """The states of the global random streams, for ``restore_streams``."""
-    gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-    return StreamStates(torch.get_rng_state(), gpus, np.random.get_state(), random.getstate())
+    return StreamStates(
+        torch.get_rng_state(),
+        accelerators.random_state(),
+        np.random.get_state(),
+        random.getstate(),
+    )
 
 
 def restore_streams(states: StreamStates) -> None:
     """Put the global random streams back to where ``stream_states`` found them."""
     torch.set_rng_state(states.cpu)
-    if states.gpus:
-        torch.cuda.set_rng_state_all(states.gpus)
+    accelerators.set_random_state(states.device)
     np.random.set_state(states.numpy)
     random.setstate(states.python)
+
+
+def torch_streams() -> torch.Tensor:
+    """Where torch's stream stands, and behind it its device's where one is in use; uint8."""
+    own, device = torch.get_rng_state(), accelerators.random_state()
+    return own if device is None else torch.cat([own, device])
+
+
+def set_torch_streams(state: torch.Tensor) -> None:
+    """Put torch's streams back to where ``torch_streams`` found them, here or on another rank."""
+    length = torch.get_rng_state().numel()
+    torch.set_rng_state(state[:length].clone())
+    if len(state) > length:
+        accelerators.set_random_state(state[length:].clone())
 
 
 @contextmanager
@@ -86,12 +104,17 @@ def same_streams(one: StreamStates, other: StreamStates) -> bool:
     """Whether nothing was drawn from one to the other."""
     return (
         torch.equal(one.cpu, other.cpu)
-        and len(one.gpus) == len(other.gpus)
-        and all(map(torch.equal, one.gpus, other.gpus))
+        and _same_state(one.device, other.device)
         and one.python == other.python
         and one.numpy[2:] == other.numpy[2:]
         and bool((one.numpy[1] == other.numpy[1]).all())
     )
+
+
+def _same_state(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return torch.equal(one, other)
 
 
 def epoch_order(seed: int, epoch: int, num_samples: int, *, shuffle: bool) -> torch.Tensor:

@@ -43,6 +43,11 @@ class Read:
     dtype: torch.dtype
     seed: int
 
+    def is_for(self, indices: torch.Tensor, dtype: torch.dtype | None) -> bool:
+        """Whether it is what a rank reads now, in a stream that it has just seeded."""
+        is_due = self.seed == torch.initial_seed() and self.dtype == dtype
+        return is_due and torch.equal(self.indices, indices)
+
 
 def prefetch(dataset: Any, workers: int = 0, depth: int = 2) -> "Prefetch":
     """A dataset that is read ahead: the next batches of each rank while the present one trains.

@@ -240,7 +240,7 @@ class Reading:
             ) from error
 
     def _empty(self) -> DataError:
-        return DataError(
+        return _ended(
             f"`{self.stream.name}` must give a batch in every epoch.",
             received=f"{self.stream.kind} without any in epoch {self._epoch} (from 0)",
             fix="Check its source. A function must return a new iterator at every call."
@@ -249,7 +249,7 @@ class Reading:
         )
 
     def _too_short(self) -> DataError:
-        return DataError(
+        return _ended(
             f"`{self.stream.name}` must give {self._steps} batches in every epoch, as "
             "steps_per_epoch says.",
             received=f"{self.stream.kind} that ended after {self._index} batches of epoch "
@@ -269,3 +269,9 @@ def _checksum(batch: ArraySource, before: int) -> int:
 
 def _first_line(error: Exception) -> str:
     return str(error).partition("\n")[0].rstrip(".")
+
+
+def _ended(what: str, *, received: str, fix: str) -> DataError:
+    error = DataError(what, received=received, fix=fix)
+    error.is_end = True
+    return error

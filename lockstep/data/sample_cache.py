@@ -22,11 +22,13 @@ from lockstep.data.order import same_streams, stream_states
 from lockstep.data.read_ahead import Prefetch
 from lockstep.data.record_file import Header, RecordFile
 from lockstep.data.records import Layout, pack_item, unpack_item
-from lockstep.errors import DataError, OptionError, Problems
+from lockstep.errors import BadRecordError, DataError, OptionError, Problems
 
 # For how long a process waits for another that is reading the sample; then it reads it, too.
 _PATIENCE_SECONDS = 5.0
 _LOOK_SECONDS = 0.001
+# Samples that are tried, where the first cannot be read.
+_MOST_TRIED = 100
 
 
 def cache(dataset: Any, path: str | os.PathLike[str] | None = None) -> "Cache":
@@ -168,17 +170,29 @@ def _reopened(dataset: Any, length: int, place: tuple[str, Header] | None) -> Ca
 
 
 def _file_of_first_sample(dataset: Any, path: str | None, length: int) -> RecordFile:
-    (item,) = _items(dataset, [0])
+    first, item = _first_item(dataset, length)
     layout, record = pack_item(item)
     if path is None:
         file = RecordFile.in_memory(length, layout)
     else:
         file = RecordFile.at(path, length, layout)
-        found = file.load(0)
+        found = file.load(first)
         if found is not None and found != record:
             raise _stale(path)
-    file.store(0, record)
+    file.store(first, record)
     return file
+
+
+def _first_item(dataset: Any, length: int) -> tuple[int, Any]:
+    """The first sample that can be read, and its number: the others are errors when it is time."""
+    error: BadRecordError | None = None
+    for place in range(min(length, _MOST_TRIED)):
+        try:
+            return place, _items(dataset, [place])[0]
+        except BadRecordError as bad:
+            error = error or bad
+    assert error is not None
+    raise error
 
 
 def _items(dataset: Any, indices: Sequence[int]) -> list[Any]:
@@ -201,10 +215,11 @@ def _items(dataset: Any, indices: Sequence[int]) -> list[Any]:
 
 def _check_layout(expected: Layout, found: Layout, index: int) -> None:
     if found != expected:
-        raise DataError(
+        raise BadRecordError(
             f"All samples of a cached dataset must be like the first: {expected}.",
             received=f"sample {index}: {found}",
             fix="Give them one shape and type in __getitem__, padded for example.",
+            index=index,
         )
 
 

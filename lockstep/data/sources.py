@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
-from lockstep.data.map_style import read_items
+from lockstep.data.map_style import name_of, read_items
 from lockstep.data.mapped_files import remember_file
 from lockstep.data.read_ahead import Prefetch, ReadAhead
 from lockstep.data.trees import Tree, map_tensors, named_tensors, tensors_of
-from lockstep.errors import DataError, Problems
+from lockstep.errors import BadRecordError, DataError, Problems
 
 SUPPORTED = (
     "(inputs, targets) or (inputs, targets, sample_weight) of arrays or tensors, "
@@ -54,6 +54,11 @@ class Source(ABC):
     """
 
     ahead: ReadAhead | None = None
+
+    @property
+    def sample(self) -> "Source":
+        """Samples to see what the data is like."""
+        return self
 
     @abstractmethod
     def __len__(self) -> int:
@@ -117,10 +122,10 @@ class DatasetSource(Source):
         return len(self.dataset)  # type: ignore[arg-type]  # as_source has seen its __len__
 
     def read(self, indices: torch.Tensor, dtype: torch.dtype | None) -> Batch:
-        items = read_items(self.dataset, indices.tolist())
+        items = self._items(indices.tolist())
         if not self.with_targets:
             items = [_first_part(item) for item in items]
-        inputs, targets, weight = self._split(items[0], _collated(items))
+        inputs, targets, weight = self._split(items[0], self._collated(items, indices))
         if weight is not None:
             _check_collated_weight(weight)
 
@@ -134,6 +139,26 @@ class DatasetSource(Source):
             sample_weight=None if weight is None else weight.to(dtype or weight.dtype),
             num_samples=len(indices),
         )
+
+    def _items(self, indices: list[int]) -> list[Any]:
+        return read_items(self.dataset, indices)
+
+    def _collated(self, items: list[Any], indices: torch.Tensor) -> Any:
+        try:
+            return _collated(items)
+        except RuntimeError as error:  # torch's, of tensors that cannot be stacked
+            shapes = [_shapes_of(item) for item in items]
+            if len(set(shapes)) == 1:
+                raise
+            odd = min(shapes, key=shapes.count)  # the first of those that are fewest
+            index = int(indices[shapes.index(odd)])
+            listed = " and of ".join(sorted(set(shapes)))
+            raise BadRecordError(
+                "The items of a batch must have the same shapes.",
+                received=f"items of {listed}: sample {index} of {name_of(self.dataset)} is {odd}",
+                fix="Pad them in __getitem__, or make batches with a DataLoader's collate_fn.",
+                index=index,
+            ) from error
 
     def _split(self, item: Any, collated: Any) -> tuple[Tree, Tree, Any]:
         if not self.with_targets:
@@ -170,15 +195,6 @@ def _collated(items: list[Any]) -> Any:
             fix="Where there is no target, give the input twice and let the loss ignore it."
             if _holds_none(items[0])
             else "Convert the rest in __getitem__.",
-        ) from error
-    except RuntimeError as error:  # torch's, of tensors that cannot be stacked
-        shapes = sorted({_shapes_of(item) for item in items})
-        if len(shapes) == 1:
-            raise
-        raise DataError(
-            "The items of a batch must have the same shapes.",
-            received=f"items of {' and of '.join(shapes)}",
-            fix="Pad them in __getitem__, or make batches with a DataLoader's collate_fn.",
         ) from error
 
 

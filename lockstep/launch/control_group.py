@@ -248,7 +248,7 @@ class ControlGroup:
             yield
         except HostError as error:
             if self.host == 0:
-                self._tell(str(error), error.raised)
+                self._tell(str(error), error.raised or error)
             raise
 
     def _tell(self, text: str, error: BaseException | None) -> None:

@@ -67,19 +67,23 @@ def unpack_failure(payload: bytes) -> Failure:
     return Failure(summary, text, errors[0])
 
 
-def trouble_of(rank: str, failure: Failure, where: str = "") -> WorkerError:
+def trouble_of(
+    rank: str, failure: Failure, where: str = "", number: int | None = None
+) -> WorkerError:
     """The error for who waits for a rank that has failed.
 
     Args:
         rank: which one it is: "rank 1".
         failure: of that rank.
         where: in the training.
+        number: the rank's, for ``WorkerError.rank``.
     """
     error = WorkerError(
         f"{rank.capitalize()} failed{where and f' ({where})'}: {failure.summary}\n"
         f"--- traceback of {rank} ---\n{failure.text}"
     )
     error.raised = error.__cause__ = failure.error
+    error.rank = number
     return error
 
 
@@ -97,7 +101,8 @@ def as_raised(error: BaseException) -> BaseException:
     for note in (str(error), *getattr(error, "__notes__", ())):
         add_note(raised, note)
     if isinstance(error, WorkerError):  # without the traceback, which the note has
-        error = WorkerError(str(error).partition("\n")[0])
+        rank, error = error.rank, WorkerError(str(error).partition("\n")[0])
+        error.rank = rank
     _set(causes_of(raised)[-1], "__cause__", error)
     return as_raised(raised)
 
@@ -227,6 +232,14 @@ _Argument = str | int | float | bool | None
 _MOST_NAMED_BYTES = 1 << 14
 
 
+# In place of a type, of a host that has lost a process or another host.
+_LOST = b"lost"
+
+
+def _is_loss(error: BaseException | None) -> bool:
+    return isinstance(error, HostError | WorkerError) and error.is_loss
+
+
 def encode_report(text: str, error: BaseException | None, most_bytes: int) -> bytes:
     """The report of a failure.
 
@@ -235,7 +248,7 @@ def encode_report(text: str, error: BaseException | None, most_bytes: int) -> by
         error: the exception, if there is one.
         most_bytes: of the result; more of the text is cut off.
     """
-    named = b"" if error is None else _named(error)
+    named = _LOST if _is_loss(error) else b"" if error is None else _named(error)
     return (named + b"\n" + text.encode(errors="replace"))[:most_bytes]
 
 
@@ -243,7 +256,8 @@ def decode_report(payload: bytes) -> HostError:
     """The error to raise here; with an exception of the type that was named, if one was."""
     named, _, text = payload.partition(b"\n")
     error = HostError(text.decode(errors="replace"))
-    if named:
+    error.is_loss = named == _LOST
+    if named and not error.is_loss:
         try:
             kind, arguments = decode_untrusted(named, tuple[str, tuple[_Argument, ...]])
         except HostError:

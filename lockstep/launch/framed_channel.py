@@ -84,6 +84,7 @@ class FramedChannel:
         self._frames: deque[Frame] = deque()
         self._num_waiting_bytes = 0
         self._failure = ""  # why this channel is of no use any more
+        self._is_lost = False  # and that is because the other host is
         self._report = b""  # or what the other host has said of its failure
         self._has_left = False
 
@@ -161,7 +162,7 @@ class FramedChannel:
         if self._report:
             raise decode_report(self._report)
         if self._failure:
-            raise HostError(self._failure)
+            raise (HostError.of_loss if self._is_lost else HostError)(self._failure)
 
     def fail(self, text: str, error: BaseException | None = None) -> None:
         """Tell the other host that this one has failed, and why, if it listens; and close."""
@@ -225,10 +226,10 @@ class FramedChannel:
             self._num_waiting_bytes += len(frame.payload)
 
     def _fail(self, why: str) -> None:
-        self._failure = str(self._gone(why))
+        self._failure, self._is_lost = str(self._gone(why)), True
 
     def _gone(self, why: str) -> HostError:
-        return HostError(f"{self.peer} no longer answers: {why}.")
+        return HostError.of_loss(f"{self.peer} no longer answers: {why}.")
 
     def _oversized(self, what: str, num_bytes: int) -> HostError:
         most = format_bytes(self.most_bytes)

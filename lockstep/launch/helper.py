@@ -16,6 +16,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
+from types import FrameType
 from typing import Any, NoReturn
 
 from lockstep.channel.waiting import LookAround
@@ -105,7 +106,7 @@ def serve_calls(rank: int, link: Link, diagnostics_descriptor: int, parent: int)
         diagnostics_descriptor: a file for stacks, when asked for and when this process crashes.
         parent: the process that this one dies with.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the script, which tells us
+    leave_signals_to_script()
     name_process(f"lockstep:{rank}")
     faulthandler.enable(file=diagnostics_descriptor)
     faulthandler.register(STACKS_SIGNAL, file=diagnostics_descriptor, all_threads=True, chain=False)
@@ -173,6 +174,23 @@ def die_with(parent: int) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         leave()
+
+
+def leave_signals_to_script() -> None:
+    """Go on after Ctrl-C, and after SIGTERM to all processes of a job: the script ends this one."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, _ignore)
+    os.register_at_fork(after_in_child=_end_on_sigterm)
+
+
+def _ignore(number: int, frame: FrameType | None) -> None:
+    """Not SIG_IGN, which programs that are started here would inherit."""
+
+
+def _end_on_sigterm() -> None:
+    """In a fork: whoever made it may end it by that."""
+    if signal.getsignal(signal.SIGTERM) is _ignore:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def name_process(name: str) -> None:

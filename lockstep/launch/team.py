@@ -19,7 +19,7 @@ from typing import NoReturn
 from lockstep.channel.waiting import LookAround, Stopwatch, is_readable
 from lockstep.errors import WorkerError
 from lockstep.launch.diagnostics import DiagnosticsFile, show, stack_of
-from lockstep.launch.failure import pack_failure, trouble_of, unpack_failure
+from lockstep.launch.failure import MEMORY_RAN_OUT, pack_failure, trouble_of, unpack_failure
 from lockstep.launch.forks import give_up_in_forks
 from lockstep.launch.helper import CALL, DATA, FAIL, FORGET, PING, READY, RETURN, reference_of
 from lockstep.launch.link import Message, give_up
@@ -179,6 +179,14 @@ class Team:
         self.wait_until_ready()
         return [helper.pid for helper in self._helpers]
 
+    def known_pids(self) -> dict[int, int]:
+        """Process ids of the helpers that have started, by rank."""
+        return {helper.rank: helper.pid for helper in self._helpers}
+
+    def stacks(self) -> dict[int, str]:
+        """What every helper does now, or did when it crashed: its threads' stacks, by rank."""
+        return dict(zip(self.known_pids(), self._stacks(), strict=True))
+
     def wait_until_ready(self) -> None:
         """Wait until all helpers have started.
 
@@ -271,9 +279,11 @@ class Team:
         for helper in self._helpers:
             if waited_seconds >= _STOPPED_SECONDS and is_stopped(helper.pid):
                 raise _loss(
+                    helper.rank,
+                    "hung",
                     f"Rank {helper.rank} (process {helper.pid}) is stopped "
                     f"({self._position(helper.rank)}), as by SIGSTOP, and was waited for "
-                    f"{waited_seconds:.0f} s."
+                    f"{waited_seconds:.0f} s.",
                 )
 
     def raise_timeout(self, waited_seconds: float) -> NoReturn:
@@ -292,6 +302,7 @@ class Team:
             thread,
         )
         error.is_loss = False  # it is this process that hangs
+        error.rank = self._rank
         raise error
 
     def ended(self) -> dict[int, str]:
@@ -368,12 +379,15 @@ class Team:
         where = self._position(helper.rank)
         for message in helper.inbox:
             if message.kind == FAIL:
-                raise trouble_of(f"rank {helper.rank}", unpack_failure(message.payload), where)
+                failure = unpack_failure(message.payload)
+                raise trouble_of(f"rank {helper.rank}", failure, where, helper.rank)
         reason = helper.origin.describe_end(helper.number)
         last_output = helper.diagnostics.read_new()
+        shown = f"\n--- last output of rank {helper.rank} ---\n{last_output}" if last_output else ""
         raise _loss(
-            f"Rank {helper.rank} (process {helper.pid}) ended ({where}): {reason}."
-            + (f"\n--- last output of rank {helper.rank} ---\n{last_output}" if last_output else "")
+            helper.rank,
+            "out of memory" if f": {MEMORY_RAN_OUT}" in reason else "dead",
+            f"Rank {helper.rank} (process {helper.pid}) ended ({where}): {reason}.{shown}",
         )
 
     def _with_stacks(self, doing: str, remark: str, thread: int) -> WorkerError:
@@ -387,8 +401,10 @@ class Team:
             for helper, stacks in zip(self._helpers, self._stacks(), strict=True)
         )
         return _loss(
+            None,
+            "hung",
             f"Rank {self._rank} has {doing} ({where}). {remark} All ranks' stacks:\n"
-            f"--- rank {self._rank} ({where}) ---\n{own}{shown}"
+            f"--- rank {self._rank} ({where}) ---\n{own}{shown}",
         )
 
     def _stacks(self) -> list[str]:
@@ -404,7 +420,8 @@ class Team:
             if has_answered and seen == before:  # nothing more is coming
                 break
             has_answered = all(
-                helper.diagnostics.has_new or is_stopped(helper.pid) for helper in self._helpers
+                helper.diagnostics.has_new or helper.is_dead() or is_stopped(helper.pid)
+                for helper in self._helpers
             )
         return [
             helper.diagnostics.read_new()
@@ -427,9 +444,9 @@ def _close_helpers(helpers: list[_Helper]) -> None:
         helpers.pop().close()
 
 
-def _loss(what: str) -> WorkerError:
+def _loss(rank: int | None, kind: str, what: str) -> WorkerError:
     error = WorkerError(what)
-    error.is_loss = True
+    error.is_loss, error.rank, error.kind = True, rank, kind
     return error
 
 

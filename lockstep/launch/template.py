@@ -33,7 +33,13 @@ from lockstep.cluster.memory_limits import Kills, memory_kills
 from lockstep.launch.diagnostics import DiagnosticsFile
 from lockstep.launch.failure import describe_exit
 from lockstep.launch.forks import give_up_in_forks
-from lockstep.launch.helper import STACKS_SIGNAL, die_with, name_process, serve_calls
+from lockstep.launch.helper import (
+    STACKS_SIGNAL,
+    die_with,
+    leave_signals_to_script,
+    name_process,
+    serve_calls,
+)
 from lockstep.launch.interpreter import environment, start_interpreter
 from lockstep.launch.link import Link, Message
 from lockstep.launch.origin import Origin
@@ -254,7 +260,7 @@ def main(
 ) -> None:
     """Fork helpers on demand until the link closes, which also ends them."""
     die_with(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    leave_signals_to_script()
     name_process("lockstep:0")
     for inherited in (descriptor, reports):
         os.set_inheritable(inherited, False)

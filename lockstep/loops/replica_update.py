@@ -32,7 +32,7 @@ from lockstep.parallel.store import (
     tensor_spec,
 )
 from lockstep.parallel.update import PieceSlots, SlotKey
-from lockstep.plan.layout import block_sizes
+from lockstep.plan.layout import block_sizes, num_buckets
 from lockstep.train.serving import open_store
 from lockstep.train.updaters import TorchUpdater
 
@@ -113,10 +113,15 @@ class ReplicaUpdate:
     def _layout(self) -> ExchangeSpec:
         """Of what replicas exchange: a row of gradients for each."""
         count, ranks = self._job.num_replicas, tuple(range(self._job.num_replicas))
+        tensors = tuple(map(tensor_spec, self._names, self.trained))
+        has_buckets = not (self._is_alone or self._job.engine is None)
+        extents = [tensor.extent for tensor in tensors if has_buckets]
         gradients = GradientSpec(
             num_shares=count,
-            tensors=tuple(map(tensor_spec, self._names, self.trained)),
+            tensors=tensors,
             row_limits=(0,) * len(self.trained),
+            # What a script does with gradients before `step` must count: none leaves early.
+            num_buckets=num_buckets(extents, are_early=False),
         )
         group = GroupSpec(
             ranks=ranks,

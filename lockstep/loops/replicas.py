@@ -8,7 +8,7 @@ import torch
 from lockstep.data.trees import map_tensors, named_tensors
 from lockstep.errors import DataError, OptionError, Problems
 from lockstep.loops.job import DEFAULT_TIMEOUT_SECONDS, begin, current
-from lockstep.plan.engines import check_engine
+from lockstep.plan.engines import backend_for, check_engine
 from lockstep.plan.shares import share_bounds
 
 
@@ -37,6 +37,7 @@ def init(*, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS, engine: str | None
             fix="Use 600 for ten minutes.",
         )
     problems.raise_if_any(OptionError)
+    backend_for(engine, ["cpu:0"])  # raises where it moves no tensors of these
     begin(timeout_seconds, engine)
 
 

@@ -16,9 +16,11 @@ from lockstep.comm.exchange import Exchange, GroupSpec
 from lockstep.comm.gradient_rows import GradientSpec
 from lockstep.comm.gradients import TensorSpec
 from lockstep.errors import ModelError
+from lockstep.parallel.compressed_tensors import compressions
 from lockstep.parallel.store import tensor_spec
 from lockstep.parallel.update import Updater
 from lockstep.plan.averaging import AveragedUpdate, Nesterov
+from lockstep.plan.compression import Compression
 from lockstep.plan.layout import elementwise_slices
 from lockstep.plan.spec import Plan
 
@@ -69,11 +71,12 @@ def averaged_group(plan: Plan, model: nn.Module, updater: Updater | None) -> Gro
     assert isinstance(plan.update, AveragedUpdate)
     ranks = tuple(range(plan.num_ranks))
     tensors: list[TensorSpec] = []
+    how: tuple[Compression | None, ...] = ()
     if updater is not None:
         now = Averaged.of(plan.update, model, updater)
-        tensors = [
-            tensor_spec(name, one) for name, one in (*now.parameters.items(), *now.buffers.items())
-        ]
+        tensors = [tensor_spec(name, one) for name, one in now.parameters.items()]
+        how = compressions(plan, ranks, tensors)
+        tensors += [tensor_spec(name, one) for name, one in now.buffers.items()]
         if plan.update.averages_optimizer:  # before the first step there are none yet
             tensors += [
                 tensor_spec(_slot_name(key.parameter, key.slot), now.parameters[key.parameter])
@@ -85,6 +88,7 @@ def averaged_group(plan: Plan, model: nn.Module, updater: Updater | None) -> Gro
         gradients=GradientSpec(
             num_shares=len(ranks), tensors=tuple(tensors), row_limits=(0,) * len(tensors)
         ),
+        compressions=how and (*how, *(None for _ in tensors[len(how) :])),
     )
 
 
@@ -147,6 +151,7 @@ class Averaging:
         exchange.put(_GROUP, self._rank, self._row(now, part))
         exchange.collect(0)
         group.gather(self._pieces, group.reduce(self._pieces))
+        group.commit()
         exchange.barrier()
         for number, spec in enumerate(self._specs):
             total = group.summed(number)

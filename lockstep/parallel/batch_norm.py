@@ -90,11 +90,14 @@ class GlobalStatistics:
     Args:
         norms: the model's layers.
         gather: of the share that runs in the block.
+        part: of the batch's loss that the share's loss will be taken for after it went backward;
+            1 where that is divided by the batch's weight before.
     """
 
-    def __init__(self, norms: BatchNorms, gather: Gather) -> None:
+    def __init__(self, norms: BatchNorms, gather: Gather, part: float = 1.0) -> None:
         self._norms = norms
         self._gather = gather
+        self._part = part
 
     @contextmanager
     def applied(self, *, is_compiled: bool = False) -> Iterator[None]:
@@ -108,7 +111,10 @@ class GlobalStatistics:
 
     def of(self, layer: object) -> "LayerStatistics":
         """What gathers the rows of a layer of a front end."""
-        return LayerStatistics(self._norms, self._norms.number_of(layer), self._gather)
+        return self._of(self._norms.number_of(layer))
+
+    def _of(self, number: int) -> "LayerStatistics":
+        return LayerStatistics(self._norms, number, self._gather, self._part)
 
     def batch_norm(
         self,
@@ -127,7 +133,7 @@ class GlobalStatistics:
                 input, weight, bias, running_mean, running_var, False, 0.0, eps, False
             )
         number = self._norms.number_of(running_mean, weight)
-        statistics = LayerStatistics(self._norms, number, self._gather)
+        statistics = self._of(number)
 
         def settle(mean: torch.Tensor, variance: torch.Tensor, count: int) -> None:
             if running_mean is not None and running_var is not None:
@@ -151,16 +157,17 @@ def global_statistics() -> GlobalStatistics | None:
 class LayerStatistics:
     """Gathers one layer's rows, and sees that all shares are at the same layer."""
 
-    def __init__(self, norms: BatchNorms, number: int, gather: Gather) -> None:
+    def __init__(self, norms: BatchNorms, number: int, gather: Gather, part: float) -> None:
         self._norms = norms
         self._number = number
         self._gather = gather
+        self._part = part
 
     def forward(self, row: torch.Tensor) -> torch.Tensor:
         return self._checked(row, 2 * self._number)
 
     def backward(self, row: torch.Tensor) -> torch.Tensor:
-        return self._checked(row, 2 * self._number + 1)
+        return self._checked(row * self._part, 2 * self._number + 1) / self._part
 
     def _checked(self, row: torch.Tensor, code: int) -> torch.Tensor:
         rows = self._gather(torch.cat([row.new_tensor([code]), row]))
@@ -172,7 +179,7 @@ class LayerStatistics:
                 received=" in one share, ".join(map(repr, names)) + " in another",
                 fix="Do not choose layers by the samples at hand before a BatchNorm.",
             )
-        return rows[:, 1:]
+        return rows[:, 1:].to(row.device)
 
 
 @torch.no_grad()

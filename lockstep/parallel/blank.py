@@ -2,12 +2,16 @@
 
 The function runs with parameters on the meta device, where they have a shape and no memory. Then
 they get addresses, but pages only when they are first written, and that is done by the rank that
-holds them: by ``reset_parameters`` of the module that owns them, from a random stream that depends
-on the module's name alone. So a model has the same first values under every strategy, and nobody
-needs memory for all of it. Buffers are made as the function makes them, on every rank.
+holds them: by ``reset_parameters`` of the module that owns them, then by ``_init_weights(module)``
+of a model around it, as transformers has it, from a random stream that depends on the module's name
+alone. So a model has the same first values under every strategy, and nobody needs memory for all of
+it. Buffers are made as the function makes them, on every rank. A model on the meta device will do
+as well, where it has no buffers.
 """
 
+import math
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import torch
 from torch import nn
@@ -19,6 +23,7 @@ from lockstep.data.order import restore_streams, seed_streams, stream_seed, stre
 from lockstep.errors import ModelError, OptionError
 from lockstep.parallel.store import TensorStore, tensor_spec
 from lockstep.plan.layout import flat_offsets
+from lockstep.units import first_few
 
 _MARK = "_lockstep_blank"
 
@@ -52,23 +57,54 @@ def build_on_meta(function: Callable[[], nn.Module]) -> nn.Module:
     return model
 
 
+def check_on_meta(model: nn.Module) -> None:
+    """Refuse a model on the meta device that cannot be given values.
+
+    Raises:
+        ModelError: it has buffers there, or parameters elsewhere, or see ``build_on_meta``.
+    """
+    unknown = [name for name, buffer in model.named_buffers() if buffer.is_meta]
+    unknown += [name for name, parameter in model.named_parameters() if not parameter.is_meta]
+    if unknown:
+        raise ModelError(
+            "Of a model on the meta device all parameters must be there, and no buffers, whose "
+            "values nobody would know.",
+            received=f"otherwise: {first_few(unknown)}",
+            fix="Pass the function that makes the model: Trainer(lambda: Net(), ...).",
+        )
+    _check_resets(model)
+
+
 def _check_resets(model: nn.Module) -> None:
     helpless = [
         name or type(module).__name__
         for name, module in model.named_modules()
-        if any(one is not None for one in module._parameters.values()) and _reset_of(module) is None
+        if any(one is not None for one in module._parameters.values())
+        and not _resets_of(module, name, model)
     ]
     if helpless:
         raise ModelError(
-            "A model made by a function gets its first values from its modules' reset_parameters.",
-            received=f"modules with parameters and without it: {', '.join(helpless[:5])}",
+            "A model that is made on the meta device gets its first values from its modules' "
+            "reset_parameters, or from _init_weights(module) of a model around them.",
+            received=f"modules with parameters and without it: {first_few(helpless)}",
             fix="Give them a method reset_parameters(self), or pass the model itself.",
         )
 
 
-def _reset_of(module: nn.Module) -> Callable[[], None] | None:
+def _own_reset(module: nn.Module) -> Callable[[], object] | None:
     # MultiheadAttention has it under a name of its own.
     return getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
+
+
+def _resets_of(module: nn.Module, path: str, model: nn.Module) -> list[Callable[[], object]]:
+    """What gives a module's parameters their first values, as its constructor and its model do."""
+    own = _own_reset(module)
+    found = [] if own is None else [own]
+    while path:
+        path = path.rpartition(".")[0]
+        if callable(around := getattr(model.get_submodule(path), "_init_weights", None)):
+            return [*found, partial(around, module)]
+    return found
 
 
 def allocate(model: nn.Module) -> None:
@@ -128,10 +164,20 @@ def initialize(model: nn.Module, names: Iterable[str], seed: int) -> None:
         for key, one in aside.items():
             module._parameters[key] = nn.Parameter(torch.empty_like(one, device="meta"))
         seed_streams(stream_seed(seed, "init", path))
-        reset = _reset_of(module)
-        assert reset is not None
-        reset()
+        resets, given = _resets_of(module, path, model), [key for key in own if key not in aside]
+        if _own_reset(module) is None:  # the model around need not know of this one
+            for key in given:
+                own[key].fill_(math.nan)
+        for reset in resets:
+            reset()
         module._parameters.update(aside)
+        untouched = [named[key] for key in given if own[key].isnan().any()]
+        if untouched:
+            raise ModelError(
+                "Whatever gives a module its first values must do so for all its parameters.",
+                received=f"no values for {first_few(untouched)}",
+                fix="Give the module a method reset_parameters(self), or pass the model itself.",
+            )
     restore_streams(states)
 
 

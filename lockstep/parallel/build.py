@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lockstep.comm.compressed_sums import Residual
 from lockstep.comm.domain_sums import members_by_domain
 from lockstep.comm.exchange import Exchange, ExchangeSpec, GroupSpec
 from lockstep.comm.group_mail import GroupMail
@@ -58,7 +59,9 @@ def build_worker(
     look_around: Callable[[float], None],
     neighbours: Neighbours | None = None,
     meeting: Meeting | None = None,
+    residuals: Mapping[str, Residual] | None = None,
     first_share: int = 0,
+    make: Callable[..., Worker] = Worker,
 ) -> Worker:
     """Put a rank's parts together.
 
@@ -80,7 +83,9 @@ def build_worker(
         look_around: see ``Board``.
         neighbours: what this rank has of other hosts, where there are several.
         meeting: see ``ProcessGroups``.
+        residuals: see ``Exchange``.
         first_share: see ``Worker``.
+        make: the class, with what it has of its own.
     """
     mail = {} if plan.pipeline is None else mail_specs(plan, partitions, loss)
     process = process_groups(
@@ -88,6 +93,7 @@ def build_worker(
         spec,
         {pair for each in mail.values() for pair in each.channels},
         rank=rank,
+        device=device,
         look_around=look_around,
         meeting=meeting,
         neighbours=neighbours,
@@ -97,11 +103,13 @@ def build_worker(
         spec,
         region,
         rank=rank,
+        device=device,
         look_around=look_around,
         neighbours=neighbours,
         groups=process,
+        residuals=residuals,
     )
-    divided = [_divided_pieces(plan, group, updater) for group in spec.groups]
+    divided = [divided_pieces(plan, group, updater) for group in spec.groups]
     for number, gradients in exchange.gradients.items():
         gradients.divide(divided[number])
     owned = _owned_groups(plan, spec, model, divided, rank)
@@ -134,7 +142,7 @@ def build_worker(
         )
         ruled = _ruled_buffers(plan, model, partitions, rank)
         held = _held_names(plan, groups, partitions, rank) | ruled
-    return Worker(
+    return make(
         plan=plan,
         rank=rank,
         model=model,
@@ -156,7 +164,9 @@ def _mail_channels(
     """Carries this rank's mail to other hosts, if there are any."""
     if neighbours is None:
         return None
-    return MailChannels(neighbours.mail_channels, neighbours.names, look_around)
+    return MailChannels(
+        neighbours.mail_channels, neighbours.names, look_around, neighbours.timeout_seconds
+    )
 
 
 def _open_mail(
@@ -203,30 +213,34 @@ def _open_mail(
     return opened
 
 
-def _divided_pieces(
-    plan: Plan, group: GroupSpec, updater: Updater | None
-) -> dict[int, list[Piece]]:
+def divided_pieces(plan: Plan, group: GroupSpec, updater: Updater | None) -> dict[int, list[Piece]]:
     """The pieces of a group that each of its ranks updates.
 
     Of several domains, each updates its part of the parameters, and all of those whose factors are
-    exchanged.
+    exchanged, or whose sums are compressed.
     """
     if updater is None:
         return {rank: [] for rank in group.ranks}
     extents, num_rows = group.gradients.extents, group.gradients.num_shares
-    everywhere = [number for number, extent in enumerate(extents) if extent.row_elements]
+    if plan.num_servers:
+        # A parameter that is cut between rows is so into as many blocks, or more.
+        served = updater.divide(extents, plan.num_servers, max(num_rows, plan.num_servers))
+        workers: list[list[Piece]] = [[] for _ in group.ranks[: -plan.num_servers]]
+        return dict(zip(group.ranks, [*workers, *served], strict=True))
+    is_everywhere = [bool(group.compressions or extent.row_elements) for extent in extents]
+    everywhere = [number for number, is_one in enumerate(is_everywhere) if is_one]
     if len(plan.domains) == 1 or not everywhere:
         return dict(
             zip(group.ranks, updater.divide(extents, len(group.ranks), num_rows), strict=True)
         )
-    others = [number for number, extent in enumerate(extents) if not extent.row_elements]
+    others = [number for number, is_one in enumerate(is_everywhere) if not is_one]
     divided = _renumbered(
         updater.divide([extents[number] for number in others], len(group.ranks), num_rows), others
     )
-    for ranks in plan.domains:
+    for ranks in members_by_domain(group.ranks, plan.domains):
         own = updater.divide([extents[number] for number in everywhere], len(ranks), num_rows)
         for rank, pieces in zip(ranks, _renumbered(own, everywhere), strict=True):
-            divided[rank] += pieces
+            divided[group.ranks.index(rank)] += pieces
     return {
         rank: sorted(pieces, key=lambda piece: piece.parameter)
         for rank, pieces in zip(group.ranks, divided, strict=True)
@@ -266,13 +280,12 @@ def _owned_groups(
 
 def _told_elsewhere(plan: Plan, spec: ExchangeSpec, rank: int) -> frozenset[str]:
     """Parameters that all domains update alike, where the first tells of them."""
-    if rank in plan.domains[0]:
-        return frozenset()
     return frozenset(
         tensor.name
         for group in spec.groups
+        if rank not in members_by_domain(group.ranks, plan.domains)[0]
         for tensor, limit in zip(group.gradients.tensors, group.gradients.row_limits, strict=True)
-        if limit
+        if limit or group.compressions
     )
 
 

@@ -49,6 +49,10 @@ class Control(ABC):
         """Bring the beginning of rank 0's region, as it is now, to the other hosts' regions."""
         return
 
+    def bring_groups(self) -> None:
+        """Have every host know the parameters and slots that it has no rank for."""
+        return
+
 
 class SoloControl(Control):
     """The only rank."""

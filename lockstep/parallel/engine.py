@@ -9,12 +9,13 @@ import torch
 
 from lockstep.channel.channel import Channel
 from lockstep.comm.board import Board
+from lockstep.comm.compressed_sums import Residual
 from lockstep.comm.domain_sums import members_by_domain, pairs
 from lockstep.comm.exchange import Exchange, ExchangeSpec
 from lockstep.comm.group_mail import Pair, channel_name
 from lockstep.comm.host_exchange import HostExchange
 from lockstep.comm.meeting_point import Meeting, MeetingPoint
-from lockstep.comm.process_group import ProcessGroups, ProcessGroupTransport
+from lockstep.comm.process_group import CPU, ProcessGroups, ProcessGroupTransport
 from lockstep.comm.shared_memory import SharedRegion
 from lockstep.comm.tensor_channels import TensorChannels
 from lockstep.comm.transport import Transport
@@ -80,13 +81,16 @@ def build_exchange(
     *,
     rank: int,
     look_around: Callable[[float], None],
+    device: torch.device = CPU,
     neighbours: Neighbours | None = None,
     groups: ProcessGroups | None = None,
+    residuals: Mapping[str, Residual] | None = None,
 ) -> Exchange:
     """This rank's end of what the Plan's ranks share."""
     if region is None:
         return Exchange(spec, None, board=None, rank=rank)
     transports = _transports(spec, rank, look_around, neighbours, groups)
+    own_device = device if spec.on_accelerators else None
     if neighbours is None:
         board = Board(region, rank=rank, num_ranks=plan.num_ranks, look_around=look_around)
         return Exchange(
@@ -97,6 +101,7 @@ def build_exchange(
             domains=plan.memory_domains,
             transports=transports,
             groups=groups,
+            device=own_device,
         )
     return HostExchange(
         spec,
@@ -113,6 +118,8 @@ def build_exchange(
         domains=plan.memory_domains,
         transports=transports,
         groups=groups,
+        residuals=residuals,
+        device=own_device,
         mirrored=neighbours.mirrored,
     )
 
@@ -146,6 +153,7 @@ def process_groups(
     look_around: Callable[[float], None],
     meeting: Meeting | None,
     neighbours: Neighbours | None,
+    device: torch.device = CPU,
 ) -> ProcessGroups | None:
     """This rank's process groups, if the Plan has any.
 
@@ -157,6 +165,7 @@ def process_groups(
         look_around: see ``ProcessGroups``.
         meeting: where ranks find each other.
         neighbours: what this rank has of other hosts, where there are several.
+        device: this rank's.
     """
     if not isinstance(plan.engine, ProcessGroup) or meeting is None:
         return None
@@ -171,6 +180,7 @@ def process_groups(
         {**members, **{channel_name(pair): pair for pair in channels}},
         rank=rank,
         backend=plan.engine.backend,
+        device=device,
         meeting=meeting,
         look_around=look_around,
         abroad={other: name for other, name in names.items() if other not in here},

@@ -5,11 +5,13 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 
+from lockstep.comm import work_queue
 from lockstep.comm.exchange import ExchangeSpec, GroupSpec
 from lockstep.comm.gradient_rows import GradientSpec
 from lockstep.comm.gradients import TensorSpec
 from lockstep.parallel.averaging import averaged_group
 from lockstep.parallel.batch_norm import BatchNorms
+from lockstep.parallel.compressed_tensors import compressions
 from lockstep.parallel.groups import ParameterGroup
 from lockstep.parallel.losses import LossAdapter
 from lockstep.parallel.partition import Partition
@@ -18,6 +20,8 @@ from lockstep.parallel.store import tensor_spec
 from lockstep.parallel.update import Updater
 from lockstep.plan.averaging import AveragedUpdate
 from lockstep.plan.decision import LocalUpdate
+from lockstep.plan.devices import is_cpu
+from lockstep.plan.layout import num_buckets
 from lockstep.plan.lowering import lower_stages, stage_graph
 from lockstep.plan.program import Backward, BackwardInput, BackwardWeight, Forward, RankProgram
 from lockstep.plan.spec import Plan
@@ -55,18 +59,29 @@ def exchange_spec(
     limits = {f"{layer.name}.weight".lstrip("."): layer.row_limit for layer in plan.layers}
     if updater is None or not updater.is_elementwise:
         limits = {}
+    keeps_rows = updater is not None and (plan.num_servers > 0 or updater.hands_on)
+    sparse = sparse_weights(model) if keeps_rows else frozenset()
     group_specs = tuple(
-        _group_spec(plan, group, [trained[name] for name in group.names if name in trained], limits)
+        _group_spec(
+            plan,
+            group,
+            [trained[name] for name in group.names if name in trained],
+            limits,
+            sparse,
+        )
         for group in groups
     )
     if isinstance(plan.update, AveragedUpdate):
         group_specs = (averaged_group(plan, model, updater),)
+    on_accelerators = not is_cpu(plan.devices)
     if plan.pipeline is None:
         return ExchangeSpec(
             num_ranks=plan.num_ranks,
             share_ranks=tuple(map(plan.replica_of, range(plan.num_shares))),
             groups=group_specs,
             row_capacity=_row_capacity(plan, model, loss),
+            mail_bytes=_work_bytes(plan),
+            on_accelerators=on_accelerators,
         )
     graph = stage_graph(plan.pipeline)
     last_stage = len(plan.pipeline.stages) - 1
@@ -75,8 +90,15 @@ def exchange_spec(
         share_ranks=tuple(graph.rank_of(last_stage, share) for share in range(plan.num_shares)),
         groups=group_specs,
         row_capacity=_row_capacity(plan, model, loss),
+        on_accelerators=on_accelerators,
         mail_bytes=tuple(spec.num_bytes for spec in mail_specs(plan, partitions, loss).values()),
     )
+
+
+def _work_bytes(plan: Plan) -> tuple[int, ...]:
+    """Of the table where workers and servers say how far they are, if they do not all wait."""
+    servers = plan.num_servers
+    return (work_queue.num_bytes(plan.num_ranks - servers, servers),) if plan.is_stale else ()
 
 
 def _row_capacity(plan: Plan, model: nn.Module, loss: LossAdapter | None) -> int:
@@ -92,6 +114,7 @@ def _group_spec(
     group: ParameterGroup,
     tensors: Sequence[TensorSpec],
     limits: Mapping[str, int],
+    sparse: frozenset[str],
 ) -> GroupSpec:
     """A row for every few shares, or for each rank of a stage; none where a rank is alone."""
     row_ranks: tuple[int, ...] = ()
@@ -107,12 +130,40 @@ def _group_spec(
         gradients=GradientSpec(
             num_shares=max(len(row_ranks), 1),
             tensors=tuple(tensors),
+            num_buckets=_num_buckets(plan, group, tensors),
             row_limits=tuple(
                 limits.get(tensor.name, 0) if row_ranks and per_row and _has_rows(tensor) else 0
                 for tensor in tensors
             ),
+            sparse=sparse,
         ),
+        compressions=compressions(plan, group.ranks, tensors),
     )
+
+
+def sparse_weights(model: nn.Module) -> frozenset[str]:
+    """Names of the embeddings with ``sparse=True`` whose weights are used for nothing else."""
+    holders = Counter(
+        id(weight) for module in model.modules() for weight in module._parameters.values()
+    )
+    names = {id(weight): name for name, weight in model.named_parameters() if weight.requires_grad}
+    return frozenset(
+        names[id(module.weight)]
+        for module in model.modules()
+        if isinstance(module, nn.Embedding)
+        and module.sparse
+        and module.max_norm is None
+        and id(module.weight) in names
+        and holders[id(module.weight)] == 1
+        and _has_rows(tensor_spec("", module.weight))
+    )
+
+
+def _num_buckets(plan: Plan, group: ParameterGroup, tensors: Sequence[TensorSpec]) -> int:
+    """Those of a model without stages can leave while backward runs, from host memory."""
+    if plan.engine.shares_memory or len(group.ranks) == 1 or not is_cpu(plan.devices):
+        return 0
+    return num_buckets([tensor.extent for tensor in tensors], are_early=plan.pipeline is None)
 
 
 def _has_rows(spec: TensorSpec) -> bool:

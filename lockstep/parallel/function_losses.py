@@ -49,7 +49,12 @@ class FunctionAdapter(LossAdapter):
         reduction = reduction_of(self.loss)
         by_class = ClassLoss.recognise(self.loss)
         if by_class is not None and isinstance(output, torch.Tensor):
-            return _pair(*by_class(output, target, sample_weight))
+            total, weight = by_class(output, target, sample_weight)
+            if sample_weight is None and by_class.counts:
+                return ShareLoss(
+                    values=(total,), seeds=(1.0,), total=total.detach().double(), weight=weight
+                )
+            return _pair(total, weight)
         if sample_weight is not None and self._takes_weight:
             returned: Any = self.loss(output, target, sample_weight=sample_weight)
             return self._weighted_pair(returned, output)
@@ -114,12 +119,14 @@ def read_returned(
 
 def mean_over(value: torch.Tensor, weight: float) -> ShareLoss:
     """A scalar that is a mean over as many terms."""
-    return ShareLoss(values=(value,), seeds=(weight,), total=value.item() * weight, weight=weight)
+    return ShareLoss(
+        values=(value,), seeds=(weight,), total=value.detach().double() * weight, weight=weight
+    )
 
 
 def sum_over(value: torch.Tensor, num_samples: int, batch_size: int) -> ShareLoss:
     """A scalar that is a sum, and not to be divided: the batch's loss is the sum of the shares'."""
-    total = batch_size * value.item()
+    total = batch_size * value.detach().double()
     return ShareLoss(
         values=(value,), seeds=(float(batch_size),), total=total, weight=float(num_samples)
     )
@@ -130,7 +137,7 @@ def _per_sample(values: torch.Tensor, sample_weight: torch.Tensor | None) -> Sha
         return ShareLoss(
             values=(values,),
             seeds=(torch.ones_like(values),),
-            total=values.detach().sum(dtype=torch.float64).item(),
+            total=values.detach().sum(dtype=torch.float64),
             weight=float(len(values)),
         )
     weights = sample_weight.to(values)
@@ -138,7 +145,7 @@ def _per_sample(values: torch.Tensor, sample_weight: torch.Tensor | None) -> Sha
     return ShareLoss(
         values=(values,),
         seeds=(weights,),
-        total=(values.detach() * weights).sum(dtype=torch.float64).item(),
+        total=(values.detach() * weights).sum(dtype=torch.float64),
         weight=weights.sum(dtype=torch.float64).item(),
     )
 
@@ -158,7 +165,7 @@ def _pair(total: Any, weight: Any) -> ShareLoss:
     if not (isinstance(total, torch.Tensor) and total.dim() == 0):
         raise LossError(_misfit(f"a pair whose total is {_shape(total)}"))
     number = read_weight(weight)
-    return ShareLoss(values=(total,), seeds=(1.0,), total=total.item(), weight=number)
+    return ShareLoss(values=(total,), seeds=(1.0,), total=total.detach().double(), weight=number)
 
 
 def read_weight(weight: Any, whose: str = "a pair whose weight") -> float:

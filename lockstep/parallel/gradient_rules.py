@@ -124,7 +124,9 @@ class GradientJudge:
         if not self.rules.needs_norm:
             self._clip(math.inf)
             return True
-        norm, bad = self._norm()
+        norm, bad = 0.0, _NOTHING_BAD
+        if self.rules.clip_norm is not None or not self._are_finite():
+            norm, bad = self._norm()
         is_finite = math.isfinite(norm)
         if self._overflows(is_finite):
             return False
@@ -132,6 +134,26 @@ class GradientJudge:
             return self._refuse(step, bad)
         self._clip(norm)
         return True
+
+    def _are_finite(self) -> bool:
+        """Whether all ranks' gradients are, and their norms in their own precision, too.
+
+        What each rank has found stays a tensor until all have met.
+        """
+        used = [
+            _elements(piece.tensor.grad)
+            for piece in self._pieces
+            if piece.tensor.grad is not None and piece.name not in self._told_elsewhere
+        ]
+        norms = torch._foreach_norm(used) if used else (torch.zeros(()),)
+        found = torch.stack(norms).sum(dtype=torch.float64)[None]
+        if self._board is None:
+            return math.isfinite(found.item())
+        told = self._board.tell(found)
+        are_finite = math.isfinite(sum(number for (number,) in told))
+        if not are_finite:
+            self._board.barrier()  # before anything more is told
+        return are_finite
 
     def _overflows(self, is_finite: bool) -> bool:
         """Whether the loss was scaled too far: then the step is left out, and the scale falls."""
@@ -143,7 +165,8 @@ class GradientJudge:
         return not is_finite and is_ours
 
     def _clip(self, norm: float) -> None:
-        used = [piece.tensor.grad for piece in self._pieces if piece.tensor.grad is not None]
+        gradients = [piece.tensor.grad for piece in self._pieces]
+        used = [_elements(gradient) for gradient in gradients if gradient is not None]
         if not used:
             return
         if self.rules.clip_value is not None:
@@ -210,13 +233,18 @@ def _blocks_of(piece: BoundPiece, sizes: Sequence[int] | None) -> Sequence[torch
     gradient = piece.tensor.grad
     if gradient is None:
         return ()
-    if sizes is None:
-        return (gradient,)
+    if sizes is None or gradient.is_sparse:
+        return (_elements(gradient),)
     if gradient.stride() != piece.tensor.stride():  # the blocks are of the parameter's memory
         gradient = torch.empty_like(piece.tensor).copy_(gradient)
     flat = gradient.as_strided((gradient.numel(),), (1,))
     blocks: Sequence[torch.Tensor] = flat.split(list(sizes))
     return blocks
+
+
+def _elements(gradient: torch.Tensor) -> torch.Tensor:
+    """All of a gradient; of a sparse one the rows that it has, each of them once."""
+    return gradient._values() if gradient.is_sparse else gradient
 
 
 def _clamp(gradients: list[torch.Tensor], most: float) -> None:

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lockstep.capture.calls import has_drawn, host_streams, streams_differ
 from lockstep.capture.layers import FrontEndModel
 from lockstep.capture.state import ModelState
+from lockstep.data.order import torch_streams
 from lockstep.data.sources import Batch
 from lockstep.data.trees import map_tensors
 from lockstep.parallel.batch_norm import BatchNorms
@@ -43,6 +44,7 @@ def on_halves(
     state: ModelState,
     *,
     training: bool | None,
+    draws_by_row: bool = True,
 ) -> list[_T] | None:
     """What a function makes of some samples and of both halves; None if that says nothing.
 
@@ -52,10 +54,13 @@ def on_halves(
         batch: the samples; a single one is joined by itself.
         state: of the model, from which each time it starts.
         training: the mode of the model; None leaves it.
+        draws_by_row: each half gets its rows of what is drawn for all; else every draw has one
+            value throughout, and it is all the same which row is whose.
     """
     if batch.num_samples == 1:
         batch = _mapped(batch, lambda one: torch.cat([one, one]), 2)
-    draws, found, draws_elsewhere = _Draws(batch.num_samples), [], False
+    draws = (_Draws if draws_by_row else _EvenDraws)(batch.num_samples)
+    found, draws_elsewhere = [], False
     for rows in (slice(0, batch.num_samples), *halves(batch)):
         if not begin_again(model, state, training):
             return None
@@ -148,7 +153,7 @@ class _Draws(TorchDispatchMode):
         generator = kwargs.get("generator")
         if generator is not None:
             self._generators.setdefault(id(generator), (generator, generator.get_state()))
-        stream = torch.get_rng_state()
+        stream = torch_streams()
         result = func(*args, **kwargs)
         if generator is None and not has_drawn(stream):  # attention without dropout
             return result
@@ -164,12 +169,16 @@ class _Draws(TorchDispatchMode):
         if self._rest is None:
             self._drawn.append((func, limits, result.clone()))
             return
-        *call, drawn = self._rest.pop(0) if self._rest else (None, None, None)
+        *call, drawn = self._next()
         is_same = call == [func, limits]
         rows = self._rows_of(drawn, result.shape) if is_same and drawn is not None else None
         self.fit &= rows is not None
         if rows is not None:
             result.copy_(rows)
+
+    def _next(self) -> tuple[Any, ...]:
+        """What was drawn for all samples in the place of the next draw."""
+        return self._rest.pop(0) if self._rest else (None, None, None)
 
     def _rows_of(self, drawn: torch.Tensor, shape: torch.Size) -> torch.Tensor | None:
         """A part's rows of what the whole has drawn; None where it has none."""
@@ -183,3 +192,15 @@ class _Draws(TorchDispatchMode):
         if len(others) > 1 or rest or shape[others[0]] != size:
             return None
         return drawn.narrow(others[0], self._rows.start * each, size)
+
+
+class _EvenDraws(_Draws):
+    """Random draws with one value each, the same for a batch and for parts of it."""
+
+    def _note(self, func: Any, limits: tuple[float, ...], result: torch.Tensor) -> None:
+        if self._rest is None:
+            self._drawn.append((func, limits, result.reshape(-1)[:1].clone()))
+        *call, drawn = self._drawn[-1] if self._rest is None else self._next()
+        self.fit &= call == [func, limits] and drawn is not None
+        if drawn is not None:
+            result.copy_(drawn.expand_as(result))

@@ -27,6 +27,7 @@ class HostControl(LeaderControl):
         num_ranks: how many there are, on all hosts.
         timeout_seconds: longest wait for a helper.
         look_around: see ``Board``.
+        bring_groups: see ``Control``.
     """
 
     def __init__(
@@ -38,12 +39,14 @@ class HostControl(LeaderControl):
         num_ranks: int,
         timeout_seconds: float,
         look_around: Callable[[float], None],
+        bring_groups: Callable[[], None],
     ) -> None:
         super().__init__(team, timeout_seconds)
         self.rank = rank
         self.num_ranks = num_ranks
         self._control_group = control_group
         self._look_around = look_around
+        self._bring_groups = bring_groups
 
     def broadcast(self, obj: Any) -> Any:
         leads = self._control_group.host == 0
@@ -70,3 +73,6 @@ class HostControl(LeaderControl):
             if not leads:
                 region.memory[start:stop] = part
         self._team.broadcast(b"")
+
+    def bring_groups(self) -> None:
+        self._bring_groups()

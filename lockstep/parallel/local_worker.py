@@ -6,13 +6,14 @@ their batches as any data parallel Plan does; by then the replicas are alike.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 import torch
 from torch import nn
 
+from lockstep.comm.compressed_sums import Residual
 from lockstep.comm.exchange import ExchangeSpec
 from lockstep.comm.shared_memory import SharedRegion
 from lockstep.data.batch_dims import BatchDims
@@ -22,7 +23,7 @@ from lockstep.errors import NonFiniteError
 from lockstep.launch.failure import add_note
 from lockstep.parallel.averaging import Averaging
 from lockstep.parallel.build import build_worker
-from lockstep.parallel.engine import build_exchange
+from lockstep.parallel.engine import Neighbours, build_exchange
 from lockstep.parallel.exchange_layout import exchange_spec
 from lockstep.parallel.gradient_rules import GradientRules
 from lockstep.parallel.groups import parameter_groups
@@ -48,6 +49,7 @@ class LocalWorker(Worker):
     """
 
     trains_apart = True
+    has_own_optimizer = True
 
     def __init__(self, *, alone: Worker, averaging: Averaging, **options: Any) -> None:
         super().__init__(updater=None, groups=(), **options)
@@ -173,10 +175,21 @@ def build_local_worker(
     device: torch.device,
     dims: BatchDims,
     look_around: Callable[[float], None],
+    neighbours: Neighbours | None = None,
+    residuals: Mapping[str, Residual] | None = None,
 ) -> LocalWorker:
     """Put the parts of a rank that trains together; for the arguments see ``build_worker``."""
-    alone = _replica(plan, rank)
-    exchange = build_exchange(plan, spec, region, rank=rank, look_around=look_around)
+    alone = replica_of_plan(plan, rank)
+    exchange = build_exchange(
+        plan,
+        spec,
+        region,
+        rank=rank,
+        device=device,
+        look_around=look_around,
+        neighbours=neighbours,
+        residuals=residuals,
+    )
     common: dict[str, Any] = {"model": model, "rules": rules}
     parts: dict[str, Any] = {
         **common,
@@ -218,7 +231,7 @@ def build_local_worker(
     )
 
 
-def _replica(plan: Plan, rank: int) -> Plan:
+def replica_of_plan(plan: Plan, rank: int) -> Plan:
     """The Plan of one replica: what one device would do with its part of each batch."""
     shares = plan.shares_of(rank)
     return msgspec.structs.replace(
@@ -229,5 +242,6 @@ def _replica(plan: Plan, rank: int) -> Plan:
         shares_per_row=len(shares),
         update=LocalUpdate(),
         hosts=(),
+        compression=None,
         notes=(),
     )

@@ -86,22 +86,23 @@ class ShareLoss:
         values: the tensors that backward starts from.
         seeds: for each of them d total / d value: a number, or a tensor of its shape.
         total: weighted sum of the losses of the share's samples.
-        weight: the sum of their weights.
+        weight: the sum of their weights. What a device computes of these stays a tensor, so that
+            nobody waits for it.
         parts: what it is put together from, if it is.
         is_guess: nobody knows what the loss is a mean of; the weight is the number of samples.
     """
 
     values: tuple[torch.Tensor, ...]
     seeds: tuple[torch.Tensor | float, ...]
-    total: float
-    weight: float
+    total: torch.Tensor | float
+    weight: torch.Tensor | float
     parts: Sums = ()
     is_guess: bool = False
 
     @property
     def sums(self) -> Sums:
         """Total and weight, of each part where there are several."""
-        return self.parts or ((self.total, self.weight),)
+        return self.parts or ((float(self.total), float(self.weight)),)
 
     def backward(self, denominator: float) -> None:
         """Add d (total / denominator) to the gradients.
@@ -149,7 +150,7 @@ class JointLoss:
     @property
     def weights(self) -> list[float]:
         """Of the parts."""
-        return [loss.weight for loss in self.losses]
+        return [float(loss.weight) for loss in self.losses]
 
     @property
     def is_guess(self) -> bool:
@@ -159,7 +160,7 @@ class JointLoss:
     @property
     def sums(self) -> Sums:
         """Total and weight of each part."""
-        return tuple((loss.total, loss.weight) for loss in self.losses)
+        return tuple((float(loss.total), float(loss.weight)) for loss in self.losses)
 
     def settled(self, weights: Sequence[float], num_samples: int) -> ShareLoss:
         """The share's part of the loss of a batch, as a total over the batch's samples.
@@ -243,6 +244,10 @@ class LossAdapter(ABC):
     def watching(self) -> AbstractContextManager[Any]:
         """Around the model's forward pass, where the loss is computed in it."""
         return nullcontext()
+
+    def newly_adds(self, output: Tree) -> bool:
+        """Whether the model adds something for the first time; asked once of each batch."""
+        return False
 
     def added(self, output: Tree, num_samples: int) -> ShareLoss:
         """What the model has added to the loss of a share.

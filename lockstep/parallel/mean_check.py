@@ -56,7 +56,7 @@ def check_mean(
         except Exception:  # of a model that takes certain numbers of samples: nobody can say
             return
     if found is not None:
-        received = _difference(found, batch.num_samples, _tolerance(model, found[0]))
+        received = _difference(found, batch.num_samples, tolerance_of(model, found[0]))
         if received is not None:
             raise (refused or _no_mean)(received)
 
@@ -75,13 +75,14 @@ def check_added(
     Raises:
         LossError: it is not what the loss takes it for.
     """
+
+    def added(part: Batch) -> ShareLoss:
+        output = call(part.inputs)
+        loss.newly_adds(output)  # and is tried here
+        return loss.added(output, part.num_samples)
+
     if loss.adds:
-        check_mean(
-            model,
-            lambda part: loss.added(call(part.inputs), part.num_samples),
-            batch,
-            _no_addition,
-        )
+        check_mean(model, added, batch, _no_addition)
 
 
 def _difference(
@@ -126,7 +127,8 @@ def _no_addition(received: str) -> LossError:
     )
 
 
-def _tolerance(model: nn.Module, loss: ShareLoss | JointLoss) -> float:
-    values = [] if isinstance(loss, JointLoss) else list(loss.values)
+def tolerance_of(model: nn.Module, loss: ShareLoss | JointLoss | None = None) -> float:
+    """How much a loss of samples may differ from those of halves, by what it is computed in."""
+    values = list(loss.values) if isinstance(loss, ShareLoss) else []
     dtypes = {one.dtype for one in (*values, *model.parameters()) if one.is_floating_point()}
     return max((_TOLERANCES.get(dtype, _LOW_TOLERANCE) for dtype in dtypes), default=1e-3)

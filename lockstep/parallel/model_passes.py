@@ -22,13 +22,15 @@ from lockstep.data.sources import Batch
 from lockstep.data.trees import Tree
 from lockstep.parallel.batch_norm import GlobalStatistics
 from lockstep.parallel.buffers import Buffers, Kept
+from lockstep.parallel.completion import when_complete
 from lockstep.parallel.diagnosis import Diagnosis
 from lockstep.parallel.halves import is_tried
 from lockstep.parallel.independence import check_apart
 from lockstep.parallel.interleave import Interleaver
 from lockstep.parallel.losses import JointLoss, ShareLoss, nothing
 from lockstep.parallel.mean_check import LossOf, check_added, check_mean
-from lockstep.parallel.passes import Passes, Run, Take, moved
+from lockstep.parallel.passes import Passes, Run, Take
+from lockstep.parallel.staging import moved
 from lockstep.parallel.step_functions import StepFunction
 from lockstep.parallel.whole_batch import SharePart
 from lockstep.plan.decision import LocalUpdate
@@ -163,7 +165,8 @@ class ModelPasses(Passes):
     def _backward(self, run: Run, shares: list[int]) -> None:
         backward = partial(self._backward_of, run)
         if len(shares) == 1:
-            self._run_together(run, shares, backward)
+            with self._handing_over(run, shares[0]):
+                self._run_together(run, shares, backward)
             self._put(run, shares[0], [parameter.grad for parameter in self._trainable])
             return
         taken: dict[int, list[torch.Tensor | None]] = {
@@ -173,6 +176,20 @@ class ModelPasses(Passes):
             self._run_together(run, shares, backward)
         for share in shares:
             self._put(run, share, taken[share])
+
+    def _handing_over(self, run: Run, share: int) -> AbstractContextManager[Any]:
+        """Within the block the exchange gets gradients of the last share as they are complete."""
+        mine = self._plan.shares_of(self._rank)
+        is_last = share + 1 == min(mine.stop, run.num_filled)
+        if not (is_last and self._exchange.gradients[_GROUP].is_early):
+            return nullcontext()
+
+        def take(number: int) -> None:
+            parameter = self._trainable[number]
+            gradient, parameter.grad = parameter.grad, None
+            self._exchange.arrive(_GROUP, self._row_of(share), number, gradient)
+
+        return when_complete(self._trainable, take)
 
     def _backward_of(self, run: Run, share: int) -> None:
         loss = self._losses[share]
@@ -234,7 +251,7 @@ class ModelPasses(Passes):
         return Diagnosis(self._model).text(max(number for (number,) in told))
 
     def losses_alone(self, batch: Batch) -> list[ShareLoss | JointLoss]:
-        batch = moved(batch, self._device)
+        batch = moved(batch, self.device)
         with self.call.applied():
             if not self._functions:
                 assert self._loss is not None
@@ -251,6 +268,22 @@ class ModelPasses(Passes):
         if self._functions:
             return self._loss_by_function(run, batch)
         return self.call(batch.inputs)
+
+    # --- code that runs the model itself ---------------------------------------------------------
+
+    @contextmanager
+    def on_share(self, run: Run, share: int, part: float = 1.0) -> Iterator[Batch]:
+        """Within the block the caller computes on a share, and BatchNorm on the whole batch.
+
+        Args:
+            run: the batch.
+            share: this rank's only share of it.
+            part: see ``GlobalStatistics``.
+        """
+        self._seed_streams(run, share)
+        batch = self._read(run, share)
+        with self._global_statistics(run, share, is_last=True, part=part):
+            yield batch
 
     # --- evaluation and prediction ---------------------------------------------------------------
 
@@ -285,7 +318,7 @@ class ModelPasses(Passes):
         self._interleaver.run([partial(run_share, share) for share in shares])
 
     def _global_statistics(
-        self, run: Run, share: int, *, is_last: bool
+        self, run: Run, share: int, *, is_last: bool, part: float = 1.0
     ) -> AbstractContextManager[Any]:
         if run.num_filled == 1 or not self._norms:
             return nullcontext()
@@ -295,13 +328,16 @@ class ModelPasses(Passes):
             self._interleaver.meet()
             return self._exchange.offered(share, len(row), run.num_filled)
 
-        return GlobalStatistics(self._norms, gather).applied(is_compiled=self._plan.compiled)
+        return GlobalStatistics(self._norms, gather, part).applied(is_compiled=self._plan.compiled)
 
     def _output(self, run: Run, share: int) -> tuple[Batch, Tree]:
         """A share's samples, and what the model makes of them."""
         batch = self._read(run, share)
         self._try_on_halves(run, batch)
-        return batch, self._watched_call(batch)
+        output = self._watched_call(batch)
+        if self._loss is not None and run.num_filled > 1 and self._loss.newly_adds(output):
+            check_added(self._model, self._loss, self.call, batch)
+        return batch, output
 
     def _watched_call(self, batch: Batch) -> Tree:
         with nullcontext() if self._loss is None else self._loss.watching():

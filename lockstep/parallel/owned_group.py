@@ -36,6 +36,10 @@ class OwnedGroup:
         """Of the parameters."""
         return [tensor.name for tensor in self.spec.gradients.tensors]
 
+    def is_sparse(self, parameter: int) -> bool:
+        """Whether a parameter's gradient is of some rows only."""
+        return self.spec.gradients.is_sparse(parameter)
+
     def bound(self, *, is_alone: bool) -> list[BoundPiece]:
         """The pieces, as an updater steps them.
 
@@ -45,7 +49,10 @@ class OwnedGroup:
         bound = []
         for piece in self.pieces:
             member = self.members[piece.parameter]
-            cut = cut_piece(member.detach(), piece).requires_grad_()
+            cut = cut_piece(member.detach(), piece)
+            if self.is_sparse(piece.parameter):
+                cut = cut.view(-1, member.shape[1])
+            cut.requires_grad_()
             bound.append(
                 BoundPiece(
                     name=self.names[piece.parameter],

@@ -19,6 +19,7 @@ from lockstep.data.order import evaluation_seed, seed_streams, share_seed
 from lockstep.data.read_ahead import Read
 from lockstep.data.sources import Batch, Source
 from lockstep.data.trees import Tree, map_tensors
+from lockstep.errors import BadRecordError
 from lockstep.parallel.batch_norm import BatchNorms
 from lockstep.parallel.buffers import Buffers, Kept
 from lockstep.parallel.forward import DTYPES, ModelCall
@@ -27,6 +28,7 @@ from lockstep.parallel.linear import LinearLayers
 from lockstep.parallel.losses import JointLoss, LossAdapter, ShareLoss, Sums
 from lockstep.parallel.module_watch import ModuleWatch
 from lockstep.parallel.side_effects import SideEffects
+from lockstep.parallel.staging import moved
 from lockstep.parallel.whole_batch import SharePart, WholeBatch
 from lockstep.plan.program import Action
 from lockstep.plan.shares import num_filled_shares, share_bounds
@@ -136,6 +138,7 @@ class Passes(ABC):
         dims: where the samples are in what the model takes and returns.
 
     Attributes:
+        device: where the model is.
         call: how the model is called.
         reading: entered around every read of samples.
         watch: notes what modules compute in the step under way; None for no one.
@@ -168,7 +171,7 @@ class Passes(ABC):
         self._trainable = trainable
         self._rules = rules
         self._seed = seed
-        self._device = device
+        self.device = device
         self._dtype = DTYPES[plan.precision]
         self._buffers = Buffers(model)
         self._first_buffers = Kept([], [])  # those that the step began with
@@ -212,6 +215,10 @@ class Passes(ABC):
     def run(self, run: Run, actions: Sequence[Action]) -> None:
         """Run passes of a batch."""
 
+    def reseed(self, seed: int) -> None:
+        """From now on draw other random numbers."""
+        self._seed = seed
+
     def in_turn(self, turn: int) -> AbstractContextManager[Any]:
         """Around the step of one of several functions that take turns."""
         return nullcontext()
@@ -227,6 +234,7 @@ class Passes(ABC):
         if self._loss is not None:
             self._loss.begin(run.num_samples, run.num_filled)
         if run.is_training:
+            self._exchange.expect(run.num_filled)
             self._first_buffers = self._buffers.keep()
             self._side_effects.begin(is_divided=run.num_filled > 1)
             self._clear_gradients()
@@ -355,7 +363,7 @@ class Passes(ABC):
 
     def _whole(self, run: Run, own: Mapping[int, SharePart]) -> WholeBatch:
         assert self._loss is not None
-        whole = WholeBatch(self._exchange, own, run.num_filled, self._device)
+        whole = WholeBatch(self._exchange, own, run.num_filled, self.device)
         self._loss.gathered_bytes = max(self._loss.gathered_bytes, whole.num_bytes)
         seed_streams(run.seed_of_batch(self._seed))
         return whole
@@ -375,9 +383,18 @@ class Passes(ABC):
 
     def _read(self, run: Run, share: int) -> Batch:
         assert run.source is not None
+        board = self._exchange.board
+        if board is not None:
+            board.note("reading")
         with self.reading:
-            batch = run.source.read(run.indices_of(share), self._dtype)
-        return moved(batch, self._device)
+            try:
+                batch = run.source.read(run.indices_of(share), self._dtype)
+            except BadRecordError as error:
+                error.name_rank(self._rank)
+                raise
+        if board is not None:
+            board.note("forward")
+        return moved(batch, self.device)
 
     def _denominator(self, run: Run, loss: ShareLoss | None) -> float:
         """What a share's loss is divided by before it goes backward.
@@ -387,25 +404,9 @@ class Passes(ABC):
         """
         weight = float(run.num_samples)
         if loss is not None and run.num_filled == 1:
-            weight = loss.weight
+            weight = float(loss.weight)
         return weight / self._rules.scale
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().contiguous()
-
-
-def moved(batch: Batch, device: torch.device) -> Batch:
-    """A batch on another device."""
-    if device.type == "cpu":
-        return batch
-
-    def move(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(device, non_blocking=True)
-
-    return Batch(
-        inputs=map_tensors(move, batch.inputs),
-        targets=map_tensors(move, batch.targets),
-        sample_weight=map_tensors(move, batch.sample_weight),
-        num_samples=batch.num_samples,
-    )

@@ -15,7 +15,6 @@ A read that comes in another order than foreseen is made at once, by the rank.
 import errno
 import os
 import shutil
-import signal
 import sys
 import threading
 import warnings
@@ -39,13 +38,14 @@ from lockstep.data.order import (
     seed_streams,
     stream_states,
 )
-from lockstep.data.read_ahead import Read
-from lockstep.data.sources import Batch, Source
+from lockstep.data.read_ahead import Read, ReadAhead
+from lockstep.data.sources import ArraySource, Batch, Source
 from lockstep.data.trees import tensors_of
 from lockstep.errors import DataError, WorkerError
 from lockstep.launch.failure import add_note, pack_failure, unpack_failure
-from lockstep.launch.helper import die_with
+from lockstep.launch.helper import die_with, leave_signals_to_script
 from lockstep.parallel.settings import TorchSettings
+from lockstep.parallel.staging import Staged, Staging
 from lockstep.units import format_bytes
 
 # A read that is under way is waited for this long at the end; its thread ends after it anyway.
@@ -58,25 +58,34 @@ _SHARED_FOLDER = "/dev/shm"
 _START_METHOD = "fork" if sys.platform == "linux" else None
 
 
+_CPU = torch.device("cpu")
+
 _S = TypeVar("_S")
 
 
 @contextmanager
-def reading_ahead(source: _S, steps: Iterator[Sequence[Read]]) -> Iterator[_S | Source]:
+def reading_ahead(
+    source: _S, steps: Iterator[Sequence[Read]], device: torch.device = _CPU
+) -> Iterator[_S | Source]:
     """Within the block, a source that is read ahead, if it wants to be.
 
     Args:
-        source: what is read.
+        source: what is read. Arrays are read ahead for an accelerator, which gets the next batch
+            while it computes on the present one.
         steps: what this rank is going to read in each step.
+        device: where it goes.
 
     Raises:
         WorkerError: a process that reads has died.
     """
-    if not isinstance(source, Source) or source.ahead is None:
+    how = source.ahead if isinstance(source, Source) else None
+    if how is None and isinstance(source, ArraySource) and device.type != "cpu":
+        how = ReadAhead(workers=0, depth=1)
+    if how is None or not isinstance(source, Source):
         yield source
         return
     try:
-        with closing(_SourceAhead(source, steps)) as ahead:
+        with closing(_SourceAhead(source, steps, how, device)) as ahead:
             yield ahead
     except RuntimeError as error:
         # Torch raises it from a handler of SIGCHLD, wherever the rank is at that moment.
@@ -90,12 +99,12 @@ class _Result:
     """What a read has brought.
 
     Attributes:
-        batch: the samples; None where it failed.
+        batch: the samples, or on their way to a device; None where it failed.
         states: of the random streams after it, where they have moved; None where not.
         error: why it failed.
     """
 
-    batch: Batch | None = None
+    batch: Batch | Staged | None = None
     states: StreamStates | None = None
     error: BaseException | None = None
 
@@ -113,18 +122,23 @@ class _Reader(Protocol):
 class _SourceAhead(Source):
     """A source whose reads are foreseen."""
 
-    def __init__(self, source: Source, steps: Iterator[Sequence[Read]]) -> None:
-        assert source.ahead is not None
+    def __init__(
+        self,
+        source: Source,
+        steps: Iterator[Sequence[Read]],
+        how: ReadAhead,
+        device: torch.device,
+    ) -> None:
         self._source = source
         self._foreseen: deque[Read] = deque()
         first = next(steps, ())
-        num_ready = source.ahead.depth * max(len(first), 1)
+        num_ready = how.depth * max(len(first), 1)
         reads = self._noted(chain(first, chain.from_iterable(steps)))
-        workers = source.ahead.workers
+        workers = how.workers
         self._reader: _Reader | None = (
             _Processes(source, reads, num_ready, workers)
             if workers
-            else _Thread(source, reads, num_ready)
+            else _Thread(source, reads, num_ready, device)
         )
 
     def __len__(self) -> int:
@@ -140,7 +154,7 @@ class _SourceAhead(Source):
         if result.states is not None:
             restore_streams(result.states)
         assert result.batch is not None
-        return result.batch
+        return result.batch.take() if isinstance(result.batch, Staged) else result.batch
 
     def close(self) -> None:
         """End the reader."""
@@ -150,12 +164,8 @@ class _SourceAhead(Source):
             reader.close()
 
     def _is_foreseen(self, indices: torch.Tensor, dtype: torch.dtype | None) -> bool:
-        if not self._foreseen:
-            return False
-        read = self._foreseen[0]
         # The same samples may be read again in another step, and a share's may be read twice.
-        is_due = read.seed == torch.initial_seed() and read.dtype == dtype
-        return is_due and torch.equal(read.indices, indices)
+        return bool(self._foreseen) and self._foreseen[0].is_for(indices, dtype)
 
     def _noted(self, reads: Iterator[Read]) -> Iterator[Read]:
         """The reads, each noted when a reader is told of it."""
@@ -167,7 +177,10 @@ class _SourceAhead(Source):
 class _Thread:
     """Reads in a thread, but for the first read: that is made by the rank, and looked at."""
 
-    def __init__(self, source: Source, reads: Iterator[Read], num_ready: int) -> None:
+    def __init__(
+        self, source: Source, reads: Iterator[Read], num_ready: int, device: torch.device
+    ) -> None:
+        self._device = device
         self._source = source
         self._reads = reads
         self._num_ready = num_ready
@@ -194,7 +207,7 @@ class _Thread:
     def _take_first(self) -> _Result:
         assert self._first is not None
         before = stream_states()
-        batch = self._source.read(self._first.indices, self._first.dtype)
+        result = self._result(self._first, None)
         if not same_streams(before, stream_states()):
             raise _drawing()
         self._order(self._num_ready)
@@ -203,7 +216,7 @@ class _Thread:
             target=self._run, args=settings, name="lockstep-reader", daemon=True
         )
         self._thread.start()
-        return _Result(batch=batch)
+        return result
 
     def _order(self, count: int) -> None:
         for read in islice(self._reads, count):
@@ -212,13 +225,15 @@ class _Thread:
     def _run(self, grad: bool, threads: int, settings: TorchSettings) -> None:
         torch.set_grad_enabled(grad)  # these belong to a thread
         torch.set_num_threads(threads)
+        staging = None if self._device.type == "cpu" else Staging(self._device)
         with settings.applied():
             while (read := self._orders.get()) is not None and not self._is_closed:
-                self._results.put(self._result(read))
+                self._results.put(self._result(read, staging))
 
-    def _result(self, read: Read) -> _Result:
+    def _result(self, read: Read, staging: Staging | None) -> _Result:
         try:
-            return _Result(batch=self._source.read(read.indices, read.dtype))
+            batch = self._source.read(read.indices, read.dtype)
+            return _Result(batch=batch if staging is None else staging.stage(batch))
         except BaseException as error:  # the rank's to raise, whatever it is
             return _Result(error=error)
 
@@ -254,6 +269,8 @@ class _Processes:
     def close(self) -> None:
         results, self._results = self._results, iter(())
         results._shutdown_workers()
+        for worker in getattr(results, "_workers", ()):
+            worker.kill()  # SIGTERM, by which torch ends those that hang, is not for them
 
 
 class _Orders:
@@ -327,8 +344,7 @@ def _unchanged(answer: Any) -> Any:
 
 def _begin(parent: int, worker: int) -> None:
     """In a reader process, before its first read."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the script, which ends us
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # and so it does, whatever handler it has
+    leave_signals_to_script()
     die_with(parent)
 
 

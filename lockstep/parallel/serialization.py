@@ -23,6 +23,7 @@ from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from lockstep import accelerators
 from lockstep.comm.shared_memory import SharedRegion, dense_stride, tensor_in
 from lockstep.data.mapped_files import file_part
 from lockstep.parallel.deep_stack import with_deep_stack
@@ -168,7 +169,8 @@ class _Pickler(Pickler):
             return self._remember(obj, (kind, part))
         if type(obj) in (torch.Tensor, nn.Parameter, nn.Buffer) and _is_plain(obj):
             kind = "parameter-like" if isinstance(obj, nn.Parameter) else "tensor"
-            return self._remember(obj, (kind, *self._place(obj.detach()), obj.requires_grad))
+            place = self._place(obj.detach())
+            return self._remember(obj, (kind, *place, obj.requires_grad, obj.device.type))
         if type(obj) is np.ndarray and _is_large_and_numeric(obj):
             return self._remember(obj, ("array", *self._place(torch.from_numpy(_writable(obj)))))
         return None
@@ -182,6 +184,8 @@ class _Pickler(Pickler):
             # Pickle knows the name only: it would look for that in all modules, find it in the
             # script, which has imported torch, and look there for it on the other side.
             return getattr, (torch, str(obj).removeprefix("torch."))
+        if isinstance(obj, torch.device) and obj.type == accelerators.kind():
+            return accelerators.current, (obj.type,)
         if isinstance(obj, Optimizer):
             # Its own pickling drops what subclasses add and what schedulers wrap.
             contents = optimizer_contents(obj)
@@ -227,6 +231,8 @@ class _Unpickler(pickle.Unpickler):
         tensor = tensor_in(self._memory, offset, dtype, shape, stride)
         if kind == "array":
             return tensor.numpy()
+        if rest[1] != "cpu":  # a rank has what is on the sender's device on its own
+            tensor = tensor.to(accelerators.current(rest[1]))
         if kind == "parameter-like":
             return nn.Parameter(tensor, requires_grad=rest[0])
         return tensor.requires_grad_(rest[0])
@@ -265,7 +271,7 @@ def _fill_parametrized(module: Any, contents: dict[str, Any]) -> None:
 
 def _is_plain(tensor: torch.Tensor) -> bool:
     return (
-        tensor.device.type == "cpu"
+        tensor.device.type in ("cpu", accelerators.kind())
         and tensor.layout == torch.strided
         and not tensor.is_quantized
         and not torch.nn.parameter.is_lazy(tensor)

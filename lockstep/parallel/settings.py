@@ -1,5 +1,6 @@
 """torch's process-wide settings that decide what is computed: the same on every rank."""
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -7,6 +8,8 @@ from typing import Any
 
 import torch
 from torch.backends import cuda, cudnn, mkldnn
+
+_deterministic: Any = torch.utils.deterministic  # its types do not say what it has
 
 # Which kernels compute, and how exactly: how each is read, and set.
 _KERNELS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
@@ -23,7 +26,14 @@ _KERNELS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
         torch.backends.mha.set_fastpath_enabled,
     ),
     (lambda: _flushes_denormals(), torch.set_flush_denormal),
+    (
+        lambda: _deterministic.fill_uninitialized_memory,
+        lambda value: setattr(_deterministic, "fill_uninitialized_memory", value),
+    ),
 )
+
+# What cuBLAS needs to be deterministic. It is read when CUDA begins.
+_WORKSPACE = ("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,11 +82,30 @@ class TorchSettings:
         torch.set_default_dtype(self.default_dtype)
         now = TorchSettings.current()
         # It imports torch.compile's machinery, for longer than all else a helper starts with.
+        if self.deterministic:
+            os.environ.setdefault(*_WORKSPACE)
         if (now.deterministic, now.warn_only) != (self.deterministic, self.warn_only):
             torch.use_deterministic_algorithms(self.deterministic, warn_only=self.warn_only)
         for (_, write), value, own in zip(_KERNELS, self.kernels, now.kernels, strict=True):
             if value != own:
                 write(value)
+
+
+@contextmanager
+def deterministic_kernels() -> Iterator[None]:
+    """Within the block only kernels that give the same bits in every run.
+
+    torch raises an error where an operation has none, with its name. What it is asked for besides,
+    to fill new memory, costs time and changes nothing where no memory is read before it is written.
+    """
+    before = TorchSettings.current()
+    os.environ.setdefault(*_WORKSPACE)
+    torch.use_deterministic_algorithms(True)
+    _deterministic.fill_uninitialized_memory = False
+    try:
+        yield
+    finally:
+        before._set()
 
 
 def _flushes_denormals() -> bool:

@@ -13,11 +13,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from lockstep.comm.group_mail import Pair
 from lockstep.comm.mail import MailCarrier, MailKey
 from lockstep.comm.mailboxes import MailboxSpec
+from lockstep.data.order import set_torch_streams, torch_streams
 from lockstep.parallel.partition import Partition
 from lockstep.plan.schedules import StageGraph
 
@@ -63,7 +62,7 @@ def mail_spec(
         training: there are gradients.
         shares_memory: ranks of a host do.
     """
-    stream_bytes = torch.get_rng_state().numel()
+    stream_bytes = torch_streams().numel()
     boxes: dict[MailKey, MailboxSpec] = {}
     kinds: Counter[Pair] = Counter()
 
@@ -164,13 +163,13 @@ class StageMail:
         successor = self._parts[stage].stream_to
         if successor is not None:
             readers = [self._graph.rank_of(successor, share)]
-            self._put(_STREAM, stage, stage, share, torch.get_rng_state(), readers)
+            self._put(_STREAM, stage, stage, share, torch_streams(), readers)
 
     def receive_stream(self, stage: int, share: int) -> None:
         """Go on with torch's random stream where another stage has left it, if one has."""
         before = self._parts[stage].stream_from
         if before is not None:
-            torch.set_rng_state(self._take(_STREAM, before, before, share).clone())
+            set_torch_streams(self._take(_STREAM, before, before, share).cpu())
             self._give_back(_STREAM, before, before, share, 0)
 
     # --- parts -----------------------------------------------------------------------------------

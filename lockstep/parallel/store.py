@@ -64,6 +64,13 @@ class TensorStore:
         return cls(specs, SharedRegion.create(num_bytes, [] if is_reserved else [(0, num_bytes)]))
 
 
+@torch.no_grad()
+def copy_to_views(views: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    """Copy values to where they are to lie, from wherever they are."""
+    for view, value in zip(views, values, strict=True):
+        view.copy_(value)
+
+
 class ParameterStore(TensorStore):
     """Where a model's parameters lie."""
 
@@ -114,7 +121,24 @@ class ParameterStore(TensorStore):
         for view, parameter in moved:
             overlaps = self.region.holds(parameter)  # it is another view of the same memory
             view.copy_(parameter.clone() if overlaps else parameter)
-            parameter.data = view
+            set_data(parameter, view)
+
+
+def set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
+    """Have a Parameter or buffer be where ``data`` is, and stay the same object."""
+    try:
+        tensor.data = data
+    except RuntimeError:  # torch lets it move between cores, CUDA and XPU only
+        is_parameter = isinstance(tensor, nn.Parameter)
+        other = nn.Parameter(data, tensor.requires_grad) if is_parameter else data.view_as(data)
+        torch.utils.swap_tensors(tensor, other)
+
+
+def move_model(model: nn.Module, device: torch.device) -> None:
+    """Bring a model to a device; its Parameters and buffers stay the same objects."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.device != device:
+            set_data(tensor, tensor.detach().to(device))
 
 
 def _same_memory(tensor: torch.Tensor, view: torch.Tensor) -> bool:

@@ -97,6 +97,11 @@ class ClassLoss:
             options=options,
         )
 
+    @property
+    def counts(self) -> bool:
+        """Whether the denominator is a number of targets: sure to be a weight, and maybe 0."""
+        return self.class_weight is None
+
     def __call__(
         self, output: torch.Tensor, target: Any, sample_weight: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | int]:

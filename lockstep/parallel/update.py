@@ -68,6 +68,8 @@ class Updater(ABC):
     is_known: bool = False  # whether it leaves parameters alone that have no gradient
     # Whether every slot lies in the store, or is the same on all ranks.
     shares_all: bool = False
+    takes_sparse: bool = False  # whether gradients of embeddings may be sparse
+    hands_on = False  # whether a step hands gradients on as they are
     owner: object = None  # whose slots these are: the front end's optimizer
     turn = 0  # of several optimizers, which one steps
 

@@ -21,21 +21,44 @@ import torch
 from torch import nn
 
 from lockstep.comm.exchange import Exchange, ShareTotals
-from lockstep.comm.gradients import cut_piece
+from lockstep.comm.gradients import Gradients, cut_piece
 from lockstep.data.read_ahead import Read
 from lockstep.data.sources import Batch, Source
 from lockstep.data.trees import Tree
 from lockstep.errors import NonFiniteError
+from lockstep.parallel.device_store import Mirror, Mirrors
 from lockstep.parallel.gradient_rules import GradientJudge, GradientRules
 from lockstep.parallel.loss_rules import check_used, refuses
 from lockstep.parallel.losses import Sums
 from lockstep.parallel.owned_group import OwnedGroup
 from lockstep.parallel.passes import Observe, Passes, Run, Take
+from lockstep.parallel.store import copy_to_views
 from lockstep.parallel.update import PieceSlots, Updater
 from lockstep.parallel.whole_batch import SharePart
+from lockstep.plan.devices import is_cpu
 from lockstep.plan.lowering import leaves_a_rank_idle
-from lockstep.plan.program import Action, Reduce, Step, Sync
+from lockstep.plan.program import (
+    Action,
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Forward,
+    Reduce,
+    Step,
+    Sync,
+)
 from lockstep.plan.spec import Plan
+
+# What a rank says of itself meanwhile.
+_PHASES: dict[type[Action], str] = {
+    Forward: "forward",
+    Backward: "backward",
+    BackwardInput: "backward",
+    BackwardWeight: "backward",
+    Reduce: "exchange",
+    Step: "update",
+    Sync: "sync",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +71,7 @@ class StepResult:
         num_samples: size of the global batch.
         is_skipped: something was not finite: nothing was updated, and the loss does not count.
         parts: of several losses, the sums of each share whose loss is known on this rank.
+        num_bad: records that were left out of the batch.
     """
 
     total: float
@@ -55,6 +79,7 @@ class StepResult:
     num_samples: int
     is_skipped: bool = False
     parts: list[Sums] = field(default_factory=list)
+    num_bad: int = 0
 
     @property
     def loss(self) -> float:
@@ -84,11 +109,15 @@ class Worker:
         trains_apart: a step is one on this rank's part of the batch, on parameters of its own.
         keeps_pace: such steps end together all the same, for what goes on between them.
         is_apart: the weights of the ranks differ.
+        has_own_optimizer: it steps parameters of its own, with slots that no other rank has.
+        mirrors: what rank 0 is shown of what this rank alone has on its device.
     """
 
     trains_apart = False
     keeps_pace = False
     is_apart = False
+    has_own_optimizer = False
+    mirrors: Mirrors = ((), ())
 
     def __init__(
         self,
@@ -116,7 +145,7 @@ class Worker:
         self._groups = groups
         self._held = held
         self._ruled = ruled
-        self._first_share = first_share
+        self.first_share = first_share
         self._pieces = [group.bound(is_alone=plan.num_ranks == 1) for group in groups]
         bound = [piece for pieces in self._pieces for piece in pieces]
         if updater is not None:
@@ -163,7 +192,7 @@ class Worker:
                 step=step,
                 observe=observe,
                 turn=turn,
-                first_share=self._first_share,
+                first_share=self.first_share,
             )
             return _Training(run, step)
 
@@ -196,6 +225,8 @@ class Worker:
         return now.result()
 
     def _run(self, now: "_Training", actions: Sequence[Action]) -> None:
+        if self.board is not None:
+            self.board.note(_PHASES[type(actions[0])])
         match actions[0]:
             case Reduce():
                 self._reduce(now)
@@ -226,8 +257,12 @@ class Worker:
                 lambda share: self.passes.diagnose(batch, share),
             )
         factor = 1.0 if batch.num_filled == 1 or not now.weight else batch.num_samples / now.weight
-        factor /= self._rules.scale
+        self._sum_gradients(now, factor / self._rules.scale)
+
+    def _sum_gradients(self, now: "_Training", factor: float) -> None:
+        """Give the pieces that this rank updates the gradients of all shares, times a factor."""
         for group, pieces in zip(self._groups, self._pieces, strict=True):
+            self.exchange.gradients[group.number].factor = factor
             gradients = [None] * len(pieces) if now.is_void else self._reduced(group)
             used = [gradient for gradient in gradients if gradient is not None]
             if used and factor != 1.0:
@@ -249,10 +284,41 @@ class Worker:
         with nullcontext() if board is None else board.updating(now.step):
             self.updater.step()
             for group in self._groups:
+                self.exchange.gradients[group.number].commit()
                 self.exchange.gradients[group.number].spread(
                     {number: one.detach() for number, one in enumerate(group.members)},
                     all_pieces=not self.updater.is_known,
                 )
+
+    def update(self, gradients: Gradients, run: Run, step: int, turn: int = 0) -> None:
+        """Make an update by itself, with gradients that code of the user's has computed.
+
+        Every rank of a Plan without stages calls it, which has a share of the batch each.
+
+        Args:
+            gradients: what this rank adds to those of the batch, one for each parameter that is
+                trained; None where it adds nothing.
+            run: the batch.
+            step: the number of the step.
+            turn: see ``train_step``.
+        """
+        assert self.updater is not None
+        self.updater.turn = turn
+        if self.board is not None:
+            self.board.step = step
+        now = _Training(run, step)
+        self.exchange.begin_pass()
+        self.exchange.put(0, self.rank, gradients)
+        self.exchange.put_loss(self.rank, 0.0, 1.0)
+        now.totals = self.exchange.collect(self.plan.num_shares)
+        self._sum_gradients(now, 1.0)
+        self._step(now)
+        self.exchange.end_step()
+
+    @property
+    def trained_names(self) -> list[str]:
+        """Names of the parameters that this rank trains, in the order of ``update``."""
+        return [name for group in self._groups for name in group.names]
 
     def gradients(self) -> dict[str, torch.Tensor | None]:
         """Gradients of the last step, summed over all shares; every name on one rank only."""
@@ -281,6 +347,17 @@ class Worker:
                         own = cut_piece(tensor.detach(), piece)
                         own.copy_(own.clone())
 
+    def show_parameters(self) -> None:
+        """Have rank 0 know the parameters that it has not; every rank calls it."""
+        self._show(self.mirrors[0])
+
+    def _show(self, mirrors: Sequence[Mirror]) -> None:
+        if self.plan.pipeline is None or is_cpu(self.plan.devices):
+            return
+        for views, values in mirrors:
+            copy_to_views(views, values)
+        self.barrier()
+
     def gather_slots(self) -> None:
         """Bring what lies in the stores of slots to all domains; every rank calls it."""
         if len(self.plan.domains) == 1:
@@ -293,6 +370,7 @@ class Worker:
                     self.exchange.gradients[group.number].spread(
                         {numbers[name]: tensor.detach()}, all_pieces=True
                     )
+        self._show(self.mirrors[1])
         self.barrier()
 
     # --- evaluation and prediction ---------------------------------------------------------------
@@ -345,13 +423,17 @@ class Worker:
             self.plan.num_shares,
             step=step,
             turn=turn,
-            first_share=self._first_share,
+            first_share=self.first_share,
         )
         return self.passes.reads(run)
 
     def settle(self, *, is_last: bool = False) -> None:
         """All steps of an epoch, or with ``is_last`` of the task, are made: have ranks be alike."""
         return
+
+    def epoch_logs(self) -> dict[str, float]:
+        """What is to be told of an epoch, beside losses; all ranks have settled."""
+        return {}
 
     @property
     def is_halted(self) -> bool:

@@ -10,6 +10,7 @@ from typing import ClassVar
 
 from lockstep.errors import PlanError, Problems
 from lockstep.plan.averaging import AveragedUpdate, Record
+from lockstep.plan.compression import Compression
 from lockstep.plan.shares import replica_of_share, shares_of_replica
 
 PLAN_VERSION = 1
@@ -58,7 +59,34 @@ class StagedUpdate(Record, frozen=True, kw_only=True, tag="staged"):
     """
 
 
-Update = LocalUpdate | SlicedUpdate | StagedUpdate | AveragedUpdate
+class ServedUpdate(Record, frozen=True, kw_only=True, tag="served"):
+    """The last ranks are servers: each updates its part of the parameters, and computes nothing.
+
+    Attributes:
+        servers: how many.
+        staleness: by how many steps a worker may be ahead of the oldest batch that is not in the
+            weights yet; None is without bound.
+    """
+
+    servers: int
+    staleness: int | None = 0
+
+    @property
+    def is_synchronous(self) -> bool:
+        """Whether every gradient is one of the newest weights."""
+        return self.staleness == 0
+
+    def __str__(self) -> str:
+        servers = "the server updates" if self.servers == 1 else "each server updates its part"
+        if self.is_synchronous:
+            return servers
+        if self.staleness is None:
+            return f"{servers}, workers do not wait"
+        steps = "step" if self.staleness == 1 else "steps"
+        return f"{servers}, workers at most {self.staleness} {steps} ahead"
+
+
+Update = LocalUpdate | SlicedUpdate | StagedUpdate | AveragedUpdate | ServedUpdate
 
 
 class SharedMemory(Record, frozen=True, kw_only=True, tag="shared memory"):
@@ -172,6 +200,7 @@ class Decision(Record, frozen=True, kw_only=True):
     pipeline: Pipeline | None = None
     hosts: tuple[int, ...] = ()
     engine: Engine = SharedMemory()
+    compression: Compression | None = None
     notes: tuple[str, ...] = ()
     version: int = PLAN_VERSION
 
@@ -180,6 +209,7 @@ class Decision(Record, frozen=True, kw_only=True):
         _check_ranks(self, problems)
         _check_shares(self, problems)
         _check_stages(self, problems)
+        _check_compression(self, problems)
         problems.raise_if_any(PlanError)
 
     @property
@@ -191,6 +221,20 @@ class Decision(Record, frozen=True, kw_only=True):
     def num_replicas(self) -> int:
         """Copies of the model that train on different shares."""
         return next((axis.size for axis in self.mesh if axis.name == "data"), 1)
+
+    @property
+    def num_servers(self) -> int:
+        """The last ranks, which update and compute nothing."""
+        return self.update.servers if isinstance(self.update, ServedUpdate) else 0
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether workers may compute with older weights than the servers have."""
+        return isinstance(self.update, ServedUpdate) and not self.update.is_synchronous
+
+    def is_server(self, rank: int) -> bool:
+        """Whether a rank updates and computes nothing."""
+        return rank >= self.num_ranks - self.num_servers
 
     @property
     def num_hosts(self) -> int:
@@ -220,7 +264,9 @@ class Decision(Record, frozen=True, kw_only=True):
         return next(host for host in range(self.num_hosts) if rank in self.ranks_of_host(host))
 
     def shares_of(self, replica: int) -> range:
-        """The consecutive shares that a replica of the whole model computes."""
+        """The consecutive shares that a replica of the whole model computes; a server none."""
+        if self.is_server(replica):
+            return range(0)
         return shares_of_replica(replica, self.num_replicas, self.num_shares, self.shares_per_row)
 
     def replica_of(self, share: int) -> int:
@@ -230,10 +276,11 @@ class Decision(Record, frozen=True, kw_only=True):
 
 def _check_ranks(plan: Decision, problems: Problems) -> None:
     sizes = [axis.size for axis in plan.mesh]
-    if min(sizes, default=1) < 1 or math.prod(sizes) != plan.num_ranks:
+    if min(sizes, default=1) < 1 or math.prod(sizes) + plan.num_servers != plan.num_ranks:
         problems.add(
-            "The sizes of the mesh's axes must multiply to the number of devices.",
-            received=f"axes of {sizes} with {plan.num_ranks} devices",
+            "The sizes of the mesh's axes must multiply to the number of devices, but for servers.",
+            received=f"axes of {sizes} with {plan.num_ranks} devices"
+            + (f", {plan.num_servers} of servers" if plan.num_servers else ""),
             fix="Name one device per rank.",
         )
     if plan.hosts and (min(plan.hosts) < 1 or sum(plan.hosts) != plan.num_ranks):
@@ -275,6 +322,23 @@ def _check_shares(plan: Decision, problems: Problems) -> None:
             received=f"shares_per_row={plan.shares_per_row} with num_shares={plan.num_shares} on "
             f"{plan.num_replicas} replicas",
             fix="Use shares_per_row=1.",
+        )
+
+
+def _check_compression(plan: Decision, problems: Problems) -> None:
+    if plan.compression is None:
+        return
+    if plan.num_hosts == 1 or not plan.engine.shares_memory:
+        problems.add(
+            "Hosts compress what they send each other over Lockstep's own channels.",
+            received=f"compression with {plan.num_hosts} hosts, over {plan.engine.name}",
+            fix="Use null.",
+        )
+    if any(layer.row_limit for layer in plan.layers):
+        problems.add(
+            "Where gradients are compressed no activations are exchanged in their place.",
+            received="layers with a row_limit",
+            fix="Use row_limit 0.",
         )
 
 

@@ -6,8 +6,8 @@ the same element in the same lane: cutting changes no bit of an elementwise upda
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from lockstep.plan.shares import shares_of_replica
@@ -16,6 +16,14 @@ ALIGNMENT_BYTES = 512
 
 # Into how many runs of equal size the parameters can be cut, at least, where they are large.
 _FINENESS = 256
+
+# A bucket of gradients: large enough that to send it costs more than to begin, and few of them.
+_LEAST_BUCKET_BYTES = 1 << 20
+_MOST_BUCKETS = 8
+
+# Parameters from which on buckets pay. What gloo does with each message disturbs the processes that
+# compute on the same cores for longer than it takes to pack a smaller model into one.
+_LEAST_IN_BUCKETS_BYTES = 1 << 23
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,11 +35,19 @@ class Extent:
         element_bytes: the size of each.
         row_elements: elements of a row, where the parameter may be cut between rows only, into one
             block per share; 0 where it may be cut anywhere.
+        bucket: consecutive parameters of one bucket are exchanged at a time, so every rank has a
+            slice of each.
     """
 
     num_elements: int
     element_bytes: int
     row_elements: int = 0
+    bucket: int = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Its size in memory."""
+        return self.num_elements * self.element_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +72,37 @@ def flat_offsets(extents: Sequence[Extent]) -> tuple[list[int], int]:
         offsets.append(end)
         end = align(end + extent.num_elements * extent.element_bytes)
     return offsets, end
+
+
+def num_buckets(extents: Sequence[Extent], *, are_early: bool) -> int:
+    """In how many buckets to exchange parameters, about; 0 for not in buckets.
+
+    Args:
+        extents: of the parameters.
+        are_early: buckets may leave one by one.
+    """
+    if sum(extent.num_bytes for extent in extents) < _LEAST_IN_BUCKETS_BYTES:
+        return 0
+    return _MOST_BUCKETS if are_early else 1
+
+
+def in_buckets(extents: Sequence[Extent], most: int) -> list[Extent]:
+    """The same parameters, those that are next to each other in buckets, of about equal size.
+
+    Backward completes the gradients of the last parameters first, and those of the first when it
+    ends: so buckets are filled from the end, and what is left for the first one is small.
+    """
+    least = max(_LEAST_BUCKET_BYTES, sum(extent.num_bytes for extent in extents) // most)
+    bucket, filled, numbers = 0, 0, []
+    for extent in reversed(extents):
+        if filled >= least:
+            bucket, filled = bucket + 1, 0
+        filled += extent.num_bytes
+        numbers.append(bucket)
+    return [
+        replace(extent, bucket=bucket - number)
+        for extent, number in zip(extents, reversed(numbers), strict=True)
+    ]
 
 
 def elementwise_slices(
@@ -133,23 +180,40 @@ def _unit(total_bytes: int) -> int:
 
 
 def _flat_slices(extents: Sequence[Extent], num_ranks: int) -> list[list[Piece]]:
-    """Cut all that may be cut anywhere, seen as one flat region, into runs of about equal size."""
+    """Cut all that may be cut anywhere, seen as one flat region, into runs of about equal size.
+
+    Each bucket by itself, at places where the whole region might be cut.
+    """
     free = [index for index, extent in enumerate(extents) if not extent.row_elements]
     offsets, total = flat_offsets([extents[index] for index in free])
     unit = _unit(total)
-    cuts = [-(-total * rank // num_ranks // unit) * unit for rank in range(num_ranks)] + [total]
-    slices: list[list[Piece]] = []
-    for low, high in pairwise(cuts):
-        pieces = []
-        for index, offset in zip(free, offsets, strict=True):
-            # Whole elements: alignment is a multiple of every element size.
-            extent = extents[index]
-            start = max(low - offset, 0) // extent.element_bytes
-            stop = min(max(high - offset, 0) // extent.element_bytes, extent.num_elements)
-            if start < stop:
-                pieces.append(Piece(parameter=index, start=start, stop=stop))
-        slices.append(pieces)
+    slices: list[list[Piece]] = [[] for _ in range(num_ranks)]
+    for low, high in pairwise([*_bucket_starts([extents[index] for index in free]), total]):
+        first = [low + -(-(high - low) * rank // num_ranks) for rank in range(num_ranks)]
+        cuts = [low, *(min(-(-at // unit) * unit, high) for at in first[1:]), high]
+        for pieces, (start, stop) in zip(slices, pairwise(cuts), strict=True):
+            pieces += _pieces_between(start, stop, free, offsets, extents)
     return slices
+
+
+def _bucket_starts(extents: Sequence[Extent]) -> list[int]:
+    """Byte offsets where buckets begin."""
+    offsets, _ = flat_offsets(extents)
+    buckets = [None, *(extent.bucket for extent in extents)]
+    return [at for at, (one, next_) in zip(offsets, pairwise(buckets), strict=True) if one != next_]
+
+
+def _pieces_between(
+    low: int, high: int, numbers: Sequence[int], offsets: Sequence[int], extents: Sequence[Extent]
+) -> Iterator[Piece]:
+    """What lies between two byte offsets, of parameters with these numbers at these offsets."""
+    for number, offset in zip(numbers, offsets, strict=True):
+        # Whole elements: alignment is a multiple of every element size.
+        extent = extents[number]
+        start = max(low - offset, 0) // extent.element_bytes
+        stop = min(max(high - offset, 0) // extent.element_bytes, extent.num_elements)
+        if start < stop:
+            yield Piece(parameter=number, start=start, stop=stop)
 
 
 def whole_parameters(extents: Sequence[Extent], num_ranks: int) -> list[list[Piece]]:

@@ -83,7 +83,7 @@ def lower_forward(plan: Plan, rank: int, num_samples: int) -> RankProgram:
 def leaves_a_rank_idle(plan: Plan, num_samples: int) -> bool:
     """Whether some rank works on no share of such a batch, and sees no buffer change."""
     if plan.pipeline is None:
-        return not _filled_shares(plan, plan.num_ranks - 1, num_samples)
+        return not _filled_shares(plan, plan.num_replicas - 1, num_samples)
     most = max(len(stage.ranks) for stage in plan.pipeline.stages)
     return num_filled_shares(num_samples, plan.num_shares) < most
 

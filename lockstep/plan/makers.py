@@ -8,17 +8,18 @@ replicas that step on their own and average what they have come to.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import repeat
 
 import msgspec
 
-from lockstep.cluster.topology import MAX_CPU_REPLICAS_PER_CORE, Cluster
-from lockstep.errors import DeviceError, OptionError
+from lockstep.cluster.topology import Cluster
+from lockstep.errors import OptionError
 from lockstep.graph.layer_graph import Layer, LayerGraph, ParameterInfo
 from lockstep.plan.averaging import AveragedUpdate, Nesterov
 from lockstep.plan.decision import Axis, LayerPlacement, LocalUpdate, SlicedUpdate
+from lockstep.plan.devices import Devices, check_there, device_names, is_cpu, threads_for
 from lockstep.plan.spec import Plan
 
 
@@ -98,8 +99,6 @@ def _notes_on_parts(plan: Plan, parts: int, uses_statistics: bool) -> list[str]:
     return []
 
 
-MAX_DEFAULT_REPLICAS = 8
-
 # Layers that multiply by a matrix, of PyTorch and of Keras, and what it is called.
 _MATRICES = {"Linear": "weight", "Dense": "kernel"}
 
@@ -118,9 +117,9 @@ class SingleDevice(Maker):
         """Make the Plan; ``batch_size`` does not matter here.
 
         Raises:
-            DeviceError: a GPU that this host does not have.
+            DeviceError: an accelerator that this host does not have.
         """
-        _check_gpu(self.device, cluster)
+        check_there([self.device], cluster.hosts[0])
         return Plan(
             strategy="single device",
             mesh=(),
@@ -139,12 +138,12 @@ class Mirrored(Maker):
     """Synchronous data parallelism on one host: every replica holds the whole model.
 
     Attributes:
-        devices: number of CPU replicas; None is one per usable core, at most 8.
+        devices: of the replicas, see ``plan.devices``.
         num_shares: parts of each global batch; None is one per replica.
         channels_last: the memory format of images; None chooses.
     """
 
-    devices: int | None = None
+    devices: Devices = None
     num_shares: int | None = None
     channels_last: bool | None = None
     precision: str = "fp32"
@@ -153,11 +152,12 @@ class Mirrored(Maker):
         """Make the Plan for global batches of ``batch_size`` samples.
 
         Raises:
-            DeviceError: more replicas than this host can hold.
+            DeviceError: devices that this host has not, or more replicas than it can hold.
             OptionError: fewer shares than replicas.
         """
         cores = cluster.hosts[0].num_cores
-        replicas = num_mirrored_replicas(self.devices, cluster)
+        devices = device_names(self.devices, cluster.hosts[0])
+        replicas = len(devices)
         shares = replicas if self.num_shares is None else self.num_shares
         if shares < replicas:
             raise OptionError(
@@ -168,8 +168,8 @@ class Mirrored(Maker):
         return Plan(
             strategy="mirrored",
             mesh=(Axis(name="data", size=replicas),),
-            devices=tuple(f"cpu:{rank % cores}" for rank in range(replicas)),
-            threads_per_device=1,
+            devices=devices,
+            threads_per_device=threads_for(devices, cores),
             num_shares=shares,
             interleaved=shares > replicas
             and any(layer.uses_batch_statistics for layer in graph.layers),
@@ -177,7 +177,7 @@ class Mirrored(Maker):
             update=LocalUpdate() if replicas == shares == 1 else SlicedUpdate(),
             precision=self.precision,
             channels_last=self._has_channels_last(graph),
-            notes=tuple(_notes(replicas, shares, cores, batch_size)),
+            notes=tuple(_notes(devices, shares, cores, batch_size)),
         )
 
     def _has_channels_last(self, graph: LayerGraph) -> bool:
@@ -185,35 +185,6 @@ class Mirrored(Maker):
             return self.channels_last
         # float64 is for proofs, and keeps to what the reference does.
         return self.precision != "fp64" and any(layer.kind == "Conv2d" for layer in graph.layers)
-
-
-def num_mirrored_replicas(devices: int | None, cluster: Cluster) -> int:
-    """Replicas that ``devices`` asks for on the first host; None is one per core, at most 8.
-
-    Raises:
-        DeviceError: more than the host can hold.
-    """
-    cores = cluster.hosts[0].num_cores
-    if devices is None:
-        return min(cores, MAX_DEFAULT_REPLICAS)
-    most = cores * MAX_CPU_REPLICAS_PER_CORE
-    if devices > most:
-        raise DeviceError(
-            f"This host has {cores} usable cores, enough for {most} CPU replicas.",
-            received=f"devices={devices}",
-            fix=f"Use devices={cores} for one replica per core.",
-        )
-    return devices
-
-
-def _check_gpu(device: str, cluster: Cluster) -> None:
-    gpus = [gpu.name for gpu in cluster.hosts[0].devices_of("cuda")]
-    if device.startswith("cuda") and device not in gpus:
-        raise DeviceError(
-            f"This host's GPUs are: {', '.join(gpus) or 'none'}.",
-            received=f"device={device!r}",
-            fix=f"Use {gpus[0]!r}." if gpus else "Use 'cpu', or a torch built for the GPU.",
-        )
 
 
 def placements(
@@ -260,9 +231,9 @@ def _row_limit(layer: Layer, tied: set[str], batch_size: int) -> int:
     return limit if weight.size >= _SMALLEST_BY_ROWS and limit >= batch_size else 0
 
 
-def _notes(replicas: int, shares: int, cores: int, batch_size: int) -> list[str]:
-    notes = []
-    if replicas > cores:
+def _notes(devices: Sequence[str], shares: int, cores: int, batch_size: int) -> list[str]:
+    notes, replicas = [], len(devices)
+    if is_cpu(devices) and replicas > cores:
         notes.append(f"{replicas} replicas share {cores} cores: right for tests, not for speed.")
     if batch_size < shares:
         notes.append(
@@ -276,23 +247,23 @@ INEXACT = "Replicas train apart between averages: the result is not that of one 
 
 @dataclass(frozen=True, kw_only=True)
 class LocalSteps(Maker):
-    """Data parallelism on one host in which every replica has parameters of its own.
+    """Data parallelism on cores in which every replica has parameters of its own.
 
     Attributes:
-        mirrored: how the replicas would be made if they shared their parameters.
+        mirrored: makes the replicas as they would be if they shared their parameters.
         update: how often they average, and what they do with the average.
     """
 
-    mirrored: Mirrored
+    mirrored: Maker
     update: AveragedUpdate
 
     def __call__(self, graph: LayerGraph, cluster: Cluster, batch_size: int) -> Plan:
         """Make the Plan for global batches of ``batch_size`` samples.
 
         Raises:
-            DeviceError: more replicas than this host can hold.
+            DeviceError: more replicas than a host can hold.
         """
-        plan = self.mirrored(graph, cluster, batch_size)
+        plan = self.mirrored(graph, cluster.cores, batch_size)
         is_alone = plan.num_ranks == 1 and self.update.outer is None  # there is nothing to average
         return msgspec.structs.replace(
             plan,
@@ -305,7 +276,3 @@ class LocalSteps(Maker):
     @property
     def outer(self) -> Nesterov | None:
         return self.update.outer
-
-    def in_precision(self, precision: str) -> "LocalSteps":
-        """The same in another precision."""
-        return replace(self, mirrored=replace(self.mirrored, precision=precision))

@@ -11,7 +11,8 @@ import msgspec
 from lockstep.cluster.topology import Cluster, Host
 from lockstep.graph.layer_graph import Layer, LayerGraph
 from lockstep.plan.decision import LayerPlacement, SlicedUpdate
-from lockstep.plan.makers import Maker, Mirrored, matrix_of, num_mirrored_replicas
+from lockstep.plan.devices import check_devices, device_names, threads_for
+from lockstep.plan.makers import Maker, Mirrored, matrix_of
 from lockstep.plan.spec import Plan
 
 # Of networks that nobody has told of.
@@ -29,8 +30,8 @@ class MirroredHosts(Maker):
     """Synchronous data parallelism: every replica on every host holds the whole model.
 
     Attributes:
-        devices_per_host: CPU replicas of each host; None is as many as its launcher gives it, else
-            one per usable core, at most 8.
+        devices_per_host: of each host; None is as many as its launcher gives it, else all its
+            accelerators, else one CPU replica per usable core, at most 8.
         num_shares: parts of each global batch; None is one per replica.
         channels_last: the memory format of images; None chooses.
         gbit_per_second: how fast a host sends to another.
@@ -49,7 +50,8 @@ class MirroredHosts(Maker):
             DeviceError: more replicas than a host can hold.
             OptionError: fewer shares than replicas.
         """
-        counts = self.replicas(cluster)
+        names = self._devices(cluster)
+        counts = tuple(map(len, names))
         together = Host(
             name="all hosts", num_cores=sum(host.num_cores for host in cluster.hosts), devices=()
         )
@@ -60,17 +62,19 @@ class MirroredHosts(Maker):
             precision=self.precision,
         )
         plan = maker(graph, Cluster(hosts=(together,)), batch_size)
-        plan = msgspec.structs.replace(plan, strategy="multi-worker mirrored")
+        devices = tuple(name for own in names for name in own)
+        check_devices(devices)
+        plan = msgspec.structs.replace(
+            plan,
+            strategy="multi-worker mirrored",
+            devices=devices,
+            threads_per_device=threads_for(devices, together.num_cores),
+        )
         if len(counts) == 1:
             return plan
         return msgspec.structs.replace(
             plan,
             hosts=counts,
-            devices=tuple(
-                f"cpu:{rank % host.num_cores}"
-                for host, count in zip(cluster.hosts, counts, strict=True)
-                for rank in range(count)
-            ),
             update=SlicedUpdate(),
             layers=tuple(
                 self._placed(placement, layer, cluster, batch_size)
@@ -84,10 +88,12 @@ class MirroredHosts(Maker):
         Raises:
             DeviceError: more than it can hold.
         """
-        return tuple(
-            num_mirrored_replicas(self.devices_per_host or host.num_given, Cluster(hosts=(host,)))
-            for host in cluster.hosts
-        )
+        return tuple(map(len, self._devices(cluster)))
+
+    def _devices(self, cluster: Cluster) -> list[tuple[str, ...]]:
+        return [
+            device_names(self.devices_per_host or host.num_given, host) for host in cluster.hosts
+        ]
 
     def _placed(
         self, placement: LayerPlacement, layer: Layer, cluster: Cluster, batch_size: int

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from lockstep.cluster.topology import Cluster, num_devices
-from lockstep.errors import OptionError, PlanError
+from lockstep.errors import DeviceError, OptionError, PlanError
 from lockstep.graph.layer_graph import Flow, Layer, LayerCosts, LayerGraph
 from lockstep.plan.cut_places import stages_from_names, stages_from_scopes
-from lockstep.plan.cuts import Cut, CutProblem, LayerCost, best_cut, describe_cut
+from lockstep.plan.cuts import Cut, CutProblem, LayerCost, best_cut, counted, describe_cut
 from lockstep.plan.decision import (
     Axis,
     Pipeline,
@@ -22,6 +22,7 @@ from lockstep.plan.decision import (
     StagedUpdate,
     StagePrediction,
 )
+from lockstep.plan.devices import device_names, is_cpu, threads_for
 from lockstep.plan.host_ranks import ranks_per_host
 from lockstep.plan.lowering import predict
 from lockstep.plan.makers import Maker, placements
@@ -46,14 +47,16 @@ class Pipelined(Maker):
     """Layer-wise partition, with or without replicas of the stages.
 
     Attributes:
-        stages: devices in a row; None takes as many as the cuts or scopes say, or as pay.
+        stages: devices in a row, at most; None takes as many as the cuts or scopes say, or as pay.
         cuts: names of the modules at which stages begin; None cuts as scopes say, or balanced.
-        microbatches: of a batch, for each replica of the pipeline; None is four for each stage.
+        microbatches: of a batch, for each replica of the pipeline; None is four for each stage, and
+            one where there is one stage.
         schedule: one of ``plan.schedules.SCHEDULES``.
         replicas: of every stage, or of each stage.
         recompute: whether activations are computed again in backward instead of kept; or the
             numbers of the stages where they are.
         memory_bytes: that a device may hold of parameters, gradients, slots and activations.
+        devices: of each host's ranks, by name; None is what fits.
         precision: see ``Plan``.
     """
 
@@ -64,6 +67,7 @@ class Pipelined(Maker):
     replicas: int | tuple[int, ...] = 1
     recompute: bool | tuple[int, ...] = False
     memory_bytes: int | None = None
+    devices: tuple[str, ...] | None = None
     precision: str = "fp32"
 
     def check_batch_size(self, batch_size: int) -> None:
@@ -101,19 +105,24 @@ class Pipelined(Maker):
         costs = _cut_problem(graph, units, self._in_flight(cluster, num_shares), self.memory_bytes)
         cut, reason = self._cut(graph, units, costs, cluster, num_shares)
         starts = [units[start][0] for start in cut.starts]
+        size = 1.0  # of a microbatch, in those that were measured
+        if len(starts) == 1 and self.microbatches is None and self.memory_bytes is None:
+            num_shares = self.most_replicas
+            size = -(-batch_size // num_shares) / self.sample_size(cluster, batch_size)
         of_layer = [
             sum(start <= layer for start in starts) - 1 for layer in range(len(graph.layers))
         ]
         ranks = self._ranks(len(starts))
         num_ranks = 1 + max(rank for held in ranks for rank in held)
         hosts = ranks_per_host(num_ranks, cluster)
+        devices = self._devices(cluster, hosts)
         cores = sum(host.num_cores for host in cluster.hosts)
         stages = tuple(
             Stage(
                 ranks=held,
                 needs=tuple(sorted(_needs(graph, of_layer, stage))),
                 recompute=self._recomputes(stage, len(ranks)),
-                predicted=_prediction(graph, of_layer, stage, cut),
+                predicted=_prediction(graph, of_layer, stage, cut, size),
             )
             for stage, held in enumerate(ranks)
         )
@@ -121,12 +130,8 @@ class Pipelined(Maker):
         return Plan(
             strategy="pipeline" if self.most_replicas == 1 else "hybrid",
             mesh=self._mesh(num_ranks),
-            devices=tuple(
-                f"cpu:{rank % host.num_cores}"
-                for host, count in zip(cluster.hosts, hosts, strict=True)
-                for rank in range(count)
-            ),
-            threads_per_device=1,
+            devices=devices,
+            threads_per_device=threads_for(devices, cores),
             num_shares=num_shares,
             interleaved=False,
             layers=placements(graph, of_layer),
@@ -137,8 +142,22 @@ class Pipelined(Maker):
             hosts=hosts if len(hosts) > 1 else (),
             notes=(
                 *([reason] if reason else []),
-                *_notes(graph, pipeline, num_ranks, cores, num_shares, batch_size),
+                *_notes(graph, pipeline, devices, cores, num_shares, batch_size),
             ),
+        )
+
+    def _devices(self, cluster: Cluster, hosts: Sequence[int]) -> tuple[str, ...]:
+        """By rank; as many as there are on each host."""
+        if self.devices is not None and {*hosts} != {len(self.devices)}:
+            raise DeviceError(
+                "Every rank of a host needs one device.",
+                received=f"{len(self.devices)} devices for {max(hosts)} ranks",
+                fix=f"Name {max(hosts)}, or leave `devices` out.",
+            )
+        return tuple(
+            name
+            for host, count in zip(cluster.hosts, hosts, strict=True)
+            for name in device_names(self.devices or count, host)
         )
 
     # --- counts ----------------------------------------------------------------------------------
@@ -204,9 +223,11 @@ class Pipelined(Maker):
             count, reason = choose_num_stages(costs, self._num_devices(cluster), microbatches)
             return best_cut(costs, min(count * self._chunks, len(units))), reason
         wanted = self._num_devices(cluster)
-        if wanted > len(units):
-            _raise_too_few(graph, units, wanted)
-        return best_cut(costs, min(wanted * self._chunks, len(units))), ""
+        found = min(wanted, len(units))
+        if isinstance(self.replicas, tuple):
+            self._check_num_stages(found, "layers")
+        reason = "" if found == wanted else _why_fewer(graph, units, wanted)
+        return best_cut(costs, min(wanted * self._chunks, len(units))), reason
 
     def _check_num_stages(self, found: int, source: str) -> None:
         devices = self.stages
@@ -245,7 +266,7 @@ class Pipelined(Maker):
             return [tuple(range(low, high)) for low, high in pairwise([0, *ends])]
         devices = num_stages
         if self.schedule == "interleaved":
-            devices = self.stages or -(-num_stages // self._chunks)
+            devices = min(self.stages or -(-num_stages // self._chunks), num_stages)
         return [
             tuple(replica * devices + stage % devices for replica in range(self.replicas))
             for stage in range(num_stages)
@@ -356,27 +377,24 @@ def _costs(layer: Layer) -> LayerCosts:
     return layer.costs
 
 
-def _raise_too_few(graph: LayerGraph, units: Sequence[tuple[int, int]], wanted: int) -> None:
+def _why_fewer(graph: LayerGraph, units: Sequence[tuple[int, int]], wanted: int) -> str:
+    """Why a model does not come in as many stages as were asked for.
+
+    What it computes is the same in any number of them, so it runs, with devices to spare.
+    """
     atomic = [layer for layer in graph.layers if layer.atomic_reason]
-    because = "".join(
-        f"; {layer.name or 'the model'} runs as one piece ({layer.atomic_reason})"
+    reasons = [
+        f"{layer.name or 'the model'} runs as one piece ({layer.atomic_reason})"
         for layer in atomic[:3]
-    )
+    ]
     if len(units) < len(graph.layers):
-        because += "".join(
-            f"; no cut may part {graph.layers[first].name!r} from {graph.layers[last].name!r}"
+        reasons += [
+            f"no cut may part {graph.layers[first].name!r} from {graph.layers[last].name!r}"
             for first, last in graph.inseparable[:3]
-        )
-    if len(units) > 1:
-        found, fix = f"{len(units)} layers", f"Use stages={len(units)} or fewer."
-    else:
-        instead = ", or change what makes it one piece" if atomic else ""
-        found, fix = "1 layer", f"Use a data parallel strategy, such as MirroredStrategy{instead}."
-    raise OptionError(
-        "A pipeline cannot have more stages than the model has layers.",
-        received=f"{wanted} stages for {found}{because}",
-        fix=fix,
-    )
+        ]
+    found = f"{counted(len(units), 'stage')} instead of {wanted}, on as many devices"
+    layers = f"the model has {counted(len(units), 'layer')}"
+    return f"{found}: {'; '.join([layers, *reasons])}. A data parallel strategy takes more devices."
 
 
 # --- what comes of a cut --------------------------------------------------------------------------
@@ -398,7 +416,7 @@ def _needs(graph: LayerGraph, of_layer: Sequence[int], stage: int) -> set[int]:
 
 
 def _prediction(
-    graph: LayerGraph, of_layer: Sequence[int], stage: int, cut: Cut
+    graph: LayerGraph, of_layer: Sequence[int], stage: int, cut: Cut, size: float
 ) -> StagePrediction:
     costs = [
         _costs(layer)
@@ -408,9 +426,9 @@ def _prediction(
     received, sent = cut.stage_bytes_received[stage], cut.stage_bytes_sent[stage]
     transfer = SECONDS_PER_BYTE * (received + sent)
     return StagePrediction(
-        forward_seconds=math.fsum(one.forward_seconds for one in costs) + transfer,
-        backward_seconds=math.fsum(one.backward_seconds for one in costs) + transfer,
-        activation_bytes=sum(one.activation_bytes for one in costs),
+        forward_seconds=size * math.fsum(one.forward_seconds for one in costs) + transfer,
+        backward_seconds=size * math.fsum(one.backward_seconds for one in costs) + transfer,
+        activation_bytes=round(size * sum(one.activation_bytes for one in costs)),
         received_bytes=received,
         sent_bytes=sent,
     )
@@ -419,7 +437,7 @@ def _prediction(
 def _notes(
     graph: LayerGraph,
     pipeline: Pipeline,
-    num_ranks: int,
+    devices: Sequence[str],
     cores: int,
     num_shares: int,
     batch_size: int,
@@ -431,8 +449,10 @@ def _notes(
     ]
     if any(layer.costs is not None and layer.costs.is_estimated for layer in graph.layers):
         notes.append("Times are counted from operations: the model has no memory to be timed in.")
-    if num_ranks > cores:
-        notes.append(f"{num_ranks} processes share {cores} cores: right for tests, not for speed.")
+    if is_cpu(devices) and len(devices) > cores:
+        notes.append(
+            f"{len(devices)} processes share {cores} cores: right for tests, not for speed."
+        )
     atomic = [layer for layer in graph.layers if layer.atomic_reason]
     notes += [
         f"{layer.name or 'The model'} runs as one piece: {layer.atomic_reason}" for layer in atomic

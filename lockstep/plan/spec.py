@@ -39,6 +39,8 @@ class Plan(Decision, frozen=True, kw_only=True, forbid_unknown_fields=True):
             and output gradients that replicas exchange (``LayerPlacement.row_limit``) go to all
             hosts then, and every host updates all of that weight.
         engine: where the parameters are, and what moves tensors between ranks.
+        compression: how hosts compress what they send each other of gradients, or of what replicas
+            that train apart have changed; None where nothing is, and the result exact.
         notes: what a person should know about this plan.
         version: of this format.
 

@@ -9,7 +9,14 @@ from rich.table import Table
 from rich.text import Text
 
 from lockstep.plan.averaging import AveragedUpdate
-from lockstep.plan.decision import Decision, LayerPlacement, LocalUpdate, Pipeline, Stage
+from lockstep.plan.decision import (
+    Decision,
+    LayerPlacement,
+    LocalUpdate,
+    Pipeline,
+    ServedUpdate,
+    Stage,
+)
 from lockstep.units import format_bytes, format_count, format_time
 
 _MOST_LAYERS = 40
@@ -72,7 +79,11 @@ def _heading(plan: Decision) -> str:
 
 
 def _devices(plan: Decision) -> str:
-    """The ranks' devices, host by host where there are several."""
+    """The ranks' devices, by their roles, or host by host where there are several."""
+    if plan.num_servers:
+        workers = plan.devices[: -plan.num_servers]
+        servers = plan.devices[-plan.num_servers :]
+        return f"workers on {', '.join(workers)}; servers on {', '.join(servers)}"
     if not plan.hosts:
         return ", ".join(plan.devices)
     return "; ".join(
@@ -93,6 +104,8 @@ def _work(plan: Decision) -> str:
         if isinstance(plan.update, LocalUpdate)
         else f"each replica's own, {plan.update}"
         if isinstance(plan.update, AveragedUpdate)
+        else f"in shared memory, {plan.update}"
+        if isinstance(plan.update, ServedUpdate)
         else "in shared memory, each rank updates its slice"
         if plan.engine.shares_memory
         else f"each rank's own, which updates its slice{_over(plan)}"

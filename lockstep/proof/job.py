@@ -17,6 +17,7 @@ from torch import nn, optim
 from lockstep.errors import ModelError, OptionError, Problems
 from lockstep.parallel.loss_options import check_loss
 from lockstep.parallel.serialization import optimizer_contents, rebuild_optimizer
+from lockstep.parallel.store import move_model
 
 
 @dataclass(frozen=True)
@@ -95,12 +96,13 @@ class JobCopy:
     train_step: Any
 
 
-def copy_job(job: Job, *, in_double: bool = True) -> JobCopy:
+def copy_job(job: Job, *, in_double: bool = True, device: torch.device | None = None) -> JobCopy:
     """Copy what a training changes.
 
     Args:
         job: the job.
         in_double: have the copies be in float64.
+        device: where they are to be; None for where the job's are.
 
     Raises:
         ModelError: the model cannot be copied.
@@ -120,6 +122,11 @@ def copy_job(job: Job, *, in_double: bool = True) -> JobCopy:
     if in_double:
         model._apply(_double)
         loss, train_step = _in_double(loss), _in_double(train_step)
+    if device is not None:
+        move_model(model, device)
+        for one in (loss, train_step):
+            if isinstance(one, nn.Module):
+                move_model(one, device)
     return JobCopy(
         model=model,
         loss=loss,

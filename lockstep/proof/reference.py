@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import nn, optim
 
-from lockstep.data.order import seed_streams, share_seed
+from lockstep.data.order import seed_streams, share_seed, torch_streams
 from lockstep.data.own_loss import OwnLoss
 from lockstep.data.sources import Batch, Source
 from lockstep.data.trees import concatenate, map_tensors
@@ -166,7 +166,7 @@ class Reference:
         for share, (start, stop) in enumerate(bounds, first_share):
             seed_streams(share_seed(self._seed, number, share))
             parts.append(source.read(indices[start:stop], torch.float64))
-            states.append(torch.get_rng_state())
+            states.append(torch_streams())
         return self._moved(_joined(parts)), states
 
     def _probe(self, batch: Batch) -> Probe | None:
@@ -174,7 +174,7 @@ class Reference:
         fewer = _first(batch, batch.num_samples - 1)
         return probe_draws(fewer.num_samples, lambda: self._loss_of(*self._guinea_pig, fewer))
 
-    def _loss_of(self, model: nn.Module, loss: Any, batch: Batch) -> torch.Tensor | None:
+    def _loss_of(self, model: Callable[..., Any], loss: Any, batch: Batch) -> torch.Tensor | None:
         if self._train_step is not None:
             return returned_loss(self._train_step(model, _as_given(batch)))
         inputs = batch.inputs

@@ -12,6 +12,7 @@ from torch import nn, optim
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lockstep.plan.averaging import AveragedUpdate, Nesterov
+from lockstep.proof.compressed import SimulatedHosts
 from lockstep.proof.reference import Record, Reference
 
 
@@ -22,12 +23,21 @@ class Replicas:
         references: one for each replica, that train on a share of each batch.
         update: when they average, and how.
         steps_per_epoch: batches of a pass over the data.
+        hosts: that compress what replicas have changed; None where nothing is.
+        host_of: the host of each replica.
     """
 
     def __init__(
-        self, references: Sequence[Reference], update: AveragedUpdate, steps_per_epoch: int
+        self,
+        references: Sequence[Reference],
+        update: AveragedUpdate,
+        steps_per_epoch: int,
+        hosts: SimulatedHosts | None = None,
+        host_of: Callable[[int], int] = lambda replica: 0,
     ) -> None:
         self.references = references
+        self._hosts = hosts
+        self._host_of = host_of
         self._update = update
         self._steps_per_epoch = steps_per_epoch
         self._weights = [0.0 for _ in references]
@@ -67,7 +77,7 @@ class Replicas:
             models = [reference.model for reference in self.references]
             weights = [list(_weights_of(model)) for model in models]
             for number, own in enumerate(zip(*weights, strict=True)):
-                _set_all(own, self._stepped(number, _mean(own, parts)))
+                _set_all(own, self._stepped(number, self._mean_of(number, own, parts)))
             for buffers in zip(*(model.buffers() for model in models), strict=True):
                 is_float = buffers[0].is_floating_point()
                 _set_all(buffers, _mean(buffers, parts) if is_float else buffers[0])
@@ -75,6 +85,18 @@ class Replicas:
                 self._average_slots(parts)
         self._weights = [0.0 for _ in self.references]
         self._since = 0
+
+    def _mean_of(
+        self, number: int, weights: Sequence[torch.Tensor], parts: Sequence[float]
+    ) -> torch.Tensor:
+        """The average of a weight, as far as hosts have told each other of it."""
+        if self._hosts is None:
+            return _mean(weights, parts)
+        start = self._averages[number]
+        changes = [torch.zeros_like(start) for _ in range(self._hosts.num_hosts)]
+        for replica, (weight, part) in enumerate(zip(weights, parts, strict=True)):
+            changes[self._host_of(replica)] += part * (weight - start)
+        return start + self._hosts.sum(str(number), changes)
 
     def _stepped(self, number: int, mean: torch.Tensor) -> torch.Tensor:
         """What the outer optimizer makes of the average of a weight."""

@@ -19,14 +19,17 @@ Both are noted by name. Where a dim holds several rows per sample, those of one 
 be neighbours.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-State = torch.Tensor  # of a torch.Generator
+from lockstep.data.order import set_torch_streams, torch_streams
+
+State = torch.Tensor  # of torch's generators
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,7 @@ class ShareStreams(TorchDispatchMode):
         self._num_samples = bounds[-1][1]
         self._probe = probe
         self._num_draws = 0
-        self._states: dict[bytes, list[State]] = {_key(torch.get_rng_state()): states}
+        self._states: dict[bytes, list[State]] = {_key(torch_streams()): states}
         self._dims: dict[tuple[bytes, Draw], int | None] = {}
         self.notes: list[str] = []
 
@@ -75,16 +78,16 @@ class ShareStreams(TorchDispatchMode):
         if call.has_own_generator:
             self._note(f"{call.name} draws from a generator of the model's own")
             return call.run()
-        before = torch.get_rng_state()
+        before = torch_streams()
         if not call.draws():
             return call.run()
         # Where the forward pass has seeded the generator anew, so would every share.
         states = self._states.get(_key(before), [before] * len(self._bounds))
         dim = self._dim_of_samples(_key(before), Draw(call.name, call.shape))
         result, states = self._draw(call, dim, states)
-        torch.set_rng_state(before)
+        set_torch_streams(before)
         torch.rand(())  # moves the global state on, so that the next draw finds its own states
-        self._states[_key(torch.get_rng_state())] = states
+        self._states[_key(torch_streams())] = states
         return result
 
     def _draw(self, call: "_Call", dim: int | None, states: list[State]) -> tuple[Any, list[State]]:
@@ -135,7 +138,7 @@ def probe_draws(num_samples: int, forward: Callable[[], object]) -> Probe | None
     """The draws of a forward pass over ``num_samples``; None if it fails, or draws nothing."""
     recorder = _Recorder()
     try:
-        with torch.random.fork_rng(devices=()), torch.no_grad(), recorder:
+        with _kept_state(), torch.no_grad(), recorder:
             forward()
     except Exception:
         # One sample less may be too few, for a BatchNorm or a reshape: then sizes have to tell.
@@ -185,10 +188,10 @@ class _Call:
 
     def draws(self) -> bool:
         """Whether it takes anything from the global generator; leaves all as it was."""
-        before = torch.get_rng_state()
+        before = torch_streams()
         self._on(tuple(map(_clone, self.args)), self._cloned_kwargs()).run()
-        drew = not torch.equal(before, torch.get_rng_state())
-        torch.set_rng_state(before)
+        drew = not torch.equal(before, torch_streams())
+        set_torch_streams(before)
         return drew
 
     @property
@@ -261,8 +264,17 @@ def _clone(value: Any) -> Any:
 
 def _from_state(state: State, run: Callable[[], Any]) -> tuple[Any, State]:
     """Run with torch's generator in this state; returns the result and the state after it."""
-    torch.set_rng_state(state)
-    return run(), torch.get_rng_state()
+    set_torch_streams(state)
+    return run(), torch_streams()
+
+
+@contextmanager
+def _kept_state() -> Iterator[None]:
+    before = torch_streams()
+    try:
+        yield
+    finally:
+        set_torch_streams(before)
 
 
 def _key(state: State) -> bytes:

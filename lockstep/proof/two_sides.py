@@ -6,15 +6,19 @@ and only the figures are kept. So memory does not grow with the steps.
 
 import math
 from collections.abc import Iterator
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import nn, optim
 
+from lockstep.accelerators import rank_device
 from lockstep.errors import NonFiniteGradientError, NonFiniteLossError
 from lockstep.parallel.module_watch import Look, ModuleWatch, Noted
 from lockstep.plan.averaging import AveragedUpdate
+from lockstep.plan.compressed import COMPRESSED
+from lockstep.plan.makers import INEXACT
+from lockstep.plan.spec import Plan
 from lockstep.proof.comparison import (
     GRADIENT,
     LOSS,
@@ -25,6 +29,7 @@ from lockstep.proof.comparison import (
     norm_of,
     rounding_mask,
 )
+from lockstep.proof.compressed import CompressedReference, SimulatedHosts
 from lockstep.proof.job import Job, JobCopy, copy_job
 from lockstep.proof.job_data import JobData
 from lockstep.proof.reference import Record, Reference
@@ -64,12 +69,9 @@ class TwoSides:
         self.look = look
         self.seen: tuple[Snapshot, Noted] | None = None
         self._data = data
-        self._reference_of = partial(make_reference, job, data, seed)
-        self._reference = reference = self._reference_of(None)
         self._replicas: Replicas | None = None
+        self._make = partial(make_reference, job, data, seed)
         self.trainer = make_trainer(copy_job(job), job, strategy, "fp64", seed)
-        # The update is linear in the gradient: rounding stays rounding.
-        self._linear = type(reference.optimizer) is optim.SGD
         self._rounding: dict[str, torch.Tensor] = {}
         self._steps = 0
         self._updates = 0
@@ -99,6 +101,23 @@ class TwoSides:
         self._count(record)
         self.comparisons += compare_step(snapshot, record)
 
+    @cached_property
+    def _reference(self) -> Reference:
+        """Made after the trainer's first step: its Plan says where, and what is compressed."""
+        plan = self.trainer.plan
+        if plan.compression is None or isinstance(plan.update, AveragedUpdate):
+            return self._reference_of(None)
+        hosts = SimulatedHosts(plan.compression, plan.num_hosts)
+        return self._reference_of(None, hosts=hosts, host_of=partial(host_of_gradient, plan))
+
+    def _reference_of(self, share: int | None, **compressed: Any) -> Reference:
+        return self._make(share, rank_device(self.trainer.plan.devices, 0), **compressed)
+
+    @property
+    def _linear(self) -> bool:
+        """The update is linear in the gradient: rounding stays rounding."""
+        return type(self._reference.optimizer) is optim.SGD
+
     @property
     def model(self) -> nn.Module:
         """The reference's."""
@@ -124,8 +143,7 @@ class TwoSides:
             self.comparisons += compare_states(snapshot, [record] * len(snapshot.states))
             return
         if self._replicas is None:
-            references = [self._reference_of(rank) for rank in range(len(snapshot.states))]
-            self._replicas = Replicas(references, update, self._data.steps_per_epoch)
+            self._replicas = self._apart(self.trainer.plan, update)
         records = self._replicas.step(
             self.trainer.plan.num_shares, snapshot.weights, partial(self._settle, snapshot)
         )
@@ -136,9 +154,25 @@ class TwoSides:
     def is_synchronous(self) -> bool:
         """Whether the ranks train together, or average what comes to the same."""
         update, reference = self.trainer.plan.update, self._reference
-        return not isinstance(update, AveragedUpdate) or is_synchronous(
-            update, reference.optimizer, reference.model
+        return not isinstance(update, AveragedUpdate) or (
+            self.trainer.plan.compression is None
+            and is_synchronous(update, reference.optimizer, reference.model)
         )
+
+    @property
+    def inexact(self) -> str:
+        """Why the result is not that of one device, by choice; empty where it is to be."""
+        if not self.is_synchronous:
+            return INEXACT
+        return "" if self.trainer.plan.compression is None else COMPRESSED
+
+    def _apart(self, plan: Plan, update: AveragedUpdate) -> Replicas:
+        """Replicas that train apart, simulated."""
+        references = [self._reference_of(rank) for rank in range(plan.num_ranks)]
+        hosts = None
+        if plan.compression is not None:
+            hosts = SimulatedHosts(plan.compression, plan.num_hosts)
+        return Replicas(references, update, self._data.steps_per_epoch, hosts, plan.host_of)
 
     def _count(self, record: Record) -> None:
         self._steps += 1
@@ -201,10 +235,27 @@ class TwoSides:
         )
 
 
-def make_reference(job: Job, data: JobData, seed: int, share: int | None) -> Reference:
-    """The plain loop, on the whole of each batch or on one share alone."""
-    own = copy_job(job)
-    return Reference(
+def make_reference(
+    job: Job,
+    data: JobData,
+    seed: int,
+    share: int | None,
+    device: torch.device,
+    **compressed: Any,
+) -> Reference:
+    """The plain loop on a device, on the whole of each batch or on one share alone.
+
+    Args:
+        job: what it trains.
+        data: what on.
+        seed: of all random numbers.
+        share: of each batch; None for all.
+        device: where it trains.
+        compressed: see ``CompressedReference``; none for gradients as they are.
+    """
+    own = copy_job(job, device=device)
+    kind = CompressedReference if compressed else Reference
+    return kind(
         own.model,
         own.loss,
         own.optimizer,
@@ -213,7 +264,17 @@ def make_reference(job: Job, data: JobData, seed: int, share: int | None) -> Ref
         loss_weights=job.loss_weights,
         share=share,
         train_step=own.train_step,
+        **compressed,
     )
+
+
+def host_of_gradient(plan: Plan, name: str, share: int) -> int:
+    """The host that has a share's part of the gradient of a parameter."""
+    if plan.pipeline is None:
+        return plan.host_of(plan.replica_of(share))
+    owners = (one for one in plan.layers if name.startswith(f"{one.name}.".lstrip(".")))
+    ranks = plan.pipeline.stages[max(owners, key=lambda one: len(one.name)).stage].ranks
+    return plan.host_of(ranks[share % len(ranks)])
 
 
 def make_trainer(

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
+from lockstep.accelerators import rank_device
 from lockstep.data.order import kept_streams
 from lockstep.errors import LockstepError, ModelError, OptionError, Problems
 from lockstep.parallel.module_watch import Look
-from lockstep.plan.makers import INEXACT
 from lockstep.plan.spec import Plan
 from lockstep.proof.bits import BitsProof, Verdict
 from lockstep.proof.comparison import KINDS, TOLERANCE, Comparison
@@ -86,7 +86,7 @@ def _verify(
             raise
         comparisons = sides.comparisons
         agreed = sides.trainer.same_everywhere  # rank 0 has compared, and all run what follows
-        if sides.is_synchronous and agreed(first_of(comparisons)) is not None:
+        if not sides.inexact and agreed(first_of(comparisons)) is not None:
             conditioning = _conditioning(job, data, sides.trainer.plan, seed, steps)
             comparisons = conditioning.loosened(comparisons)
             first = agreed(first_of(comparisons))
@@ -97,9 +97,9 @@ def _verify(
             verdicts += proof.planted() if self_test else []
     plan = sides.trainer.plan
     undivided = _undivided(plan)
-    reasons = plan.notes if undivided else () if sides.is_synchronous else (INEXACT,)
+    reasons = plan.notes if undivided else (sides.inexact,) if sides.inexact else ()
     report = make_report(
-        _title(plan, steps, data.size, is_simulated=not sides.is_synchronous),
+        _title(plan, steps, data.size, simulated=_simulated(plan, sides)),
         comparisons,
         sides.undetermined(),
         [*sides.notes(), *reasons],
@@ -113,7 +113,8 @@ def _verify(
 
 def _conditioning(job: Job, data: JobData, plan: Plan, seed: int, steps: int) -> Conditioning:
     """What rounding can do in so many steps."""
-    one, other = (make_reference(job, data, seed, None) for _ in range(2))
+    device = rank_device(plan.devices, 0)
+    one, other = (make_reference(job, data, seed, None, device) for _ in range(2))
     possible = steps if data.num_batches is None else min(steps, data.num_batches)
     return measure(one, other, plan.num_shares, possible)
 
@@ -149,10 +150,18 @@ def _cause(
     )
 
 
-def _title(plan: Plan, steps: int, size: str, *, is_simulated: bool) -> str:
+def _simulated(plan: Plan, sides: TwoSides) -> str:
+    """What the plain loop has to simulate."""
+    what = [] if sides.is_synchronous else [f"{plan.num_ranks} replicas"]
+    if plan.compression is not None:
+        what.append(f"{plan.num_hosts} hosts that send {plan.compression}")
+    return " on ".join(what)
+
+
+def _title(plan: Plan, steps: int, size: str, *, simulated: str) -> str:
     plain = "a plain PyTorch loop"
-    if is_simulated:
-        plain += f" that simulates {plan.num_ranks} replicas"
+    if simulated:
+        plain += f" that simulates {simulated}"
     mesh = " x ".join(f"{axis.name} {axis.size}" for axis in plan.mesh) or "one device"
     return (
         f"{plan.strategy}, {mesh}, num_shares={plan.num_shares}, against {plain}: "
@@ -195,6 +204,12 @@ def _check(job: object, strategy: object, steps: Any, seed: Any) -> None:
             "function returns: verify(make_job(), strategy).",
         )
     check_strategy(strategy, problems)
+    if getattr(strategy, "staleness", 0) != 0:
+        problems.add(
+            "Workers that do not wait for each other have no result to be held to.",
+            received=f"staleness={getattr(strategy, 'staleness', 0)}",
+            fix="Verify with staleness=0, which shares all but the waiting.",
+        )
     if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
         problems.add(
             "`steps` must be an integer of at least 1.", received=repr(steps), fix="Use 5."

@@ -3,7 +3,7 @@
 import os
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NoReturn, TypeVar
 
 from lockstep.cluster.devices import discover
 from lockstep.cluster.environment import find_place
@@ -11,6 +11,9 @@ from lockstep.cluster.place import Reach
 from lockstep.errors import OptionError, Problems
 from lockstep.plan.makers import Maker
 from lockstep.plan.spec import Plan
+from lockstep.strategies.distribute_names import missing
+
+_T = TypeVar("_T")
 
 
 class Strategy(ABC):
@@ -87,6 +90,17 @@ class Strategy(ABC):
         """
         place = None if self.reach == "one process" else find_place(os.environ)
         return place is None or (place.host == 0 and place.leads)
+
+    def experimental_distribute_dataset(self, dataset: _T, options: object = None) -> _T:
+        """A dataset of global batches, as it is: ``fit`` divides every batch among the replicas.
+
+        Here for scripts that come from tf.distribute, whose options of that have no meaning here.
+        """
+        return dataset
+
+    def __getattr__(self, name: str) -> NoReturn:
+        """Of other names that tf.distribute has, say what to write in their place."""
+        raise missing(type(self).__name__, name)
 
     def scope(self) -> AbstractContextManager["Strategy"]:
         """Within ``with strategy.scope():`` a Trainer without a strategy uses this one.

@@ -6,7 +6,9 @@ from typing import Any
 
 from lockstep.cluster.place import Reach
 from lockstep.errors import Problems
-from lockstep.plan.engines import check_engine, over
+from lockstep.plan.compressed import compressed
+from lockstep.plan.compression import Compression, check_carrier, find_compression
+from lockstep.plan.engines import over
 from lockstep.plan.makers import Maker
 from lockstep.strategies.base import Strategy, is_count
 from lockstep.strategies.pipeline import check_counts, make_pipelined
@@ -27,6 +29,9 @@ class HybridStrategy(Strategy):
         schedule: as in ``PipelineStrategy``.
         recompute: as in ``PipelineStrategy``.
         memory_bytes: as in ``PipelineStrategy``.
+        compression: as in ``MultiWorkerMirroredStrategy``, of gradients that replicas of a stage on
+            several hosts send each other; what stages send stays as it is.
+        devices: as in ``PipelineStrategy``.
         engine: as in ``PipelineStrategy``.
         timeout_seconds: longest wait for a device; what hangs longer is reported.
 
@@ -46,11 +51,14 @@ class HybridStrategy(Strategy):
         schedule: str = "1f1b",
         recompute: bool | Sequence[int] = False,
         memory_bytes: int | None = None,
+        compression: str | Compression | None = None,
+        devices: Sequence[str] | None = None,
         engine: str | None = None,
         timeout_seconds: float = 600.0,
     ) -> None:
         problems = Problems()
-        check_engine(problems, engine)
+        self._compression = find_compression(problems, compression)
+        check_carrier(problems, self._compression, engine)
         check_counts(problems, pipe=pipe)
         _check_data(problems, data, pipe, schedule)
         self._maker = make_pipelined(
@@ -61,6 +69,8 @@ class HybridStrategy(Strategy):
             schedule=schedule,
             recompute=recompute,
             memory_bytes=memory_bytes,
+            devices=devices,
+            engine=engine,
             timeout_seconds=timeout_seconds,
             replicas=_replicas(data),
         )
@@ -68,7 +78,8 @@ class HybridStrategy(Strategy):
         self.timeout_seconds = timeout_seconds
 
     def maker(self, precision: str = "fp32") -> Maker:
-        return over(self.engine, replace(self._maker, precision=precision))
+        maker = compressed(self._compression, replace(self._maker, precision=precision))
+        return over(self.engine, maker)
 
     @property
     def num_replicas_in_sync(self) -> int:

@@ -1,14 +1,21 @@
 """Data parallelism without waiting: replicas step on their own and average now and then."""
 
 import os
+from dataclasses import replace
 
 from lockstep.cluster.devices import discover
-from lockstep.cluster.environment import find_devices
+from lockstep.cluster.environment import find_devices, find_place
+from lockstep.cluster.place import Reach
 from lockstep.errors import DeviceError, OptionError, Problems
 from lockstep.plan.averaging import AveragedUpdate, Every, Nesterov, is_every
-from lockstep.plan.makers import LocalSteps, Maker, Mirrored, num_mirrored_replicas
+from lockstep.plan.compressed import compressed
+from lockstep.plan.compression import Compression, find_compression
+from lockstep.plan.devices import device_names
+from lockstep.plan.makers import LocalSteps, Maker
+from lockstep.plan.many_hosts import MirroredHosts
 from lockstep.strategies.base import Strategy, check_timeout, is_count
 from lockstep.strategies.mirrored import check_format
+from lockstep.strategies.multi_worker import num_replicas
 
 
 class LocalSGDStrategy(Strategy):
@@ -19,14 +26,19 @@ class LocalSGDStrategy(Strategy):
     device, but for ``every=1`` and plain SGD. Stich, Local SGD Converges Fast and Communicates
     Little (2018).
 
+    On several hosts each runs the same script, as under ``MultiWorkerMirroredStrategy``; they send
+    each other nothing but averages.
+
     Args:
         every: steps from one average to the next, or ``"epoch"``. The end of an epoch always
             averages.
-        devices: number of CPU replicas; None is what ``lockstep run --devices`` says, or else one
+        devices: number of CPU replicas, on each host; None is what the launcher says, or else one
             per usable core, at most 8.
         outer: what is done with the average; None takes it as it is, ``Nesterov()`` is DiLoCo.
         average_optimizer: average the optimizer's slots, too. If not, each replica keeps its own
             for as long as ``fit`` runs; afterwards the optimizer has those of the first.
+        compression: of what hosts tell each other of their changes: see
+            ``MultiWorkerMirroredStrategy``.
         channels_last: see ``MirroredStrategy``.
         timeout_seconds: longest wait for a replica; what hangs longer is reported. With few
             averages it is the longest time by which one replica may be behind.
@@ -36,6 +48,8 @@ class LocalSGDStrategy(Strategy):
         OptionError: another argument that cannot be.
     """
 
+    reach: Reach = "all hosts"
+
     def __init__(
         self,
         every: Every,
@@ -43,6 +57,7 @@ class LocalSGDStrategy(Strategy):
         *,
         outer: Nesterov | None = None,
         average_optimizer: bool = False,
+        compression: str | Compression | None = None,
         channels_last: bool | None = None,
         timeout_seconds: float = 600.0,
     ) -> None:
@@ -56,21 +71,26 @@ class LocalSGDStrategy(Strategy):
         _check_averaging(problems, every, outer, average_optimizer)
         check_format(problems, channels_last)
         check_timeout(problems, timeout_seconds)
+        self._compression = find_compression(problems, compression)
         problems.raise_if_any(OptionError)
-        self.devices = find_devices(os.environ) if devices is None else devices
+        if devices is None and find_place(os.environ) is None:
+            devices = find_devices(os.environ)
+        self.devices = devices
         self.timeout_seconds = timeout_seconds
-        self._maker = LocalSteps(
-            mirrored=Mirrored(devices=self.devices, channels_last=channels_last),
-            update=AveragedUpdate(every=every, outer=outer, averages_optimizer=average_optimizer),
+        self._mirrored = MirroredHosts(devices_per_host=devices, channels_last=channels_last)
+        self._update = AveragedUpdate(
+            every=every, outer=outer, averages_optimizer=average_optimizer
         )
-        num_mirrored_replicas(self.devices, discover())
+        device_names(self.devices, discover().cores.hosts[0])
 
     def maker(self, precision: str = "fp32") -> Maker:
-        return self._maker.in_precision(precision)
+        mirrored = replace(self._mirrored, precision=precision)
+        return compressed(self._compression, LocalSteps(mirrored=mirrored, update=self._update))
 
     @property
     def num_replicas_in_sync(self) -> int:
-        return num_mirrored_replicas(self.devices, discover())
+        """Replicas of all hosts; see ``MultiWorkerMirroredStrategy``."""
+        return num_replicas(self._mirrored, self.timeout_seconds, on_cores=True)
 
 
 def _check_averaging(

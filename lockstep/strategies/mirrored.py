@@ -1,12 +1,14 @@
 """Synchronous data parallelism on one host."""
 
 import os
+from collections.abc import Sequence
 
 from lockstep.cluster.devices import discover
 from lockstep.cluster.environment import find_devices
-from lockstep.errors import DeviceError, OptionError, Problems
-from lockstep.plan.engines import check_engine, over
-from lockstep.plan.makers import Maker, Mirrored, num_mirrored_replicas
+from lockstep.errors import OptionError, Problems
+from lockstep.plan.devices import Devices, check_devices, device_names
+from lockstep.plan.engines import backend_for, check_engine, check_leave, over
+from lockstep.plan.makers import Maker, Mirrored
 from lockstep.strategies.base import Strategy, check_timeout, is_count
 
 
@@ -17,38 +19,40 @@ class MirroredStrategy(Strategy):
     replica; ``fit`` starts a helper process for each other one.
 
     Args:
-        devices: number of CPU replicas; None is what ``lockstep run --devices`` says, or else one
-            per usable core, at most 8.
+        devices: how many, or their names, such as ``["cuda:0", "cuda:1"]``, one for each replica. A
+            number is one of accelerators where there are any, else of CPU replicas. None is what
+            ``lockstep run --devices`` says, or else all accelerators, or else one CPU replica per
+            usable core, at most 8. The model is moved to the first device, and stays there.
         num_shares: parts into which each global batch is divided; None is one per replica. Runs
             with the same ``num_shares`` give the same bits on any number of devices.
         channels_last: whether images run through the model with their channels together in memory,
             which is faster on CPUs; None is for models with convolutions, unless in float64. A
             forward pass that such strides make fail is run again in torch's own format; ``False``
             is for what fails in backward.
-        engine: what moves tensors between replicas. None is shared memory, with one copy of the
-            parameters; ``"gloo"`` is torch.distributed, with a copy for each replica.
+        engine: what moves tensors between replicas. None is what fits the devices: on cores shared
+            memory, with one copy of the parameters; on accelerators their own backend of
+            torch.distributed (``"nccl"``, ``"xccl"``), with a copy for each replica. ``"gloo"``
+            works for all, and brings what is on accelerators by way of host memory. Who names an
+            engine may name an accelerator twice, for tests.
         timeout_seconds: longest wait for a replica; what hangs longer is reported.
 
     Raises:
-        DeviceError: fewer than one device, or more than this host can hold.
+        DeviceError: devices that are not there, of two kinds, or taken twice.
         OptionError: another argument that cannot be.
     """
 
     def __init__(
         self,
-        devices: int | None = None,
+        devices: Devices = None,
         *,
         num_shares: int | None = None,
         channels_last: bool | None = None,
         engine: str | None = None,
         timeout_seconds: float = 600.0,
     ) -> None:
-        if devices is not None and (not is_count(devices)):
-            raise DeviceError(
-                "`devices` must be a number of devices, at least 1.",
-                received=f"devices={devices!r}",
-                fix="Use devices=2 for two CPU replicas, or leave it out for one per core.",
-            )
+        check_devices(devices)
+        if isinstance(devices, Sequence):
+            check_leave(devices, engine)
         problems = Problems()
         check_shares(problems, num_shares)
         check_format(problems, channels_last)
@@ -60,11 +64,11 @@ class MirroredStrategy(Strategy):
         self.channels_last = channels_last
         self.engine = engine
         self.timeout_seconds = timeout_seconds
-        num_mirrored_replicas(self.devices, discover())
+        backend_for(engine, device_names(self.devices, discover().hosts[0]))
 
     def maker(self, precision: str = "fp32") -> Maker:
         maker = Mirrored(
-            devices=self.devices,
+            devices=tuple(self.devices) if isinstance(self.devices, Sequence) else self.devices,
             num_shares=self.num_shares,
             channels_last=self.channels_last,
             precision=precision,
@@ -73,7 +77,7 @@ class MirroredStrategy(Strategy):
 
     @property
     def num_replicas_in_sync(self) -> int:
-        return num_mirrored_replicas(self.devices, discover())
+        return len(device_names(self.devices, discover().hosts[0]))
 
 
 def check_shares(problems: Problems, num_shares: object) -> None:

@@ -4,6 +4,8 @@ from dataclasses import replace
 
 from lockstep.cluster.place import Reach
 from lockstep.errors import DeviceError, OptionError, Problems
+from lockstep.plan.compressed import compressed
+from lockstep.plan.compression import Compression, check_carrier, find_compression
 from lockstep.plan.engines import check_engine, over
 from lockstep.plan.makers import Maker
 from lockstep.plan.many_hosts import DEFAULT_GBIT_PER_SECOND, MirroredHosts
@@ -19,15 +21,18 @@ class MultiWorkerMirroredStrategy(Strategy):
     slice. In a script that nobody has launched as one of many there is one host.
 
     Args:
-        devices_per_host: CPU replicas of each host; None is as many as the launcher gives a host,
-            else one per usable core, at most 8.
+        devices_per_host: how many of each host; None is as many as the launcher gives a host, else
+            all its accelerators, else one CPU replica per usable core, at most 8.
         num_shares: parts into which each global batch is divided; None is one per replica.
         channels_last: see ``MirroredStrategy``.
         network_gbit_per_second: how fast a host sends to another (``lockstep doctor`` measures
             it). Over a slow network large dense layers exchange activations in place of gradients.
+        compression: of the gradients that hosts send each other, for slow networks: ``"bf16"``,
+            ``"int8"``, a ``PowerSGD`` or a ``TopK``. What is not sent is added to what is sent at
+            the next step. The result is no longer that of one device, but the same on all hosts.
         engine: what moves tensors between replicas. None is shared memory within a host, and
             between hosts Lockstep's own channels; ``"gloo"`` is torch.distributed, with a copy of
-            the parameters for each replica.
+            the parameters for each replica. On accelerators see ``MirroredStrategy``.
         timeout_seconds: longest wait for another host or a replica; who hangs longer is named.
 
     Raises:
@@ -44,6 +49,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         num_shares: int | None = None,
         channels_last: bool | None = None,
         network_gbit_per_second: float = DEFAULT_GBIT_PER_SECOND,
+        compression: str | Compression | None = None,
         engine: str | None = None,
         timeout_seconds: float = 600.0,
     ) -> None:
@@ -58,6 +64,8 @@ class MultiWorkerMirroredStrategy(Strategy):
         check_format(problems, channels_last)
         _check_speed(problems, network_gbit_per_second)
         check_engine(problems, engine)
+        self._compression = find_compression(problems, compression)
+        check_carrier(problems, self._compression, engine)
         check_timeout(problems, timeout_seconds)
         problems.raise_if_any(OptionError)
         self.engine = engine
@@ -70,7 +78,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         )
 
     def maker(self, precision: str = "fp32") -> Maker:
-        maker = replace(self._maker, precision=precision)
+        maker = compressed(self._compression, replace(self._maker, precision=precision))
         return over(self.engine, maker, num_shares=self._maker.num_shares)
 
     @property
@@ -80,12 +88,18 @@ class MultiWorkerMirroredStrategy(Strategy):
         Raises:
             OptionError: only the first process of the host can tell.
         """
-        from lockstep.train.hosts import find_cluster, find_num_ranks
+        return num_replicas(self._maker, self.timeout_seconds)
 
-        num_ranks = find_num_ranks()
-        if num_ranks is not None:
-            return num_ranks
-        return sum(self._maker.replicas(find_cluster(self.timeout_seconds)))
+
+def num_replicas(maker: MirroredHosts, timeout_seconds: float, *, on_cores: bool = False) -> int:
+    """Replicas of all hosts; see ``num_replicas_in_sync``."""
+    from lockstep.train.hosts import find_cluster, find_num_ranks
+
+    num_ranks = find_num_ranks()
+    if num_ranks is not None:
+        return num_ranks
+    cluster = find_cluster(timeout_seconds)
+    return sum(maker.replicas(cluster.cores if on_cores else cluster))
 
 
 def _check_speed(problems: Problems, speed: object) -> None:

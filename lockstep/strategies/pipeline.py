@@ -5,7 +5,8 @@ from dataclasses import replace
 
 from lockstep.cluster.place import Reach
 from lockstep.errors import OptionError, Problems
-from lockstep.plan.engines import check_engine, over
+from lockstep.plan.devices import check_devices
+from lockstep.plan.engines import check_engine, check_leave, over
 from lockstep.plan.makers import Maker
 from lockstep.plan.pipelines import Pipelined
 from lockstep.plan.schedules import SCHEDULES
@@ -19,16 +20,21 @@ class PipelineStrategy(Strategy):
     ``cuts``, or so that the slowest stage is as fast as can be.
 
     Args:
-        stages: number of devices; None is as many as scopes or cuts say, else as many as pay.
+        stages: number of devices; None is as many as scopes or cuts say, else as many as pay. A
+            model with fewer layers has fewer stages, which the plan's notes say.
         cuts: names of modules, such as ``"decoder.0"``, at which the second and later stages begin.
-        microbatches: parts of each batch that are on their way at once; None is four per stage.
+        microbatches: parts of each batch that are on their way at once; None is four per stage, and
+            one where the model has one stage.
         schedule: ``"1f1b"``; ``"gpipe"``; ``"interleaved"``, where every device has several stages;
             ``"zb-h1"`` and ``"zb-h2"``, which form the gradients of weights when there is time.
         recompute: compute activations again in backward instead of keeping them; a list of stages
             does so in these only.
         memory_bytes: that a device may hold; cuts keep to it.
+        devices: names of each host's, such as ``["cuda:0", "cuda:1"]``, one for each rank; None is
+            accelerators where there are any, else cores.
         engine: what moves tensors between devices. None is shared memory, and between hosts
-            Lockstep's own channels; ``"gloo"`` is torch.distributed.
+            Lockstep's own channels; ``"gloo"`` is torch.distributed. On accelerators see
+            ``MirroredStrategy``.
         timeout_seconds: longest wait for a device; what hangs longer is reported.
 
     Raises:
@@ -46,11 +52,11 @@ class PipelineStrategy(Strategy):
         *,
         recompute: bool | Sequence[int] = False,
         memory_bytes: int | None = None,
+        devices: Sequence[str] | None = None,
         engine: str | None = None,
         timeout_seconds: float = 600.0,
     ) -> None:
         problems = Problems()
-        check_engine(problems, engine)
         check_counts(problems, stages=stages)
         self._maker = make_pipelined(
             problems,
@@ -60,6 +66,8 @@ class PipelineStrategy(Strategy):
             schedule=schedule,
             recompute=recompute,
             memory_bytes=memory_bytes,
+            devices=devices,
+            engine=engine,
             timeout_seconds=timeout_seconds,
         )
         self.engine = engine
@@ -82,6 +90,8 @@ def make_pipelined(
     schedule: str,
     recompute: bool | Sequence[int],
     memory_bytes: int | None,
+    devices: Sequence[str] | None,
+    engine: str | None,
     timeout_seconds: float,
     replicas: int | tuple[int, ...] = 1,
 ) -> Pipelined:
@@ -95,7 +105,11 @@ def make_pipelined(
     _check_schedule(problems, schedule)
     _check_recompute(problems, recompute)
     check_timeout(problems, timeout_seconds)
+    check_engine(problems, engine)
     problems.raise_if_any(OptionError)
+    check_devices(devices)
+    if devices is not None:
+        check_leave(devices, engine)
     return Pipelined(
         stages=stages,
         cuts=None if cuts is None else tuple(cuts),
@@ -104,6 +118,7 @@ def make_pipelined(
         replicas=replicas,
         recompute=tuple(recompute) if isinstance(recompute, Sequence) else recompute,
         memory_bytes=memory_bytes,
+        devices=None if devices is None else tuple(devices),
     )
 
 

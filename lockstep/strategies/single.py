@@ -1,9 +1,7 @@
 """One device: the reference all other strategies are held to."""
 
-import re
-
 from lockstep.cluster.place import Reach
-from lockstep.errors import DeviceError
+from lockstep.plan.devices import check_devices
 from lockstep.plan.makers import Maker, SingleDevice
 from lockstep.strategies.base import Strategy
 
@@ -12,7 +10,8 @@ class SingleDeviceStrategy(Strategy):
     """Trains on one device, in the script's own process.
 
     Args:
-        device: ``"cpu"`` or ``"cuda:0"``; the model must be there.
+        device: ``"cpu"``, or an accelerator such as ``"cuda:0"``: the model is moved there, and
+            stays.
 
     Raises:
         DeviceError: not the name of a device.
@@ -21,12 +20,7 @@ class SingleDeviceStrategy(Strategy):
     reach: Reach = "one process"
 
     def __init__(self, device: str = "cpu") -> None:
-        if not isinstance(device, str) or not re.fullmatch(r"(cpu|cuda)(:\d+)?", device):
-            raise DeviceError(
-                "`device` must be the name of a CPU or GPU.",
-                received=f"device={device!r}",
-                fix="Use 'cpu' or 'cuda:0'.",
-            )
+        check_devices([device], "device")
         self.device = device if ":" in device else f"{device}:0"
 
     def maker(self, precision: str = "fp32") -> Maker:

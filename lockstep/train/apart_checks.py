@@ -1,13 +1,15 @@
-"""What does not go with replicas that train apart and average (``plan.averaging``)."""
+"""What does not go with replicas that train apart and average, or with parameter servers."""
 
-from torch import optim
+from torch import nn, optim
 
 from lockstep.errors import OptionError, Problems
+from lockstep.parallel.exchange_layout import sparse_weights
 from lockstep.parallel.update import Updater
 from lockstep.plan.averaging import AveragedUpdate
 from lockstep.plan.spec import Plan
 from lockstep.train.updater_sets import UpdaterSet
 from lockstep.train.wrapped_updaters import Averages
+from lockstep.units import first_few
 
 _MIRRORED = "Use MirroredStrategy"
 
@@ -66,3 +68,60 @@ def check_apart(plan: Plan, updater: Updater, averages: Averages | None, precisi
             fix='Use precision="bf16-mixed", where weights are in float32.',
         )
     problems.raise_if_any(OptionError)
+
+
+def check_served(plan: Plan, model: nn.Module, updater: Updater, precision: str) -> None:
+    """Refuse what parameter servers cannot do, and without them what only they can.
+
+    Raises:
+        OptionError: with all that they cannot.
+    """
+    problems = Problems()
+    if not plan.num_servers:
+        if isinstance(updater.owner, optim.SparseAdam):
+            problems.add(
+                "Only parameter servers keep gradients sparse, as SparseAdam needs them.",
+                received=f"SparseAdam with the strategy {plan.strategy!r}",
+                fix="Use ParameterServerStrategy, or Adam.",
+            )
+        problems.raise_if_any(OptionError)
+        return
+    sparse = sorted(sparse_weights(model))
+    if sparse and not updater.takes_sparse:
+        problems.add(
+            "The optimizer has no form for sparse gradients, in which only touched rows change.",
+            received=f"{type(updater.owner).__name__}, and sparse=True for {first_few(sparse)}",
+            fix="Use SparseAdam, or SGD or Adagrad without momentum and weight_decay; or leave out "
+            "sparse=True.",
+        )
+    if not (updater.is_known or isinstance(updater, UpdaterSet)):
+        problems.add(
+            "Servers step copies of the optimizer, so ParameterServerStrategy must know how to "
+            "copy it.",
+            received=f"{type(updater.owner).__name__}, of which that is not known",
+            fix=f"Use one of torch.optim without hooks. {_MIRRORED} for others.",
+        )
+    if plan.is_stale:
+        _check_stale(problems, updater, precision)
+    problems.raise_if_any(OptionError)
+
+
+def _check_stale(problems: Problems, updater: Updater, precision: str) -> None:
+    if isinstance(updater, UpdaterSet):
+        problems.add(
+            "Workers that do not wait have one step for a batch, of one optimizer.",
+            received="several training steps that take turns",
+            fix="Use staleness=0 for them.",
+        )
+    elif updater.options_spec() is not None:
+        problems.add(
+            "Workers that do not wait cannot follow a schedule that moves at every step.",
+            received="a Schedule with every='step'",
+            fix="Use every='epoch' for it, or staleness=0.",
+        )
+    if precision in ("bf16", "fp16-mixed"):
+        problems.add(
+            "Workers that do not wait have no loss scale in common, nor weights in bfloat16.",
+            received=f'precision="{precision}" with a staleness other than 0',
+            fix='Use precision="bf16-mixed", or staleness=0.',
+        )

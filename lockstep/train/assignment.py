@@ -7,30 +7,38 @@ are compared (``train.hosts``).
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
+from lockstep.accelerators import rank_device
 from lockstep.comm.exchange import ExchangeSpec
 from lockstep.comm.meeting_point import Meeting
 from lockstep.comm.shared_memory import SharedRegion
 from lockstep.data.batch_dims import SAMPLES_FIRST, BatchDims
 from lockstep.data.order import kept_streams
+from lockstep.launch.failure import add_note
 from lockstep.parallel.allocator import keep_freed_memory
 from lockstep.parallel.blank import initialize
 from lockstep.parallel.build import build_worker
+from lockstep.parallel.control import Control
+from lockstep.parallel.device_memory import shortage_note
 from lockstep.parallel.engine import Neighbours
 from lockstep.parallel.gradient_rules import GradientRules
 from lockstep.parallel.groups import ParameterGroup
 from lockstep.parallel.local_worker import build_local_worker
 from lockstep.parallel.losses import LossAdapter
 from lockstep.parallel.partition import Partition
+from lockstep.parallel.served_worker import build_served_worker
 from lockstep.parallel.settings import TorchSettings, num_threads
 from lockstep.parallel.step_functions import StepFunction
 from lockstep.parallel.update import Updater
 from lockstep.parallel.worker import Worker
 from lockstep.plan.averaging import AveragedUpdate
 from lockstep.plan.spec import Plan
+from lockstep.train.conductor import Conductor
+from lockstep.train.residuals import Residuals
 from lockstep.train.tasks import Task
 
 
@@ -53,6 +61,7 @@ class Assignment:
         rules: for gradients.
         functions: the user's own training steps, if there are any.
         dims: where the samples are in what the model takes and returns.
+        residuals: of this host, where something is compressed between hosts.
     """
 
     plan: Plan
@@ -69,6 +78,7 @@ class Assignment:
     rules: GradientRules
     functions: tuple[StepFunction, ...] = ()
     dims: BatchDims = SAMPLES_FIRST
+    residuals: Residuals | None = None
 
 
 def make_worker(
@@ -92,41 +102,47 @@ def make_worker(
         neighbours: what this rank has of other hosts, where there are several.
         meeting: where ranks of process groups find each other, if there are any.
     """
-    if isinstance(assignment.plan.update, AveragedUpdate) and assignment.updater is not None:
+    residuals = None if assignment.residuals is None else assignment.residuals.by_parameter()
+    update = assignment.plan.update
+    parts: dict[str, Any] = {
+        "rank": rank,
+        "model": assignment.model,
+        "loss": assignment.loss,
+        "updater": assignment.updater,
+        "rules": assignment.rules,
+        "functions": assignment.functions,
+        "seed": assignment.seed,
+        "device": rank_device(assignment.plan.devices, rank),
+        "dims": assignment.dims,
+        "look_around": look_around,
+    }
+    if isinstance(update, AveragedUpdate) and assignment.updater is not None:
         return build_local_worker(
-            assignment.plan,
-            spec,
-            region,
-            rank=rank,
-            model=assignment.model,
-            loss=assignment.loss,
-            updater=assignment.updater,
-            rules=assignment.rules,
-            functions=assignment.functions,
-            seed=assignment.seed,
-            device=assignment.device,
-            dims=assignment.dims,
-            look_around=look_around,
+            assignment.plan, spec, region, neighbours=neighbours, residuals=residuals, **parts
         )
+    if assignment.plan.is_stale and assignment.updater is not None:
+        assert region is not None
+        return build_served_worker(assignment.plan, spec, region, **parts)
     return build_worker(
         assignment.plan,
         spec,
         region,
-        rank=rank,
-        model=assignment.model,
-        loss=assignment.loss,
-        updater=assignment.updater,
         groups=assignment.groups,
         partitions=assignment.partitions,
-        rules=assignment.rules,
-        functions=assignment.functions,
-        seed=assignment.seed,
-        device=assignment.device,
-        dims=assignment.dims,
-        look_around=look_around,
         neighbours=neighbours,
         meeting=meeting,
+        residuals=residuals,
+        **parts,
     )
+
+
+def run_task(assignment: Assignment, worker: Worker, control: Control, conductor: Conductor) -> Any:
+    """Do a rank's part of the task; where its device has no memory left, say what was there."""
+    try:
+        return assignment.task.run(worker, control, conductor)
+    except torch.OutOfMemoryError as error:
+        add_note(error, shortage_note(worker))
+        raise
 
 
 def initialize_own(assignment: Assignment, worker: Worker) -> None:

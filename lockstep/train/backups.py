@@ -173,7 +173,13 @@ class Backups:
         self._release_pages()
         if resume is None:
             place = state.position["fit"]
-            resume = Resume(place["epoch"], True, batch=place["batch"], so_far=place["so_far"])
+            resume = Resume(
+                place["epoch"],
+                True,
+                batch=place["batch"],
+                so_far=place["so_far"],
+                replicas=place["replicas"],
+            )
         self._last = Backup(state=state, resume=resume)
         self.journal.begin_anew()
         for stream in self._streams:

@@ -170,6 +170,7 @@ class Keeper(Callback):
         termination: what has become of SIGTERM, after which one more is written.
 
     Attributes:
+        directory: where.
         record: of the ``fit``; set before training.
     """
 
@@ -178,6 +179,7 @@ class Keeper(Callback):
 
     def __init__(self, checkpoint: Checkpoint, termination: Termination) -> None:
         self._checkpoint = checkpoint
+        self.directory = checkpoint.directory
         self._termination = termination
         self._is_last = False
         self._background = Background("lockstep: checkpoints")
@@ -243,6 +245,14 @@ class Keeper(Callback):
             self._last_steps = self._num_steps
 
     # --- writing ---------------------------------------------------------------------------------
+
+    def begin(self, parts: Mapping[str, Tree]) -> None:
+        """Write the first checkpoint: no step was made.
+
+        Args:
+            parts: of the state.
+        """
+        self._write(parts, self.record, None)
 
     def finish(self, parts: Mapping[str, Tree], history: History, plan: Plan | None) -> None:
         """Write the last checkpoint: training has ended.

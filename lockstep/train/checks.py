@@ -7,8 +7,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
+from lockstep import accelerators
+from lockstep.accelerators import rank_device
 from lockstep.capture.layers import check_modules
+from lockstep.comm.process_group import missing_backend
 from lockstep.data.sources import ArraySource, Source
 from lockstep.errors import (
     DataError,
@@ -21,6 +25,8 @@ from lockstep.parallel.forward import DTYPES, PARAMETER_DTYPES
 from lockstep.parallel.function_losses import missing_targets
 from lockstep.parallel.loss_options import check_loss
 from lockstep.parallel.losses import ONE_LOSS, LossAdapter, LossParts
+from lockstep.parallel.store import move_model
+from lockstep.plan.decision import ProcessGroup
 from lockstep.plan.spec import Plan
 from lockstep.train.callbacks import Callback
 from lockstep.train.learning_rates import RunningSchedule
@@ -189,6 +195,20 @@ def check_restarts(restarts: object) -> None:
         )
 
 
+def check_on_bad_record(on_bad_record: object) -> None:
+    """See that it says what becomes of bad records.
+
+    Raises:
+        OptionError: it does not.
+    """
+    if on_bad_record not in ("error", "skip"):
+        raise OptionError(
+            "A bad record is an error, or left out.",
+            received=f"on_bad_record={on_bad_record!r}",
+            fix='Pass "error" or "skip".',
+        )
+
+
 def prepare_model(model: nn.Module, precision: str) -> None:
     """Bring the model to the precision asked for.
 
@@ -214,20 +234,54 @@ def prepare_model(model: nn.Module, precision: str) -> None:
         )
 
 
-def check_device(model: nn.Module, plan: Plan) -> torch.device:
-    """The device of rank 0's model, where the Plan wants it.
+def check_backend(plan: Plan) -> None:
+    """See that torch has what is to move the Plan's tensors.
 
     Raises:
-        DeviceError: the model is elsewhere.
+        OptionError: it was built without that.
     """
-    wanted = torch.device(plan.devices[0])
-    tensors = [*model.parameters(), *model.buffers()]
-    found = {str(tensor.device) for tensor in tensors}
-    fits = {"cpu"} if wanted.type == "cpu" else {str(wanted)}
-    if found - fits:
-        raise DeviceError(
-            f"The model must be on {wanted.type if wanted.type == 'cpu' else wanted}.",
-            received=f"parameters or buffers on {', '.join(sorted(found))}",
-            fix=f"Move it first: model.to({wanted.type!r}).",
+    engine = plan.engine
+    if isinstance(engine, ProcessGroup) and missing_backend(engine.backend):
+        raise OptionError(
+            f"This torch ({torch.__version__}) was built without {engine.backend}.",
+            received=f"engine={engine.backend!r}",
+            fix='Use engine="gloo", or a build of torch that has it.',
         )
+
+
+def device_of(model: nn.Module) -> str:
+    """The name of the device where a model is, as Plans have it."""
+    first = next(iter((*model.parameters(), *model.buffers())), torch.empty(0))
+    return "cpu:0" if first.device.type in ("cpu", "meta") else str(first.device)
+
+
+def place_model(model: nn.Module, optimizers: Sequence[Optimizer], plan: Plan) -> torch.device:
+    """Have a model be where the Plan's first rank is, and its optimizers' slots beside it.
+
+    Parameters stay the same objects. Returns the device, which this thread works on from now on.
+
+    Raises:
+        DeviceError: it is on an accelerator, and the Plan is for cores; or it has no memory.
+    """
+    wanted = rank_device(plan.devices, 0)
+    found = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
+    elsewhere = found - {wanted}
+    if elsewhere and (wanted.type == "cpu" or torch.device("meta") in elsewhere):
+        raise DeviceError(
+            f"The model must be on {wanted}.",
+            received=f"parameters or buffers on {', '.join(sorted(map(str, elsewhere)))}",
+            fix=f"Move it first: model.to({str(wanted)!r}).",
+        )
+    accelerators.use(wanted)
+    if elsewhere:
+        move_model(model, wanted)
+    for optimizer in optimizers if wanted.type != "cpu" else ():
+        _move_slots(optimizer, wanted)
     return wanted
+
+
+def _move_slots(optimizer: Optimizer, device: torch.device) -> None:
+    for parameter, slots in optimizer.state.items():
+        for name, value in slots.items():
+            if isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.dim():
+                slots[name] = value.to(device)

@@ -1,7 +1,6 @@
 """Rank 0's part between steps: callbacks, progress, history."""
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -10,30 +9,26 @@ import torch
 from torch import nn
 
 from lockstep.data.sources import Source
-from lockstep.errors import OptionError, WorkerError
 from lockstep.parallel.update import PieceSlots
 from lockstep.parallel.worker import StepResult
-from lockstep.plan.averaging import AveragedUpdate
-from lockstep.train.backups import Backups, Journal
+from lockstep.train.backups import Backups
 from lockstep.train.callbacks import Callback, acting
 from lockstep.train.changes import ChangeWatch, SettingsWatch, fingerprint
-from lockstep.train.conductor import Conductor, Place, Snapshot
-from lockstep.train.ensemble import Directive, Resume
+from lockstep.train.conductor import Conductor, Snapshot
 from lockstep.train.feeding import GlobalBatch
 from lockstep.train.history import History
 from lockstep.train.interrupt import Interrupt
 from lockstep.train.optimizers import each_optimizer
 from lockstep.train.progress import ProgressDisplay
 from lockstep.train.recipe import AnyUpdater
+from lockstep.train.returning import ReturningConductor
+from lockstep.train.run_record import RunRecord
 from lockstep.train.trainer_protocol import TrainerProtocol
-from lockstep.train.training_state import copied
 from lockstep.train.waiting import ClockedSource, InputClock
 
+# Bad records that are named on the screen; all are counted.
+_MOST_BAD_SHOWN = 10
 _OF_MODULES = frozenset(vars(nn.Module()))
-
-
-def _after(step: int) -> str:
-    return f"after step {step}" if step >= 0 else "the beginning"
 
 
 def _modules_of(model: nn.Module) -> dict[str, nn.Module]:
@@ -74,7 +69,7 @@ class FollowingConductor(Conductor):
         """Nothing is shown here."""
 
 
-class FitConductor(FollowingConductor):
+class FitConductor(ReturningConductor, FollowingConductor):
     """Conducts a ``fit``.
 
     Args:
@@ -85,6 +80,7 @@ class FitConductor(FollowingConductor):
         on_snapshot: gets every Snapshot where the task records them.
         interrupt: what has become of Ctrl-C.
         backups: of this ``fit``; None without.
+        record: of this ``fit``; None to keep none.
     """
 
     def __init__(
@@ -96,12 +92,11 @@ class FitConductor(FollowingConductor):
         on_snapshot: Callable[[Snapshot], None] | None,
         interrupt: Interrupt,
         backups: Backups | None = None,
+        record: RunRecord | None = None,
     ) -> None:
         super().__init__(interrupt)
-        self._backups = backups
-        self._journal = Journal(is_kept=False) if backups is None else backups.journal
-        self._is_due = False  # a backup, after this step
-        self._is_asked = False  # for the state, by a callback after this step
+        self._keep(trainer, backups, record)
+        self._num_bad_shown = 0
         self._trainer = trainer
         self._schedule = trainer.schedule
         self._callbacks = callbacks
@@ -142,6 +137,7 @@ class FitConductor(FollowingConductor):
         return self._clock.awaited(batches)
 
     def begin_epoch(self, epoch: int) -> None:
+        self._record.begin_epoch(epoch)
         self._journal.once(partial(self._show_epoch_begin, epoch))
         self._settings.begin_epoch()
         self._clock.begin()
@@ -161,6 +157,7 @@ class FitConductor(FollowingConductor):
 
     def end_step(self, index: int, result: StepResult) -> None:
         self._clock.end_step()
+        self._record.end_step(index)
         if self._schedule is not None:
             self._schedule.end_step(is_update=result.weight > 0 and not result.is_skipped)
             self._publish_options()
@@ -172,70 +169,23 @@ class FitConductor(FollowingConductor):
         for callback in self._step_enders:
             callback.on_train_batch_end(index, {"loss": result.loss, "size": result.num_samples})
 
-    def wants_state(self, index: int) -> bool:
-        wishes = self._journal.once(
-            lambda: [callback.takes_state(index) for callback in self._step_enders]  # all are asked
-        )
-        self._is_asked = any(wishes)
-        self._is_due = self._backups is not None and self._backups.is_due
-        return self._is_asked or self._is_due
+    def _asks_for_state(self, index: int) -> bool:
+        wishes = [callback.takes_state(index) for callback in self._step_enders]  # all are asked
+        return any(wishes)
 
-    def stand_at(self, place: Place | None) -> None:
-        if place is not None and place.batch and not self._is_asked:
-            place = replace(place, is_lasting=False)  # for nobody but us
-        self._trainer.stand_at(place, self.history)
-
-    def begin_run(self, start: Resume) -> None:
-        plan = self._trainer.plan
-        if self._backups is None or self._journal.is_read:
-            return
-        if plan.num_ranks == 1:
-            return  # there is nobody to be lost
-        if isinstance(plan.update, AveragedUpdate):
-            if self._backups.restarts:
-                raise OptionError(
-                    "Replicas that train apart are lost with their process.",
-                    received=f"restarts={self._backups.restarts} under {plan.strategy}",
-                    fix="Leave it out, or use MirroredStrategy.",
-                )
-            return
-        if plan.pipeline is not None and not self._backups.restarts:
-            self._backups.wait()  # this process need not have room for what others train
-            return
-        place = Place(epoch=start.epoch, batch=start.batch, num_steps=0, so_far=start.so_far)
-        self.stand_at(place)
-        self._backups.take(start)
-        self.stand_at(None)
-
-    def back_up(self) -> None:
-        if self._is_due and self._backups is not None and not self.stop_training:
-            self._backups.take()
-        self._is_due = False
-
-    def put_back(self) -> int | None:
-        backup = None if self._backups is None else self._backups.put_back()
-        return None if backup is None else backup.last_step
-
-    def resume_after(self, error: WorkerError) -> Resume | None:
-        if self._backups is None or not error.is_loss:
-            return None
-        backup = self._backups.restart()
-        if backup is None:
-            if self._backups.restarts:
-                error.add_note(
-                    f"All {self._backups.restarts} restarts are used up, or what callbacks have "
-                    "changed since the last copy of the training is not known."
-                )
-            return None
-        place = copied(backup.state.position["fit"])
-        restarts = [*self.history.restarts, f"{error}".partition("\n")[0]]
-        self.history = History(place["history"], place["epochs"], restarts)
+    def _notice(self, text: str) -> None:
         if self._display is not None:
-            self._display.notice(
-                f"{restarts[-1]} Restart {len(restarts)} of {self._backups.restarts}: "
-                f"going on from {_after(backup.last_step)}, to the same result."
-            )
-        return backup.resume
+            self._display.notice(text)
+
+    def note_bad_records(self, bad: Mapping[int, str]) -> None:
+        for index in sorted(bad):
+            self._journal.once(partial(self._show_bad_record, index, bad[index]))
+
+    def _show_bad_record(self, index: int, reason: str) -> None:
+        self._num_bad_shown += 1
+        self._record.note_bad_record(index, reason)
+        if self._display is not None and self._num_bad_shown <= _MOST_BAD_SHOWN:
+            self._display.notice(f"Skipped sample {index}: {reason}")
 
     def begin_validation(self) -> None:
         self._journal.once(self._show_validation_begin)
@@ -278,18 +228,10 @@ class FitConductor(FollowingConductor):
         if self._on_snapshot is not None:
             self._journal.once(partial(self._on_snapshot, snapshot))
 
-    def decide(self, directive: Directive) -> Directive:
-        if directive.renew and self._backups is not None:
-            self._backups.drop()  # of what was changed it knows nothing
-        if not self._journal.is_kept:
-            return directive
-        was_made = self._journal.is_read
-        decided = self._journal.once(lambda: replace(directive, values=copied(directive.values)))
-        if was_made and decided.options is not None:
-            groups = (one.param_groups for one in each_optimizer(self._trainer.optimizer))
-            for group, options in zip(chain(*groups), decided.options, strict=True):
-                group.update(options)
-        return replace(decided, halt=directive.halt)
+    def _set_options(self, options: list[dict[str, Any]]) -> None:
+        groups = (one.param_groups for one in each_optimizer(self._trainer.optimizer))
+        for group, own in zip(chain(*groups), options, strict=True):
+            group.update(own)
 
     def fingerprint(self) -> object:
         return fingerprint(self._trainer.model, self._trainer.optimizer, self._trainer.plan)

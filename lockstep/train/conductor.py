@@ -1,6 +1,6 @@
 """The conductor: what rank 0 does between the steps of a task, and what it is shown."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,11 +8,13 @@ import torch
 
 from lockstep.data.sources import Source
 from lockstep.errors import WorkerError
+from lockstep.launch.team import Team
 from lockstep.parallel.module_watch import Noted
 from lockstep.parallel.update import PieceSlots, Updater
 from lockstep.parallel.worker import StepResult
 from lockstep.train.feeding import GlobalBatch
 from lockstep.train.history import History
+from lockstep.train.rank_states import RankState
 
 Logs = dict[str, Any]
 
@@ -58,6 +60,7 @@ class Place:
         so_far: what the epoch has come to (``train.epoch_sums``); None where it has not begun.
         read: of a stream, the number of batches that were used, and their checksum; else None.
         replicas: of ranks that train apart, what each has of its own (``train.replicas``).
+        residuals: of all hosts that compress what they send (``train.residuals``).
         is_lasting: another process could go on from there.
     """
 
@@ -67,6 +70,7 @@ class Place:
     so_far: Any = None
     read: list[int] | None = None
     replicas: Any = None
+    residuals: Any = None
     is_lasting: bool = True
 
 
@@ -112,11 +116,17 @@ class Conductor:
     def stand_at(self, place: Place | None) -> None:
         """Callbacks are called there next; None where that is no place to go on from."""
 
-    def begin_run(self, start: Any) -> None:
-        """All ranks are about to train, from the ``Resume`` on."""
+    def begin_run(self, start: Any, look: Callable[[], list[RankState]]) -> None:
+        """All ranks are about to train, from the ``Resume`` on; ``look`` tells what they are at."""
+
+    def note_failure(self, error: BaseException, states: list[RankState], team: Team) -> None:
+        """Training has failed, and helpers are about to be ended: what all ranks were at."""
 
     def back_up(self) -> None:
         """After a step, and all that callbacks do: keep a copy of the training, if it is time."""
+
+    def back_up_at(self, resume: Any, num_steps: int) -> None:
+        """An epoch begins whose ranks are going to be some steps apart: keep what is there now."""
 
     def put_back(self) -> int | None:
         """After a failure: have the training be as it was when it was last copied.
@@ -133,6 +143,9 @@ class Conductor:
     def decide(self, directive: Any) -> Any:
         """What callbacks have decided now, or had decided when this step was made before."""
         return directive
+
+    def note_bad_records(self, bad: Mapping[int, str]) -> None:
+        """Records that are left out, by their index, each with the reason."""
 
     def begin_validation(self) -> None:
         """Validation begins."""

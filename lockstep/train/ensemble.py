@@ -180,7 +180,8 @@ class Ensemble:
             self.check_halt()
 
     def collect_buffers(self) -> None:
-        """Give rank 0 the buffers of which other ranks have the values that count."""
+        """Give rank 0 the buffers, and parameters, of which others have the values that count."""
+        self.worker.show_parameters()
         if self.control.num_ranks > 1 and next(self.worker.model.buffers(), None) is not None:
             own = self.worker.ruled_buffers()
             for buffers in self.control.gather({} if self.control.rank == 0 else own):

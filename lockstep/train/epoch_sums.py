@@ -47,10 +47,10 @@ def _with_all_parts(ranks: Sequence[StepResult]) -> StepResult:
 def told(results: Sequence[StepResult]) -> dict[str, Tree]:
     """Steps as a tree, for ``results_so_far``."""
     losses = [[result.total, result.weight] for result in results]
-    counts = [[result.num_samples, int(result.is_skipped)] for result in results]
+    counts = [[result.num_samples, int(result.is_skipped), result.num_bad] for result in results]
     return {
         "losses": torch.tensor(losses, dtype=torch.float64).reshape(-1, 2),
-        "counts": torch.tensor(counts, dtype=torch.int64).reshape(-1, 2),
+        "counts": torch.tensor(counts, dtype=torch.int64).reshape(-1, 3),
         "parts": [list(result.parts) for result in results],
     }
 
@@ -70,8 +70,9 @@ def results_so_far(sums: Tree, *, is_told: bool) -> list[StepResult]:
             num_samples=size,
             is_skipped=bool(is_skipped),
             parts=parts if is_told else [],
+            num_bad=num_bad,
         )
-        for (total, weight), (size, is_skipped), parts in steps
+        for (total, weight), (size, is_skipped, num_bad), parts in steps
     ]
 
 

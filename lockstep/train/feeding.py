@@ -257,7 +257,7 @@ def sample_of(source: Source | SharedStream) -> Source | None:
     """
     if isinstance(source, SharedStream):
         return source.peek() if source.is_read_here else None
-    return source
+    return source.sample
 
 
 def all_batches(

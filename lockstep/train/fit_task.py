@@ -10,6 +10,7 @@ from typing import ClassVar
 
 import torch
 
+from lockstep.data.bad_records import CheckedSource
 from lockstep.data.order import epoch_batches
 from lockstep.data.read_ahead import Read
 from lockstep.data.sources import Source
@@ -20,6 +21,7 @@ from lockstep.parallel.passes import Observe
 from lockstep.parallel.readers import reading_ahead
 from lockstep.parallel.update import PieceSlots
 from lockstep.parallel.worker import StepResult, Worker, modes_of
+from lockstep.train.bad_record_filter import BadRecordFilter
 from lockstep.train.conductor import Conductor, Logs, Place
 from lockstep.train.ensemble import Ensemble, Renew, Resume
 from lockstep.train.epoch_sums import epoch_sums, results_so_far, set_metrics
@@ -27,6 +29,7 @@ from lockstep.train.feeding import GlobalBatch, Halt, SharedStream
 from lockstep.train.metrics import Metrics
 from lockstep.train.rank_proof import prove_alike
 from lockstep.train.replicas import own_replica, replicas_of, set_replica
+from lockstep.train.residuals import residuals_of_all
 from lockstep.train.snapshots import noting, take_snapshot
 from lockstep.train.tasks import Task, evaluate, joined_metrics
 from lockstep.train.tracing import StepTracer
@@ -84,6 +87,7 @@ class FitTask(Task):
         record: show the conductor a Snapshot after every step.
         look: what modules compute to note for the Snapshots, where they are recorded.
         counts_skipped: tell how many steps of an epoch were left out.
+        counts_bad: leave bad records out, and tell how many.
         loss_parts: of the loss, where it has some.
         shows_slots: callbacks that act after steps look at the optimizer's slots, too.
         turns: the losses of several functions that take turns with every batch.
@@ -115,6 +119,7 @@ class FitTask(Task):
     record: bool = False
     look: Look | None = None
     counts_skipped: bool = False
+    counts_bad: bool = False
     shows_slots: bool = False
     takes_states: bool = False
     is_kept: bool = False
@@ -138,7 +143,7 @@ class FitTask(Task):
             modes_of(worker.model, training=True),
             torch.enable_grad(),
             suppress(Halt),
-            reading_ahead(self.source, self._reads(worker)) as source,
+            reading_ahead(self.source, self._reads(worker), worker.passes.device) as source,
         ):
             if self.proves:
                 prove_alike(worker, control, conductor.samples)
@@ -183,17 +188,28 @@ class FitTask(Task):
         stops = self._begin_epoch(ensemble, epoch)
         if stops and self.stops_before_steps:
             return True
+        if self.takes_states and worker.trains_apart and not worker.has_own_optimizer:
+            ensemble.show_slots()  # within the epoch there is no moment at which to take a backup
+            conductor.back_up_at(Resume(epoch, True, stops), progress.num_steps)
         observe = self.metrics.update if self.metrics else None
         results = self._begin_sums(ensemble, epoch)
         batches = self._batches(ensemble, source, epoch)
+        bad_records = self._filter_of(ensemble, self.source)
         for index, (batch, indices) in enumerate(batches, self._num_done(epoch)):
             if self.before_steps:
                 stops = ensemble.consult(partial(conductor.begin_step, index))
                 if stops and self.stops_before_steps:
                     break
             step = self.first_step + progress.num_steps
+            num_taken = len(indices)
+            if bad_records is not None:
+                batch, indices = bad_records.filtered(
+                    batch, indices, step, max(len(self.turns.names), 1)
+                )
             with tracer.step(step), noting(worker, self.look, step) as noted:
                 result = self._train_step(ensemble, batch, indices, step, observe)
+            if num_taken > len(indices):
+                result = replace(result, num_bad=num_taken - len(indices))
             progress.num_epochs, progress.num_steps = epoch + 1, progress.num_steps + 1
             if tracer.is_due(step + 1):
                 ensemble.show_traces(tracer)
@@ -224,14 +240,27 @@ class FitTask(Task):
         results = _of_all(ensemble, results)
         losses = self._losses(ensemble, results)
         logs = self._logs(ensemble, epoch, losses)
+        logs.update(worker.epoch_logs())
         if self.counts_skipped:
             logs["skipped_steps"] = sum(result.is_skipped for result in results)
+        if self.counts_bad:
+            logs["bad_records"] = sum(result.num_bad for result in results)
         if self.watched:
             ensemble.collect_buffers()
             ensemble.show_slots()
+            ensemble.control.bring_groups()
         self._stand(ensemble, Place(epoch=epoch + 1, batch=0, num_steps=progress.num_steps))
         end = partial(conductor.end_epoch, epoch, logs)
         return ensemble.consult(end, Resume(epoch + 1) if self.watched else None)
+
+    def _filter_of(
+        self, ensemble: Ensemble, source: Source | SharedStream | None
+    ) -> BadRecordFilter | None:
+        """What leaves bad records out, if they are to be and there may be some."""
+        if not isinstance(source, CheckedSource):
+            return None
+        tell = ensemble.conductor.note_bad_records
+        return BadRecordFilter(source, ensemble.worker, ensemble.control, tell)
 
     def _num_done(self, epoch: int) -> int:
         """Batches of the epoch that were made before this task."""
@@ -270,6 +299,7 @@ class FitTask(Task):
             return
         ensemble.collect_buffers()
         ensemble.show_slots()
+        control.bring_groups()
         sums = epoch_sums(results, self.metrics, control, are_apart=worker.trains_apart)
         num_steps = progress.num_steps
         place = Place(epoch=epoch, batch=batch, num_steps=num_steps, so_far=sums)
@@ -277,14 +307,15 @@ class FitTask(Task):
 
     def _stand(self, ensemble: Ensemble, place: Place, results: Sequence[StepResult] = ()) -> None:
         worker, plan = ensemble.worker, ensemble.worker.plan
-        if worker.trains_apart and self.is_kept:
+        if worker.has_own_optimizer and self.is_kept:
             replicas = replicas_of(worker, results, ensemble.control)
             place = replace(place, replicas=replicas)
-        is_apart = plan.num_hosts > 1 and plan.pipeline is not None  # weights are on other hosts
+        if plan.compression is not None and self.is_kept:
+            place = replace(place, residuals=residuals_of_all(worker, ensemble.control))
         if isinstance(self.source, SharedStream):
             read = self.source.used
             place = replace(place, read=read, is_lasting=read is not None)
-        ensemble.conductor.stand_at(None if is_apart else place)
+        ensemble.conductor.stand_at(place)
 
     def _begin_epoch(self, ensemble: Ensemble, epoch: int) -> bool:
         """Let callbacks begin an epoch, unless they have; returns whether to stop."""
@@ -345,8 +376,10 @@ class FitTask(Task):
         step: int,
         observe: Observe | None,
     ) -> StepResult:
-        """One step, or one of each function that takes its turn."""
+        """One step, or one of each function that takes its turn; none where no record is left."""
         worker = ensemble.worker
+        if self.counts_bad and not len(indices):
+            return StepResult(total=0.0, weight=0.0, num_samples=0)
         if not self.turns:
             return worker.train_step(source, indices, step, observe)
         results = [
@@ -381,6 +414,7 @@ class FitTask(Task):
             epoch,
             ensemble.pause_validation,
             lambda: ensemble.conductor.is_interrupted,
+            self._filter_of(ensemble, self.validation),
         )
         ensemble.conductor.end_validation(validated)
         return {**logs, **{f"val_{name}": value for name, value in validated.items()}}

@@ -3,30 +3,48 @@
 What comes before and after is the Trainer's; what happens between the steps is the conductor's.
 """
 
+import os
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
+from lockstep.data.bad_records import CheckedSource, OnBadRecord
 from lockstep.errors import ModelError, OptionError
 from lockstep.parallel.losses import ONE_LOSS, LossAdapter
 from lockstep.train.backups import Backups
+from lockstep.train.bad_record_filter import skipping
 from lockstep.train.batch_size import BatchSizeSearch, Training, choose_batch_size, search_of
 from lockstep.train.callbacks import acting, stopping, told_of_errors, traced_steps
 from lockstep.train.checkpoints import Checkpoint, FitRecord, Found, Keeper
-from lockstep.train.checks import check_counts, check_restarts, check_targets, log_names
+from lockstep.train.checks import (
+    check_counts,
+    check_on_bad_record,
+    check_restarts,
+    check_targets,
+    log_names,
+)
 from lockstep.train.conducting import FitConductor, FollowingConductor
 from lockstep.train.ensemble import Resume
 from lockstep.train.feeding import SharedStream, sample_of
 from lockstep.train.fit_task import FitTask
 from lockstep.train.history import History
-from lockstep.train.intake import Feed, Wish, close_all, closing_on_error, take_in
+from lockstep.train.intake import (
+    Feed,
+    Wish,
+    close_all,
+    closing_on_error,
+    take_in,
+    take_in_validation,
+)
 from lockstep.train.interrupt import held_interrupts, held_termination
 from lockstep.train.likeness import said
+from lockstep.train.lost_hosts import check_restarts_on, nothing_kept, outlast
 from lockstep.train.metrics import Metrics
 from lockstep.train.persistence import PersistentRunner
 from lockstep.train.progress import OutputConsole, ProgressDisplay
 from lockstep.train.rate_rules import RateRule
+from lockstep.train.run_record import RunRecord
 from lockstep.train.same_data import check_same_data, fingerprint
 from lockstep.train.trainer_protocol import TrainerProtocol
 
@@ -45,7 +63,11 @@ class FitRequest:
     rule: RateRule | None
     checkpoint: Checkpoint | None
     restarts: int
+    on_bad_record: OnBadRecord
+    record: str | os.PathLike[str] | None
     on_snapshot: Any
+    goes_on: bool = False
+    """It was begun before by this process, which has lost another host."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,25 +101,44 @@ class FittingRunner(PersistentRunner):
 
     metrics: Metrics
     stop_training: bool
+    _run_record: RunRecord
     _loss: LossAdapter | None
+
+    def _fit_to_the_end(self, asked: FitRequest) -> History:
+        """Fit; on several hosts, again where one was lost."""
+        start = self._epochs_trained, self._steps_trained
+
+        def fit(goes_on: bool) -> History:
+            self._epochs_trained, self._steps_trained = start
+            return self._call("fit", lambda: self._fit(replace(asked, goes_on=goes_on)))
+
+        return outlast(fit, asked.restarts, self._job_context, verbose=asked.verbose)
 
     def _fit(self, asked: FitRequest) -> History:
         self._check_not_averaged("fit")
-        if asked.checkpoint is None:
-            return self._fit_on(asked, None, None)
-        with held_termination(is_alone=self._job_context.hosts is None) as termination:
-            return self._fit_with(asked, Keeper(asked.checkpoint, termination))
+        beside = None if asked.checkpoint is None else asked.checkpoint.directory
+        self._run_record = self._record_in(asked.record, beside)
+        with self._run_record.kept(strategy=type(self.strategy).__name__):
+            if asked.checkpoint is None:
+                return self._fit_on(asked, None, None)
+            with held_termination() as termination:
+                return self._fit_with(asked, Keeper(asked.checkpoint, termination))
 
     def _fit_with(self, asked: FitRequest, keeper: Keeper) -> History:
         """Fit, and write checkpoints."""
         with keeper.opened() if self._is_chief else nullcontext() as tree:
             tree = self._job_context.from_chief(tree)
-            return self._fit_on(asked, keeper, None if tree is None else Found.of(tree))
+            if tree is None and asked.goes_on:
+                raise nothing_kept(keeper.directory)
+            history = self._fit_on(asked, keeper, None if tree is None else Found.of(tree))
+        if self._job_context.hosts is not None:
+            self._job_context.hosts.wait()  # until the last one is written
+        return history
 
     def _fit_on(self, asked: FitRequest, keeper: Keeper | None, found: Found | None) -> History:
         """Go on with the ``fit`` that was found, if one was."""
         search = search_of(asked.batch_size)
-        self._check_alone(search)
+        self._check_alone(asked, search)
         fit = self._taken_in(asked, search)
         console = OutputConsole(quiet=not self._shows(asked))
         with closing(fit):
@@ -113,6 +154,8 @@ class FittingRunner(PersistentRunner):
                 self._take_up(found.state)
                 if found.record.is_finished:
                     return History(found.record.history, found.record.epoch)
+            if keeper is not None and found is None and asked.restarts:
+                self._keep_beginning(keeper)
             self._begin_schedule(fit)
             self._pass_over(fit)
             with self._kept(keeper):
@@ -122,34 +165,16 @@ class FittingRunner(PersistentRunner):
         return history
 
     def _train_through(self, asked: FitRequest, fit: _Fit) -> History:
-        backups = self._backups(fit, asked.restarts)
         task = self._fit_task(fit)
+        backups = self._backups_of(task.sources(), asked.restarts)
         if asked.on_snapshot is not None:
             task = replace(task, record=True, look=getattr(asked.on_snapshot, "look", None))
         task.takes_states = task.takes_states or backups is not None
+        task.is_kept = task.is_kept or asked.restarts > 0
         display = None
         if self._shows(asked):
             display = ProgressDisplay(fit.wish.epochs, fit.feed.num_steps)
         return self._conduct(task, fit.loss, display, asked.on_snapshot, backups)
-
-    def _backups(self, fit: _Fit, restarts: int) -> Backups | None:
-        """Copies of the training in memory; none where one process cannot have all of it."""
-        if self._job_context.hosts is not None:
-            if restarts:
-                raise OptionError(
-                    "Processes are started anew by the script that has started them.",
-                    received=f"restarts={restarts} with processes that a launcher has started",
-                    fix="Pass checkpoint=, and start the script anew.",
-                )
-            return None
-        feeds = [feed for feed in (fit.feed, fit.validation) if feed is not None]
-        return Backups(
-            lambda: self._state_at(self._place_in_fit()),
-            self._set_state_but_callbacks,
-            self._session.stores.release_pages,
-            [feed.source for feed in feeds if isinstance(feed.source, SharedStream)],
-            restarts,
-        )
 
     def _shows(self, asked: FitRequest) -> bool:
         return bool(asked.verbose) and self._is_chief
@@ -162,6 +187,7 @@ class FittingRunner(PersistentRunner):
         }
         epochs, size, steps_per_epoch = check_counts(sizes, epochs=asked.epochs)
         check_restarts(asked.restarts)
+        check_on_bad_record(asked.on_bad_record)
         loss = self._loss_of_fit(has_validation=asked.validation_data is not None)
         self._check_trainable()
         wish = Wish(
@@ -178,7 +204,12 @@ class FittingRunner(PersistentRunner):
         )
         feed = self._job_context.agreed_feed(take_in(asked.data, wish))
         with closing_on_error(feed):
-            validation = _take_in_validation(asked.validation_data, wish, feed)
+            validation = take_in_validation(asked.validation_data, wish, feed)
+            if asked.on_bad_record == "skip":
+                feed = skipping(feed, self._maker(), self._job_context.hosts)
+                validation = validation and skipping(
+                    validation, self._maker(), self._job_context.hosts
+                )
         return _Fit(loss=loss, wish=wish, feed=feed, validation=validation)
 
     # --- checkpoints -----------------------------------------------------------------------------
@@ -217,6 +248,15 @@ class FittingRunner(PersistentRunner):
             fit.feed.source.skip(start.epoch, start.batch)
             fit.feed.source.check_used(used)
 
+    def _keep_beginning(self, keeper: Keeper) -> None:
+        """Where hosts may be lost, the others have something to go on from at any time."""
+        hosts = self._job_context.hosts
+        if hosts is not None and not hosts.is_one_process:
+            parts = self._copied_parts()
+            if self._is_chief:
+                keeper.set_trainer(cast(TrainerProtocol, self))
+                keeper.begin(parts)
+
     def _finish(self, keeper: Keeper, history: History) -> None:
         parts = self._copied_parts()
         if self._is_chief:
@@ -241,9 +281,11 @@ class FittingRunner(PersistentRunner):
 
     # --- checks ----------------------------------------------------------------------------------
 
-    def _check_alone(self, search: BatchSizeSearch | None) -> None:
+    def _check_alone(self, asked: FitRequest, search: BatchSizeSearch | None) -> None:
         """Refuse what one host alone can do."""
         hosts = self._job_context.hosts
+        if hosts is not None and not hosts.is_one_process:
+            check_restarts_on(hosts, asked.restarts, has_checkpoint=asked.checkpoint is not None)
         if hosts is not None and search is not None:
             raise OptionError(
                 "A batch size is searched on one host.",
@@ -349,6 +391,7 @@ class FittingRunner(PersistentRunner):
             after_steps=bool(stopping(callbacks, "on_train_batch_end")),
             steps_per_epoch=wish.steps_per_epoch,
             traced=traced_steps(callbacks, self._steps_trained),
+            counts_bad=isinstance(fit.feed.source, CheckedSource),
             counts_skipped=self._recipe.rules.on_nonfinite == "skip",
             loss_parts=ONE_LOSS if fit.loss is None else fit.loss.parts,
             turns=self._recipe.turns,
@@ -393,6 +436,7 @@ class FittingRunner(PersistentRunner):
                     on_snapshot,
                     interrupt,
                     backups,
+                    self._run_record,
                 )
             try:
                 conductor.begin_train()
@@ -415,21 +459,3 @@ class FittingRunner(PersistentRunner):
             self._job_context.hosts.wait()
             if task.watched:  # ``on_train_end`` may have set weights
                 self._job_context.share_values(self.model)
-
-
-def _take_in_validation(data: Any, wish: Wish, feed: Feed) -> Feed | None:
-    """What is evaluated after every epoch; in batches of the same size, if it has none."""
-    if data is None:
-        return None
-    return take_in(
-        data,
-        replace(
-            wish,
-            name="validation_data",
-            batch_size=None,
-            default_batch_size=feed.batch_size,
-            shuffle=None,
-            steps_per_epoch=None,
-            purpose="validation",
-        ),
-    )

@@ -94,7 +94,7 @@ class Hosts:
         patience = self.timeout_seconds + (_HEAD_START_SECONDS if self.host else 0.0)
         if waited_seconds > patience and self.control_group.awaited:
             names = " and ".join(self.names[host] for host in self.control_group.awaited)
-            raise HostError(
+            raise HostError.of_loss(
                 f"{names} must come to the same call, and the same step, within "
                 f"{format_seconds(self.timeout_seconds)}.",
                 received=f"nothing for {format_seconds(waited_seconds)}",
@@ -116,6 +116,16 @@ class Hosts:
     def from_all(self, obj: Any) -> list[Any]:
         """Every host's object by host, on every host."""
         return [decode(each) for each in self._exchanged(encode(obj))]
+
+    @property
+    def is_one_process(self) -> bool:
+        """Whether there is one host, with helpers of its own: as without a launcher."""
+        return self.place.num_hosts == 1 and not self.has_followers
+
+    @property
+    def first_rank(self) -> int:
+        """Of this host, where the launcher has started a process for each of its devices."""
+        return sum(host.num_given or 1 for host in self.cluster.hosts[: self.host])
 
     @property
     def has_followers(self) -> bool:
@@ -271,7 +281,8 @@ class Hosts:
         others = ("steps_per_epoch", "counts_skipped", "loss_parts", "turns")
         own = {f"`{name}`": getattr(task, name) for name in (*fixed, *others)}
         self.check_equal({**own, **facts})
-        wishes = ("watched", "watches_beginnings", "before_steps", "after_steps", "takes_states")
+        between = ("watches_beginnings", "before_steps", "after_steps")
+        wishes = ("watched", *between, "takes_states", "is_kept")
         told = self.from_chief([getattr(task, name) for name in wishes])
         traced = self.from_chief(
             None if task.traced is None else (task.traced.start, task.traced.stop)
@@ -347,12 +358,15 @@ class LeaderCrossing:
         return self._control_group.broadcast(payload, self._look_around)
 
 
-def find_hosts(timeout_seconds: float, reach: Reach = "all hosts") -> Hosts | None:
+def find_hosts(
+    timeout_seconds: float, reach: Reach = "all hosts", meeting_seconds: float = 0.0
+) -> Hosts | None:
     """The hosts to train with: met now, or before; None where this process trains alone.
 
     Args:
         timeout_seconds: longest wait for the others.
         reach: how far the strategy's Plans go.
+        meeting_seconds: of that wait, until all have met, where it is longer.
 
     Raises:
         OptionError: the strategy has no use for the other processes that there are.
@@ -364,7 +378,9 @@ def find_hosts(timeout_seconds: float, reach: Reach = "all hosts") -> Hosts | No
     if reach == "one host":
         raise _strangers(place)
     if place not in _met:
-        _met[place] = Hosts(place, _meet(place, timeout_seconds), timeout_seconds)
+        _met[place] = Hosts(
+            place, _meet(place, max(timeout_seconds, meeting_seconds)), timeout_seconds
+        )
     _met[place].timeout_seconds = timeout_seconds
     return _met[place]
 

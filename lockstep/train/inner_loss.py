@@ -11,7 +11,7 @@ from lockstep.parallel.forward import DTYPES, ModelCall
 from lockstep.parallel.independence import check_apart
 from lockstep.parallel.losses import JointLoss, LossAdapter, ShareLoss
 from lockstep.parallel.mean_check import check_added, check_mean
-from lockstep.parallel.passes import moved
+from lockstep.parallel.staging import moved
 from lockstep.train.assignment import Assignment
 
 

@@ -143,6 +143,24 @@ def take_in(data: Any, wish: Wish) -> Feed:
     )
 
 
+def take_in_validation(data: Any, wish: Wish, feed: Feed) -> Feed | None:
+    """What is evaluated after every epoch; in batches of the same size, if it has none."""
+    if data is None:
+        return None
+    return take_in(
+        data,
+        replace(
+            wish,
+            name="validation_data",
+            batch_size=None,
+            default_batch_size=feed.batch_size,
+            shuffle=None,
+            steps_per_epoch=None,
+            purpose="validation",
+        ),
+    )
+
+
 def _take_in_stream(stream: Stream, wish: Wish) -> Feed:
     _check(stream, wish)
     if not wish.is_read_here:

@@ -16,14 +16,17 @@ the user's own stays in force.
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from lockstep.errors import WorkerError
+from lockstep.errors import HostError, WorkerError
 
 # Longest wait for a step's end after SIGTERM. Whoever sends it often kills 10 s or more later.
 _PATIENCE_SECONDS = 7.0
+# Launchers pass on what they were sent: so soon after the first a second one is the same.
+_SAME_SECONDS = 1.0
 STATUS_OF_SIGTERM = 128 + signal.SIGTERM
 
 
@@ -89,13 +92,17 @@ class Termination:
 
     def __init__(self) -> None:
         self.is_requested = False
+        self._first_seconds = 0.0
         self._timer = threading.Timer(_PATIENCE_SECONDS, os.kill, (os.getpid(), signal.SIGTERM))
         self._timer.daemon = True
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        if self.is_requested:  # it is the second, or time is up
-            raise SystemExit(STATUS_OF_SIGTERM)
-        self.is_requested = True
+        now = time.monotonic()
+        if self.is_requested:
+            if now - self._first_seconds > _SAME_SECONDS:  # it is the second, or time is up
+                raise SystemExit(STATUS_OF_SIGTERM)
+            return
+        self.is_requested, self._first_seconds = True, now
         self._timer.start()
 
     def close(self) -> None:
@@ -104,27 +111,28 @@ class Termination:
 
 
 @contextmanager
-def held_termination(*, is_alone: bool) -> Iterator[Termination]:
+def held_termination() -> Iterator[Termination]:
     """Within the block a Termination handles SIGTERM, if nothing else does.
 
-    Args:
-        is_alone: this process makes the call alone. Others would wait for it.
+    The process that writes checkpoints ends the call after the step under way. Others, which may
+    have been sent the signal too, wait for that.
 
     Raises:
         SystemExit: at the end of the block, if there was one.
     """
     termination = Termination()
-    if not is_alone or _handler_of(signal.SIGTERM) is not signal.SIG_DFL:
-        yield termination
+    previous = _handler_of(signal.SIGTERM)
+    if previous is not signal.SIG_DFL:
+        yield previous if isinstance(previous, Termination) else termination
         return
     signal.signal(signal.SIGTERM, termination)
-    lost: WorkerError | None = None
+    lost: Exception | None = None
     try:
         yield termination
-    except WorkerError as error:
-        if not (termination.is_requested and error.is_loss):
+    except (WorkerError, HostError) as error:
+        if not (termination.is_requested and getattr(error, "is_loss", True)):
             raise
-        lost = error  # helpers were sent the signal, too
+        lost = error  # other processes were sent the signal, too
     finally:
         termination.close()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -52,11 +52,15 @@ class JobContext:
 
     Attributes:
         follower: this process, if another one leads its host; found by the first call.
+        spans_hosts: the last call was made with other hosts.
+        meeting_seconds: the least to wait until all hosts have met.
     """
 
     def __init__(self, strategy: StrategyLike | None) -> None:
         self._strategy = strategy
         self.follower: Follower | None = None
+        self.spans_hosts = False
+        self.meeting_seconds = 0.0
         self._hosts: Hosts | None = None  # of the call that is under way
         self._depth = 0  # calls within calls
         self._entering = threading.Lock()
@@ -78,6 +82,16 @@ class JobContext:
     def cluster(self) -> Cluster | None:
         """What they have; None is this host."""
         return None if self.hosts is None else self.hosts.cluster
+
+    @property
+    def host(self) -> int:
+        """The number of this host among them."""
+        return 0 if self._hosts is None else self._hosts.host
+
+    @property
+    def num_hosts(self) -> int:
+        """How many there are."""
+        return 1 if self._hosts is None else self._hosts.control_group.num_hosts
 
     @property
     def is_aside(self) -> bool:
@@ -146,7 +160,8 @@ class JobContext:
         reach = "one process" if self._strategy is None else self._strategy.reach
         self.follower = self.follower or find_follower(self.timeout_seconds, reach)
         if self.follower is None:
-            self._hosts = find_hosts(self.timeout_seconds, reach)
+            self._hosts = find_hosts(self.timeout_seconds, reach, self.meeting_seconds)
+            self.spans_hosts = self._hosts is not None and self._hosts.place.num_hosts > 1
         try:
             with nullcontext() if self._hosts is None else self._hosts.failing_together():
                 self.check_equal({"the call": call})
@@ -179,6 +194,10 @@ class JobContext:
             return result
         told: _T = self.hosts.from_chief(result)
         return told
+
+    def from_all(self, obj: Any) -> list[Any]:
+        """Every host's object by host, on every host."""
+        return [obj] if self.hosts is None else self.hosts.from_all(obj)
 
     def check_equal(self, facts: Mapping[str, object]) -> None:
         """See ``Hosts.check_equal``."""

@@ -9,6 +9,7 @@ import torch
 from torch import nn, optim
 
 from lockstep.errors import ModelError, OptionError
+from lockstep.parallel.exchange_layout import sparse_weights
 from lockstep.plan.spec import Plan
 from lockstep.train.updaters import ELEMENTWISE, PARAMETERWISE
 
@@ -27,10 +28,11 @@ def make_optimizer(optimizer: Any, model: nn.Module) -> optim.Optimizer:
         if not isinstance(made, optim.Optimizer):
             raise _no_optimizer(made)
         return make_optimizer(made, model)
-    if isinstance(optimizer, optim.LBFGS | optim.SparseAdam):
+    needs_rows = isinstance(optimizer, optim.SparseAdam) and not sparse_weights(model)
+    if needs_rows or isinstance(optimizer, optim.LBFGS):
         raise OptionError(
-            "LBFGS evaluates the loss several times per step and SparseAdam needs sparse "
-            "gradients: neither fits a step on summed gradients.",
+            "LBFGS evaluates the loss several times per step, and SparseAdam needs embeddings with "
+            "sparse=True.",
             received=type(optimizer).__name__,
             fix="Use another optimizer, such as torch.optim.AdamW.",
         )
@@ -88,7 +90,7 @@ def check_divisible(model: nn.Module, optimizer: object, plan: Plan, *, is_known
 
     Raises:
         ModelError: hooks that would see a share's gradients.
-        OptionError: an optimizer that stages cannot step for themselves.
+        OptionError: an optimizer that stages, or hosts, cannot step for themselves.
     """
     if plan.num_shares > 1:
         check_hooks(model)
@@ -100,6 +102,13 @@ def check_divisible(model: nn.Module, optimizer: object, plan: Plan, *, is_known
             received=type(optimizer).__name__,
             fix="Use one of torch.optim, or of keras.optimizers without global_clipnorm, or a "
             "data parallel strategy.",
+        )
+    if plan.compression is not None and not is_known:
+        raise OptionError(
+            "Where gradients are compressed every host updates all weights, which is known to give "
+            "the same bits only with optimizers of PyTorch or Keras.",
+            received=type(optimizer).__name__,
+            fix="Use one of torch.optim, or leave `compression` out.",
         )
 
 

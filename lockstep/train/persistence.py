@@ -1,7 +1,7 @@
 """What of a Trainer outlives its calls: weights in files, its state, trials that are taken back."""
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -9,12 +9,16 @@ from typing import Any, TypeVar
 import torch
 
 from lockstep.checkpoint.weights import load_weights, save_weights
+from lockstep.data.sources import Source
 from lockstep.errors import OptionError
+from lockstep.train.backups import Backups
 from lockstep.train.callbacks import Callback
 from lockstep.train.conductor import Conductor, Place
 from lockstep.train.ensemble import Resume
+from lockstep.train.feeding import SharedStream
 from lockstep.train.history import History
 from lockstep.train.learning_rates import RunningSchedule
+from lockstep.train.run_record import VARIABLE, RunRecord
 from lockstep.train.run_state import (
     callback_states,
     check_state,
@@ -160,6 +164,7 @@ class PersistentRunner(Runner):
             "so_far": place.so_far,
             "read": place.read,
             "replicas": place.replicas,
+            "residuals": place.residuals,
             "history": history.history,
             "epochs": history.epoch,
         }
@@ -240,6 +245,7 @@ class PersistentRunner(Runner):
     def _place_in_fit(self) -> dict[str, Any]:
         assert self._place is not None
         place = dict(self._place)
+        del place["residuals"]  # they are a part of the state
         return {"epochs": self._first_epoch, "steps": place.pop("steps"), "fit": place}
 
     def _copied_parts(self) -> dict[str, Any]:
@@ -249,24 +255,34 @@ class PersistentRunner(Runner):
         return state.parts()
 
     def _whole_state(self) -> TrainingState:
-        """With what the script's process alone knows."""
-        states = callback_states(self._own_callbacks)
-        return replace(
-            self._state_at(self._position()), callbacks=self._job_context.from_chief(states)
-        )
+        """With what the script's process alone knows, on several hosts that of host 0."""
+        state = self._state_at(self._position())
+        own = callback_states(self._own_callbacks), state.schedule
+        callbacks, schedule = self._job_context.from_chief(own)
+        return replace(state, callbacks=callbacks, schedule=schedule)
 
     def _state_at(self, position: dict[str, Any]) -> TrainingState:
         """All but what callbacks keep; no copy."""
         return replace(
             self._state(),
             position=position,
+            residuals=self._residuals_of_all(),
             modules=module_states(self.model),
             schedule=None if self.schedule is None else self.schedule.state_dict(),
         )
 
+    def _residuals_of_all(self) -> dict[str, Any]:
+        """What all hosts keep of compressed tensors; within a ``fit`` as far as it is told."""
+        own = self._residuals.told(self._job_context.host)
+        if self._first_epoch is not None:
+            told = None if self._place is None else self._place["residuals"]
+            return own if told is None else told
+        return {host: one for each in self._job_context.from_all(own) for host, one in each.items()}
+
     def _set_whole_state(self, state: TrainingState) -> None:
         self._set_state_but_callbacks(state)
-        set_callback_states(self._own_callbacks, state.callbacks)
+        if self._is_chief:
+            set_callback_states(self.callbacks, state.callbacks)
 
     def _set_state_but_callbacks(self, state: TrainingState) -> None:
         self._set_state(state)
@@ -305,6 +321,32 @@ class PersistentRunner(Runner):
         All call it. It may be made of numbers, texts, tensors, tuples, lists, dicts, dataclasses.
         """
         return self._call("same_everywhere", lambda: self._job_context.from_chief(result))
+
+    # --- for a fit -------------------------------------------------------------------------------
+
+    def _backups_of(
+        self, sources: Iterable[Source | SharedStream], restarts: int
+    ) -> Backups | None:
+        """Copies of the training in memory; none where one process cannot have all of it."""
+        hosts = self._job_context.hosts
+        if hosts is not None and not hosts.is_one_process:
+            return None
+        return Backups(
+            lambda: self._state_at(self._place_in_fit()),
+            self._set_state_but_callbacks,
+            self._session.stores.release_pages,
+            [source for source in sources if isinstance(source, SharedStream)],
+            restarts,
+        )
+
+    def _record_in(self, *folders: str | os.PathLike[str] | None) -> RunRecord:
+        """The record of a ``fit``, in the first folder of these, or as the user always wants it.
+
+        Host 0 keeps it; a ``fit`` within a callback of another keeps none of its own.
+        """
+        is_kept = self._is_chief and not self._job_context.is_nested
+        named = [folder for folder in (*folders, os.environ.get(VARIABLE)) if folder]
+        return RunRecord(named[0] if named and is_kept else None)
 
     # --- parts -----------------------------------------------------------------------------------
 

@@ -150,7 +150,7 @@ class Recipe:
         """
         parameters = dict(model.named_parameters())
         if isinstance(optimizer, Optimizers):
-            return UpdaterSet(optimizer, parameters)
+            return UpdaterSet.of_torch(optimizer, parameters)
         updater: TorchUpdater | WrappedUpdater = TorchUpdater(
             optimizer, parameters, changes_by_step=changes_by_step
         )

@@ -33,7 +33,7 @@ def replicas_of(worker: Worker, results: Sequence[StepResult], control: Control)
 
 def own_replica(replicas: Tree, worker: Worker) -> Tree:
     """A rank's part of what ``replicas_of`` has told; None where that is of other replicas."""
-    if not worker.trains_apart or replicas is None or len(replicas) != worker.plan.num_ranks:
+    if not worker.has_own_optimizer or replicas is None or len(replicas) != worker.plan.num_ranks:
         return None
     return replicas[worker.rank]
 

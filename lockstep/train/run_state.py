@@ -177,8 +177,8 @@ def no_place() -> CheckpointError:
     """For a state that is asked for where training cannot be gone on from."""
     return CheckpointError(
         "Within a fit, a callback finds the state of the training in on_epoch_end, and in "
-        "on_train_batch_end where its takes_state() says so: not in pipelines over several "
-        "hosts, and on data that can only be iterated with fit(checkpoint=...) only.",
+        "on_train_batch_end where its takes_state() says so; on data that can only be iterated "
+        "with fit(checkpoint=...) only.",
         received="state_dict elsewhere",
         fix="Call it there, or after fit.",
     )

@@ -6,7 +6,8 @@ runs on, and how many steps it has made. What a call is given, and who updates w
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -14,19 +15,22 @@ import msgspec
 from torch import nn, optim
 
 from lockstep.capture.layers import capture_layers
+from lockstep.capture.sparse import sparse_buffers_aside
 from lockstep.cluster.devices import discover
 from lockstep.data.batch_dims import SAMPLES_FIRST, BatchDims
 from lockstep.errors import OptionError, WorkerError
 from lockstep.parallel.blank import blank_names, forget_blanks, initialize
-from lockstep.parallel.groups import parameter_groups
+from lockstep.parallel.compressed_tensors import compressed_tensors
+from lockstep.parallel.groups import ParameterGroup, parameter_groups
 from lockstep.parallel.losses import LossAdapter
-from lockstep.parallel.settings import TorchSettings
+from lockstep.parallel.settings import TorchSettings, deterministic_kernels
 from lockstep.parallel.whole_batch import whole_batch_note
+from lockstep.plan.devices import is_cpu
 from lockstep.plan.makers import Maker, SingleDevice
 from lockstep.plan.spec import Plan
-from lockstep.train.apart_checks import check_apart
+from lockstep.train.apart_checks import check_apart, check_served
 from lockstep.train.assignment import Assignment
-from lockstep.train.checks import check_device
+from lockstep.train.checks import check_backend, device_of, place_model
 from lockstep.train.conductor import Conductor
 from lockstep.train.ensemble import Resume
 from lockstep.train.feeding import sample_of
@@ -40,6 +44,7 @@ from lockstep.train.planning import Partitions, Planning
 from lockstep.train.rank_proof import samples_of, standing
 from lockstep.train.recipe import AnyUpdater, Recipe
 from lockstep.train.renewal import Form
+from lockstep.train.residuals import Residuals
 from lockstep.train.run_state import set_state, state_of
 from lockstep.train.session import Session
 from lockstep.train.standing import StandingCalls
@@ -65,7 +70,10 @@ class Runner(ABC):
     Attributes:
         optimizer: what updates the model; None where it is not trained.
         batch_size: of the last training; None before.
+        deterministic: only kernels are used that give the same bits in every run.
     """
+
+    deterministic = False
 
     _sight: object = None
     """What model, loss and metrics are in a call, to be compared by the next; None if unknown."""
@@ -92,6 +100,7 @@ class Runner(ABC):
         self._epochs_trained = 0
         self._steps_trained = 0
         self._plan: Plan | None = None
+        self._residuals = Residuals()
         self._dims = dims
         self._planning = Planning(meta_model, dims)
         self._begin_session(job_context)
@@ -152,6 +161,7 @@ class Runner(ABC):
             loss_scale=None if scale is None else dict(vars(scale)),
             random={"seed": self.seed},
             position={"epochs": self._epochs_trained, "steps": self._steps_trained},
+            residuals=self._residuals.told(self._job_context.host),
         )
 
     def _set_state(self, state: TrainingState) -> None:
@@ -161,6 +171,8 @@ class Runner(ABC):
         if state.loss_scale is not None:
             vars(self._recipe.rules.loss_scale).update(state.loss_scale)
         self.seed = state.random["seed"]
+        job_context = self._job_context
+        self._residuals.load(state.residuals, job_context.host, job_context.num_hosts)
         self._epochs_trained = state.position["epochs"]
         self._steps_trained = state.position["steps"]
 
@@ -189,7 +201,7 @@ class Runner(ABC):
         except BaseException as error:
             self._session.desert(hosts, error)
             raise
-        self._session.dismiss(result, self.model)
+        self._session.dismiss(hosts, result, self.model)
         return result
 
     @property
@@ -239,7 +251,20 @@ class Runner(ABC):
         conductor: Conductor,
         batch_size: int,
     ) -> Any:
+        kernels = deterministic_kernels() if self.deterministic else nullcontext()
+        with sparse_buffers_aside(self.model), kernels:
+            return self._run_task(task, loss, updater, conductor, batch_size)
+
+    def _run_task(
+        self,
+        task: Task,
+        loss: LossAdapter | None,
+        updater: AnyUpdater | None,
+        conductor: Conductor,
+        batch_size: int,
+    ) -> Any:
         if self._job_context.is_aside:
+            self._check_nested()
             session, planned = _nested(task), self._plan_for_one(batch_size)
         else:
             planned = self._plan_for_all(task, batch_size, conductor.announce)
@@ -249,13 +274,31 @@ class Runner(ABC):
         proof = self._prepare_proof(assignment, session, conductor)
         if isinstance(task, FitTask) and loss is not None and not self._steps_trained:
             check_inner_loss(assignment, loss, sample_of(task.source), batch_size)
-        with self._job_context.at_work() as hosts:
-            result = session.run(assignment, conductor, hosts, self._standing, self._sight)
+        try:
+            with self._job_context.at_work() as hosts:
+                result = session.run(assignment, conductor, hosts, self._standing, self._sight)
+        finally:
+            place_model(self.model, self._torch_optimizers, assignment.plan)
         self._proven = proof or self._proven
         if self._plan is not None and loss is not None and loss.takes_whole:
             notes = (*self._plan.notes, whole_batch_note(loss))
             self._plan = msgspec.structs.replace(self._plan, notes=tuple(dict.fromkeys(notes)))
         return result
+
+    def _check_nested(self) -> None:
+        """Refuse a callback's call where its model's weights are on other devices.
+
+        Raises:
+            OptionError: they are.
+        """
+        plan = self._plan
+        if plan is not None and plan.pipeline is not None and not is_cpu(plan.devices):
+            raise OptionError(
+                "In the midst of a training in stages on accelerators the script's process has "
+                "not all of the model.",
+                received="evaluate or predict in a callback",
+                fix="Pass validation_data to fit, or call it after fit.",
+            )
 
     def _prepare_proof(
         self, assignment: Assignment, session: Session, conductor: Conductor
@@ -293,7 +336,7 @@ class Runner(ABC):
         return self._plan, partitions
 
     def _plan_for_one(self, batch_size: int) -> tuple[Plan, Partitions]:
-        maker = SingleDevice(precision=self.precision)
+        maker = self._maker_for_one()
         return maker(capture_layers(self.model), discover(), batch_size), {}
 
     def _assignment(
@@ -305,11 +348,15 @@ class Runner(ABC):
         partitions: Partitions,
     ) -> Assignment:
         """What every rank is told."""
+        check_backend(plan)
+        device = place_model(self.model, self._torch_optimizers, plan)
         if updater is not None:
             check_divisible(self.model, self.optimizer, plan, is_known=updater.is_known)
             check_apart(plan, updater, self._recipe.averages, self.precision)
+            check_served(plan, self.model, updater, self.precision)
         if plan.pipeline is None or len(plan.domains) > 1:
             self._initialize()
+        groups = parameter_groups(plan, self.model, list(partitions.values()))
         return Assignment(
             plan=plan,
             model=self.model,
@@ -317,17 +364,25 @@ class Runner(ABC):
             updater=updater,
             task=task,
             seed=self.seed,
-            device=check_device(self.model, plan),
+            device=device,
             settings=TorchSettings.current(),
             partitions=partitions,
-            groups=parameter_groups(plan, self.model, list(partitions.values())),
+            groups=groups,
             blank=blank_names(self.model),
             rules=self._recipe.rules,
             functions=()
             if updater is None
             else self._recipe.functions(self.optimizer, self.model, plan),
             dims=self._dims,
+            residuals=None if updater is None else self._fitted_residuals(plan, groups),
         )
+
+    def _fitted_residuals(self, plan: Plan, groups: Sequence[ParameterGroup]) -> Residuals | None:
+        """What this host keeps of what is compressed; None where nothing is."""
+        if plan.compression is None:
+            return None
+        self._residuals.fit(compressed_tensors(plan, self.model, groups))
+        return self._residuals
 
     def _initialize(self) -> None:
         """Give the parameters of a model made by a function their first values, if they have none.
@@ -339,8 +394,12 @@ class Runner(ABC):
             initialize(self.model, blank, self.seed)
             forget_blanks(self.model)
 
+    def _maker_for_one(self) -> Maker:
+        """Of Plans for one device: the one where the model is."""
+        return SingleDevice(device=device_of(self.model), precision=self.precision)
+
     def _maker(self) -> Maker:
-        maker: Maker = SingleDevice(precision=self.precision)
+        maker = self._maker_for_one()
         if self.strategy is not None:
             maker = self.strategy.maker(self.precision)
         return self._recipe.maker(maker)

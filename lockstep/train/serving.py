@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from lockstep import accelerators
+from lockstep.accelerators import rank_device
 from lockstep.channel.channel import Channel
 from lockstep.channel.keys import Keys
 from lockstep.comm.exchange import ExchangeSpec
@@ -17,10 +19,17 @@ from lockstep.comm.meeting_point import Meeting
 from lockstep.comm.wide_board import Crossing
 from lockstep.launch.helper import HelperContext
 from lockstep.parallel.control import FollowerControl, open_region, unpacked
+from lockstep.parallel.device_store import Mirror, Mirrors, on_device
 from lockstep.parallel.engine import ChannelKey, Neighbours
 from lockstep.parallel.registries import register_copies
 from lockstep.parallel.store import TensorStore
-from lockstep.train.assignment import Assignment, compute_settings, initialize_own, make_worker
+from lockstep.train.assignment import (
+    Assignment,
+    compute_settings,
+    initialize_own,
+    make_worker,
+    run_task,
+)
 from lockstep.train.conductor import Conductor
 from lockstep.train.standing import News, Standing
 from lockstep.train.stores import Access
@@ -83,14 +92,15 @@ class Call:
     Attributes:
         name: of the task.
         num_groups: of parameters.
-        stores: of parameters, then of slots, then of options: the ranks of this host that have it,
-            its tensors, and how they have it.
+        stores: of parameters, then of slots, residuals and options: the ranks of this host that
+            have it, its tensors, and how they have it.
         has_options: there is a store of options.
         spec: the layout of the exchange.
         payload: the serialized object with the assignment.
         abroad: the other hosts, if there are any.
         meeting: where ranks of process groups find each other, if there are any.
         keeps: the call may be made again (``train.standing``).
+        devices: of all ranks.
     """
 
     name: str
@@ -102,6 +112,7 @@ class Call:
     abroad: Abroad | None
     meeting: Meeting | None
     keeps: bool
+    devices: tuple[str, ...]
 
 
 def serve(context: HelperContext, body: bytes, descriptors: tuple[int, ...]) -> bytes:
@@ -114,11 +125,14 @@ def serve(context: HelperContext, body: bytes, descriptors: tuple[int, ...]) -> 
     stored, rest = rest[: len(call.stores)], rest[len(call.stores) :]
     num_channels = 0 if call.abroad is None else len(call.abroad.channels)
     channels, packed = rest[:num_channels], rest[num_channels:]
+    device = rank_device(call.devices, rank)
+    accelerators.use(device)
     # Of parameters and slots, what other ranks alone have stays there.
     opened = [
         open_store(own, number, rank=rank, ranks=ranks, access=access)
         for (ranks, own, access), number in zip(call.stores, stored, strict=True)
     ]
+    mirrors = _move_to_device(call, opened, rank, device)
     parameters = [view for views in opened[: call.num_groups] for view in views]
     tensors = [
         *(nn.Parameter(view, requires_grad=False) for view in parameters),
@@ -137,6 +151,7 @@ def serve(context: HelperContext, body: bytes, descriptors: tuple[int, ...]) -> 
             neighbours=neighbours,
             meeting=call.meeting,
         )
+        worker.mirrors = mirrors
         if any(access == "copied on write" for _, _, access in call.stores):
             worker.take_slots()
         has_hosts = call.abroad is not None
@@ -160,11 +175,24 @@ def serve_again(context: HelperContext, body: bytes, descriptors: tuple[int, ...
     return b""
 
 
+def _move_to_device(
+    call: Call, opened: list[list[torch.Tensor]], rank: int, device: torch.device
+) -> Mirrors:
+    """Have what this rank keeps on its device be there; what it is to show rank 0, and where."""
+    mirrors: tuple[list[Mirror], list[Mirror]] = ([], [])
+    for number, (ranks, _, access) in enumerate(call.stores):
+        if access == "on its device" and rank in ranks:
+            views, opened[number] = opened[number], on_device(opened[number], device)
+            if rank == ranks[0]:
+                mirrors[number >= call.num_groups].append((views, opened[number]))
+    return mirrors
+
+
 def _take_part(part: Standing) -> None:
     """Do this rank's part of a task."""
     try:
         initialize_own(part.assignment, part.worker)
-        part.assignment.task.run(part.worker, part.control, Conductor())
+        run_task(part.assignment, part.worker, part.control, Conductor())
         part.worker.close()
     except BaseException:
         part.worker.abandon()

@@ -32,8 +32,15 @@ from lockstep.parallel.worker import Worker
 from lockstep.pickling import dumps
 from lockstep.plan.averaging import AveragedUpdate
 from lockstep.plan.decision import LocalUpdate
+from lockstep.plan.devices import is_cpu
 from lockstep.plan.spec import Plan
-from lockstep.train.assignment import Assignment, compute_settings, initialize_own, make_worker
+from lockstep.train.assignment import (
+    Assignment,
+    compute_settings,
+    initialize_own,
+    make_worker,
+    run_task,
+)
 from lockstep.train.conductor import Conductor
 from lockstep.train.connected import Connected, bring_groups, meeting_point_of
 from lockstep.train.fit_task import FitTask
@@ -41,11 +48,19 @@ from lockstep.train.followers import call_conclude
 from lockstep.train.hosts import Hosts
 from lockstep.train.likeness import assignment_facts
 from lockstep.train.packing import check_loss, check_number, pack_assignment, spec_of
+from lockstep.train.rank_states import RankState, said_of, states_of
 from lockstep.train.read_limit import ReadLimit
 from lockstep.train.serving import Call, serve, serve_again
 from lockstep.train.standing import Footing, News, StandingCalls, may_stand
 from lockstep.train.stores import Mapped, Stores, has_options, options_store
-from lockstep.train.watch import STATE_OF_FIRST, Position, Watch, what_is_left, what_is_lost
+from lockstep.train.watch import (
+    STATE_OF_FIRST,
+    STATE_OF_SERVERS,
+    Position,
+    Watch,
+    what_is_left,
+    what_is_lost,
+)
 
 # What every helper needs; the template imports it before any helper is born.
 PRELOAD: tuple[str, ...] = ("lockstep.train.serving",)
@@ -109,10 +124,12 @@ class Session:
             sight = None if hosts is not None else sight
             return self._lead(assignment, conductor, hosts, calls or StandingCalls(), sight)
 
-    def dismiss(self, result: Any, model: nn.Module) -> None:
+    def dismiss(self, hosts: Hosts, result: Any, model: nn.Module) -> None:
         """Let the processes that follow this one go on, with a call's result and the weights."""
-        if self._team is not None:
-            call_conclude(self._team, result, model, self._timeout)
+        if self._team is None:
+            self._meet_followers(hosts, self._timeout)
+        assert self._team is not None
+        call_conclude(self._team, result, model, self._timeout)
 
     def desert(self, hosts: Hosts, error: BaseException) -> None:
         """After a call that has failed: end it for the processes that follow this one, too.
@@ -122,10 +139,15 @@ class Session:
         if not self._has_met:
             patience = min(_DISMISSAL_SECONDS, self._timeout)
             with suppress(WorkerError):  # they have not come: it has failed there, too
-                self._team = hosts.attach_team(hosts.place.num_processes - 1, 1, patience)
-                self._is_attached = True
+                self._meet_followers(hosts, patience)
         self.close(error)
         self._has_met = False
+
+    def _meet_followers(self, hosts: Hosts, timeout_seconds: float) -> None:
+        """Have the processes that follow this one in a call that needs no Plan."""
+        helpers = range(hosts.place.num_processes - 1)
+        self._team = hosts.attach_team(len(helpers), hosts.first_rank + 1, timeout_seconds)
+        self._is_attached = self._has_met = True
 
     def _run_alone(self, assignment: Assignment, conductor: Conductor) -> Any:
         spec = spec_of(assignment)
@@ -135,7 +157,10 @@ class Session:
         region = None if is_alone else spec.create()
         worker = make_worker(assignment, spec, region, rank=0, look_around=lambda waited: None)
         _heed(conductor, worker)
-        return assignment.task.run(worker, SoloControl(), conductor)
+        if isinstance(assignment.task, FitTask):
+            look = partial(states_of, None, None, 0)
+            conductor.begin_run(assignment.task.start, look)
+        return run_task(assignment, worker, SoloControl(), conductor)
 
     def _lead(
         self,
@@ -196,7 +221,7 @@ class Session:
             assignment=assignment,
             team=team,
             worker=worker,
-            control=_control(team, assignment.plan, self._timeout, watch, hosts),
+            control=_control(team, assignment, stores, self._timeout, watch, connected),
             stores=stores,
             region=region,
             spec=spec,
@@ -206,16 +231,18 @@ class Session:
 
     @contextmanager
     def _ending_team(
-        self, part: "_Part | None" = None, put_back: Callable[[], int | None] = lambda: None
+        self, part: "_Part | None" = None, conductor: Conductor | None = None
     ) -> Iterator[None]:
         """A call that fails within the block ends the helpers, and says what it leaves."""
         try:
             yield
         except BaseException as trouble:
             error = as_raised(trouble)
+            if part is not None and conductor is not None:
+                part.look_at_ranks(error, conductor)
             self.close(error)
-            if part is not None:
-                part.abandon(error, put_back)
+            if part is not None and conductor is not None:
+                part.abandon(error, conductor.put_back)
             if error is trouble:
                 raise
             raise error from error.__cause__
@@ -223,7 +250,7 @@ class Session:
     def _conduct(self, part: "_Part", conductor: Conductor, call: Callable[[], None]) -> Any:
         """Call the helpers, and do this process's part of the task."""
         assignment, worker, team = part.assignment, part.worker, part.team
-        with self._ending_team(part, conductor.put_back):
+        with self._ending_team(part, conductor):
             call()
             _heed(conductor, worker)
             initialize_own(assignment, worker)
@@ -232,13 +259,12 @@ class Session:
             # What lies in memory is read at once.
             may_hang = not all(isinstance(one, ArraySource) for one in assignment.task.sources())
             if isinstance(assignment.task, FitTask):
-                conductor.begin_run(assignment.task.start)
+                conductor.begin_run(assignment.task.start, part.states)
             with limit.watched() if may_hang else nullcontext():
-                result = assignment.task.run(worker, part.control, conductor)
+                result = run_task(assignment, worker, part.control, conductor)
             worker.close()
             team.finish(self._timeout)
-            if part.connected is not None:
-                bring_groups(part.connected, assignment, part.stores)
+            part.control.bring_groups()
             _heed(Conductor(), worker)  # what is kept of a call must not know who conducted it
         return result
 
@@ -249,8 +275,11 @@ class Session:
         num_helpers, first_rank = len(here) - 1, here.start + 1
         if self._team is not None and not (
             (self._team.num_helpers, self._team.first_rank) == (num_helpers, first_rank)
-            and self._threads == plan.threads_per_device
-            and (self._team.is_alive if self._is_attached else self._team.answers())
+            and (
+                self._team.is_alive
+                if self._is_attached
+                else self._threads == plan.threads_per_device and self._team.answers()
+            )
         ):
             self.close()
         if self._team is None:
@@ -280,6 +309,7 @@ class Session:
             abroad=None if connected is None else connected.abroad,
             meeting=None if part.meeting_point is None else part.meeting_point.meeting,
             keeps=keeps,
+            devices=assignment.plan.devices,
         )
         regions = [part.region, *(one.store.region for one in part.stores)]
         descriptors = [each.descriptor for each in regions]
@@ -354,6 +384,17 @@ class _Part:
         board = self.worker.board
         return board is not None and board.is_halted
 
+    def states(self) -> list[RankState]:
+        """What the ranks of this host are at."""
+        return states_of(self.team, self.worker.board, self.worker.rank)
+
+    def look_at_ranks(self, error: BaseException, conductor: Conductor) -> None:
+        """The call has failed, and the helpers still live: note in the error what they were at."""
+        states = self.states()
+        if note := said_of(states, error):
+            add_note(error, note)
+        conductor.note_failure(error, states, self.team)
+
     def abandon(self, error: BaseException, put_back: Callable[[], int | None]) -> None:
         """The call has failed, and the helpers have ended: note in the error what is left."""
         worker = self.worker
@@ -363,9 +404,16 @@ class _Part:
         if isinstance(self.assignment.plan.update, AveragedUpdate):
             add_note(error, STATE_OF_FIRST)
             return
+        if self.assignment.plan.is_stale:
+            worker.updater.recover()
+            add_note(error, STATE_OF_SERVERS)
+            return
         assert worker.board is not None
         lost = worker.updater.recover()
-        has_older = len(self.assignment.plan.domains) > 1 and bool(worker.updater.slot_keys())
+        plan = self.assignment.plan
+        has_older = len(plan.domains) > 1 and (
+            bool(worker.updater.slot_keys()) or not is_cpu(plan.devices)
+        )
         last = worker.board.last_update
         if last is not None and not lost and not has_older:
             note = what_is_left(last)
@@ -405,17 +453,23 @@ def _leading_worker(
 
 
 def _control(
-    team: Team, plan: Plan, timeout_seconds: float, watch: "Watch", hosts: Hosts | None
+    team: Team,
+    assignment: Assignment,
+    stores: Sequence[Mapped],
+    timeout_seconds: float,
+    watch: "Watch",
+    connected: Connected | None,
 ) -> LeaderControl:
-    if hosts is None or plan.num_hosts == 1:
+    if connected is None:
         return LeaderControl(team, timeout_seconds)
     return HostControl(
         team,
-        hosts.control_group,
+        connected.hosts.control_group,
         rank=watch.first_rank,
-        num_ranks=plan.num_ranks,
+        num_ranks=assignment.plan.num_ranks,
         timeout_seconds=timeout_seconds,
         look_around=watch.look_around,
+        bring_groups=partial(bring_groups, connected, assignment, stores),
     )
 
 

@@ -35,7 +35,7 @@ def take_snapshot(ensemble: Ensemble, step: int, result: StepResult, noted: Note
                     for _, _, own, *_ in ranks
                     for name, gradient in own.items()
                 },
-                states=[state for state, *_ in ranks],
+                states=[state for state, *_ in ranks[: len(ranks) - worker.plan.num_servers]],
                 slots=[part for _, parts, *_ in ranks for part in parts],
                 is_divided=worker.held_names() is not None,
                 weights=tuple(one[3] for one in ranks) if worker.trains_apart else (),

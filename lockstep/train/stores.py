@@ -7,14 +7,18 @@ from typing import Literal
 
 from torch import nn
 
+from lockstep.comm.gradients import TensorSpec
+from lockstep.parallel.device_store import DeviceStore
 from lockstep.parallel.groups import ParameterGroup
 from lockstep.parallel.store import ParameterStore, TensorStore, check_separate, slot_spec
+from lockstep.parallel.update import SlotKey
 from lockstep.plan.averaging import AveragedUpdate
+from lockstep.plan.devices import is_cpu
 from lockstep.train.assignment import Assignment
 
 # How ranks have a store, but for the first of them, which has the store itself: they map it, too;
-# or take a copy; or map it and get pages of their own where they write.
-Access = Literal["shared", "copied", "copied on write"]
+# or take a copy; or map it and get pages of their own where they write; or copy it to their device.
+Access = Literal["shared", "copied", "copied on write", "on its device"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,13 +46,14 @@ class Stores:
     def __init__(self) -> None:
         self._parameters: list[ParameterStore] = []
         self._slots: list[TensorStore] = []
+        self._residuals: TensorStore | None = None
         self._slots_owner: Callable[[], object] = lambda: None
 
     def __bool__(self) -> bool:
         return bool(self._parameters)
 
     def adopt_all(self, assignment: Assignment, leader: int) -> list[Mapped]:
-        """The stores of parameters, then of slots, then of options.
+        """The stores of parameters, then of slots, of what is left to be sent, and of options.
 
         Args:
             assignment: what they are for.
@@ -56,6 +61,8 @@ class Stores:
         """
         is_apart = isinstance(assignment.plan.update, AveragedUpdate)
         shares = assignment.plan.engine.shares_memory and not is_apart
+        if not is_cpu(assignment.plan.devices):
+            return self._adopt_on_device(assignment, leader)
         stores = _mapped(
             assignment, self._adopt(assignment, leader), "shared" if shares else "copied"
         )
@@ -63,8 +70,33 @@ class Stores:
             # A rank writes to the slots of its pieces only, so of the others it has no pages.
             slots = self._adopt_slots(assignment, leader)
             stores += _mapped(assignment, slots, "shared" if shares else "copied on write")
-            stores += options_store(assignment)
+        stores += self._adopt_residuals(assignment)
+        stores += options_store(assignment)
         return stores
+
+    def _adopt_on_device(self, assignment: Assignment, leader: int) -> list[Mapped]:
+        """What the leader has stays on its device, the rest comes to lie in host memory.
+
+        Values on the device are published for those who are to have them, too.
+        """
+        is_here = [leader in group.ranks for group in assignment.groups]
+        members = _members(assignment.model, assignment.groups)
+        stores: list[TensorStore] = [
+            DeviceStore.of(own) if here else ParameterStore.adopt(own)
+            for own, here in zip(members, is_here, strict=True)
+        ]
+        mapped = _mapped(assignment, stores, "on its device")
+        if assignment.updater is not None:
+            slots: list[TensorStore] = [
+                DeviceStore.zeros(specs, assignment.device) if here else TensorStore.create(specs)
+                for specs, here in zip(_slots(assignment)[1], is_here, strict=True)
+            ]
+            _store_slots(assignment, slots)
+            mapped += _mapped(assignment, slots, "on its device")
+        for one in mapped:
+            if isinstance(one.store, DeviceStore):
+                one.store.publish()
+        return mapped + options_store(assignment)
 
     def _adopt(self, assignment: Assignment, leader: int) -> Sequence[ParameterStore]:
         """Have the parameters of each group lie in a store of theirs."""
@@ -95,12 +127,7 @@ class Stores:
     def _adopt_slots(self, assignment: Assignment, leader: int) -> list[TensorStore]:
         updater = assignment.updater
         assert updater is not None
-        parameters = dict(assignment.model.named_parameters())
-        all_keys = updater.slot_keys()
-        keys = [
-            [key for key in all_keys if key.parameter in group.names] for group in assignment.groups
-        ]
-        specs = [tuple(slot_spec(key, parameters[key.parameter]) for key in own) for own in keys]
+        specs = _slots(assignment)[1]
         if not (
             [store.specs for store in self._slots] == specs
             and all(store.region.is_shared for store in self._slots)
@@ -111,17 +138,18 @@ class Stores:
                 for own, group in zip(specs, assignment.groups, strict=True)
             ]
             self._slots_owner = weakref.ref(updater.owner)
-        updater.store_slots(
-            {
-                key: view
-                for own, store in zip(keys, self._slots, strict=True)
-                for key, view in zip(own, store.views, strict=True)
-            }
-        )
+        _store_slots(assignment, self._slots)
         for slots, group in zip(self._slots, assignment.groups, strict=True):
             slots.is_elsewhere = leader not in group.ranks
         self.release_pages()
         return self._slots
+
+    def _adopt_residuals(self, assignment: Assignment) -> list[Mapped]:
+        """Have what is left of compressed tensors lie in a store, if there is any."""
+        if assignment.residuals is None or not assignment.residuals.tensors:
+            return []
+        self._residuals = assignment.residuals.stored(self._residuals)
+        return [Mapped(ranks=tuple(range(assignment.plan.num_ranks)), store=self._residuals)]
 
     def readopt(self, model: nn.Module) -> None:
         """Bring parameters that a callback moved back into their stores."""
@@ -134,6 +162,28 @@ class Stores:
         for store in (*self._parameters, *self._slots):
             if store.is_elsewhere:
                 store.region.release_pages()
+
+
+def _slots(assignment: Assignment) -> tuple[list[list[SlotKey]], list[tuple[TensorSpec, ...]]]:
+    """The optimizer's slots, group by group, and how they lie in memory."""
+    assert assignment.updater is not None
+    parameters = dict(assignment.model.named_parameters())
+    all_keys = assignment.updater.slot_keys()
+    keys = [
+        [key for key in all_keys if key.parameter in group.names] for group in assignment.groups
+    ]
+    return keys, [tuple(slot_spec(key, parameters[key.parameter]) for key in own) for own in keys]
+
+
+def _store_slots(assignment: Assignment, stores: Sequence[TensorStore]) -> None:
+    assert assignment.updater is not None
+    assignment.updater.store_slots(
+        {
+            key: view
+            for own, store in zip(_slots(assignment)[0], stores, strict=True)
+            for key, view in zip(own, store.views, strict=True)
+        }
+    )
 
 
 def _is_reserved(assignment: Assignment, group: ParameterGroup, leader: int) -> bool:

@@ -20,6 +20,7 @@ from lockstep.parallel.control import Control
 from lockstep.parallel.losses import ONE_LOSS, LossParts, Sums
 from lockstep.parallel.readers import reading_ahead
 from lockstep.parallel.worker import Worker, modes_of
+from lockstep.train.bad_record_filter import BadRecordFilter
 from lockstep.train.conductor import Conductor, Logs
 from lockstep.train.feeding import SharedStream, all_batches
 from lockstep.train.metrics import Metrics
@@ -105,7 +106,10 @@ class PredictTask(Task):
         parts: list[Part] = []
         start = 0
         reads = islice(_reads_in_order(worker, self.source, self.batch_size), self.steps)
-        with modes_of(worker.model, training=False), reading_ahead(self.source, reads) as ahead:
+        with (
+            modes_of(worker.model, training=False),
+            reading_ahead(self.source, reads, worker.passes.device) as ahead,
+        ):
             batches = all_batches(ahead, worker, control, self.batch_size)
             for index, (source, indices) in enumerate(islice(batches, self.steps)):
                 self._begin_batch(index, conductor)
@@ -145,6 +149,7 @@ def evaluate(
     epoch: int = 0,
     pause: Callable[[int], None] = lambda index: None,
     gives_up: Callable[[], bool] = lambda: False,
+    bad_records: BadRecordFilter | None = None,
 ) -> Logs:
     """Loss and metrics over a source; on rank 0.
 
@@ -158,18 +163,31 @@ def evaluate(
         epoch: of the training that this is a part of.
         pause: called after every batch, with its number.
         gives_up: whether rank 0 need not wait for data any longer.
+        bad_records: leaves bad records out; None where they are errors.
     """
+    num_bad = 0
     metrics.reset()
     observe = metrics.update if metrics else None
     losses: list[Sums] = []
     reads = _reads_in_order(worker, source, batch_size)
-    with modes_of(worker.model, training=False), reading_ahead(source, reads) as ahead:
+    with (
+        modes_of(worker.model, training=False),
+        reading_ahead(source, reads, worker.passes.device) as ahead,
+    ):
         batches = all_batches(ahead, worker, control, batch_size, epoch, gives_up)
         for index, (part, indices) in enumerate(batches):
-            losses += worker.evaluate_step(part, indices, observe)
+            num_taken = len(indices)
+            if bad_records is not None:
+                part, indices = bad_records.filtered(part, indices)
+                num_bad += num_taken - len(indices)
+            if len(indices):
+                losses += worker.evaluate_step(part, indices, observe)
+            if bad_records is not None:
+                worker.barrier()
             pause(index)
     gathered = [loss for losses in control.gather(losses) for loss in losses]
-    return {**loss_parts.logs(gathered), **joined_metrics(metrics, control)}
+    counts = {} if bad_records is None else {"bad_records": num_bad}
+    return {**loss_parts.logs(gathered), **joined_metrics(metrics, control), **counts}
 
 
 def _reads_in_order(

@@ -5,13 +5,15 @@ runs tasks on the Plan's ranks through a ``Session``.
 """
 
 import copy
+import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from typing import Any, Literal
 
 import torch
 from torch import nn, optim
 
+from lockstep.data.bad_records import OnBadRecord
 from lockstep.data.batch_dims import BatchDims
 from lockstep.data.sources import Source, as_input_source
 from lockstep.data.trees import Tree, concatenate, map_tensors, tensors_of
@@ -21,6 +23,7 @@ from lockstep.errors import (
 from lockstep.parallel.blank import (
     allocate,
     build_on_meta,
+    check_on_meta,
 )
 from lockstep.parallel.gradient_rules import OnNonFinite
 from lockstep.parallel.loss_options import adapt_loss
@@ -45,6 +48,7 @@ from lockstep.train.intake import (
     Wish,
     take_in,
 )
+from lockstep.train.interrupt import held_termination
 from lockstep.train.job_context import JobContext, StrategyLike
 from lockstep.train.known_modules import known_modules
 from lockstep.train.learning_rates import make_schedule
@@ -92,6 +96,9 @@ class Trainer(FittingRunner):
             ``"ignore"`` updates with it.
         compile: have every rank compile the model with ``torch.compile``, which takes seconds once
             and a C++ compiler on CPUs; not in pipelines, whose stages run parts of the model.
+        deterministic: use torch's deterministic kernels only, on every rank, so that two runs on
+            accelerators give the same bits; on cores they do anyway. An operation that has none is
+            an error of torch's with its name.
         average: ``lockstep.EMA(decay)`` to average the weights over the updates; ``with
             trainer.averaged():`` has the model use the averages.
         callbacks: called during every ``fit``.
@@ -136,6 +143,7 @@ class Trainer(FittingRunner):
         on_nonfinite: OnNonFinite = "raise",
         average: EMA | None = None,
         compile: bool = False,
+        deterministic: bool = False,
         loss_weights: Mapping[str, float] | Sequence[float] | None = None,
         schedule: Any = None,
         train_step: Any = None,
@@ -168,6 +176,7 @@ class Trainer(FittingRunner):
                 dims=dims,
             )
             self.optimizer = make_optimizers(optimizer, self.model, train_step)
+        self.deterministic = deterministic
         self.callbacks = list(callbacks)
         self.stop_training = False
         self.metrics = Metrics(metrics, dims)
@@ -206,6 +215,8 @@ class Trainer(FittingRunner):
         reference_batch_size: int = DEFAULT_BATCH_SIZE,
         checkpoint: Checkpoint | None = None,
         restarts: int = 0,
+        on_bad_record: OnBadRecord = "error",
+        record: str | os.PathLike[str] | None = None,
         on_snapshot: Any = None,
     ) -> History:
         """Train; a second ``fit`` goes on where the first ended.
@@ -236,10 +247,19 @@ class Trainer(FittingRunner):
             checkpoint: where and how often to write all that is needed to go on. Started again, the
                 same script goes on from the newest of these at the very next batch, on any number
                 of devices; a ``fit`` that had ended returns its history.
-            restarts: how often to go on, on this host, after a process was killed or has not
-                answered for ``timeout_seconds`` of the strategy: with fresh processes, from the
-                last copy of the training in memory, to the same bits. That takes memory for a
-                second copy of weights and optimizer, and at most 2 % of the time.
+            restarts: how often to go on after a process was killed or has not answered for
+                ``timeout_seconds`` of the strategy, to the same bits. On one host that goes with
+                fresh helpers, from the last copy of the training in memory, which takes memory for
+                a second copy of weights and optimizer, and at most 2 % of the time. On several
+                hosts ``checkpoint`` is needed, too: who is left waits for all hosts to come, and
+                all go on from the newest.
+            on_bad_record: what becomes of a sample that cannot be read, or is not of the shapes and
+                types of the first one that can be: ``"error"`` ends the training with a
+                BadRecordError; ``"skip"`` leaves it out of its batch, on all ranks alike, and
+                counts it (``"bad_records"`` in the history). For map-style datasets.
+            record: folder for a record of the run, ``record.jsonl``, from which ``lockstep doctor``
+                tells what has gone wrong; None is the checkpoint's, or that which
+                ``LOCKSTEP_RECORD`` names, or none.
             on_snapshot: called with a ``train.conductor.Snapshot`` after every step: gradients,
                 every rank's state and the optimizer's slots. For proofs; slow. Its attribute
                 ``look``, if it has one, says of which steps modules' values are to be noted.
@@ -254,6 +274,7 @@ class Trainer(FittingRunner):
             OSError: a checkpoint cannot be written; at the next one, or at the end.
             Exception: what the model, loss or data raise, on whichever rank; a note names it.
             WorkerError: a helper died or hung, or raised what cannot be brought here.
+            HostError: another host has failed or was lost, and no restart is left.
             KeyboardInterrupt: after Ctrl-C and the step that was under way, with weights and
                 optimizer as that step left them; at once after a second Ctrl-C.
         """
@@ -268,9 +289,12 @@ class Trainer(FittingRunner):
             rule=rule_of(learning_rate_rule, reference_batch_size),
             checkpoint=checkpoint,
             restarts=restarts,
+            on_bad_record=on_bad_record,
+            record=record,
             on_snapshot=on_snapshot,
         )
-        return self._call("fit", lambda: self._fit(asked))
+        with nullcontext() if checkpoint is None else held_termination():
+            return self._fit_to_the_end(asked)
 
     def evaluate(self, data: Any, *, batch_size: int | None = None) -> Logs:
         """Loss and metrics over ``data``, every sample counted once.
@@ -390,10 +414,14 @@ def _made(
     model: nn.Module | Callable[[], nn.Module], precision: str
 ) -> tuple[nn.Module, nn.Module]:
     """The model, and one of the same shape to look at: itself, or one without memory."""
-    if isinstance(model, nn.Module):
+    if isinstance(model, nn.Module) and not any(one.is_meta for one in model.parameters()):
         prepare_model(model, precision)
         return model, model
-    made, meta_model = build_on_meta(model), build_on_meta(model)
+    if isinstance(model, nn.Module):
+        check_on_meta(model)
+        made, meta_model = model, copy.deepcopy(model)
+    else:
+        made, meta_model = build_on_meta(model), build_on_meta(model)
     for one in (made, meta_model):
         prepare_model(one, precision)
     allocate(made)

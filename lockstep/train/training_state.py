@@ -39,6 +39,7 @@ class TrainingState:
             optimizer, or ``""``; the two parts above have nothing of these.
         masters: float32 copies of parameters, by name.
         velocities: of an outer optimizer, by the parameter's name.
+        residuals: by the number of each host, what it could not send yet of what is compressed.
         averages: of the weights, with how many updates they have seen; None without.
         schedule: of the learning rate; None without.
         loss_scale: of float16; None without.
@@ -56,6 +57,7 @@ class TrainingState:
     own: dict[str, Tree] = field(default_factory=dict)
     masters: Tensors = field(default_factory=dict)
     velocities: Tensors = field(default_factory=dict)
+    residuals: dict[str, Tensors] = field(default_factory=dict)
     averages: dict[str, Tree] | None = None
     schedule: dict[str, Tree] | None = None
     loss_scale: dict[str, Tree] | None = None
@@ -71,6 +73,8 @@ class TrainingState:
             CheckpointError: there are others, or some are missing.
         """
         known = [each.name for each in fields(cls)]
+        if isinstance(parts, Mapping) and "residuals" not in parts:  # of versions that had none
+            parts = {**parts, "residuals": {}}
         if not isinstance(parts, Mapping) or sorted(map(str, parts)) != sorted(known):
             found = sorted(map(str, parts)) if isinstance(parts, Mapping) else type(parts).__name__
             raise CheckpointError(

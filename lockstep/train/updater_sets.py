@@ -16,26 +16,32 @@ _OWNER = "optimizer"  # of a parameter group, in a state: the optimizer's name
 
 
 class UpdaterSet(Updater):
-    """Steps one of several torch optimizers: the one whose turn it is.
+    """Steps one of several optimizers: the one whose turn it is.
 
     Args:
-        optimizers: by name, in the order of their turns.
-        parameters: the model's parameters by name.
+        owner: whose slots these are.
+        updaters: by name, in the order of their turns; each has ``parameters`` of its own.
     """
 
-    def __init__(self, optimizers: Optimizers, parameters: Mapping[str, nn.Parameter]) -> None:
-        self.owner = optimizers
-        self._names = list(optimizers)
-        self._updaters: list[TorchUpdater] = []
-        self._of: dict[str, TorchUpdater] = {}
-        for optimizer in optimizers.values():
-            own = {id(one) for group in optimizer.param_groups for one in group["params"]}
-            named = {name: one for name, one in parameters.items() if id(one) in own}
-            updater = TorchUpdater(optimizer, named)
-            self._updaters.append(updater)
-            self._of.update(dict.fromkeys(named, updater))
+    def __init__(self, owner: object, updaters: Mapping[str, Any]) -> None:
+        self.owner = owner
+        self._names = list(updaters)
+        self._updaters = list(updaters.values())
+        self._of = {name: each for each in self._updaters for name in each.parameters}
         self.is_known = all(updater.is_known for updater in self._updaters)
         self.is_elementwise = all(updater.is_elementwise for updater in self._updaters)
+
+    @classmethod
+    def of_torch(
+        cls, optimizers: Optimizers, parameters: Mapping[str, nn.Parameter]
+    ) -> "UpdaterSet":
+        """The updaters of torch optimizers, given a model's parameters by name."""
+        updaters = {}
+        for key, optimizer in optimizers.items():
+            own = {id(one) for group in optimizer.param_groups for one in group["params"]}
+            named = {name: one for name, one in parameters.items() if id(one) in own}
+            updaters[key] = TorchUpdater(optimizer, named)
+        return cls(optimizers, updaters)
 
     def bind(self, pieces: Sequence[BoundPiece]) -> None:
         for updater, own in self._divided(pieces, lambda piece: piece.name):
@@ -75,7 +81,11 @@ class UpdaterSet(Updater):
         own: dict[str, Any] = {}
         for name, updater in zip(self._names, self._updaters, strict=True):
             parts = updater.state()
-            optimizer |= parts.get("optimizer", {})
+            for parameter, slots in parts.get("optimizer", {}).items():
+                prefix = "" if parameter else f"{name}/"  # what no parameter has is its own
+                optimizer.setdefault(parameter, {}).update(
+                    {f"{prefix}{slot}": value for slot, value in slots.items()}
+                )
             options += [{**group, _OWNER: name} for group in parts.get("options", ())]
             if "own" in parts:
                 own[name] = parts["own"][""]
@@ -86,6 +96,13 @@ class UpdaterSet(Updater):
             groups = [group for group in state.options if group[_OWNER] == name]
             plain = [{key: one for key, one in own.items() if key != _OWNER} for own in groups]
             slots = {key: own for key, own in state.optimizer.items() if key in updater.parameters}
+            prefix = f"{name}/"
+            common = {
+                slot.removeprefix(prefix): value
+                for slot, value in state.optimizer.get("", {}).items()
+                if slot.startswith(prefix)
+            }
+            slots |= {"": common} if common else {}
             own = {"": state.own[name]} if name in state.own else {}
             updater.load_state(replace(state, optimizer=slots, options=plain, own=own))
 
@@ -98,13 +115,13 @@ class UpdaterSet(Updater):
     def set_options(self, options: list[dict[str, Any]]) -> None:
         rest = list(options)
         for updater in self._updaters:
-            count = len(updater.optimizer.param_groups)
+            count = len(updater.options())
             updater.set_options(rest[:count])
             rest = rest[count:]
 
     def _divided(
         self, items: Sequence[Any], name_of: Callable[[Any], str]
-    ) -> Iterator[tuple[TorchUpdater, list[Any]]]:
+    ) -> Iterator[tuple[Any, list[Any]]]:
         """Each updater with what is its own; what belongs to none is trained by none."""
         for updater in self._updaters:
             yield updater, [item for item in items if self._of.get(name_of(item)) is updater]

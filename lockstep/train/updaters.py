@@ -53,6 +53,9 @@ ELEMENTWISE = frozenset(
     }
 )
 
+# Have a form for sparse gradients, without momentum and decay; the last has no other.
+LAZY = frozenset({optim.SGD, optim.Adagrad, optim.SparseAdam})
+
 # Treat every parameter by itself.
 PARAMETERWISE = frozenset({optim.Adafactor, optim.Muon})
 
@@ -76,13 +79,21 @@ class TorchUpdater(Updater):
         self.optimizer = self.owner = optimizer
         self.parameters = parameters
         self.is_known = _is_known(optimizer)  # hooks do not travel, so rank 0 says it for all
-        self.is_elementwise = self.is_known and type(optimizer) in ELEMENTWISE
+        self.is_elementwise = self.is_known and type(optimizer) in ELEMENTWISE | LAZY
         self._changes_by_step = changes_by_step
         self._shared_options: SharedOptions | None = None
         self._active = optimizer
         self._pieces: list[BoundPiece] = []
         self._store: dict[str, dict[str, torch.Tensor]] = {}  # by parameter and slot
         self._newborn: list[BoundPiece] = []  # pieces without slots until now
+
+    @property
+    def takes_sparse(self) -> bool:  # type: ignore[override]  # of others it is fixed
+        """Whether it has a lazy form, which touches no row but those of the gradient."""
+        groups = self.optimizer.param_groups
+        return type(self.optimizer) in LAZY and not any(
+            group.get("momentum") or group.get("weight_decay") for group in groups
+        )
 
     def bind(self, pieces: Sequence[BoundPiece]) -> None:
         self._pieces = list(pieces)
@@ -127,6 +138,8 @@ class TorchUpdater(Updater):
         """The slots that a step with these options makes for a parameter of three elements."""
         dummy = torch.zeros(3)
         dummy.grad = torch.zeros(3)
+        if type(self.optimizer) is optim.SparseAdam:
+            dummy.grad = dummy.grad.to_sparse()
         groups = [{**option_values(group), "params": [dummy]}]
         contents = {"state": defaultdict(dict), "param_groups": groups}
         clone = self._rebuild(contents)
@@ -211,7 +224,7 @@ class TorchUpdater(Updater):
     def _places_of(self, bound: BoundPiece) -> dict[str, torch.Tensor]:
         """Where a piece's slots lie in the store, by the slot's name."""
         return {
-            slot: cut_piece(place, bound.piece)
+            slot: cut_piece(place, bound.piece).view(bound.tensor.shape)
             for slot, place in self._store.get(bound.name, {}).items()
         }
 
@@ -246,7 +259,11 @@ class TorchUpdater(Updater):
             name=bound.name,
             start=bound.piece.start,
             stop=bound.piece.stop,
-            slots={slot: value for slot, value in slots.items() if slot not in stored},
+            slots={
+                slot: _flat(value, bound, self.parameters[bound.name])
+                for slot, value in slots.items()
+                if slot not in stored
+            },
             stored=stored,
         )
 
@@ -277,14 +294,16 @@ class TorchUpdater(Updater):
         names = {id(parameter): name for name, parameter in self.parameters.items()}
         lost = []
         for group in self.optimizer.param_groups:
-            members = [names[id(one)] for one in group["params"] if id(one) in names]
+            members = [  # what is frozen has never been stepped on
+                names[id(one)] for one in group["params"] if id(one) in names and one.requires_grad
+            ]
             known = [own[name] for name in members if name in own]
             keeps_slots = not self.is_known or bool(self._dummy_state(group))
             for name in members:
                 part = own.get(name) or _of_the_others(name, known)
                 if part is not None and self._is_touched(part):
                     self.take_slots([part])
-                elif part is None and self.parameters[name].requires_grad and keeps_slots:
+                elif part is None and keeps_slots:
                     self.optimizer.state.pop(self.parameters[name], None)
                     lost.append(name)
         return lost
@@ -325,6 +344,13 @@ def _of_the_others(name: str, known: Sequence[PieceSlots]) -> PieceSlots | None:
     return PieceSlots(name=name, start=0, stop=0, slots=first.slots, stored=first.stored)
 
 
+def _flat(value: Any, bound: BoundPiece, parameter: torch.Tensor) -> Any:
+    """A slot of a part of an embedding's rows as one of any other piece."""
+    is_cut = bound.tensor.numel() != parameter.numel()
+    is_slot = isinstance(value, torch.Tensor) and value.shape == bound.tensor.shape
+    return value.view(-1) if is_cut and is_slot else value
+
+
 def _is_same(value: Any, place: torch.Tensor) -> bool:
     """Whether a slot lies in its place."""
     return isinstance(value, torch.Tensor) and value.data_ptr() == place.data_ptr()
@@ -336,7 +362,12 @@ def _step_plainly(optimizer: optim.Optimizer) -> None:
     The wrappers run hooks, and import torch.compile's machinery at the first step: a second.
     """
     step = _plain_step(type(optimizer))  # type: ignore[arg-type]  # a class is hashable
-    with torch.set_grad_enabled(optimizer.defaults.get("differentiable", False)):
+    checks = torch.sparse.check_sparse_tensor_invariants
+    with (
+        torch.set_grad_enabled(optimizer.defaults.get("differentiable", False)),
+        # As it is, but said: else the steps that make sparse tensors warn that nobody has.
+        checks(checks.is_enabled()) if type(optimizer) in LAZY else nullcontext(),  # type: ignore[no-untyped-call]
+    ):
         step(optimizer)
 
 
@@ -360,7 +391,7 @@ def _is_known(optimizer: optim.Optimizer) -> bool:
     """Whether its class alone says what a step does: no hooks, no ``step`` of its own."""
     step = vars(optimizer).get("step")
     return (
-        type(optimizer) in ELEMENTWISE | PARAMETERWISE
+        type(optimizer) in ELEMENTWISE | PARAMETERWISE | LAZY
         and not optimizer._optimizer_step_pre_hooks
         and not optimizer._optimizer_step_post_hooks
         and (step is None or hasattr(step, "_wrapped_by_lr_sched"))
@@ -387,4 +418,4 @@ def _cut_slots(slots: Slots, parameter: torch.Tensor, bound: BoundPiece) -> Slot
 def _cut_slot(value: torch.Tensor, parameter: torch.Tensor, bound: BoundPiece) -> torch.Tensor:
     """A slot lies in memory as its parameter does, so the same elements are cut from both."""
     aligned = torch.empty_strided(parameter.shape, parameter.stride(), dtype=value.dtype)
-    return cut_piece(aligned.copy_(value), bound.piece).clone()
+    return cut_piece(aligned.copy_(value), bound.piece).clone().view(bound.tensor.shape)

@@ -21,6 +21,11 @@ STATE_OF_FIRST = (
     "the last average. What the others have learned since then is lost."
 )
 
+STATE_OF_SERVERS = (
+    "The weights are what the servers had made of them: of batches that were under way, some may "
+    "be in a part of them only. The optimizer begins anew."
+)
+
 
 class Watch:
     """What rank 0 looks after while it waits at the board."""

@@ -141,6 +141,18 @@ def run(source: str, *, directory: Path, **options: object) -> str:
     return out
 
 
+def descendants(pid: int) -> list[int]:
+    """A process's children, theirs, and so on."""
+    found, parents = [pid], {}
+    for entry in filter(str.isdigit, os.listdir("/proc")):
+        with suppress(OSError):
+            stat = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2]
+            parents[int(entry)] = int(stat.split()[1])
+    for one in found:
+        found += [child for child, parent in parents.items() if parent == one]
+    return found[1:]
+
+
 def marked(mark: str) -> list[int]:
     """Living processes whose environment has the mark."""
     wanted = f"{MARK}={mark}".encode()

@@ -53,13 +53,14 @@ def test_an_exception_of_one_rank(name: str) -> None:
     error = caught.value
     assert type(error) is kind
     texts = [str(error)] if kind is WorkerError else []
-    message, weights = (*texts, *error.__notes__)
+    message, state, weights = (*texts, *error.__notes__)
     rank = message[len("Rank ")]
     where = f"Rank {rank} failed (in fit, step 2): {expected}"
     assert message.startswith(where)
     assert f"--- traceback of rank {rank} ---\nTraceback (most recent call last):" in message
     assert "jobs.py" in message
     assert len(message) < 1_000_000
+    assert state.startswith(f"Rank {rank} was at step 2 (forward), ")
     assert weights.startswith("The weights are")
     if kind is not WorkerError:
         assert isinstance(error.__cause__, WorkerError)
@@ -83,9 +84,9 @@ def test_an_exception_in_the_data() -> None:
     with pytest.raises(DataError, match=r"Sample \d+ .*AsAsked: in __getitem__") as caught:
         make_trainer(2).fit(Rows(), batch_size=BATCH_SIZE, verbose=0)
     assert causes(caught.value) == [
-        "DataError",
+        "BadRecordError",
         "AsAsked",
-        f"Rank 1 failed (in fit, step 0): DataError: {caught.value}",
+        f"Rank 1 failed (in fit, step 0): BadRecordError: {caught.value}",
     ]
 
 

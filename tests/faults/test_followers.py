@@ -92,3 +92,29 @@ def test_one_that_stalls_between_two_calls_is_waited_for(tmp_path: Path) -> None
     found = told("slow", tmp_path)
     each = {"fit": ["loss"], "evaluate": ["loss"], "predict": [3, 2]}
     assert found == {"leader": each, "follower": each}
+
+
+STATE = f"""{BEGINNING}
+from functools import partial
+
+torch.manual_seed(0)
+data = torch.randn(16, 4), torch.randn(16, 2)
+trainer = lockstep.Trainer(
+    nn.Linear(4, 2), loss=nn.MSELoss(), optimizer=partial(torch.optim.SGD, lr=0.01),
+    strategy=lockstep.MultiWorkerMirroredStrategy(timeout_seconds=30))
+states = [trainer.state_dict()]
+trainer.fit(data, batch_size=8, verbose=0)
+states.append(trainer.state_dict())
+trainer.load_state_dict(states[0])
+told = trainer.same_everywhere(os.environ["LOCAL_RANK"])
+tell([told, *(state["position"]["steps"] for state in states), trainer.fit(
+    data, batch_size=8, verbose=0).history["loss"]])
+"""
+
+
+def test_the_first_call_may_be_one_that_needs_no_plan(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(STATE)
+    leader, follower = by_standalone_torchrun([str(script)], SECONDS)
+    assert leader[:3] == ["0", 0, 2]
+    assert follower == leader

@@ -22,10 +22,12 @@ from lockstep.cluster.topology import Cluster, Device, Host
 from lockstep.data.trees import map_tensors
 from lockstep.graph.layer_graph import LayerCosts, LayerGraph
 from lockstep.plan.averaging import AveragedUpdate, Nesterov
+from lockstep.plan.decision import ServedUpdate
 from lockstep.plan.lowering import lower_forward, lower_train
 from lockstep.plan.makers import LocalSteps, Maker, Mirrored, SingleDevice
 from lockstep.plan.pipelines import Pipelined
 from lockstep.plan.program import format_program
+from lockstep.plan.served import Served
 from lockstep.plan.spec import Plan
 from tests.zoo import Case, case
 
@@ -42,6 +44,7 @@ MAKERS: dict[str, Maker] = {
     "local": LocalSteps(
         mirrored=Mirrored(devices=2), update=AveragedUpdate(every=16, outer=Nesterov())
     ),
+    "servers": Served(workers=Mirrored(devices=3), update=ServedUpdate(servers=2)),
 }
 MODELS = ("mlp", "cnn_batch_norm", "gpt_tied")
 

@@ -74,6 +74,19 @@ def test_what_is_seen_of_another_host_is_raised_as_such(hosts: list[Hosts]) -> N
         failing(hosts[1], HostError("it has closed the connection"))
 
 
+@pytest.mark.parametrize("is_loss", [True, False])
+def test_all_know_whether_something_was_lost_or_has_failed(
+    is_loss: bool, hosts: list[Hosts]
+) -> None:
+    trouble = WorkerError("Rank 1 is gone")
+    trouble.is_loss = is_loss
+    with pytest.raises(WorkerError):
+        failing(hosts[1], trouble)
+    with pytest.raises(HostError, match="Rank 1 is gone") as raised:
+        hosts[0].wait()
+    assert raised.value.is_loss is is_loss
+
+
 class Special(KeyError):  # noqa: N818
     """Only its base is known to all hosts."""
 

@@ -37,7 +37,7 @@ def connected(num_ranks: int) -> Iterator[list[dict[int, Channel]]]:
 
 
 def couriers_of(ends: list[dict[int, Channel]]) -> list[MailChannels]:
-    return [MailChannels(own, NAMES, be_patient) for own in ends]
+    return [MailChannels(own, NAMES, be_patient, 60.0) for own in ends]
 
 
 def close_all(couriers: list[MailChannels]) -> None:
@@ -143,7 +143,7 @@ def test_a_host_that_is_gone_is_named() -> None:
 def test_whoever_closes_hears_what_became_of_the_rest() -> None:
     """Host 1 dies: what was to go to host 2 has not gone, so closing is no good end."""
     with connected(3) as ends:
-        left = MailChannels(ends[0], NAMES, be_patient)
+        left = MailChannels(ends[0], NAMES, be_patient, 60.0)
         for end in ends[1].values():
             end.close()
         with pytest.raises(HostError, match=r"Host 1 \(node1\) no longer takes part"):
@@ -153,7 +153,7 @@ def test_whoever_closes_hears_what_became_of_the_rest() -> None:
 
 def test_a_thread_that_fails_is_heard_by_whoever_waits() -> None:
     with connected(2) as ends:
-        mail_channels = MailChannels(ends[0], NAMES, be_patient)
+        mail_channels = MailChannels(ends[0], NAMES, be_patient, 60.0)
         send(ends[1][0], _HEADER.pack(0, 0, 1, 1, 1 << 60))  # more than any memory holds
         with pytest.raises(HostError, match="announced a message of"):
             mail_channels.take(0, 1, 1)
@@ -168,7 +168,7 @@ def test_what_is_abandoned_while_frames_come_in_leaves_nothing(
     before = num_descriptors()
     for _ in range(30):
         with connected(5) as ends:
-            mail_channels = MailChannels(ends[0], dict.fromkeys(ends[0], "Host"), be_patient)
+            mail_channels = MailChannels(ends[0], dict.fromkeys(ends[0], "Host"), be_patient, 60.0)
             for each in ends[1:]:
                 send(each[0], bytes(5))
             mail_channels.abandon()
@@ -196,7 +196,7 @@ def test_whoever_waits_looks_around() -> None:
             raise GivenUpError
 
     with connected(2) as ends:
-        mail_channels = MailChannels(ends[0], NAMES, give_up)
+        mail_channels = MailChannels(ends[0], NAMES, give_up, 60.0)
         began = time.monotonic()
         with pytest.raises(GivenUpError):
             mail_channels.take(0, 1, 1)

@@ -181,4 +181,4 @@ def test_a_sample_that_cannot_be_read_is_an_error_of_its_host(hosts: list[Hosts]
     assert isinstance(own, DataError)
     assert isinstance(own.__cause__, AsRead)
     assert isinstance(told, DataError)
-    assert "Sample 49 of the dataset cannot be read" in str(told)
+    assert "Sample 49 of the dataset (Rows) cannot be read" in str(told)

@@ -56,7 +56,7 @@ def test_a_failure_is_heard_wherever_rank_0_waits(where: str, failed_team: Team)
     watch.watch(board)
     here, there = channel_pair()
     with closing(here), closing(there):
-        mail_channels = MailChannels({RANK_ABROAD: here}, NAMES, watch.look_around)
+        mail_channels = MailChannels({RANK_ABROAD: here}, NAMES, watch.look_around, 60.0)
         channels = TensorChannels({RANK_ABROAD: here}, NAMES, watch.look_around, SECONDS)
         if where == "a channel":
             mail_channels.abandon()  # one of the two reads

@@ -13,6 +13,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from keras import layers, ops
 from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep.errors import HostError
+from tests import keras_own_steps as own_steps
 from tests import keras_zoo as zoo
 from tests.launching import be_strict
 
@@ -240,6 +242,7 @@ JOBS: dict[str, tuple[Callable[[], Any], Story, Callable[[], lockstep.Strategy]]
     "added losses": (compiled(with_added_losses), plainly, several),
     "across samples": (compiled(zoo.sequential, loss=root), plainly, several),
     "own loss": (compiled(Rooted), with_weights, several),
+    "own step": (partial(own_steps.made, "distillation"), plainly, several),
     "own metric": (compiled(zoo.sequential, metrics=[spread]), plainly, several),
     "momentum": (
         lambda: zoo.compiled(zoo.sequential, optimizer=keras.optimizers.SGD(0.1, momentum=0.9)),

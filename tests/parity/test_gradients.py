@@ -13,9 +13,8 @@ import lockstep
 from lockstep.errors import NonFiniteGradientError, NonFiniteLossError, OptionError
 from lockstep.plan.makers import Accumulating, Maker
 from lockstep.strategies.base import Strategy
-from tests.parity.test_parity import make_job
 from tests.thorough import core_of
-from tests.zoo import Case, case
+from tests.zoo import Case, case, make_job
 
 STRATEGIES: dict[str, Callable[[], Strategy]] = {
     "single": lockstep.SingleDeviceStrategy,
@@ -203,6 +202,15 @@ def test_a_loss_that_is_not_finite_leaves_everything_as_before(strategy: str) ->
     for name, value in found[0].items():
         is_elsewhere = strategy == "pipeline-2" and ("running" in name or "num_batches" in name)
         assert is_elsewhere or value.equal(found[1][name]), name
+
+
+def test_an_error_after_a_step_is_told_with_frozen_parameters_too() -> None:
+    """Their slots, which nobody has, are not looked for."""
+    model = net(nn.Tanh())
+    model[3].weight.requires_grad_(False)  # type: ignore[index]
+    trainer = make_trainer(model, STRATEGIES["mirrored-2"]())
+    with pytest.raises(NonFiniteLossError, match="step 3"):
+        trainer.fit(with_bad_row(35, math.nan), batch_size=10, shuffle=False, verbose=0)
 
 
 @pytest.mark.parametrize("strategy", ["single", "mirrored-2", "mirrored-3"])

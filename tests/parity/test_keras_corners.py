@@ -17,6 +17,7 @@ import pytest
 import scipy.sparse
 import torch
 from keras import layers, ops
+from keras.src.backend.torch.trainer import TorchTrainer
 
 import lockstep
 from lockstep.errors import ModelError, OptionError
@@ -129,6 +130,25 @@ def matrix(weights: Any) -> Any:
     return 0.01 * ops.square(weights)
 
 
+class TrainedLayer(TorchTrainer, layers.Dense):  # type: ignore[misc]
+    """Can be trained, and is no Model."""
+
+    def __init__(self) -> None:
+        layers.Dense.__init__(self, 1)
+        TorchTrainer.__init__(self)
+        self.compile("sgd", "mse")
+
+
+def named_inputs() -> Model:
+    one, other = layers.Input((8,), name="one"), layers.Input((8,), name="other")
+    return keras.Model({"one": one, "other": other}, layers.Add()([one, layers.Dense(8)(other)]))
+
+
+def with_listed_inputs(model: Model) -> Any:
+    with pytest.warns(UserWarning, match="doesn't match the expected structure"):
+        return model.predict([X, 2 * X], verbose=0)
+
+
 def limited(model: Model) -> Any:
     keras.config.set_max_epochs(1)
     try:
@@ -217,6 +237,8 @@ CORNERS: dict[str, tuple[Callable[[], Model], Use]] = {
         fitted,
     ),
     "a frozen part": (partly_frozen, fitted),
+    "a layer that is a Trainer": (TrainedLayer, fitted),
+    "a list of what has names": (named_inputs, with_listed_inputs),
     "no config": (lambda: stacked(layers.Dense(4, Activation()), layers.Dense(1)), fitted),
     "an activation's option": (
         lambda: stacked(layers.Dense(4, Activation()), layers.Dense(1)),

@@ -17,7 +17,7 @@ SECONDS = 400.0
 # TensorFlow, which Keras imports, says what it finds; some of it, whatever it is told.
 QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3"}
 NOISE = ("WARNING: All log messages before absl", "I0000 ")
-CORE = (*("sequential", "batch normalization", "loader", "pipeline", "own loss"),)
+CORE = (*("sequential", "batch normalization", "loader", "pipeline", "own loss", "own step"),)
 FOLLOWED = ["sequential", "images", "loader", "stopping early", "meddler", "pipeline"]
 
 Told = dict[str, Any]

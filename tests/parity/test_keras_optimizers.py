@@ -27,6 +27,7 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "nadam": lambda: keras.optimizers.Nadam(0.01),
     "ftrl": lambda: keras.optimizers.Ftrl(0.05),
     "lion": lambda: keras.optimizers.Lion(0.001),
+    "schedule free": lambda: keras.optimizers.ScheduleFreeAdamW(0.01, warmup_steps=2),
     "lamb": lambda: keras.optimizers.Lamb(0.01),
     "adafactor": lambda: keras.optimizers.Adafactor(0.01),
     "muon": lambda: keras.optimizers.Muon(0.01),
@@ -45,9 +46,14 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "accumulation of Adam": lambda: keras.optimizers.Adam(0.01, gradient_accumulation_steps=3),
     "loss scale": lambda: keras.optimizers.SGD(0.1, loss_scale_factor=8.0),
     "own class": lambda: HalfSteps(0.1),
+    "several": lambda: keras.optimizers.MultiOptimizer(
+        keras.optimizers.OptimizerMap(
+            keras.optimizers.Nadam(0.01), {".*bias": keras.optimizers.SGD(0.1, momentum=0.9)}
+        )
+    ),
 }
 
-CORE = ("sgd", "amsgrad", "adafactor", "muon", "clipped norm", "averages", "own class")
+CORE = ("sgd", "amsgrad", "adafactor", "muon", "clipped norm", "averages", "own class", "several")
 
 
 class HalfSteps(keras.optimizers.SGD):  # type: ignore[misc]  # Keras is untyped

@@ -21,9 +21,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lockstep
 from lockstep.errors import NonFiniteLossError, OptionError
-from tests.parity.test_parity import make_job
 from tests.thorough import core_of
-from tests.zoo import IGNORED, Case, case
+from tests.zoo import IGNORED, Case, case, make_job
 
 DILOCO, PLAIN = lockstep.Nesterov(), lockstep.Nesterov(lr=0.5, momentum=0)
 

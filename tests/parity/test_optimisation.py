@@ -16,9 +16,8 @@ from torch.optim import lr_scheduler
 
 import lockstep
 from lockstep import errors
-from tests.parity.test_parity import make_job
 from tests.thorough import core_of
-from tests.zoo import build_seeded, case, normal, teach_classes
+from tests.zoo import build_seeded, case, make_job, normal, teach_classes
 
 TOLERANCE = 1e-12
 BATCH, EPOCHS = 13, 4

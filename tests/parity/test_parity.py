@@ -9,7 +9,7 @@ import pytest
 
 import lockstep
 from tests.thorough import core_of
-from tests.zoo import Case, case, cases
+from tests.zoo import case, cases, make_job
 
 STRATEGIES = {
     "single": lockstep.SingleDeviceStrategy(),
@@ -19,20 +19,12 @@ STRATEGIES = {
     "mirrored-4": lockstep.MirroredStrategy(4),
     "mirrored-1-shares-3": lockstep.MirroredStrategy(1, num_shares=3),
     "mirrored-2-shares-5": lockstep.MirroredStrategy(2, num_shares=5),
+    "servers-1-of-2": lockstep.ParameterServerStrategy(1, 2),
+    "servers-2-of-3": lockstep.ParameterServerStrategy(2, 3),
     "mirrored-2-gloo": lockstep.MirroredStrategy(2, engine="gloo"),
     "mirrored-3-gloo": lockstep.MirroredStrategy(3, engine="gloo"),
     "mirrored-4-gloo": lockstep.MirroredStrategy(4, engine="gloo"),
 }
-
-
-def make_job(one: Case) -> lockstep.Job:
-    return lockstep.Job(
-        model=one.make_model(),
-        loss=one.loss,
-        optimizer=one.optimizer,
-        data=(one.inputs, one.targets),
-        batch_size=one.batch_size,
-    )
 
 
 @pytest.mark.parametrize(

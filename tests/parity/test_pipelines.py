@@ -14,10 +14,8 @@ import torchmetrics
 from torch import Tensor, nn
 
 import lockstep
-from lockstep.errors import LockstepError
-from tests.parity.test_parity import make_job
 from tests.thorough import core_of
-from tests.zoo import case, cases
+from tests.zoo import case, cases, make_job
 
 # BatchNorm's statistics are those of a microbatch; see test_batch_norm_agrees_in_one_microbatch.
 MODELS = [one.name for one in cases() if one.name != "cnn_batch_norm"]
@@ -65,9 +63,30 @@ def test_training_equals_one_device(model: str, strategy: str) -> None:
 
 
 @pytest.mark.parametrize("model", THREE_LAYERS)
-def test_a_model_has_no_more_stages_than_layers(model: str) -> None:
-    with pytest.raises(LockstepError, match="4 stages for 3 layers"):
-        lockstep.verify(make_job(case(model)), lockstep.PipelineStrategy(4), steps=1)
+def test_more_stages_than_layers(model: str) -> None:
+    report = lockstep.verify(make_job(case(model)), lockstep.PipelineStrategy(4), steps=2)
+    assert report.passed, str(report)
+
+
+class OnePiece(nn.Module):
+    """Decides by values, and takes statistics of a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.first(x))
+        output: Tensor = self.last(x) if bool(x.isfinite().all()) else x[:, :3]
+        return output
+
+
+def test_what_is_one_piece_runs_as_on_one_device() -> None:
+    model, data = OnePiece(), (torch.randn(41, 6), torch.randint(3, (41,)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    job = lockstep.Job(model, nn.CrossEntropyLoss(), optimizer, data, batch_size=16)
+    report = lockstep.verify(job, lockstep.PipelineStrategy(2), steps=2)
+    assert report.passed, str(report)
 
 
 @pytest.mark.parametrize("engine", [None, "gloo"])

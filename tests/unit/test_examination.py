@@ -9,25 +9,28 @@ import msgspec
 import pytest
 import torch
 
-from lockstep.cli import examination
+from lockstep.cli import device_examination, examination
 from lockstep.cli.examination import HostReport, examine
 from lockstep.cluster import devices
 from lockstep.cluster.devices import usable_cores
 from lockstep.cluster.memory_limits import FreeMemory
+from lockstep.cluster.topology import Device
 from lockstep.comm import shared_memory
 
 
 @pytest.mark.thorough
 def test_what_a_host_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"GPU {'ab'[index]}")
+    found = [Device(kind="xpu", index=i, memory_bytes=1 << 30, model=f"GPU {i}") for i in (0, 1)]
+    monkeypatch.setattr(device_examination, "accelerators", lambda: found)
+    monkeypatch.setattr(device_examination, "_link", lambda one, other: f"{one} to {other}")
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     monkeypatch.delenv("OMP_PROC_BIND", raising=False)
     threads = torch.get_num_threads()
     report = examine(devices=5)
     assert report.failures == {}
-    assert report.gpus == ("GPU a", "GPU b")
+    assert report.accelerators == ("xpu:0 GPU 0 1.0 GiB", "xpu:1 GPU 1 1.0 GiB")
+    assert report.backend == "gloo, by way of host memory: this torch has no xccl"
+    assert report.links == ("xpu:0 to xpu:1", "xpu:1 to xpu:0")
     assert report.num_devices == 5
     assert report.num_cores == report.torch_cores == usable_cores()
     assert report.threads["OMP_NUM_THREADS"] == "3"
@@ -51,23 +54,25 @@ def test_the_second_helper_finds_the_first_ones_imports() -> None:
 
 
 def test_what_does_not_work_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken_driver() -> bool:
+    def broken_driver(check_available: bool = False) -> None:
         raise RuntimeError("the driver is too old")
 
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     monkeypatch.setattr(shared_memory, "free_memory", lambda: FreeMemory(1000, "in a test"))
-    monkeypatch.setattr(torch.cuda, "is_available", broken_driver)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", broken_driver)
     report = examine()
     assert list(report.failures) == [
         "memory can be shared",
         "helper processes start",
         "devices are found",
-        "GPUs are found",
+        "accelerators are found",
+        "accelerators have a backend",
+        "accelerators reach each other",
     ]
     assert "1000 B free in a test" in report.failures["memory can be shared"]
     assert "'/nowhere/python'" in report.failures["helper processes start"]
-    assert report.failures["GPUs are found"] == "RuntimeError: the driver is too old"
-    assert report.gpus is None
+    assert report.failures["accelerators are found"] == "RuntimeError: the driver is too old"
+    assert report.accelerators is None
     assert report.first_start_seconds is None
     assert report.num_devices == usable_cores(), "the best guess"
 

@@ -1,5 +1,6 @@
 """Gradients and factors in shared memory: any mixture of them sums to the same."""
 
+import os
 from itertools import product
 
 import pytest
@@ -116,3 +117,56 @@ def test_bfloat16_factors_give_a_float32_gradient() -> None:
         for inputs, gradients in (factors(share, 4, torch.bfloat16) for share in range(NUM_SHARES))
     )
     torch.testing.assert_close(summed.double(), expected, rtol=1e-2, atol=5e-2)
+
+
+# --- rows of embeddings ---------------------------------------------------------------------------
+
+
+def make_embedding(num_rows: int, num_shares: int) -> tuple[GradientRows, SharedRegion]:
+    spec = GradientSpec(
+        num_shares=num_shares,
+        tensors=(TensorSpec("rows", (num_rows, 64), (64, 1), torch.float32),),
+        row_limits=(0,),
+        sparse=frozenset({"rows"}),
+    )
+    region = SharedRegion.create(spec.num_bytes, spec.holes(range(num_shares)))
+    return GradientRows(spec, region, 0), region
+
+
+def touched(num_rows: int, count: int, seed: int) -> Tensor:
+    """A gradient of so many lookups, some of them of the same row."""
+    generator = torch.Generator().manual_seed(seed)
+    numbers = torch.randint(num_rows, (1, count), generator=generator)
+    values = torch.randn(count, 64, generator=generator)
+    return torch.sparse_coo_tensor(numbers, values, (num_rows, 64), check_invariants=True)
+
+
+def test_touched_rows_take_the_memory_of_themselves_and_their_numbers() -> None:
+    """What is handed in of an embedding is all that is written, and all that others read."""
+    rows, region = make_embedding(1_000_000, 1)
+    before = os.fstat(region.descriptor).st_blocks * 512
+    gradient = touched(1_000_000, 256, 0)
+    rows.begin_pass()
+    rows.put(0, [gradient])
+    taken = os.fstat(region.descriptor).st_blocks * 512 - before
+    num_bytes = gradient.coalesce()._nnz() * 64 * 4
+    assert num_bytes < taken <= 1.2 * num_bytes
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_touched_rows_sum_to_the_dense_gradient(num_ranks: int) -> None:
+    rows, _ = make_embedding(50, 3)
+    for seed in (0, 10):  # what the first pass has left behind must not matter
+        rows.begin_pass()
+        gradients = [touched(50, 30, seed + share) for share in range(2)]
+        rows.put(0, [gradients[0]])
+        rows.put(0, [gradients[1]])  # accumulated
+        rows.put(2, [gradients[1]])  # and the share between has touched nothing
+        rows.collect(3)
+        slices = elementwise_slices(rows._spec.extents, num_ranks, 3)
+        sums = [rows.reduce(pieces) for pieces in slices]
+        for pieces, parts in zip(slices, sums, strict=True):
+            rows.gather(pieces, parts)
+        expected = (gradients[0] + gradients[1] + gradients[1]).to_dense()
+        torch.testing.assert_close(rows.summed(0), expected)
+        assert all(part is not None and part.is_coalesced() for parts in sums for part in parts)

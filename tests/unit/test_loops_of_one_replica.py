@@ -142,6 +142,8 @@ def test_replicas_meet_once() -> None:
     with pytest.raises(OptionError, match="Replicas meet once"):
         lockstep.init(timeout_seconds=5)
     with pytest.raises(OptionError, match="`engine`"):
+        lockstep.init(engine="mpi")
+    with pytest.raises(OptionError, match="does not move tensors of devices of kind 'cpu'"):
         lockstep.init(engine="nccl")
 
 

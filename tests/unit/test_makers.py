@@ -10,7 +10,8 @@ from lockstep.cluster.topology import MAX_CPU_REPLICAS_PER_CORE, Cluster, Device
 from lockstep.errors import DeviceError, OptionError
 from lockstep.graph.layer_graph import Layer, LayerGraph, ParameterInfo
 from lockstep.plan.decision import LocalUpdate, SlicedUpdate
-from lockstep.plan.makers import MAX_DEFAULT_REPLICAS, Mirrored, SingleDevice, num_mirrored_replicas
+from lockstep.plan.devices import MAX_DEFAULT_REPLICAS, device_names
+from lockstep.plan.makers import Mirrored, SingleDevice
 
 
 def make_cluster(cores: int) -> Cluster:
@@ -48,12 +49,12 @@ def test_replicas_are_as_many_as_asked_for_or_cores(
 
 
 def test_the_default_number_of_replicas_is_bounded() -> None:
-    assert num_mirrored_replicas(None, make_cluster(64)) == MAX_DEFAULT_REPLICAS
+    assert len(device_names(None, make_cluster(64).hosts[0])) == MAX_DEFAULT_REPLICAS
 
 
 def test_more_replicas_than_the_host_can_hold_are_refused() -> None:
     most = 2 * MAX_CPU_REPLICAS_PER_CORE
-    assert num_mirrored_replicas(most, make_cluster(2)) == most
+    assert len(device_names(most, make_cluster(2).hosts[0])) == most
     with pytest.raises(DeviceError, match=rf"2 usable cores.*devices={most + 1}.*devices=2"):
         Mirrored(devices=most + 1)(make_graph(), make_cluster(2), 32)
 

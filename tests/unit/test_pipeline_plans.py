@@ -135,8 +135,8 @@ def test_no_cut_comes_between_calls_that_change_a_buffer(device: str) -> None:
     model = Repeated(nn.BatchNorm1d(8)).to(device)
     stages = stages_of(plan_of(lockstep.PipelineStrategy(3, microbatches=2), model))
     assert {stages[name] for name in stages if name.startswith("shared")} == {1}
-    with pytest.raises(OptionError, match="for 3 layers; no cut may part 'shared' from 'shared@3'"):
-        plan_of(lockstep.PipelineStrategy(4, microbatches=2), model)
+    plan = plan_of(lockstep.PipelineStrategy(4, microbatches=2), model)
+    assert "the model has 3 layers; no cut may part 'shared' from 'shared@3'" in plan.notes[0]
 
 
 @pytest.mark.parametrize("shared", [nn.Linear(8, 8), Shifted()], ids=["no buffer", "reads"])
@@ -258,12 +258,12 @@ def test_what_cannot_be_traced_is_one_layer_and_named() -> None:
 @pytest.mark.parametrize(
     ("make_strategy", "message"),
     [
-        (lambda: lockstep.PipelineStrategy(6), "6 stages for 5 layers"),
         (lambda: lockstep.PipelineStrategy(cuts=["5"]), "Received: '5'"),
         (lambda: lockstep.PipelineStrategy(cuts=["0"]), "Leave this cut out"),
         (lambda: lockstep.PipelineStrategy(cuts=["4", "2"]), "in the order"),
         (lambda: lockstep.PipelineStrategy(3, ["2"]), "stages=3, and cuts that make 2"),
         (lambda: lockstep.HybridStrategy((2, 2, 2), cuts=["2"]), "3 numbers for the 2 stages"),
+        (lambda: lockstep.HybridStrategy((1,) * 6), "6 numbers for the 5 stages of the layers"),
         (lambda: lockstep.PipelineStrategy(2, recompute=[2]), "from 0 to 1"),
         (lambda: lockstep.PipelineStrategy(2, memory_bytes=100), "memory"),
         (lambda: lockstep.HybridStrategy(100, 5), "a plan for 500"),
@@ -291,17 +291,25 @@ def test_scopes_that_cannot_be_are_refused(model: nn.Module, message: str) -> No
 
 
 @pytest.mark.parametrize(
-    ("model", "fix"),
+    ("model", "reason"),
     [
-        (nn.Linear(8, 8), "Use a data parallel strategy, such as MirroredStrategy."),
-        (Choosy(), "such as MirroredStrategy, or change what makes it one piece."),
+        (nn.Linear(8, 8), "1 stage instead of 2, on as many devices: the model has 1 layer."),
+        (Choosy(), "the model has 1 layer; the model runs as one piece ("),
     ],
     ids=["one layer", "in one piece"],
 )
-def test_a_model_of_one_layer_is_for_other_strategies(model: nn.Module, fix: str) -> None:
-    with pytest.raises(OptionError, match=r"2 stages for 1 layer\b") as caught:
-        plan_of(lockstep.PipelineStrategy(2), model)
-    assert str(caught.value).endswith(fix)
+def test_a_model_of_one_layer_runs_in_one_stage(model: nn.Module, reason: str) -> None:
+    plan = plan_of(lockstep.PipelineStrategy(2), model)
+    assert plan.num_ranks == plan.num_shares == 1
+    assert reason in plan.notes[0]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+def test_a_model_has_no_more_stages_than_layers(schedule: str) -> None:
+    strategy = lockstep.HybridStrategy(data=2, pipe=6, schedule=schedule)
+    plan = plan_of(strategy, batch_size=24)
+    assert [stage.ranks for stage in plan.pipeline.stages] == [(n, n + 5) for n in range(5)]  # type: ignore[union-attr]
+    assert plan.notes[0].startswith("5 stages instead of 6")
 
 
 def test_a_cut_before_an_in_place_change_is_refused() -> None:

@@ -190,7 +190,7 @@ def test_a_sample_that_a_helper_cannot_read(workers: int | None) -> None:
     with pytest.raises(DataError, match="Sample 30 of the dataset") as caught:
         fit(make_trainer(2), dataset)
     assert isinstance(caught.value.__cause__, AsRead)
-    assert caught.value.__notes__[0].startswith("Rank 1 failed (in fit, step 7): DataError")
+    assert caught.value.__notes__[0].startswith("Rank 1 failed (in fit, step 7): BadRecordError")
 
 
 class Unsendable(Rows):

@@ -159,7 +159,7 @@ def test_after_a_failure_the_optimizer_is_as_old_as_the_weights() -> None:
     trainer = make_trainer(OPTIMIZERS["fused"], loss=Bomb(6))
     with pytest.raises(NonFiniteLossError) as caught:
         fit(trainer)
-    (note,) = caught.value.__notes__
+    *_, note = caught.value.__notes__
     assert note == "The weights are whole, as step 5 has left them, and so is the optimizer."
     reference = make_trainer(OPTIMIZERS["fused"])
 

@@ -368,6 +368,17 @@ class Locked(torch.utils.data.Dataset[Any]):
         return X[index], Y[index]
 
 
+class Valueless(nn.Module):
+    """On the meta device, and with nothing that would give it values elsewhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(4, 3, device="meta"))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight
+
+
 BEFORE_ANY_PROCESS: dict[str, tuple[Callable[[], object], str, str]] = {
     "batch size": (lambda: fit(make_trainer(), batch_size=0), "OptionError", "batch_size=0"),
     "epochs": (lambda: fit(make_trainer(), epochs=-1), "OptionError", "epochs=-1"),
@@ -381,10 +392,10 @@ BEFORE_ANY_PROCESS: dict[str, tuple[Callable[[], object], str, str]] = {
         "OptionError",
         "num_shares=2 with 3 replicas",
     ),
-    "elsewhere": (
-        lambda: fit(make_trainer(model=nn.Linear(4, 3, device="meta"))),
-        "DeviceError",
-        "meta",
+    "no values": (
+        lambda: fit(make_trainer(model=Valueless())),
+        "ModelError",
+        "without it: Valueless",
     ),
     "model": (lambda: fit(make_trainer(model=Unshippable())), "ShippingError", "`handle`"),
     "dataset": (lambda: make_trainer().fit(Locked(), verbose=0), "ShippingError", "`lock`"),

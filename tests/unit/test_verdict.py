@@ -22,7 +22,9 @@ SOUND = HostReport(
     busy_cores=0.1,
     flops_per_second=70e9,
     num_devices=8,
-    gpus=(),
+    accelerators=(),
+    backend="",
+    links=(),
     memory_bytes=64 << 30,
     free_bytes=60 << 30,
     threads={},
@@ -109,7 +111,7 @@ def test_what_is_said_of_a_host(changes: dict[str, Any], is_wrong: bool, said: s
 
 
 def test_devices_may_outnumber_cores_where_there_are_gpus() -> None:
-    assert judge([changed(num_devices=9, gpus=("A GPU",))]) == []
+    assert judge([changed(num_devices=9, accelerators=("A GPU",))]) == []
 
 
 @pytest.mark.parametrize(

@@ -4,15 +4,13 @@
 batch, or ``ops.sum``, as activity regularizers are. The loss of the whole batch is the mean of what
 the shares add, or their sum. Which of the two is seen before training (``looking``), and tried
 again on shares and their halves while it goes on, as any loss that a model computes
-(``parallel.mean_check``). What is neither (a deviation over the batch, a product of two means) is
-refused.
+(``parallel.mean_check``): what is 0 at first, and so both, as soon as it is something else. What is
+neither (a deviation over the batch, a product of two means) is refused.
 """
-
-import warnings
 
 from lockstep.data.sources import ArraySource
 from lockstep.data.trees import tensors_of
-from lockstep.errors import ModelError, level_of_user
+from lockstep.errors import ModelError
 from lockstep.frontends.keras.layer_state import check_layer_state
 from lockstep.frontends.keras.looking import Seen, fixed_batch_size, look
 from lockstep.frontends.keras.losses import Additions
@@ -46,6 +44,7 @@ def find_additions(module: KerasModel, source: ArraySource, *, is_divided: bool)
     made = trained[0].made
     return Additions(
         are_sums=kinds,
+        unseen=_unseen(trained) | _unseen(evaluated) if is_divided else frozenset(),
         has_penalties=bool(made["penalties"]),
         has_masks=any(True for _ in tensors_of(made["masks"])),
         has_rows=all(output.dim() > 1 for output in tensors_of(made["outputs"])),
@@ -62,6 +61,12 @@ def _check_batch_size(module: KerasModel) -> None:
         )
 
 
+def _unseen(seen: list[Seen]) -> frozenset[int]:
+    """The numbers of losses that are 0 for all that was looked at."""
+    lots = zip(*(one.added for one in seen), strict=True)
+    return frozenset(number for number, values in enumerate(lots) if not any(values))
+
+
 def _kinds(module: KerasModel, seen: list[Seen]) -> tuple[bool, ...]:
     """Which of the losses that layers add are sums; none where batches are not divided."""
     if len(seen) == 1:
@@ -73,19 +78,13 @@ def _kinds(module: KerasModel, seen: list[Seen]) -> tuple[bool, ...]:
 def _is_sum(module: KerasModel, number: int, both: float, some: float, others: float) -> bool:
     """Whether what is added for all samples, and for either half, is a sum."""
     size = max(map(abs, (some, others, both)))
-    where = f"in the model {module.model.name!r}, loss {number} that layers add is"
-    if not size:
-        warnings.warn(
-            f"{where[0].upper()}{where[1:]} 0 for the first samples, and taken for a mean over "
-            "samples. If it is a sum, make it a mean, or use SingleDeviceStrategy.",
-            stacklevel=level_of_user(),
-        )
     for parts in (2, 1):
         if abs(both - (some + others) / parts) <= _TOLERANCE * size:
             return parts == 1
     raise ModelError(
         "What a layer adds to the loss must be a mean or a sum over its samples.",
-        received=f"{where} {some:g} for some samples, {others:g} for others, and {both:g} for "
+        received=f"in the model {module.model.name!r}, loss {number} that layers add is "
+        f"{some:g} for some samples, {others:g} for others, and {both:g} for "
         "all of them",
         fix="Add ops.mean(...) or ops.sum(...) of values that each come from one sample; or "
         "give the model a compute_loss of its own, which is taken on the whole batch; or use "

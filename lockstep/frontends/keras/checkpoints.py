@@ -18,12 +18,32 @@ from lockstep.checkpoint.trees import Tree, flattened
 from lockstep.errors import CheckpointError, OptionError
 from lockstep.train import checkpoints as files
 from lockstep.train.callbacks import Callback
+from lockstep.train.checks import check_restarts
 from lockstep.train.training_state import copied
 
 _ARRAY = "numpy array"
 
 
-class Checkpoint(keras.callbacks.Callback):  # type: ignore[misc]  # Keras is untyped
+class Asking(keras.callbacks.Callback):  # type: ignore[misc]  # Keras is untyped
+    """A callback that asks something of ``fit`` under a strategy, and does nothing itself."""
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """See that somebody hears it.
+
+        Raises:
+            OptionError: Keras itself trains the model.
+        """
+        if "_lockstep" not in vars(self.model):
+            raise OptionError(
+                f"lockstep.keras.{type(self).__name__} is for models that train under a strategy.",
+                received=f"{self.model.name!r}, a model of plain Keras",
+                fix="Make or compile it in `with strategy.scope():`, with "
+                "lockstep.SingleDeviceStrategy() for one device; or use "
+                "keras.callbacks.BackupAndRestore.",
+            )
+
+
+class Checkpoint(Asking):
     """Where and how often ``model.fit(callbacks=[...])`` writes checkpoints.
 
     For models made or compiled in the scope of a strategy. The same script started again goes on at
@@ -50,20 +70,30 @@ class Checkpoint(keras.callbacks.Callback):  # type: ignore[misc]  # Keras is un
         super().__init__()
         self.files = files.Checkpoint(directory, every, keep)
 
-    def on_train_begin(self, logs: Any = None) -> None:
-        """See that somebody is going to write.
 
-        Raises:
-            OptionError: Keras itself trains the model.
-        """
-        if "_lockstep" not in vars(self.model):
-            raise OptionError(
-                "Checkpoints are written of models that train under a strategy.",
-                received=f"{self.model.name!r}, a model of plain Keras",
-                fix="Make or compile it in `with strategy.scope():`, with "
-                "lockstep.SingleDeviceStrategy() for one device; or use "
-                "keras.callbacks.BackupAndRestore.",
-            )
+class Restarts(Asking):
+    """How often ``model.fit(callbacks=[...])`` goes on after the loss of a process, on one host.
+
+    With fresh processes, from the last copy of the training in memory, to the same bits, as
+    ``lockstep.Trainer.fit(restarts=...)``. Callbacks are not called again for steps that are made
+    again; what they have changed is changed again.
+
+    Args:
+        most: how often; at least 0.
+
+    Raises:
+        OptionError: it is no such number; in ``fit``, the model has no strategy.
+    """
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        check_restarts(most)
+        self.most = most
+
+
+def restarts_in(callbacks: Any) -> int:
+    """How often to go on, as the callbacks of a ``fit`` say."""
+    return max((one.most for one in _each(callbacks) if isinstance(one, Restarts)), default=0)
 
 
 def checkpoint_in(callbacks: Any) -> Checkpoint | None:
@@ -75,8 +105,7 @@ def checkpoint_in(callbacks: Any) -> Checkpoint | None:
     Raises:
         OptionError: there are several, or a ``BackupAndRestore`` as well.
     """
-    listed = getattr(callbacks, "callbacks", callbacks)
-    each = [one for one in keras.tree.flatten(listed) if one is not None]
+    each = _each(callbacks)
     found = [one for one in each if isinstance(one, Checkpoint)]
     others = [one for one in each if isinstance(one, BackupAndRestore)]
     if not found:
@@ -88,6 +117,12 @@ def checkpoint_in(callbacks: Any) -> Checkpoint | None:
             fix="Leave the others out.",
         )
     return found[0]
+
+
+def _each(callbacks: Any) -> list[Any]:
+    """Callbacks, as ``fit`` takes them."""
+    listed = getattr(callbacks, "callbacks", callbacks)
+    return [one for one in keras.tree.flatten(listed) if one is not None]
 
 
 class KeptCallback(Callback):
@@ -145,7 +180,7 @@ class KeptCallback(Callback):
 
 def kept(callbacks: Any) -> list[Callback]:
     """Those of Keras's list of callbacks that keep something."""
-    left = (Checkpoint, ProgbarLogger)
+    left = (Asking, ProgbarLogger)
     return [KeptCallback(one) for one in callbacks.callbacks if not isinstance(one, left)]
 
 

@@ -1,24 +1,42 @@
 """What must hold of a Keras model for its training to be distributed."""
 
 import operator
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
 import keras
 
-from lockstep.errors import ModelError, OptionError, Problems
+from lockstep.errors import ModelError, OptionError, Problems, level_of_user
 from lockstep.frontends.keras.bound_methods import METHODS
 
-# Methods that say what a step is: here it is made of the model's call, its losses and its metrics.
-_STEPS = (
-    "train_step",
-    "test_step",
-    "predict_step",
-    "make_train_function",
-    "make_test_function",
-    "make_predict_function",
-    "compute_metrics",
-)
+# Methods that say how steps are run, which is done here.
+_RUNNING = ("make_train_function", "make_test_function", "make_predict_function")
+
+
+def prepare_model(model: Any) -> None:
+    """Have a model train as it can here, with a warning where it was to train otherwise.
+
+    Raises:
+        ModelError: see ``check_model``.
+    """
+    check_model(model)
+    if model.compiled and model.jit_compile:
+        model.jit_compile = False
+        _warn("Models of Keras run as they are. Proceeding with `jit_compile=False`.")
+    half = [one for one in model._flatten_layers() if one.dtype_policy.name == "mixed_float16"]
+    for layer in half:
+        layer.dtype_policy = keras.DTypePolicy("mixed_bfloat16")
+    if half:
+        _warn("Mixed precision is bfloat16 here: mixed_float16 becomes mixed_bfloat16.")
+    if model.compiled and isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer):
+        model.optimizer = model.optimizer.inner_optimizer
+        if not half:
+            _warn("Losses are not scaled here: bfloat16 has no need of a LossScaleOptimizer.")
+
+
+def _warn(text: str) -> None:
+    warnings.warn(text, stacklevel=level_of_user())
 
 
 def check_model(model: Any) -> None:
@@ -28,42 +46,18 @@ def check_model(model: Any) -> None:
         ModelError: with all that is in the way.
     """
     problems = Problems()
-    for name in (*_STEPS, *METHODS):
+    for name in (*_RUNNING, *METHODS):
         if getattr(type(model), name) is not getattr(keras.Model, name):
             problems.add(
-                "A step is distributed by parts of the batch, so the model must have Keras's own "
-                f"{name}.",
+                f"Steps are run on parts of each batch, so the model must have Keras's own {name}.",
                 received=f"{type(model).__name__}.{name}",
-                fix=_FIXES.get(
-                    name,
-                    "Leave it out, or train a plain PyTorch model with "
-                    "lockstep.Trainer(train_step=...).",
-                ),
+                fix="Put what a step does into train_step, test_step or predict_step.",
             )
-    if model.compiled and model.jit_compile:
-        problems.add(
-            "Models of Keras are called as they are, without torch.compile.",
-            received="compile(jit_compile=True)",
-            fix="Leave jit_compile out.",
-        )
     if model.compiled and model.steps_per_execution > 1:
         problems.add(
             "Keras's PyTorch backend makes one step at a time.",
             received=f"compile(steps_per_execution={model.steps_per_execution})",
             fix="Leave steps_per_execution out.",
-        )
-    if model.compiled and type(model.optimizer).__name__ == "LossScaleOptimizer":
-        problems.add(
-            "Losses are not scaled: bfloat16 has no need of it.",
-            received="a LossScaleOptimizer",
-            fix="Pass the optimizer in it.",
-        )
-    policies = {layer.dtype_policy.name for layer in model._flatten_layers()}
-    if "mixed_float16" in policies:
-        problems.add(
-            "Mixed precision is bfloat16 here, which needs no scaled loss.",
-            received="the policy mixed_float16",
-            fix='Use keras.mixed_precision.set_global_policy("mixed_bfloat16").',
         )
     problems.raise_if_any(ModelError)
 
@@ -71,11 +65,6 @@ def check_model(model: Any) -> None:
 def has_own_loss(model: Any) -> bool:
     """Whether a model has a ``compute_loss`` of its own."""
     return type(model).compute_loss is not keras.Model.compute_loss
-
-
-_FIXES = {
-    "compute_metrics": "Pass metrics to compile.",
-}
 
 
 def check_integers(maybe: Mapping[str, Any] | None = None, /, **numbers: Any) -> None:

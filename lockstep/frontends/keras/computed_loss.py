@@ -41,6 +41,7 @@ class ComputedLoss(KerasLoss):
         self.is_certain, self.takes_whole, self.parts = False, is_divided, ONE_LOSS
 
     def run_on(self, plan: Plan, rank: int) -> None:
+        super().run_on(plan, rank)
         last = None if plan.pipeline is None else plan.pipeline.stages[-1].ranks
         self._has_weights = last is None
         # What metrics are told counts on the rank that has the first share.

@@ -9,23 +9,29 @@ import torch
 from keras.src import backend
 from keras.src.callbacks.callback import Callback
 from keras.src.callbacks.progbar_logger import ProgbarLogger
+from keras.src.utils.io_utils import print_msg
 from keras.src.utils.python_utils import pythonify_logs
 
 from lockstep.data.trees import Tree, map_tensors
-from lockstep.errors import OptionError
+from lockstep.errors import OptionError, WorkerError
 from lockstep.frontends.keras.attributes import NO_SETTINGS, described, foreign_parts, with_settings
-from lockstep.frontends.keras.checkpoints import Checkpoint
+from lockstep.frontends.keras.checkpoints import Asking
 from lockstep.frontends.keras.keeping import KeepingRunner
 from lockstep.frontends.keras.model import KerasModel
+from lockstep.frontends.keras.optimizer_copy import set_options
 from lockstep.frontends.keras.tasks import BatchLosses, KerasConductor, LossMeans
 from lockstep.frontends.keras.updater import KerasUpdater
 from lockstep.parallel.serialization import describe_values
 from lockstep.parallel.update import PieceSlots
 from lockstep.parallel.worker import StepResult
+from lockstep.train.backups import Backups
 from lockstep.train.changes import ChangeWatch, SettingsWatch, structure
-from lockstep.train.conductor import Logs, Place
+from lockstep.train.conductor import Logs
+from lockstep.train.ensemble import Resume
 from lockstep.train.history import History
 from lockstep.train.interrupt import Interrupt
+from lockstep.train.returning import ReturningConductor
+from lockstep.train.run_record import RunRecord
 
 # Of Keras's own callbacks, those that look on.
 _ONLOOKERS = ("History", "ProgbarLogger")
@@ -75,7 +81,7 @@ def steps_between_metrics(callbacks: Any, *methods: str, shows_bar: bool = True)
 
 def _is_foreign(callback: Any) -> bool:
     """Whether it may change anything: those that come with Keras change values and options."""
-    is_own = _is_own(callback) or isinstance(callback, Checkpoint)
+    is_own = _is_own(callback) or isinstance(callback, Asking)
     return not is_own or type(callback).__name__ == "LambdaCallback"
 
 
@@ -86,7 +92,7 @@ def _is_own(callback: Any) -> bool:
 
 def _looks_on(callback: Any) -> bool:
     """Whether it is one of Keras's that change nothing, and wait for nothing."""
-    if isinstance(callback, Checkpoint):
+    if isinstance(callback, Asking):
         return True
     return _is_own(callback) and type(callback).__name__ in _ONLOOKERS
 
@@ -174,7 +180,7 @@ def _loss_metrics(model: Any) -> list[Any]:
     return [] if compiled is None else compiled.metrics
 
 
-class KerasFitConductor(EvaluationConductor):
+class KerasFitConductor(ReturningConductor, EvaluationConductor):
     """Conducts a ``fit``.
 
     Args:
@@ -183,6 +189,8 @@ class KerasFitConductor(EvaluationConductor):
         watch: sees what callbacks change.
         interrupt: what has become of Ctrl-C.
         runner: whose training it is.
+        backups: of it; None without.
+        record: of it; None to keep none.
     """
 
     def __init__(
@@ -192,12 +200,14 @@ class KerasFitConductor(EvaluationConductor):
         watch: ChangeWatch,
         interrupt: Interrupt,
         runner: KeepingRunner,
+        backups: Backups | None = None,
+        record: RunRecord | None = None,
     ) -> None:
         super().__init__(module.model, callbacks)
+        self._keep(runner, backups, record)
         self._module = module
         self._watch = watch
         self._interrupt = interrupt
-        self._runner = runner
         self._keeper = runner.keeper
         self._has_foreign = any(map(_is_foreign, callbacks.callbacks))
         self._has_actors = not all(map(_looks_on, callbacks.callbacks))
@@ -226,16 +236,39 @@ class KerasFitConductor(EvaluationConductor):
         self._interrupt.hold()
 
     def begin_epoch(self, epoch: int) -> None:
+        self._record.begin_epoch(epoch)
         self._model.reset_metrics()
-        self._callbacks.on_epoch_begin(epoch)
+        self._journal.once(partial(self._callbacks.on_epoch_begin, epoch))
         if self._settings is not None:
             self._settings.begin_epoch()
             self._foreign_parts = foreign_parts(self._model)
+        self._begin_means()
+
+    def _begin_means(self) -> None:
         names = [metric.name for metric in _loss_metrics(self._model)]
         self._seen, self._told = LossMeans(), LossMeans(names)
 
+    def resume_after(self, error: WorkerError) -> Resume | None:
+        resume = super().resume_after(error)
+        if resume is not None:  # an epoch that has begun goes on from its sums
+            self._model.reset_metrics()
+            self._begin_means()
+        return resume
+
     def begin_step(self, index: int) -> None:
-        self._callbacks.on_train_batch_begin(index)
+        self._journal.once(partial(self._callbacks.on_train_batch_begin, index))
+
+    def begin_batch(self, index: int) -> None:
+        self._journal.once(partial(super().begin_batch, index))
+
+    def end_batch(self, index: int, losses: Logs | None) -> None:
+        self._journal.once(partial(super().end_batch, index, losses))
+
+    def begin_validation(self) -> None:
+        self._journal.once(super().begin_validation)
+
+    def end_validation(self, logs: Logs) -> None:
+        self._journal.once(partial(super().end_validation, logs))
 
     def tell_losses(self, batches: Sequence[BatchLosses]) -> None:
         self._told.add(batches)
@@ -245,6 +278,10 @@ class KerasFitConductor(EvaluationConductor):
         self._seen.add([(result.num_samples, [result.loss if result.weight else 0.0])])
         logs = self.results(self._told.logs) if self._has_news else self._seen.logs
         self._has_news = False
+        self._record.end_step(index)
+        self._journal.once(partial(self._show_step, index, logs))
+
+    def _show_step(self, index: int, logs: Logs) -> None:
         self._callbacks.on_train_batch_end(index, logs)
         if self._keeper is not None:
             self._keeper.on_train_batch_end(index)
@@ -252,18 +289,25 @@ class KerasFitConductor(EvaluationConductor):
     def go_on(self, results: Sequence[StepResult]) -> None:
         self._seen.add((one.num_samples, [one.loss if one.weight else 0.0]) for one in results)
 
-    def wants_state(self, index: int) -> bool:
+    def _asks_for_state(self, index: int) -> bool:
         return self._keeper is not None and self._keeper.takes_state(index)
 
-    def stand_at(self, place: Place | None) -> None:
-        self._runner.stand_at(place, self.history)
+    def _notice(self, text: str) -> None:
+        print_msg(text)
+
+    def _set_options(self, options: list[dict[str, Any]]) -> None:
+        set_options(self._model.optimizer, options[0])
 
     def end_epoch(self, epoch: int, logs: Logs) -> None:
-        self._callbacks.on_epoch_end(epoch, logs)
-        self.history.add(epoch, logs)
+        told = self._journal.once(partial(self._show_epoch, epoch, logs))  # callbacks may add some
+        self.history.add(epoch, told)
         if self._keeper is not None:
-            self._keeper.on_epoch_end(epoch)
-        self.logs = logs
+            self._journal.once(partial(self._keeper.on_epoch_end, epoch))
+        self.logs = told
+
+    def _show_epoch(self, epoch: int, logs: Logs) -> Logs:
+        self._callbacks.on_epoch_end(epoch, logs)
+        return logs
 
     def take_slots(self, slots: list[PieceSlots]) -> None:
         assert self.updater is not None

@@ -96,6 +96,11 @@ class DirectCalls:
         self._steps = steps
         self._inputs = [(id(one), one.shape, to_torch_dtype(one.dtype)) for one in graph._inputs]
         self._outputs = [id(one) for one in graph._outputs]
+        given = graph._inputs_struct
+        self._takes_list = isinstance(given, list | tuple)
+        self._takes_tensor = isinstance(given, keras.KerasTensor) or (
+            isinstance(given, list) and len(given) == 1
+        )
         self._is_single = isinstance(graph._outputs_struct, keras.KerasTensor)
 
     @classmethod
@@ -115,7 +120,10 @@ class DirectCalls:
 
     def takes(self, inputs: Tree) -> bool:
         """Whether these inputs are what the model was made for."""
-        given = inputs if isinstance(inputs, list | tuple) else [inputs]
+        is_listed = isinstance(inputs, list | tuple)
+        if not (self._takes_list if is_listed else self._takes_tensor):
+            return False  # Keras has something to say
+        given = inputs if is_listed else [inputs]
         return len(given) == len(self._inputs) and all(
             type(one) is torch.Tensor
             and one.dtype == dtype

@@ -13,10 +13,12 @@ from lockstep.train.checkpoints import FitRecord, Found, Keeper
 from lockstep.train.ensemble import Resume
 from lockstep.train.feeding import SharedStream
 from lockstep.train.history import History
+from lockstep.train.hosts import Hosts
 from lockstep.train.intake import Feed
 from lockstep.train.interrupt import held_termination
 from lockstep.train.likeness import said
 from lockstep.train.persistence import PersistentRunner
+from lockstep.train.run_record import RunRecord
 from lockstep.train.same_data import fingerprint
 from lockstep.train.training_state import TrainingState
 
@@ -26,12 +28,14 @@ class KeepingRunner(PersistentRunner):
 
     Attributes:
         keeper: writes the checkpoints of the ``fit`` under way; None without.
+        record: of that ``fit``; None without.
     """
 
     model: Any
     callbacks: list[Callback]
     schedule = None
     keeper: Keeper | None = None
+    record: RunRecord | None = None
 
     @property
     def stop_training(self) -> bool:
@@ -51,17 +55,13 @@ class KeepingRunner(PersistentRunner):
 
         Raises:
             CheckpointError: what is there is of another ``fit``, or not whole.
-            OptionError: replicas train apart.
         """
-        if checkpoint is None:
-            yield None
-            return
-        _check_together(self._maker())
         with ExitStack() as stack:
-            is_alone = self._job_context.hosts is None
-            keeper = Keeper(
-                checkpoint.files, stack.enter_context(held_termination(is_alone=is_alone))
-            )
+            stack.enter_context(self._recorded(checkpoint))
+            if checkpoint is None:
+                yield None
+                return
+            keeper = Keeper(checkpoint.files, stack.enter_context(held_termination()))
             tree = stack.enter_context(keeper.opened()) if self._is_chief else None
             tree = self._job_context.from_chief(tree)
             found = None if tree is None else Found.of(tree)
@@ -80,6 +80,16 @@ class KeepingRunner(PersistentRunner):
                 yield None
             finally:
                 self.keeper, self.callbacks, self._resumed = None, [], None
+
+    @contextmanager
+    def _recorded(self, checkpoint: Checkpoint | None) -> Iterator[None]:
+        """Within the block a record is kept, beside the checkpoints or as the user's always."""
+        self.record = self._record_in(None if checkpoint is None else checkpoint.files.directory)
+        try:
+            with self.record.kept(strategy=type(self.strategy).__name__):
+                yield
+        finally:
+            self.record = None
 
     def _own_part(self, state: TrainingState) -> TrainingState:
         """Callbacks are on host 0."""
@@ -122,12 +132,28 @@ class KeepingRunner(PersistentRunner):
             feed.source.check_used(used)
 
 
-def _check_together(maker: Maker) -> None:
+def check_restarts(maker: Maker, hosts: Hosts | None) -> None:
+    """See that one process has all of a training, which restarts need.
+
+    Args:
+        maker: of its Plan.
+        hosts: that train.
+
+    Raises:
+        OptionError: replicas train apart, or on several hosts.
+    """
+    if hosts is not None and not hosts.is_one_process:
+        raise OptionError(
+            "Keras's restarts are for one host, and helpers that its script has started.",
+            received="Restarts with processes that a launcher has started",
+            fix="Use a Checkpoint, and start the script again: lockstep run --restarts, or "
+            "torchrun --max-restarts.",
+        )
     if isinstance(maker, LocalSteps):
         raise OptionError(
-            "Replicas that train apart have optimizers of their own, which no checkpoint holds.",
-            received="a Checkpoint under LocalSGDStrategy",
-            fix="Use MirroredStrategy; or keras.callbacks.ModelCheckpoint for averaged weights.",
+            "Replicas that train apart have optimizers of their own, of which no copy is kept.",
+            received="Restarts under LocalSGDStrategy",
+            fix="Use MirroredStrategy; or a Checkpoint, and start the script anew.",
         )
 
 

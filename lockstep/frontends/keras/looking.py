@@ -117,6 +117,35 @@ def in_evaluation(module: KerasModel) -> Iterator[None]:
         module.model.train(mode)
 
 
+@contextmanager
+def frozen_as_keras(module: KerasModel) -> Iterator[None]:
+    """A frozen model trains none of its layers, be they frozen themselves or not."""
+    trained = set(map(id, module.model.trainable_variables))
+    frozen = [
+        one._value
+        for one in module.variables.values()
+        if one._value.requires_grad and id(one) not in trained
+    ]
+    for parameter in frozen:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(True)
+
+
+@contextmanager
+def counts_kept(model: Any) -> Iterator[None]:
+    """A callback's own ``evaluate`` counts with the metrics that training counts with."""
+    counts = [(one, one.value.clone()) for one in model.metrics_variables]
+    try:
+        yield
+    finally:
+        for variable, value in counts:
+            variable.assign(value)
+
+
 def few_samples(module: KerasModel, source: ArraySource, *, is_divided: bool = True) -> Batch:
     """A few samples, from all over; not divided, as many as the model takes."""
     fixed = None if is_divided else fixed_batch_size(module.model)

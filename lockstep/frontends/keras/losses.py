@@ -50,6 +50,7 @@ class Additions:
     Attributes:
         are_sums: for each loss that layers add, whether it is a sum over the samples and not a
             mean; in training, and in evaluation.
+        unseen: the numbers of those that were 0, of which that is a guess.
         has_penalties: there are penalties on weights.
         has_masks: outputs come with masks.
         has_rows: every output has an axis beside that of the samples. Without one, functions of
@@ -57,6 +58,7 @@ class Additions:
     """
 
     are_sums: dict[bool, tuple[bool, ...]]
+    unseen: frozenset[int] = frozenset()
     has_penalties: bool = False
     has_masks: bool = False
     has_rows: bool = True
@@ -76,12 +78,14 @@ class KerasLoss(LossAdapter):
     """
 
     needs_targets = False
+    _is_staged = False
 
     def __init__(self, compiled: Any, additions: Additions, *, is_divided: bool = True) -> None:
         self._asking = Asking(additions.has_rows)
         self.loss = None if compiled is None else asked(compiled, self._asking)
         self._additions = additions
         self.adds = any(additions.are_sums.values())
+        self._unseen = additions.unseen
         entries = [] if compiled is None else compiled._flat_losses
         self._losses = [one.loss for one in entries]
         self._only = entries[0].loss if len(entries) == 1 and not entries[0].path else None
@@ -111,6 +115,7 @@ class KerasLoss(LossAdapter):
 
     def run_on(self, plan: Plan, rank: int) -> None:
         """It is going to be called on a rank."""
+        self._is_staged = plan.pipeline is not None and plan.num_shares > 1
 
     def user_losses(self) -> list[Any]:
         kept = [vars(loss).values() for loss in self._losses if hasattr(loss, "__dict__")]
@@ -140,6 +145,12 @@ class KerasLoss(LossAdapter):
         self.loss(target[0], masked_outputs(output), target[1])
         return self._asking.found
 
+    def newly_adds(self, output: Tree) -> bool:
+        losses = output["losses"] if self._unseen else ()
+        seen = {number for number, rows in enumerate(losses) if rows.any()} & self._unseen
+        self._unseen -= seen
+        return bool(seen)
+
     def added(self, output: Tree, num_samples: int) -> ShareLoss:
         """What comes on top, as a total over the samples."""
         losses, penalties = output["losses"], output["penalties"]
@@ -149,6 +160,12 @@ class KerasLoss(LossAdapter):
                 "Layers must add the same number of losses in every batch.",
                 received=f"{len(losses)}, and {len(are_sums)} before",
                 fix="Call add_loss always, with 0 where there is nothing to add.",
+            )
+        if self._is_staged and self.newly_adds(output):  # no stage can try the whole model
+            raise LossError(
+                "What layers add to the loss must show in the first batch, in a pipeline.",
+                received="a loss that was 0 until now, a mean or a sum over samples",
+                fix="Shuffle the data, or use a data parallel strategy.",
             )
         values = (*losses, *penalties)
         kinds = (*are_sums, *(False for _ in penalties))
@@ -177,11 +194,11 @@ class KerasLoss(LossAdapter):
         """All losses as one total over the samples; a guess where they divide by something else."""
         own = [self._alone(one, num_samples) for one in found]
         scales = [
-            factor * num_samples / one.weight
+            factor * num_samples / float(one.weight)
             for one, factor in zip(own, self._factors, strict=True)
         ]
         total = math.fsum(scale * one.total for one, scale in zip(own, scales, strict=True))
-        total += added.total
+        total += float(added.total)
         overall = (total, float(num_samples))
         return ShareLoss(
             values=(*(value for one in own for value in one.values), *added.values),
@@ -191,7 +208,7 @@ class KerasLoss(LossAdapter):
             ),
             total=total,
             weight=float(num_samples),
-            parts=(overall, *((one.total, one.weight) for one in own)) if self.names else (),
+            parts=(overall, *(one.sums[0] for one in own)) if self.names else (),
             is_guess=not self.sees_all
             and any(one.is_guess or not one.is_by_sample for one in found),
         )

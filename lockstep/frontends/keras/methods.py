@@ -20,15 +20,16 @@ from keras.src.trainers.data_adapters import array_slicing, data_adapter_utils
 from lockstep.data.trees import Tree, map_tensors
 from lockstep.errors import ModelError, OptionError, level_of_user
 from lockstep.frontends.keras.bound_methods import METHODS
-from lockstep.frontends.keras.checkpoints import checkpoint_in
-from lockstep.frontends.keras.checks import check_batch_sizes, check_integers, check_model
+from lockstep.frontends.keras.checkpoints import checkpoint_in, restarts_in
+from lockstep.frontends.keras.checks import check_batch_sizes, check_integers, prepare_model
 from lockstep.frontends.keras.conducting import steps_between_metrics
+from lockstep.frontends.keras.fit_options import FitOptions
 from lockstep.frontends.keras.intake import take_in, warn_if_short
 from lockstep.frontends.keras.keeping import record_of
 from lockstep.frontends.keras.model import KerasModel, is_model_of
 from lockstep.frontends.keras.settings import random_seed
 from lockstep.frontends.keras.tasks import Evaluation
-from lockstep.frontends.keras.trainer import FitOptions, KerasTrainer
+from lockstep.frontends.keras.trainer import KerasTrainer
 from lockstep.plan.spec import Plan
 from lockstep.train.conductor import Logs
 from lockstep.train.feeding import sample_of
@@ -134,6 +135,7 @@ class Methods:
                     for epoch in range(min(initial_epoch, 0), epochs)
                     if validation is not None and self._evaluates_after(epoch, validation_freq)
                 ),
+                restarts=restarts_in(callbacks),
             )
             trainer = self._trainer_for(feed)
             record = partial(record_of, trainer, feed, validation, **_lasting(options))
@@ -168,7 +170,7 @@ class Methods:
             logs = trainer.fit(feed, evaluation, options, callbacks)
         finally:
             model.eval()
-        if options.epochs > 0:
+        if options.epochs > 0 and model.optimizer is not None:
             model.optimizer.finalize_variable_values(model.trainable_weights)
         callbacks.on_train_end(logs)
         trainer.finish_fit()
@@ -341,7 +343,7 @@ class Methods:
 
     def _build(self, iterator: Any) -> None:
         """Build the model, its losses and metrics for the data, as Keras does, where need be."""
-        check_model(self._model)
+        prepare_model(self._model)
         self._model._symbolic_build(iterator=iterator)
 
     def _build_by_calling(self, iterator: Any) -> None:
@@ -361,7 +363,7 @@ class Methods:
     def _trainer_for(self, feed: Feed) -> KerasTrainer:
         """The Trainer of the model."""
         model = self._model
-        check_model(model)
+        prepare_model(model)
         if not model.built:  # as nobody has compiled it, it is built by calling it
             source = sample_of(feed.source)
             assert source is not None  # data is read here

@@ -23,6 +23,7 @@ from keras.src.backend.common.dtypes import PYTHON_DTYPES_MAP
 from keras.src.backend.common.masking import get_keras_mask
 from keras.src.backend.torch import random as keras_random
 from keras.src.layers.normalization.batch_normalization import BatchNormalization
+from keras.src.trainers.data_adapters.data_adapter_utils import pack_x_y_sample_weight
 from keras.src.utils.torch_utils import TorchModuleWrapper
 from torch import nn
 from torch.overrides import TorchFunctionMode
@@ -99,12 +100,13 @@ class KerasModel(FrontEndModel):
     Attributes:
         variables: those that can be trained, by the names of their Parameters.
         with_losses: outputs come with the losses that layers have added, see ``forward``.
+        predicts: outputs are those of the model's own ``predict_step``.
     """
 
     def __init__(self, model: Any) -> None:
         super().__init__()
         self._held = (model,)  # in a tuple, or it would be a layer of this one
-        self.with_losses = False
+        self.with_losses = self.predicts = False
         self._calls = _Calls()
         self.variables: dict[str, Any] = {}
         self._batch_layers: list[tuple[Any, BatchLayer]] = []
@@ -126,7 +128,8 @@ class KerasModel(FrontEndModel):
     def precision(self) -> str:
         """As the Trainer's options have it; Keras's policies say what layers compute in."""
         sizes = {parameter.dtype.itemsize for parameter in self.parameters()}
-        return "fp64" if sizes == {8} else "fp32"
+        is_wide = sizes == {8} if sizes else keras.config.floatx() == "float64"
+        return "fp64" if is_wide else "fp32"
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_calls": _Calls(), "_settings": KerasSettings.current()}
@@ -207,14 +210,37 @@ class KerasModel(FrontEndModel):
         finally:
             self._calls.end()
 
+    @contextmanager
+    def predicting(self) -> Iterator[None]:
+        """Within the block outputs are those of ``predict_step``, where the model has its own."""
+        self.predicts = type(self.model).predict_step is not keras.Model.predict_step
+        try:
+            yield
+        finally:
+            self.predicts = False
+
+    @contextmanager
+    def stepping(self, moments: Callable[..., Any] | None = None) -> Iterator[None]:
+        """Within the block a step of the model's own may run it, as ``forward`` does.
+
+        Args:
+            moments: what BatchNormalization layers take for a batch's mean and variance; None is
+                those of all shares.
+        """
+        with _own_stream(), _moments.to(moments or self._moments_of):
+            yield
+
     def _called(self, inputs: Tree, *, is_watched: bool) -> Tree:
         model, direct = self.model, self._calls.direct
-        if direct is not None and not is_watched and direct.takes(inputs):
+        if direct is not None and not (is_watched or self.predicts) and direct.takes(inputs):
             outputs = direct.run(inputs, training=self.training)
             added = []
         else:
-            mode = {"training": self.training} if model._call_has_training_arg else {}
-            outputs = model(inputs, **mode)
+            if self.predicts:
+                outputs = model.predict_step(pack_x_y_sample_weight(inputs))
+            else:
+                mode = {"training": self.training} if model._call_has_training_arg else {}
+                outputs = model(inputs, **mode)
             added = [loss for layer in model._flatten_layers() for loss in layer._losses]
         return self._with_losses(inputs, outputs, added) if self.with_losses else outputs
 

@@ -13,8 +13,9 @@ from typing import Any
 
 from keras.src.layers.layer import Layer
 from keras.src.layers.preprocessing.index_lookup import IndexLookup
-from keras.src.models.model import Model
+from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.saving.keras_saveable import KerasSaveable
+from keras.src.trainers.trainer import Trainer
 from keras.src.utils.backend_utils import DynamicBackend
 from keras.src.utils.tracking import (
     TrackedDict,
@@ -25,6 +26,7 @@ from keras.src.utils.tracking import (
 )
 
 from lockstep.frontends.keras.bound_methods import METHODS
+from lockstep.frontends.keras.optimizer_copy import unbuilt
 
 # Made by ``Layer.__new__`` around methods of the same name, for layers that are still to be built.
 _WRAPPERS = ("build", "quantize")
@@ -84,6 +86,9 @@ def reduce(obj: Any) -> Any:
 
 def kept_attributes(obj: KerasSaveable) -> dict[str, Any]:
     """What a helper gets of an object."""
+    if isinstance(obj, BaseOptimizer) and obj.built:
+        variables = obj._trainable_variables  # its slots are in the store
+        return {**vars(unbuilt(obj)), "built": True, "_trainable_variables": variables}
     if not isinstance(obj, Layer):
         return dict(vars(obj))
     left = left_attributes(obj)
@@ -102,7 +107,7 @@ def _left_of(kind: Any) -> frozenset[str]:
     if not issubclass(kind, Layer):
         return frozenset()
     left: tuple[str, ...] = (*_WRAPPERS, *_OF_LAST_CALL)
-    if issubclass(kind, Model):
+    if issubclass(kind, Trainer):  # a layer that is one can be trained without being a Model
         left = (*left, *COMPILED, "_lockstep", *METHODS)
     elif issubclass(kind, IndexLookup):
         left = (*left, *_TABLES)

@@ -39,6 +39,9 @@ class KerasConductor(Conductor):
     def tell_losses(self, batches: Sequence[BatchLosses]) -> None:
         """The losses of the steps that have been made since the last telling."""
 
+    def tell_logs(self, logs: Logs) -> None:
+        """What a model's own step has returned for the batch that is done."""
+
     def results(self, losses: Logs) -> Logs:
         """Losses, and what the model's metrics have come to."""
         return losses
@@ -116,7 +119,7 @@ class KerasFitTask(FitTask):
         results = super()._begin_sums(ensemble, epoch)
         self._results = [*results]
         if results:
-            conductor = _keras_conductor(ensemble.conductor)
+            conductor = keras_conductor(ensemble.conductor)
             conductor.go_on(results)
             if self.tells_each:
                 told = results[: (len(results) - 1) // self.tells_each * self.tells_each + 1]
@@ -135,10 +138,10 @@ class KerasFitTask(FitTask):
         result = super()._train_step(ensemble, source, indices, step, observe)
         self.metrics.settle(ensemble.control)
         self._results.append(result)
-        if _is_told(len(self._results) - 1, self.tells_each):
+        if is_told(len(self._results) - 1, self.tells_each):
             self.metrics.join(ensemble.control)
             news = self._batch_losses(ensemble.control, self._results[-self.tells_each :])
-            _keras_conductor(ensemble.conductor).tell_losses(news)
+            keras_conductor(ensemble.conductor).tell_losses(news)
         return result
 
     def _losses(self, ensemble: Ensemble, results: Sequence[StepResult]) -> Logs:
@@ -156,7 +159,7 @@ class KerasFitTask(FitTask):
         return batch_losses(self.loss, sizes, gathered)
 
     def _logs(self, ensemble: Ensemble, epoch: int, losses: Logs) -> Logs:
-        conductor, control = _keras_conductor(ensemble.conductor), ensemble.control
+        conductor, control = keras_conductor(ensemble.conductor), ensemble.control
         self.metrics.join(control)
         logs = conductor.results(losses)
         if self.evaluation is None or epoch not in self.evaluates:
@@ -165,9 +168,12 @@ class KerasFitTask(FitTask):
             ensemble.show_slots()
         self._around_validation(ensemble, conductor.begin_validation)
         ensemble.share_buffers()
-        found = evaluate(ensemble, self.evaluation, self.metrics, self.loss, epoch)
+        found = self._evaluated(ensemble, self.evaluation, epoch)
         self._around_validation(ensemble, partial(conductor.end_validation, found))
         return {**logs, **{f"val_{name}": value for name, value in found.items()}}
+
+    def _evaluated(self, ensemble: Ensemble, evaluation: Evaluation, epoch: int) -> Logs:
+        return evaluate(ensemble, evaluation, self.metrics, self.loss, epoch)
 
     def _around_validation(self, ensemble: Ensemble, act: Callable[[], None]) -> None:
         """What callbacks change of the model here, all ranks get."""
@@ -205,13 +211,20 @@ class KerasPredictTask(PredictTask):
     Attributes:
         tells: somebody wants to know the outputs after every batch.
         may_stop: callbacks may end it after any batch.
+        seed: of what layers draw: another in every call.
     """
 
     tells: bool = False
     may_stop: bool = False
+    seed: int = 0
+
+    def run(self, worker: Worker, control: Control, conductor: Conductor) -> list[Tree]:
+        """Predict; rank 0 returns the outputs."""
+        worker.passes.reseed(self.seed)
+        return super().run(worker, control, conductor)
 
     def _begin_batch(self, index: int, conductor: Conductor) -> None:
-        _keras_conductor(conductor).begin_batch(index)
+        keras_conductor(conductor).begin_batch(index)
 
     def _end_batch(
         self, index: int, own: list[Part], control: Control, conductor: Conductor
@@ -219,9 +232,9 @@ class KerasPredictTask(PredictTask):
         if self.tells:
             outputs = in_order(control.gather(own))
             if outputs:
-                _keras_conductor(conductor).tell_outputs(concatenate(outputs))
-        _keras_conductor(conductor).end_batch(index, None)
-        return self.may_stop and control.broadcast(_keras_conductor(conductor).wants_out)
+                keras_conductor(conductor).tell_outputs(concatenate(outputs))
+        keras_conductor(conductor).end_batch(index, None)
+        return self.may_stop and control.broadcast(keras_conductor(conductor).wants_out)
 
 
 def evaluate(
@@ -241,8 +254,7 @@ def evaluate(
         epoch: of the ``fit`` that this is a part of, which Ctrl-C may end; None if of none.
     """
     worker, control = ensemble.worker, ensemble.control
-    conductor = _keras_conductor(ensemble.conductor)
-    is_validation = epoch is not None
+    conductor = keras_conductor(ensemble.conductor)
     metrics.reset()
     observe = metrics.update if metrics else None
     sizes: list[int] = []
@@ -257,10 +269,24 @@ def evaluate(
         shares.clear()
         return means.logs
 
-    with modes_of(worker.model, training=False):
+    for index, part, indices in evaluated_batches(ensemble, evaluation, epoch):
+        sizes.append(len(indices))
+        shares.append(worker.evaluate_step(part, indices, observe))
+        metrics.settle(control)
+        conductor.end_batch(index, caught_up() if is_told(index, evaluation.tells_each) else None)
+    return conductor.results(caught_up())
+
+
+def evaluated_batches(
+    ensemble: Ensemble, evaluation: Evaluation, epoch: int | None
+) -> Iterator[tuple[int, Source, torch.Tensor]]:
+    """The batches of an evaluation: number, where the samples are, and their indices there."""
+    control, conductor = ensemble.control, keras_conductor(ensemble.conductor)
+    is_validation = epoch is not None
+    with modes_of(ensemble.worker.model, training=False):
         batches = all_batches(
             evaluation.source,
-            worker,
+            ensemble.worker,
             control,
             evaluation.batch_size,
             epoch or 0,
@@ -268,17 +294,11 @@ def evaluate(
         )
         for index, (part, indices) in enumerate(islice(batches, evaluation.steps)):
             conductor.begin_batch(index)
-            sizes.append(len(indices))
-            shares.append(worker.evaluate_step(part, indices, observe))
-            metrics.settle(control)
-            conductor.end_batch(
-                index, caught_up() if _is_told(index, evaluation.tells_each) else None
-            )
+            yield index, part, indices
             if evaluation.may_stop and control.broadcast(conductor.wants_out):
                 break
             if is_validation:
                 ensemble.pause_validation(index)
-    return conductor.results(caught_up())
 
 
 def batch_losses(
@@ -340,12 +360,13 @@ def epoch_place(
     return initial_epoch // in_pass + one_pass, start, min(steps, num_batches - start)
 
 
-def _is_told(index: int, each: int) -> bool:
+def is_told(index: int, each: int) -> bool:
     """Whether metrics are told after this batch of an epoch."""
     return each > 0 and index % each == 0
 
 
-def _keras_conductor(conductor: Conductor) -> KerasConductor:
+def keras_conductor(conductor: Conductor) -> KerasConductor:
+    """The conductor, where it is rank 0's; else one that does nothing."""
     return conductor if isinstance(conductor, KerasConductor) else _NOBODY
 
 

@@ -1,13 +1,15 @@
 """The Trainer of a Keras model: plans, processes and steps are those of any model."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
 from torch import optim
 
+from lockstep.cluster.devices import discover
+from lockstep.data.order import stream_seed
 from lockstep.data.sources import ArraySource, Source
 from lockstep.data.trees import Tree, concatenate
 from lockstep.errors import ModelError
@@ -23,15 +25,31 @@ from lockstep.frontends.keras.conducting import (
     may_stop,
     steps_between_metrics,
 )
-from lockstep.frontends.keras.direct_calls import is_plain_kind
-from lockstep.frontends.keras.keeping import KeepingRunner
-from lockstep.frontends.keras.looking import few_samples, fixed_batch_size, in_evaluation
+from lockstep.frontends.keras.fit_options import FitOptions, FitStart
+from lockstep.frontends.keras.keeping import KeepingRunner, check_restarts
+from lockstep.frontends.keras.likeness import facts_of
+from lockstep.frontends.keras.looking import (
+    counts_kept,
+    few_samples,
+    fixed_batch_size,
+    frozen_as_keras,
+    in_evaluation,
+)
 from lockstep.frontends.keras.losses import Additions, KerasLoss
 from lockstep.frontends.keras.metrics import KerasMetrics
 from lockstep.frontends.keras.model import KerasModel, giving_losses
+from lockstep.frontends.keras.own_step_tasks import (
+    OwnStepEvaluateTask,
+    OwnStepEvaluationConductor,
+    OwnStepFitConductor,
+    OwnStepFitTask,
+    StepMetrics,
+)
+from lockstep.frontends.keras.own_steps import OwnSteps, check_plan, has_own_steps, not_kept
 from lockstep.frontends.keras.settings import random_seed
 from lockstep.frontends.keras.shipping import reduce
 from lockstep.frontends.keras.sights import Lookout, Sight
+from lockstep.frontends.keras.step_trial import find_steps
 from lockstep.frontends.keras.tasks import (
     Evaluation,
     KerasEvaluateTask,
@@ -39,10 +57,13 @@ from lockstep.frontends.keras.tasks import (
     KerasPredictTask,
 )
 from lockstep.frontends.keras.updater import KerasUpdater, is_elementwise
+from lockstep.frontends.keras.updater_set import KerasUpdaterSet, OptimizerList, parts_of
 from lockstep.parallel.forward import call_model
 from lockstep.parallel.independence import check_apart
 from lockstep.parallel.serialization import reducing
-from lockstep.plan.makers import SingleDevice
+from lockstep.plan.makers import Maker, SingleDevice
+from lockstep.train.assignment import Assignment
+from lockstep.train.backups import Backups
 from lockstep.train.changes import ChangeWatch, settings_of
 from lockstep.train.conducting import FollowingConductor
 from lockstep.train.conductor import Conductor, Logs
@@ -51,43 +72,12 @@ from lockstep.train.feeding import SharedStream, sample_of
 from lockstep.train.intake import Feed
 from lockstep.train.interrupt import Interrupt, held_interrupts
 from lockstep.train.job_context import JobContext, StrategyLike
-from lockstep.train.likeness import Facts, said
 from lockstep.train.recipe import Recipe
+from lockstep.train.session import Session
 from lockstep.train.tasks import Task
 from lockstep.units import first_few
 
 _T = TypeVar("_T")
-
-
-@dataclass(frozen=True, kw_only=True)
-class FitOptions:
-    """What ``fit`` was told.
-
-    Attributes:
-        epochs: the number of the last, plus one.
-        initial_epoch: the number of the first.
-        shuffle: take arrays in a new order every epoch.
-        evaluates: the epochs that end with an evaluation.
-        is_one_batch: this is ``train_on_batch``.
-    """
-
-    epochs: int
-    initial_epoch: int
-    shuffle: bool
-    evaluates: tuple[int, ...]
-    is_one_batch: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Start:
-    """Where a training begins, and what host 0's callbacks want of it; see ``KerasFitTask``."""
-
-    epoch: int
-    step: int
-    tells_each: int
-    evaluation_tells_each: int
-    evaluation_may_stop: bool
-    watches_validation: bool
 
 
 @dataclass(frozen=True)
@@ -131,8 +121,11 @@ class KerasTrainer(KeepingRunner):
         self._lookout = Lookout(module)
         self._sight: Sight | None = None
         self._has_looked = False  # since ranks have run the model
-        self._updater: tuple[Sight | None, KerasUpdater] | None = None
+        self._updater: tuple[Sight | None, Any] | None = None
         self._known: _Known | None = None
+        self._num_predictions = 0
+        self._own: OwnSteps | None = None  # of the call that is made
+        self._several = OptimizerList()  # of steps of the model's own
         self._is_apart = False  # outputs of samples are seen not to depend on others
 
     def on_all_processes(self, make: Callable[[], _T]) -> _T:
@@ -146,13 +139,14 @@ class KerasTrainer(KeepingRunner):
         self._has_looked = False
         model = self.model.model
         self.optimizer = model.optimizer
-        loss, metrics = self._loss_and_metrics(feed.source, looks=not options.is_one_batch)
+        own = self._own_steps(feed.source, "train_step")
+        loss, metrics = self._loss_and_metrics(feed.source, own, looks=not options.is_one_batch)
         begins = any_acts_in(callbacks, "on_train_batch_begin", "on_batch_begin")
         # Callbacks are on host 0, and one may have found where an earlier run has ended.
-        start: _Start = self._job_context.from_chief(
-            _Start(
+        start: FitStart = self._job_context.from_chief(
+            FitStart(
                 epoch=options.initial_epoch,
-                step=int(model.optimizer._iterations.value),
+                step=max(int(one._iterations.value) for one in self._optimizers),
                 tells_each=steps_between_metrics(callbacks, "on_train_batch_end", "on_batch_end"),
                 evaluation_tells_each=0 if evaluation is None else evaluation.tells_each,
                 evaluation_may_stop=may_stop(callbacks, "test"),
@@ -167,7 +161,8 @@ class KerasTrainer(KeepingRunner):
             resume = self._start(feed.batch_size, is_stream=is_stream)
             others = [] if evaluation is None else [(evaluation.source, options.evaluates)]
             self._read_again(resume, start.epoch, feed, others)
-        task = KerasFitTask(
+        kind = KerasFitTask if own is None else partial(OwnStepFitTask, own=own)
+        task = kind(
             source=feed.source,
             validation=None,
             evaluation=evaluation
@@ -192,16 +187,24 @@ class KerasTrainer(KeepingRunner):
             watches_beginnings=True,
             before_steps=begins,
             after_steps=start.tells_each == 1,
-            shows_slots=not is_elementwise(model.optimizer, self.model.variables.values()),
+            shows_slots=not all(
+                is_elementwise(one, self.model.variables.values()) for one in self._optimizers
+            ),
             watches_validation=start.watches_validation,
             tells_each=start.tells_each,
-            takes_states=self.keeper is not None and self.keeper.acts_in("takes_state"),
+            takes_states=options.restarts > 0
+            or (self.keeper is not None and self.keeper.acts_in("takes_state")),
+            is_kept=options.restarts > 0 or self.keeper is not None,
         )
         if self._job_context.hosts is not None:
             facts = {"`evaluates`": options.evaluates}
             task = self._job_context.hosts.agree_on_task(task, facts)  # type: ignore[assignment]  # of the same class
         with self._fitting(), held_interrupts() as interrupt:
-            conductor = self._conductor(callbacks, interrupt)
+            backups = None  # unless somebody has asked for restarts
+            if options.restarts:
+                check_restarts(self._maker(), self._job_context.hosts)
+                backups = self._backups_of(task.sources(), options.restarts)
+            conductor = self._conductor(callbacks, interrupt, backups)
             self._maker().check_batch_size(feed.batch_size)
             self.batch_size = feed.batch_size
             self._go_on(conductor, task.start)
@@ -211,16 +214,23 @@ class KerasTrainer(KeepingRunner):
         return conductor.logs if isinstance(conductor, KerasFitConductor) else {}
 
     def _conductor(
-        self, callbacks: Any, interrupt: Interrupt
+        self, callbacks: Any, interrupt: Interrupt, backups: Backups | None
     ) -> KerasFitConductor | FollowingConductor:
         if not self._job_context.is_chief:
             return FollowingConductor(interrupt)
-        return KerasFitConductor(
+        kind = KerasFitConductor if self._own is None else OwnStepFitConductor
+        return kind(
             self.model,
             callbacks,
-            ChangeWatch(self.model, lambda: self._session.stores.readopt(self.model)),
+            ChangeWatch(
+                self.model,
+                lambda: self._session.stores.readopt(self.model),
+                sees_weights=backups is not None,
+            ),
             interrupt,
             self,
+            backups,
+            self.record,
         )
 
     def finish_fit(self) -> None:
@@ -232,21 +242,32 @@ class KerasTrainer(KeepingRunner):
     def evaluate(self, evaluation: Evaluation, feed: Feed, callbacks: Any) -> Logs:
         """Losses and metrics over data."""
         self._has_looked = False
-        loss, metrics = self._loss_and_metrics(feed.source, looks=False)
-        self._try_apart(feed.source)
+        own = self._own_steps(feed.source, "test_step")
+        loss, metrics = self._loss_and_metrics(feed.source, own, looks=False)
+        if own is None:
+            self._try_apart(feed.source)
         tells_each, stops = self._job_context.from_chief(
             (evaluation.tells_each, may_stop(callbacks, "test"))
         )
         evaluation = replace(evaluation, tells_each=tells_each, may_stop=stops)
-        task = KerasEvaluateTask(evaluation=evaluation, metrics=metrics, loss=loss)
-        is_chief = self._job_context.is_chief
-        conductor = EvaluationConductor(self.model.model, callbacks) if is_chief else Conductor()
+        options: dict[str, Any] = {"evaluation": evaluation, "metrics": metrics, "loss": loss}
+        task = KerasEvaluateTask(**options)
+        kind = EvaluationConductor
+        if own is not None:
+            task, kind = OwnStepEvaluateTask(**options, own=own), OwnStepEvaluationConductor
+        conductor = Conductor()
+        if self._job_context.is_chief:
+            conductor = kind(self.model.model, callbacks)
         found: Logs = self._run(task, loss, None, conductor, feed.batch_size)
         return self._job_context.from_chief(found)
 
     def predict(self, feed: Feed, callbacks: Any) -> Tree:
         """The model's outputs for data, in its order."""
-        self._has_looked = False
+        with self.model.predicting():
+            return self._predict(feed, callbacks)
+
+    def _predict(self, feed: Feed, callbacks: Any) -> Tree:
+        self._has_looked, self._own = False, None
         self._try_apart(feed.source)
         tells, stops = self._job_context.from_chief(
             (any_acts_in(callbacks, "on_predict_batch_end"), may_stop(callbacks, "predict"))
@@ -257,7 +278,9 @@ class KerasTrainer(KeepingRunner):
             steps=feed.steps_per_epoch,
             tells=tells,
             may_stop=stops,
+            seed=stream_seed(self.seed, "predict", self._num_predictions),
         )
+        self._num_predictions += 1
         is_chief = self._job_context.is_chief
         conductor = PredictionConductor(self.model.model, callbacks) if is_chief else Conductor()
         parts = self._run(task, None, None, conductor, feed.batch_size)
@@ -265,16 +288,45 @@ class KerasTrainer(KeepingRunner):
             concatenate(parts) if self._job_context.is_chief else None
         )
 
+    def _maker(self) -> Maker:
+        """Of Plans for this call: what a step does without training is done on one device."""
+        maker = super()._maker()
+        trains = self._own is None or self.model.model.trainable_variables
+        if trains or self._job_context.hosts is not None:
+            return maker
+        cuts = maker.sample_size(discover(), 1) is not None  # it asks what layers cost
+        return self._maker_for_one() if cuts else maker
+
+    def _own_steps(self, source: Source | SharedStream, name: str) -> OwnSteps | None:
+        """What a model's own step does, tried on a few samples; None where it has none."""
+        self._own = own = None
+        if has_own_steps(self.model.model):
+            sample = sample_of(source)
+            assert isinstance(sample, ArraySource)
+            if self.keeper is not None:
+                raise not_kept()
+            self._own = own = find_steps(self.model, name, few_samples(self.model, sample))
+        return own
+
+    @property
+    def _optimizers(self) -> list[Any]:
+        """Those that update the weights."""
+        own = self._own and self._own.optimizers
+        return own or parts_of(self.model.model.optimizer)
+
     def _loss_and_metrics(
-        self, source: Source | SharedStream, *, looks: bool
-    ) -> tuple[KerasLoss, KerasMetrics]:
-        """The model's losses and metrics, as they are compiled now.
+        self, source: Source | SharedStream, own: OwnSteps | None, *, looks: bool
+    ) -> tuple[Any, KerasMetrics]:
+        """The model's losses and metrics, as they are compiled now; no loss with steps of its own.
 
         Args:
             source: the data.
+            own: what is known of its steps.
             looks: what layers add is looked at anew, unless all can be seen and is as it was.
         """
         model = self.model.model
+        if own is not None:
+            return None, StepMetrics(model)
         is_divided = not isinstance(self._maker(), SingleDevice)
         sight = self._look()
         key = sight or (
@@ -287,8 +339,8 @@ class KerasTrainer(KeepingRunner):
         is_known = known is not None and known.key == key
         looks = (looks and sight is None) or self._job_context.hosts is not None
         if looks or not is_known:
-            own = self._find_additions(source, is_divided=is_divided)
-            found = self._job_context.from_chief(own)
+            seen = self._find_additions(source, is_divided=is_divided)
+            found = self._job_context.from_chief(seen)
             assert found is not None
             self._is_apart = False
             self._known = known = _Known(
@@ -332,6 +384,8 @@ class KerasTrainer(KeepingRunner):
         return find_additions(self.model, sample, is_divided=is_divided)
 
     def _make_updater(self) -> Any:
+        if self._own is not None and self._own.optimizers:
+            return self._updater_of(self._own.optimizers)
         self.optimizer = self.model.model.optimizer  # a callback may have given it another
         if not self.optimizer.built:
             self.optimizer.build(self.model.model.trainable_variables)
@@ -345,9 +399,18 @@ class KerasTrainer(KeepingRunner):
             )
         sight, updater = self._updater or (None, None)
         if updater is None or sight is None or sight is not self._look():
-            updater = KerasUpdater(self.optimizer, self.model.variables)
+            updater = self._updater_of(parts_of(self.optimizer))
             self._updater = self._look(), updater
         return updater
+
+    def _updater_of(self, optimizers: list[Any]) -> KerasUpdater | KerasUpdaterSet:
+        """What steps some optimizers: in turn where the model's steps say so, else all at once."""
+        if len(optimizers) == 1:
+            return KerasUpdater(optimizers[0], self.model.variables)
+        if not self._several.is_of(optimizers):
+            self._several = OptimizerList(optimizers)
+        whole = None if self._own is not None else self.optimizer
+        return KerasUpdaterSet(self._several, self.model.variables, whole)
 
     def _own_updater(self) -> Any:
         self.optimizer = self.model.model.optimizer
@@ -370,70 +433,33 @@ class KerasTrainer(KeepingRunner):
     def _preload(self) -> tuple[str, ...]:
         return ("lockstep.frontends.keras.preloading",)
 
+    def _assignment(self, task: Task, *others: Any) -> Assignment:
+        assignment = super()._assignment(task, *others)
+        if self._own is not None and isinstance(task, OwnStepFitTask | OwnStepEvaluateTask):
+            check_plan(assignment.plan)
+        return assignment
+
+    def _prepare_proof(
+        self, assignment: Assignment, session: Session, conductor: Conductor
+    ) -> object:
+        if self._own is not None:  # whose step is no map from samples to a loss
+            return None
+        return super()._prepare_proof(assignment, session, conductor)
+
     def _run(
         self, task: Task, loss: Any, updater: Any, conductor: Conductor, batch_size: int
     ) -> Any:
         if self._job_context.hosts is not None:
-            self._job_context.check_equal(self._keras_facts())
+            self._job_context.check_equal(facts_of(self.model.model))
         self._look()
         try:
             with (
-                self._frozen_as_keras(),
+                frozen_as_keras(self.model),
                 giving_losses(self.model, loss is not None),
-                self._counts_kept() if self._job_context.is_aside else nullcontext(),
+                counts_kept(self.model.model) if self._job_context.is_aside else nullcontext(),
                 reducing(reduce),
             ):
                 return super()._run(task, loss, updater, conductor, batch_size)
         finally:
             self._has_looked = False
             self.model.model._clear_losses()
-
-    @contextmanager
-    def _frozen_as_keras(self) -> Iterator[None]:
-        """A frozen model trains none of its layers, be they frozen themselves or not."""
-        trained = set(map(id, self.model.model.trainable_variables))
-        frozen = [
-            one._value
-            for one in self.model.variables.values()
-            if one._value.requires_grad and id(one) not in trained
-        ]
-        for parameter in frozen:
-            parameter.requires_grad_(False)
-        try:
-            yield
-        finally:
-            for parameter in frozen:
-                parameter.requires_grad_(True)
-
-    @contextmanager
-    def _counts_kept(self) -> Iterator[None]:
-        """A callback's own ``evaluate`` counts with the metrics that training counts with."""
-        counts = [(one, one.value.clone()) for one in self.model.model.metrics_variables]
-        try:
-            yield
-        finally:
-            for variable, value in counts:
-                variable.assign(value)
-
-    def _keras_facts(self) -> Facts:
-        """What must be alike on all hosts, beside what must of any model."""
-        model = self.model.model
-        layers = model._flatten_layers()
-        facts: Facts = {
-            "the layers": [(_layer_path(layer), type(layer).__name__) for layer in layers]
-        }
-        for layer in filter(is_plain_kind, layers):
-            for option, value in layer.get_config().items():
-                if option != "trainable":  # a callback may change that, and it is told
-                    facts[f"`{option}` of the layer {_layer_path(layer)!r}"] = value
-        if model._compile_loss is not None:
-            facts["the loss of compile"] = said(model._compile_loss._user_loss)
-            facts["the loss weights"] = said(model._compile_loss._user_loss_weights)
-        if model._compile_metrics is not None:
-            facts["the metrics of compile"] = said(model._compile_metrics._user_metrics)
-        return facts
-
-
-def _layer_path(layer: Any) -> str:
-    """What a layer is called; one without weights has no path of its own."""
-    return str(layer.path or layer.name)

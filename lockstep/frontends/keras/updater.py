@@ -51,6 +51,7 @@ _ELEMENTWISE = frozenset(
         "Nadam",
         "RMSprop",
         "SGD",
+        "ScheduleFreeAdamW",
     )
 )
 _PARAMETERWISE = frozenset(("Adafactor", "Lamb", "Muon"))
@@ -72,6 +73,7 @@ class KerasUpdater(Updater):
         names = {id(variable): name for name, variable in variables.items()}
         known = [one for one in optimizer._trainable_variables if id(one) in names]
         self._names = [names[id(one)] for one in known]
+        self.parameters = frozenset(self._names)
         # One that was built for another model, too, has slots of no use here.
         is_all = len(known) == len(optimizer._trainable_variables)
         self.is_known = is_all and _is_known(optimizer)
@@ -293,29 +295,37 @@ class KerasUpdater(Updater):
         told = {(name, slot) for name, own in state.optimizer.items() for slot in own}
         if told != slots.keys():
             raise _other_slots(sorted(map(str, told ^ slots.keys())))
-        set_options(self.optimizer, state.options[0])
+        set_options(self._known_optimizer, state.options[0])
         for (name, slot), variable in slots.items():
             variable.assign(state.optimizer[name][slot])
 
+    @property
+    def _known_optimizer(self) -> Any:
+        """The user's; in a helper, which has it not, the copy that it steps."""
+        return self._active if self.optimizer is None else self.optimizer
+
     def _named_slots(self) -> dict[_Key, Any]:
-        """The variables of the user's optimizer, but for its options, by parameter and slot.
+        """The variables of the known optimizer, but for its options, by parameter and slot.
 
         What belongs to no parameter is called as the attribute that holds it, or by its path.
         """
         known = {id(variable): key for key, variable in self._slots.items() if key[0]}
+        if self.optimizer is None:
+            for bound, slots in zip(self._pieces, self._active_slots, strict=True):
+                known |= {id(variable): (bound.name, slot) for slot, variable in slots.items()}
         if not self.is_known:
             names = {id(variable): name for name, variable in self._variables.items()}
             trained = [names.get(id(one)) for one in self.optimizer._trainable_variables]
             for key, slot in listed_slots(self.optimizer, len(trained)).items():
                 if (name := trained[slot.index]) is not None:
                     known[key] = name, slot.name
-        held = {id(one): ("", name) for name, one in vars(self.optimizer).items()}
+        held = {id(one): ("", name) for name, one in vars(self._known_optimizer).items()}
         numbers: dict[str, count[int]] = defaultdict(count)
         return {
             known.get(id(one))
             or held.get(id(one))
             or ("", f"{one.path} {next(numbers[one.path])}"): one
-            for one in made_variables(self.optimizer)
+            for one in made_variables(self._known_optimizer)
         }
 
     def changing(self) -> Any:
@@ -341,7 +351,7 @@ class KerasUpdater(Updater):
         return [name for name in self._names if name in lost - known]
 
     def options(self) -> list[dict[str, Any]]:
-        return [options_of(self.optimizer)]
+        return [options_of(self._known_optimizer)]
 
     def set_options(self, options: list[dict[str, Any]]) -> None:
         if self._active is not None:

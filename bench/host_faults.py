@@ -1,0 +1,305 @@
+"""Faults between hosts: whole hosts, their scripts and launchers are killed or stopped.
+
+Two hosts on addresses of the loopback interface, each ``lockstep run --restarts``. A whole host is
+its launcher, script and helpers; it is started again as a machine's service manager would. Each
+step's loss goes to a ledger, by its number, with the moment: a step that is made again must have
+the same bits, and all that of one host alone.
+
+Run by ``python bench/soak.py``, or as the script of a host.
+"""
+
+import json
+import os
+import random
+import re
+import secrets
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+STRATEGIES = ("replicas on 2 hosts", "stages on 2 hosts")
+FAULTS = ("host", "script", "launcher", "stop")
+STEPS_PER_EPOCH, BATCH = 10, 12
+MOST_DELAY_SECONDS = 1.0
+# Of the strategy: a host that is stopped longer is lost. And how long it is.
+TIMEOUT_SECONDS, STOPPED_SECONDS = 4.0, 6.0
+_WAIT_SECONDS = 120.0
+_NEW_STEP = re.compile(rb"^(\S+) (\d+) (\S+)$", re.MULTILINE)
+
+
+# --- the script of a host ------------------------------------------------------------------------
+
+
+def train(strategy: str, folder: Path, epochs: int, *, is_told: bool = False) -> object:
+    """What must be the same, but for the losses, which go to the ledger in the folder."""
+    import torch
+    from torch import nn
+
+    import lockstep
+    from lockstep.train.training_state import TrainingState
+
+    class Ledger(lockstep.Callback):
+        is_observer = True
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            self.num_steps += 1
+            with (folder / "ledger").open("ab", buffering=0) as file:
+                file.write(f"{time.time()} {self.num_steps} {logs['loss'].hex()}\n".encode())
+            time.sleep(0.01)
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"num_steps": self.num_steps}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.num_steps = state["num_steps"]
+
+        num_steps = 0
+
+    strategies: dict[str, Callable[..., Any]] = {
+        "replicas on 2 hosts": partial(
+            lockstep.MultiWorkerMirroredStrategy, devices_per_host=1, num_shares=2
+        ),
+        "stages on 2 hosts": partial(lockstep.PipelineStrategy, 2, cuts=["3"], microbatches=2),
+    }
+    torch.manual_seed(0)
+    x = torch.randn(STEPS_PER_EPOCH * BATCH, 16)
+    trainer = lockstep.Trainer(
+        nn.Sequential(
+            *(nn.Linear(16, 64), nn.Dropout(0.3), nn.ReLU(), nn.Linear(64, 64), nn.Linear(64, 3))
+        ),
+        loss=nn.CrossEntropyLoss(),
+        optimizer=partial(torch.optim.Adam, lr=1e-2),
+        strategy=strategies[strategy](timeout_seconds=TIMEOUT_SECONDS),
+        callbacks=[Ledger()],
+    )
+    history = trainer.fit(
+        (x, (x[:, 0] > 0).long()),
+        epochs=epochs,
+        batch_size=BATCH,
+        verbose=int(is_told),
+        restarts=10**6,
+        checkpoint=lockstep.Checkpoint(folder / "run", every="5 steps"),
+    )
+    digest = TrainingState.of(trainer.state_dict()).digest()
+    trainer.close()
+    return [digest, history.history]
+
+
+def losses(ledger: Path) -> list[str]:
+    """Of every step, by its number.
+
+    Raises:
+        AssertionError: a step that was made again had another loss, or one was left out.
+    """
+    found: dict[int, str] = {}
+    for line in _NEW_STEP.finditer(ledger.read_bytes()):
+        number, loss = int(line[2]), line[3].decode()
+        assert found.setdefault(number, loss) == loss, f"step {number}: {found[number]}, {loss}"
+    assert sorted(found) == list(range(1, len(found) + 1))
+    return [found[number] for number in sorted(found)]
+
+
+def expected(strategy: str, epochs: int) -> object:
+    """What one host alone has come to."""
+    with tempfile.TemporaryDirectory() as name:
+        result = train(strategy, Path(name), epochs)
+        return [json.loads(json.dumps(result)), losses(Path(name) / "ledger")]
+
+
+# --- who starts hosts, and harms them ------------------------------------------------------------
+
+
+class Host:
+    """A host: its launcher, and what comes of it.
+
+    Args:
+        index: its number.
+        folder: of the run.
+        command: of its launcher.
+    """
+
+    def __init__(self, index: int, folder: Path, command: list[str]) -> None:
+        self.out = folder / f"out-{index}"
+        self._command = command
+        self.start()
+
+    def start(self) -> None:
+        """Start it, or start it again."""
+        with self.out.open("ab") as out:
+            self.launcher = subprocess.Popen(
+                self._command, stdout=out, stderr=out, start_new_session=True
+            )
+
+    def pids(self) -> list[int]:
+        """Of all of its processes that live, the launcher first."""
+        found = [self.launcher.pid]
+        for pid in found:
+            for task in Path(f"/proc/{pid}/task").glob("*/children"):
+                found += map(int, task.read_text().split())
+        return found
+
+    def send(self, number: int, pids: list[int]) -> None:
+        """Send a signal to some of them."""
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def said(self, what: bytes) -> int:
+        """How often it has said something."""
+        return self.out.read_bytes().count(what)
+
+
+class Run:
+    """A training on two hosts.
+
+    Args:
+        strategy: its name.
+        folder: for all that it writes.
+        epochs: how many.
+    """
+
+    def __init__(self, strategy: str, folder: Path, epochs: int) -> None:
+        folder.mkdir()
+        self._ledger = folder / "ledger"
+        self._ledger.touch()
+        address = f"127.{1 + secrets.randbelow(255)}.{secrets.randbelow(256)}.1"
+        with socket.socket() as sock:
+            sock.bind((address, 0))
+            port = sock.getsockname()[1]
+        secret = folder / "secret"
+        secret.write_text(secrets.token_hex())
+        secret.chmod(0o600)
+        self.hosts = [
+            Host(
+                index,
+                folder,
+                [
+                    *(sys.executable, "-m", "lockstep", "run", "--restarts", "1000000"),
+                    *("--hosts", "2", "--host-index", str(index), "--devices", "1"),
+                    *("--rendezvous", f"{address}:{port}", "--secret-file", str(secret)),
+                    *(__file__, strategy, str(folder), str(epochs)),
+                ],
+            )
+            for index in range(2)
+        ]
+
+    def moments(self) -> list[float]:
+        """When steps were made."""
+        return [float(line[1]) for line in _NEW_STEP.finditer(self._ledger.read_bytes())]
+
+    def is_over(self) -> bool:
+        """Whether a host has ended."""
+        return any(host.launcher.poll() is not None for host in self.hosts)
+
+    def wait_for(self, is_true: Callable[[], object]) -> float:
+        """Wait for something, or for a host's end; seconds until then."""
+        began = time.monotonic()
+        while not (is_true() or self.is_over()):
+            assert time.monotonic() - began < _WAIT_SECONDS, self._story()
+            time.sleep(0.005)
+        return time.monotonic() - began
+
+    def result(self) -> object:
+        """What both hosts have come to, once they have ended."""
+        for host in self.hosts:
+            assert host.launcher.wait(_WAIT_SECONDS) == 0, self._story()
+        told = {host.out.read_text().rpartition("RESULT ")[2].strip() for host in self.hosts}
+        assert len(told) == 1, told
+        return [json.loads(told.pop()), losses(self._ledger)]
+
+    def end(self) -> None:
+        """Leave nothing behind."""
+        for host in self.hosts:
+            host.send(signal.SIGKILL, host.pids())
+            host.launcher.wait()
+
+    def _story(self) -> str:
+        return "\n".join(host.out.read_text()[-3000:] for host in self.hosts)
+
+
+def harm(run: Run, fault: str, victim: int, chance: random.Random) -> tuple[float, float] | None:
+    """Do harm to a host, once a new step is made.
+
+    Returns:
+        Seconds until the other host said what it had lost, and until the next step was made; None
+        where the run had ended before.
+    """
+    before = len(run.moments())
+    run.wait_for(lambda: len(run.moments()) > before)
+    time.sleep(chance.uniform(0, MOST_DELAY_SECONDS))
+    host, other = run.hosts[victim], run.hosts[1 - victim]
+    if run.is_over():
+        return None
+    losses = other.said(b" Restart ")
+    pids, hit = host.pids(), time.time()
+    if fault == "stop":
+        host.send(signal.SIGSTOP, pids)
+        time.sleep(STOPPED_SECONDS)
+        host.send(signal.SIGCONT, pids)
+        hit = time.time()
+    else:
+        host.send(signal.SIGKILL, {"host": pids, "launcher": pids[:1], "script": pids[1:2]}[fault])
+    noticed = run.wait_for(lambda: other.said(b" Restart ") > losses)
+    if fault in ("host", "launcher"):
+        host.launcher.wait()
+        host.start()
+    run.wait_for(lambda: run.moments()[-1:] > [hit + noticed])
+    return None if run.is_over() else (noticed, run.moments()[-1] - hit)
+
+
+def outlived(
+    strategy: str, fault: str, victims: Sequence[int], chance: random.Random
+) -> tuple[object, list[tuple[float, float]]]:
+    """What a run has come to with a fault on each of these hosts, and what ``harm`` has counted."""
+    with tempfile.TemporaryDirectory() as name:
+        run = Run(strategy, Path(name) / "run", num_epochs(len(victims)))
+        try:
+            found = [harm(run, fault, victim, chance) for victim in victims]
+            return run.result(), [one for one in found if one is not None]
+        finally:
+            run.end()
+
+
+def num_epochs(most: int) -> int:
+    """Enough for so many faults."""
+    return 4 + 4 * most
+
+
+HEADER = (
+    "| strategy, fault | survived | same bits | noticed, most | median until a new step | 95 % | "
+    "most |\n|---|---|---|---|---|---|---|"
+)
+
+
+def soak(strategy: str, fault: str, faults: int, until: float) -> str:
+    """A row of the table."""
+    chance = random.Random(f"{strategy} {fault}")
+    most = min(10, faults)
+    whole = expected(strategy, num_epochs(most))
+    seconds: list[tuple[float, float]] = []
+    same = rounds = 0
+    while len(seconds) < faults and time.monotonic() < until:
+        victims = chance.choices(range(2), k=most)
+        found, own = outlived(strategy, fault, victims, chance)
+        seconds, rounds, same = [*seconds, *own], rounds + 1, same + (found == whole)
+    told = [f"{strategy}, {fault}", len(seconds), f"{same} of {rounds}"]
+    if len(seconds) > 1:
+        noticed, resumed = zip(*seconds, strict=True)
+        p95 = statistics.quantiles(resumed, n=20, method="inclusive")[-1]
+        figures = (max(noticed), statistics.median(resumed), p95, max(resumed))
+        told += [f"{one:.2f} s" for one in figures]
+    return "| " + " | ".join(map(str, told)) + " |"
+
+
+if __name__ == "__main__":
+    came_to = train(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), is_told=True)
+    print("RESULT", json.dumps(came_to), flush=True)

@@ -1,0 +1,277 @@
+"""What workers and parameter servers know of each other's work: a table in shared memory.
+
+Workers take parts of batches, in the order of the batches, whoever is free. A batch is *open* from
+when its first part is taken until all servers have it in the weights. What a worker has computed of
+a part, its *push*, lies in its row of the gradients until all servers have taken it.
+
+Only taking a part changes what several write: that is done under a lock, which the kernel releases
+when its holder dies. All else has one writer, and is written in one store after what goes with it.
+"""
+
+import fcntl
+import time
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from lockstep.comm.board import Board
+from lockstep.comm.shared_memory import SharedRegion
+
+_NAP_SECONDS = 50e-6
+_LOOK_AROUND_SECONDS = 0.02
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a batch.
+
+    Attributes:
+        step: the batch's number.
+        number: of the part, which is that of the worker that has it where all are as fast.
+    """
+
+    step: int
+    number: int
+
+
+@dataclass(frozen=True)
+class Push:
+    """What a worker has come to.
+
+    Attributes:
+        part: of which batch.
+        num_parts: of the batch.
+        weight: of its samples.
+    """
+
+    part: Part
+    num_parts: int
+    weight: float
+
+
+class WorkQueue:
+    """One rank's view.
+
+    Args:
+        region: where the table lies.
+        offset: where it begins there.
+        board: of the ranks: workers first, then servers.
+        num_workers: the first ranks.
+        staleness: by how many steps a part may be ahead of the oldest open batch; None for any.
+    """
+
+    def __init__(
+        self,
+        region: SharedRegion,
+        offset: int,
+        board: Board,
+        num_workers: int,
+        staleness: int | None,
+    ) -> None:
+        num_servers = board.num_ranks - num_workers
+        self._board = board
+        self._region = region
+        self._workers = range(num_workers)
+        self._servers = range(num_workers, board.num_ranks)
+        self._staleness = staleness
+        size = num_bytes(num_workers, num_servers) // 8
+        words = region.tensor(offset, torch.int64, (size,), (1,)).numpy()
+        cut = iter(np.split(words, np.cumsum(_sizes(num_workers, num_servers))[:-1]))
+        self._begun = next(cut)  # how many batches were ever opened: their numbers are below
+        self._leads = next(cut)  # by worker: its longest
+        self._settled = next(cut)  # by worker: how often it has come to the end of its work
+        self._versions = next(cut)  # by server: odd while it changes the weights
+        self._pushes = next(cut).reshape(num_workers, 4)
+        self._weights = next(cut).view(np.float64)  # by worker: of its push
+        self._taken = next(cut).reshape(num_servers, num_workers)  # the last push, by number
+        opened = next(cut).reshape(_num_entries(num_workers), -1)
+        self._steps, self._num_parts = opened[:, 0], opened[:, 1]  # the batch's number + 1
+        self._takers = opened[:, 2 : 2 + num_workers]  # the worker's rank + 1
+        self._applied = opened[:, 2 + num_workers :]  # by server
+
+    # --- workers ---------------------------------------------------------------------------------
+
+    def take(self, step: int, num_parts: int) -> Part | None:
+        """Take a part of a batch, or of an older one that is open; None where none may be taken.
+
+        Args:
+            step: the batch's number; all before it were opened.
+            num_parts: of this batch.
+        """
+        rank = self._board.rank
+        with self._locked():
+            opened = self._open_steps()
+            oldest = min(opened, default=step)
+            if self._begun[0] == step and self._may_open(step, oldest, len(opened)):
+                opened[step] = self._open(step, num_parts, opened.values())
+            for number, entry in opened.items():
+                free = np.flatnonzero(self._takers[entry, : self._num_parts[entry]] == 0)
+                if len(free) and number <= step:
+                    self._takers[entry, free[0]] = rank + 1
+                    self._leads[rank] = max(self._leads[rank], number - oldest)
+                    return Part(number, int(free[0]))
+        return None
+
+    def may_take(self, step: int) -> bool:
+        """Whether to look again: somebody has opened the batch, or it may be opened."""
+        opened = self._open_steps()
+        return self._begun[0] > step or self._may_open(step, min(opened, default=step), len(opened))
+
+    def _may_open(self, step: int, oldest: int, num_open: int) -> bool:
+        is_near = self._staleness is None or step - oldest <= self._staleness
+        return is_near and num_open < len(self._steps)
+
+    def _open(self, step: int, num_parts: int, used: Collection[int]) -> int:
+        # What was open when looked at stays in its place, though it may be done by now.
+        entry = next(entry for entry in range(len(self._steps)) if entry not in used)
+        self._takers[entry] = 0
+        self._num_parts[entry] = num_parts
+        self._steps[entry] = step + 1
+        self._applied[entry] = 0
+        self._begun[0] = step + 1
+        return entry
+
+    def begin(self, step: int) -> None:
+        """The next batch is going to have this number: one rank says so before all go on."""
+        self._begun[0] = step
+        self._leads[:] = 0
+
+    def is_opened(self, step: int) -> bool:
+        """Whether a part of the batch was ever taken."""
+        return bool(self._begun[0] > step)
+
+    def oldest_open(self, step: int) -> int:
+        """The oldest batch that is not in the weights of all servers; ``step`` if all are."""
+        return min(self._open_steps(), default=step)
+
+    def is_over(self) -> bool:
+        """Whether all that was opened is in the weights."""
+        return not self._open_steps()
+
+    def push(self, push: Push) -> None:
+        """Have the servers take what lies in this worker's row; the last push was taken."""
+        own = self._pushes[self._board.rank]
+        self._weights[self._board.rank] = push.weight
+        own[1:] = push.part.step, push.part.number, push.num_parts
+        own[0] += 1
+        self._wake(self._servers)
+
+    def is_taken(self) -> bool:
+        """Whether this worker's row is free again."""
+        rank = self._board.rank
+        return bool((self._taken[:, rank] >= self._pushes[rank, 0]).all())
+
+    def settle(self, times: int) -> None:
+        """This worker has done all that there is to do, so often."""
+        self._settled[self._board.rank] = times
+        self._wake(self._servers)
+
+    def version(self, server: int) -> int:
+        """Of a server's weights: odd while it changes them."""
+        return int(self._versions[server])
+
+    def settled_version(self, server: int) -> int:
+        """The same, when it does not."""
+        while (version := self.version(server)) % 2:
+            self.wait(lambda: self.version(server) % 2 == 0)
+        return version
+
+    def longest_lead(self) -> int:
+        """By how many steps any worker was ahead at most, since ``begin``; when all have met."""
+        return int(self._leads.max())
+
+    # --- servers ---------------------------------------------------------------------------------
+
+    def next_push(self) -> tuple[int, Push] | None:
+        """What a worker has pushed that this server has not taken, with the worker's rank."""
+        taken = self._taken[self._server]
+        for worker in np.flatnonzero(self._pushes[:, 0] > taken):
+            _, step, number, num_parts = self._pushes[worker].tolist()
+            weight = float(self._weights[worker])
+            return int(worker), Push(Part(step, number), num_parts, weight)
+        return None
+
+    def note_taken(self, worker: int) -> None:
+        """This server has what the worker has pushed."""
+        self._taken[self._server, worker] = self._pushes[worker, 0]
+        self._board.wake(worker)
+
+    @contextmanager
+    def updating(self, step: int) -> Iterator[None]:
+        """Within the block this server has a batch come to its weights."""
+        self._versions[self._server] += 1
+        yield
+        self._versions[self._server] += 1
+        self._applied[self._steps == step + 1, self._server] = 1
+        self._wake(self._workers)
+        self._wake(self._servers)
+
+    def is_applied(self, step: int) -> bool:
+        """Whether a batch is in this server's weights."""
+        is_open = bool((self._applied[self._steps == step + 1, self._server] == 0).any())
+        return self.is_opened(step) and not is_open
+
+    def are_settled(self, times: int) -> bool:
+        """Whether all workers have done all, so often, and it is in the weights."""
+        return bool((self._settled >= times).all()) and self.is_over()
+
+    @property
+    def _server(self) -> int:
+        return self._board.rank - len(self._workers)
+
+    # --- both ------------------------------------------------------------------------------------
+
+    def _open_steps(self) -> dict[int, int]:
+        """The batches that are open, oldest first, and where they are in the table."""
+        entries = np.flatnonzero((self._steps > 0) & ~self._applied.all(axis=1))
+        return dict(sorted((int(self._steps[entry]) - 1, int(entry)) for entry in entries))
+
+    def _wake(self, ranks: range) -> None:
+        for rank in ranks:
+            if rank != self._board.rank:
+                self._board.wake(rank)
+
+    def wait(self, is_there: Callable[[], bool]) -> None:
+        """Wait for something that another rank will write, and wake this one for."""
+        self._board.wait_until(self._board.rank, is_there)
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """One rank at a time; what holds the lock and is stopped is waited for."""
+        descriptor, waited = self._region.descriptor, 0.0
+        while True:
+            try:
+                fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except (BlockingIOError, PermissionError):
+                time.sleep(_NAP_SECONDS)
+                waited += _NAP_SECONDS
+                if waited >= _LOOK_AROUND_SECONDS:
+                    self._board.look_around(waited)
+        try:
+            yield
+        finally:
+            fcntl.lockf(descriptor, fcntl.LOCK_UN)
+
+
+def num_bytes(num_workers: int, num_servers: int) -> int:
+    """Size of the table."""
+    return 8 * sum(_sizes(num_workers, num_servers))
+
+
+def _sizes(num_workers: int, num_servers: int) -> list[int]:
+    """Of the parts of the table, in words."""
+    per_entry = 2 + num_workers + num_servers
+    return [
+        *(1, num_workers, num_workers, num_servers, num_workers * 4, num_workers),
+        num_servers * num_workers,
+        _num_entries(num_workers) * per_entry,
+    ]
+
+
+def _num_entries(num_workers: int) -> int:
+    """As many batches can be open: each but the newest waits for a worker, be it a dead one."""
+    return 2 * num_workers + 2

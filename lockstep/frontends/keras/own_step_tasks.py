@@ -1,0 +1,153 @@
+"""What all ranks do in ``fit`` and ``evaluate`` of a model that defines steps itself.
+
+Batches, epochs and callbacks are those of any Keras model (``tasks``). Logs are what the steps
+return, as Keras has them: the last batch's, or the values of metrics of the same names.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from keras.src.utils.python_utils import pythonify_logs
+
+from lockstep.data.sources import Source
+from lockstep.frontends.keras.conducting import EvaluationConductor, KerasFitConductor
+from lockstep.frontends.keras.metrics import KerasMetrics
+from lockstep.frontends.keras.own_steps import OwnSteps
+from lockstep.frontends.keras.share_steps import ShareSteps
+from lockstep.frontends.keras.step_calls import metrics_of
+from lockstep.frontends.keras.tasks import (
+    BatchLosses,
+    Evaluation,
+    KerasConductor,
+    KerasEvaluateTask,
+    KerasFitTask,
+    evaluated_batches,
+    is_told,
+    keras_conductor,
+)
+from lockstep.parallel.control import Control
+from lockstep.parallel.passes import Observe
+from lockstep.parallel.worker import StepResult, Worker
+from lockstep.train.conductor import Conductor, Logs
+from lockstep.train.ensemble import Ensemble
+
+
+class StepMetrics(KerasMetrics):
+    """The metrics that steps update: alike on all ranks.
+
+    Args:
+        model: the Keras model.
+    """
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(None)
+        self._of_layers = metrics_of(model)
+
+    def merge(self, ranks: list[list[Any]]) -> None:
+        for metric, values in zip(self._each(), ranks[0], strict=True):
+            for variable, value in zip(metric.variables, values, strict=True):
+                variable.assign(value)
+
+    def join(self, control: Control) -> None:
+        """All ranks have the values of all samples."""
+
+
+@dataclass(kw_only=True)
+class OwnStepFitTask(KerasFitTask):
+    """Training by the model's own ``train_step``.
+
+    Attributes:
+        own: what is known of the model's steps.
+    """
+
+    own: OwnSteps
+    _steps: ShareSteps | None = field(default=None, init=False)
+
+    def _train_step(
+        self,
+        ensemble: Ensemble,
+        source: Source,
+        indices: torch.Tensor,
+        step: int,
+        observe: Observe | None,
+    ) -> StepResult:
+        if self._steps is None:
+            self._steps = _share_steps(ensemble, self.own)
+        logs = self._steps.run("train_step", source, indices, step)
+        keras_conductor(ensemble.conductor).tell_logs(logs)
+        return StepResult(total=0.0, weight=float(len(indices)), num_samples=len(indices))
+
+    def _losses(self, ensemble: Ensemble, results: Sequence[StepResult]) -> Logs:
+        return {}
+
+    def _batch_losses(self, control: Control, results: Sequence[StepResult]) -> list[BatchLosses]:
+        return []
+
+    def _evaluated(self, ensemble: Ensemble, evaluation: Evaluation, epoch: int) -> Logs:
+        return _evaluate(ensemble, evaluation, self.metrics, self.own, epoch)
+
+
+@dataclass(kw_only=True)
+class OwnStepEvaluateTask(KerasEvaluateTask):
+    """Evaluation by the model's ``test_step``.
+
+    Attributes:
+        own: what is known of the model's steps.
+    """
+
+    own: OwnSteps
+
+    def run(self, worker: Worker, control: Control, conductor: Conductor) -> Logs:
+        ensemble = Ensemble(worker=worker, control=control, conductor=conductor)
+        return _evaluate(ensemble, self.evaluation, self.metrics, self.own)
+
+
+def _evaluate(
+    ensemble: Ensemble,
+    evaluation: Evaluation,
+    metrics: KerasMetrics,
+    own: OwnSteps,
+    epoch: int | None = None,
+) -> Logs:
+    """Values over data, on rank 0; see ``tasks.evaluate``."""
+    conductor = keras_conductor(ensemble.conductor)
+    steps = _share_steps(ensemble, own)
+    metrics.reset()
+    for index, part, indices in evaluated_batches(ensemble, evaluation, epoch):
+        conductor.tell_logs(steps.run("test_step", part, indices, None))
+        conductor.end_batch(index, {} if is_told(index, evaluation.tells_each) else None)
+    return conductor.results({})
+
+
+def _share_steps(ensemble: Ensemble, own: OwnSteps) -> ShareSteps:
+    worker: Any = ensemble.worker
+    return ShareSteps(worker.model, own, worker, ensemble.control)
+
+
+class _StepLogs(KerasConductor):
+    """Shows what steps return, as Keras does."""
+
+    _model: Any
+    _logs: Any = None
+
+    def tell_logs(self, logs: Logs) -> None:
+        self._logs = logs
+
+    def results(self, losses: Logs) -> Logs:
+        found: Logs = pythonify_logs(self._model._get_metrics_result_or_logs(self._logs))
+        return found
+
+
+class OwnStepEvaluationConductor(_StepLogs, EvaluationConductor):
+    """Conducts ``evaluate``."""
+
+
+class OwnStepFitConductor(_StepLogs, KerasFitConductor):
+    """Conducts a ``fit``."""
+
+    def end_step(self, index: int, result: StepResult) -> None:
+        self._callbacks.on_train_batch_end(index, self._logs)
+        if self._keeper is not None:
+            self._keeper.on_train_batch_end(index)

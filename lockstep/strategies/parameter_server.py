@@ -1,0 +1,91 @@
+"""Data parallelism with parameter servers, and a dial from synchronous to asynchronous."""
+
+import os
+
+from lockstep.cluster.devices import discover
+from lockstep.cluster.environment import find_devices
+from lockstep.errors import OptionError, Problems
+from lockstep.plan.decision import ServedUpdate
+from lockstep.plan.devices import device_names
+from lockstep.plan.makers import Maker, Mirrored
+from lockstep.plan.served import Served
+from lockstep.strategies.base import Strategy, check_timeout, is_count
+from lockstep.strategies.mirrored import check_format
+
+
+class ParameterServerStrategy(Strategy):
+    """Servers own the parameters and update them; workers compute gradients.
+
+    With ``staleness=0`` all workers train on shares of one batch and wait for its update: the
+    result is that of one device. Else a worker that is done takes the next part at once, of
+    this batch or the next, so that none waits for a slow one; every batch is still one update, of
+    the gradients of all its samples. Ho et al., More Effective Distributed ML via a Stale
+    Synchronous Parallel Parameter Server (2013).
+
+    Args:
+        servers: processes that update, each its part of the parameters.
+        workers: processes that compute, the script's own among them; None is what ``lockstep run
+            --devices`` says, or else one per usable core, at most 8.
+        staleness: by how many steps a worker may be ahead of the oldest batch that is not in the
+            weights yet. 0 is synchronous; None sets no bound.
+        channels_last: see ``MirroredStrategy``.
+        timeout_seconds: longest wait for another process; what hangs longer is reported.
+
+    Raises:
+        OptionError: an argument that cannot be.
+        DeviceError: more workers than this host can hold.
+    """
+
+    def __init__(
+        self,
+        servers: int = 1,
+        workers: int | None = None,
+        staleness: int | None = 0,
+        *,
+        channels_last: bool | None = None,
+        timeout_seconds: float = 600.0,
+    ) -> None:
+        problems = Problems()
+        _check_numbers(problems, servers, workers, staleness)
+        check_format(problems, channels_last)
+        check_timeout(problems, timeout_seconds)
+        problems.raise_if_any(OptionError)
+        self.servers = servers
+        self.workers = find_devices(os.environ) if workers is None else workers
+        self.staleness = staleness
+        self.timeout_seconds = timeout_seconds
+        self._maker = Served(
+            workers=Mirrored(devices=self.workers, channels_last=channels_last),
+            update=ServedUpdate(servers=servers, staleness=staleness),
+        )
+        device_names(self.workers, discover().cores.hosts[0])
+
+    def maker(self, precision: str = "fp32") -> Maker:
+        return self._maker.in_precision(precision)
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        return len(device_names(self.workers, discover().cores.hosts[0]))
+
+
+def _check_numbers(problems: Problems, servers: object, workers: object, staleness: object) -> None:
+    if not is_count(servers):
+        problems.add(
+            "`servers` must be a number of processes, at least 1.",
+            received=f"servers={servers!r}",
+            fix="Use servers=1.",
+        )
+    if workers is not None and not is_count(workers):
+        problems.add(
+            "`workers` must be a number of processes, at least 1.",
+            received=f"workers={workers!r}",
+            fix="Use workers=2, or leave it out for one per core.",
+        )
+    if staleness is not None and not (
+        is_count(staleness) or (staleness == 0 and staleness is not False)
+    ):
+        problems.add(
+            "`staleness` must be a number of steps, at least 0, or None.",
+            received=f"staleness={staleness!r}",
+            fix="Use 0 to train synchronously, 4 for a bound, or None for none.",
+        )

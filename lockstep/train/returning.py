@@ -1,0 +1,141 @@
+"""What conductors of a training have in common: it returns to backups, and keeps a record."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from lockstep.errors import WorkerError
+from lockstep.launch.team import Team
+from lockstep.plan.averaging import AveragedUpdate
+from lockstep.train.backups import Backups, Journal
+from lockstep.train.conductor import Conductor, Place
+from lockstep.train.ensemble import Directive, Resume
+from lockstep.train.history import History
+from lockstep.train.rank_states import RankState
+from lockstep.train.run_record import RunRecord
+from lockstep.train.training_state import copied
+
+
+class ReturningConductor(Conductor):
+    """A conductor whose training can be put back, and gone on with after the loss of a rank."""
+
+    _runner: Any
+    """Whose training it is."""
+    _is_due = False
+    """A backup, after this step."""
+    _is_asked = False
+    """For the state, by a callback after this step."""
+
+    def _keep(self, runner: Any, backups: Backups | None, record: RunRecord | None) -> None:
+        """Begin.
+
+        Args:
+            runner: whose training it is.
+            backups: of it; None without.
+            record: of it; None to keep none.
+        """
+        self._runner = runner
+        self._backups = backups
+        self._record = record or RunRecord(None)
+        self._journal = Journal(is_kept=False) if backups is None else backups.journal
+
+    def _asks_for_state(self, index: int) -> bool:
+        """Whether a callback takes the training's state after this step."""
+        return False
+
+    def _notice(self, text: str) -> None:
+        """Show what has happened."""
+
+    def _set_options(self, options: list[dict[str, Any]]) -> None:
+        """Have the user's own optimizer get what callbacks had decided before."""
+
+    def wants_state(self, index: int) -> bool:
+        self._is_asked = self._journal.once(partial(self._asks_for_state, index))
+        self._is_due = self._backups is not None and self._backups.is_due
+        return self._is_asked or self._is_due
+
+    def stand_at(self, place: Place | None) -> None:
+        if place is not None and place.batch and not self._is_asked:
+            place = replace(place, is_lasting=False)  # for nobody but us
+        self._runner.stand_at(place, self.history)
+
+    def note_failure(self, error: BaseException, states: list[RankState], team: Team) -> None:
+        self._record.note_failure(error, states, team)
+
+    def begin_run(self, start: Resume, look: Callable[[], list[RankState]]) -> None:
+        self._record.begin_run(look)
+        plan = self._runner.plan
+        if self._backups is None or self._journal.is_read:
+            return
+        if plan.num_ranks == 1:
+            return  # there is nobody to be lost
+        if plan.is_stale and not self._backups.restarts:
+            return  # workers would have to meet for it
+        if isinstance(plan.update, AveragedUpdate) and not self._backups.restarts:
+            return  # replicas would have to meet for it
+        if plan.pipeline is not None and not self._backups.restarts:
+            self._backups.wait()  # this process need not have room for what others train
+            return
+        place = Place(
+            epoch=start.epoch,
+            batch=start.batch,
+            num_steps=0,
+            so_far=start.so_far,
+            replicas=start.replicas,
+        )
+        self.stand_at(place)
+        self._backups.take(start)
+        self.stand_at(None)
+
+    def back_up(self) -> None:
+        if self._is_due and self._backups is not None and not self.stop_training:
+            self._backups.take()
+        self._is_due = False
+
+    def back_up_at(self, resume: Resume, num_steps: int) -> None:
+        if self._backups is not None and self._backups.restarts and not self._journal.is_read:
+            self.stand_at(Place(epoch=resume.epoch, batch=0, num_steps=num_steps))
+            self._backups.take(resume)
+            self.stand_at(None)
+
+    def put_back(self) -> int | None:
+        backup = None if self._backups is None else self._backups.put_back()
+        return None if backup is None else backup.last_step
+
+    def resume_after(self, error: WorkerError) -> Resume | None:
+        if self._backups is None or not error.is_loss:
+            return None
+        backup = self._backups.restart()
+        if backup is None:
+            if self._backups.restarts:
+                error.add_note(
+                    f"All {self._backups.restarts} restarts are used up, or what callbacks have "
+                    "changed since the last copy of the training is not known."
+                )
+            return None
+        place = copied(backup.state.position["fit"])
+        restarts = [*self.history.restarts, f"{error}".partition("\n")[0]]
+        self.history = History(place["history"], place["epochs"], restarts)
+        then = (
+            f"Restart {len(restarts)} of {self._backups.restarts}: "
+            f"going on from {_after(backup.last_step)}, to the same result."
+        )
+        self._record.note_restart(error, then)
+        self._notice(f"{restarts[-1]} {then}")
+        return backup.resume
+
+    def decide(self, directive: Directive) -> Directive:
+        if directive.renew and self._backups is not None:
+            self._backups.drop()  # of what was changed it knows nothing
+        if not self._journal.is_kept:
+            return directive
+        was_made = self._journal.is_read
+        decided = self._journal.once(lambda: replace(directive, values=copied(directive.values)))
+        if was_made and decided.options is not None:
+            self._set_options(decided.options)
+        return replace(decided, halt=directive.halt)
+
+
+def _after(step: int) -> str:
+    return f"after step {step}" if step >= 0 else "the beginning"

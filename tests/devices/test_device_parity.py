@@ -1,0 +1,85 @@
+"""The parity table on accelerators: every strategy against a plain loop on one device, in fp64.
+
+Ranks that share a device exchange by way of host memory (gloo), so that one device is enough for
+every row.
+"""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import lockstep
+from lockstep.strategies.base import Strategy
+from tests.devices.found import ranks_on_devices
+from tests.thorough import core_of
+from tests.zoo import case, cases, make_job
+
+STRATEGIES: dict[str, Callable[[], Strategy]] = {
+    "single": lambda: lockstep.SingleDeviceStrategy(ranks_on_devices(1)[0]),
+    "mirrored-1": lambda: lockstep.MirroredStrategy(ranks_on_devices(1)),
+    "mirrored-1-shares-3": lambda: lockstep.MirroredStrategy(ranks_on_devices(1), num_shares=3),
+    "mirrored-2": lambda: lockstep.MirroredStrategy(ranks_on_devices(2), engine="gloo"),
+    "mirrored-4": lambda: lockstep.MirroredStrategy(ranks_on_devices(4), engine="gloo"),
+    "pipeline-2": lambda: lockstep.PipelineStrategy(
+        2, microbatches=2, devices=ranks_on_devices(2), engine="gloo"
+    ),
+    "pipeline-2-zb-h1": lambda: lockstep.PipelineStrategy(
+        2, microbatches=4, schedule="zb-h1", devices=ranks_on_devices(2), engine="gloo"
+    ),
+    "hybrid-2x2": lambda: lockstep.HybridStrategy(
+        2, 2, microbatches=2, devices=ranks_on_devices(4), engine="gloo"
+    ),
+}
+
+IN_STAGES = ("mlp", "gpt_tied", "unet", "wide", "two_tower")
+
+
+def rows() -> list[tuple[str, str]]:
+    """Batch statistics over microbatches are not those of one device: such models stay whole."""
+    whole = [name for name in STRATEGIES if "pipeline" not in name and "hybrid" not in name]
+    return [
+        *((one.name, strategy) for one in cases() for strategy in whole),
+        *(
+            (name, strategy)
+            for name in IN_STAGES
+            for strategy in STRATEGIES
+            if strategy not in whole
+        ),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("model", "strategy"),
+    core_of(
+        rows(),
+        lambda model, strategy: model in ("cnn_batch_norm", "gpt_tied") or strategy == "mirrored-2",
+    ),
+)
+def test_training_equals_one_device(model: str, strategy: str) -> None:
+    report = lockstep.verify(make_job(case(model)), STRATEGIES[strategy](), steps=5)
+    assert report.passed, str(report)
+    assert not report.undetermined
+
+
+@pytest.mark.parametrize("name", ["cnn_batch_norm", "cnn_dropout", "gpt_tied"])
+def test_the_bits_do_not_depend_on_the_number_of_ranks(name: str) -> None:
+    """Nor on the run: deterministic kernels, and random draws of the device by share."""
+    runs = [_trained(name, count) for count in (1, 1, 2, 4)]
+    for other in runs[1:]:
+        assert [key for key in runs[0] if not torch.equal(runs[0][key], other[key])] == []
+
+
+def _trained(name: str, count: int) -> dict[str, torch.Tensor]:
+    job = case(name)
+    model = job.make_model()
+    trainer = lockstep.Trainer(
+        model,
+        loss=job.loss,
+        optimizer=job.optimizer,
+        strategy=lockstep.MirroredStrategy(ranks_on_devices(count), num_shares=4, engine="gloo"),
+        seed=3,
+        deterministic=True,
+    )
+    trainer.fit((job.inputs, job.targets), batch_size=job.batch_size, epochs=2, verbose=0)
+    return {key: value.cpu() for key, value in model.state_dict().items()}

@@ -1,0 +1,69 @@
+"""Hosts are lost and come again, and the training has the bits of one host that nothing befell.
+
+The long form is ``bench/soak.py``, whose faults these are.
+"""
+
+import random
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import host_faults
+import pytest
+
+from lockstep.errors import OptionError
+from lockstep.train.lost_hosts import check_restarts_on
+from tests.thorough import core_of
+
+ROWS = [
+    (strategy, fault, host)
+    for strategy in host_faults.STRATEGIES
+    for fault in host_faults.FAULTS
+    for host in range(2)
+]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "fault", "host"), core_of(ROWS, [("replicas on 2 hosts", "host", 0)])
+)
+def test_a_run_outlives_the_loss_of_a_host(strategy: str, fault: str, host: int) -> None:
+    found, seconds = host_faults.outlived(strategy, fault, [host], random.Random(1))
+    assert found == host_faults.expected(strategy, host_faults.num_epochs(1))
+    ((noticed, resumed),) = seconds
+    if fault != "stop":  # which is noticed after the strategy's timeout
+        assert noticed < 3
+    assert resumed < 30  # at the 95th percentile it is 10 (bench/)
+
+
+@pytest.mark.thorough
+def test_a_host_that_was_replaced_changes_nothing_when_it_wakes(tmp_path: Path) -> None:
+    strategy, epochs = "replicas on 2 hosts", 20
+    run = host_faults.Run(strategy, tmp_path / "run", epochs)
+    host = run.hosts[1]
+    launcher, stopped = host.launcher, host.pids()
+    try:
+        run.wait_for(lambda: len(run.moments()) > 10)
+        stopped = host.pids()
+        host.send(signal.SIGSTOP, stopped)
+        run.wait_for(lambda: run.hosts[0].said(b" Restart ") > 0)
+        host.start()
+        before = len(run.moments())
+        run.wait_for(lambda: len(run.moments()) > before)
+        host.send(signal.SIGCONT, stopped)
+        assert run.result() == host_faults.expected(strategy, epochs)
+    finally:
+        launcher.kill()  # and so its script
+        launcher.wait()
+        run.end()
+
+
+@pytest.mark.parametrize(("launcher", "has_checkpoint"), [("torchrun", True), ("TF_CONFIG", False)])
+def test_restarts_after_which_nobody_could_go_on_are_refused(
+    launcher: str, has_checkpoint: bool
+) -> None:
+    place = SimpleNamespace(launcher=launcher, num_processes=2)
+    hosts: Any = SimpleNamespace(has_followers=launcher == "torchrun", place=place)
+    check_restarts_on(hosts, 0, has_checkpoint=has_checkpoint)
+    with pytest.raises(OptionError, match="need checkpoint=, and one process"):
+        check_restarts_on(hosts, 1, has_checkpoint=has_checkpoint)

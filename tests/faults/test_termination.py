@@ -1,0 +1,87 @@
+"""SIGTERM to every process of a job at once, as Slurm and Kubernetes send it."""
+
+import json
+import os
+import signal
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.checkpoint.generations import generations
+from lockstep.checkpoint.reading import read_newest
+from tests.faults.processes import Script, marked, running, wait_until
+
+STEPS = 40
+SCRIPT = """
+import json, sys, time
+from functools import partial
+import torch
+from torch import nn
+import lockstep
+from lockstep.train.training_state import TrainingState
+
+class Rows(torch.utils.data.Dataset):
+    def __len__(self):
+        return 80
+    def __getitem__(self, index):
+        time.sleep(0.01)
+        return torch.full((8,), index / 100), torch.tensor(index % 3)
+
+torch.manual_seed(0)
+trainer = lockstep.Trainer(
+    nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.3), nn.Linear(16, 3)),
+    loss=nn.CrossEntropyLoss(), optimizer=partial(torch.optim.Adam, lr=1e-2),
+    strategy=lockstep.STRATEGY)
+history = trainer.fit(
+    lockstep.data.prefetch(Rows(), workers=1), epochs=4, batch_size=8, verbose=0,
+    checkpoint=lockstep.Checkpoint(sys.argv[1], every="epoch"))
+said = [TrainingState.of(trainer.state_dict()).digest(), history.history]
+sys.stdout.write(json.dumps(said) + "\\n")
+"""
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("strategy", "launcher"),
+    [("MirroredStrategy(2)", []), ("MultiWorkerMirroredStrategy()", TORCHRUN)],
+    ids=["helpers", "torchrun"],
+)
+def test_all_processes_are_told_to_end(strategy: str, launcher: list[str], tmp_path: Path) -> None:
+    with started(strategy, launcher, tmp_path, "whole") as script:
+        expected = result_of(script)
+    with started(strategy, launcher, tmp_path, "told") as script:
+        wait_until(lambda: bool(generations(tmp_path / "told")), 60)
+        before = step_of(tmp_path / "told")
+        for pid in marked(script.mark):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
+        began = time.monotonic()
+        status, _, err = script.finish()
+        assert status == 143 or launcher, err  # torchrun has a status of its own
+        assert time.monotonic() - began < 10
+        wait_until(lambda: not script.others(), 5, lambda: f"left: {script.others()}")
+    assert before < step_of(tmp_path / "told") < STEPS
+    with started(strategy, launcher, tmp_path, "told") as script:
+        assert result_of(script) == expected
+
+
+def started(strategy: str, launcher: list[str], folder: Path, run: str) -> Any:
+    command = [*launcher, str(folder / "script.py"), str(folder / run)]
+    source = SCRIPT.replace("STRATEGY", strategy)
+    return running(source, directory=folder, command=command)
+
+
+def result_of(script: Script) -> object:
+    status, out, err = script.finish()
+    assert status == 0, err
+    return json.loads(next(line for line in out.splitlines() if line.startswith("[")))
+
+
+def step_of(folder: Path) -> int:
+    found = read_newest(folder)
+    assert found is not None
+    return int(found.summary.step)

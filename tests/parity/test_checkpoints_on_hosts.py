@@ -1,0 +1,56 @@
+"""Checkpoints of several hosts, each of which has a part only: gone on from on as many, or one."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.launchers import lines_of_all, on_loopback
+from tests.parity import checkpoint_job
+from tests.thorough import core_of
+
+SCRIPT = str(Path(checkpoint_job.__file__))
+SECONDS = 240.0
+
+
+def told_on_hosts(num_hosts: int, devices: int, *words: str) -> list[Any]:
+    """What the job says on every host: the same."""
+    with on_loopback([SCRIPT, *words], num_hosts=num_hosts, devices=devices) as processes:
+        first, *others = lines_of_all(processes, SECONDS)
+    assert all(other == first for other in others)
+    return first
+
+
+def told_here(*words: str) -> list[Any]:
+    return [json.loads(json.dumps(one)) for one in checkpoint_job.run(*words)]
+
+
+@pytest.mark.parametrize("every", core_of(["2 steps", "epoch"], ["2 steps"]))
+@pytest.mark.parametrize(
+    ("strategy", "devices"),
+    core_of(
+        [("pipeline", 1), ("hybrid", 2), ("uneven", 2), ("mirrored", 1)],
+        [("pipeline", 1)],
+    ),
+)
+def test_a_fit_on_several_hosts_goes_on(
+    strategy: str, devices: int, every: str, tmp_path: Path
+) -> None:
+    two, one = str(tmp_path / "two"), str(tmp_path / "one")
+    whole = told_here("whole", strategy, every, str(tmp_path / "whole"))
+    # On two hosts: a whole run, one that ends in its midst, and the rest of that.
+    expected = told_on_hosts(2, devices, "all", strategy, every, two)
+    assert expected[0] == whole[0], "the same shares give the same bits"
+    for name in ("digest", "history"):
+        assert expected[-1][name] == whole[0][name], name
+    # What two hosts have begun, one ends; and the other way round.
+    shutil.copytree(f"{two}-ended", one)
+    (ended,) = told_here("go on", strategy, every, one)
+    assert (ended["digest"], ended["history"]) == (whole[0]["digest"], whole[0]["history"])
+    assert ended["num_steps"] == expected[-1]["num_steps"] < whole[0]["num_steps"]
+    back = str(tmp_path / "back")
+    told_here("end", strategy, every, back)
+    (again,) = told_on_hosts(2, devices, "go on", strategy, every, back)
+    assert again["digest"] == whole[0]["digest"]

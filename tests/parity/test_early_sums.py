@@ -1,0 +1,203 @@
+"""Ranks over a process group: their gradients are on their way while backward still runs.
+
+That the sums are right is shown by the parity table and ``test_process_group.py``. Here: that they
+begin early, what changes after it was sent, and that a step asks no tensor for its value.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from operator import methodcaller
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import lockstep
+from lockstep.comm.early_sums import EarlySums
+from lockstep.comm.gradient_rows import GradientRows
+from lockstep.comm.process_group import ProcessGroupTransport
+from lockstep.parallel.worker import Worker
+
+GLOO = partial(lockstep.MirroredStrategy, engine="gloo")
+DATA = (
+    torch.randn(48, 64, generator=torch.Generator().manual_seed(1)),
+    torch.arange(48) % 3,
+)
+
+
+def perceptron() -> nn.Module:
+    """Large enough for several buckets."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(64, 1500), nn.ReLU(), nn.Linear(1500, 1500), nn.ReLU(), nn.Linear(1500, 3)
+    )
+
+
+class Recomputed(nn.Module):
+    """Goes backward bit by bit: a weight's gradient grows once for each of its uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(64, 1100), nn.Linear(1100, 3)
+        self.twice = nn.Sequential(nn.Linear(1100, 1100), nn.LayerNorm(1100))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for _ in range(2):
+            x = checkpoint(self.twice, x, use_reentrant=True)
+        output: Tensor = self.last(x)
+        return output
+
+
+class Patchy(nn.Module):
+    """Parameters of all sizes, some frozen, some used by some samples only, or by none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(64, 40)
+        self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+        self.table = nn.Embedding(3000, 600)
+        self.seldom = nn.Parameter(torch.ones(()))
+        self.never = nn.Linear(600, 600)
+        self.empty = nn.Parameter(torch.zeros(0))
+        self.last = nn.Linear(640, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.table((x[:, 0].abs() * 1000).long())
+        output: Tensor = self.last(torch.cat([self.first(x), rows], 1)) * self.frozen
+        is_special = x[:, 1:2] > 1.2
+        if is_special.any():
+            output = torch.where(is_special, output * self.seldom, output)
+        return output
+
+
+def trained(model: nn.Module, strategy: Any, **options: Any) -> dict[str, Tensor]:
+    trainer = lockstep.Trainer(
+        model,
+        loss=nn.CrossEntropyLoss(),
+        optimizer=partial(torch.optim.Adam, lr=1e-2, fused=True),
+        strategy=strategy,
+        seed=3,
+        **options,
+    )
+    trainer.fit(DATA, batch_size=20, epochs=2, verbose=0)
+    return model.state_dict()
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate": 2}], ids=["plain", "accumulate"])
+def test_buckets_are_sent_while_backward_runs(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All but what is complete only when the last share has gone backward: nothing."""
+    events: list[str] = []
+    send, hand_over, begin = ProcessGroupTransport.send, EarlySums.hand_over, EarlySums.expect
+
+    def sent(self: ProcessGroupTransport, *args: Any) -> Any:
+        events.append("send")
+        return send(self, *args)
+
+    def handed_over(self: EarlySums, num_rows: int) -> None:
+        events.append("|")
+        hand_over(self, num_rows)
+        events.append("end")
+
+    def begun(self: EarlySums, num_rows: int) -> None:
+        events.append("step")
+        begin(self, num_rows)
+
+    monkeypatch.setattr(ProcessGroupTransport, "send", sent)
+    monkeypatch.setattr(EarlySums, "hand_over", handed_over)
+    monkeypatch.setattr(EarlySums, "expect", begun)
+    trained(perceptron(), GLOO(2), **options)
+    steps = "".join(f" {event}" for event in events).split(" step")[1:]
+    before, after = zip(*(step.split(" end")[0].split(" |") for step in steps), strict=True)
+    assert len(steps) == 6
+    assert {each.count("send") for each in before} == {2}
+    assert {each.count("send") for each in after} == {0}
+
+
+def test_what_changes_after_it_was_sent_is_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    marks: list[int] = []
+    mark = GradientRows.mark
+
+    def marked(self: GradientRows, rows: range, parameters: Any) -> None:
+        marks.append(len(parameters))
+        mark(self, rows, parameters)
+
+    monkeypatch.setattr(GradientRows, "mark", marked)
+    expected = trained(Recomputed(), lockstep.SingleDeviceStrategy(), precision="fp64")
+    found = trained(Recomputed(), GLOO(2), precision="fp64")
+    assert marks
+    for name, value in expected.items():
+        assert (found[name] - value).norm() <= 1e-12 * value.norm(), name
+
+
+@pytest.mark.parametrize(
+    ("devices", "options"),
+    [(2, {}), (3, {"clip_norm": 0.1}), (2, {"accumulate": 3})],
+    ids=["2", "3 clipped", "2 accumulating"],
+)
+def test_sums_in_buckets_are_those_of_one_device(devices: int, options: dict[str, Any]) -> None:
+    expected = trained(Patchy(), lockstep.SingleDeviceStrategy(), precision="fp64", **options)
+    found = trained(Patchy(), GLOO(devices), precision="fp64", **options)
+    for name, value in expected.items():
+        assert (found[name] - value).norm() <= 1e-12 * value.norm(), name
+
+
+@pytest.mark.parametrize(("devices", "shares"), [(2, 8), (4, 8), (3, 5)])
+def test_sums_in_buckets_have_the_bits_of_shared_memory(devices: int, shares: int) -> None:
+    expected = trained(Patchy(), lockstep.MirroredStrategy(1, num_shares=shares))
+    found = trained(Patchy(), GLOO(devices, num_shares=shares))
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+_ASKS = {
+    torch.ops.aten._local_scalar_dense.default,  # item, float, bool, int
+    torch.ops.aten.is_nonzero.default,
+    torch.ops.aten.equal.default,
+}
+
+
+class _Guard(TorchDispatchMode):
+    """Fails on what waits for a device to have a tensor's value in Python."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func not in _ASKS, "the step asks for a tensor's value"
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def guarded() -> Iterator[None]:
+    def refuse(tensor: Tensor) -> None:
+        raise AssertionError("the step asks for a tensor's values")
+
+    with pytest.MonkeyPatch.context() as patch, _Guard():  # type: ignore[no-untyped-call]
+        patch.setattr(Tensor, "tolist", refuse)
+        yield
+
+
+@pytest.mark.parametrize("ask", [methodcaller("item"), methodcaller("tolist"), float, bool])
+def test_the_guard_sees_it(ask: Any) -> None:
+    with pytest.raises(AssertionError, match="the step asks"), guarded():
+        ask(torch.ones(()))
+
+
+def test_a_step_asks_no_tensor_for_its_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Losses and norms stay tensors until all ranks have met, and lie on the host then."""
+    step, num_guarded = Worker.train_step, 0
+
+    def train_step(self: Worker, *args: Any) -> Any:
+        nonlocal num_guarded
+        num_guarded += 1
+        with guarded():
+            return step(self, *args)
+
+    monkeypatch.setattr(Worker, "train_step", train_step)
+    trained(perceptron(), GLOO(2))
+    assert num_guarded == 6
