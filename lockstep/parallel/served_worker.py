@@ -154,7 +154,8 @@ class ServedWorker(Worker):
         alone = self._alone
         alone.passes.reading = self.passes.reading
         alone.first_share = shares[0]
-        self.exchange.begin_pass()
+        # Of the exchange's passes all ranks must have made as many: each computes as many parts as it can.
+        self.exchange.gradients[_GROUP].begin_pass()
         try:
             with self._pulled.in_place():
                 result = alone.train_step(source, indices[start:stop], part.step, observe)
