@@ -154,7 +154,7 @@ class ServedWorker(Worker):
         alone = self._alone
         alone.passes.reading = self.passes.reading
         alone.first_share = shares[0]
-        # No pass of the exchange, of which all ranks make as many: each has its own number of parts.
+        # No pass of the exchange, of which all ranks make as many; parts go to whoever is free.
         self.exchange.gradients[_GROUP].begin_pass()
         try:
             with self._pulled.in_place():
