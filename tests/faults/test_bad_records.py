@@ -290,7 +290,7 @@ trainer = lockstep.Trainer(
 try:
     trainer.fit(Rows(), batch_size=4, verbose=0, on_bad_record="skip")
 except OptionError as error:
-    tell(error.received)
+    tell(str(error))
 """
 
 
