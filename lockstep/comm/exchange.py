@@ -276,10 +276,14 @@ class Exchange:
         self._pass += 1
         self._offers = [0] * self._spec.num_shares
         self._is_used = False
-        if self._groups is not None:
-            self._groups.open()
+        self.open()
         for gradients in self.gradients.values():
             gradients.begin_pass()
+
+    def open(self) -> None:
+        """Make the groups of torch.distributed, if need be; every rank calls it before that."""
+        if self._groups is not None:
+            self._groups.open()
 
     def put_loss(
         self,

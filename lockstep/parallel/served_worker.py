@@ -154,7 +154,8 @@ class ServedWorker(Worker):
         alone = self._alone
         alone.passes.reading = self.passes.reading
         alone.first_share = shares[0]
-        self.exchange.begin_pass()
+        # No pass of the exchange, of which all ranks make as many; parts go to whoever is free.
+        self.exchange.gradients[_GROUP].begin_pass()
         try:
             with self._pulled.in_place():
                 result = alone.train_step(source, indices[start:stop], part.step, observe)

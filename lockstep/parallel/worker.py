@@ -363,6 +363,7 @@ class Worker:
         if len(self.plan.domains) == 1:
             return
         assert self.updater is not None
+        self.exchange.open()  # perhaps no step was made
         for group in self._groups:
             numbers = {name: number for number, name in enumerate(group.names)}
             for name, tensor in self.updater.stored() if group.is_scattered else ():

@@ -202,14 +202,14 @@ class FittingRunner(PersistentRunner):
             is_summed=asked.checkpoint is not None,
             dims=self._dims,
         )
-        feed = self._job_context.agreed_feed(take_in(asked.data, wish))
+        feed = take_in(asked.data, wish)
         with closing_on_error(feed):
-            validation = take_in_validation(asked.validation_data, wish, feed)
-            if asked.on_bad_record == "skip":
+            if asked.on_bad_record == "skip":  # before hosts compare samples, of which some are bad
                 feed = skipping(feed, self._maker(), self._job_context.hosts)
-                validation = validation and skipping(
-                    validation, self._maker(), self._job_context.hosts
-                )
+            feed = self._job_context.agreed_feed(feed)
+            validation = take_in_validation(asked.validation_data, wish, feed)
+            if validation and asked.on_bad_record == "skip":
+                validation = skipping(validation, self._maker(), self._job_context.hosts)
         return _Fit(loss=loss, wish=wish, feed=feed, validation=validation)
 
     # --- checkpoints -----------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from torch.utils.data import Dataset
 import lockstep
 from lockstep.data.order import epoch_batches
 from lockstep.errors import BadRecordError, DataError, OptionError
+from tests.launchers import BEGINNING, lines_of_all, on_loopback
 from tests.thorough import core_of
 
 SAMPLES, BATCH, EPOCHS, SEED = 26, 8, 2, 3
@@ -269,3 +270,33 @@ def test_what_cannot_be_skipped() -> None:
     trainer.strategy = lockstep.LocalSGDStrategy(2, devices=2)
     with pytest.raises(OptionError, match="replicas that train apart"):
         fit(trainer, Rows())
+
+
+ON_HOSTS = f"""{BEGINNING}
+from lockstep.errors import OptionError
+
+class Rows(torch.utils.data.Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        if index == 4:
+            raise OSError("damaged")
+        return torch.ones(3), torch.ones(1)
+
+trainer = lockstep.Trainer(
+    nn.Linear(3, 1), loss=nn.MSELoss(), optimizer=torch.optim.SGD,
+    strategy=lockstep.MultiWorkerMirroredStrategy())
+try:
+    trainer.fit(Rows(), batch_size=4, verbose=0, on_bad_record="skip")
+except OptionError as error:
+    tell(str(error))
+"""
+
+
+def test_on_several_hosts_they_are_refused_before_samples_are_compared(tmp_path: Path) -> None:
+    path = tmp_path / "script.py"
+    path.write_text(ON_HOSTS)
+    with on_loopback([str(path)]) as processes:
+        for told in lines_of_all(processes, 120):
+            assert "with several hosts" in told[0]

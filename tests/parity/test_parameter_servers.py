@@ -123,6 +123,24 @@ def test_every_sample_counts_once(
     assert workers == 1 or max(leads) >= 1  # somebody was ahead
 
 
+def test_validation_meets_after_workers_have_computed_unequal_numbers_of_parts() -> None:
+    """A loss that is no mean is validated on the whole batch, which all workers bring together."""
+    inputs, weights = sample_data()
+    slow = Sums(seconds=0.01)  # on the first worker
+    trainer = lockstep.Trainer(
+        slow,
+        loss=lambda outputs, weights: (outputs * weights).sum().sqrt(),
+        optimizer=partial(torch.optim.SGD, lr=1e-3),
+        strategy=lockstep.ParameterServerStrategy(1, 2, 4, timeout_seconds=20),
+        precision="fp64",
+    )
+    slow.bias.data.fill_(9.0)
+    data = inputs, weights
+    history = trainer.fit(data, batch_size=NUM_SAMPLES // 4, verbose=0, validation_data=data)
+    found = trainer.evaluate(data, batch_size=NUM_SAMPLES // 4)
+    assert history.history["val_loss"] == [pytest.approx(found["loss"], rel=1e-12)]
+
+
 def test_what_is_shown_at_every_step_holds_workers_together() -> None:
     """Then nobody is ahead, and the result is that of one device for any model."""
     one = case("mlp")

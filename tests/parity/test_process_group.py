@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import lockstep
 from lockstep.comm.process_group import ProcessGroupTransport
@@ -181,3 +181,25 @@ def test_the_plan_says_so() -> None:
 def test_another_engine_is_refused(engine: Any) -> None:
     with pytest.raises(OptionError, match=r"engine=.*Use (one of |engine=.)gloo"):
         lockstep.MirroredStrategy(2, engine=engine)
+
+
+def test_a_fit_without_a_step_leaves_all_as_it_was() -> None:
+    """Its groups were never used; the optimizer's slots are brought together all the same."""
+
+    class Stop(lockstep.Callback):
+        def on_train_begin(self, logs: Any = None) -> None:
+            self.trainer.stop_training = True
+
+    model = nn.Linear(3, 2)
+    trainer = lockstep.Trainer(
+        model,
+        loss=nn.MSELoss(),
+        optimizer=torch.optim.Adam,
+        strategy=lockstep.MirroredStrategy(2, engine="gloo"),
+    )
+    data = torch.randn(8, 3), torch.randn(8, 2)
+    trainer.fit(data, batch_size=4, verbose=0)
+    before = trainer.optimizer.state[model.weight]["exp_avg"].clone()
+    trainer.callbacks.append(Stop())
+    assert trainer.fit(data, batch_size=4, verbose=0).history == {}
+    assert torch.equal(trainer.optimizer.state[model.weight]["exp_avg"], before)
