@@ -1,12 +1,12 @@
 """Checks the options that say what becomes of gradients and weights."""
 
-import math
 from collections.abc import Mapping
 from typing import get_args
 
 import msgspec
 
 from lockstep.errors import OptionError, Problems
+from lockstep.options import check_choice, check_count, check_flag, check_positive
 from lockstep.parallel.gradient_rules import OnNonFinite
 from lockstep.plan.spec import Plan
 from lockstep.train.wrapped_updaters import EMA
@@ -22,30 +22,18 @@ def check_gradient_options(
     """
     problems = Problems()
     for name, value in (("clip_norm", clip_norm), ("clip_value", clip_value)):
-        if value is not None and not _is_positive(value):
-            problems.add(
-                f"`{name}` must be a positive number.",
-                received=f"{name}={value!r}",
-                fix="Leave it out to clip nothing.",
-            )
+        if value is not None:
+            check_positive(name, value, problems, fix="Leave it out to clip nothing.")
     if clip_norm is not None and clip_value is not None:
         problems.add(
             "Gradients are clipped by norm or by value.",
             received=f"clip_norm={clip_norm!r} and clip_value={clip_value!r}",
             fix="Give one of them.",
         )
-    if not isinstance(accumulate, int) or isinstance(accumulate, bool) or accumulate < 1:
-        problems.add(
-            "`accumulate` must be an integer of at least 1.",
-            received=f"accumulate={accumulate!r}",
-            fix="Use the number of parts in which each device goes through its share of a batch.",
-        )
-    if on_nonfinite not in get_args(OnNonFinite):
-        problems.add(
-            f"`on_nonfinite` must be one of {', '.join(get_args(OnNonFinite))}.",
-            received=repr(on_nonfinite),
-            fix="Use 'raise' to stop, or 'skip' to leave such steps out.",
-        )
+    fix = "Use the number of parts in which each device goes through its share of a batch."
+    check_count("accumulate", accumulate, problems, fix=fix)
+    fix = "Use 'raise' to stop, or 'skip' to leave such steps out."
+    check_choice("on_nonfinite", on_nonfinite, get_args(OnNonFinite), problems, fix=fix)
     problems.raise_if_any(OptionError)
 
 
@@ -55,18 +43,15 @@ def check_additions(average: object, compile: object) -> None:
     Raises:
         OptionError: it is none.
     """
-    if not isinstance(compile, bool):
-        raise OptionError(
-            "`compile` must be True or False.",
-            received=f"compile={compile!r}",
-            fix="Leave it out to run the model as it is.",
-        )
+    problems = Problems()
+    check_flag("compile", compile, problems, fix="Leave it out to run the model as it is.")
     if average is not None and not isinstance(average, EMA):
-        raise OptionError(
+        problems.add(
             "`average` must be a lockstep.EMA.",
             received=f"average={average!r}",
             fix="Pass average=lockstep.EMA(0.999), for example.",
         )
+    problems.raise_if_any(OptionError)
 
 
 def check_train_step(
@@ -136,9 +121,3 @@ def compiled(plan: Plan) -> Plan:
             fix="Leave it out, or use a data parallel strategy.",
         )
     return msgspec.structs.replace(plan, compiled=True)
-
-
-def _is_positive(value: object) -> bool:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return False
-    return math.isfinite(value) and value > 0
