@@ -23,7 +23,7 @@ from lockstep.errors import NonFiniteError
 from lockstep.launch.failure import add_note
 from lockstep.parallel.averaging import Averaging
 from lockstep.parallel.build import build_worker
-from lockstep.parallel.engine import Neighbours, build_exchange
+from lockstep.parallel.engine import Endpoint, Neighbours
 from lockstep.parallel.exchange_layout import exchange_spec
 from lockstep.parallel.gradient_rules import GradientRules
 from lockstep.parallel.groups import parameter_groups
@@ -180,16 +180,16 @@ def build_local_worker(
 ) -> LocalWorker:
     """Put the parts of a rank that trains together; for the arguments see ``build_worker``."""
     alone = replica_of_plan(plan, rank)
-    exchange = build_exchange(
-        plan,
-        spec,
-        region,
+    endpoint = Endpoint(
+        plan=plan,
         rank=rank,
-        device=device,
+        region=region,
         look_around=look_around,
+        device=device,
         neighbours=neighbours,
         residuals=residuals,
     )
+    exchange = endpoint.exchange(spec)
     common: dict[str, Any] = {"model": model, "rules": rules}
     parts: dict[str, Any] = {
         **common,
