@@ -109,12 +109,6 @@ def pinned(num_bytes: int, device: torch.device) -> torch.Tensor:
     return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type != "cpu")
 
 
-def reset_peak() -> None:
-    """From now on ``peak_bytes`` counts anew."""
-    if in_use() is not None:
-        torch.accelerator.reset_peak_memory_stats()
-
-
 def peak_bytes() -> int | None:
     """The most memory that tensors have had on this process's device; None without one."""
     return None if in_use() is None else int(torch.accelerator.max_memory_allocated())

@@ -6,9 +6,12 @@ file is written, it says ``[Errno 28] No space left on device`` and no more.
 
 import errno
 import os
+import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO
 
 from lockstep.units import format_bytes
 
@@ -34,6 +37,34 @@ def writing(path: str | os.PathLike[str], num_bytes: int | None = None) -> Itera
             raise
         reason = f"{error.strerror}{_figures(error.errno, path, num_bytes)}"
         raise OSError(error.errno, reason, os.fspath(path)) from error
+
+
+@contextmanager
+def replacing(
+    path: Path, num_bytes: int | None = None, mode: int | None = None
+) -> Iterator[BinaryIO]:
+    """A file that is written beside the one at a path, and then takes its place, as a whole.
+
+    Args:
+        path: of the file.
+        num_bytes: to be written, where that is known.
+        mode: its permissions; None is what the umask leaves.
+
+    Raises:
+        OSError: it cannot be written; what was there stays.
+    """
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    # Made so, a new file has what the umask leaves, and is never open to more than it will be.
+    new = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666 if mode is None else mode)
+    try:
+        with writing(path, num_bytes), open(new, "wb") as file:
+            yield file
+            if mode is not None:
+                os.fchmod(new, mode)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
 
 
 def _figures(number: int, path: str | os.PathLike[str], num_bytes: int | None) -> str:

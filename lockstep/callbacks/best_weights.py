@@ -3,8 +3,8 @@
 import os
 
 from lockstep.callbacks.monitoring import BestEpoch, Monitor, check_monitor
-from lockstep.callbacks.options import check_flag, check_path
 from lockstep.errors import OptionError, Problems
+from lockstep.options import check_flag, check_path
 from lockstep.train.callbacks import Logs
 from lockstep.train.copies import set_values
 

@@ -6,9 +6,9 @@ import os
 from pathlib import Path
 from typing import Any, TextIO
 
-from lockstep.callbacks.options import check_flag, check_path
 from lockstep.disk import writing
 from lockstep.errors import OptionError, Problems
+from lockstep.options import check_flag, check_path
 from lockstep.train.callbacks import ClosingCallback, Logs
 from lockstep.units import listed
 

@@ -3,8 +3,8 @@
 from typing import Any
 
 from lockstep.callbacks.monitoring import BestEpoch, Monitor, check_monitor
-from lockstep.callbacks.options import check_count, check_flag, check_number
 from lockstep.errors import OptionError, Problems
+from lockstep.options import check_count, check_flag, check_number
 from lockstep.train.callbacks import Logs
 from lockstep.train.copies import set_values
 
@@ -44,8 +44,8 @@ class EarlyStopping(BestEpoch):
     ) -> None:
         problems = Problems()
         check_monitor(monitor, mode, min_delta, problems)
-        check_count("patience", patience, problems)
-        check_count("start_from_epoch", start_from_epoch, problems)
+        check_count("patience", patience, problems, least=0)
+        check_count("start_from_epoch", start_from_epoch, problems, least=0)
         check_flag("restore_best_weights", restore_best_weights, problems)
         if baseline is not None:
             check_number("baseline", baseline, problems)

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.callbacks.options import check_count, check_number
 from lockstep.errors import NonFiniteError, OptionError, Problems
 from lockstep.extras import import_extra
+from lockstep.options import check_count, check_number
 from lockstep.train.callbacks import ClosingCallback, Logs
 from lockstep.train.trainer_protocol import TrainerProtocol
 

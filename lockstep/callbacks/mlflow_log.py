@@ -8,10 +8,10 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from lockstep.callbacks.options import check_mapping, check_name
 from lockstep.callbacks.scalars import learning_rates, scalars
 from lockstep.errors import OptionError, Problems
 from lockstep.extras import import_extra
+from lockstep.options import check_mapping, check_name
 from lockstep.train.callbacks import ClosingCallback, Logs
 
 

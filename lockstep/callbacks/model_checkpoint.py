@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.callbacks.monitoring import Monitor, check_monitor
-from lockstep.callbacks.options import check_flag, check_frequency, check_path
 from lockstep.errors import OptionError, Problems
+from lockstep.options import check_flag, check_frequency, check_path
 from lockstep.train.callbacks import Callback, Logs
 from lockstep.units import listed
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from lockstep.callbacks.options import check_name, check_number
 from lockstep.errors import OptionError, Problems
+from lockstep.options import check_choice, check_name, check_number
 from lockstep.train.callbacks import Callback, Logs
 from lockstep.train.copies import copied_values
 from lockstep.train.trainer_protocol import TrainerProtocol
@@ -22,10 +22,7 @@ MODES = ("auto", "min", "max")
 def check_monitor(monitor: object, mode: object, min_delta: object, problems: Problems) -> None:
     """Note what a Monitor cannot be made with."""
     check_name("monitor", monitor, problems)
-    if mode not in MODES:
-        problems.add(
-            f"`mode` must be one of {listed(MODES)}.", received=repr(mode), fix="Use 'auto'."
-        )
+    check_choice("mode", mode, MODES, problems, fix="Use 'auto'.")
     check_number("min_delta", min_delta, problems)
     if isinstance(min_delta, int | float) and min_delta < 0:
         problems.add("`min_delta` must not be negative.", received=min_delta, fix="Use 0.")

@@ -7,9 +7,9 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from lockstep.callbacks.options import check_count, check_path
 from lockstep.disk import writing
 from lockstep.errors import OptionError, Problems
+from lockstep.options import check_count, check_path
 from lockstep.train.callbacks import Callback, Logs
 
 Event = dict[str, Any]
@@ -43,8 +43,8 @@ class Profiler(Callback):
     ) -> None:
         problems = Problems()
         check_path("path", path, problems)
-        check_count("first_step", first_step, problems)
-        check_count("num_steps", num_steps, problems, least=1)
+        check_count("first_step", first_step, problems, least=0)
+        check_count("num_steps", num_steps, problems)
         problems.raise_if_any(OptionError)
         self.traced_steps = range(first_step, first_step + num_steps)
         self._first_step = first_step

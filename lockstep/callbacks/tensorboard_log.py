@@ -4,9 +4,9 @@ import os
 from pathlib import Path
 
 from lockstep.callbacks.event_file import EventFile, tensorboard_module
-from lockstep.callbacks.options import check_count, check_frequency, check_path
 from lockstep.callbacks.scalars import learning_rates, scalars
 from lockstep.errors import OptionError, Problems
+from lockstep.options import check_count, check_frequency, check_path
 from lockstep.train.callbacks import ClosingCallback, Logs
 
 _VALIDATION = "val_"
@@ -41,7 +41,7 @@ class TensorBoard(ClosingCallback):
         problems = Problems()
         check_path("log_dir", log_dir, problems)
         check_frequency("update_freq", update_freq, problems)
-        check_count("histogram_freq", histogram_freq, problems)
+        check_count("histogram_freq", histogram_freq, problems, least=0)
         problems.raise_if_any(OptionError)
         tensorboard_module("summary.writer.record_writer")
         self._folder = Path(log_dir)

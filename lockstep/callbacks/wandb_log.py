@@ -4,12 +4,11 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from lockstep.callbacks.options import check_mapping, check_name, check_path
 from lockstep.callbacks.scalars import learning_rates, scalars
 from lockstep.errors import OptionError, Problems
 from lockstep.extras import import_extra
+from lockstep.options import check_choice, check_mapping, check_name, check_path
 from lockstep.train.callbacks import ClosingCallback, Logs
-from lockstep.units import listed
 
 _MODES = ("online", "offline", "disabled")
 
@@ -49,12 +48,8 @@ class WandB(ClosingCallback):
         problems = Problems()
         check_name("project", project, problems, optional=True)
         check_name("name", name, problems, optional=True)
-        if mode is not None and mode not in _MODES:
-            problems.add(
-                f"`mode` must be one of {listed(_MODES)}.",
-                received=repr(mode),
-                fix="Use 'offline'.",
-            )
+        if mode is not None:
+            check_choice("mode", mode, _MODES, problems, fix="Use 'offline'.")
         if folder is not None:
             check_path("folder", folder, problems)
         check_mapping("config", config, problems)

@@ -3,7 +3,6 @@
 import errno
 import json
 import os
-import secrets
 import stat
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,7 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from lockstep.disk import writing
+from lockstep.disk import replacing
 from lockstep.errors import CheckpointError, Problems
 
 State = dict[str, torch.Tensor]
@@ -78,7 +77,9 @@ def save_state_dict(state: Mapping[str, Any], path: str | os.PathLike[str]) -> N
             metadata[_ALIAS + name] = first
             continue
         tensors[name] = value.detach()
-    _write_whole(tensors, metadata, target, mode)
+    num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+    with replacing(target, num_bytes, mode) as file:
+        write_tensors(tensors, metadata, file)
 
 
 def _place(name: str, tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -86,23 +87,6 @@ def _place(name: str, tensor: torch.Tensor) -> tuple[Any, ...]:
     if not tensor.numel():
         return (name,)
     return (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
-
-
-def _write_whole(tensors: State, metadata: dict[str, str], path: Path, mode: int | None) -> None:
-    """Write a file beside the old one, which had this mode, and put it in its place."""
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-    # Made so, a new file has what the umask leaves, and is never open to more than it will be.
-    new = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666 if mode is None else mode)
-    num_bytes = sum(tensor.nbytes for tensor in tensors.values())
-    try:
-        with writing(path, num_bytes), open(new, "wb") as file:
-            write_tensors(tensors, metadata, file)
-            if mode is not None:
-                os.fchmod(new, mode)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
 
 
 def _mode_of(path: Path) -> int | None:

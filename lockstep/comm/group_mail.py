@@ -16,7 +16,7 @@ A message is one buffer, whatever it holds.
 
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from lockstep.comm.board import Board
 from lockstep.comm.codec import decode, encode
 from lockstep.comm.gradients import TensorSpec, views_in
 from lockstep.comm.mail import MailCarrier, MailKey
-from lockstep.comm.mail_channels import MailChannels
+from lockstep.comm.mail_channels import MailChannels, RemoteBox
 from lockstep.comm.mailboxes import Mailbox, MailboxSpec
 from lockstep.comm.process_group import ProcessGroups
 from lockstep.comm.shared_memory import SharedRegion, dense_stride
@@ -86,13 +86,14 @@ class GroupMail(MailCarrier):
         self._in: dict[int, _Incoming] = {}
         for number, ((sender, receiver), spec) in enumerate(channels.items(), first_box):
             name = channel_name((sender, receiver))
-            box: Mailbox | _BoxAbroad = Mailbox(spec, region, offset_bytes, board)
+            box: Mailbox | RemoteBox = Mailbox(spec, region, offset_bytes, board)
+            slots = spec.num_slots
             if mail_channels is not None and not {sender, receiver} <= {*ranks_here}:
-                box = _BoxAbroad(mail_channels, number, sender, spec.num_slots)
+                box = RemoteBox(channels=mail_channels, box=number, sender=sender, num_slots=slots)
             if sender == self._rank:
-                self._out[receiver] = _Outgoing(name, groups, box, receiver, spec.num_slots)
+                self._out[receiver] = _Outgoing(name, groups, box, receiver, num_slots=slots)
             elif receiver == self._rank:
-                self._in[sender] = _Incoming(name, groups, box, sender, device)
+                self._in[sender] = _Incoming(name, groups, box, sender, device=device)
             offset_bytes += spec.num_bytes
         self._here: dict[tuple[MailKey, int], _Letter] = {}
 
@@ -151,88 +152,65 @@ def _unpacked(form: Any, buffer: torch.Tensor, device: torch.device) -> Tree:
     return map_tensors(lambda hole: next(tensors), frame)
 
 
-class _BoxAbroad:
-    """A mailbox whose ends are on different hosts."""
+@dataclass
+class _Channel:
+    """One end of a channel.
 
-    def __init__(self, channels: MailChannels, box: int, sender: int, num_slots: int) -> None:
-        self._channels = channels
-        self._box = box
-        self._sender = sender
-        self._num_slots = num_slots
+    Attributes:
+        name: of its group.
+        groups: this rank's.
+        box: where its messages are announced.
+        peer: the rank at the other end.
+        number: of the last message.
+    """
 
-    def put(self, number: int, payload: bytes, readers: Sequence[int]) -> None:
-        self._channels.put(self._box, number, payload, readers, self._num_slots)
-
-    def take(self, number: int, sender: int) -> bytes:
-        return self._channels.take(self._box, number, sender)
-
-    def give_back(self, number: int, reader: int) -> None:
-        self._channels.acknowledge(self._box, number, self._sender)
+    name: str
+    groups: ProcessGroups
+    box: Mailbox | RemoteBox
+    peer: int
+    number: int = field(default=0, init=False)
 
 
-class _Outgoing:
+@dataclass
+class _Outgoing(_Channel):
     """A channel's end where it is sent."""
 
-    def __init__(
-        self,
-        name: str,
-        groups: ProcessGroups,
-        box: "Mailbox | _BoxAbroad",
-        receiver: int,
-        num_slots: int,
-    ) -> None:
-        self._name = name
-        self._groups = groups
-        self._box = box
-        self._receiver = receiver
-        self._num_slots = num_slots
-        self._number = 0
-        self._pending: deque[tuple[Any, _Packed]] = deque()  # gloo reads from the buffers
+    num_slots: int
+    # gloo reads from the buffers.
+    _pending: deque[tuple[Any, _Packed]] = field(default_factory=deque, init=False)
 
     def send(self, address: tuple[Any, ...], packed: _Packed) -> None:
         """Begin to send a message; wait only while the mailbox has no slot for it."""
-        self._number += 1
+        self.number += 1
         self._pending.append((self._begun(packed), packed))
-        self._box.put(self._number, encode((address, packed.form)), [self._receiver])
-        while len(self._pending) > self._num_slots:  # the one before in this slot was received
+        self.box.put(self.number, encode((address, packed.form)), [self.peer])
+        while len(self._pending) > self.num_slots:  # the one before in this slot was received
             work, _ = self._pending.popleft()
             if work is not None:
-                self._groups.finish(work)
+                self.groups.finish(work)
 
     def _begun(self, packed: _Packed) -> Any:
         if not packed.num_bytes:
             return None
-        return self._groups[self._name].send([packed.buffer], 1, self._number)
+        return self.groups[self.name].send([packed.buffer], 1, self.number)
 
 
-class _Incoming:
+@dataclass
+class _Incoming(_Channel):
     """A channel's end where it is received."""
 
-    def __init__(
-        self,
-        name: str,
-        groups: ProcessGroups,
-        box: "Mailbox | _BoxAbroad",
-        sender: int,
-        device: torch.device,
-    ) -> None:
-        self._name = name
-        self._groups = groups
-        self._box = box
-        self._sender = sender
-        self._device = device
-        self._number = 0
+    device: torch.device
 
     def receive(self) -> tuple[tuple[Any, ...], Tree]:
         """Wait for the next message: its address, and what it holds."""
-        self._number += 1
-        address, form = decode(self._box.take(self._number, self._sender))
-        buffer = self._groups.buffer(form[0], self._groups.device)
+        self.number += 1
+        address, form = decode(self.box.take(self.number, self.peer))
+        buffer = self.groups.buffer(form[0], self.groups.device)
         if form[0]:
-            group = self._groups[self._name]
-            self._groups.finish(group.recv([buffer], 0, self._number))
-        self._box.give_back(self._number, 0)
-        return address, _unpacked(form, buffer, self._device)
+            group = self.groups[self.name]
+            self.groups.finish(group.recv([buffer], 0, self.number))
+        self.box.give_back(self.number, 0)
+        return address, _unpacked(form, buffer, self.device)
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:

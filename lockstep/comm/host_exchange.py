@@ -5,18 +5,15 @@ ranks must know of other hosts besides (losses, what they have put, rows that sh
 leaders exchange, and write where the ranks of this host look for it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from lockstep.comm.compressed_sums import Residual
 from lockstep.comm.domain_sums import members_by_domain
 from lockstep.comm.exchange import Exchange, ExchangeSpec
-from lockstep.comm.process_group import ProcessGroups
 from lockstep.comm.shared_memory import SharedRegion
-from lockstep.comm.transport import Transport
 from lockstep.comm.wide_board import WideBoard
 
 # Part of what ranks share, and the lines of it that a host's ranks write.
@@ -32,12 +29,8 @@ class HostExchange(Exchange):
         board: this host's, in the region.
         hosts: the ranks of each host.
         host: this host.
-        domains: see ``Exchange``.
-        transports: see ``Exchange``.
-        groups: see ``Exchange``.
-        residuals: see ``Exchange``.
-        device: see ``Exchange``.
         mirrored: tensors in shared memory whose values on host 0 all hosts get in every step.
+        options: see ``Exchange``.
     """
 
     board: WideBoard
@@ -50,24 +43,11 @@ class HostExchange(Exchange):
         board: WideBoard,
         hosts: Sequence[range],
         host: int,
-        domains: Sequence[range],
-        transports: Mapping[int, Transport],
-        groups: ProcessGroups | None = None,
-        residuals: Mapping[str, Residual] | None = None,
-        device: torch.device | None = None,
-        mirrored: Sequence[torch.Tensor] = (),
+        mirrored: Sequence[torch.Tensor],
+        **options: Any,
     ) -> None:
         super().__init__(
-            spec,
-            region,
-            board=board,
-            rank=board.rank,
-            ranks_here=hosts[host],
-            domains=domains,
-            transports=transports,
-            groups=groups,
-            residuals=residuals,
-            device=device,
+            spec, region, board=board, rank=board.rank, ranks_here=hosts[host], **options
         )
         self._hosts = hosts
         self._host = host

@@ -11,7 +11,7 @@ from typing import Any
 
 from lockstep.comm.board import Board
 from lockstep.comm.codec import decode, encode
-from lockstep.comm.mail_channels import MailChannels
+from lockstep.comm.mail_channels import MailChannels, RemoteBox
 from lockstep.comm.mailboxes import Mailbox, MailboxSpec
 from lockstep.comm.shared_memory import SharedRegion
 from lockstep.data.trees import tensors_of
@@ -78,13 +78,18 @@ class SharedMail(MailCarrier):
         first_box: int = 0,
     ) -> None:
         self._ranks_here = ranks_here
-        self._mail_channels = mail_channels
-        self._numbers = {key: number for number, key in enumerate(boxes, first_box)}
-        self._specs = boxes
         self._boxes: dict[MailKey, Mailbox] = {}
-        for key, box in boxes.items():
-            self._boxes[key] = Mailbox(box, region, offset_bytes, board)
-            offset_bytes += box.num_bytes
+        self._remote: dict[MailKey, RemoteBox] = {}  # the same, to other hosts and from them
+        for number, (key, spec) in enumerate(boxes.items(), first_box):
+            self._boxes[key] = Mailbox(spec, region, offset_bytes, board)
+            offset_bytes += spec.num_bytes
+            if mail_channels is not None:
+                self._remote[key] = RemoteBox(
+                    channels=mail_channels,
+                    box=number,
+                    sender=key.sender,
+                    num_slots=spec.num_slots,
+                )
 
     def put(self, key: MailKey, message: int, tree: Any, readers: Sequence[int]) -> None:
         here = [rank if rank in self._ranks_here else None for rank in readers]
@@ -92,23 +97,17 @@ class SharedMail(MailCarrier):
             self._boxes[key].put(message, tree, here)
         abroad = [rank for rank in readers if rank not in self._ranks_here]
         if abroad:
-            assert self._mail_channels is not None
             payload = encode((tree, [each.requires_grad for each in tensors_of(tree)]))
-            num_slots = self._specs[key].num_slots
-            self._mail_channels.put(self._numbers[key], message, payload, abroad, num_slots)
+            self._remote[key].put(message, payload, abroad)
 
     def take(self, key: MailKey, message: int) -> Any:
         if key.sender in self._ranks_here:
             return self._boxes[key].take(message, key.sender)
-        assert self._mail_channels is not None
-        tree, flags = decode(self._mail_channels.take(self._numbers[key], message, key.sender))
+        tree, flags = decode(self._remote[key].take(message, key.sender))
         for tensor, needs_gradient in zip(tensors_of(tree), flags, strict=True):
             tensor.requires_grad_(needs_gradient)
         return tree
 
     def give_back(self, key: MailKey, message: int, reader: int) -> None:
-        if key.sender in self._ranks_here:
-            self._boxes[key].give_back(message, reader)
-            return
-        assert self._mail_channels is not None
-        self._mail_channels.acknowledge(self._numbers[key], message, key.sender)
+        boxes = self._boxes if key.sender in self._ranks_here else self._remote
+        boxes[key].give_back(message, reader)

@@ -14,6 +14,7 @@ from torch.utils.data import Dataset
 
 from lockstep.data.map_style import check_map_style, read_items
 from lockstep.errors import OptionError, Problems
+from lockstep.options import check_count
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,12 +74,8 @@ def prefetch(dataset: Any, workers: int = 0, depth: int = 2) -> "Prefetch":
             fix="Leave one of them out.",
         )
     for name, value, least in (("workers", workers, 0), ("depth", depth, 1)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            problems.add(
-                f"`{name}` must be an integer of at least {least}.",
-                received=f"{name}={value!r}",
-                fix="Use the default, or a small number.",
-            )
+        fix = "Use the default, or a small number."
+        check_count(name, value, problems, least=least, fix=fix)
     problems.raise_if_any(OptionError)
     return Prefetch(dataset, ReadAhead(workers=workers, depth=depth))
 

@@ -9,7 +9,7 @@ pair, and the number.
 import os
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -43,15 +43,78 @@ class _Notice(msgspec.Struct, frozen=True, kw_only=True):
     token: bytes
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class _Opening:
-    """One opening of channels, as a host goes through it."""
+    """One opening of channels, as a host goes through it; see ``open_channels``."""
 
     control_group: ControlGroup
     secret: Secret
-    watch: Stopwatch
+    counts: Counts
     timeout_seconds: float
     look_around: LookAround
+    watch: Stopwatch = field(default_factory=Stopwatch)
+
+    def opened(self) -> _Channels:
+        """All channels; none is left open where one cannot be."""
+        host, counts, token = self.control_group.host, self.counts, os.urandom(_TOKEN_BYTES)
+        assert all(0 <= low < high < self.control_group.num_hosts for low, high in counts)
+        expected = {
+            _purpose(token, host, high, number): (high, number)
+            for (low, high), count in counts.items()
+            if low == host
+            for number in range(count)
+        }
+        gate = self.open_gate(expected) if expected else None
+        opened: _Channels = {}
+        try:
+            notices = self.exchange_notices(gate, token)
+            self.watch = Stopwatch()  # now all hosts are at it
+            for low in range(host):
+                for number in range(counts.get((low, host), 0)):
+                    opened.setdefault(low, []).append(self.call(low, notices[low], number))
+            if gate:
+                self.accept(gate, expected, opened)
+        except BaseException:
+            for channels in opened.values():
+                for channel in channels:
+                    channel.close()
+            raise
+        finally:
+            if gate:
+                gate.close()
+        return opened
+
+    def open_gate(self, purposes: Iterable[bytes]) -> Gate:
+        family, address = self.control_group.interface
+        try:
+            return Gate(listen(family, (address, 0)), self.secret, set(purposes), once=True)
+        except OSError as error:
+            raise HostError(
+                f"{self.own_name} must be able to listen at {address}.",
+                received=error.strerror or str(error),
+                fix="See whether the interface is still up.",
+            ) from error
+
+    def exchange_notices(self, gate: Gate | None, token: bytes) -> list[_Notice]:
+        group = self.control_group
+        wanted = sorted((*pair, count) for pair, count in self.counts.items() if count)
+        where = (gate.address[0], gate.address[1]) if gate else None
+        own = _Notice(counts=wanted, where=where, token=token)
+        said = group.exchange(msgspec.json.encode(own), self.look_around)
+        notices = [decode_untrusted(part, _Notice) for part in said]
+        for host, notice in enumerate(notices):
+            if notice.counts != wanted:
+                raise HostError(
+                    "All hosts must ask for the same channels.",
+                    received=f"{notice.counts} on {group.name_of(host)}, {wanted} on "
+                    f"{self.own_name}",
+                    fix="Run the same script with the same options on every host.",
+                )
+        return notices
+
+    @property
+    def own_name(self) -> str:
+        return self.control_group.name_of(self.control_group.host)
 
     def look(self, waited_seconds: float = 0.0) -> None:
         self.control_group.look_around()
@@ -99,9 +162,8 @@ class _Opening:
 
     def too_late(self, hosts: Iterable[int], received: str) -> HostError:
         names = " and ".join(self.control_group.name_of(host) for host in hosts)
-        own_name = self.control_group.name_of(self.control_group.host)
         return HostError(
-            f"{names} must be connected with {own_name} within "
+            f"{names} must be connected with {self.own_name} within "
             f"{format_seconds(self.timeout_seconds)}.",
             received=received,
             fix="See whether a firewall stands between these hosts: every pair talks over "
@@ -133,86 +195,14 @@ def open_channels(
     if control_group.secret is None:
         return {}
     with control_group.telling_others():
-        return _opened(control_group, control_group.secret, counts, timeout_seconds, look_around)
-
-
-def _opened(
-    control_group: ControlGroup,
-    secret: Secret,
-    counts: Counts,
-    timeout_seconds: float,
-    look_around: LookAround,
-) -> _Channels:
-    host = control_group.host
-    assert all(0 <= low < high < control_group.num_hosts for low, high in counts)
-    token = os.urandom(_TOKEN_BYTES)
-    expected = {
-        _purpose(token, host, high, number): (high, number)
-        for (low, high), count in counts.items()
-        if low == host
-        for number in range(count)
-    }
-    gate = _open_gate(control_group, secret, expected) if expected else None
-    opened: _Channels = {}
-    try:
-        notices = _exchange_notices(control_group, gate, token, counts, look_around)
-        wiring = _Opening(
+        return _Opening(
             control_group=control_group,
-            secret=secret,
-            watch=Stopwatch(),
+            secret=control_group.secret,
+            counts=counts,
             timeout_seconds=timeout_seconds,
             look_around=look_around,
-        )
-        for low in range(host):
-            for number in range(counts.get((low, host), 0)):
-                opened.setdefault(low, []).append(wiring.call(low, notices[low], number))
-        if gate:
-            wiring.accept(gate, expected, opened)
-    except BaseException:
-        for channels in opened.values():
-            for channel in channels:
-                channel.close()
-        raise
-    finally:
-        if gate:
-            gate.close()
-    return opened
+        ).opened()
 
 
 def _purpose(token: bytes, low: int, high: int, number: int) -> bytes:
     return purpose_of("channel", token, low, high, number)
-
-
-def _open_gate(control_group: ControlGroup, secret: Secret, purposes: Iterable[bytes]) -> Gate:
-    family, address = control_group.interface
-    try:
-        return Gate(listen(family, (address, 0)), secret, set(purposes), once=True)
-    except OSError as error:
-        raise HostError(
-            f"{control_group.name_of(control_group.host)} must be able to listen at {address}.",
-            received=error.strerror or str(error),
-            fix="See whether the interface is still up.",
-        ) from error
-
-
-def _exchange_notices(
-    control_group: ControlGroup,
-    gate: Gate | None,
-    token: bytes,
-    counts: Counts,
-    look_around: LookAround,
-) -> list[_Notice]:
-    wanted = sorted((*pair, count) for pair, count in counts.items() if count)
-    where = (gate.address[0], gate.address[1]) if gate else None
-    own = _Notice(counts=wanted, where=where, token=token)
-    said = control_group.exchange(msgspec.json.encode(own), look_around)
-    notices = [decode_untrusted(part, _Notice) for part in said]
-    for host, notice in enumerate(notices):
-        if notice.counts != wanted:
-            raise HostError(
-                "All hosts must ask for the same channels.",
-                received=f"{notice.counts} on {control_group.name_of(host)}, {wanted} on "
-                f"{control_group.name_of(control_group.host)}",
-                fix="Run the same script with the same options on every host.",
-            )
-    return notices

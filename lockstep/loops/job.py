@@ -32,7 +32,7 @@ from lockstep.launch.team import Team
 from lockstep.loops.lookout import Lookout
 from lockstep.parallel.allocator import keep_freed_memory
 from lockstep.parallel.control import open_region
-from lockstep.parallel.engine import Neighbours, build_exchange, process_groups
+from lockstep.parallel.engine import Endpoint, Neighbours
 from lockstep.parallel.groups import ParameterGroup
 from lockstep.plan.decision import Axis, LocalUpdate, ProcessGroup, SharedMemory, SlicedUpdate
 from lockstep.plan.spec import Plan
@@ -289,25 +289,15 @@ class Job:
         if neighbours is not None and self._others is not None:
             crossing = self._others.crossing(lookout.look_around)
             neighbours = replace(neighbours, crossing=crossing)
-        plan, look_around = self.plan(), lookout.look_around
-        groups = process_groups(
-            plan,
-            spec,
-            (),
+        endpoint = Endpoint(
+            plan=self.plan(),
             rank=self.rank,
-            look_around=look_around,
+            region=shared.region,
+            look_around=lookout.look_around,
+            neighbours=neighbours,
             meeting=shared.meeting,
-            neighbours=neighbours,
         )
-        exchange = build_exchange(
-            plan,
-            spec,
-            shared.region,
-            rank=self.rank,
-            look_around=look_around,
-            neighbours=neighbours,
-            groups=groups,
-        )
+        exchange = endpoint.exchange(spec, endpoint.process_groups(spec))
         lookout.watch(exchange.board)
         return exchange
 

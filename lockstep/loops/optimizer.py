@@ -21,6 +21,7 @@ from lockstep.loops.gradient_places import GradientPlaces
 from lockstep.loops.job import current
 from lockstep.loops.replica_update import Contribution, ReplicaUpdate
 from lockstep.loops.replicas import check_weight
+from lockstep.options import check_count, check_positive
 from lockstep.parallel.gradient_rules import GradientRules
 
 
@@ -290,18 +291,11 @@ def _check(optimizer: object, model: object, clip_norm: object, accumulate: obje
             received=type(model).__name__,
             fix="Pass the model whose parameters the optimizer steps.",
         )
-    if clip_norm is not None and not (isinstance(clip_norm, int | float) and clip_norm > 0):
-        problems.add(
-            "`clip_norm` must be a positive number, or None.",
-            received=f"clip_norm={clip_norm!r}",
-            fix="Use clip_norm=1.0, or leave it out.",
-        )
-    if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
-        problems.add(
-            "`accumulate` must be a number of steps, at least 1.",
-            received=f"accumulate={accumulate!r}",
-            fix="Use accumulate=4 for an update at every fourth call of `step`.",
-        )
+    if clip_norm is not None:
+        fix = "Use clip_norm=1.0, or leave it out."
+        check_positive("clip_norm", clip_norm, problems, fix=fix, may_be_infinite=True)
+    fix = "Use accumulate=4 for an update at every fourth call of `step`."
+    check_count("accumulate", accumulate, problems, fix=fix)
     problems.raise_if_any(OptionError)
 
 

@@ -8,6 +8,7 @@ import torch
 from lockstep.data.trees import map_tensors, named_tensors
 from lockstep.errors import DataError, OptionError, Problems
 from lockstep.loops.job import DEFAULT_TIMEOUT_SECONDS, begin, current
+from lockstep.options import check_timeout, is_number
 from lockstep.plan.engines import backend_for, check_engine
 from lockstep.plan.shares import share_bounds
 
@@ -30,12 +31,7 @@ def init(*, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS, engine: str | None
     """
     problems = Problems()
     check_engine(problems, engine)
-    if not (isinstance(timeout_seconds, int | float) and timeout_seconds > 0):
-        problems.add(
-            "`timeout_seconds` must be a positive number.",
-            received=f"timeout_seconds={timeout_seconds!r}",
-            fix="Use 600 for ten minutes.",
-        )
+    check_timeout(problems, timeout_seconds)
     problems.raise_if_any(OptionError)
     backend_for(engine, ["cpu:0"])  # raises where it moves no tensors of these
     begin(timeout_seconds, engine)
@@ -124,11 +120,7 @@ def check_weight(weight: object) -> None:
     Raises:
         OptionError: it is none.
     """
-    if (
-        isinstance(weight, bool)
-        or not isinstance(weight, int | float)
-        or not 0 <= weight < math.inf
-    ):
+    if not (is_number(weight) and 0 <= weight < math.inf):
         raise OptionError(
             "`weight` must be a number of samples: at least 0, and finite.",
             received=f"weight={weight!r}",

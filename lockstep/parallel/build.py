@@ -22,7 +22,7 @@ from lockstep.comm.meeting_point import Meeting
 from lockstep.comm.process_group import ProcessGroups
 from lockstep.comm.shared_memory import SharedRegion
 from lockstep.data.batch_dims import BatchDims
-from lockstep.parallel.engine import Neighbours, build_exchange, process_groups
+from lockstep.parallel.engine import Endpoint, Neighbours
 from lockstep.parallel.exchange_layout import mail_specs
 from lockstep.parallel.gradient_rules import GradientRules
 from lockstep.parallel.groups import ParameterGroup
@@ -88,27 +88,20 @@ def build_worker(
         make: the class, with what it has of its own.
     """
     mail = {} if plan.pipeline is None else mail_specs(plan, partitions, loss)
-    process = process_groups(
-        plan,
-        spec,
-        {pair for each in mail.values() for pair in each.channels},
+    endpoint = Endpoint(
+        plan=plan,
         rank=rank,
-        device=device,
+        region=region,
         look_around=look_around,
+        device=device,
+        neighbours=neighbours,
         meeting=meeting,
-        neighbours=neighbours,
-    )
-    exchange = build_exchange(
-        plan,
-        spec,
-        region,
-        rank=rank,
-        device=device,
-        look_around=look_around,
-        neighbours=neighbours,
-        groups=process,
         residuals=residuals,
     )
+    process = endpoint.process_groups(
+        spec, {pair for each in mail.values() for pair in each.channels}
+    )
+    exchange = endpoint.exchange(spec, process)
     divided = [divided_pieces(plan, group, updater) for group in spec.groups]
     for number, gradients in exchange.gradients.items():
         gradients.divide(divided[number])
@@ -131,7 +124,7 @@ def build_worker(
         ruled = frozenset(name for name, _ in model.named_buffers() if rank == 0)
         held = None
     else:
-        mail_channels = _mail_channels(neighbours, look_around)
+        mail_channels = endpoint.mail_channels()
         passes = StagePasses(
             stages=plan.pipeline.stages,
             partitions=partitions,
@@ -158,17 +151,6 @@ def build_worker(
     )
 
 
-def _mail_channels(
-    neighbours: Neighbours | None, look_around: Callable[[float], None]
-) -> MailChannels | None:
-    """Carries this rank's mail to other hosts, if there are any."""
-    if neighbours is None:
-        return None
-    return MailChannels(
-        neighbours.mail_channels, neighbours.names, look_around, neighbours.timeout_seconds
-    )
-
-
 def _open_mail(
     specs: Mapping[bool, MailSpec],
     spec: ExchangeSpec,
@@ -185,29 +167,16 @@ def _open_mail(
     opened: dict[bool, StageMail] = {}
     first_box = 0
     for (training, mail), offset in zip(specs.items(), spec.mail_offsets, strict=True):
+        options: dict[str, Any] = {
+            "ranks_here": exchange.ranks_here,
+            "mail_channels": mail_channels,
+            "first_box": first_box,
+        }
         carrier: MailCarrier
         if process is not None:
-            carrier = GroupMail(
-                mail.channels,
-                region,
-                offset,
-                board,
-                process,
-                device,
-                ranks_here=exchange.ranks_here,
-                mail_channels=mail_channels,
-                first_box=first_box,
-            )
+            carrier = GroupMail(mail.channels, region, offset, board, process, device, **options)
         else:
-            carrier = SharedMail(
-                mail.boxes,
-                region,
-                offset,
-                board,
-                ranks_here=exchange.ranks_here,
-                mail_channels=mail_channels,
-                first_box=first_box,
-            )
+            carrier = SharedMail(mail.boxes, region, offset, board, **options)
         opened[training] = StageMail(mail, carrier, board.rank)
         first_box += len(mail.boxes) + len(mail.channels)
     return opened

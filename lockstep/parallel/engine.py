@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -14,6 +14,7 @@ from lockstep.comm.domain_sums import members_by_domain, pairs
 from lockstep.comm.exchange import Exchange, ExchangeSpec
 from lockstep.comm.group_mail import Pair, channel_name
 from lockstep.comm.host_exchange import HostExchange
+from lockstep.comm.mail_channels import MailChannels
 from lockstep.comm.meeting_point import Meeting, MeetingPoint
 from lockstep.comm.process_group import CPU, ProcessGroups, ProcessGroupTransport
 from lockstep.comm.shared_memory import SharedRegion
@@ -74,54 +75,116 @@ class Neighbours:
         return [*self.channels.values(), *self.mail_channels.values()]
 
 
-def build_exchange(
-    plan: Plan,
-    spec: ExchangeSpec,
-    region: SharedRegion | None,
-    *,
-    rank: int,
-    look_around: Callable[[float], None],
-    device: torch.device = CPU,
-    neighbours: Neighbours | None = None,
-    groups: ProcessGroups | None = None,
-    residuals: Mapping[str, Residual] | None = None,
-) -> Exchange:
-    """This rank's end of what the Plan's ranks share."""
-    if region is None:
-        return Exchange(spec, None, board=None, rank=rank)
-    transports = _transports(spec, rank, look_around, neighbours, groups)
-    own_device = device if spec.on_accelerators else None
-    if neighbours is None:
-        board = Board(region, rank=rank, num_ranks=plan.num_ranks, look_around=look_around)
-        return Exchange(
-            spec,
-            region,
-            board=board,
-            rank=rank,
-            domains=plan.memory_domains,
-            transports=transports,
-            groups=groups,
-            device=own_device,
-        )
-    return HostExchange(
-        spec,
-        region,
-        board=WideBoard(
+@dataclass(frozen=True, kw_only=True)
+class Endpoint:
+    """What one rank has to meet the other ranks of its Plan with.
+
+    Attributes:
+        plan: the Plan.
+        rank: this rank.
+        region: what ``ExchangeSpec.create`` has made; None where one rank is alone.
+        look_around: see ``Board``.
+        device: this rank's.
+        neighbours: what it has of other hosts, where there are several.
+        meeting: where ranks of process groups find each other, if there are any.
+        residuals: see ``Exchange``.
+    """
+
+    plan: Plan
+    rank: int
+    region: SharedRegion | None
+    look_around: Callable[[float], None]
+    device: torch.device = CPU
+    neighbours: Neighbours | None = None
+    meeting: Meeting | None = None
+    residuals: Mapping[str, Residual] | None = None
+
+    def exchange(self, spec: ExchangeSpec, groups: ProcessGroups | None = None) -> Exchange:
+        """This rank's end of what the Plan's ranks share."""
+        plan, rank, region, neighbours = self.plan, self.rank, self.region, self.neighbours
+        if region is None:
+            return Exchange(spec, None, board=None, rank=rank)
+        options: dict[str, Any] = {
+            "domains": plan.memory_domains,
+            "transports": self._transports(spec, groups),
+            "groups": groups,
+            "residuals": self.residuals,
+            "device": self.device if spec.on_accelerators else None,
+        }
+        if neighbours is None:
+            board = Board(region, rank=rank, num_ranks=plan.num_ranks, look_around=self.look_around)
+            return Exchange(spec, region, board=board, rank=rank, **options)
+        wide_board = WideBoard(
             region,
             rank=rank,
             hosts=plan.hosts,
-            look_around=look_around,
+            look_around=self.look_around,
             crossing=neighbours.crossing,
-        ),
-        hosts=[plan.ranks_of_host(host) for host in range(plan.num_hosts)],
-        host=neighbours.host,
-        domains=plan.memory_domains,
-        transports=transports,
-        groups=groups,
-        residuals=residuals,
-        device=own_device,
-        mirrored=neighbours.mirrored,
-    )
+        )
+        return HostExchange(
+            spec,
+            region,
+            board=wide_board,
+            hosts=[plan.ranks_of_host(host) for host in range(plan.num_hosts)],
+            host=neighbours.host,
+            mirrored=neighbours.mirrored,
+            **options,
+        )
+
+    def process_groups(
+        self, spec: ExchangeSpec, channels: Iterable[Pair] = ()
+    ) -> ProcessGroups | None:
+        """This rank's process groups, if the Plan has any.
+
+        Args:
+            spec: the layout of what ranks share.
+            channels: between stages.
+        """
+        plan = self.plan
+        if not isinstance(plan.engine, ProcessGroup) or self.meeting is None:
+            return None
+        members = {
+            _group_name(number): group.ranks
+            for number, group in enumerate(spec.groups)
+            if len(group.ranks) > 1 and group.gradients.tensors
+        }
+        names = {} if self.neighbours is None else self.neighbours.names
+        here = plan.ranks_of_host(plan.host_of(self.rank))
+        return ProcessGroups(
+            {**members, **{channel_name(pair): pair for pair in channels}},
+            rank=self.rank,
+            backend=plan.engine.backend,
+            device=self.device,
+            meeting=self.meeting,
+            look_around=self.look_around,
+            abroad={other: name for other, name in names.items() if other not in here},
+            crossing=None if self.neighbours is None else self.neighbours.crossing,
+        )
+
+    def mail_channels(self) -> MailChannels | None:
+        """Carries this rank's mail to other hosts, if there are any."""
+        one = self.neighbours
+        if one is None:
+            return None
+        return MailChannels(one.mail_channels, one.names, self.look_around, one.timeout_seconds)
+
+    def _transports(self, spec: ExchangeSpec, groups: ProcessGroups | None) -> dict[int, Transport]:
+        """By the number of a group: what moves its tensors between domains."""
+        held = {
+            number: group.ranks
+            for number, group in enumerate(spec.groups)
+            if self.rank in group.ranks
+        }
+        if groups is not None:
+            return {
+                number: ProcessGroupTransport(ranks, _group_name(number), groups)
+                for number, ranks in held.items()
+            }
+        one = self.neighbours
+        if one is None:
+            return {}
+        channels = TensorChannels(one.channels, one.names, self.look_around, one.timeout_seconds)
+        return dict.fromkeys(held, channels)
 
 
 def meeting_point_for(
@@ -144,71 +207,5 @@ def meeting_point_for(
     )
 
 
-def process_groups(
-    plan: Plan,
-    spec: ExchangeSpec,
-    channels: Iterable[Pair],
-    *,
-    rank: int,
-    look_around: Callable[[float], None],
-    meeting: Meeting | None,
-    neighbours: Neighbours | None,
-    device: torch.device = CPU,
-) -> ProcessGroups | None:
-    """This rank's process groups, if the Plan has any.
-
-    Args:
-        plan: the Plan.
-        spec: the layout of what ranks share.
-        channels: between stages.
-        rank: this rank.
-        look_around: see ``ProcessGroups``.
-        meeting: where ranks find each other.
-        neighbours: what this rank has of other hosts, where there are several.
-        device: this rank's.
-    """
-    if not isinstance(plan.engine, ProcessGroup) or meeting is None:
-        return None
-    members = {
-        _group_name(number): group.ranks
-        for number, group in enumerate(spec.groups)
-        if len(group.ranks) > 1 and group.gradients.tensors
-    }
-    names = {} if neighbours is None else neighbours.names
-    here = plan.ranks_of_host(plan.host_of(rank))
-    return ProcessGroups(
-        {**members, **{channel_name(pair): pair for pair in channels}},
-        rank=rank,
-        backend=plan.engine.backend,
-        device=device,
-        meeting=meeting,
-        look_around=look_around,
-        abroad={other: name for other, name in names.items() if other not in here},
-        crossing=None if neighbours is None else neighbours.crossing,
-    )
-
-
 def _group_name(number: int) -> str:
     return f"gradients {number}"
-
-
-def _transports(
-    spec: ExchangeSpec,
-    rank: int,
-    look_around: Callable[[float], None],
-    neighbours: Neighbours | None,
-    groups: ProcessGroups | None,
-) -> dict[int, Transport]:
-    """By the number of a group: what moves its tensors between domains."""
-    numbers = [number for number, group in enumerate(spec.groups) if rank in group.ranks]
-    if groups is not None:
-        return {
-            number: ProcessGroupTransport(spec.groups[number].ranks, _group_name(number), groups)
-            for number in numbers
-        }
-    if neighbours is None:
-        return {}
-    channels = TensorChannels(
-        neighbours.channels, neighbours.names, look_around, neighbours.timeout_seconds
-    )
-    return dict.fromkeys(numbers, channels)

@@ -11,6 +11,7 @@ The norm does not depend on how many ranks there are: it is taken of fixed block
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -82,10 +83,11 @@ class GradientRules:
         )
 
 
+@dataclass(eq=False)
 class GradientJudge:
     """Applies the rules to this rank's pieces.
 
-    Args:
+    Attributes:
         rules: the user's.
         pieces: what this rank updates.
         blocks: of every piece, the sizes of the blocks that its norm is taken of.
@@ -94,22 +96,16 @@ class GradientJudge:
         told_elsewhere: parameters of which other hosts update the same, and tell of it.
     """
 
-    def __init__(
-        self,
-        rules: GradientRules,
-        pieces: Sequence[BoundPiece],
-        blocks: Sequence[Sequence[int]],
-        names: Sequence[str],
-        board: Board | None,
-        told_elsewhere: frozenset[str] = frozenset(),
-    ) -> None:
-        self.rules = rules
-        self._pieces = pieces
-        self._blocks = blocks
-        self._names = names
-        self._places: Mapping[str, int] = {name: place for place, name in enumerate(names)}
-        self._board = board
-        self._told_elsewhere = told_elsewhere
+    rules: GradientRules
+    pieces: Sequence[BoundPiece]
+    blocks: Sequence[Sequence[int]]
+    names: Sequence[str]
+    board: Board | None
+    told_elsewhere: frozenset[str] = frozenset()
+
+    @cached_property
+    def _places(self) -> Mapping[str, int]:
+        return {name: place for place, name in enumerate(self.names)}
 
     @torch.no_grad()
     def settle(self, step: int) -> bool:
@@ -142,17 +138,17 @@ class GradientJudge:
         """
         used = [
             _elements(piece.tensor.grad)
-            for piece in self._pieces
-            if piece.tensor.grad is not None and piece.name not in self._told_elsewhere
+            for piece in self.pieces
+            if piece.tensor.grad is not None and piece.name not in self.told_elsewhere
         ]
         norms = torch._foreach_norm(used) if used else (torch.zeros(()),)
         found = torch.stack(norms).sum(dtype=torch.float64)[None]
-        if self._board is None:
+        if self.board is None:
             return math.isfinite(found.item())
-        told = self._board.tell(found)
+        told = self.board.tell(found)
         are_finite = math.isfinite(sum(number for (number,) in told))
         if not are_finite:
-            self._board.barrier()  # before anything more is told
+            self.board.barrier()  # before anything more is told
         return are_finite
 
     def _overflows(self, is_finite: bool) -> bool:
@@ -165,7 +161,7 @@ class GradientJudge:
         return not is_finite and is_ours
 
     def _clip(self, norm: float) -> None:
-        gradients = [piece.tensor.grad for piece in self._pieces]
+        gradients = [piece.tensor.grad for piece in self.pieces]
         used = [_elements(gradient) for gradient in gradients if gradient is not None]
         if not used:
             return
@@ -181,13 +177,13 @@ class GradientJudge:
         squares: list[float] = []
         bad = _NOTHING_BAD
         norms = self._block_norms()
-        for piece, found in zip(self._pieces, norms, strict=True):
+        for piece, found in zip(self.pieces, norms, strict=True):
             if found and not math.isfinite(math.fsum(found)):
                 bad = max(bad, float(self._places[piece.name]))
             squares += [norm * norm for norm in found]
         told = [[*self._terms(squares), bad]]
-        if self._board is not None:
-            told = self._board.tell(told[0])
+        if self.board is not None:
+            told = self.board.tell(told[0])
         bad = max(row[-1] for row in told)
         if bad != _NOTHING_BAD:  # NaN, or infinite
             return sum(row[0] for row in told), bad
@@ -201,9 +197,9 @@ class GradientJudge:
         """Of every piece, the norms of its blocks; none where it has no gradient."""
         cut = [
             ()
-            if piece.name in self._told_elsewhere
+            if piece.name in self.told_elsewhere
             else _blocks_of(piece, blocks if self.rules.clip_norm is not None else None)
-            for piece, blocks in zip(self._pieces, self._blocks, strict=True)
+            for piece, blocks in zip(self.pieces, self.blocks, strict=True)
         ]
         every = [block for blocks in cut for block in blocks]
         if not every:
@@ -217,7 +213,7 @@ class GradientJudge:
     def _refuse(self, step: int, bad: float) -> bool:
         if self.rules.on_nonfinite == "skip":
             return False
-        name = self._names[int(bad)]
+        name = self.names[int(bad)]
         error = NonFiniteGradientError(
             f"The gradient of step {step} is not finite.",
             received=f"NaN or infinite values first in the gradient of {name!r}",

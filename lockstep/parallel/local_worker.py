@@ -6,31 +6,26 @@ their batches as any data parallel Plan does; by then the replicas are alike.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 import torch
-from torch import nn
 
 from lockstep.comm.compressed_sums import Residual
 from lockstep.comm.exchange import ExchangeSpec
 from lockstep.comm.shared_memory import SharedRegion
-from lockstep.data.batch_dims import BatchDims
 from lockstep.data.read_ahead import Read
 from lockstep.data.sources import Source
 from lockstep.errors import NonFiniteError
 from lockstep.launch.failure import add_note
 from lockstep.parallel.averaging import Averaging
 from lockstep.parallel.build import build_worker
-from lockstep.parallel.engine import Neighbours, build_exchange
+from lockstep.parallel.engine import Endpoint, Neighbours
 from lockstep.parallel.exchange_layout import exchange_spec
-from lockstep.parallel.gradient_rules import GradientRules
 from lockstep.parallel.groups import parameter_groups
-from lockstep.parallel.losses import LossAdapter
 from lockstep.parallel.model_passes import ModelPasses
 from lockstep.parallel.passes import Observe
-from lockstep.parallel.step_functions import StepFunction
 from lockstep.parallel.update import PieceSlots, Updater
 from lockstep.parallel.worker import StepResult, Worker
 from lockstep.plan.averaging import AveragedUpdate
@@ -166,65 +161,44 @@ def build_local_worker(
     region: SharedRegion | None,
     *,
     rank: int,
-    model: nn.Module,
-    loss: LossAdapter | None,
     updater: Updater,
-    rules: GradientRules,
-    functions: Sequence[StepFunction],
-    seed: int,
-    device: torch.device,
-    dims: BatchDims,
-    look_around: Callable[[float], None],
     neighbours: Neighbours | None = None,
     residuals: Mapping[str, Residual] | None = None,
+    **parts: Any,
 ) -> LocalWorker:
     """Put the parts of a rank that trains together; for the arguments see ``build_worker``."""
-    alone = replica_of_plan(plan, rank)
-    exchange = build_exchange(
-        plan,
-        spec,
-        region,
+    alone, model = replica_of_plan(plan, rank), parts["model"]
+    exchange = Endpoint(
+        plan=plan,
         rank=rank,
-        device=device,
-        look_around=look_around,
+        region=region,
+        look_around=parts["look_around"],
+        device=parts["device"],
         neighbours=neighbours,
         residuals=residuals,
-    )
-    common: dict[str, Any] = {"model": model, "rules": rules}
-    parts: dict[str, Any] = {
-        **common,
-        "loss": loss,
-        "seed": seed,
-        "device": device,
-        "dims": dims,
-    }
+    ).exchange(spec)
+    common = {"plan": plan, "rank": rank, "exchange": exchange}
+    common |= {name: parts[name] for name in ("model", "rules")}
     groups = parameter_groups(alone, model, [])
     return LocalWorker(
         alone=build_worker(
             alone,
-            exchange_spec(alone, model, updater, groups, {}, loss),
+            exchange_spec(alone, model, updater, groups, {}, parts["loss"]),
             None,
             rank=0,
             updater=updater,
             groups=groups,
             partitions={},
-            functions=functions,
-            look_around=look_around,
             first_share=plan.shares_of(rank)[0],
             **parts,
         ),
         averaging=Averaging(plan, rank, model, updater, exchange, spec.groups[0].gradients.tensors),
-        plan=plan,
-        rank=rank,
-        exchange=exchange,
         passes=ModelPasses(
-            plan=plan,
-            rank=rank,
-            exchange=exchange,
             group=spec.groups[0],
             trainable=(),
             functions=(),
-            **parts,
+            **common,
+            **{name: parts[name] for name in ("loss", "seed", "device", "dims")},
         ),
         ruled=frozenset(name for name, _ in model.named_buffers() if rank == 0),
         **common,

@@ -6,6 +6,7 @@ from typing import Any
 
 from lockstep.data.own_loss import OwnLoss
 from lockstep.errors import Problems
+from lockstep.options import is_number
 from lockstep.parallel.function_losses import FunctionAdapter
 from lockstep.parallel.joint_losses import JointAdapter, keyed_losses
 from lockstep.parallel.losses import LossAdapter
@@ -89,8 +90,7 @@ def _check_factors(loss: Any, factors: Any, problems: Problems) -> None:
             fix="Give a number for each loss; a loss of a dict that has none counts once.",
         )
     for key, factor in keyed_losses(factors).items():
-        is_number = isinstance(factor, int | float) and not isinstance(factor, bool)
-        if not (is_number and math.isfinite(factor)):
+        if not (is_number(factor) and math.isfinite(factor)):
             problems.add(
                 "`loss_weights` must be finite numbers.",
                 received=f"{factor!r} for {key!r}",

@@ -9,6 +9,7 @@ as it is complete.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,10 +25,11 @@ from lockstep.parallel.stage_mail import StageMail
 Gradients = list[torch.Tensor | None]
 
 
+@dataclass(kw_only=True, eq=False)
 class MicrobatchRun:
     """A microbatch in a stage.
 
-    Args:
+    Attributes:
         stage: the stage.
         share: the microbatch.
         part: what belongs to the stage.
@@ -36,30 +38,20 @@ class MicrobatchRun:
         mail: from and to other stages.
     """
 
-    def __init__(
-        self,
-        *,
-        stage: int,
-        share: int,
-        part: StagePart,
-        instructions: Sequence[Instruction],
-        model: nn.Module,
-        mail: StageMail,
-    ) -> None:
-        self.loss: ShareLoss | None = None
-        # Factors of gradients that wait for their pass: weight's number, inputs, output gradients.
-        self.deferred: list[tuple[int, torch.Tensor, torch.Tensor]] = []
-        self._stage = stage
-        self._share = share
-        self._part = part
-        self._instructions = instructions
-        self._model = model
-        self._mail = mail
-        self._inputs: Tree = None
-        self._values: dict[int, Any] = {}
-        self._received: dict[int, Any] = {}
-        self._leaves: dict[int, _Leaves] = {}
-        self._sent: dict[int, list[torch.Tensor]] = {}
+    stage: int
+    share: int
+    part: StagePart
+    instructions: Sequence[Instruction]
+    model: nn.Module
+    mail: StageMail
+    loss: ShareLoss | None = field(default=None, init=False)
+    # Factors of gradients that wait for their pass: weight's number, inputs, output gradients.
+    deferred: list[tuple[int, torch.Tensor, torch.Tensor]] = field(default_factory=list, init=False)
+    _inputs: Tree = field(default=None, init=False)
+    _values: dict[int, Any] = field(default_factory=dict, init=False)
+    _received: dict[int, Any] = field(default_factory=dict, init=False)
+    _leaves: dict[int, "_Leaves"] = field(default_factory=dict, init=False)
+    _sent: dict[int, list[torch.Tensor]] = field(default_factory=dict, init=False)
 
     def forward(self, inputs: Tree) -> list[Any]:
         """Run the stage's instructions.
@@ -77,38 +69,38 @@ class MicrobatchRun:
         self._values = values = {}
         self._inputs = inputs
         output = None
-        for number in self._part.instructions:
+        for number in self.part.instructions:
             values[number] = self._run(number)
-            if isinstance(self._instructions[number], Output):
+            if isinstance(self.instructions[number], Output):
                 output = values[number]
-            for value in self._part.sent_after.get(number, ()):
+            for value in self.part.sent_after.get(number, ()):
                 self._send(value, values[value])
-            for value in self._part.dropped_after.get(number, ()):
+            for value in self.part.dropped_after.get(number, ()):
                 del values[value]
         self._values, self._inputs = {}, None
         return [output, *(tensor for tensors in self._sent.values() for tensor in tensors)]
 
     def _run(self, number: int) -> Any:
-        instruction = self._instructions[number]
-        return run_instruction(instruction, self._model, self._fetch, self._inputs)
+        instruction = self.instructions[number]
+        return run_instruction(instruction, self.model, self._fetch, self._inputs)
 
     def _fetch(self, number: int) -> Any:
         if number not in self._values:
-            is_input = isinstance(self._instructions[number], Input)
+            is_input = isinstance(self.instructions[number], Input)
             self._values[number] = self._run(number) if is_input else self._receive(number)
         return self._values[number]
 
     def _receive(self, number: int) -> Any:
         if number not in self._received:
-            sender = self._part.received[number]
-            tree = self._mail.receive(number, sender, self._share)
+            sender = self.part.received[number]
+            tree = self.mail.receive(number, sender, self.share)
             self._received[number] = tree
             leaves = [tensor for tensor in tensors_of(tree) if tensor.requires_grad]
             if leaves:
                 self._leaves[number] = _Leaves(
                     leaves,
-                    lambda gradients: self._mail.send_gradient(
-                        self._stage, number, self._share, gradients
+                    lambda gradients: self.mail.send_gradient(
+                        self.stage, number, self.share, gradients
                     ),
                 )
         return self._received[number]
@@ -116,7 +108,7 @@ class MicrobatchRun:
     def _send(self, number: int, tree: Any) -> None:
         if number in self._sent:
             return
-        self._mail.send(self._stage, number, self._share, tree)
+        self.mail.send(self.stage, number, self.share, tree)
         self._sent[number] = [tensor for tensor in tensors_of(tree) if tensor.requires_grad]
 
     def backward(self, denominator: float) -> None:
@@ -127,7 +119,7 @@ class MicrobatchRun:
         gradients: list[torch.Tensor] = []
         for number, tensors in self._sent.items():
             if tensors:
-                found = self._mail.receive_gradients(self._stage, number, self._share)
+                found = self.mail.receive_gradients(self.stage, number, self.share)
                 for tensor, parts in zip(tensors, zip(*found, strict=True), strict=True):
                     gradient = _sum([part for part in parts if part is not None])
                     if gradient is not None:
@@ -145,10 +137,10 @@ class MicrobatchRun:
     def end(self) -> None:
         """Give back what others have lent."""
         self.deferred.clear()
-        self._mail.give_back(self._stage, self._share)
+        self.mail.give_back(self.stage, self.share)
         for number, tensors in self._sent.items():
             if tensors:
-                self._mail.give_gradients_back(self._stage, number, self._share)
+                self.mail.give_gradients_back(self.stage, number, self.share)
 
 
 class _Leaves:

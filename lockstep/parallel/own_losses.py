@@ -52,10 +52,7 @@ class OwnLossAdapter(LossAdapter):
                 fix="Return the mean, or leave `weight` out.",
             )
         weight = read_weight(self.loss.weight(batch.inputs), "`weight` of OwnLoss that")
-        share = mean_over(found, weight)
-        if weight or (math.isfinite(share.total) and found.requires_grad):
-            return share
-        return _mean_of_nothing(output, found)
+        return _mean_over(found, weight, output)
 
 
 class InnerLoss:
@@ -90,10 +87,7 @@ class InnerLoss:
             return mean_over(found, float(num_samples))
         if known.weight is None:
             return sum_over(found, num_samples, batch_size)
-        share = mean_over(found, known.weight)
-        if known.weight or (math.isfinite(share.total) and found.requires_grad):
-            return share
-        return _mean_of_nothing(output, found)
+        return _mean_over(found, known.weight, output)
 
 
 def _part(output: Tree, place: int | str) -> Any:
@@ -141,8 +135,11 @@ def _is_pair(output: Any) -> bool:
     )
 
 
-def _mean_of_nothing(output: Tree, loss: torch.Tensor) -> ShareLoss:
-    """A share whose mean is 0 / 0 or a constant: its backward goes from the other outputs."""
+def _mean_over(loss: torch.Tensor, weight: float, output: Tree) -> ShareLoss:
+    """A share's mean; if it is 0 / 0 or a constant, its backward goes from the other outputs."""
+    share = mean_over(loss, weight)
+    if weight or (math.isfinite(share.total) and loss.requires_grad):
+        return share
     others = [tensor for tensor in tensors_of(output) if tensor is not loss]
     if loss.requires_grad and not any(tensor.requires_grad for tensor in others):
         raise LossError(

@@ -6,6 +6,7 @@ from typing import Literal
 import msgspec
 
 from lockstep.errors import OptionError, Problems
+from lockstep.options import is_count, is_number
 
 # Steps between two averages, or from one end of an epoch to the next.
 Every = int | Literal["epoch"]
@@ -36,13 +37,13 @@ class Nesterov(Record, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         problems = Problems()
-        if not (_is_number(self.lr) and 0 < self.lr < math.inf):
+        if not (is_number(self.lr) and 0 < self.lr < math.inf):
             problems.add(
                 "`lr` of Nesterov must be a number above 0.",
                 received=f"lr={self.lr!r}",
                 fix="Use 0.7, as DiLoCo does.",
             )
-        if not (_is_number(self.momentum) and 0 <= self.momentum < 1):
+        if not (is_number(self.momentum) and 0 <= self.momentum < 1):
             problems.add(
                 "`momentum` of Nesterov must be a number from 0 to below 1.",
                 received=f"momentum={self.momentum!r}",
@@ -78,9 +79,4 @@ class AveragedUpdate(Record, frozen=True, kw_only=True, tag="averaged"):
 
 def is_every(value: object) -> bool:
     """Whether it says how often to average."""
-    is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 1
-    return is_count or value == "epoch"
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return is_count(value) or value == "epoch"

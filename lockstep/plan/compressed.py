@@ -8,10 +8,10 @@ import msgspec
 from lockstep.cluster.topology import Cluster
 from lockstep.errors import DeviceError, OptionError
 from lockstep.graph.layer_graph import LayerGraph, ParameterInfo
-from lockstep.plan.averaging import AveragedUpdate, Nesterov
+from lockstep.plan.averaging import AveragedUpdate
 from lockstep.plan.compression import Compression, num_bytes
 from lockstep.plan.devices import is_cpu
-from lockstep.plan.makers import Maker
+from lockstep.plan.makers import Maker, Wrapping
 from lockstep.plan.spec import Plan
 from lockstep.units import format_bytes
 
@@ -19,7 +19,7 @@ COMPRESSED = "What hosts send is compressed: the result is no longer that of one
 
 
 @dataclass(frozen=True, kw_only=True)
-class Compressing(Maker):
+class Compressing(Wrapping):
     """Another maker's Plan, compressed between hosts.
 
     All hosts update all parameters that several of them have, so they must compute alike. What
@@ -27,22 +27,10 @@ class Compressing(Maker):
     who asks for this knows what is the least to send.
 
     Attributes:
-        maker: the other maker.
         compression: of what hosts send.
     """
 
-    maker: Maker
     compression: Compression
-
-    def sample_size(self, cluster: Cluster, batch_size: int) -> int | None:
-        return self.maker.sample_size(cluster, batch_size)
-
-    def check_batch_size(self, batch_size: int) -> None:
-        self.maker.check_batch_size(batch_size)
-
-    @property
-    def outer(self) -> Nesterov | None:
-        return self.maker.outer
 
     def __call__(self, graph: LayerGraph, cluster: Cluster, batch_size: int) -> Plan:
         """Make the Plan for global batches of ``batch_size`` samples.

@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 
 from lockstep.errors import OptionError, Problems
+from lockstep.options import is_count, is_number
 from lockstep.plan.averaging import Record
 
 # Elements of a tensor that have a scale in common.
@@ -58,7 +59,7 @@ class PowerSGD(Record, frozen=True, tag="power"):
     rank: int = 4
 
     def __post_init__(self) -> None:
-        if not isinstance(self.rank, int) or isinstance(self.rank, bool) or self.rank < 1:
+        if not is_count(self.rank):
             raise OptionError(
                 "`rank` of PowerSGD must be an integer of at least 1.",
                 received=f"rank={self.rank!r}",
@@ -90,8 +91,7 @@ class TopK(Record, frozen=True, tag="top-k"):
     fraction: float = 0.01
 
     def __post_init__(self) -> None:
-        is_number = isinstance(self.fraction, int | float) and not isinstance(self.fraction, bool)
-        if not (is_number and 0 < self.fraction <= 1):
+        if not (is_number(self.fraction) and 0 < self.fraction <= 1):
             raise OptionError(
                 "`fraction` of TopK must be a number above 0, and at most 1.",
                 received=f"fraction={self.fraction!r}",

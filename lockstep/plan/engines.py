@@ -19,7 +19,7 @@ from lockstep.errors import DeviceError, OptionError, Problems
 from lockstep.graph.layer_graph import LayerGraph
 from lockstep.plan.decision import ProcessGroup
 from lockstep.plan.devices import is_cpu, kind_of
-from lockstep.plan.makers import Maker
+from lockstep.plan.makers import Maker, Wrapping
 from lockstep.plan.spec import Plan
 
 # The backend that moves what lies on devices of a kind. gloo moves what lies in host memory, and
@@ -30,24 +30,16 @@ BACKENDS = ("gloo", *NATIVE_BACKENDS.values())
 
 
 @dataclass(frozen=True, kw_only=True)
-class OverProcessGroup(Maker):
+class OverProcessGroup(Wrapping):
     """Another maker's Plan, over torch.distributed where its ranks share no memory.
 
     Attributes:
-        maker: the other maker.
         backend: torch.distributed's; None is the devices' own, and none for cores.
         keeps_bits: gradients are formed as in shared memory, though it takes longer.
     """
 
-    maker: Maker
     backend: str | None
     keeps_bits: bool = False
-
-    def sample_size(self, cluster: Cluster, batch_size: int) -> int | None:
-        return self.maker.sample_size(cluster, batch_size)
-
-    def check_batch_size(self, batch_size: int) -> None:
-        self.maker.check_batch_size(batch_size)
 
     def __call__(self, graph: LayerGraph, cluster: Cluster, batch_size: int) -> Plan:
         """Make the Plan for global batches of ``batch_size`` samples.

@@ -49,15 +49,34 @@ class Maker(ABC):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Accumulating(Maker):
-    """Another maker's Plan with every share in parts, one after the other, to save memory.
+class Wrapping(Maker):
+    """Another maker's Plan, with something else in it.
 
     Attributes:
         maker: the other maker.
-        parts: of each share.
     """
 
     maker: Maker
+
+    def sample_size(self, cluster: Cluster, batch_size: int) -> int | None:
+        return self.maker.sample_size(cluster, batch_size)
+
+    def check_batch_size(self, batch_size: int) -> None:
+        self.maker.check_batch_size(batch_size)
+
+    @property
+    def outer(self) -> Nesterov | None:
+        return self.maker.outer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Accumulating(Wrapping):
+    """Another maker's Plan with every share in parts, one after the other, to save memory.
+
+    Attributes:
+        parts: of each share.
+    """
+
     parts: int
 
     def sample_size(self, cluster: Cluster, batch_size: int) -> int | None:
@@ -65,10 +84,6 @@ class Accumulating(Maker):
 
     def check_batch_size(self, batch_size: int) -> None:
         self.maker.check_batch_size(self._batch_of_a_part(batch_size))
-
-    @property
-    def outer(self) -> Nesterov | None:
-        return self.maker.outer
 
     def __call__(self, graph: LayerGraph, cluster: Cluster, batch_size: int) -> Plan:
         """Make the Plan for global batches of ``batch_size`` samples."""

@@ -11,7 +11,8 @@ step, and the first difference found must be that value, there and then.
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -159,10 +160,11 @@ def _digest(tensor: torch.Tensor) -> bytes:
     return own.digest()
 
 
+@dataclass(eq=False)
 class BitsProof:
     """Runs of one job.
 
-    Args:
+    Attributes:
         job: what to train.
         data: what on.
         strategy: how.
@@ -171,30 +173,24 @@ class BitsProof:
         agreed: what rank 0 has, on all hosts.
     """
 
-    def __init__(
-        self,
-        job: Job,
-        data: JobData,
-        strategy: StrategyLike,
-        steps: int,
-        seed: int,
-        agreed: Callable[[Any], Any],
-    ) -> None:
-        self._agreed = agreed
-        self._job = job
-        self._data = data
-        self._strategy = strategy
-        self._steps = steps
-        self._seed = seed
-        self._plan: Plan | None = None
-        self._first = self._run(strategy)
+    job: Job
+    data: JobData
+    strategy: StrategyLike
+    steps: int
+    seed: int
+    agreed: Callable[[Any], Any]
+    _plan: Plan | None = field(default=None, init=False)
+
+    @cached_property
+    def _first(self) -> "_Recorder":
+        return self._run(self.strategy)
 
     def verdicts(self) -> list[Verdict]:
         """From run to run, and on one device."""
+        first, again = self._first, self._run(self.strategy)
+        found = [_verdict("run to run", first.prints, again.prints, is_promised=True)]
         plan = self._plan
         assert plan is not None
-        again = self._run(self._strategy)
-        found = [_verdict("run to run", self._first.prints, again.prints, is_promised=True)]
         is_apart = isinstance(plan.update, AveragedUpdate) or plan.num_hosts > 1
         if is_apart or plan.num_shares == 1:
             return found
@@ -210,17 +206,17 @@ class BitsProof:
         """One unit in the last place, in an output and in a gradient, on the last rank."""
         rank = max((rank for rank, _ in self._first.values), default=0)
         own = [spot for one, spot in self._first.values if one == rank and spot.module]
-        step = self._steps - 1
+        step = self.steps - 1
         flips = []
         for kind in (OUTPUT, GRADIENT):
             names = list(dict.fromkeys(spot.module for spot in own if spot.kind == kind))
             if names:
                 name = names[len(names) // 2]
                 flips.append(Flip(kind=kind, name=name, rank=rank, step=step))
-        return [self._find(flip) for flip in self._agreed(flips)]
+        return [self._find(flip) for flip in self.agreed(flips)]
 
     def _find(self, flip: Flip) -> Verdict:
-        prints = self._run(self._strategy, flip).prints
+        prints = self._run(self.strategy, flip).prints
         first = _first_difference(self._first.prints, prints)
         wanted = (flip.kind, flip.name, flip.step, flip.rank)
         place = _Place(flip.kind, flip.name, flip.step, flip.rank)
@@ -233,11 +229,11 @@ class BitsProof:
         )
 
     def _run(self, strategy: StrategyLike, flip: Flip | None = None) -> _Recorder:
-        own = copy_job(self._job, in_double=False)
+        own = copy_job(self.job, in_double=False)
         is_double = all(one.dtype == torch.float64 for one in own.model.parameters())
         precision = "fp64" if is_double else "fp32"
-        trainer = make_trainer(own, self._job, strategy, precision, self._seed)
-        recorder = _Recorder(Look(steps=range(self._steps), flip=flip))
+        trainer = make_trainer(own, self.job, strategy, precision, self.seed)
+        recorder = _Recorder(Look(steps=range(self.steps), flip=flip))
 
         def on_snapshot(snapshot: Snapshot) -> None:
             recorder.begin(trainer.plan)
@@ -245,7 +241,7 @@ class BitsProof:
 
         on_snapshot.look = recorder.look  # type: ignore[attr-defined]
         try:
-            fit_steps(trainer, self._data, self._steps, on_snapshot)
+            fit_steps(trainer, self.data, self.steps, on_snapshot)
         finally:
             trainer.close()
         self._plan = self._plan or trainer.plan

@@ -15,6 +15,7 @@ import torch
 from torch import nn, optim
 
 from lockstep.errors import ModelError, OptionError, Problems
+from lockstep.options import is_count
 from lockstep.parallel.loss_options import check_loss
 from lockstep.parallel.serialization import optimizer_contents, rebuild_optimizer
 from lockstep.parallel.store import move_model
@@ -76,11 +77,10 @@ class Job:
                 received=repr(self.optimizer),
                 fix="See the documentation of lockstep.Trainer.",
             )
-        size: object = self.batch_size
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        if not is_count(self.batch_size):
             problems.add(
                 "A Job's batch_size must be an integer of at least 1.",
-                received=repr(size),
+                received=repr(self.batch_size),
                 fix="Give the number of samples of a global batch.",
             )
         problems.raise_if_any(OptionError)

@@ -18,6 +18,7 @@ import torch
 from lockstep.accelerators import rank_device
 from lockstep.data.order import kept_streams
 from lockstep.errors import LockstepError, ModelError, OptionError, Problems
+from lockstep.options import check_count, check_seed
 from lockstep.parallel.module_watch import Look
 from lockstep.plan.spec import Plan
 from lockstep.proof.bits import BitsProof, Verdict
@@ -210,12 +211,6 @@ def _check(job: object, strategy: object, steps: Any, seed: Any) -> None:
             received=f"staleness={getattr(strategy, 'staleness', 0)}",
             fix="Verify with staleness=0, which shares all but the waiting.",
         )
-    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
-        problems.add(
-            "`steps` must be an integer of at least 1.", received=repr(steps), fix="Use 5."
-        )
-    if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 1 << 63:
-        problems.add(
-            "`seed` must be an integer from 0 to 2**63 - 1.", received=repr(seed), fix="Use 0."
-        )
+    check_count("steps", steps, problems, fix="Use 5.")
+    check_seed(seed, problems)
     problems.raise_if_any(OptionError)

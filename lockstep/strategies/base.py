@@ -8,7 +8,7 @@ from typing import Any, NoReturn, TypeVar
 from lockstep.cluster.devices import discover
 from lockstep.cluster.environment import find_place
 from lockstep.cluster.place import Reach
-from lockstep.errors import OptionError, Problems
+from lockstep.errors import OptionError
 from lockstep.plan.makers import Maker
 from lockstep.plan.spec import Plan
 from lockstep.strategies.distribute_names import missing
@@ -113,18 +113,3 @@ class Strategy(ABC):
         from lockstep.frontends.keras.scope import scope_of
 
         return scope_of(self)
-
-
-def is_count(value: object) -> bool:
-    """Whether it is an integer of at least 1."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-
-def check_timeout(problems: Problems, seconds: object) -> None:
-    """Note what is no positive number."""
-    if not (isinstance(seconds, int | float) and not isinstance(seconds, bool) and seconds > 0):
-        problems.add(
-            "`timeout_seconds` must be a positive number.",
-            received=f"timeout_seconds={seconds!r}",
-            fix="Leave it out for 600 s.",
-        )

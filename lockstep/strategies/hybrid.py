@@ -6,11 +6,12 @@ from typing import Any
 
 from lockstep.cluster.place import Reach
 from lockstep.errors import Problems
+from lockstep.options import is_count
 from lockstep.plan.compressed import compressed
 from lockstep.plan.compression import Compression, check_carrier, find_compression
 from lockstep.plan.engines import over
 from lockstep.plan.makers import Maker
-from lockstep.strategies.base import Strategy, is_count
+from lockstep.strategies.base import Strategy
 from lockstep.strategies.pipeline import check_counts, make_pipelined
 
 

@@ -7,13 +7,14 @@ from lockstep.cluster.devices import discover
 from lockstep.cluster.environment import find_devices, find_place
 from lockstep.cluster.place import Reach
 from lockstep.errors import DeviceError, OptionError, Problems
+from lockstep.options import check_flag, check_timeout, is_count
 from lockstep.plan.averaging import AveragedUpdate, Every, Nesterov, is_every
 from lockstep.plan.compressed import compressed
 from lockstep.plan.compression import Compression, find_compression
 from lockstep.plan.devices import device_names
 from lockstep.plan.makers import LocalSteps, Maker
 from lockstep.plan.many_hosts import MirroredHosts
-from lockstep.strategies.base import Strategy, check_timeout, is_count
+from lockstep.strategies.base import Strategy
 from lockstep.strategies.mirrored import check_format
 from lockstep.strategies.multi_worker import num_replicas
 
@@ -108,9 +109,5 @@ def _check_averaging(
             received=f"outer={outer!r}",
             fix="Use lockstep.Nesterov(lr=0.7, momentum=0.9), or leave it out.",
         )
-    if not isinstance(average_optimizer, bool):
-        problems.add(
-            "`average_optimizer` must be True or False.",
-            received=f"average_optimizer={average_optimizer!r}",
-            fix="Leave it out for an optimizer of each replica's own.",
-        )
+    fix = "Leave it out for an optimizer of each replica's own."
+    check_flag("average_optimizer", average_optimizer, problems, fix=fix)

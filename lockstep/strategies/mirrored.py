@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from lockstep.cluster.devices import discover
 from lockstep.cluster.environment import find_devices
 from lockstep.errors import OptionError, Problems
+from lockstep.options import check_count, check_timeout
 from lockstep.plan.devices import Devices, check_devices, device_names
 from lockstep.plan.engines import backend_for, check_engine, check_leave, over
 from lockstep.plan.makers import Maker, Mirrored
-from lockstep.strategies.base import Strategy, check_timeout, is_count
+from lockstep.strategies.base import Strategy
 
 
 class MirroredStrategy(Strategy):
@@ -82,12 +83,8 @@ class MirroredStrategy(Strategy):
 
 def check_shares(problems: Problems, num_shares: object) -> None:
     """Note what is neither None nor an integer of at least 1."""
-    if num_shares is not None and not is_count(num_shares):
-        problems.add(
-            "`num_shares` must be an integer of at least 1.",
-            received=f"num_shares={num_shares!r}",
-            fix="Leave it out for one share per device.",
-        )
+    fix = "Leave it out for one share per device."
+    check_count("num_shares", num_shares, problems, optional=True, fix=fix)
 
 
 def check_format(problems: Problems, channels_last: object) -> None:

@@ -4,12 +4,13 @@ from dataclasses import replace
 
 from lockstep.cluster.place import Reach
 from lockstep.errors import DeviceError, OptionError, Problems
+from lockstep.options import check_positive, check_timeout, is_count
 from lockstep.plan.compressed import compressed
 from lockstep.plan.compression import Compression, check_carrier, find_compression
 from lockstep.plan.engines import check_engine, over
 from lockstep.plan.makers import Maker
 from lockstep.plan.many_hosts import DEFAULT_GBIT_PER_SECOND, MirroredHosts
-from lockstep.strategies.base import Strategy, check_timeout, is_count
+from lockstep.strategies.base import Strategy
 from lockstep.strategies.mirrored import check_format, check_shares
 
 
@@ -62,7 +63,9 @@ class MultiWorkerMirroredStrategy(Strategy):
         problems = Problems()
         check_shares(problems, num_shares)
         check_format(problems, channels_last)
-        _check_speed(problems, network_gbit_per_second)
+        fix = "Use 1 for Gigabit Ethernet, 10 for what is ten times as fast."
+        name, speed = "network_gbit_per_second", network_gbit_per_second
+        check_positive(name, speed, problems, fix=fix, may_be_infinite=True)
         check_engine(problems, engine)
         self._compression = find_compression(problems, compression)
         check_carrier(problems, self._compression, engine)
@@ -100,13 +103,3 @@ def num_replicas(maker: MirroredHosts, timeout_seconds: float, *, on_cores: bool
         return num_ranks
     cluster = find_cluster(timeout_seconds)
     return sum(maker.replicas(cluster.cores if on_cores else cluster))
-
-
-def _check_speed(problems: Problems, speed: object) -> None:
-    """Note what is no positive number."""
-    if isinstance(speed, bool) or not isinstance(speed, int | float) or not speed > 0:
-        problems.add(
-            "`network_gbit_per_second` must be a positive number.",
-            received=f"network_gbit_per_second={speed!r}",
-            fix="Use 1 for Gigabit Ethernet, 10 for what is ten times as fast.",
-        )

@@ -5,11 +5,12 @@ import os
 from lockstep.cluster.devices import discover
 from lockstep.cluster.environment import find_devices
 from lockstep.errors import OptionError, Problems
+from lockstep.options import check_count, check_timeout
 from lockstep.plan.decision import ServedUpdate
 from lockstep.plan.devices import device_names
 from lockstep.plan.makers import Maker, Mirrored
 from lockstep.plan.served import Served
-from lockstep.strategies.base import Strategy, check_timeout, is_count
+from lockstep.strategies.base import Strategy
 from lockstep.strategies.mirrored import check_format
 
 
@@ -46,7 +47,11 @@ class ParameterServerStrategy(Strategy):
         timeout_seconds: float = 600.0,
     ) -> None:
         problems = Problems()
-        _check_numbers(problems, servers, workers, staleness)
+        check_count("servers", servers, problems)
+        fix = "Use workers=2, or leave it out for one per core."
+        check_count("workers", workers, problems, optional=True, fix=fix)
+        fix = "Use 0 to train synchronously, 4 for a bound, or None for none."
+        check_count("staleness", staleness, problems, least=0, optional=True, fix=fix)
         check_format(problems, channels_last)
         check_timeout(problems, timeout_seconds)
         problems.raise_if_any(OptionError)
@@ -66,26 +71,3 @@ class ParameterServerStrategy(Strategy):
     @property
     def num_replicas_in_sync(self) -> int:
         return len(device_names(self.workers, discover().cores.hosts[0]))
-
-
-def _check_numbers(problems: Problems, servers: object, workers: object, staleness: object) -> None:
-    if not is_count(servers):
-        problems.add(
-            "`servers` must be a number of processes, at least 1.",
-            received=f"servers={servers!r}",
-            fix="Use servers=1.",
-        )
-    if workers is not None and not is_count(workers):
-        problems.add(
-            "`workers` must be a number of processes, at least 1.",
-            received=f"workers={workers!r}",
-            fix="Use workers=2, or leave it out for one per core.",
-        )
-    if staleness is not None and not (
-        is_count(staleness) or (staleness == 0 and staleness is not False)
-    ):
-        problems.add(
-            "`staleness` must be a number of steps, at least 0, or None.",
-            received=f"staleness={staleness!r}",
-            fix="Use 0 to train synchronously, 4 for a bound, or None for none.",
-        )

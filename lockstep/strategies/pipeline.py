@@ -5,12 +5,13 @@ from dataclasses import replace
 
 from lockstep.cluster.place import Reach
 from lockstep.errors import OptionError, Problems
+from lockstep.options import check_choice, check_count, check_timeout
 from lockstep.plan.devices import check_devices
 from lockstep.plan.engines import check_engine, check_leave, over
 from lockstep.plan.makers import Maker
 from lockstep.plan.pipelines import Pipelined
 from lockstep.plan.schedules import SCHEDULES
-from lockstep.strategies.base import Strategy, check_timeout, is_count
+from lockstep.strategies.base import Strategy
 
 
 class PipelineStrategy(Strategy):
@@ -102,7 +103,7 @@ def make_pipelined(
     """
     check_counts(problems, microbatches=microbatches, memory_bytes=memory_bytes)
     _check_cuts(problems, cuts)
-    _check_schedule(problems, schedule)
+    check_choice("schedule", schedule, SCHEDULES, problems, fix="Use '1f1b'.")
     _check_recompute(problems, recompute)
     check_timeout(problems, timeout_seconds)
     check_engine(problems, engine)
@@ -125,12 +126,8 @@ def make_pipelined(
 def check_counts(problems: Problems, **counts: int | None) -> None:
     """Note what is neither None nor an integer of at least 1."""
     for name, value in counts.items():
-        if value is not None and not is_count(value):
-            problems.add(
-                f"`{name}` must be an integer of at least 1.",
-                received=f"{name}={value!r}",
-                fix="Leave it out to have it chosen.",
-            )
+        fix = "Leave it out to have it chosen."
+        check_count(name, value, problems, optional=True, fix=fix)
 
 
 def _check_cuts(problems: Problems, cuts: object) -> None:
@@ -155,14 +152,4 @@ def _check_recompute(problems: Problems, recompute: object) -> None:
             "`recompute` must be True, False, or a list of stages.",
             received=f"recompute={recompute!r}",
             fix="Use recompute=[0] for the first stage, for example.",
-        )
-
-
-def _check_schedule(problems: Problems, schedule: object) -> None:
-    """Note a schedule that there is not."""
-    if schedule not in SCHEDULES:
-        problems.add(
-            f"`schedule` must be one of {', '.join(SCHEDULES)}.",
-            received=f"schedule={schedule!r}",
-            fix="Use '1f1b'.",
         )

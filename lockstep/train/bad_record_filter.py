@@ -61,27 +61,21 @@ def skipping(feed: Feed, maker: Maker, hosts: object) -> Feed:
     return feed  # arrays, of which all rows are alike
 
 
+@dataclass(frozen=True)
 class BadRecordFilter:
     """Takes the bad records out of batches.
 
-    Args:
+    Attributes:
         checked: the data.
         worker: this rank's.
         control: its line to the others.
         tell: on rank 0, gets the bad records of a batch, each with the reason.
     """
 
-    def __init__(
-        self,
-        checked: CheckedSource,
-        worker: Worker,
-        control: Control,
-        tell: Callable[[Mapping[int, str]], None],
-    ) -> None:
-        self._checked = checked
-        self._worker = worker
-        self._control = control
-        self._tell = tell
+    checked: CheckedSource
+    worker: Worker
+    control: Control
+    tell: Callable[[Mapping[int, str]], None]
 
     def filtered(
         self, source: Source, indices: torch.Tensor, step: int | None = None, num_turns: int = 1
@@ -96,41 +90,39 @@ class BadRecordFilter:
         """
         while len(indices):
             reads = [
-                read
-                for turn in range(num_turns)
-                for read in self._worker.reads(indices, step, turn)
+                read for turn in range(num_turns) for read in self.worker.reads(indices, step, turn)
             ]
             ready, bad = self._read(source, reads)
             bad = self._of_all(bad)
             if not bad:
                 return _Ready(source, ready), indices
-            self._tell(bad)
+            self.tell(bad)
             indices = indices[~torch.isin(indices, torch.tensor(list(bad)))]
-        self._worker.barrier()  # as a step would have
+        self.worker.barrier()  # as a step would have
         return source, indices
 
     def _read(self, source: Source, reads: list[Read]) -> "tuple[deque[_Done], dict[int, str]]":
         done: deque[_Done] = deque()
         bad: dict[int, str] = {}
-        with kept_streams(), self._worker.passes.reading:
+        with kept_streams(), self.worker.passes.reading:
             for read in reads:
                 try:
                     done.append(_done(source, read))
                 except BadRecordError as error:
-                    found = self._checked.bad_among(read.indices.tolist())
+                    found = self.checked.bad_among(read.indices.tolist())
                     if not found:  # it is bad by chance: of what was drawn, perhaps
-                        error.name_rank(self._worker.rank)
+                        error.name_rank(self.worker.rank)
                         raise
                     bad |= found
         return done, bad
 
     def _of_all(self, bad: dict[int, str]) -> dict[int, str]:
         """What any rank has found."""
-        board = self._worker.board
+        board = self.worker.board
         if board is None or not any(count for (count,) in board.tell([len(bad)])):
             return bad
-        found = [pair for own in self._control.gather(list(bad.items())) for pair in own]
-        return dict(self._control.broadcast(sorted(found)))
+        found = [pair for own in self.control.gather(list(bad.items())) for pair in own]
+        return dict(self.control.broadcast(sorted(found)))
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from lockstep.cluster.memory_limits import free_memory
 from lockstep.data.excerpts import array_bytes
 from lockstep.data.sources import Source
 from lockstep.errors import DeviceError, OptionError, Problems
+from lockstep.options import check_choice, check_count, is_count
 from lockstep.train.batch_size_cache import BatchSizeCache, file_path, key_of, recall, remember
 from lockstep.train.doubling import (
     LARGEST_PART,
@@ -66,33 +67,18 @@ class BatchSizeSearch:
 
     def __post_init__(self) -> None:
         problems = Problems()
-        if self.objective not in get_args(Objective):
-            problems.add(
-                "`objective` must be 'speed' or 'memory'.",
-                received=repr(self.objective),
-                fix="Leave it out for the fastest size.",
-            )
+        fix = "Leave it out for the fastest size."
+        check_choice("objective", self.objective, get_args(Objective), problems, fix=fix)
         for name in ("smallest", "largest"):
-            size = getattr(self, name)
-            if size is not None and not _is_count(size):
-                problems.add(
-                    f"`{name}` must be an integer of at least 1, or None.",
-                    received=f"{name}={size!r}",
-                    fix="Leave it out to have no such bound.",
-                )
-        if (
-            _is_count(self.smallest) and _is_count(self.largest) and self.smallest > self.largest  # type: ignore[operator]  # both are counts
-        ):
+            fix = "Leave it out to have no such bound."
+            check_count(name, getattr(self, name), problems, optional=True, fix=fix)
+        if is_count(self.smallest) and is_count(self.largest) and self.smallest > self.largest:
             problems.add(
                 "`smallest` must not be larger than `largest`.",
                 received=f"smallest={self.smallest}, largest={self.largest}",
                 fix="Exchange them, or leave one out.",
             )
         problems.raise_if_any(OptionError)
-
-
-def _is_count(size: Any) -> bool:
-    return isinstance(size, int) and not isinstance(size, bool) and size >= 1
 
 
 def search_of(batch_size: Any) -> BatchSizeSearch | None:

@@ -10,10 +10,8 @@ import functools
 import hashlib
 import os
 import resource
-import tempfile
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +24,7 @@ from lockstep.cluster.memory_limits import memory_ceiling
 from lockstep.data.order import kept_streams
 from lockstep.data.sources import Source
 from lockstep.data.trees import map_tensors
-from lockstep.disk import writing
+from lockstep.disk import replacing
 from lockstep.parallel.forward import DTYPES
 
 _FILE = Path("lockstep") / "batch_sizes.json"
@@ -77,8 +75,8 @@ def remember(key: str, found: BatchSizeCache) -> bool:
     content = msgspec.json.encode(_Content(version=_VERSION, sizes=sizes))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with writing(path, len(content)):
-            _replace(path, msgspec.json.format(content, indent=2) + b"\n")
+        with replacing(path, len(content), mode=0o600) as file:
+            file.write(msgspec.json.format(content, indent=2) + b"\n")
     except OSError as error:
         warnings.warn(
             f"The batch size that was found cannot be remembered: {error}. "
@@ -104,18 +102,6 @@ def _read(path: Path) -> dict[str, BatchSizeCache]:
         )
         return {}
     return content.sizes
-
-
-def _replace(path: Path, text: bytes) -> None:
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(text)
-        os.replace(name, path)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(name)
-        raise
 
 
 # --- keys ----------------------------------------------------------------------------------------

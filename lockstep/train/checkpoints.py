@@ -25,6 +25,7 @@ from lockstep.checkpoint.reading import read_newest
 from lockstep.checkpoint.saved import Saved
 from lockstep.checkpoint.trees import Tree, flattened, pointer
 from lockstep.errors import CheckpointError, OptionError, Problems
+from lockstep.options import check_count
 from lockstep.plan.spec import Plan
 from lockstep.train.background import Background
 from lockstep.train.callbacks import Callback, Logs
@@ -63,10 +64,7 @@ class Checkpoint:
                 received=f"every={every!r}",
                 fix="Give one of these forms, with a number above 0.",
             )
-        if not isinstance(keep, int) or isinstance(keep, bool) or keep < 1:
-            problems.add(
-                "At least 1 is kept.", received=f"keep={keep!r}", fix="Leave it out for 3."
-            )
+        check_count("keep", keep, problems, fix="Leave it out for 3.")
         problems.raise_if_any(OptionError)
         self.directory = Path(directory)
         self.every = every

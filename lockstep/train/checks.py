@@ -21,6 +21,7 @@ from lockstep.errors import (
     OptionError,
     Problems,
 )
+from lockstep.options import check_choice, check_count, check_seed
 from lockstep.parallel.forward import DTYPES, PARAMETER_DTYPES
 from lockstep.parallel.function_losses import missing_targets
 from lockstep.parallel.loss_options import check_loss
@@ -145,16 +146,8 @@ def check_arguments(
         )
     check_loss(loss, loss_weights, problems)
     check_strategy(strategy, problems)
-    if precision not in DTYPES:
-        problems.add(
-            f"`precision` must be one of {', '.join(DTYPES)}.",
-            received=repr(precision),
-            fix="Use 'fp32'.",
-        )
-    if not isinstance(seed, int) or not 0 <= seed < 1 << 63:
-        problems.add(
-            "`seed` must be an integer from 0 to 2**63 - 1.", received=repr(seed), fix="Use 0."
-        )
+    check_choice("precision", precision, DTYPES, problems, fix="Use 'fp32'.")
+    check_seed(seed, problems)
     _check_callbacks(callbacks, problems)
     problems.raise_if_any(OptionError)
 
@@ -187,12 +180,10 @@ def check_restarts(restarts: object) -> None:
     Raises:
         OptionError: it is none.
     """
-    if not isinstance(restarts, int) or isinstance(restarts, bool) or restarts < 0:
-        raise OptionError(
-            "`restarts` must be an integer of at least 0.",
-            received=f"restarts={restarts!r}",
-            fix="Pass 3, for example: so often may a process be lost.",
-        )
+    problems = Problems()
+    fix = "Pass 3, for example: so often may a process be lost."
+    check_count("restarts", restarts, problems, least=0, fix=fix)
+    problems.raise_if_any(OptionError)
 
 
 def check_on_bad_record(on_bad_record: object) -> None:

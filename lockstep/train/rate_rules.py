@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from torch import optim
 
 from lockstep.errors import OptionError, Problems
+from lockstep.options import check_count
 from lockstep.train.intake import DEFAULT_BATCH_SIZE
 
 _EXPONENTS = {"linear": 1.0, "sqrt": 0.5}
@@ -44,13 +45,8 @@ class RateRule:
                 received=repr(self.name),
                 fix="Leave it out to keep the learning rate as it is.",
             )
-        size: object = self.reference_batch_size
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            problems.add(
-                "`reference_batch_size` must be an integer of at least 1.",
-                received=repr(size),
-                fix="Give the batch size that the learning rate was chosen for.",
-            )
+        fix = "Give the batch size that the learning rate was chosen for."
+        check_count("reference_batch_size", self.reference_batch_size, problems, fix=fix)
         problems.raise_if_any(OptionError)
 
     def factor(self, batch_size: int) -> float:

@@ -32,6 +32,7 @@ from torch import nn, optim
 
 from lockstep.comm.gradients import TensorSpec, cut_piece
 from lockstep.errors import OptionError
+from lockstep.options import is_number
 from lockstep.parallel.update import BoundPiece, PieceSlots, SlotKey, Updater
 from lockstep.train.training_state import TrainingState, copy_onto
 from lockstep.train.updaters import TorchUpdater
@@ -262,8 +263,7 @@ class EMA:
 
     def __post_init__(self) -> None:
         decay: object = self.decay
-        is_number = isinstance(decay, int | float) and not isinstance(decay, bool)
-        if not (is_number and 0 <= self.decay < 1):
+        if not (is_number(decay) and 0 <= self.decay < 1):
             raise OptionError(
                 "`decay` must be a number from 0 to below 1.",
                 received=f"decay={decay!r}",

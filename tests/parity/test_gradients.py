@@ -342,7 +342,7 @@ def test_what_is_not_finite_can_be_ignored() -> None:
         ({"clip_norm": 1.0, "clip_value": 1.0}, "by norm or by value"),
         ({"accumulate": 0}, "`accumulate` must be an integer of at least 1"),
         ({"accumulate": 2.0}, "`accumulate` must be an integer of at least 1"),
-        ({"on_nonfinite": "stop"}, "`on_nonfinite` must be one of raise, skip, ignore"),
+        ({"on_nonfinite": "stop"}, r"`on_nonfinite` must be one of \['raise', 'skip', 'ignore'\]"),
     ],
 )
 def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> None:

@@ -104,7 +104,7 @@ def test_tensorboards_file_is_named(tmp_path: Path) -> None:
 
 def test_the_file_of_batch_sizes_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(batch_size_cache, "_replace", no_space)
+    monkeypatch.setattr(os, "fchmod", no_space)
     found = batch_size_cache.BatchSizeCache(
         batch_size=1, seconds_per_step=1.0, peak_bytes=1, num_samples=None
     )

@@ -1,0 +1,120 @@
+"""Options of users: what is a number, a count, a choice.
+
+Each check notes its problem; who has gathered them all raises them at once.
+"""
+
+import math
+import os
+from collections.abc import Collection, Mapping
+from typing import Any, TypeGuard
+
+from lockstep.errors import Problems
+from lockstep.units import listed
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Whether it is a number, and not a flag."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def is_count(value: object, least: int = 1) -> TypeGuard[int]:
+    """Whether it is an integer of at least ``least``, and not a flag."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def check_count(
+    name: str,
+    value: object,
+    problems: Problems,
+    *,
+    least: int = 1,
+    optional: bool = False,
+    fix: str = "",
+) -> None:
+    """Note what is no integer of at least ``least``; None is one where it is optional."""
+    if not is_count(value, least) and not (optional and value is None):
+        problems.add(
+            f"`{name}` must be an integer of at least {least}{', or None' * optional}.",
+            received=f"{name}={value!r}",
+            fix=fix or f"Use {max(least, 1)}.",
+        )
+
+
+def check_number(
+    name: str, value: object, problems: Problems, *, above: float | None = None, fix: str = ""
+) -> None:
+    """Note what is no finite number, or not above a limit."""
+    received = f"{name}={value!r}"
+    if not is_number(value) or not math.isfinite(value):
+        problems.add(
+            f"`{name}` must be a finite number.", received=received, fix=fix or "Pass one."
+        )
+    elif above is not None and value <= above:
+        what = f"`{name}` must be greater than {above:g}."
+        problems.add(what, received=received, fix=fix or "Raise it.")
+
+
+def check_positive(
+    name: str, value: object, problems: Problems, *, fix: str, may_be_infinite: bool = False
+) -> None:
+    """Note what is no number above 0."""
+    if not is_number(value) or not value > 0 or not (may_be_infinite or math.isfinite(value)):
+        what = f"`{name}` must be a positive number."
+        problems.add(what, received=f"{name}={value!r}", fix=fix)
+
+
+def check_timeout(problems: Problems, seconds: object) -> None:
+    """Note what is no positive number of seconds."""
+    fix = "Leave it out for 600 s."
+    check_positive("timeout_seconds", seconds, problems, fix=fix, may_be_infinite=True)
+
+
+def check_seed(seed: object, problems: Problems) -> None:
+    """Note what cannot seed torch's random streams."""
+    if not (is_count(seed, 0) and seed < 1 << 63):
+        what = "`seed` must be an integer from 0 to 2**63 - 1."
+        problems.add(what, received=f"seed={seed!r}", fix="Use 0.")
+
+
+def check_choice(
+    name: str, value: object, choices: Collection[str], problems: Problems, *, fix: str
+) -> None:
+    """Note what is none of the choices."""
+    if value not in choices:
+        what = f"`{name}` must be one of {listed(choices)}."
+        problems.add(what, received=f"{name}={value!r}", fix=fix)
+
+
+def check_flag(name: str, value: object, problems: Problems, *, fix: str = "Pass either.") -> None:
+    """Note what is neither True nor False."""
+    if not isinstance(value, bool):
+        what = f"`{name}` must be True or False."
+        problems.add(what, received=f"{name}={value!r}", fix=fix)
+
+
+def check_path(name: str, value: object, problems: Problems) -> None:
+    """Note what is no path."""
+    if not isinstance(value, str | os.PathLike) or not os.fspath(value):
+        fix = "Pass a string or a Path."
+        problems.add(f"`{name}` must be a path.", received=f"{name}={value!r}", fix=fix)
+
+
+def check_name(name: str, value: Any, problems: Problems, *, optional: bool = False) -> None:
+    """Note what is no string with something in it; None is one where it is optional."""
+    if not (optional and value is None) and not (isinstance(value, str) and value):
+        what = f"`{name}` must be a string."
+        problems.add(what, received=f"{name}={value!r}", fix="Pass a name.")
+
+
+def check_mapping(name: str, value: object, problems: Problems) -> None:
+    """Note what is neither a dict nor None."""
+    if not isinstance(value, Mapping | None):
+        fix = "Pass {'width': 256}."
+        problems.add(f"`{name}` must be a dict.", received=f"{name}={value!r}", fix=fix)
+
+
+def check_frequency(name: str, value: object, problems: Problems) -> None:
+    """Note what is neither "epoch" nor a number of steps."""
+    if value != "epoch" and not is_count(value):
+        what = f"`{name}` must be 'epoch' or a number of steps of at least 1."
+        problems.add(what, received=f"{name}={value!r}", fix="Use 'epoch'.")
