@@ -326,6 +326,8 @@ def _as_array(value: Any, name: str) -> np.ndarray[Any, Any]:
 
 def _shared_with(array: np.ndarray[Any, Any]) -> torch.Tensor:
     """A tensor in the memory of an array."""
+    if array.dtype.name == "bfloat16":  # of ml_dtypes, which torch does not know
+        return _shared_with(array.view(np.int16)).view(torch.bfloat16)
     if array.flags.writeable:
         return torch.from_numpy(array)
     # It makes Python forget which warnings it has shown, so it is not used without need.
