@@ -263,7 +263,7 @@ def array_source(inputs: Any, *others: Any, name: str) -> ArraySource:
     targets = _as_tensors(others[0], name) if others else None
     weight = _as_tensors(others[1], name) if others[1:] and others[1] is not None else None
     source = ArraySource(_as_tensors(inputs, name), targets, weight)
-    _check_lengths(source, name)
+    check_lengths(source, name)
     return source
 
 
@@ -353,7 +353,12 @@ def _from_numpy(array: np.ndarray[Any, Any], name: str) -> torch.Tensor:
         ) from error
 
 
-def _check_lengths(source: ArraySource, name: str) -> None:
+def check_lengths(source: ArraySource, name: str) -> None:
+    """Refuse parts that do not have a row for each sample.
+
+    Raises:
+        DataError: with their shapes.
+    """
     problems = Problems()
     parts = named_parts(source)
     for label, tensor in parts:

@@ -22,6 +22,7 @@ from keras import tree
 from lockstep.capture.state import left_alone
 from lockstep.data.sources import Batch
 from lockstep.errors import LossError, ModelError
+from lockstep.frontends.keras.layer_state import check_gradients
 from lockstep.frontends.keras.model import KerasModel
 from lockstep.frontends.keras.own_steps import OwnSteps, data_of
 from lockstep.frontends.keras.step_calls import StepCalls
@@ -126,8 +127,10 @@ def find_steps(module: KerasModel, name: str, batch: Batch, *, is_divided: bool)
 
     Raises:
         LossError: see ``try_step``.
-        ModelError: optimizers that cannot be told apart.
+        ModelError: optimizers that cannot be told apart, or see ``check_gradients``.
     """
+    if is_divided:
+        check_gradients(module)
     own = OwnSteps.of(module.model)
     module.look_anew()
     with nullcontext() if is_divided else suppress(LossError):
