@@ -89,7 +89,6 @@ class Job:
             )
         problems.raise_if_any(OptionError)
 
-
     @property
     def dims(self) -> BatchDims:
         """Where the samples are, by part."""
