@@ -52,6 +52,14 @@ _REASONS = {
     "which the last stage has some.",
     "has its own weights only": "`compute_loss` calls layers, of which the last stage has some.",
     "each step their own parameters": "Each stage would need all that this optimizer looks at.",
+    "must be gradients": "Layers in float8 keep the largest number of a batch, and round by it: "
+    "parts of a batch have others.",
+    "loss_scale_optimizer": "Mixed precision is bfloat16 here, which needs no scaled losses.",
+    "A step that a model defines": "A `train_step` or `test_step` of the model's own calls all of "
+    "it, and a stage has a part.",
+    "code decides by sizes": "Each batch has images of another size, and a layer decides by that.",
+    "6 != 1": "It counts warnings of a call: to be cut, a model is called a few times more.",
+    "same number of samples": "It has 80 targets for 16,000 samples.",
 }
 
 Line = dict[str, Any]
@@ -193,6 +201,8 @@ once more within the scope of a strategy, so that every model it makes belongs t
 of them pass plain; {num_tests} of these call `fit` or another method that Lockstep distributes.
 
 {summary}
+
+Those that come to other numbers draw random ones, of which each part of a batch has its own.
 
 | folder | pass plain | two replicas | two stages |
 |---|---|---|---|

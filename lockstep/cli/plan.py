@@ -16,7 +16,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Print the Plan."""
     job = load_job(options.target)
-    plan = make_strategy(options).plan(job.model, batch_size=job.batch_size, sample=job.data)
+    plan = make_strategy(options).plan(
+        job.model, batch_size=job.batch_size, sample=job.data, batch_dim=job.batch_dim
+    )
     text = plan.to_json().decode() if options.json else str(plan)
     Console(highlight=False, soft_wrap=True).print(text, markup=False)
     return 0

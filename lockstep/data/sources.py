@@ -263,7 +263,7 @@ def array_source(inputs: Any, *others: Any, name: str) -> ArraySource:
     targets = _as_tensors(others[0], name) if others else None
     weight = _as_tensors(others[1], name) if others[1:] and others[1] is not None else None
     source = ArraySource(_as_tensors(inputs, name), targets, weight)
-    _check_lengths(source, name)
+    check_lengths(source, name)
     return source
 
 
@@ -326,6 +326,8 @@ def _as_array(value: Any, name: str) -> np.ndarray[Any, Any]:
 
 def _shared_with(array: np.ndarray[Any, Any]) -> torch.Tensor:
     """A tensor in the memory of an array."""
+    if array.dtype.name == "bfloat16":  # of ml_dtypes, which torch does not know
+        return _shared_with(array.view(np.int16)).view(torch.bfloat16)
     if array.flags.writeable:
         return torch.from_numpy(array)
     # It makes Python forget which warnings it has shown, so it is not used without need.
@@ -351,7 +353,12 @@ def _from_numpy(array: np.ndarray[Any, Any], name: str) -> torch.Tensor:
         ) from error
 
 
-def _check_lengths(source: ArraySource, name: str) -> None:
+def check_lengths(source: ArraySource, name: str) -> None:
+    """Refuse parts that do not have a row for each sample.
+
+    Raises:
+        DataError: with their shapes.
+    """
     problems = Problems()
     parts = named_parts(source)
     for label, tensor in parts:

@@ -5,16 +5,20 @@ from typing import Any
 
 from torch import nn
 
+from lockstep.data.batch_dims import BatchDims
 from lockstep.data.sources import Source, as_input_source, as_source
 
 
-def plan_inputs(model: Any, precision: str, sample: Any) -> tuple[nn.Module, str, Source | None]:
+def plan_inputs(
+    model: Any, precision: str, sample: Any, dims: BatchDims
+) -> tuple[nn.Module, str, Source | None]:
     """A model as a torch module whose layers have the names that users know.
 
     Args:
         model: of PyTorch or of Keras.
         precision: of a model of PyTorch; one of Keras has its own.
         sample: data as the library's ``fit`` or ``predict`` takes it, or None.
+        dims: where the samples are in it; a model of Keras knows that itself.
 
     Returns:
         The module, the precision, and the samples, which are None where there are none.
@@ -32,5 +36,6 @@ def plan_inputs(model: Any, precision: str, sample: Any) -> tuple[nn.Module, str
     if sample is None:
         return model, precision, None
     is_pair = isinstance(sample, tuple) and len(sample) in (2, 3)
+    sample = dims.data(sample, with_targets=is_pair)
     samples = as_source(sample) if is_pair else as_input_source(sample, name="sample")
     return model, precision, samples

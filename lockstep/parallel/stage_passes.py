@@ -11,10 +11,12 @@ are complete. So two branches that meet late run at the same time.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lockstep.comm.gathering import gather_bytes
@@ -24,8 +26,8 @@ from lockstep.data.sources import Batch
 from lockstep.data.trees import Tree, map_tensors
 from lockstep.parallel.buffers import Buffers, ChangedOnce
 from lockstep.parallel.diagnosis import Diagnosis
-from lockstep.parallel.forward import channels_last
-from lockstep.parallel.losses import JointLoss, ShareLoss, nothing
+from lockstep.parallel.forward import ModelCall, channels_last
+from lockstep.parallel.losses import JointLoss, LossAdapter, ShareLoss, nothing
 from lockstep.parallel.microbatch_run import MicrobatchRun
 from lockstep.parallel.owned_group import OwnedGroup
 from lockstep.parallel.partition import Partition
@@ -35,6 +37,16 @@ from lockstep.parallel.whole_batch import SharePart
 from lockstep.plan.decision import Stage
 from lockstep.plan.lowering import lower_forward, lower_train
 from lockstep.plan.program import Action, Backward, BackwardInput, BackwardWeight, Forward
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageTools:
+    """What stages are run with in training, apart from batches."""
+
+    model: nn.Module
+    partition: Partition
+    call: ModelCall
+    loss: LossAdapter
 
 
 class StagePasses(Passes):
@@ -72,6 +84,16 @@ class StagePasses(Passes):
         ]
         self._apart: dict[int, SharePart] = {}  # they wait for the outputs of all microbatches
         self._is_settled = False
+
+    def tools(self) -> StageTools:
+        """To run a stage apart from batches."""
+        assert self._loss is not None
+        return StageTools(
+            model=self._model,
+            partition=self._partitions[True],
+            call=self.call,
+            loss=self._loss,
+        )
 
     def _lowered(self, num_samples: int) -> Sequence[tuple[Action, ...]]:
         program = lower_train(self._plan, self._rank, num_samples)
@@ -241,23 +263,17 @@ class StagePasses(Passes):
         self, microbatch_run: MicrobatchRun, batch: Batch | None, *, recompute: bool
     ) -> Tree:
         """Run a microbatch run forward; returns the model's output if it has it."""
-        inputs = None if batch is None else self.call.given(batch.inputs)
-        if self.call.channels_last:
-            inputs = map_tensors(channels_last, inputs)
-        watching = nullcontext() if self._loss is None else self._loss.watching()
-        with self._linears.applied(), self.call.applied(), self.call.computing(), watching:
-            if recompute:
-                kept = self._buffers.keep()
-                output, *_ = checkpoint(
-                    microbatch_run.forward,
-                    inputs,
-                    use_reentrant=False,
-                    context_fn=lambda: (nullcontext(), self._buffers.as_in(kept)),
-                )
-            else:
-                output, *_ = microbatch_run.forward(inputs)
-            output = self.call.widened(output)
-        return output if batch is None else self.call.rows(output, batch.inputs)
+        forward: Callable[[Tree], list[Any]] = microbatch_run.forward
+        if recompute:
+            kept = self._buffers.keep()
+            forward = partial(
+                checkpoint,
+                microbatch_run.forward,
+                use_reentrant=False,
+                context_fn=lambda: (nullcontext(), self._buffers.as_in(kept)),
+            )
+        with self._linears.applied():
+            return stage_output(self.call, self._loss, forward, batch)
 
     def shown(self, output: Tree) -> Tree:
         """What users may keep: copies of what an earlier stage has sent."""
@@ -268,6 +284,30 @@ class StagePasses(Passes):
             return tensor.clone() if self._exchange.lends(tensor) else tensor
 
         return map_tensors(hold, output)
+
+
+def stage_output(
+    call: ModelCall,
+    loss: LossAdapter | None,
+    forward: Callable[[Tree], list[Any]],
+    batch: Batch | None,
+) -> Tree:
+    """Run a stage forward; returns the model's output, if it has that.
+
+    Args:
+        call: how the model is called.
+        loss: what may look on.
+        forward: of a ``MicrobatchRun``.
+        batch: the samples, where the stage has use for them.
+    """
+    inputs = None if batch is None else call.given(batch.inputs)
+    if call.channels_last:
+        inputs = map_tensors(channels_last, inputs)
+    watching = nullcontext() if loss is None else loss.watching()
+    with call.applied(), call.computing(), watching:
+        output, *_ = forward(inputs)
+        output = call.widened(output)
+    return output if batch is None else call.rows(output, batch.inputs)
 
 
 def _settled(run: Run, loss: ShareLoss | JointLoss, output: Tree) -> ShareLoss:

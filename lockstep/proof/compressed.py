@@ -178,10 +178,11 @@ class CompressedReference(Reference):
 
     def _check_divisible(self) -> None:
         sees_batch = any(isinstance(each, _BatchNorm) for each in self.model.modules())
-        if sees_batch or isinstance(self._loss, OwnLoss) or self._train_step is not None:
+        is_own = isinstance(self._loss, OwnLoss) or self._train_step is not None
+        if sees_batch or is_own or self._dims:
             raise OptionError(
                 "What hosts compress can be simulated where each sample has an output of its own, "
                 "and a loss function takes it.",
-                received="a model with BatchNorm, with a loss of its own, or a train_step",
+                received="a model with BatchNorm, with a loss of its own, a train_step, or batch_dim",
                 fix="Verify it without `compression`.",
             )

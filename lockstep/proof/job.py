@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn, optim
 
+from lockstep.data.batch_dims import BatchDims
 from lockstep.errors import ModelError, OptionError, Problems
 from lockstep.options import is_count
 from lockstep.parallel.loss_options import check_loss
@@ -36,6 +37,7 @@ class Job:
         loss_weights: a factor for each of several losses.
         train_step: ``train_step(model, batch)`` that returns the loss, as the Trainer takes it, in
             place of ``loss``, which is None then.
+        batch_dim: where the samples are in data, model and loss, as the Trainer takes it.
 
     Raises:
         OptionError: a part that cannot be what it is.
@@ -48,9 +50,11 @@ class Job:
     batch_size: int = 32
     loss_weights: Any = None
     train_step: Any = None
+    batch_dim: Any = 0
 
     def __post_init__(self) -> None:
         problems = Problems()
+        BatchDims.of(self.batch_dim)
         model: object = self.model
         if not isinstance(model, nn.Module):
             problems.add(
@@ -84,6 +88,11 @@ class Job:
                 fix="Give the number of samples of a global batch.",
             )
         problems.raise_if_any(OptionError)
+
+    @property
+    def dims(self) -> BatchDims:
+        """Where the samples are, by part."""
+        return BatchDims.of(self.batch_dim)
 
 
 @dataclass(frozen=True, kw_only=True)

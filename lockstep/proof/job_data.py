@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from lockstep.data.batch_dims import BatchDims
 from lockstep.data.excerpts import first_samples
 from lockstep.data.order import batch_bounds, epoch_order, kept_streams, seed_streams
 from lockstep.data.sources import Source, as_source
@@ -48,8 +49,9 @@ def data_of(job: Job, steps: int, seed: int) -> JobData:
     """
     stream = as_stream(job.data, name="data", batch_size=job.batch_size)
     if stream is None:
-        return _indexed(as_source(job.data), job.batch_size, steps)
-    return _iterated(stream, steps, seed)
+        data = job.dims.data(job.data, with_targets=True)
+        return _indexed(as_source(data), job.batch_size, steps)
+    return _iterated(stream, job.dims, steps, seed)
 
 
 def _indexed(source: Source, size: int, steps: int) -> JobData:
@@ -73,11 +75,11 @@ def _indexed(source: Source, size: int, steps: int) -> JobData:
     )
 
 
-def _iterated(stream: Stream, steps: int, seed: int) -> JobData:
+def _iterated(stream: Stream, dims: BatchDims, steps: int, seed: int) -> JobData:
     with kept_streams():
         seed_streams(seed)
         elements = list(islice(_elements(stream), steps))
-    sources = [stream.batch(element) for element in elements]
+    sources = [stream.batch(dims.data(element, with_targets=True)) for element in elements]
     sizes = sorted({len(source) for source in sources})
     return JobData(
         given=lambda: iter(elements),

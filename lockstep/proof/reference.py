@@ -10,13 +10,14 @@ import copy
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn, optim
 
+from lockstep.data.batch_dims import SAMPLES_FIRST, BatchDims
 from lockstep.data.order import seed_streams, share_seed, torch_streams
 from lockstep.data.own_loss import OwnLoss
 from lockstep.data.sources import Batch, Source
@@ -68,6 +69,7 @@ class Reference:
         loss_weights: of several losses.
         share: of each batch, the only one that it trains on; None for all.
         train_step: the user's own, in place of model and loss.
+        dims: where the samples are in what the user's code takes.
 
     Attributes:
         model: the model.
@@ -85,6 +87,7 @@ class Reference:
         loss_weights: Any = None,
         share: int | None = None,
         train_step: Any = None,
+        dims: BatchDims = SAMPLES_FIRST,
     ) -> None:
         self.notes: list[str] = []
         self.model = model
@@ -95,6 +98,7 @@ class Reference:
         self._loss = loss
         self._loss_weights = loss_weights
         self._train_step = train_step
+        self._dims = dims
         self._seed = seed
         self._batches = enumerate(batches)
         self._first_buffers = {name: value.clone() for name, value in model.named_buffers()}
@@ -175,6 +179,11 @@ class Reference:
         return probe_draws(fewer.num_samples, lambda: self._loss_of(*self._guinea_pig, fewer))
 
     def _loss_of(self, model: Callable[..., Any], loss: Any, batch: Batch) -> torch.Tensor | None:
+        batch = replace(
+            batch,
+            inputs=self._dims.given_inputs(batch.inputs, torch.float64),
+            targets=self._dims.given_targets(batch.targets),
+        )
         if self._train_step is not None:
             return returned_loss(self._train_step(model, _as_given(batch)))
         inputs = batch.inputs

@@ -264,6 +264,7 @@ def make_reference(
         loss_weights=job.loss_weights,
         share=share,
         train_step=own.train_step,
+        dims=job.dims,
         **compressed,
     )
 
@@ -290,6 +291,7 @@ def make_trainer(
         seed=seed,
         loss_weights=job.loss_weights,
         train_step=own.train_step,
+        batch_dim=job.batch_dim,
     )
 
 

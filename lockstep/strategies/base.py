@@ -39,6 +39,7 @@ class Strategy(ABC):
         batch_size: int,
         precision: str = "fp32",
         sample: Any = None,
+        batch_dim: Any = 0,
     ) -> Plan:
         """The Plan for a model on this host, without training anything.
 
@@ -49,14 +50,17 @@ class Strategy(ABC):
             sample: data as ``fit`` or ``predict`` of the Trainer, or of the Keras model, take it, a
                 microbatch of it at least. Needed by strategies that cut the model, which run and
                 time its layers.
+            batch_dim: where the samples are, as the Trainer takes it.
 
         Raises:
             OptionError: no sample where one is needed, or options that cannot be.
             ModelError: a model of Keras is not built, or has a step of its own.
         """
+        from lockstep.data.batch_dims import BatchDims
         from lockstep.frontends.plan_inputs import plan_inputs
 
-        module, precision, samples = plan_inputs(model, precision, sample)
+        dims = BatchDims.of(batch_dim)
+        module, precision, samples = plan_inputs(model, precision, sample, dims)
         maker = self.maker(precision)
         maker.check_batch_size(batch_size)
         if maker.sample_size(discover(), batch_size) is None:
@@ -74,7 +78,7 @@ class Strategy(ABC):
         from lockstep.train.planning import Planning
 
         with torch.inference_mode(False):  # to be trained, it is traced with gradients
-            return Planning(module).plan(maker, precision, samples, batch_size)[0]
+            return Planning(module, dims).plan(maker, precision, samples, batch_size)[0]
 
     @property
     @abstractmethod

@@ -31,6 +31,7 @@ from lockstep.train.rank_proof import prove_alike
 from lockstep.train.replicas import own_replica, replicas_of, set_replica
 from lockstep.train.residuals import residuals_of_all
 from lockstep.train.snapshots import noting, take_snapshot
+from lockstep.train.stage_proof import prove_stages
 from lockstep.train.tasks import Task, evaluate, joined_metrics
 from lockstep.train.tracing import StepTracer
 
@@ -146,7 +147,8 @@ class FitTask(Task):
             reading_ahead(self.source, self._reads(worker), worker.passes.device) as source,
         ):
             if self.proves:
-                prove_alike(worker, control, conductor.samples)
+                prove = prove_alike if worker.plan.pipeline is None else prove_stages
+                prove(worker, control, conductor.samples)
             replica = own_replica(self.start.replicas, worker)
             if replica is not None:
                 set_replica(worker, replica)

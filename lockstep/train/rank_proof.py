@@ -39,13 +39,13 @@ from lockstep.train.likeness import digest
 
 # Samples of a proof, and elements of the largest parameter whose gradient is compared.
 _NUM_SAMPLES = 2
-_MOST_ELEMENTS = 1 << 14
+MOST_ELEMENTS = 1 << 14
 
 # How far apart sizes may be on two hosts: much more than rounding, even in 16 bits.
 _HOSTS_APART = 0.02
 
-_GRADIENT = "the gradient of"
-_LOSS = "the loss"
+GRADIENT = "the gradient of"
+LOSS = "the loss"
 
 
 # What was computed, its fingerprint, and its size; hosts send them to each other.
@@ -105,12 +105,12 @@ def prove_alike(worker: Worker, control: Control, samples: Any) -> None:
     for host in range(worker.plan.num_hosts) if told else ():
         first, *others = worker.plan.ranks_of_host(host)
         for rank in others:
-            if (place := _first_difference(told[first], told[rank])) is not None:
-                raise _unlike(rank, first, place)
+            if (place := first_difference(told[first], told[rank])) is not None:
+                raise unlike(rank, first, place)
     for host in range(1, worker.plan.num_hosts) if told else ():
         first = worker.plan.ranks_of_host(host)[0]
-        if (place := _first_difference(told[0], told[first], _is_like)) is not None:
-            raise _unlike(first, 0, place, across=True)
+        if (place := first_difference(told[0], told[first], _is_like)) is not None:
+            raise unlike(first, 0, place, across=True)
 
 
 def _fingerprints(
@@ -123,7 +123,7 @@ def _fingerprints(
     try:
         with _watching(model, found, outputs):
             losses = run()
-        found.append(_print(_LOSS, _values(losses)))
+        found.append(print_of(LOSS, values_of(losses)))
         found += _gradients(model, losses, outputs)
     except Exception:  # whatever a model raises, or a reentrant checkpoint in backward
         return found
@@ -138,11 +138,11 @@ def _watching(
 
     def note(place: str, output: Any) -> None:
         tensors = list(tensors_of(output))
-        found.append(_print(f"the output of {place}", tensors))
+        found.append(print_of(f"the output of {place}", tensors))
         outputs.extend((place, one) for one in tensors if one.requires_grad)
 
     def note_module(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
-        note(_place(name, module), output)
+        note(place_of(name, module), output)
 
     if isinstance(model, FrontEndModel):
         with model.watching(note):
@@ -159,12 +159,12 @@ def _watching(
             handle.remove()
 
 
-def _place(name: str, module: nn.Module) -> str:
+def place_of(name: str, module: nn.Module) -> str:
     kind = type(module).__name__
     return f"layer {name!r} ({kind})" if name else f"the model ({kind})"
 
 
-def _values(losses: Sequence[ShareLoss | JointLoss]) -> list[torch.Tensor]:
+def values_of(losses: Sequence[ShareLoss | JointLoss]) -> list[torch.Tensor]:
     return [value for loss in losses for value in loss.values]
 
 
@@ -177,20 +177,20 @@ def _gradients(
     small = [
         (f"parameter {name!r}", parameter)
         for name, parameter in model.named_parameters()
-        if parameter.requires_grad and parameter.numel() <= _MOST_ELEMENTS
+        if parameter.requires_grad and parameter.numel() <= MOST_ELEMENTS
     ]
     places = [*reversed(outputs), *small]
-    roots = [value.sum() for value in _values(losses) if value.requires_grad]
+    roots = [value.sum() for value in values_of(losses) if value.requires_grad]
     if not roots or not places:
         return []
     found = torch.autograd.grad(roots, [one for _, one in places], allow_unused=True)
     return [
-        _print(f"{_GRADIENT} {place}", [] if gradient is None else [gradient])
+        print_of(f"{GRADIENT} {place}", [] if gradient is None else [gradient])
         for (place, _), gradient in zip(places, found, strict=True)
     ]
 
 
-def _print(place: str, tensors: Sequence[torch.Tensor]) -> Print:
+def print_of(place: str, tensors: Sequence[torch.Tensor]) -> Print:
     norms = [float(one.detach().double().norm()) for one in tensors if not one.is_complex()]
     return place, digest(tensors), math.hypot(*norms)
 
@@ -202,13 +202,13 @@ def _is_same(one: Print, other: Print) -> bool:
 def _is_like(one: Print, other: Print) -> bool:
     """Whether another host has computed the same, but for rounding."""
     (place, _, size), (_, _, other_size) = one, other
-    is_gradient = place.startswith(_GRADIENT)  # through BatchNorm, of few samples, all is rounding
+    is_gradient = place.startswith(GRADIENT)  # through BatchNorm, of few samples, all is rounding
     is_finite = math.isfinite(size) and math.isfinite(other_size)
     close = math.isclose(size, other_size, rel_tol=_HOSTS_APART, abs_tol=_HOSTS_APART)
     return is_gradient or not is_finite or close
 
 
-def _first_difference(
+def first_difference(
     one: Sequence[Print],
     other: Sequence[Print],
     is_like: Callable[[Print, Print], bool] = _is_same,
@@ -219,7 +219,7 @@ def _first_difference(
     place, the prints are compared in any order. A rank that has failed on its way has fewer.
     """
     own, theirs = _by_place(one), _by_place(other)
-    has_failed = _LOSS not in own or _LOSS not in theirs
+    has_failed = LOSS not in own or LOSS not in theirs
     for place in {**own, **theirs}:
         ours, others = own.get(place, []), theirs.get(place, [])
         if len(ours) != len(others):
@@ -237,7 +237,7 @@ def _by_place(prints: Sequence[Print]) -> dict[str, list[Print]]:
     return {place: found[place] for place, *_ in prints}
 
 
-def _unlike(rank: int, first: int, place: str, *, across: bool = False) -> ModelError:
+def unlike(rank: int, first: int, place: str, *, across: bool = False) -> ModelError:
     return ModelError(
         f"Rank {rank} does not compute what rank {first} computes.",
         received=f"something else, first in {place}" if across else f"other bits, first in {place}",

@@ -21,15 +21,17 @@ from lockstep.data.batch_dims import SAMPLES_FIRST, BatchDims
 from lockstep.errors import OptionError, WorkerError
 from lockstep.parallel.blank import blank_names, forget_blanks, initialize
 from lockstep.parallel.compressed_tensors import compressed_tensors
+from lockstep.parallel.forward import ModelCall
 from lockstep.parallel.groups import ParameterGroup, parameter_groups
 from lockstep.parallel.losses import LossAdapter
 from lockstep.parallel.settings import TorchSettings, deterministic_kernels
+from lockstep.parallel.stage_passes import StageTools
 from lockstep.parallel.whole_batch import whole_batch_note
 from lockstep.plan.devices import is_cpu
 from lockstep.plan.makers import Maker, SingleDevice
 from lockstep.plan.spec import Plan
 from lockstep.train.apart_checks import check_apart, check_served
-from lockstep.train.assignment import Assignment
+from lockstep.train.assignment import Assignment, compute_settings
 from lockstep.train.checks import check_backend, device_of, place_model
 from lockstep.train.conductor import Conductor
 from lockstep.train.ensemble import Resume
@@ -47,6 +49,7 @@ from lockstep.train.renewal import Form
 from lockstep.train.residuals import Residuals
 from lockstep.train.run_state import set_state, state_of
 from lockstep.train.session import Session
+from lockstep.train.stage_proof import Crossing, run_stages
 from lockstep.train.standing import StandingCalls
 from lockstep.train.tasks import Task
 from lockstep.train.training_state import TrainingState
@@ -308,7 +311,9 @@ class Runner(ABC):
         Returns what the proof is going to hold for; None where there is none.
         """
         task, plan = assignment.task, assignment.plan
-        is_left_out = plan.num_ranks == 1 or plan.pipeline is not None
+        in_stages = plan.pipeline is not None
+        is_whole = plan.num_hosts == 1 and is_cpu(plan.devices) and not assignment.blank
+        is_left_out = plan.num_ranks == 1 or (in_stages and not is_whole)
         if not isinstance(task, FitTask) or is_left_out:
             return None
         parts = (self.model, assignment.loss and assignment.loss.loss, assignment.functions)
@@ -317,6 +322,9 @@ class Runner(ABC):
         task.proves = plan.num_hosts > 1 or self._proven != proof
         if task.proves:
             conductor.samples = samples_of(sample_of(task.source), self.precision)
+        if task.proves and in_stages:
+            conductor.samples = _run_in_stages(assignment, conductor.samples)
+            task.proves = conductor.samples is not None
         return proof
 
     def _plan_for_all(
@@ -417,6 +425,20 @@ class Runner(ABC):
     def _torch_optimizers(self) -> list[optim.Optimizer]:
         """Those whose options and slots all hosts are to have alike."""
         return each_optimizer(self.optimizer)
+
+
+def _run_in_stages(assignment: Assignment, samples: Any) -> Crossing | None:
+    """What all stages make of samples, here, before ranks have them; None where that fails."""
+    plan, model, loss = assignment.plan, assignment.model, assignment.loss
+    assert loss is not None
+    tools = StageTools(
+        model=model,
+        partition=assignment.partitions[True],
+        call=ModelCall(model, plan, assignment.device, assignment.dims),
+        loss=loss,
+    )
+    with compute_settings(plan):
+        return run_stages(tools, samples)
 
 
 def _nested(task: Task) -> Session:

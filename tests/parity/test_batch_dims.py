@@ -12,7 +12,7 @@ from torch import Generator, Tensor, nn
 
 import lockstep
 from lockstep.data.batch_dims import BatchDims
-from lockstep.errors import LockstepError, OptionError
+from lockstep.errors import LockstepError, ModelError, OptionError
 from tests.thorough import core_of
 from tests.zoo import build_seeded
 
@@ -236,3 +236,46 @@ def test_what_is_not_where_it_was_said_to_be() -> None:
 def test_what_is_no_dim(wrong: object) -> None:
     with pytest.raises(OptionError, match="`batch_dim` must be a dim"):
         BatchDims.of(wrong)
+
+
+# --- proofs ---------------------------------------------------------------------------------------
+
+
+def job_of(case: Case, **changes: Any) -> lockstep.Job:
+    make, loss, inputs, targets, dims = case
+    parts: dict[str, Any] = {
+        "model": build_seeded(make),
+        "loss": loss,
+        "optimizer": partial(torch.optim.SGD, lr=0.1),
+        "data": (inputs, targets),
+        "batch_size": BATCH,
+        "batch_dim": dims,
+    }
+    return lockstep.Job(**{**parts, **changes})
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("strategy", ["mirrored 1, 3 shares", "pipeline 2"])
+def test_a_proof(name: str, strategy: str) -> None:
+    report = lockstep.verify(job_of(CASES[name]), STRATEGIES[strategy](), steps=4)
+    assert report.passed, report
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"data": batches},
+        {"loss": None, "train_step": lambda model, batch: over_time(model(batch[0]), batch[1])},
+    ],
+    ids=["a stream", "a step of one's own"],
+)
+def test_a_proof_of(changes: dict[str, Any]) -> None:
+    report = lockstep.verify(job_of(CASES["LSTM"], **changes), STRATEGIES["mirrored 2"](), steps=4)
+    assert report.passed, report
+
+
+def test_a_proof_with_samples_elsewhere() -> None:
+    """Time taken for samples: of parts of it, a recurrent net computes something else."""
+    other = job_of(CASES["LSTM"], batch_dim=0, batch_size=TIME)
+    with pytest.raises(ModelError, match="must not depend on the others"):
+        lockstep.verify(other, STRATEGIES["mirrored 1, 3 shares"](), steps=1)

@@ -20,7 +20,7 @@ from keras import layers, ops
 from keras.src.backend.torch.trainer import TorchTrainer
 
 import lockstep
-from lockstep.errors import ModelError, OptionError
+from lockstep.errors import DataError, ModelError, OptionError
 from tests import keras_zoo as zoo
 from tests.thorough import core_of
 
@@ -454,3 +454,100 @@ def test_a_second_thread_is_refused() -> None:
     assert len(fitted(model, epochs=2, callbacks=[callback])["loss"]) == 2
     assert len(refused) == 2
     assert "evaluate while another thread is in fit" in refused[0]
+
+
+# --- on one device alone, and on all --------------------------------------------------------------
+
+BOTH = (lockstep.MirroredStrategy(devices=2), lockstep.PipelineStrategy(2))
+
+
+@pytest.mark.parametrize("strategy", BOTH, ids=lambda one: type(one).__name__)
+def test_layers_in_float8_are_refused(strategy: Any) -> None:
+    """Their "gradients" are the largest numbers of a batch, which those of parts are not."""
+    with strategy.scope():
+        model = stacked(layers.Dense(4), layers.Dense(1))
+        for layer in model.layers:
+            layer.quantize("float8")
+        model.compile("sgd", "mse")
+    with pytest.raises(ModelError, match=r"scale.*float8"):
+        fitted(model)
+
+
+class Noisy(layers.Layer):  # type: ignore[misc]  # Keras is untyped
+    """Draws one number for all samples."""
+
+    def call(self, inputs: Any, training: bool = False) -> Any:
+        return inputs * keras.random.uniform((), 1, 2) if training else inputs
+
+
+def no_mean(y_true: Any, y_pred: Any) -> Any:
+    return ops.sqrt(ops.mean(ops.square(y_true - y_pred)))
+
+
+@pytest.mark.filterwarnings("ignore:The model does not have any trainable weights")
+@pytest.mark.parametrize("strategy", BOTH, ids=lambda one: type(one).__name__)
+def test_a_model_with_nothing_to_train_may_lose_anything(strategy: Any) -> None:
+    x = np.random.default_rng(0).normal(size=(9, 8)).astype("float32")
+    found = []
+    for scope in (nullcontext(), strategy.scope()):
+        keras.utils.set_random_seed(1)
+        with scope:
+            model = stacked(layers.Rescaling(2.0), loss=no_mean)
+            noisy = stacked(Noisy(), loss=no_mean)
+        found.append(fitted(model, x, x[::-1])["loss"])
+        assert fitted(noisy, x, x)["loss"] > [0.0]
+    np.testing.assert_allclose(found[1], found[0], rtol=1e-6)
+
+
+@pytest.mark.parametrize("strategy", BOTH, ids=lambda one: type(one).__name__)
+def test_arrays_of_bfloat16(strategy: Any) -> None:
+    x = X.astype("bfloat16")
+    found = []
+    for scope in (nullcontext(), strategy.scope()):
+        keras.utils.set_random_seed(1)
+        with scope:
+            model = stacked(layers.Dense(4), layers.Dense(1), loss="mse")
+        fitted(model, ((x, Y) for _ in range(2)), None, steps_per_epoch=2, batch_size=None)
+        found.append(model.predict(x, verbose=0))
+    np.testing.assert_allclose(found[1], found[0], rtol=1e-2)
+
+
+class OnlyTrains(keras.Model):  # type: ignore[misc]  # Keras is untyped
+    """Its loss in training is another one than in evaluation."""
+
+    def compute_loss(
+        self,
+        x: Any = None,
+        y: Any = None,
+        y_pred: Any = None,
+        sample_weight: Any = None,
+        training: bool = True,
+    ) -> Any:
+        loss = super().compute_loss(x, y, y_pred, sample_weight, training)
+        return loss * (1 + training + 2 * self.training)
+
+
+def two_layers() -> tuple[Any, Any]:
+    """Inputs and outputs."""
+    inputs = keras.Input((8,))
+    return inputs, layers.Dense(1)(layers.Dense(4)(inputs))
+
+
+@pytest.mark.parametrize("strategy", BOTH, ids=lambda one: type(one).__name__)
+def test_a_loss_of_ones_own_knows_whether_the_model_trains(strategy: Any) -> None:
+    with strategy.scope():
+        model = OnlyTrains(*two_layers())
+        model.compile("sgd", "mse")
+    plain = OnlyTrains(*two_layers())
+    plain.compile("sgd", "mse")
+    plain.set_weights(model.get_weights())
+    np.testing.assert_allclose(
+        model.evaluate(X, Y, verbose=0), plain.evaluate(X, Y, verbose=0), rtol=1e-6
+    )
+
+
+def test_targets_of_another_number_in_a_stream_are_refused() -> None:
+    with lockstep.MirroredStrategy(devices=2).scope():
+        model = stacked(layers.Dense(1), loss=lambda _, y_pred: ops.sum(y_pred))
+    with pytest.raises(DataError, match=r"inputs\[0\] 8, targets\[0\] 3"):
+        fitted(model, ((X[:8], Y[:3]) for _ in range(1)), None, steps_per_epoch=1, batch_size=None)

@@ -49,7 +49,7 @@ class ComputedLoss(KerasLoss):
 
     def __call__(self, output: Tree, batch: Batch) -> ShareLoss:
         target, num_samples = batch.targets, batch.num_samples
-        model, added = self._module.model, self.added(output, num_samples)
+        model, added = self._module.model_in_mode(), self.added(output, num_samples)
         numbers = [
             (seed * rows).sum() / num_samples
             for seed, rows in zip(added.seeds, added.values, strict=True)

@@ -16,7 +16,7 @@ from keras.src.trainers.epoch_iterator import EpochIterator
 
 from lockstep.data.divided import check_whole
 from lockstep.data.reading import Reading
-from lockstep.data.sources import ArraySource, Source, array_source
+from lockstep.data.sources import ArraySource, Source, array_source, check_lengths
 from lockstep.data.streams import Stream
 from lockstep.data.trees import Tree
 from lockstep.errors import OptionError, level_of_user
@@ -163,7 +163,9 @@ class _Stream(Stream):
     """Batches as Keras has them."""
 
     def batch(self, element: Any) -> ArraySource:
-        return _array_source(element)
+        source = _array_source(element)
+        check_lengths(source, self.name)
+        return source
 
 
 def _batches(iterator: EpochIterator) -> Iterator[Any]:

@@ -31,9 +31,34 @@ def check_layer_state(module: KerasModel, seen: Sequence[Seen]) -> None:
     Raises:
         ModelError: with the variables, or the metrics.
     """
+    check_gradients(module)
     _refuse_writers(seen[0].written)
     _refuse_kept(kept_variables(module), [one.kept for one in seen])
     _refuse_counts(metrics_of_layers(module), [one.counts for one in seen])
+
+
+def check_gradients(module: KerasModel) -> None:
+    """Refuse variables whose gradients are no gradients, but what they are to be next.
+
+    A layer in float8 gives the largest numbers it has seen so, to scale the next batch by. Those of
+    parts are not that of the batch, and neither is what gradients of parts are rounded to.
+
+    Raises:
+        ModelError: with the variables.
+    """
+    overwritten = [
+        one.path
+        for one in module.variables.values()
+        if one.overwrite_with_gradient and one.trainable
+    ]
+    if overwritten:
+        raise ModelError(
+            "Each device computes gradients of its own part of the batch, so what is added up must "
+            "be gradients.",
+            received=f"ranges of numbers in place of them: {first_few(overwritten)}, as layers in "
+            "float8 have",
+            fix="Train in another dtype (mixed_bfloat16, say), or use SingleDeviceStrategy.",
+        )
 
 
 def _refuse_writers(written: Sequence[str]) -> None:

@@ -124,6 +124,12 @@ class KerasModel(FrontEndModel):
         """The Keras model."""
         return self._held[0]
 
+    def model_in_mode(self) -> Any:
+        """The Keras model, in training mode if this one is; in stages nobody calls this one."""
+        if self.model.training != self.training:
+            self.model.train(self.training)
+        return self.model
+
     @property
     def precision(self) -> str:
         """As the Trainer's options have it; Keras's policies say what layers compute in."""
@@ -193,9 +199,7 @@ class KerasModel(FrontEndModel):
             every sample beside the number of samples, and of the inputs, where the model's own
             ``compute_loss`` gets them.
         """
-        model = self.model
-        if model.training != self.training:
-            model.train(self.training)
+        model = self.model_in_mode()
         is_watched = bool(torch._C._len_torch_function_stack())
         self._calls.look(model)
         try:

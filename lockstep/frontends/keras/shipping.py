@@ -13,6 +13,8 @@ from typing import Any
 
 from keras.src.layers.layer import Layer
 from keras.src.layers.preprocessing.index_lookup import IndexLookup
+from keras.src.models.functional import Functional
+from keras.src.models.model import inject_functional_model_class
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.saving.keras_saveable import KerasSaveable
 from keras.src.trainers.trainer import Trainer
@@ -81,7 +83,8 @@ def reduce(obj: Any) -> Any:
         return DynamicBackend, (obj.name,)
     else:
         return NotImplemented
-    return _blank, (type(obj),), state, None, None, fill
+    blank = _blank_functional if isinstance(obj, Functional) else _blank
+    return blank, (type(obj),), state, None, None, fill
 
 
 def kept_attributes(obj: KerasSaveable) -> dict[str, Any]:
@@ -117,6 +120,13 @@ def _left_of(kind: Any) -> frozenset[str]:
 def _blank(kind: Any) -> Any:
     """An object without attributes; ``__new__`` of Keras's layers would give it some."""
     return kind.__new__(kind) if issubclass(kind, list | dict | set) else object.__new__(kind)
+
+
+def _blank_functional(kind: Any) -> Any:
+    """Of a class that has ``Functional`` among its bases since its first object was made."""
+    if not issubclass(kind, Functional):
+        inject_functional_model_class(kind)
+    return _blank(kind)
 
 
 def _fill(obj: Any, attributes: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ step that mixes rows of several kinds gets the same number in all of them.
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,6 +22,7 @@ from keras import tree
 from lockstep.capture.state import left_alone
 from lockstep.data.sources import Batch
 from lockstep.errors import LossError, ModelError
+from lockstep.frontends.keras.layer_state import check_gradients
 from lockstep.frontends.keras.model import KerasModel
 from lockstep.frontends.keras.own_steps import OwnSteps, data_of
 from lockstep.frontends.keras.step_calls import StepCalls
@@ -114,16 +116,25 @@ def number_of(value: Any) -> torch.Tensor | None:
     return found if found.dim() == 0 else None
 
 
-def find_steps(module: KerasModel, name: str, batch: Batch) -> OwnSteps:
+def find_steps(module: KerasModel, name: str, batch: Batch, *, is_divided: bool) -> OwnSteps:
     """What a model's own step does, tried on a few samples.
+
+    Args:
+        module: the model.
+        name: of the step.
+        batch: the samples.
+        is_divided: batches are; else what it makes of one may be anything.
 
     Raises:
         LossError: see ``try_step``.
-        ModelError: optimizers that cannot be told apart.
+        ModelError: optimizers that cannot be told apart, or see ``check_gradients``.
     """
+    if is_divided:
+        check_gradients(module)
     own = OwnSteps.of(module.model)
     module.look_anew()
-    try_step(module, name, batch, own)
+    with nullcontext() if is_divided else suppress(LossError):
+        try_step(module, name, batch, own)
     own.add_built(module.model)
     own.check()
     return own

@@ -125,6 +125,7 @@ class KerasTrainer(KeepingRunner):
         self._known: _Known | None = None
         self._num_predictions = 0
         self._own: OwnSteps | None = None  # of the call that is made
+        self._is_alone = False  # such a call is made on one device
         self._several = OptimizerList()  # of steps of the model's own
         self._is_apart = False  # outputs of samples are seen not to depend on others
 
@@ -290,12 +291,8 @@ class KerasTrainer(KeepingRunner):
 
     def _maker(self) -> Maker:
         """Of Plans for this call: what a step does without training is done on one device."""
-        maker = super()._maker()
-        trains = self._own is None or self.model.model.trainable_variables
-        if trains or self._job_context.hosts is not None:
-            return maker
-        cuts = maker.sample_size(discover(), 1) is not None  # it asks what layers cost
-        return self._maker_for_one() if cuts else maker
+        is_alone = self._own is not None and self._is_alone
+        return self._maker_for_one() if is_alone else super()._maker()
 
     def _own_steps(self, source: Source | SharedStream, name: str) -> OwnSteps | None:
         """What a model's own step does, tried on a few samples; None where it has none."""
@@ -305,7 +302,13 @@ class KerasTrainer(KeepingRunner):
             assert isinstance(sample, ArraySource)
             if self.keeper is not None:
                 raise not_kept()
-            self._own = own = find_steps(self.model, name, few_samples(self.model, sample))
+            maker = self._maker()
+            trains = self.model.model.trainable_variables or self._job_context.hosts is not None
+            cuts = maker.sample_size(discover(), 1) is not None  # it asks what layers cost
+            self._is_alone = not trains and (cuts or name == "train_step")
+            is_divided = not (self._is_alone or isinstance(maker, SingleDevice))
+            few = few_samples(self.model, sample, is_divided=is_divided)
+            self._own = own = find_steps(self.model, name, few, is_divided=is_divided)
         return own
 
     @property
