@@ -15,15 +15,14 @@ from typing import Any
 import torch
 from torch import nn, optim
 
-from lockstep.comm.domain_sums import members_by_domain
 from lockstep.comm.exchange import ExchangeSpec, GroupSpec
 from lockstep.comm.gradient_rows import GradientSpec
 from lockstep.comm.gradients import Gradients, TensorSpec
 from lockstep.errors import ModelError, OptionError
 from lockstep.loops.job import Job, Shared
+from lockstep.parallel.build import divided_pieces, owned_groups
 from lockstep.parallel.gradient_rules import GradientJudge, GradientRules
 from lockstep.parallel.groups import ParameterGroup
-from lockstep.parallel.owned_group import OwnedGroup
 from lockstep.parallel.store import (
     ParameterStore,
     TensorStore,
@@ -32,7 +31,7 @@ from lockstep.parallel.store import (
     tensor_spec,
 )
 from lockstep.parallel.update import PieceSlots, SlotKey
-from lockstep.plan.layout import block_sizes, num_buckets
+from lockstep.plan.layout import num_buckets
 from lockstep.train.serving import open_store
 from lockstep.train.updaters import TorchUpdater
 
@@ -101,7 +100,9 @@ class ReplicaUpdate:
                 weakref.finalize(self, channel.close)
         self._exchange = job.exchange(spec, self._shared, self._position, self._options)
         self._gradients = self._exchange.gradients[_GROUP]
-        self._owned = self._divide(spec.groups[_GROUP])
+        divided = divided_pieces(job.plan(), spec.groups[_GROUP], self._updater)
+        self._gradients.divide(divided)
+        (self._owned,) = owned_groups(job.plan(), spec, self._parameters, [divided], job.rank)
         self._pieces = self._owned.bound(is_alone=self._is_alone)
         self._updater.bind(self._pieces)
         self._judge = GradientJudge(
@@ -130,21 +131,6 @@ class ReplicaUpdate:
             gradients=gradients,
         )
         return ExchangeSpec(num_ranks=count, share_ranks=ranks, groups=(group,))
-
-    def _divide(self, group: GroupSpec) -> OwnedGroup:
-        """The parameters, and what this replica updates of them."""
-        job, extents = self._job, group.gradients.extents
-        divided = self._updater.divide(extents, job.num_replicas, job.num_replicas)
-        self._gradients.divide(dict(enumerate(divided)))
-        pieces = divided[job.rank]
-        return OwnedGroup(
-            number=_GROUP,
-            spec=group,
-            members=self.trained,
-            pieces=pieces,
-            blocks=block_sizes(extents, job.num_replicas, pieces),
-            is_scattered=len(members_by_domain(group.ranks, job.plan().domains)) > 1,
-        )
 
     # --- being alike -----------------------------------------------------------------------------
 
