@@ -27,6 +27,7 @@ from lockstep.parallel.store import (
     ParameterStore,
     TensorStore,
     check_separate,
+    copy_to_views,
     slot_spec,
     tensor_spec,
 )
@@ -159,7 +160,7 @@ class ReplicaUpdate:
             views = self._open(shared.stores, layouts)
             for parameter, view in zip(self._parameters.values(), views[0], strict=True):
                 parameter.data = view
-        _copy(list(values.values()), views[1])
+        copy_to_views(list(values.values()), views[1])
         self._options = views[3]
         updater.share_options(views[3][0])
         self._slots = dict(zip(keys, views[2], strict=True))
@@ -174,7 +175,7 @@ class ReplicaUpdate:
             ParameterStore.adopt(list(self._parameters.items())),
             *map(TensorStore.create, layouts[1:]),
         ]
-        _copy(stores[1].views, list(values.values()))
+        copy_to_views(stores[1].views, list(values.values()))
         return stores
 
     def _open(
@@ -344,12 +345,6 @@ class ReplicaUpdate:
         updater.store_slots({key: place for key, place in self._slots.items() if key in kept})
         self._job.barrier()
         updater.bind(self._pieces)
-
-
-def _copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    with torch.no_grad():
-        for target, source in zip(targets, sources, strict=True):
-            target.copy_(source)
 
 
 def _facts(
