@@ -60,7 +60,7 @@ class Runner(ABC):
     Args:
         model: the model; it is trained in place.
         meta_model: the model, or one of its shape on the meta device.
-        company: with whom calls are made.
+        job_context: with whom calls are made.
         strategy: where and how to train; None is one device.
         recipe: what training does beside what the optimizer does.
         precision: see ``Trainer``.
