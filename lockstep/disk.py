@@ -8,10 +8,13 @@ import errno
 import os
 import secrets
 import shutil
+from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Self
+
+import msgspec
 
 from lockstep.units import format_bytes
 
@@ -65,6 +68,32 @@ def replacing(
     except BaseException:
         os.unlink(temporary)
         raise
+
+
+class JsonFile:
+    """Something that a JSON file says as a whole; a base of msgspec's structs."""
+
+    __slots__ = ()
+
+    def to_json(self) -> bytes:
+        """All of it, as indented JSON."""
+        return msgspec.json.format(msgspec.json.encode(self), indent=2)
+
+    @classmethod
+    @abstractmethod
+    def from_json(cls, text: bytes | str) -> Self:
+        """Read what ``to_json`` wrote."""
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write it to a JSON file."""
+        text = self.to_json() + b"\n"
+        with writing(path, len(text)):
+            Path(path).write_bytes(text)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Self:
+        """Read it from a JSON file; see ``from_json``."""
+        return cls.from_json(Path(path).read_bytes())
 
 
 def _figures(number: int, path: str | os.PathLike[str], num_bytes: int | None) -> str:

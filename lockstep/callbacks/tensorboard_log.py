@@ -68,15 +68,11 @@ class TensorBoard(ClosingCallback):
             self._write("train", "batch", values, self._step)
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
-        values = scalars(logs)
-        validated = {
-            name.removeprefix(_VALIDATION): value
-            for name, value in values.items()
-            if name.startswith(_VALIDATION)
-        }
-        trained = {
-            name: value for name, value in values.items() if not name.startswith(_VALIDATION)
-        }
+        trained: dict[str, float] = {}
+        validated: dict[str, float] = {}
+        for name, value in scalars(logs).items():
+            run = validated if name.startswith(_VALIDATION) else trained
+            run[name.removeprefix(_VALIDATION)] = value
         self._write("train", "epoch", {**trained, **learning_rates(self.trainer)}, self._epoch)
         if validated:
             self._write("validation", "epoch", validated, self._epoch)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.data.trees import Tree, fields_of, is_record, like, with_fields
+from lockstep.data.trees import Tree, rebuilt
 from lockstep.errors import ModelError
 
 # Arguments that hold nothing.
@@ -275,17 +275,8 @@ def rebuild(change: Callable[[Any], Any], tree: Any) -> Any:
     Containers are tuples, lists, dicts, slices and dataclasses; what is none is returned as it is.
     """
     kind = type(tree)
-    if kind in (tuple, list):
-        return kind(change(part) for part in tree)
     if kind is slice:
         return slice(change(tree.start), change(tree.stop), change(tree.step))
-    if isinstance(tree, tuple | list):
-        parts = [change(part) for part in tree]
-        if kind is torch.Size:  # which holds numbers only
-            return tuple(parts)
-        return getattr(kind, "_make", kind)(parts)
-    if isinstance(tree, dict):
-        return like(tree, {key: change(part) for key, part in tree.items()})
-    if is_record(tree) and not isinstance(tree, Ref | NamedFunction | Apply):
-        return with_fields(tree, {name: change(one) for name, one in fields_of(tree).items()})
-    return tree
+    if kind is torch.Size:  # which holds numbers only
+        return tuple(map(change, tree))
+    return tree if kind in (Ref, NamedFunction, Apply) else rebuilt(change, tree)

@@ -84,6 +84,7 @@ class Board:
     ) -> None:
         self.rank = rank
         self.num_ranks = num_ranks
+        self.ranks_here = range(num_ranks)
         self._look_around = look_around
         self._lines = [
             _Line.from_buffer(region.memory, index * LINE_BYTES) for index in range(num_ranks)
@@ -146,13 +147,10 @@ class Board:
 
         To be asked when no rank changes them any more.
         """
-        found = {int(line.update) for line in self._lines_here() if line.update >= 0}
+        lines = (self._lines[rank] for rank in self.ranks_here)
+        found = {int(line.update) for line in lines if line.update >= 0}
         update = max(found, default=0)
         return None if len(found) > 1 or update % 2 else update // 2 - 1
-
-    def _lines_here(self) -> Sequence["_Line"]:
-        """The lines that ranks of this host write."""
-        return self._lines
 
     @property
     def is_waiting(self) -> bool:
@@ -182,17 +180,20 @@ class Board:
 
     def barrier(self) -> None:
         """Wait until every rank has entered this barrier as often as this one."""
-        entered = self._own.barriers + 1
         if not self._own.halt and self.wants_halt():
-            self._own.halt = entered
-        self._own.barriers = entered
-        self.ring()
-        for rank in range(self.num_ranks):
-            self._wait(rank, lambda line: line.barriers >= entered)
+            self._own.halt = self._own.barriers + 1
+        self._meet_here()
 
     def barrier_here(self) -> None:
         """Wait for the ranks of this host only."""
         self.barrier()
+
+    def _meet_here(self) -> None:
+        entered = self._own.barriers + 1
+        self._own.barriers = entered
+        self.ring()
+        for rank in self.ranks_here:
+            self._wait(rank, lambda line: line.barriers >= entered)
 
     def tell(self, numbers: Sequence[float] | torch.Tensor) -> list[list[float]]:
         """Every rank's numbers, by rank; all tell as many.

@@ -36,7 +36,7 @@ from lockstep.plan.layout import flat_offsets
 Pair = tuple[int, int]
 
 # Stands for a tensor in the announcement of a message.
-_HOLE = torch.empty(0)
+_PLACEHOLDER = torch.empty(0)
 
 
 def channel_name(pair: Pair) -> str:
@@ -45,7 +45,7 @@ def channel_name(pair: Pair) -> str:
 
 
 @dataclass
-class _Letter:
+class _Arrived:
     """A message that is here, and how many readers still need it."""
 
     tree: Tree
@@ -95,30 +95,30 @@ class GroupMail(MailCarrier):
             elif receiver == self._rank:
                 self._in[sender] = _Incoming(name, groups, box, sender, device=device)
             offset_bytes += spec.num_bytes
-        self._here: dict[tuple[MailKey, int], _Letter] = {}
+        self._here: dict[tuple[MailKey, int], _Arrived] = {}
 
     def put(self, key: MailKey, message: int, tree: Tree, readers: Sequence[int]) -> None:
         packed = None
         for reader, count in Counter(readers).items():
             if reader == self._rank:
-                self._here[key, message] = _Letter(map_tensors(_copy, tree), count)
+                self._here[key, message] = _Arrived(map_tensors(_copy, tree), count)
             else:
                 packed = _Packed(tree, self._groups) if packed is None else packed
                 self._out[reader].send((*vars(key).values(), message, count), packed)
 
     def take(self, key: MailKey, message: int) -> Tree:
-        return map_tensors(_as_leaf, self._letter(key, message).tree)
+        return map_tensors(_as_leaf, self._arrived(key, message).tree)
 
     def give_back(self, key: MailKey, message: int, reader: int) -> None:
-        letter = self._letter(key, message)
-        letter.num_readers -= 1
-        if not letter.num_readers:
+        arrived = self._arrived(key, message)
+        arrived.num_readers -= 1
+        if not arrived.num_readers:
             del self._here[key, message]
 
-    def _letter(self, key: MailKey, message: int) -> _Letter:
+    def _arrived(self, key: MailKey, message: int) -> _Arrived:
         while (key, message) not in self._here:
             (*parts, number, count), tree = self._in[key.sender].receive()
-            self._here[MailKey(*parts), number] = _Letter(tree, count)
+            self._here[MailKey(*parts), number] = _Arrived(tree, count)
         return self._here[key, message]
 
 
@@ -137,7 +137,7 @@ class _Packed:
             (spec.shape, spec.stride, spec.dtype, tensor.requires_grad)
             for spec, tensor in zip(specs, tensors, strict=True)
         ]
-        self.form = (self.num_bytes, forms, map_tensors(lambda tensor: _HOLE, tree))
+        self.form = (self.num_bytes, forms, map_tensors(lambda tensor: _PLACEHOLDER, tree))
 
 
 def _unpacked(form: Any, buffer: torch.Tensor, device: torch.device) -> Tree:
@@ -149,7 +149,7 @@ def _unpacked(form: Any, buffer: torch.Tensor, device: torch.device) -> Tree:
         view.to(device).requires_grad_(flag)
         for view, flag in zip(views_in(buffer, specs), flags, strict=True)
     )
-    return map_tensors(lambda hole: next(tensors), frame)
+    return map_tensors(lambda placeholder: next(tensors), frame)
 
 
 @dataclass

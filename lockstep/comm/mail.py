@@ -95,10 +95,10 @@ class SharedMail(MailCarrier):
         here = [rank if rank in self._ranks_here else None for rank in readers]
         if any(rank is not None for rank in here):
             self._boxes[key].put(message, tree, here)
-        abroad = [rank for rank in readers if rank not in self._ranks_here]
-        if abroad:
+        elsewhere = [rank for rank in readers if rank not in self._ranks_here]
+        if elsewhere:
             payload = encode((tree, [each.requires_grad for each in tensors_of(tree)]))
-            self._remote[key].put(message, payload, abroad)
+            self._remote[key].put(message, payload, elsewhere)
 
     def take(self, key: MailKey, message: int) -> Any:
         if key.sender in self._ranks_here:

@@ -82,11 +82,11 @@ class MailChannels:
         """Message ``number`` of a mailbox of rank ``sender``; each reader here takes it once."""
         inbox, key = self._state.inbox, (box, number, sender)
         self._wait(lambda: key in inbox, [sender])
-        letter = inbox[key]
-        letter.num_readers -= 1
-        if not letter.num_readers:
+        arrived = inbox[key]
+        arrived.num_readers -= 1
+        if not arrived.num_readers:
             del inbox[key]
-        return letter.payload
+        return arrived.payload
 
     def acknowledge(self, box: int, number: int, sender: int) -> None:
         """A reader here needs a message of ``sender`` no more."""
@@ -158,7 +158,7 @@ class RemoteBox:
 
 
 @dataclass
-class _Letter:
+class _Arrived:
     """A message that has come, and how many are still to take it."""
 
     payload: bytes
@@ -183,7 +183,7 @@ class _State:
     def __init__(self, channels: Mapping[int, Channel], names: Mapping[int, str]) -> None:
         self.ends = {rank: _End(channel, names[rank]) for rank, channel in channels.items()}
         self.news = threading.Condition()
-        self.inbox: dict[tuple[int, int, int], _Letter] = {}
+        self.inbox: dict[tuple[int, int, int], _Arrived] = {}
         self.sent: dict[tuple[int, int], int] = {}
         self.unread: Counter[tuple[int, int]] = Counter()
         self.error: BaseException | None = None
@@ -276,7 +276,7 @@ def _serve(state: _State, rank: int) -> None:
             kind, box, number, num_readers, payload = end.frames.take()
             with state.news:
                 if kind == _MESSAGE:
-                    state.inbox[box, number, rank] = _Letter(payload, num_readers)
+                    state.inbox[box, number, rank] = _Arrived(payload, num_readers)
                 elif kind == _DONE:
                     state.unread[box, number] -= 1
                 else:

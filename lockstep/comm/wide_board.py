@@ -66,19 +66,11 @@ class WideBoard(Board):
         self._leading_rank = self.ranks_here.start
         self._leader = self._lines[self._leading_rank]
 
-    def _lines_here(self) -> Sequence[object]:  # type: ignore[override]
-        return [self._lines[rank] for rank in self.ranks_here]
-
     def barrier(self) -> None:
         self.meet()
 
     def barrier_here(self) -> None:
-        """Wait for the ranks of this host only."""
-        entered = self._own.barriers + 1
-        self._own.barriers = entered
-        self.ring()
-        for rank in self.ranks_here:
-            self._wait(rank, lambda line: line.barriers >= entered)
+        self._meet_here()
 
     def meet(
         self,

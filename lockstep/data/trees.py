@@ -6,6 +6,7 @@ Structures may also hold what is no tensor (None, a flag): it passes through.
 import copy
 import dataclasses
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -26,18 +27,17 @@ def map_leaves(kind: type[_T], function: Callable[[_T], Any], tree: Tree) -> Tre
     """The same structure with ``function`` applied to whatever is of a kind."""
     if isinstance(tree, kind):
         return function(tree)
-    if isinstance(tree, dict):
-        mapped = {key: map_leaves(kind, function, value) for key, value in tree.items()}
-        return like(tree, mapped)
-    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*(map_leaves(kind, function, value) for value in tree))
+    return rebuilt(partial(map_leaves, kind, function), tree)
+
+
+def rebuilt(change: Callable[[Any], Any], tree: Tree) -> Tree:
+    """A structure of the same kind with ``change`` applied to each of its parts, one level deep."""
     if isinstance(tree, tuple | list):
-        return type(tree)(map_leaves(kind, function, value) for value in tree)
+        return getattr(tree, "_make", type(tree))([change(part) for part in tree])
+    if isinstance(tree, dict):
+        return like(tree, {key: change(part) for key, part in tree.items()})
     if is_record(tree):
-        fields = fields_of(tree).items()
-        return with_fields(
-            tree, {name: map_leaves(kind, function, value) for name, value in fields}
-        )
+        return with_fields(tree, {name: change(one) for name, one in fields_of(tree).items()})
     return tree
 
 

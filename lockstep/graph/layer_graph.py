@@ -8,12 +8,10 @@ and what each layer costs. No torch here: a graph is read from JSON and planned 
 """
 
 import math
-import os
-from pathlib import Path
 
 import msgspec
 
-from lockstep.disk import writing
+from lockstep.disk import JsonFile
 from lockstep.errors import PlanError
 
 
@@ -94,7 +92,7 @@ class Layer(msgspec.Struct, frozen=True, kw_only=True):
     costs: LayerCosts | None = None
 
 
-class LayerGraph(msgspec.Struct, frozen=True, kw_only=True):
+class LayerGraph(msgspec.Struct, JsonFile, frozen=True, kw_only=True):
     """A model's layers in order, and which of their parameters are one.
 
     Attributes:
@@ -130,10 +128,6 @@ class LayerGraph(msgspec.Struct, frozen=True, kw_only=True):
         """Number of parameter elements, tied ones counted once."""
         return sum(parameter.size for parameter in self.parameters)
 
-    def to_json(self) -> bytes:
-        """The graph as indented JSON."""
-        return msgspec.json.format(msgspec.json.encode(self), indent=2)
-
     @classmethod
     def from_json(cls, text: bytes | str) -> "LayerGraph":
         """Read a graph that ``to_json`` wrote.
@@ -149,14 +143,3 @@ class LayerGraph(msgspec.Struct, frozen=True, kw_only=True):
                 received=error,
                 fix="Give a file that LayerGraph.save wrote.",
             ) from error
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the graph to a JSON file."""
-        text = self.to_json() + b"\n"
-        with writing(path, len(text)):
-            Path(path).write_bytes(text)
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> "LayerGraph":
-        """Read a graph from a JSON file; see ``from_json``."""
-        return cls.from_json(Path(path).read_bytes())

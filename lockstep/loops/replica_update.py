@@ -15,24 +15,24 @@ from typing import Any
 import torch
 from torch import nn, optim
 
-from lockstep.comm.domain_sums import members_by_domain
 from lockstep.comm.exchange import ExchangeSpec, GroupSpec
 from lockstep.comm.gradient_rows import GradientSpec
 from lockstep.comm.gradients import Gradients, TensorSpec
 from lockstep.errors import ModelError, OptionError
 from lockstep.loops.job import Job, Shared
+from lockstep.parallel.build import divided_pieces, owned_groups
 from lockstep.parallel.gradient_rules import GradientJudge, GradientRules
 from lockstep.parallel.groups import ParameterGroup
-from lockstep.parallel.owned_group import OwnedGroup
 from lockstep.parallel.store import (
     ParameterStore,
     TensorStore,
     check_separate,
+    copy_to_views,
     slot_spec,
     tensor_spec,
 )
 from lockstep.parallel.update import PieceSlots, SlotKey
-from lockstep.plan.layout import block_sizes, num_buckets
+from lockstep.plan.layout import num_buckets
 from lockstep.train.serving import open_store
 from lockstep.train.updaters import TorchUpdater
 
@@ -101,7 +101,9 @@ class ReplicaUpdate:
                 weakref.finalize(self, channel.close)
         self._exchange = job.exchange(spec, self._shared, self._position, self._options)
         self._gradients = self._exchange.gradients[_GROUP]
-        self._owned = self._divide(spec.groups[_GROUP])
+        divided = divided_pieces(job.plan(), spec.groups[_GROUP], self._updater)
+        self._gradients.divide(divided)
+        (self._owned,) = owned_groups(job.plan(), spec, self._parameters, [divided], job.rank)
         self._pieces = self._owned.bound(is_alone=self._is_alone)
         self._updater.bind(self._pieces)
         self._judge = GradientJudge(
@@ -131,21 +133,6 @@ class ReplicaUpdate:
         )
         return ExchangeSpec(num_ranks=count, share_ranks=ranks, groups=(group,))
 
-    def _divide(self, group: GroupSpec) -> OwnedGroup:
-        """The parameters, and what this replica updates of them."""
-        job, extents = self._job, group.gradients.extents
-        divided = self._updater.divide(extents, job.num_replicas, job.num_replicas)
-        self._gradients.divide(dict(enumerate(divided)))
-        pieces = divided[job.rank]
-        return OwnedGroup(
-            number=_GROUP,
-            spec=group,
-            members=self.trained,
-            pieces=pieces,
-            blocks=block_sizes(extents, job.num_replicas, pieces),
-            is_scattered=len(members_by_domain(group.ranks, job.plan().domains)) > 1,
-        )
-
     # --- being alike -----------------------------------------------------------------------------
 
     def _become_alike(self, spec: ExchangeSpec, values: Mapping[str, torch.Tensor]) -> Shared:
@@ -173,7 +160,7 @@ class ReplicaUpdate:
             views = self._open(shared.stores, layouts)
             for parameter, view in zip(self._parameters.values(), views[0], strict=True):
                 parameter.data = view
-        _copy(list(values.values()), views[1])
+        copy_to_views(list(values.values()), views[1])
         self._options = views[3]
         updater.share_options(views[3][0])
         self._slots = dict(zip(keys, views[2], strict=True))
@@ -188,7 +175,7 @@ class ReplicaUpdate:
             ParameterStore.adopt(list(self._parameters.items())),
             *map(TensorStore.create, layouts[1:]),
         ]
-        _copy(stores[1].views, list(values.values()))
+        copy_to_views(stores[1].views, list(values.values()))
         return stores
 
     def _open(
@@ -358,12 +345,6 @@ class ReplicaUpdate:
         updater.store_slots({key: place for key, place in self._slots.items() if key in kept})
         self._job.barrier()
         updater.bind(self._pieces)
-
-
-def _copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    with torch.no_grad():
-        for target, source in zip(targets, sources, strict=True):
-            target.copy_(source)
 
 
 def _facts(

@@ -105,7 +105,7 @@ def build_worker(
     divided = [divided_pieces(plan, group, updater) for group in spec.groups]
     for number, gradients in exchange.gradients.items():
         gradients.divide(divided[number])
-    owned = _owned_groups(plan, spec, model, divided, rank)
+    owned = owned_groups(plan, spec, dict(model.named_parameters()), divided, rank)
     options: dict[str, Any] = {
         "plan": plan,
         "rank": rank,
@@ -224,15 +224,14 @@ def _renumbered(divided: list[list[Piece]], numbers: Sequence[int]) -> list[list
     ]
 
 
-def _owned_groups(
+def owned_groups(
     plan: Plan,
     spec: ExchangeSpec,
-    model: nn.Module,
+    parameters: Mapping[str, nn.Parameter],
     divided: Sequence[Mapping[int, Sequence[Piece]]],
     rank: int,
 ) -> list[OwnedGroup]:
     """The groups that a rank holds."""
-    parameters = dict(model.named_parameters())
     return [
         OwnedGroup(
             number=number,

@@ -7,6 +7,7 @@ batch; ``parallel.stage_passes`` runs some of its layers on the microbatches tha
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 import torch
@@ -48,10 +49,11 @@ Observe = Callable[[Tree, Tree], None]
 Take = Callable[[int, Batch, Tree], None]
 
 
+@dataclass(eq=False)
 class Run:
     """A batch on its way: its shares, and what has come of them so far.
 
-    Args:
+    Attributes:
         source: where its samples are; None where none are going to be read.
         indices: theirs.
         num_shares: it is divided into.
@@ -61,28 +63,21 @@ class Run:
         first_share: the number of its first share, where the batch is a part of another.
     """
 
-    def __init__(
-        self,
-        source: Source | None,
-        indices: torch.Tensor,
-        num_shares: int,
-        *,
-        step: int | None = None,
-        observe: Observe | None = None,
-        turn: int = 0,
-        first_share: int = 0,
-    ) -> None:
-        self.source = source
-        self.indices = indices
-        self.step = step
-        self._observe = observe
-        self.turn = turn
-        self._first_share = first_share
-        self.num_samples = len(indices)
-        self.bounds = share_bounds(self.num_samples, num_shares)
-        self.num_filled = num_filled_shares(self.num_samples, num_shares)
-        self.parts: list[Sums] = []  # of several losses, share by share
-        self._observed: list[tuple[Tree, Tree]] = []
+    source: Source | None
+    indices: torch.Tensor
+    num_shares: int
+    _: KW_ONLY
+    step: int | None = None
+    observe: Observe | None = None
+    turn: int = 0
+    first_share: int = 0
+    parts: list[Sums] = field(default_factory=list, init=False)  # of several losses, by share
+    _observed: list[tuple[Tree, Tree]] = field(default_factory=list, init=False)
+
+    def __post_init__(self) -> None:
+        self.num_samples = len(self.indices)
+        self.bounds = share_bounds(self.num_samples, self.num_shares)
+        self.num_filled = num_filled_shares(self.num_samples, self.num_shares)
 
     @property
     def is_training(self) -> bool:
@@ -92,7 +87,7 @@ class Run:
     @property
     def is_observed(self) -> bool:
         """Whether somebody looks at the outputs."""
-        return self._observe is not None
+        return self.observe is not None
 
     def show(self, output: Tree, target: Tree) -> None:
         """What is to be observed once the batch is through."""
@@ -100,9 +95,9 @@ class Run:
 
     def end_observing(self) -> None:
         """Have it observed."""
-        if self._observe is not None:
+        if self.observe is not None:
             for output, target in self._observed:
-                self._observe(output, target)
+                self.observe(output, target)
         self._observed.clear()
 
     def indices_of(self, share: int) -> torch.Tensor:
@@ -113,7 +108,7 @@ class Run:
         """Of a share's random streams."""
         if self.step is None:
             return evaluation_seed(seed, int(self.indices[self.bounds[share][0]]))
-        return share_seed(seed, self.step, self._first_share + share, self.turn)
+        return share_seed(seed, self.step, self.first_share + share, self.turn)
 
     def seed_of_batch(self, seed: int) -> int:
         """Of the random streams of a loss that is taken on the whole batch."""

@@ -3,17 +3,14 @@
 It reads and writes JSON with a version. A strategy is a way to get one.
 """
 
-import os
-from pathlib import Path
-
 import msgspec
 
-from lockstep.disk import writing
+from lockstep.disk import JsonFile
 from lockstep.errors import PlanError
 from lockstep.plan.decision import PLAN_VERSION, Decision
 
 
-class Plan(Decision, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Plan(Decision, JsonFile, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A decision about how to train one model on given devices.
 
     Attributes:
@@ -48,10 +45,6 @@ class Plan(Decision, frozen=True, kw_only=True, forbid_unknown_fields=True):
         PlanError: the parts contradict one another.
     """
 
-    def to_json(self) -> bytes:
-        """The Plan as indented JSON."""
-        return msgspec.json.format(msgspec.json.encode(self), indent=2)
-
     @classmethod
     def from_json(cls, text: bytes | str) -> "Plan":
         """Read a Plan that ``to_json`` wrote.
@@ -74,17 +67,6 @@ class Plan(Decision, frozen=True, kw_only=True, forbid_unknown_fields=True):
             raise PlanError(
                 "This is no Plan.", received=error, fix="Give a file that Plan.save wrote."
             ) from error
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the Plan to a JSON file."""
-        text = self.to_json() + b"\n"
-        with writing(path, len(text)):
-            Path(path).write_bytes(text)
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> "Plan":
-        """Read a Plan from a JSON file; see ``from_json``."""
-        return cls.from_json(Path(path).read_bytes())
 
     def __str__(self) -> str:
         # Tables render through rich, which only a person who prints needs.

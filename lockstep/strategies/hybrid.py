@@ -1,21 +1,14 @@
 """Products of the other strategies: so far replicas of a pipeline."""
 
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
 
-from lockstep.cluster.place import Reach
 from lockstep.errors import Problems
 from lockstep.options import is_count
-from lockstep.plan.compressed import compressed
 from lockstep.plan.compression import Compression, check_carrier, find_compression
-from lockstep.plan.engines import over
-from lockstep.plan.makers import Maker
-from lockstep.strategies.base import Strategy
-from lockstep.strategies.pipeline import check_counts, make_pipelined
+from lockstep.strategies.pipeline import StagedStrategy, check_counts
 
 
-class HybridStrategy(Strategy):
+class HybridStrategy(StagedStrategy):
     """Data parallelism times layer-wise partition.
 
     Every stage of the pipeline has replicas, which take turns with the microbatches and add up
@@ -40,8 +33,6 @@ class HybridStrategy(Strategy):
         OptionError: an argument that cannot be.
     """
 
-    reach: Reach = "all hosts"
-
     def __init__(
         self,
         data: int | Sequence[int] = 1,
@@ -62,7 +53,7 @@ class HybridStrategy(Strategy):
         check_carrier(problems, self._compression, engine)
         check_counts(problems, pipe=pipe)
         _check_data(problems, data, pipe, schedule)
-        self._maker = make_pipelined(
+        self._set_up(
             problems,
             stages=pipe,
             cuts=cuts,
@@ -73,22 +64,8 @@ class HybridStrategy(Strategy):
             devices=devices,
             engine=engine,
             timeout_seconds=timeout_seconds,
-            replicas=_replicas(data),
+            replicas=data,
         )
-        self.engine = engine
-        self.timeout_seconds = timeout_seconds
-
-    def maker(self, precision: str = "fp32") -> Maker:
-        maker = compressed(self._compression, replace(self._maker, precision=precision))
-        return over(self.engine, maker)
-
-    @property
-    def num_replicas_in_sync(self) -> int:
-        return self._maker.most_replicas
-
-
-def _replicas(data: Any) -> int | tuple[int, ...]:
-    return tuple(data) if isinstance(data, Sequence) else data
 
 
 def _check_data(problems: Problems, data: object, pipe: object, schedule: object) -> None:

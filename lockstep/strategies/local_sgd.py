@@ -6,8 +6,8 @@ from dataclasses import replace
 from lockstep.cluster.devices import discover
 from lockstep.cluster.environment import find_devices, find_place
 from lockstep.cluster.place import Reach
-from lockstep.errors import DeviceError, OptionError, Problems
-from lockstep.options import check_flag, check_timeout, is_count
+from lockstep.errors import OptionError, Problems
+from lockstep.options import check_flag, check_timeout
 from lockstep.plan.averaging import AveragedUpdate, Every, Nesterov, is_every
 from lockstep.plan.compressed import compressed
 from lockstep.plan.compression import Compression, find_compression
@@ -16,7 +16,7 @@ from lockstep.plan.makers import LocalSteps, Maker
 from lockstep.plan.many_hosts import MirroredHosts
 from lockstep.strategies.base import Strategy
 from lockstep.strategies.mirrored import check_format
-from lockstep.strategies.multi_worker import num_replicas
+from lockstep.strategies.multi_worker import check_number, num_replicas
 
 
 class LocalSGDStrategy(Strategy):
@@ -62,12 +62,7 @@ class LocalSGDStrategy(Strategy):
         channels_last: bool | None = None,
         timeout_seconds: float = 600.0,
     ) -> None:
-        if devices is not None and not is_count(devices):
-            raise DeviceError(
-                "`devices` must be a number of devices, at least 1.",
-                received=f"devices={devices!r}",
-                fix="Use devices=2 for two CPU replicas, or leave it out for one per core.",
-            )
+        check_number("devices", devices)
         problems = Problems()
         _check_averaging(problems, every, outer, average_optimizer)
         check_format(problems, channels_last)

@@ -54,12 +54,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         engine: str | None = None,
         timeout_seconds: float = 600.0,
     ) -> None:
-        if devices_per_host is not None and not is_count(devices_per_host):
-            raise DeviceError(
-                "`devices_per_host` must be a number of devices, at least 1.",
-                received=f"devices_per_host={devices_per_host!r}",
-                fix="Use devices_per_host=2 for two CPU replicas on each host.",
-            )
+        check_number("devices_per_host", devices_per_host)
         problems = Problems()
         check_shares(problems, num_shares)
         check_format(problems, channels_last)
@@ -92,6 +87,20 @@ class MultiWorkerMirroredStrategy(Strategy):
             OptionError: only the first process of the host can tell.
         """
         return num_replicas(self._maker, self.timeout_seconds)
+
+
+def check_number(name: str, devices: object) -> None:
+    """See that it is a number of each host's devices, or None.
+
+    Raises:
+        DeviceError: it is neither.
+    """
+    if devices is not None and not is_count(devices):
+        raise DeviceError(
+            f"`{name}` must be a number of devices, at least 1.",
+            received=f"{name}={devices!r}",
+            fix=f"Use {name}=2 for two CPU replicas on each host, or leave it out.",
+        )
 
 
 def num_replicas(maker: MirroredHosts, timeout_seconds: float, *, on_cores: bool = False) -> int:

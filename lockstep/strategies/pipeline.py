@@ -2,10 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any, TypeGuard
 
 from lockstep.cluster.place import Reach
 from lockstep.errors import OptionError, Problems
 from lockstep.options import check_choice, check_count, check_timeout
+from lockstep.plan.compressed import compressed
+from lockstep.plan.compression import Compression
 from lockstep.plan.devices import check_devices
 from lockstep.plan.engines import check_engine, check_leave, over
 from lockstep.plan.makers import Maker
@@ -14,7 +17,47 @@ from lockstep.plan.schedules import SCHEDULES
 from lockstep.strategies.base import Strategy
 
 
-class PipelineStrategy(Strategy):
+class StagedStrategy(Strategy):
+    """What strategies with stages have in common: options, and the maker that these come to."""
+
+    reach: Reach = "all hosts"
+    _maker: Pipelined
+    _compression: Compression | None = None
+
+    def _set_up(
+        self, problems: Problems, *, engine: str | None, timeout_seconds: float, **options: Any
+    ) -> None:
+        """Check options, which ``PipelineStrategy`` explains, and keep what they say.
+
+        Raises:
+            OptionError: an option that cannot be, or what has been noted before.
+        """
+        devices = options["devices"]
+        check_counts(problems, **{name: options[name] for name in ("microbatches", "memory_bytes")})
+        _check_cuts(problems, options["cuts"])
+        check_choice("schedule", options["schedule"], SCHEDULES, problems, fix="Use '1f1b'.")
+        _check_recompute(problems, options["recompute"])
+        check_timeout(problems, timeout_seconds)
+        check_engine(problems, engine)
+        problems.raise_if_any(OptionError)
+        check_devices(devices)
+        if devices is not None:
+            check_leave(devices, engine)
+        lists = {name: tuple(one) for name, one in options.items() if _is_list(one)}
+        self._maker = Pipelined(**{**options, **lists})
+        self.engine = engine
+        self.timeout_seconds = timeout_seconds
+
+    def maker(self, precision: str = "fp32") -> Maker:
+        maker = compressed(self._compression, replace(self._maker, precision=precision))
+        return over(self.engine, maker)
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        return self._maker.most_replicas
+
+
+class PipelineStrategy(StagedStrategy):
     """The model's layers are divided among devices; microbatches pass through them in turn.
 
     The model stays as it is written. It is cut where its ``lockstep.device`` scopes say, or at
@@ -42,8 +85,6 @@ class PipelineStrategy(Strategy):
         OptionError: an argument that cannot be.
     """
 
-    reach: Reach = "all hosts"
-
     def __init__(
         self,
         stages: int | None = None,
@@ -59,7 +100,7 @@ class PipelineStrategy(Strategy):
     ) -> None:
         problems = Problems()
         check_counts(problems, stages=stages)
-        self._maker = make_pipelined(
+        self._set_up(
             problems,
             stages=stages,
             cuts=cuts,
@@ -71,56 +112,6 @@ class PipelineStrategy(Strategy):
             engine=engine,
             timeout_seconds=timeout_seconds,
         )
-        self.engine = engine
-        self.timeout_seconds = timeout_seconds
-
-    def maker(self, precision: str = "fp32") -> Maker:
-        return over(self.engine, replace(self._maker, precision=precision))
-
-    @property
-    def num_replicas_in_sync(self) -> int:
-        return 1
-
-
-def make_pipelined(
-    problems: Problems,
-    *,
-    stages: int | None,
-    cuts: Sequence[str] | None,
-    microbatches: int | None,
-    schedule: str,
-    recompute: bool | Sequence[int],
-    memory_bytes: int | None,
-    devices: Sequence[str] | None,
-    engine: str | None,
-    timeout_seconds: float,
-    replicas: int | tuple[int, ...] = 1,
-) -> Pipelined:
-    """The maker of a pipeline, whose options are checked; see ``PipelineStrategy``.
-
-    Raises:
-        OptionError: an option that cannot be, or what has been noted before.
-    """
-    check_counts(problems, microbatches=microbatches, memory_bytes=memory_bytes)
-    _check_cuts(problems, cuts)
-    check_choice("schedule", schedule, SCHEDULES, problems, fix="Use '1f1b'.")
-    _check_recompute(problems, recompute)
-    check_timeout(problems, timeout_seconds)
-    check_engine(problems, engine)
-    problems.raise_if_any(OptionError)
-    check_devices(devices)
-    if devices is not None:
-        check_leave(devices, engine)
-    return Pipelined(
-        stages=stages,
-        cuts=None if cuts is None else tuple(cuts),
-        microbatches=microbatches,
-        schedule=schedule,
-        replicas=replicas,
-        recompute=tuple(recompute) if isinstance(recompute, Sequence) else recompute,
-        memory_bytes=memory_bytes,
-        devices=None if devices is None else tuple(devices),
-    )
 
 
 def check_counts(problems: Problems, **counts: int | None) -> None:
@@ -134,8 +125,7 @@ def _check_cuts(problems: Problems, cuts: object) -> None:
     """Note cuts that are no list of names."""
     if cuts is None:
         return
-    is_list = isinstance(cuts, Sequence) and not isinstance(cuts, str)
-    if not is_list or not all(isinstance(name, str) for name in cuts):  # type: ignore[attr-defined]
+    if not _is_list(cuts) or not all(isinstance(name, str) for name in cuts):
         problems.add(
             "`cuts` must be a list of names of modules.",
             received=f"cuts={cuts!r}",
@@ -145,11 +135,14 @@ def _check_cuts(problems: Problems, cuts: object) -> None:
 
 def _check_recompute(problems: Problems, recompute: object) -> None:
     """Note what is neither a flag nor a list of stages."""
-    is_list = isinstance(recompute, Sequence) and not isinstance(recompute, str)
-    stages = list(recompute) if is_list else []  # type: ignore[call-overload]
-    if not (isinstance(recompute, bool) or is_list) or not all(type(one) is int for one in stages):
+    are_stages = _is_list(recompute) and all(type(one) is int for one in recompute)
+    if not (are_stages or isinstance(recompute, bool)):
         problems.add(
             "`recompute` must be True, False, or a list of stages.",
             received=f"recompute={recompute!r}",
             fix="Use recompute=[0] for the first stage, for example.",
         )
+
+
+def _is_list(value: object) -> TypeGuard[Sequence[Any]]:
+    return isinstance(value, Sequence) and not isinstance(value, str)

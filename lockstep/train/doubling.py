@@ -9,7 +9,7 @@ Nothing here knows how a size is tried: see ``trials``.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from lockstep.units import format_bytes
@@ -70,10 +70,11 @@ class Failed:
 Trial = Measured | TooLarge | Failed
 
 
+@dataclass(kw_only=True)
 class Doubling:
     """One search.
 
-    Args:
+    Attributes:
         objective: ``"speed"`` is the fastest per sample, ``"memory"`` the largest that fits.
         smallest: the size to begin with.
         floor: how far to go below that where the memory does not suffice for it.
@@ -83,26 +84,19 @@ class Doubling:
         tell: is told of every size what has become of it.
     """
 
-    def __init__(
-        self,
-        *,
-        objective: Objective,
-        smallest: int,
-        floor: int,
-        largest: int,
-        limit_bytes: int | None,
-        try_size: Callable[[int], Trial],
-        tell: Callable[[Trial], None],
-    ) -> None:
-        self._objective = objective
-        self._smallest = min(smallest, largest)
-        self._floor = min(floor, self._smallest)
-        self._largest = largest
-        self._limit = limit_bytes
-        self._try_size = try_size
-        self._tell = tell
-        self._fits: list[Measured] = []
-        self._obstacle: int | None = None  # the smallest size that did not work
+    objective: Objective
+    smallest: int
+    floor: int
+    largest: int
+    limit_bytes: int | None
+    try_size: Callable[[int], Trial]
+    tell: Callable[[Trial], None]
+    _fits: list[Measured] = field(default_factory=list, init=False)
+    _obstacle: int | None = field(default=None, init=False)  # the smallest size that did not work
+
+    def __post_init__(self) -> None:
+        self.smallest = min(self.smallest, self.largest)
+        self.floor = min(self.floor, self.smallest)
 
     def run(self) -> Measured | TooLarge | Failed:
         """Search; what does not fit or fails is returned only if no size worked."""
@@ -116,20 +110,20 @@ class Doubling:
     @property
     def has_reached_largest(self) -> bool:
         """Whether the search ended because larger sizes were not to be tried."""
-        return any(one.batch_size == self._largest for one in self._fits)
+        return any(one.batch_size == self.largest for one in self._fits)
 
     def _begin(self) -> Trial:
-        size = self._smallest
+        size = self.smallest
         while True:
             trial = self._try(size)
-            if not isinstance(trial, TooLarge) or size <= self._floor:
+            if not isinstance(trial, TooLarge) or size <= self.floor:
                 return trial
-            size = max(size // 2, self._floor)
+            size = max(size // 2, self.floor)
 
     def _double(self) -> None:
         num_weak = 0
-        while self._fits[-1].batch_size < self._largest:
-            size = min(2 * self._fits[-1].batch_size, self._largest)
+        while self._fits[-1].batch_size < self.largest:
+            size = min(2 * self._fits[-1].batch_size, self.largest)
             if self._obstacle is not None and size >= self._obstacle:
                 return
             before = min(one.seconds_per_sample for one in self._fits)
@@ -138,18 +132,18 @@ class Doubling:
                 return
             is_weak = trial.seconds_per_sample > (1 - SMALLEST_GAIN) * before
             num_weak = num_weak + 1 if is_weak else 0
-            if self._objective == "speed" and num_weak == 2:
+            if self.objective == "speed" and num_weak == 2:
                 return
 
     def _refine(self) -> None:
         """Between the last size that fits and the first that does not there may be a better one."""
-        rounds = _FINENESS if self._objective == "memory" else int(self._is_still_gaining())
+        rounds = _FINENESS if self.objective == "memory" else int(self._is_still_gaining())
         for _ in range(rounds):
             last = self._fits[-1].batch_size
             if self._obstacle is None or self._obstacle - last <= max(last // _FINENESS, 1):
                 return
             middle = (last + self._obstacle) // 2
-            self._try(middle - middle % self._floor if middle - last > self._floor else middle)
+            self._try(middle - middle % self.floor if middle - last > self.floor else middle)
 
     def _is_still_gaining(self) -> bool:
         if len(self._fits) < 2:
@@ -158,7 +152,7 @@ class Doubling:
         return last.seconds_per_sample <= (1 - SMALLEST_GAIN) * previous.seconds_per_sample
 
     def _best(self) -> Measured:
-        if self._objective == "memory":
+        if self.objective == "memory":
             return max(self._fits, key=lambda one: one.batch_size)
         fastest = min(one.seconds_per_sample for one in self._fits)
         # Within what is no gain the smaller batch wins: it makes more updates of an epoch.
@@ -168,8 +162,8 @@ class Doubling:
         return min(as_fast, key=lambda one: one.batch_size)
 
     def _try(self, size: int) -> Trial:
-        trial = self._foreseen(size) or self._within_limit(self._try_size(size))
-        self._tell(trial)
+        trial = self._foreseen(size) or self._within_limit(self.try_size(size))
+        self.tell(trial)
         if isinstance(trial, Measured):
             self._fits.append(trial)
         elif self._obstacle is None or size < self._obstacle:
@@ -178,28 +172,28 @@ class Doubling:
 
     def _foreseen(self, size: int) -> TooLarge | None:
         """Where the straight line through the last two sizes leaves what is free."""
-        if self._limit is None or len(self._fits) < 2:
+        if self.limit_bytes is None or len(self._fits) < 2:
             return None
         one, other = self._fits[-2:]
         slope = (other.peak_bytes - one.peak_bytes) / (other.batch_size - one.batch_size)
         expected = other.peak_bytes + slope * (size - other.batch_size)
-        if expected <= self._limit:
+        if expected <= self.limit_bytes:
             return None
         return TooLarge(
             batch_size=size,
             reason=f"not tried: it would take {format_bytes(expected)} "
-            f"of {format_bytes(self._limit)} free",
+            f"of {format_bytes(self.limit_bytes)} free",
         )
 
     def _within_limit(self, trial: Trial) -> Trial:
         if (
-            self._limit is None
+            self.limit_bytes is None
             or not isinstance(trial, Measured)
-            or trial.peak_bytes <= LARGEST_PART * self._limit
+            or trial.peak_bytes <= LARGEST_PART * self.limit_bytes
         ):
             return trial
         return TooLarge(
             batch_size=trial.batch_size,
             reason=f"it takes {format_bytes(trial.peak_bytes)}, "
-            f"more than {LARGEST_PART:.0%} of {format_bytes(self._limit)} free",
+            f"more than {LARGEST_PART:.0%} of {format_bytes(self.limit_bytes)} free",
         )

@@ -63,7 +63,7 @@ class Runner(ABC):
     Args:
         model: the model; it is trained in place.
         meta_model: the model, or one of its shape on the meta device.
-        company: with whom calls are made.
+        job_context: with whom calls are made.
         strategy: where and how to train; None is one device.
         recipe: what training does beside what the optimizer does.
         precision: see ``Trainer``.
@@ -256,37 +256,27 @@ class Runner(ABC):
     ) -> Any:
         kernels = deterministic_kernels() if self.deterministic else nullcontext()
         with sparse_buffers_aside(self.model), kernels:
-            return self._run_task(task, loss, updater, conductor, batch_size)
-
-    def _run_task(
-        self,
-        task: Task,
-        loss: LossAdapter | None,
-        updater: AnyUpdater | None,
-        conductor: Conductor,
-        batch_size: int,
-    ) -> Any:
-        if self._job_context.is_aside:
-            self._check_nested()
-            session, planned = _nested(task), self._plan_for_one(batch_size)
-        else:
-            planned = self._plan_for_all(task, batch_size, conductor.announce)
-            session = self._session
-            session.preload = self._preload
-        assignment = self._assignment(task, loss, updater, *planned)
-        proof = self._prepare_proof(assignment, session, conductor)
-        if isinstance(task, FitTask) and loss is not None and not self._steps_trained:
-            check_inner_loss(assignment, loss, sample_of(task.source), batch_size)
-        try:
-            with self._job_context.at_work() as hosts:
-                result = session.run(assignment, conductor, hosts, self._standing, self._sight)
-        finally:
-            place_model(self.model, self._torch_optimizers, assignment.plan)
-        self._proven = proof or self._proven
-        if self._plan is not None and loss is not None and loss.takes_whole:
-            notes = (*self._plan.notes, whole_batch_note(loss))
-            self._plan = msgspec.structs.replace(self._plan, notes=tuple(dict.fromkeys(notes)))
-        return result
+            if self._job_context.is_aside:
+                self._check_nested()
+                session, planned = _nested(task), self._plan_for_one(batch_size)
+            else:
+                planned = self._plan_for_all(task, batch_size, conductor.announce)
+                session = self._session
+                session.preload = self._preload
+            assignment = self._assignment(task, loss, updater, *planned)
+            proof = self._prepare_proof(assignment, session, conductor)
+            if isinstance(task, FitTask) and loss is not None and not self._steps_trained:
+                check_inner_loss(assignment, loss, sample_of(task.source), batch_size)
+            try:
+                with self._job_context.at_work() as hosts:
+                    result = session.run(assignment, conductor, hosts, self._standing, self._sight)
+            finally:
+                place_model(self.model, self._torch_optimizers, assignment.plan)
+            self._proven = proof or self._proven
+            if self._plan is not None and loss is not None and loss.takes_whole:
+                notes = (*self._plan.notes, whole_batch_note(loss))
+                self._plan = msgspec.structs.replace(self._plan, notes=tuple(dict.fromkeys(notes)))
+            return result
 
     def _check_nested(self) -> None:
         """Refuse a callback's call where its model's weights are on other devices.

@@ -17,14 +17,8 @@ from lockstep.data.bad_records import OnBadRecord
 from lockstep.data.batch_dims import BatchDims
 from lockstep.data.sources import Source, as_input_source
 from lockstep.data.trees import Tree, concatenate, map_tensors, tensors_of
-from lockstep.errors import (
-    DataError,
-)
-from lockstep.parallel.blank import (
-    allocate,
-    build_on_meta,
-    check_on_meta,
-)
+from lockstep.errors import DataError
+from lockstep.parallel.blank import allocate, build_on_meta, check_on_meta
 from lockstep.parallel.gradient_rules import OnNonFinite
 from lockstep.parallel.loss_options import adapt_loss
 from lockstep.train.batch_size import BatchSizeSearch
@@ -42,12 +36,7 @@ from lockstep.train.conductor import Conductor
 from lockstep.train.feeding import SharedStream, sample_of
 from lockstep.train.fitting import FitRequest, FittingRunner
 from lockstep.train.history import History
-from lockstep.train.intake import (
-    DEFAULT_BATCH_SIZE,
-    Feed,
-    Wish,
-    take_in,
-)
+from lockstep.train.intake import DEFAULT_BATCH_SIZE, Feed, Wish, take_in
 from lockstep.train.interrupt import held_termination
 from lockstep.train.job_context import JobContext, StrategyLike
 from lockstep.train.known_modules import known_modules
@@ -328,14 +317,11 @@ class Trainer(FittingRunner):
             metrics=metrics,
             loss_parts=loss.parts,
         )
-        for callback in self._own_callbacks:
-            callback.set_trainer(self)
-            callback.on_test_begin()
+        self._tell_callbacks("on_test_begin")
         with closing(feed):
             logs: Logs = self._run(task, loss, None, Conductor(), feed.batch_size)
         logs = self._job_context.from_chief(logs)
-        for callback in self._own_callbacks:
-            callback.on_test_end(logs)
+        self._tell_callbacks("on_test_end", logs)
         return logs
 
     def predict(self, inputs: Any, *, batch_size: int | None = None) -> Tree:
@@ -363,17 +349,19 @@ class Trainer(FittingRunner):
             dims=self._dims,
         )
         feed = self._job_context.agreed_feed(take_in(inputs, wish))
-        for callback in self._own_callbacks:
-            callback.set_trainer(self)
-            callback.on_predict_begin()
+        self._tell_callbacks("on_predict_begin")
         with closing(feed):
             outputs = self._predict_none(feed) if feed.num_steps == 0 else self._predict(feed)
             outputs = self._dims.given_outputs(outputs)
-        for callback in self._own_callbacks:
-            callback.on_predict_end()
+        self._tell_callbacks("on_predict_end")
         return outputs
 
     # --- parts -----------------------------------------------------------------------------------
+
+    def _tell_callbacks(self, method: str, *args: Any) -> None:
+        for callback in self._own_callbacks:
+            callback.set_trainer(self)
+            getattr(callback, method)(*args)
 
     @property
     def _preload(self) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ building the model, calling callbacks), and leave the steps to a Trainer.
 """
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -202,11 +202,7 @@ class Methods:
                 steps=steps,
                 prepare=self._build,
             )
-            trainer = self._trainer_for(feed)
-            listed = self._callback_list(callbacks, verbose, epochs=1, steps=feed.num_steps)
-            logs = trainer.on_all_processes(
-                partial(self._evaluate_with_callbacks, trainer, feed, listed)
-            )
+            logs = self._pass_over(feed, callbacks, verbose, self._evaluate_with_callbacks)
         return logs if return_dict else self._model._flatten_metrics_in_order(logs)
 
     def _evaluate_with_callbacks(
@@ -242,11 +238,7 @@ class Methods:
                 resets="never",
                 prepare=None if self._job_context.is_chief else self._build_by_calling,
             )
-            trainer = self._trainer_for(feed)
-            listed = self._callback_list(callbacks, verbose, epochs=1, steps=feed.num_steps)
-            outputs = trainer.on_all_processes(
-                partial(self._predict_with_callbacks, trainer, feed, listed)
-            )
+            outputs = self._pass_over(feed, callbacks, verbose, self._predict_with_callbacks)
         return map_tensors(backend.convert_to_numpy, outputs)
 
     def _predict_with_callbacks(
@@ -322,6 +314,12 @@ class Methods:
         """Within the block all processes make the same call; data that is taken in is read."""
         with self._job_context.together(call), ExitStack() as feeds:
             yield feeds
+
+    def _pass_over(self, feed: Feed, callbacks: Any, verbose: Any, act: Callable[..., Any]) -> Any:
+        """What a pass over data comes to, on all processes; ``act`` makes it where rank 0 is."""
+        trainer = self._trainer_for(feed)
+        listed = self._callback_list(callbacks, verbose, epochs=1, steps=feed.num_steps)
+        return trainer.on_all_processes(partial(act, trainer, feed, listed))
 
     def _take_in(self, feeds: ExitStack, *data: Any, name: str = "x", **options: Any) -> Feed:
         """Data, closed with ``feeds``."""
