@@ -157,12 +157,10 @@ class ProcessGroups:
             WorkerError: the other rank is gone, or hangs.
         """
         if not self._backend.by_host:
-            return self._finish_on_device(work)
-        begun = monotonic()
-        try:
+            self._finish_on_device(work)
+            return
+        with self.naming_the_lost():
             work.wait(timedelta(seconds=self._meeting.timeout_seconds))
-        except RuntimeError as error:
-            raise self._lost(error, monotonic() - begun) from error
 
     def _finish_on_device(self, work: Any) -> None:
         """The device's stream waits for a collective, and this process for the stream.
@@ -175,13 +173,9 @@ class ProcessGroups:
             self._check_patience(waited)
             self._look_around(waited)
 
-        try:
+        with self.naming_the_lost():
             work.wait()
             await_device(self.own_device, look_around)
-        except LockstepError:
-            raise
-        except RuntimeError as error:
-            raise self._lost(error, 0.0) from error
 
     def _wait(self, is_done: Callable[[], bool]) -> None:
         waited, last = 0.0, monotonic()
@@ -198,10 +192,23 @@ class ProcessGroups:
             raise late([" or ".join(dict.fromkeys(self._abroad.values()))], waited_seconds, timeout)
 
     def _has_ended(self, is_done: Callable[[], bool]) -> bool:
-        try:
+        with self.naming_the_lost():
             return is_done()
-        except RuntimeError as error:  # the backend's: a connection has ended
-            raise self._lost(error, 0.0) from error
+
+    @contextmanager
+    def naming_the_lost(self) -> Iterator[None]:
+        """An error of the backend's says that a connection has ended: within the block, whose.
+
+        Raises:
+            WorkerError: the other rank is gone, or hangs.
+        """
+        begun = monotonic()
+        try:
+            yield
+        except LockstepError:
+            raise
+        except RuntimeError as error:
+            raise self._lost(error, monotonic() - begun) from error
 
     def _lost(self, error: RuntimeError, waited_seconds: float) -> WorkerError:
         """``look_around`` raises if a rank has died or hangs, but perhaps cannot know it yet."""
@@ -334,21 +341,23 @@ class ProcessGroupTransport(Transport):
         out_sizes: Sequence[int],
     ) -> None:
         options = _dist.distributed_c10d.AllToAllOptions()
-        self._groups.wait(
-            self._group.alltoall_base(into, out, list(into_sizes), list(out_sizes), options)
-        )
+        with self._groups.naming_the_lost():
+            work = self._group.alltoall_base(into, out, list(into_sizes), list(out_sizes), options)
+        self._groups.wait(work)
 
     # --- one by one ------------------------------------------------------------------------------
 
     def send(self, peer: int, tensors: Sequence[torch.Tensor], tag: int) -> list[Message]:
         """Begin to send dense tensors, which must stay as they are until that is finished."""
         place = self._ranks.index(peer)
-        return [(self._group.send([one], place, tag), one) for one in _bytes_of(tensors)]
+        with self._groups.naming_the_lost():
+            return [(self._group.send([one], place, tag), one) for one in _bytes_of(tensors)]
 
     def receive(self, peer: int, tensors: Sequence[torch.Tensor], tag: int) -> list[Message]:
         """Begin to fill dense tensors."""
         place = self._ranks.index(peer)
-        return [(self._group.recv([one], place, tag), one) for one in _bytes_of(tensors)]
+        with self._groups.naming_the_lost():
+            return [(self._group.recv([one], place, tag), one) for one in _bytes_of(tensors)]
 
     def finish(self, messages: Iterable[Message]) -> None:
         """Wait until they have gone or come.

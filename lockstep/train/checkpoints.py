@@ -78,6 +78,26 @@ class Checkpoint:
         return f"Checkpoint({str(self.directory)!r}, every={self.every!r}, keep={self.keep})"
 
 
+def check_places(checkpoint: object, record: object) -> None:
+    """See that ``fit`` can tell where to keep what it keeps.
+
+    Raises:
+        OptionError: it cannot.
+    """
+    if not isinstance(checkpoint, Checkpoint | None):
+        raise OptionError(
+            "`checkpoint` must be a lockstep.Checkpoint.",
+            received=f"checkpoint={checkpoint!r}",
+            fix='Pass lockstep.Checkpoint("run"), with the folder.',
+        )
+    if not isinstance(record, str | os.PathLike | None):
+        raise OptionError(
+            "`record` must be the path of a folder.",
+            received=f"record={record!r}",
+            fix='Pass record="run", for example.',
+        )
+
+
 def _number(found: re.Match[str]) -> float:
     return 1 if found["epoch"] else float(found["steps"] or found["seconds"])
 

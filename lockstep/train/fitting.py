@@ -16,7 +16,7 @@ from lockstep.train.backups import Backups
 from lockstep.train.bad_record_filter import skipping
 from lockstep.train.batch_size import BatchSizeSearch, Training, choose_batch_size, search_of
 from lockstep.train.callbacks import acting, stopping, told_of_errors, traced_steps
-from lockstep.train.checkpoints import Checkpoint, FitRecord, Found, Keeper
+from lockstep.train.checkpoints import Checkpoint, FitRecord, Found, Keeper, check_places
 from lockstep.train.checks import (
     check_counts,
     check_on_bad_record,
@@ -116,6 +116,7 @@ class FittingRunner(PersistentRunner):
 
     def _fit(self, asked: FitRequest) -> History:
         self._check_not_averaged("fit")
+        check_places(asked.checkpoint, asked.record)
         beside = None if asked.checkpoint is None else asked.checkpoint.directory
         self._run_record = self._record_in(asked.record, beside)
         with self._run_record.kept(strategy=type(self.strategy).__name__):

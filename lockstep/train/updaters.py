@@ -86,6 +86,7 @@ class TorchUpdater(Updater):
         self._pieces: list[BoundPiece] = []
         self._store: dict[str, dict[str, torch.Tensor]] = {}  # by parameter and slot
         self._newborn: list[BoundPiece] = []  # pieces without slots until now
+        self._trained: set[str] = set()  # since it was bound, on any rank
 
     @property
     def takes_sparse(self) -> bool:  # type: ignore[override]  # of others it is fixed
@@ -97,6 +98,7 @@ class TorchUpdater(Updater):
 
     def bind(self, pieces: Sequence[BoundPiece]) -> None:
         self._pieces = list(pieces)
+        self._trained = {name for name, one in self.parameters.items() if one.requires_grad}
         # A rank that updates nothing has pieces of none, and still takes part with a clone.
         same = bool(pieces) and all(piece.tensor is self.parameters[piece.name] for piece in pieces)
         self._active = self.optimizer if same or not self.is_known else self._clone()
@@ -294,8 +296,8 @@ class TorchUpdater(Updater):
         names = {id(parameter): name for name, parameter in self.parameters.items()}
         lost = []
         for group in self.optimizer.param_groups:
-            members = [  # what is frozen has never been stepped on
-                names[id(one)] for one in group["params"] if id(one) in names and one.requires_grad
+            members = [  # what was frozen has never been stepped on
+                names[id(one)] for one in group["params"] if names.get(id(one)) in self._trained
             ]
             known = [own[name] for name in members if name in own]
             keeps_slots = not self.is_known or bool(self._dummy_state(group))

@@ -283,3 +283,27 @@ def test_the_notice(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monk
     shown = capsys.readouterr().out
     assert "killed by SIGKILL" in shown
     assert "Restart 1 of 3: going on from the beginning, to the same result." in shown
+
+
+class _Thaws(lockstep.Callback):
+    """Has a frozen layer be trained, and the helper end before that has come to anything."""
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        for parameter in self.trainer.model.parameters():
+            parameter.requires_grad_(True)
+        os.kill(self.trainer._session._team.pids()[0], signal.SIGKILL)
+
+
+def test_a_loss_after_a_callback_has_changed_what_is_trained_is_told_as_it_is() -> None:
+    model = nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 2))
+    model[0].requires_grad_(False)
+    trainer = lockstep.Trainer(
+        model,
+        loss=nn.CrossEntropyLoss(),
+        optimizer=torch.optim.Adam(model.parameters()),
+        strategy=lockstep.MirroredStrategy(2),
+        callbacks=[_Thaws()],
+    )
+    with pytest.raises(WorkerError, match="SIGKILL"):
+        trainer.fit((X, Y), epochs=2, batch_size=BATCH, verbose=0)
+    assert len(trainer.optimizer.state) == 2  # of the layer that was trained

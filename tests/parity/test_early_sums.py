@@ -4,6 +4,9 @@ That the sums are right is shown by the parity table and ``test_process_group.py
 begin early, what changes after it was sent, and that a step asks no tensor for its value.
 """
 
+import os
+import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -201,3 +204,29 @@ def test_a_step_asks_no_tensor_for_its_value(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(Worker, "train_step", train_step)
     trained(perceptron(), GLOO(2))
     assert num_guarded == 6
+
+
+class _Killer(lockstep.Callback):
+    """After the second step: its connection is closed when the third begins to receive."""
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        if epoch == 0:
+            os.kill(self.trainer._session._team.pids()[0], signal.SIGKILL)
+            time.sleep(0.3)
+
+
+def test_a_rank_that_is_gone_before_anything_is_sent_is_named() -> None:
+    """So the fit goes on with another one."""
+    found, expected = perceptron(), perceptron()
+    for model, restarts, callbacks in ((expected, 0, []), (found, 1, [_Killer()])):
+        trainer = lockstep.Trainer(
+            model,
+            loss=nn.CrossEntropyLoss(),
+            optimizer=partial(torch.optim.SGD, lr=1e-2),
+            strategy=GLOO(2),
+            callbacks=callbacks,
+        )
+        history = trainer.fit(DATA, batch_size=24, epochs=2, verbose=0, restarts=restarts)
+    assert len(history.restarts) == 1
+    assert "SIGKILL" in str(history.restarts[0])
+    assert all(map(torch.equal, found.parameters(), expected.parameters()))

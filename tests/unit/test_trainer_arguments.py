@@ -128,3 +128,10 @@ def test_a_gpu_that_is_there_is_taken() -> None:
     assert plan.devices == ("cuda:1",)
     with pytest.raises(errors.DeviceError, match=r"accelerators are: cuda:1"):
         SingleDevice(device="cuda:0")(LayerGraph(layers=()), cluster, 8)
+
+
+@pytest.mark.parametrize("options", [{"checkpoint": "run"}, {"record": 3}])
+def test_what_names_no_place_to_keep_things_is_refused(options: dict[str, Any]) -> None:
+    (option,) = options
+    with pytest.raises(errors.OptionError, match=f"`{option}` must be .* Received: {option}="):
+        make_trainer().fit((X, Y), verbose=0, **options)
