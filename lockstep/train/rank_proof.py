@@ -20,10 +20,9 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from lockstep.capture.layers import FrontEndModel
+from lockstep.capture.layers import FrontEndModel, functions_of
 from lockstep.capture.state import left_alone
 from lockstep.data.order import kept_streams, seed_streams
 from lockstep.data.sources import Batch, Source
@@ -75,12 +74,8 @@ def standing(sight: object, parts: tuple[Any, ...], model: nn.Module) -> object:
             seen = hash(describe(parts, list(model.parameters())))
         except Exception:  # whatever pickling raises; what cannot be sent is an error later
             seen = object()
-    functions = [id(one) for space in (torch, F, torch.Tensor) for one in vars(space).values()]
-    if isinstance(model, FrontEndModel):
-        functions += map(id, model.functions())
-    forwards = (id(kind.forward) for kind in {type(module) for module in model.modules()})
     modes = torch._C._len_torch_function_stack()
-    return seen, TorchSettings.current(), modes, hash((*functions, *forwards))
+    return seen, TorchSettings.current(), modes, functions_of(model)
 
 
 def prove_alike(worker: Worker, control: Control, samples: Any) -> None:
@@ -160,11 +155,13 @@ def _watching(
 
 
 def place_of(name: str, module: nn.Module) -> str:
+    """What users know a module by."""
     kind = type(module).__name__
     return f"layer {name!r} ({kind})" if name else f"the model ({kind})"
 
 
 def values_of(losses: Sequence[ShareLoss | JointLoss]) -> list[torch.Tensor]:
+    """What backward starts from."""
     return [value for loss in losses for value in loss.values]
 
 
@@ -191,6 +188,7 @@ def _gradients(
 
 
 def print_of(place: str, tensors: Sequence[torch.Tensor]) -> Print:
+    """The fingerprint of what was computed."""
     norms = [float(one.detach().double().norm()) for one in tensors if not one.is_complex()]
     return place, digest(tensors), math.hypot(*norms)
 
@@ -238,6 +236,7 @@ def _by_place(prints: Sequence[Print]) -> dict[str, list[Print]]:
 
 
 def unlike(rank: int, first: int, place: str, *, across: bool = False) -> ModelError:
+    """The error of a rank that computes something else than another."""
     return ModelError(
         f"Rank {rank} does not compute what rank {first} computes.",
         received=f"something else, first in {place}" if across else f"other bits, first in {place}",

@@ -107,7 +107,8 @@ class _StageTrial(MicrobatchRun):
             if (parameter := self._model.get_parameter(name)).requires_grad
             and parameter.numel() <= MOST_ELEMENTS
         ]
-        places = [*((f"value {number}", one) for number, one in leaves), *self._outputs, *small]
+        values = [(f"value {number} of another stage", one) for number, one in leaves]
+        places = [*reversed(self._outputs), *small, *values]
         if not roots or not places:
             return {}
         found = torch.autograd.grad(roots, [one for _, one in places], seeds, allow_unused=True)
@@ -116,7 +117,7 @@ class _StageTrial(MicrobatchRun):
             for (place, _), gradient in zip(places, found, strict=True)
         ]
         gradients: dict[int, Gradients] = {}
-        for (number, _), gradient in zip(leaves, found, strict=False):
+        for (number, _), gradient in zip(leaves, found[-len(leaves) :], strict=False):
             gradients.setdefault(number, []).append(gradient)
         return gradients
 
