@@ -277,9 +277,11 @@ def test_functions_that_a_trace_holds_are_looked_at_anew(strategy: str, monkeypa
         torch.manual_seed(0)
         model = Staged()
         model.drop.p = 0.0
-        options = {} if strategy is None else {"strategy": STAGES[strategy]()}
         trainer = lockstep.Trainer(
-            model, loss=loss, optimizer=partial(torch.optim.SGD, lr=0.1), **options
+            model,
+            loss=loss,
+            optimizer=partial(torch.optim.SGD, lr=0.1),
+            strategy=STAGES[strategy]() if strategy else None,
         )
         with monkeypatch.context() as patch:
             trainer.fit((X, Y), batch_size=8, verbose=0)
