@@ -104,7 +104,7 @@ def prove_alike(worker: Worker, control: Control, samples: Any) -> None:
                 raise unlike(rank, first, place)
     for host in range(1, worker.plan.num_hosts) if told else ():
         first = worker.plan.ranks_of_host(host)[0]
-        if (place := first_difference(told[0], told[first], _is_like)) is not None:
+        if (place := first_difference(told[0], told[first], is_like)) is not None:
             raise unlike(first, 0, place, across=True)
 
 
@@ -193,11 +193,12 @@ def print_of(place: str, tensors: Sequence[torch.Tensor]) -> Print:
     return place, digest(tensors), math.hypot(*norms)
 
 
-def _is_same(one: Print, other: Print) -> bool:
+def is_same(one: Print, other: Print) -> bool:
+    """Whether a rank of the same host has computed the same."""
     return one[:2] == other[:2]
 
 
-def _is_like(one: Print, other: Print) -> bool:
+def is_like(one: Print, other: Print) -> bool:
     """Whether another host has computed the same, but for rounding."""
     (place, _, size), (_, _, other_size) = one, other
     is_gradient = place.startswith(GRADIENT)  # through BatchNorm, of few samples, all is rounding
@@ -209,7 +210,7 @@ def _is_like(one: Print, other: Print) -> bool:
 def first_difference(
     one: Sequence[Print],
     other: Sequence[Print],
-    is_like: Callable[[Print, Print], bool] = _is_same,
+    is_like: Callable[[Print, Print], bool] = is_same,
 ) -> str | None:
     """The first place of which they have other prints.
 

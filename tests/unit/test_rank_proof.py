@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import lockstep
 from lockstep.errors import ModelError
-from lockstep.train.rank_proof import _is_like, first_difference, print_of, samples_of
+from lockstep.train.rank_proof import first_difference, is_like, print_of, samples_of
 from lockstep.train.runner import Runner
 
 X = torch.linspace(-2, 2, 48).reshape(8, 6).sin()
@@ -336,13 +336,13 @@ def test_hosts_may_round_in_other_ways() -> None:
         print_of(place, [one]) for (place, *_), one in zip(prints, (x + 1e-6, -2 * x), strict=True)
     ]
     assert first_difference(prints, others) == "the output of layer 'a'"
-    assert first_difference(prints, others, _is_like) is None
+    assert first_difference(prints, others, is_like) is None
     others[0] = print_of("the output of layer 'a'", [torch.nn.functional.gelu(x)])
-    assert first_difference(prints, others, _is_like) == "the output of layer 'a'"
+    assert first_difference(prints, others, is_like) == "the output of layer 'a'"
     others[0] = print_of("the output of layer 'b'", [x])
-    assert first_difference(prints, others, _is_like) is None, "one has failed before its loss"
+    assert first_difference(prints, others, is_like) is None, "one has failed before its loss"
     loss_of = print_of("the loss", [x])
-    found = first_difference([*prints, loss_of], [*others, loss_of], _is_like)
+    found = first_difference([*prints, loss_of], [*others, loss_of], is_like)
     assert found == "the output of layer 'a'"
 
 
