@@ -183,6 +183,6 @@ class CompressedReference(Reference):
             raise OptionError(
                 "What hosts compress can be simulated where each sample has an output of its own, "
                 "and a loss function takes it.",
-                received="a model with BatchNorm, with a loss of its own, a train_step, or batch_dim",
+                received="a model with BatchNorm or a loss of its own, a train_step, or batch_dim",
                 fix="Verify it without `compression`.",
             )

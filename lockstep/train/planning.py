@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from lockstep.capture.graph import capture_graph, find_inseparable, value_bytes
-from lockstep.capture.layers import capture_layers
+from lockstep.capture.layers import capture_layers, functions_of
 from lockstep.capture.tracing import Trace, trace_modes
 from lockstep.cluster.devices import discover
 from lockstep.cluster.topology import Cluster
@@ -163,12 +163,16 @@ class Planning:
         return found
 
     def _digest(self, key: Any) -> bytes:
-        """Equal where nothing but values of tensors has changed; empty where nobody can tell."""
+        """Equal where nothing but values of tensors has changed; empty where nobody can tell.
+
+        A trace holds the functions that the model has called, so they are looked at, too.
+        """
         shapes = map_tensors(
             lambda tensor: (tuple(tensor.shape), tensor.stride(), tensor.dtype), key
         )
         try:
             described = describe((self._model, shapes), list(self._model.parameters()))
+            described += str(functions_of(self._model)).encode()
         except Exception:  # whatever pickling raises; what cannot be sent is an error later
             return b""
         return hashlib.blake2b(described).digest()

@@ -20,10 +20,9 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from lockstep.capture.layers import FrontEndModel
+from lockstep.capture.layers import FrontEndModel, functions_of
 from lockstep.capture.state import left_alone
 from lockstep.data.order import kept_streams, seed_streams
 from lockstep.data.sources import Batch, Source
@@ -75,12 +74,8 @@ def standing(sight: object, parts: tuple[Any, ...], model: nn.Module) -> object:
             seen = hash(describe(parts, list(model.parameters())))
         except Exception:  # whatever pickling raises; what cannot be sent is an error later
             seen = object()
-    functions = [id(one) for space in (torch, F, torch.Tensor) for one in vars(space).values()]
-    if isinstance(model, FrontEndModel):
-        functions += map(id, model.functions())
-    forwards = (id(kind.forward) for kind in {type(module) for module in model.modules()})
     modes = torch._C._len_torch_function_stack()
-    return seen, TorchSettings.current(), modes, hash((*functions, *forwards))
+    return seen, TorchSettings.current(), modes, functions_of(model)
 
 
 def prove_alike(worker: Worker, control: Control, samples: Any) -> None:
@@ -109,7 +104,7 @@ def prove_alike(worker: Worker, control: Control, samples: Any) -> None:
                 raise unlike(rank, first, place)
     for host in range(1, worker.plan.num_hosts) if told else ():
         first = worker.plan.ranks_of_host(host)[0]
-        if (place := first_difference(told[0], told[first], _is_like)) is not None:
+        if (place := first_difference(told[0], told[first], is_like)) is not None:
             raise unlike(first, 0, place, across=True)
 
 
@@ -160,11 +155,13 @@ def _watching(
 
 
 def place_of(name: str, module: nn.Module) -> str:
+    """What users know a module by."""
     kind = type(module).__name__
     return f"layer {name!r} ({kind})" if name else f"the model ({kind})"
 
 
 def values_of(losses: Sequence[ShareLoss | JointLoss]) -> list[torch.Tensor]:
+    """What backward starts from."""
     return [value for loss in losses for value in loss.values]
 
 
@@ -191,15 +188,17 @@ def _gradients(
 
 
 def print_of(place: str, tensors: Sequence[torch.Tensor]) -> Print:
+    """The fingerprint of what was computed."""
     norms = [float(one.detach().double().norm()) for one in tensors if not one.is_complex()]
     return place, digest(tensors), math.hypot(*norms)
 
 
-def _is_same(one: Print, other: Print) -> bool:
+def is_same(one: Print, other: Print) -> bool:
+    """Whether a rank of the same host has computed the same."""
     return one[:2] == other[:2]
 
 
-def _is_like(one: Print, other: Print) -> bool:
+def is_like(one: Print, other: Print) -> bool:
     """Whether another host has computed the same, but for rounding."""
     (place, _, size), (_, _, other_size) = one, other
     is_gradient = place.startswith(GRADIENT)  # through BatchNorm, of few samples, all is rounding
@@ -211,7 +210,7 @@ def _is_like(one: Print, other: Print) -> bool:
 def first_difference(
     one: Sequence[Print],
     other: Sequence[Print],
-    is_like: Callable[[Print, Print], bool] = _is_same,
+    is_like: Callable[[Print, Print], bool] = is_same,
 ) -> str | None:
     """The first place of which they have other prints.
 
@@ -238,6 +237,7 @@ def _by_place(prints: Sequence[Print]) -> dict[str, list[Print]]:
 
 
 def unlike(rank: int, first: int, place: str, *, across: bool = False) -> ModelError:
+    """The error of a rank that computes something else than another."""
     return ModelError(
         f"Rank {rank} does not compute what rank {first} computes.",
         received=f"something else, first in {place}" if across else f"other bits, first in {place}",

@@ -302,7 +302,7 @@ class Runner(ABC):
         """
         task, plan = assignment.task, assignment.plan
         in_stages = plan.pipeline is not None
-        is_whole = plan.num_hosts == 1 and is_cpu(plan.devices) and not assignment.blank
+        is_whole = is_cpu(plan.devices) and not assignment.blank
         is_left_out = plan.num_ranks == 1 or (in_stages and not is_whole)
         if not isinstance(task, FitTask) or is_left_out:
             return None
@@ -312,9 +312,9 @@ class Runner(ABC):
         task.proves = plan.num_hosts > 1 or self._proven != proof
         if task.proves:
             conductor.samples = samples_of(sample_of(task.source), self.precision)
-        if task.proves and in_stages:
-            conductor.samples = _run_in_stages(assignment, conductor.samples)
-            task.proves = conductor.samples is not None
+        if task.proves and in_stages and conductor.samples is not None:
+            is_first = self._job_context.host == 0
+            conductor.samples = _run_in_stages(assignment, conductor.samples) if is_first else None
         return proof
 
     def _plan_for_all(

@@ -5,8 +5,8 @@ samples, forward and backward, and keeps what crosses from one to the next. Then
 own stages on what has crossed there. The values of all instructions, what is sent on, the loss, and
 gradients must be the bits that rank 0 has found: also where several ranks hold a stage.
 
-Not covered: stages on accelerators, which rank 0 would need all memory for; pipelines over several
-hosts; models whose parameters have no values until ranks have their stages.
+Not covered: stages on accelerators, which rank 0 would need all memory for; models whose parameters
+have no values until ranks have their stages.
 """
 
 from collections.abc import Sequence
@@ -31,6 +31,8 @@ from lockstep.train.rank_proof import (
     MOST_ELEMENTS,
     Print,
     first_difference,
+    is_like,
+    is_same,
     place_of,
     print_of,
     unlike,
@@ -45,22 +47,27 @@ class Crossing:
     Attributes:
         batch: the samples.
         values: what has crossed forward, by instruction.
+        flags: of each tensor in a value, whether it takes a gradient.
         gradients: of these, from each stage that uses them.
         prints: what rank 0 has computed, by stage.
     """
 
     batch: Batch
     values: dict[int, Tree] = field(default_factory=dict)
+    flags: dict[int, list[bool]] = field(default_factory=dict)
     gradients: dict[int, list[Gradients]] = field(default_factory=dict)
     prints: list[list[Print]] = field(default_factory=list)
 
     def receive(self, number: int, sender: int, share: int) -> Tree:
         """A value of another stage, as a leaf of its own."""
-        return map_tensors(_leaf, self.values[number])
+        flags = iter(self.flags[number])
+        return map_tensors(lambda one: one.clone().requires_grad_(next(flags)), self.values[number])
 
     def send(self, stage: int, number: int, share: int, tree: Tree) -> None:
         """Keep a value as rank 0 has found it."""
-        self.values.setdefault(number, map_tensors(_leaf, tree))
+        if number not in self.values:
+            self.values[number] = map_tensors(lambda one: one.detach().clone(), tree)
+            self.flags[number] = [one.requires_grad for one in tensors_of(tree)]
 
 
 class _StageTrial(MicrobatchRun):
@@ -107,7 +114,8 @@ class _StageTrial(MicrobatchRun):
             if (parameter := self._model.get_parameter(name)).requires_grad
             and parameter.numel() <= MOST_ELEMENTS
         ]
-        places = [*((f"value {number}", one) for number, one in leaves), *self._outputs, *small]
+        values = [(f"value {number} of another stage", one) for number, one in leaves]
+        places = [*reversed(self._outputs), *small, *values]
         if not roots or not places:
             return {}
         found = torch.autograd.grad(roots, [one for _, one in places], seeds, allow_unused=True)
@@ -116,7 +124,7 @@ class _StageTrial(MicrobatchRun):
             for (place, _), gradient in zip(places, found, strict=True)
         ]
         gradients: dict[int, Gradients] = {}
-        for (number, _), gradient in zip(leaves, found, strict=False):
+        for (number, _), gradient in zip(leaves, found[-len(leaves) :], strict=False):
             gradients.setdefault(number, []).append(gradient)
         return gradients
 
@@ -202,9 +210,12 @@ def prove_stages(worker: Worker, control: Control, crossing: Crossing | None) ->
         if worker.rank in stage.ranks
     ]
     for rank, told in enumerate(control.gather(own) or ()):
+        across = rank not in worker.plan.ranks_of_host(0)
         for stage, prints in told:
-            if (place := first_difference(crossing.prints[stage], prints)) is not None:
-                raise unlike(rank, 0, place)
+            wanted = crossing.prints[stage]
+            place = first_difference(wanted, prints, is_like if across else is_same)
+            if place is not None:
+                raise unlike(rank, 0, place, across=across)
 
 
 def _prints(trial: _StageTrial, tools: StageTools) -> Sequence[Print]:
@@ -221,7 +232,3 @@ def _prints(trial: _StageTrial, tools: StageTools) -> Sequence[Print]:
 def _untouched(tools: StageTools) -> AbstractContextManager[object]:
     """Within the block the model, the loss and the random streams are left as they are."""
     return left_alone(tools.model, *tools.loss.user_losses())
-
-
-def _leaf(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().clone().requires_grad_(tensor.requires_grad)

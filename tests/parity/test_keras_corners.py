@@ -551,3 +551,30 @@ def test_targets_of_another_number_in_a_stream_are_refused() -> None:
         model = stacked(layers.Dense(1), loss=lambda _, y_pred: ops.sum(y_pred))
     with pytest.raises(DataError, match=r"inputs\[0\] 8, targets\[0\] 3"):
         fitted(model, ((X[:8], Y[:3]) for _ in range(1)), None, steps_per_epoch=1, batch_size=None)
+
+
+class Accumulated(layers.Layer):  # type: ignore[misc]  # Keras is untyped
+    """Sums over time, which is first: (time, samples, features)."""
+
+    def call(self, inputs: Any) -> Any:
+        return ops.cumsum(inputs, axis=0)
+
+
+@pytest.mark.parametrize("strategy", BOTH, ids=lambda one: type(one).__name__)
+def test_time_first_within_a_model(strategy: Any) -> None:
+    x = (
+        np.random.default_rng(0).normal(size=(4, 20, 8)).astype("float32")
+    )  # time, samples, features
+    found = []
+    for scope in (nullcontext(), strategy.scope()):
+        keras.utils.set_random_seed(1)
+        with scope:
+            inputs = keras.Input((4, 8))
+            hidden = layers.Dense(6)(ops.swapaxes(inputs, 0, 1))
+            outputs = layers.Dense(2)(Accumulated()(hidden))
+            model = keras.Model(inputs, ops.swapaxes(outputs, 0, 1))
+            model.compile("sgd", "mse")
+        losses = fitted(model, x.swapaxes(0, 1), x[..., :2].swapaxes(0, 1), epochs=2)["loss"]
+        found.append([losses, *model.get_weights(), model.predict(x.swapaxes(0, 1), verbose=0)])
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)

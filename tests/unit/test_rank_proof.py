@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import lockstep
 from lockstep.errors import ModelError
-from lockstep.train.rank_proof import _is_like, first_difference, print_of, samples_of
+from lockstep.train.rank_proof import first_difference, is_like, print_of, samples_of
 from lockstep.train.runner import Runner
 
 X = torch.linspace(-2, 2, 48).reshape(8, 6).sin()
@@ -190,6 +190,122 @@ def test_what_the_script_has_changed_is_named(name: str, monkeypatch: Patch) -> 
     assert all(map(torch.equal, weights, trainer.model.parameters()))
 
 
+# --- in stages ------------------------------------------------------------------------------------
+
+
+class Middle(nn.Module):
+    """Of functions, which a stage runs one by one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        halved: Tensor = torch.tanh(F.relu(x)).sigmoid() / 2
+        return halved
+
+
+class Staged(nn.Module):
+    """Its second stage begins with ``second``, and takes a value from the first one twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 8)
+        self.norm = nn.LayerNorm(8)
+        self.second = nn.Linear(8, 8)
+        self.drop = nn.Dropout(0.3)
+        self.middle = Middle()
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.first(x))
+        found: Tensor = self.head(self.middle(self.drop(self.second(x))) + x)
+        return found
+
+
+def steeper(layer: nn.Linear, x: Tensor) -> Tensor:
+    """The same numbers, and three times their gradients."""
+    found = F.linear(x, layer.weight, layer.bias)
+    return found.detach() + 3 * (found - found.detach())
+
+
+STAGES: dict[str, Callable[[], lockstep.Strategy]] = {
+    "pipeline": lambda: lockstep.PipelineStrategy(cuts=["second"], microbatches=2),
+    "hybrid": lambda: lockstep.HybridStrategy(data=2, cuts=["second"], microbatches=2),
+}
+SECOND = "output of layer 'second' (Linear)"
+IN_STAGES: dict[str, tuple[str, Callable[[Patch], None]]] = {
+    "a layer's class": (SECOND, PATCHES["a layer's class"][1]),
+    "the loss's function": PATCHES["the loss's function"],
+    "a layer's backward": (
+        "the gradient of",
+        lambda to: to.setattr(nn.Linear, "forward", lambda self, x: steeper(self, x)),
+    ),
+    "a function within a layer": (
+        "output of layer 'drop'",
+        lambda to: to.setattr(F, "dropout", lambda x, *_: x),
+    ),
+}
+
+
+def staged_trainer(strategy: str) -> lockstep.Trainer:
+    return lockstep.Trainer(
+        Staged(),
+        loss=loss,
+        optimizer=partial(torch.optim.SGD, lr=0.1),
+        strategy=STAGES[strategy](),
+    )
+
+
+@pytest.mark.parametrize("strategy", STAGES)
+@pytest.mark.parametrize("name", IN_STAGES)
+def test_what_a_stage_computes_otherwise_is_named(
+    name: str, strategy: str, monkeypatch: Patch
+) -> None:
+    place, change = IN_STAGES[name]
+    trainer = staged_trainer(strategy)
+    trainer.fit((X, Y), batch_size=8, verbose=0)  # helpers have imported all that they need
+    change(monkeypatch)
+    weights = [one.clone() for one in trainer.model.parameters()]
+    with pytest.raises(ModelError, match="Rank 1 does not compute what rank 0 computes") as caught:
+        trainer.fit((X, Y), batch_size=8, verbose=0)
+    assert place in str(caught.value)
+    assert all(map(torch.equal, weights, trainer.model.parameters()))
+
+
+@pytest.mark.parametrize("strategy", STAGES)
+def test_functions_that_a_trace_holds_are_looked_at_anew(strategy: str, monkeypatch: Patch) -> None:
+    """What the script has replaced between two calls is in the next trace, and so on all ranks."""
+
+    def fitted(strategy: str | None) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = Staged()
+        model.drop.p = 0.0
+        trainer = lockstep.Trainer(
+            model,
+            loss=loss,
+            optimizer=partial(torch.optim.SGD, lr=0.1),
+            strategy=STAGES[strategy]() if strategy else None,
+        )
+        with monkeypatch.context() as patch:
+            trainer.fit((X, Y), batch_size=8, verbose=0)
+            patch.setattr(F, "relu", F.gelu)
+            patch.setattr(Tensor, "sigmoid", Tensor.cos)
+            trainer.fit((X, Y), batch_size=8, verbose=0)
+        return [*model.parameters()]
+
+    for one, other in zip(fitted(strategy), fitted(None), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("strategy", STAGES)
+def test_a_proof_of_stages_leaves_no_trace(strategy: str, monkeypatch: Patch) -> None:
+    found = []
+    for prove in (Runner._prepare_proof, lambda *_: None):
+        monkeypatch.setattr(Runner, "_prepare_proof", prove)
+        torch.manual_seed(0)
+        trainer = staged_trainer(strategy)
+        trainer.fit((X, Y), batch_size=8, epochs=2, verbose=0)
+        found.append([*trainer.model.state_dict().values()])
+    assert all(map(torch.equal, *found))
+
+
 @pytest.mark.parametrize("name", SCOPES)
 def test_what_is_around_the_script_is_named(name: str) -> None:
     place, scope = SCOPES[name]
@@ -220,13 +336,13 @@ def test_hosts_may_round_in_other_ways() -> None:
         print_of(place, [one]) for (place, *_), one in zip(prints, (x + 1e-6, -2 * x), strict=True)
     ]
     assert first_difference(prints, others) == "the output of layer 'a'"
-    assert first_difference(prints, others, _is_like) is None
+    assert first_difference(prints, others, is_like) is None
     others[0] = print_of("the output of layer 'a'", [torch.nn.functional.gelu(x)])
-    assert first_difference(prints, others, _is_like) == "the output of layer 'a'"
+    assert first_difference(prints, others, is_like) == "the output of layer 'a'"
     others[0] = print_of("the output of layer 'b'", [x])
-    assert first_difference(prints, others, _is_like) is None, "one has failed before its loss"
+    assert first_difference(prints, others, is_like) is None, "one has failed before its loss"
     loss_of = print_of("the loss", [x])
-    found = first_difference([*prints, loss_of], [*others, loss_of], _is_like)
+    found = first_difference([*prints, loss_of], [*others, loss_of], is_like)
     assert found == "the output of layer 'a'"
 
 
