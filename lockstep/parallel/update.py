@@ -116,6 +116,13 @@ class Updater(ABC):
         """Of an outer optimizer, by the parameter's name; none without one."""
         return {}
 
+    takes_notes = False
+    """Whether ``slots`` tells all that a step changes beside what lies in the store, shortly."""
+
+    def take_notes(self, notes: Sequence[PieceSlots]) -> None:
+        """Go on with what ``slots`` of another process told, which had bound these pieces."""
+        raise NotImplementedError
+
     def look_again(self) -> None:
         """Somebody may have set the weights."""
         return

@@ -28,6 +28,8 @@ class ParameterServerStrategy(Strategy):
             --devices`` says, or else one per usable core, at most 8.
         staleness: by how many steps a worker may be ahead of the oldest batch that is not in the
             weights yet. 0 is synchronous; None sets no bound.
+        replicas: copies of what a server updates, 1 or 2. With 2 training outlives the death of a
+            server, whatever ``fit(restarts=)`` says.
         channels_last: see ``MirroredStrategy``.
         timeout_seconds: longest wait for another process; what hangs longer is reported.
 
@@ -42,11 +44,12 @@ class ParameterServerStrategy(Strategy):
         workers: int | None = None,
         staleness: int | None = 0,
         *,
+        replicas: int = 1,
         channels_last: bool | None = None,
         timeout_seconds: float = 600.0,
     ) -> None:
         problems = Problems()
-        _check_numbers(problems, servers, workers, staleness)
+        _check_numbers(problems, servers, workers, staleness, replicas)
         check_format(problems, channels_last)
         check_timeout(problems, timeout_seconds)
         problems.raise_if_any(OptionError)
@@ -56,7 +59,7 @@ class ParameterServerStrategy(Strategy):
         self.timeout_seconds = timeout_seconds
         self._maker = Served(
             workers=Mirrored(devices=self.workers, channels_last=channels_last),
-            update=ServedUpdate(servers=servers, staleness=staleness),
+            update=ServedUpdate(servers=servers, staleness=staleness, replicas=replicas),
         )
         device_names(self.workers, discover().cores.hosts[0])
 
@@ -68,7 +71,9 @@ class ParameterServerStrategy(Strategy):
         return len(device_names(self.workers, discover().cores.hosts[0]))
 
 
-def _check_numbers(problems: Problems, servers: object, workers: object, staleness: object) -> None:
+def _check_numbers(
+    problems: Problems, servers: object, workers: object, staleness: object, replicas: object
+) -> None:
     if not is_count(servers):
         problems.add(
             "`servers` must be a number of processes, at least 1.",
@@ -88,4 +93,10 @@ def _check_numbers(problems: Problems, servers: object, workers: object, stalene
             "`staleness` must be a number of steps, at least 0, or None.",
             received=f"staleness={staleness!r}",
             fix="Use 0 to train synchronously, 4 for a bound, or None for none.",
+        )
+    if not is_count(replicas) or replicas not in (1, 2):
+        problems.add(
+            "`replicas` must be 1 or 2: what servers update lies in this host's memory.",
+            received=f"replicas={replicas!r}",
+            fix="Use 2 to outlive the death of a server, or leave it out.",
         )

@@ -337,6 +337,7 @@ class PersistentRunner(Runner):
             self._session.stores.release_pages,
             [source for source in sources if isinstance(source, SharedStream)],
             restarts,
+            is_asked=restarts > 0 or self._maker().outlives_servers,
         )
 
     def _record_in(self, *folders: str | os.PathLike[str] | None) -> RunRecord:
