@@ -3,7 +3,8 @@
 import os
 
 from lockstep.cluster.devices import discover
-from lockstep.cluster.environment import find_devices
+from lockstep.cluster.environment import find_devices, find_place, find_servers
+from lockstep.cluster.place import Reach
 from lockstep.errors import OptionError, Problems
 from lockstep.plan.decision import ServedUpdate
 from lockstep.plan.devices import device_names
@@ -23,9 +24,11 @@ class ParameterServerStrategy(Strategy):
     Synchronous Parallel Parameter Server (2013).
 
     Args:
-        servers: processes that update, each its part of the parameters.
+        servers: processes that update, each its part of the parameters; None is what ``lockstep
+            run --servers`` says, or 1.
         workers: processes that compute, the script's own among them; None is what ``lockstep run
-            --devices`` says, or else one per usable core, at most 8.
+            --devices`` says, or else one per usable core, at most 8. Under a ``TF_CONFIG`` with
+            "ps" both are the numbers of its tasks: the script is started for each.
         staleness: by how many steps a worker may be ahead of the oldest batch that is not in the
             weights yet. 0 is synchronous; None sets no bound.
         replicas: copies of what a server updates, 1 or 2. With 2 training outlives the death of a
@@ -38,9 +41,11 @@ class ParameterServerStrategy(Strategy):
         DeviceError: more workers than this host can hold.
     """
 
+    reach: Reach = "roles"
+
     def __init__(
         self,
-        servers: int = 1,
+        servers: int | None = None,
         workers: int | None = None,
         staleness: int | None = 0,
         *,
@@ -53,13 +58,12 @@ class ParameterServerStrategy(Strategy):
         check_format(problems, channels_last)
         check_timeout(problems, timeout_seconds)
         problems.raise_if_any(OptionError)
-        self.servers = servers
-        self.workers = find_devices(os.environ) if workers is None else workers
+        self.workers, self.servers = _numbers(workers, servers)
         self.staleness = staleness
         self.timeout_seconds = timeout_seconds
         self._maker = Served(
             workers=Mirrored(devices=self.workers, channels_last=channels_last),
-            update=ServedUpdate(servers=servers, staleness=staleness, replicas=replicas),
+            update=ServedUpdate(servers=self.servers, staleness=staleness, replicas=replicas),
         )
         device_names(self.workers, discover().cores.hosts[0])
 
@@ -71,10 +75,30 @@ class ParameterServerStrategy(Strategy):
         return len(device_names(self.workers, discover().cores.hosts[0]))
 
 
+def _numbers(workers: int | None, servers: int | None) -> tuple[int | None, int]:
+    """Of workers and servers, as asked for or as the launcher says.
+
+    Raises:
+        OptionError: these contradict each other.
+    """
+    place = find_place(os.environ)
+    if place is None or not place.num_servers:
+        workers = find_devices(os.environ) if workers is None else workers
+        return workers, (servers or find_servers(os.environ) or 1)
+    given = place.num_processes - place.num_servers, place.num_servers
+    if (workers or given[0], servers or given[1]) != given:
+        raise OptionError(
+            f"Under {place.launcher} each worker and each server is a task of its own.",
+            received=f"workers={workers}, servers={servers} with {given[0]} and {given[1]} tasks",
+            fix="Leave `workers` and `servers` out.",
+        )
+    return given
+
+
 def _check_numbers(
     problems: Problems, servers: object, workers: object, staleness: object, replicas: object
 ) -> None:
-    if not is_count(servers):
+    if servers is not None and not is_count(servers):
         problems.add(
             "`servers` must be a number of processes, at least 1.",
             received=f"servers={servers!r}",
