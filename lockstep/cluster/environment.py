@@ -314,7 +314,7 @@ def _number_of_task(variables: Variables, task: dict[str, Any], roles: dict[str,
     if not (is_number(index) and int(index) < len(roles[kind])):
         variables.reject(
             f"TF_CONFIG's task must have an index below {len(roles[kind])}, "
-            f"the number of its {kind}s.",
+            f"the number of the cluster's {kind!r}.",
             f"index {task.get('index')!r}",
         )
         return 0

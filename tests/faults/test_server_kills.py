@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+import torchmetrics
 from torch import Tensor, nn
 
 import lockstep
@@ -170,6 +171,7 @@ def fit(
     optimizer: Any,
     *,
     has_rows: bool = False,
+    metrics: Any = None,
     **options: Any,
 ) -> tuple[lockstep.Trainer, lockstep.History, int]:
     """Train; how many forward passes it took, too."""
@@ -184,6 +186,7 @@ def fit(
         optimizer=optimizer,
         strategy=strategy,
         precision="fp64",
+        metrics=metrics,
     )
     history = trainer.fit(data(), batch_size=BATCH, shuffle=False, verbose=0, **options)
     assert not list((folder / "deaths").iterdir()), "not all deaths were died"
@@ -272,6 +275,26 @@ def test_servers_die_in_every_phase_and_their_copies_take_over(
     if name == "still":  # else a batch's loss is that of the weights that it was computed with
         assert_equal(history.history["loss"], losses)
     assert passes - epochs * SAMPLES // BATCH <= 10 * (len(deaths) + 1)
+
+
+def test_with_metrics_the_epoch_begins_anew(tmp_path: Path) -> None:
+    """What a worker's metrics have seen is lost with it: the epoch's beginning is gone back to."""
+    strategy = lockstep.ParameterServerStrategy(2, 1, 2, replicas=2)
+    make, seen = OPTIMIZERS["still"], []
+    for number, deaths in enumerate(([], ["update", "copy"])):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        metrics = {"mse": torchmetrics.MeanSquaredError()}
+        trainer, history, _ = fit(folder, deaths, strategy, make, metrics=metrics, epochs=2)
+        assert bool(history.restarts) == bool(deaths)
+        seen.append(history.history)
+    model, optimizer, losses = plain(tmp_path, make, 2)
+    assert_as(trainer, model, optimizer)
+    assert_equal(history.history["loss"], losses)
+    assert seen[0].keys() == seen[1].keys()
+    for name in seen[0]:
+        if name != "staleness":
+            assert_equal(seen[0][name], seen[1][name])
 
 
 def test_copies_that_differ_are_an_error(tmp_path: Path) -> None:
