@@ -34,6 +34,7 @@ _HOLD_SECONDS = 10.0
 # Bytes of the region whose locks stand for taking parts, and for a server's update, from there on.
 _TAKES, _UPDATES = 0, 1
 _NUM_LOSSES = 4  # see Push
+_NUM_SUMS = _NUM_LOSSES + 1  # see Stand
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ class Stand:
         begun: how many batches were ever opened.
         opened: of those that are not in all weights, by number: their parts, and by server whether
             they are in its weights.
-        losses: of the batches in the first server's weights; see ``Push``.
+        losses: of the batches in the first server's weights, see ``Push``; and their updates.
         lead: the longest of any worker.
     """
 
@@ -125,7 +126,7 @@ class WorkQueue:
         self._done = next(cut)  # by server: the version with which all was done
         self._updates = next(cut)  # by server: the number + 1 of the batch of its last update
         # By server: of all batches in its weights, by version, the newest and the one before.
-        self._losses = next(cut).view(np.float64).reshape(num_servers, 2, _NUM_LOSSES)
+        self._losses = next(cut).view(np.float64).reshape(num_servers, 2, _NUM_SUMS)
         self._pushes = next(cut).reshape(num_workers, 4)
         self._weighed = next(cut).view(np.float64).reshape(num_workers, -1)  # the rest of a push
         self._taken = next(cut).reshape(num_servers, num_workers)  # the last push, by number
@@ -242,7 +243,7 @@ class WorkQueue:
         return int(self._leads.max())
 
     def losses(self) -> tuple[float, ...]:
-        """Those of all batches since ``begin``, added up; see ``Push``; when all have settled."""
+        """Those of all batches since ``begin``, added up; see ``Stand``; when all have settled."""
         return self._losses_of_first()
 
     # --- the first worker, when a process has died -----------------------------------------------
@@ -319,7 +320,7 @@ class WorkQueue:
 
         Args:
             step: the batch's number.
-            losses: of all its parts, added up.
+            losses: of all its parts, added up, and whether it changes anything.
         """
         own = self._server
         last = self.slot(own)
@@ -394,7 +395,7 @@ def _sizes(num_workers: int, num_servers: int) -> list[int]:
     per_entry = 2 + num_workers + num_servers
     return [
         *(1, num_workers, num_workers, num_servers, num_servers, num_servers),
-        num_servers * 2 * _NUM_LOSSES,
+        num_servers * 2 * _NUM_SUMS,
         *(num_workers * 4, num_workers * (1 + _NUM_LOSSES), num_servers * num_workers),
         _num_entries(num_workers) * per_entry,
     ]

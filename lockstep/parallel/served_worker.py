@@ -255,7 +255,7 @@ class ServedWorker(Worker):
         pieces = self._pieces[_GROUP]
         with self._queue.alone():
             next_slot = 1 - self._queue.slot(self._server)
-            with self._queue.updating(step, total.losses):
+            with self._queue.updating(step, (*total.losses, bool(total.weight))):
                 if total.weight:
                     for bound, gradient in zip(pieces, total.means(), strict=True):
                         bound.tensor.grad = gradient
@@ -291,6 +291,8 @@ class ServedWorker(Worker):
         self._is_over = any(last for (last,) in self.board.tell([is_last]))
         self._opened.clear()
         self._losses, self._stand, self._is_under_way = self._queue.losses(), None, False
+        if self._alone is not None and self.updater is not None:
+            self.updater.count_steps(int(self._losses[-1]))
 
     def results_of_epoch(self, own: list[StepResult]) -> list[StepResult]:
         """The first worker tells of all: who has computed a part may have died since."""
@@ -299,7 +301,7 @@ class ServedWorker(Worker):
         nothing, whole = StepResult(total=0.0, weight=0.0, num_samples=0), _joined(own)
         if self.rank != 0 or not self._losses:
             return [replace(nothing, parts=whole.parts, num_bad=whole.num_bad)]
-        total, weight, num_samples, num_skipped = self._losses
+        total, weight, num_samples, num_skipped, _ = self._losses
         whole = replace(
             whole, total=total, weight=weight, num_samples=int(num_samples), is_skipped=False
         )

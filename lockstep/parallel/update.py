@@ -116,6 +116,10 @@ class Updater(ABC):
         """Of an outer optimizer, by the parameter's name; none without one."""
         return {}
 
+    def count_steps(self, number: int) -> None:
+        """Other ranks have made so many steps, and this one none."""
+        return
+
     takes_notes = False
     """Whether ``slots`` tells all that a step changes beside what lies in the store, shortly."""
 

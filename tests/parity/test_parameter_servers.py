@@ -519,6 +519,19 @@ def keras_losses(strategy: lockstep.Strategy) -> list[float]:
     return losses
 
 
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_a_keras_optimizer_counts_its_steps(staleness: int) -> None:
+    """Servers have made them: without the count a second ``fit`` would be another Adam."""
+    generator = np.random.default_rng(0)
+    inputs = generator.standard_normal((96, 8)).astype("float32")
+    with lockstep.ParameterServerStrategy(1, 2, staleness).scope():
+        model = keras.Sequential([keras.layers.Input((8,)), keras.layers.Dense(1)])
+        model.compile("adam", "mse")
+    for epochs in (1, 2):
+        model.fit(inputs, inputs[:, :1], batch_size=16, epochs=2, verbose=0)
+        assert int(model.optimizer.iterations) == 12 * epochs
+
+
 def test_a_keras_model_trains_in_the_scope() -> None:
     alone = keras_losses(lockstep.SingleDeviceStrategy())
     np.testing.assert_allclose(
