@@ -34,6 +34,12 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         "one's own",
     )
     parser.add_argument(
+        "--servers",
+        type=int,
+        metavar="S",
+        help="parameter servers beside them, for ParameterServerStrategy (default: 1)",
+    )
+    parser.add_argument(
         "--rendezvous", metavar="HOST:PORT", help="where host 0 listens and the others meet it"
     )
     parser.add_argument(
@@ -92,6 +98,7 @@ def run(options: argparse.Namespace) -> int:
 def _variables(options: argparse.Namespace) -> dict[str, str]:
     given = {
         "LOCKSTEP_DEVICES": options.devices,
+        "LOCKSTEP_SERVERS": options.servers,
         "LOCKSTEP_HOSTS": options.hosts,
         "LOCKSTEP_HOST_INDEX": options.host_index,
         "LOCKSTEP_RENDEZVOUS": options.rendezvous,
@@ -126,6 +133,7 @@ def _check(options: argparse.Namespace) -> Address | None:
     problems = Problems()
     for name, least, most in (
         ("devices", 1, None),
+        ("servers", 1, None),
         ("processes", 1, None),
         ("hosts", 1, None),
         ("host_index", 0, None if options.hosts is None else options.hosts - 1),
@@ -140,8 +148,11 @@ def _check(options: argparse.Namespace) -> Address | None:
         if options.rendezvous is not None:
             _refuse(problems, options, ("port",), "with --rendezvous")
     if options.processes is not None:
-        others = ("devices", "hosts", "host_index", "rendezvous", "ssh", "secret_file")
+        others = ("devices", "hosts", "host_index", "rendezvous", "ssh", "secret_file", "servers")
         _refuse(problems, options, others, "with --processes")
+    if options.servers is not None:
+        several = ("hosts", "host_index", "rendezvous", "ssh")
+        _refuse(problems, options, several, "with --servers: they are processes of one host")
     address = None
     if options.rendezvous is not None:
         try:

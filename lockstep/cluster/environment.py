@@ -150,10 +150,23 @@ def find_devices(environ: Mapping[str, str]) -> int | None:
     Raises:
         OptionError: it is no number of devices.
     """
+    return _number_of_run(environ, "LOCKSTEP_DEVICES")
+
+
+def find_servers(environ: Mapping[str, str]) -> int | None:
+    """Parameter servers that this host is to have beside them, where LOCKSTEP_SERVERS says so.
+
+    Raises:
+        OptionError: it is no number of servers.
+    """
+    return _number_of_run(environ, "LOCKSTEP_SERVERS")
+
+
+def _number_of_run(environ: Mapping[str, str], name: str) -> int | None:
     variables = Variables("lockstep run", environ)
-    devices = variables.number_or_none("LOCKSTEP_DEVICES", least=1)
+    number = variables.number_or_none(name, least=1)
     variables.raise_if_any()
-    return devices
+    return number
 
 
 # --- lockstep run ---------------------------------------------------------------------------------
@@ -197,7 +210,10 @@ def _from_lockstep_run(variables: Variables) -> Place | None:
 
 
 def _from_tf_config(variables: Variables) -> Place | None:
-    """Hosts are the chief, then the workers; each listens where the cluster says."""
+    """Hosts are the chief, then the workers; each listens where the cluster says.
+
+    With parameter servers all of them are processes of one host, the servers the last.
+    """
     config = _json_object(variables)
     cluster, task = config.get("cluster", {}), config.get("task", {})
     if not cluster:
@@ -209,32 +225,61 @@ def _from_tf_config(variables: Variables) -> Place | None:
             repr(variables.get("TF_CONFIG")),
         )
         return None
-    chiefs, workers = cluster.get("chief", []), cluster.get("worker", [])
-    others = sorted(cluster.keys() - {"chief", "worker"})
+    roles = {role: cluster.get(role, []) for role in ("chief", "worker", "ps")}
+    chiefs, workers, servers = roles.values()
+    others = sorted(cluster.keys() - roles.keys())
     variables.check(
         not others,
-        'TF_CONFIG\'s cluster may have "chief" and "worker": there are no parameter servers, '
-        "and rank 0 evaluates.",
+        'TF_CONFIG\'s cluster may have "chief", "worker" and "ps": rank 0 evaluates.',
         ", ".join(map(repr, others)),
+    )
+    variables.check(
+        bool(servers) or "ps" not in cluster,
+        'TF_CONFIG\'s cluster must have a parameter server where it has "ps".',
+        "none",
+    )
+    variables.check(
+        bool(chiefs or workers),
+        'TF_CONFIG\'s cluster must have a "chief" or a "worker", which computes.',
+        ", ".join(f"{len(tasks)} of {role!r}" for role, tasks in roles.items()),
     )
     variables.check(
         len(chiefs) <= 1, 'TF_CONFIG\'s cluster may have one "chief".', f"{len(chiefs)} of them"
     )
-    host = _host_of_task(variables, task, {"chief": chiefs, "worker": workers})
-    addresses = variables.addresses("An address in TF_CONFIG", [*chiefs, *workers])
+    number = _number_of_task(variables, task, roles)
+    addresses = variables.addresses("An address in TF_CONFIG", [*chiefs, *workers, *servers])
     variables.check(
         len(set(addresses)) == len(addresses),
         "Every host in TF_CONFIG must have an address of its own.",
         ", ".join(map(str, addresses)),
     )
+    names = sorted({address.name for address in addresses})
+    variables.check(
+        not servers or len(names) <= 1 or all(address.is_loopback for address in addresses),
+        "Workers and parameter servers in TF_CONFIG must be processes of one host, under one name.",
+        ", ".join(names),
+    )
     rendezvous = variables.rendezvous(lambda: [*addresses[:1]])
     if not variables.are_sound:
         return None
+    if servers:
+        return Place(
+            launcher=variables.launcher,
+            job=str(addresses[0]),
+            host=0,
+            num_hosts=1,
+            process=number,
+            num_processes=len(addresses),
+            rendezvous=rendezvous,
+            devices=variables.devices(len(addresses)),
+            num_ranks=len(addresses),
+            num_servers=len(servers),
+        )
     return Place(
         launcher=variables.launcher,
         job=str(addresses[0]),
-        host=host,
-        num_hosts=len(chiefs) + len(workers),
+        host=number,
+        num_hosts=len(addresses),
         rendezvous=rendezvous,
         devices=variables.devices(1),
         is_one_machine=all(address.is_loopback for address in (*addresses, *rendezvous)),
@@ -257,22 +302,24 @@ def _are_tasks(cluster: object) -> bool:
     return isinstance(cluster, dict) and all(isinstance(each, list) for each in cluster.values())
 
 
-def _host_of_task(variables: Variables, task: dict[str, Any], hosts: dict[str, list[Any]]) -> int:
+def _number_of_task(variables: Variables, task: dict[str, Any], roles: dict[str, list[Any]]) -> int:
+    """This one's among all tasks, which are in the order of their roles."""
     kind, index = task.get("type"), str(task.get("index"))
-    if kind not in hosts:
+    if kind not in roles:
         variables.reject(
-            'TF_CONFIG\'s task must have the type "chief" or "worker".', f"type {kind!r}"
+            'TF_CONFIG\'s task must have the type "chief", "worker" or "ps".', f"type {kind!r}"
         )
         return 0
     # Some write the index as a string, as TensorFlow allows.
-    if not (is_number(index) and int(index) < len(hosts[kind])):
+    if not (is_number(index) and int(index) < len(roles[kind])):
         variables.reject(
-            f"TF_CONFIG's task must have an index below {len(hosts[kind])}, "
-            f"the number of its {kind}s.",
+            f"TF_CONFIG's task must have an index below {len(roles[kind])}, "
+            f"the number of the cluster's {kind!r}.",
             f"index {task.get('index')!r}",
         )
         return 0
-    return int(index) + (len(hosts["chief"]) if kind == "worker" else 0)
+    before = list(roles)[: list(roles).index(kind)]
+    return int(index) + sum(len(roles[role]) for role in before)
 
 
 # --- torchrun -------------------------------------------------------------------------------------

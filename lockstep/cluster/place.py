@@ -11,9 +11,9 @@ from typing import Literal
 import msgspec
 
 # How far a Plan goes where a launcher has started several processes. "one process": each trains
-# for itself, whatever the others do; "one host": there must be no others; "all hosts": they train
-# together.
-Reach = Literal["one process", "one host", "all hosts"]
+# for itself, whatever the others do; "one host": there must be no others; "roles": they must be
+# workers and parameter servers of one host; "all hosts": they train together.
+Reach = Literal["one process", "one host", "roles", "all hosts"]
 
 MAX_PORT = 65535
 
@@ -68,6 +68,7 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
         devices: how many this host is to use; None where the launcher does not say.
         num_ranks: processes on all hosts, where each of them is one device; else None.
         is_one_machine: all hosts are this machine, by their addresses.
+        num_servers: of the processes, the last ones, which are parameter servers.
     """
 
     launcher: str
@@ -80,6 +81,7 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     devices: int | None = None
     num_ranks: int | None = None
     is_one_machine: bool = False
+    num_servers: int = 0
 
     @property
     def leads(self) -> bool:

@@ -6,11 +6,17 @@ a part, its *push*, lies in its row of the gradients until all servers have take
 
 Only taking a part changes what several write: that is done under a lock, which the kernel releases
 when its holder dies. All else has one writer, and is written in one store after what goes with it.
+
+So when a process has died, and all others were ended, the table still says which batches are in
+whose weights (``stand``). Others go on from there: of what is not in all weights, parts are taken
+anew. For that the first worker holds the servers first, so that only one that has died can have
+left an update half made: its version is odd. An update is *done* when its batch is noted as applied
+and the server's second copy, if it has one, is as new.
 """
 
 import fcntl
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -22,6 +28,13 @@ from lockstep.comm.shared_memory import SharedRegion
 
 _NAP_SECONDS = 50e-6
 _LOOK_AROUND_SECONDS = 0.02
+
+# Longest wait for a server to end its update: it has a process of its own, and waits for nobody.
+_HOLD_SECONDS = 10.0
+# Bytes of the region whose locks stand for taking parts, and for a server's update, from there on.
+_TAKES, _UPDATES = 0, 1
+_NUM_LOSSES = 4  # see Push
+_NUM_SUMS = _NUM_LOSSES + 1  # see Stand
 
 
 @dataclass(frozen=True)
@@ -44,12 +57,38 @@ class Push:
     Attributes:
         part: of which batch.
         num_parts: of the batch.
-        weight: of its samples.
+        weight: of its samples in the update.
+        losses: what is added to the epoch's: total and weight of the losses, samples, and whether
+            the part was left out.
     """
 
     part: Part
     num_parts: int
     weight: float
+    losses: tuple[float, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stand:
+    """How far an epoch is, for others to go on from.
+
+    Attributes:
+        begun: how many batches were ever opened.
+        opened: of those that are not in all weights, by number: their parts, and by server whether
+            they are in its weights.
+        losses: of the batches in the first server's weights, see ``Push``; and their updates.
+        lead: the longest of any worker.
+    """
+
+    begun: int
+    opened: Mapping[int, tuple[int, tuple[bool, ...]]]
+    losses: tuple[float, ...]
+    lead: int
+
+    @property
+    def oldest(self) -> int:
+        """The first batch that is not in all weights."""
+        return min(self.opened, default=self.begun)
 
 
 class WorkQueue:
@@ -84,8 +123,12 @@ class WorkQueue:
         self._leads = next(cut)  # by worker: its longest
         self._settled = next(cut)  # by worker: how often it has come to the end of its work
         self._versions = next(cut)  # by server: odd while it changes the weights
+        self._done = next(cut)  # by server: the version with which all was done
+        self._updates = next(cut)  # by server: the number + 1 of the batch of its last update
+        # By server: of all batches in its weights, by version, the newest and the one before.
+        self._losses = next(cut).view(np.float64).reshape(num_servers, 2, _NUM_SUMS)
         self._pushes = next(cut).reshape(num_workers, 4)
-        self._weights = next(cut).view(np.float64)  # by worker: of its push
+        self._weighed = next(cut).view(np.float64).reshape(num_workers, -1)  # the rest of a push
         self._taken = next(cut).reshape(num_servers, num_workers)  # the last push, by number
         opened = next(cut).reshape(_num_entries(num_workers), -1)
         self._steps, self._num_parts = opened[:, 0], opened[:, 1]  # the batch's number + 1
@@ -102,10 +145,12 @@ class WorkQueue:
             num_parts: of this batch.
         """
         rank = self._board.rank
-        with self._locked():
+        with self._locked(_TAKES):
             opened = self._open_steps()
             oldest = min(opened, default=step)
-            if self._begun[0] == step and self._may_open(step, oldest, len(opened)):
+            if step in opened:  # whoever has opened it may have died before it said so
+                self._begun[0] = max(self._begun[0], step + 1)
+            elif self._begun[0] == step and self._may_open(step, oldest, len(opened)):
                 opened[step] = self._open(step, num_parts, opened.values())
             for number, entry in opened.items():
                 free = np.flatnonzero(self._takers[entry, : self._num_parts[entry]] == 0)
@@ -127,17 +172,31 @@ class WorkQueue:
     def _open(self, step: int, num_parts: int, used: Collection[int]) -> int:
         # What was open when looked at stays in its place, though it may be done by now.
         entry = next(entry for entry in range(len(self._steps)) if entry not in used)
+        self._steps[entry] = 0
         self._takers[entry] = 0
         self._num_parts[entry] = num_parts
-        self._steps[entry] = step + 1
         self._applied[entry] = 0
+        self._steps[entry] = step + 1
         self._begun[0] = step + 1
         return entry
 
-    def begin(self, step: int) -> None:
-        """The next batch is going to have this number: one rank says so before all go on."""
+    def begin(self, step: int, stand: Stand | None) -> None:
+        """The next batch is going to have this number: one rank says so before all go on.
+
+        Args:
+            step: its number.
+            stand: where others were, to go on from.
+        """
         self._begun[0] = step
         self._leads[:] = 0
+        self._losses[:] = 0.0
+        if stand is not None:
+            self._leads[0] = stand.lead
+            self._losses[0] = stand.losses
+            for number, (num_parts, applied) in stand.opened.items():
+                entry = self._open(number, num_parts, self._open_steps().values())
+                self._applied[entry] = applied
+            self._begun[0] = stand.begun
 
     def is_opened(self, step: int) -> bool:
         """Whether a part of the batch was ever taken."""
@@ -154,7 +213,7 @@ class WorkQueue:
     def push(self, push: Push) -> None:
         """Have the servers take what lies in this worker's row; the last push was taken."""
         own = self._pushes[self._board.rank]
-        self._weights[self._board.rank] = push.weight
+        self._weighed[self._board.rank] = push.weight, *push.losses
         own[1:] = push.part.step, push.part.number, push.num_parts
         own[0] += 1
         self._wake(self._servers)
@@ -183,6 +242,48 @@ class WorkQueue:
         """By how many steps any worker was ahead at most, since ``begin``; when all have met."""
         return int(self._leads.max())
 
+    def losses(self) -> tuple[float, ...]:
+        """Those of all batches since ``begin``, added up; see ``Stand``; when all have settled."""
+        return self._losses_of_first()
+
+    # --- the first worker, when a process has died -----------------------------------------------
+
+    def hold_servers(self) -> bool:
+        """Keep servers from beginning an update; whether none is making one any more."""
+        until = time.monotonic() + _HOLD_SECONDS
+        return all(
+            self._is_locked_until(until, _UPDATES + number) for number in range(len(self._servers))
+        )
+
+    def _is_locked_until(self, until: float, byte: int) -> bool:
+        while not self._lock(byte):
+            if time.monotonic() > until:
+                return False
+            time.sleep(_NAP_SECONDS)
+        return True
+
+    def torn_servers(self) -> list[int]:
+        """Servers that have left an update half made; when all other processes have ended."""
+        return [number for number in range(len(self._servers)) if self._versions[number] % 2]
+
+    def stand(self) -> Stand:
+        """What the table says; when all other processes have ended, and no weights are torn."""
+        for server in np.flatnonzero((self._versions != self._done) & (self._versions % 2 == 0)):
+            self._applied[self._steps == self._updates[server], server] = 1
+        opened = {
+            step: (int(self._num_parts[entry]), tuple(map(bool, self._applied[entry])))
+            for step, entry in self._open_steps().items()
+        }
+        return Stand(
+            begun=max([int(self._begun[0]), *(step + 1 for step in opened)]),
+            opened=opened,
+            losses=self._losses_of_first(),
+            lead=self.longest_lead(),
+        )
+
+    def _losses_of_first(self) -> tuple[float, ...]:
+        return tuple(self._losses[0, self.slot(0)].tolist())
+
     # --- servers ---------------------------------------------------------------------------------
 
     def next_push(self) -> tuple[int, Push] | None:
@@ -190,8 +291,8 @@ class WorkQueue:
         taken = self._taken[self._server]
         for worker in np.flatnonzero(self._pushes[:, 0] > taken):
             _, step, number, num_parts = self._pushes[worker].tolist()
-            weight = float(self._weights[worker])
-            return int(worker), Push(Part(step, number), num_parts, weight)
+            weight, *losses = self._weighed[worker].tolist()
+            return int(worker), Push(Part(step, number), num_parts, weight, tuple(losses))
         return None
 
     def note_taken(self, worker: int) -> None:
@@ -199,13 +300,36 @@ class WorkQueue:
         self._taken[self._server, worker] = self._pushes[worker, 0]
         self._board.wake(worker)
 
+    def slot(self, server: int) -> int:
+        """Which of two places has what goes with a server's last update; the next takes the other.
+
+        An update that is half made has not counted.
+        """
+        return int(self._versions[server]) // 2 % 2
+
     @contextmanager
-    def updating(self, step: int) -> Iterator[None]:
-        """Within the block this server has a batch come to its weights."""
-        self._versions[self._server] += 1
+    def alone(self) -> Iterator[None]:
+        """Within the block, which the first worker may keep from beginning, is one update."""
+        with self._locked(_UPDATES + self._server):
+            yield
+            self._done[self._server] = self._versions[self._server]
+
+    @contextmanager
+    def updating(self, step: int, losses: Sequence[float]) -> Iterator[None]:
+        """Within the block this server has a batch come to its weights.
+
+        Args:
+            step: the batch's number.
+            losses: of all its parts, added up, and whether it changes anything.
+        """
+        own = self._server
+        last = self.slot(own)
+        self._updates[own] = step + 1
+        self._losses[own, 1 - last] = self._losses[own, last] + losses
+        self._versions[own] += 1
         yield
-        self._versions[self._server] += 1
-        self._applied[self._steps == step + 1, self._server] = 1
+        self._versions[own] += 1
+        self._applied[self._steps == step + 1, own] = 1
         self._wake(self._workers)
         self._wake(self._servers)
 
@@ -239,22 +363,26 @@ class WorkQueue:
         self._board.wait_until(self._board.rank, is_there)
 
     @contextmanager
-    def _locked(self) -> Iterator[None]:
+    def _locked(self, byte: int) -> Iterator[None]:
         """One rank at a time; what holds the lock and is stopped is waited for."""
-        descriptor, waited = self._region.descriptor, 0.0
-        while True:
-            try:
-                fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except (BlockingIOError, PermissionError):
-                time.sleep(_NAP_SECONDS)
-                waited += _NAP_SECONDS
-                if waited >= _LOOK_AROUND_SECONDS:
-                    self._board.look_around(waited)
+        waited = 0.0
+        while not self._lock(byte):
+            time.sleep(_NAP_SECONDS)
+            waited += _NAP_SECONDS
+            if waited >= _LOOK_AROUND_SECONDS:
+                self._board.look_around(waited)
         try:
             yield
         finally:
-            fcntl.lockf(descriptor, fcntl.LOCK_UN)
+            fcntl.lockf(self._region.descriptor, fcntl.LOCK_UN, 1, byte)
+
+    def _lock(self, byte: int) -> bool:
+        """Whether it was free."""
+        try:
+            fcntl.lockf(self._region.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, byte)
+        except (BlockingIOError, PermissionError):
+            return False
+        return True
 
 
 def num_bytes(num_workers: int, num_servers: int) -> int:
@@ -266,8 +394,9 @@ def _sizes(num_workers: int, num_servers: int) -> list[int]:
     """Of the parts of the table, in words."""
     per_entry = 2 + num_workers + num_servers
     return [
-        *(1, num_workers, num_workers, num_servers, num_workers * 4, num_workers),
-        num_servers * num_workers,
+        *(1, num_workers, num_workers, num_servers, num_servers, num_servers),
+        num_servers * 2 * _NUM_SUMS,
+        *(num_workers * 4, num_workers * (1 + _NUM_LOSSES), num_servers * num_workers),
         _num_entries(num_workers) * per_entry,
     ]
 

@@ -9,17 +9,19 @@ from lockstep.comm import work_queue
 from lockstep.comm.exchange import ExchangeSpec, GroupSpec
 from lockstep.comm.gradient_rows import GradientSpec
 from lockstep.comm.gradients import TensorSpec
+from lockstep.parallel import slot_notes
 from lockstep.parallel.averaging import averaged_group
 from lockstep.parallel.batch_norm import BatchNorms
 from lockstep.parallel.compressed_tensors import compressions
 from lockstep.parallel.groups import ParameterGroup
 from lockstep.parallel.losses import LossAdapter
 from lockstep.parallel.partition import Partition
+from lockstep.parallel.second_copy import copied_bytes
 from lockstep.parallel.stage_mail import MailSpec, mail_spec
-from lockstep.parallel.store import tensor_spec
+from lockstep.parallel.store import slot_spec, tensor_spec
 from lockstep.parallel.update import Updater
 from lockstep.plan.averaging import AveragedUpdate
-from lockstep.plan.decision import LocalUpdate
+from lockstep.plan.decision import LocalUpdate, ServedUpdate
 from lockstep.plan.devices import is_cpu
 from lockstep.plan.layout import num_buckets
 from lockstep.plan.lowering import lower_stages, stage_graph
@@ -80,7 +82,7 @@ def exchange_spec(
             share_ranks=tuple(map(plan.replica_of, range(plan.num_shares))),
             groups=group_specs,
             row_capacity=_row_capacity(plan, model, loss),
-            mail_bytes=_work_bytes(plan),
+            mail_bytes=_work_bytes(plan, model, updater, list(trained.values())),
             on_accelerators=on_accelerators,
         )
     graph = stage_graph(plan.pipeline)
@@ -95,10 +97,22 @@ def exchange_spec(
     )
 
 
-def _work_bytes(plan: Plan) -> tuple[int, ...]:
-    """Of the table where workers and servers say how far they are, if they do not all wait."""
-    servers = plan.num_servers
-    return (work_queue.num_bytes(plan.num_ranks - servers, servers),) if plan.is_stale else ()
+def _work_bytes(
+    plan: Plan, model: nn.Module, updater: Updater | None, trained: Sequence[TensorSpec]
+) -> tuple[int, ...]:
+    """Of what workers and servers that do not all wait have in common.
+
+    The table where they say how far they are, what servers note of slots, and second copies.
+    """
+    if not (plan.is_stale and isinstance(plan.update, ServedUpdate) and updater is not None):
+        return ()
+    servers, parameters = plan.num_servers, dict(model.named_parameters())
+    slots = [slot_spec(key, parameters[key.parameter]) for key in updater.slot_keys()]
+    return (
+        work_queue.num_bytes(plan.num_ranks - servers, servers),
+        slot_notes.num_bytes(trained, servers),
+        copied_bytes([*trained, *slots]) if plan.update.replicas > 1 else 0,
+    )
 
 
 def _row_capacity(plan: Plan, model: nn.Module, loss: LossAdapter | None) -> int:

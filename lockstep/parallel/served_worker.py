@@ -6,6 +6,11 @@ memory, and servers come for their pieces. A server adds up what comes of a batc
 samples, and when all parts have come it steps. So every batch is one update, of all its samples,
 whoever has computed what; batches may be finished in another order than they were begun.
 
+When a process dies all others are ended, and the first worker sees how far the servers are
+(``stand``): fresh processes go on from there. Parts that were under way are computed anew; what a
+server has added up of them goes with it. If it has died within an update its second copy undoes
+that.
+
 Where something goes on between steps that concerns all ranks, they train synchronously
 (``keeps_pace``); so does a Plan whose staleness is 0, without any of this.
 """
@@ -13,7 +18,7 @@ Where something goes on between steps that concerns all ranks, they train synchr
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -23,7 +28,7 @@ from lockstep.comm.exchange import ExchangeSpec
 from lockstep.comm.gradient_rows import GradientRows
 from lockstep.comm.gradients import Gradients, added, cut_piece
 from lockstep.comm.shared_memory import SharedRegion
-from lockstep.comm.work_queue import Part, Push, WorkQueue
+from lockstep.comm.work_queue import Part, Push, Stand, WorkQueue
 from lockstep.data.read_ahead import Read
 from lockstep.data.sources import Source
 from lockstep.errors import NonFiniteError
@@ -34,6 +39,8 @@ from lockstep.parallel.groups import parameter_groups
 from lockstep.parallel.local_worker import replica_of_plan
 from lockstep.parallel.owned_group import OwnedGroup
 from lockstep.parallel.passes import Observe
+from lockstep.parallel.second_copy import SecondCopy
+from lockstep.parallel.slot_notes import SlotNotes
 from lockstep.parallel.update import BoundPiece, PieceSlots, Updater
 from lockstep.parallel.worker import StepResult, Worker
 from lockstep.plan.decision import ServedUpdate
@@ -45,12 +52,29 @@ from lockstep.plan.spec import Plan
 _GROUP = 0
 
 
+@dataclass(frozen=True, kw_only=True)
+class ServedStand:
+    """Where workers and servers were in an epoch when a process died.
+
+    Attributes:
+        table: what is in the weights.
+        slots: by server, what its updater knows beside what lies in shared memory.
+        num_past: batches of the task under way in the epoch that are before ``table.oldest``.
+        num_ended: those whose steps the first worker has ended.
+    """
+
+    table: Stand
+    slots: Sequence[Sequence[PieceSlots]]
+    num_past: int
+    num_ended: int
+
+
 class ServedWorker(Worker):
     """One rank, be it a worker or a server; see the module, and ``build_served_worker``.
 
     Args:
-        region: where the table of work lies, and
-        offset: where it begins there.
+        region: where the table of work lies, what servers note of slots, and second copies, and
+        offsets: where each begins there.
         served: the pieces of each server.
         alone: computes a worker's parts, with a ``Pusher``; None on a server.
         options: see ``Worker``.
@@ -60,7 +84,7 @@ class ServedWorker(Worker):
         self,
         *,
         region: SharedRegion,
-        offset: int,
+        offsets: Sequence[int],
         served: Sequence[Sequence[Piece]],
         alone: Worker | None,
         **options: Any,
@@ -70,15 +94,29 @@ class ServedWorker(Worker):
         assert isinstance(update, ServedUpdate)
         assert self.board is not None
         num_workers = self.plan.num_ranks - self.plan.num_servers
-        self._queue = WorkQueue(region, offset, self.board, num_workers, update.staleness)
+        self._queue = WorkQueue(region, offsets[0], self.board, num_workers, update.staleness)
+        assert self.updater is not None
+        group = self._groups[_GROUP]
+        self._notes = SlotNotes(region, offsets[1], group.spec.gradients.tensors, len(served))
+        self._copies = (
+            SecondCopy.each(group, self.updater, served, region, offsets[2])
+            if update.replicas > 1
+            else []
+        )
+        self._server = self.rank - num_workers  # below 0: a worker
+        self._stand: ServedStand | None = None  # where this epoch is gone on from
+        self._losses: Sequence[float] = ()  # of the last epoch
+        self._is_held = False
         self._alone = alone
         if alone is not None:
             assert isinstance(alone.updater, Pusher)
             alone.updater.push_to = partial(self.exchange.put, _GROUP, self.rank)
-            self._pulled = PulledWeights(self._queue, self._groups[_GROUP], served)
+            self._pulled = PulledWeights(self._queue, group, served)
         self._opened: dict[int, tuple[Source, torch.Tensor]] = {}  # batches that may have parts
         self._sums: dict[int, _Sum] = {}  # of batches that are not complete, on a server
-        self._num_steps = 0  # since all ranks have met
+        self._first_step = 0  # since all ranks have met
+        self._num_ended = 0
+        self._is_under_way = False
         self._num_settled = 0
         self._is_over = False
 
@@ -99,9 +137,15 @@ class ServedWorker(Worker):
             return super().train_step(source, indices, step, observe, turn)
         assert self.board is not None
         self.board.step = step
-        if not self._num_steps:
+        if not self._is_under_way:
             self._begin(step)
-        self._num_steps += 1
+        result = self._train_apart(source, indices, step, observe)
+        self._num_ended += 1
+        return result
+
+    def _train_apart(
+        self, source: Source, indices: torch.Tensor, step: int, observe: Observe | None
+    ) -> StepResult:
         if self._alone is None:
             self._serve(lambda: self._queue.is_applied(step) or self.is_halted)
             return _joined([])
@@ -113,7 +157,13 @@ class ServedWorker(Worker):
     def _begin(self, step: int) -> None:
         """All ranks are here."""
         if self.rank == 0:
-            self._queue.begin(step)
+            self._queue.begin(step, None if self._stand is None else self._stand.table)
+        if self._alone is None:
+            if self._copies:
+                self._copies[self._server].take()
+            self._note_slots(self._queue.slot(self._server))
+        self._first_step, self._num_ended = step, 0
+        self._is_under_way = True
         self.barrier()
 
     # --- workers ---------------------------------------------------------------------------------
@@ -167,7 +217,8 @@ class ServedWorker(Worker):
             )
             raise
         weight = 0.0 if result.is_skipped else result.weight
-        self._queue.push(Push(part, self._num_parts(len(indices)), weight))
+        losses = result.total, result.weight, result.num_samples, result.is_skipped
+        self._queue.push(Push(part, self._num_parts(len(indices)), weight, losses))
         return result
 
     # --- servers ---------------------------------------------------------------------------------
@@ -180,13 +231,19 @@ class ServedWorker(Worker):
                 self._queue.wait(lambda: is_over() or self._queue.next_push() is not None)
                 continue
             worker, push = found
-            total = self._sums.setdefault(push.part.step, _Sum(missing=push.num_parts))
-            if push.weight:
-                total.add(self._put_up(worker), push.weight)
+            if not self._queue.is_applied(push.part.step):
+                self._take(worker, push)
             self._queue.note_taken(worker)
-            total.missing -= 1
-            if not total.missing:
+            total = self._sums.get(push.part.step)
+            if total is not None and not total.missing:
                 self._apply(push.part.step, self._sums.pop(push.part.step))
+
+    def _take(self, worker: int, push: Push) -> None:
+        total = self._sums.setdefault(push.part.step, _Sum(missing=push.num_parts))
+        total.losses = [old + new for old, new in zip(total.losses, push.losses, strict=True)]
+        if push.weight:
+            total.add(self._put_up(worker), push.weight)
+        total.missing -= 1
 
     def _put_up(self, worker: int) -> list[torch.Tensor | None]:
         """A worker's gradients of this server's pieces."""
@@ -196,17 +253,31 @@ class ServedWorker(Worker):
 
     def _apply(self, step: int, total: "_Sum") -> None:
         assert self.updater is not None
-        with self._queue.updating(step):
-            if total.weight:
-                for bound, gradient in zip(self._pieces[_GROUP], total.means(), strict=True):
-                    bound.tensor.grad = gradient
-                self.updater.step()
+        pieces = self._pieces[_GROUP]
+        with self._queue.alone():
+            next_slot = 1 - self._queue.slot(self._server)
+            with self._queue.updating(step, (*total.losses, bool(total.weight))):
+                if total.weight:
+                    for bound, gradient in zip(pieces, total.means(), strict=True):
+                        bound.tensor.grad = gradient
+                    self.updater.step()
+                self._note_slots(next_slot)
+            if self._copies and total.weight:
+                gradients = {bound.piece.parameter: bound.tensor.grad for bound in pieces}
+                self._copies[self._server].follow(gradients)
+
+    def _note_slots(self, slot: int) -> None:
+        assert self.updater is not None
+        if self.updater.takes_notes:
+            self._notes.write(self._server, slot, self.updater.slots())
 
     # --- together --------------------------------------------------------------------------------
 
     def settle(self, *, is_last: bool = False) -> None:
         """Have all that was begun come to the weights, on all ranks."""
-        if self._is_over or not self._num_steps:
+        if not self._is_under_way and self._stand is not None:  # nothing was left of the epoch
+            self._losses, self._stand = self._stand.table.losses, None
+        if self._is_over or not self._is_under_way:
             return
         self._num_settled += 1
         if self._alone is not None:
@@ -215,18 +286,75 @@ class ServedWorker(Worker):
             self._queue.wait(self._queue.is_over)
         else:
             self._serve(lambda: self._queue.are_settled(self._num_settled))
+            if self._copies:
+                self._copies[self._server].check(self._server)
         assert self.board is not None
         self._is_over = any(last for (last,) in self.board.tell([is_last]))
         self._opened.clear()
-        self._num_steps = 0
+        self._losses, self._stand, self._is_under_way = self._queue.losses(), None, False
+        if self._alone is not None and self.updater is not None:
+            self.updater.count_steps(int(self._losses[-1]))
+
+    def results_of_epoch(self, own: list[StepResult]) -> list[StepResult]:
+        """The first worker tells of all: who has computed a part may have died since."""
+        if self.keeps_pace or not self._can_go_on:
+            return own
+        nothing, whole = StepResult(total=0.0, weight=0.0, num_samples=0), _joined(own)
+        if self.rank != 0 or not self._losses:
+            return [replace(nothing, parts=whole.parts, num_bad=whole.num_bad)]
+        total, weight, num_samples, num_skipped, _ = self._losses
+        whole = replace(
+            whole, total=total, weight=weight, num_samples=int(num_samples), is_skipped=False
+        )
+        return [whole, *[replace(nothing, is_skipped=True)] * int(num_skipped)]
 
     @property
     def is_apart(self) -> bool:  # type: ignore[override]  # as above
-        return self._num_steps > 0
+        return self._is_under_way
+
+    # --- when a process has died -----------------------------------------------------------------
+
+    @property
+    def _can_go_on(self) -> bool:
+        """Whether shared memory has all that an epoch has come to."""
+        return self.tells_all and self.updater is not None and self.updater.takes_notes
+
+    def hold(self) -> None:
+        """On the first worker, before the others are ended: have no update be cut off."""
+        self._is_held = self._is_under_way and self._can_go_on and self._queue.hold_servers()
+
+    def stand(self) -> ServedStand | None:
+        """On the first worker, when the others have ended: where to go on; None if nobody can."""
+        if not self._is_under_way:
+            return self._stand
+        torn = self._queue.torn_servers()
+        if not self._is_held or (torn and not self._copies):
+            return None
+        shortest = min(self._notes.lengths(self._queue.slot))
+        if shortest <= 0:  # a server had not begun, or what it knew is not known
+            return None if shortest else self._stand
+        for server in torn:
+            self._copies[server].restore()
+        table = self._queue.stand()
+        return ServedStand(
+            table=table,
+            slots=self._notes.read(self._queue.slot),
+            num_past=table.oldest - self._first_step,
+            num_ended=self._num_ended,
+        )
+
+    def go_on_from(self, stand: ServedStand | None) -> None:
+        """The epoch that is about to begin goes on from there, or from its beginning."""
+        self._stand, self._losses = stand, ()
+        if stand is not None and self._alone is None:
+            assert self.updater is not None
+            self.updater.take_notes(stand.slots[self._server])
+
+    # --- what others ask -------------------------------------------------------------------------
 
     @property
     def is_halted(self) -> bool:
-        if self._num_steps:  # others are wherever they are
+        if self._is_under_way:  # others are wherever they are
             return self.board is not None and self.board.wants_end()
         return super().is_halted
 
@@ -250,6 +378,7 @@ def _joined(results: Sequence[StepResult]) -> StepResult:
         num_samples=sum(result.num_samples for result in results),
         is_skipped=any(result.is_skipped for result in results),
         parts=[sums for result in results for sums in result.parts],
+        num_bad=sum(result.num_bad for result in results),
     )
 
 
@@ -259,11 +388,13 @@ class _Sum:
 
     Attributes:
         missing: parts that are still to come.
+        losses: of those that have come; see ``Push``.
         weight: of those that have come.
         gradients: of the server's pieces, each part's mean times its weight, added up.
     """
 
     missing: int
+    losses: Sequence[float] = (0.0, 0.0, 0.0, 0.0)
     weight: float = 0.0
     gradients: list[torch.Tensor | None] = field(default_factory=list)
 
@@ -273,7 +404,7 @@ class _Sum:
         self.weight += weight
 
     def means(self) -> list[torch.Tensor | None]:
-        """The gradients of the batch's mean."""
+        """The gradients of the batch's mean; not where nothing has weight."""
         return [None if total is None else total.div_(self.weight) for total in self.gradients]
 
 
@@ -391,7 +522,7 @@ def build_served_worker(
         make=partial(
             ServedWorker,
             region=region,
-            offset=spec.mail_offsets[0],
+            offsets=spec.mail_offsets,
             served=[
                 pieces
                 for owner, pieces in divided_pieces(plan, spec.groups[_GROUP], updater).items()

@@ -116,6 +116,17 @@ class Updater(ABC):
         """Of an outer optimizer, by the parameter's name; none without one."""
         return {}
 
+    def count_steps(self, number: int) -> None:
+        """Other ranks have made so many steps, and this one none."""
+        return
+
+    takes_notes = False
+    """Whether ``slots`` tells all that a step changes beside what lies in the store, shortly."""
+
+    def take_notes(self, notes: Sequence[PieceSlots]) -> None:
+        """Go on with what ``slots`` of another process told, which had bound these pieces."""
+        raise NotImplementedError
+
     def look_again(self) -> None:
         """Somebody may have set the weights."""
         return

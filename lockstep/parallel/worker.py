@@ -109,6 +109,7 @@ class Worker:
         trains_apart: a step is one on this rank's part of the batch, on parameters of its own.
         keeps_pace: such steps end together all the same, for what goes on between them.
         is_apart: the weights of the ranks differ.
+        tells_all: nothing else is kept of an epoch's steps than what their results tell in sum.
         has_own_optimizer: it steps parameters of its own, with slots that no other rank has.
         mirrors: what rank 0 is shown of what this rank alone has on its device.
     """
@@ -116,6 +117,7 @@ class Worker:
     trains_apart = False
     keeps_pace = False
     is_apart = False
+    tells_all = True
     has_own_optimizer = False
     mirrors: Mirrors = ((), ())
 
@@ -430,6 +432,18 @@ class Worker:
 
     def settle(self, *, is_last: bool = False) -> None:
         """All steps of an epoch, or with ``is_last`` of the task, are made: have ranks be alike."""
+        return
+
+    def results_of_epoch(self, own: list[StepResult]) -> list[StepResult]:
+        """Of an epoch's steps, what this rank tells where each has made steps of its own."""
+        return own
+
+    def go_on_from(self, stand: Any) -> None:
+        """Of ranks that train apart: the epoch begins there, or at its beginning if None."""
+        return
+
+    def hold(self) -> None:
+        """On rank 0, when a process has died, before the others are ended."""
         return
 
     def epoch_logs(self) -> dict[str, float]:

@@ -66,10 +66,12 @@ class ServedUpdate(Record, frozen=True, kw_only=True, tag="served"):
         servers: how many.
         staleness: by how many steps a worker may be ahead of the oldest batch that is not in the
             weights yet; None is without bound.
+        replicas: copies of what a server updates, so that its death can be outlived with 2.
     """
 
     servers: int
     staleness: int | None = 0
+    replicas: int = 1
 
     @property
     def is_synchronous(self) -> bool:
@@ -78,6 +80,7 @@ class ServedUpdate(Record, frozen=True, kw_only=True, tag="served"):
 
     def __str__(self) -> str:
         servers = "the server updates" if self.servers == 1 else "each server updates its part"
+        servers += ", with a second copy" if self.replicas > 1 else ""
         if self.is_synchronous:
             return servers
         if self.staleness is None:
@@ -231,6 +234,11 @@ class Decision(Record, frozen=True, kw_only=True):
     def is_stale(self) -> bool:
         """Whether workers may compute with older weights than the servers have."""
         return isinstance(self.update, ServedUpdate) and not self.update.is_synchronous
+
+    @property
+    def outlives_servers(self) -> bool:
+        """Whether there is a second copy of what each server updates."""
+        return isinstance(self.update, ServedUpdate) and self.update.replicas > 1
 
     def is_server(self, rank: int) -> bool:
         """Whether a rank updates and computes nothing."""

@@ -43,6 +43,11 @@ class Maker(ABC):
         """What steps on the average of replicas that train apart; None if there is no such."""
         return None
 
+    @property
+    def outlives_servers(self) -> bool:
+        """Whether its Plans have a second copy of what each parameter server updates."""
+        return False
+
     @abstractmethod
     def __call__(self, graph: LayerGraph, cluster: Cluster, batch_size: int) -> Plan:
         """Make the Plan for global batches of ``batch_size`` samples."""
@@ -67,6 +72,10 @@ class Wrapping(Maker):
     @property
     def outer(self) -> Nesterov | None:
         return self.maker.outer
+
+    @property
+    def outlives_servers(self) -> bool:
+        return self.maker.outlives_servers
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -78,6 +78,10 @@ class Served(Maker):
                 fix="Use fewer of them.",
             )
 
+    @property
+    def outlives_servers(self) -> bool:
+        return self.update.replicas > 1
+
     def in_precision(self, precision: str) -> "Served":
         """The same in another precision."""
         return replace(self, workers=replace(self.workers, precision=precision))

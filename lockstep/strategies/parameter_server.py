@@ -3,9 +3,10 @@
 import os
 
 from lockstep.cluster.devices import discover
-from lockstep.cluster.environment import find_devices
+from lockstep.cluster.environment import find_devices, find_place, find_servers
+from lockstep.cluster.place import Reach
 from lockstep.errors import OptionError, Problems
-from lockstep.options import check_count, check_timeout
+from lockstep.options import check_count, check_timeout, is_count
 from lockstep.plan.decision import ServedUpdate
 from lockstep.plan.devices import device_names
 from lockstep.plan.makers import Maker, Mirrored
@@ -24,11 +25,15 @@ class ParameterServerStrategy(Strategy):
     Synchronous Parallel Parameter Server (2013).
 
     Args:
-        servers: processes that update, each its part of the parameters.
+        servers: processes that update, each its part of the parameters; None is what ``lockstep
+            run --servers`` says, or 1.
         workers: processes that compute, the script's own among them; None is what ``lockstep run
-            --devices`` says, or else one per usable core, at most 8.
+            --devices`` says, or else one per usable core, at most 8. Under a ``TF_CONFIG`` with
+            "ps" both are the numbers of its tasks: the script is started for each.
         staleness: by how many steps a worker may be ahead of the oldest batch that is not in the
             weights yet. 0 is synchronous; None sets no bound.
+        replicas: copies of what a server updates, 1 or 2. With 2 training outlives the death of a
+            server, whatever ``fit(restarts=)`` says.
         channels_last: see ``MirroredStrategy``.
         timeout_seconds: longest wait for another process; what hangs longer is reported.
 
@@ -37,31 +42,34 @@ class ParameterServerStrategy(Strategy):
         DeviceError: more workers than this host can hold.
     """
 
+    reach: Reach = "roles"
+
     def __init__(
         self,
-        servers: int = 1,
+        servers: int | None = None,
         workers: int | None = None,
         staleness: int | None = 0,
         *,
+        replicas: int = 1,
         channels_last: bool | None = None,
         timeout_seconds: float = 600.0,
     ) -> None:
         problems = Problems()
-        check_count("servers", servers, problems)
+        check_count("servers", servers, problems, optional=True)
         fix = "Use workers=2, or leave it out for one per core."
         check_count("workers", workers, problems, optional=True, fix=fix)
         fix = "Use 0 to train synchronously, 4 for a bound, or None for none."
         check_count("staleness", staleness, problems, least=0, optional=True, fix=fix)
+        _check_replicas(problems, replicas)
         check_format(problems, channels_last)
         check_timeout(problems, timeout_seconds)
         problems.raise_if_any(OptionError)
-        self.servers = servers
-        self.workers = find_devices(os.environ) if workers is None else workers
+        self.workers, self.servers = _numbers(workers, servers)
         self.staleness = staleness
         self.timeout_seconds = timeout_seconds
         self._maker = Served(
             workers=Mirrored(devices=self.workers, channels_last=channels_last),
-            update=ServedUpdate(servers=servers, staleness=staleness),
+            update=ServedUpdate(servers=self.servers, staleness=staleness, replicas=replicas),
         )
         device_names(self.workers, discover().cores.hosts[0])
 
@@ -71,3 +79,32 @@ class ParameterServerStrategy(Strategy):
     @property
     def num_replicas_in_sync(self) -> int:
         return len(device_names(self.workers, discover().cores.hosts[0]))
+
+
+def _numbers(workers: int | None, servers: int | None) -> tuple[int | None, int]:
+    """Of workers and servers, as asked for or as the launcher says.
+
+    Raises:
+        OptionError: these contradict each other.
+    """
+    place = find_place(os.environ)
+    if place is None or not place.num_servers:
+        workers = find_devices(os.environ) if workers is None else workers
+        return workers, (servers or find_servers(os.environ) or 1)
+    given = place.num_processes - place.num_servers, place.num_servers
+    if (workers or given[0], servers or given[1]) != given:
+        raise OptionError(
+            f"Under {place.launcher} each worker and each server is a task of its own.",
+            received=f"workers={workers}, servers={servers} with {given[0]} and {given[1]} tasks",
+            fix="Leave `workers` and `servers` out.",
+        )
+    return given
+
+
+def _check_replicas(problems: Problems, replicas: object) -> None:
+    if not is_count(replicas) or replicas not in (1, 2):
+        problems.add(
+            "`replicas` must be 1 or 2: what servers update lies in this host's memory.",
+            received=f"replicas={replicas!r}",
+            fix="Use 2 to outlive the death of a server, or leave it out.",
+        )

@@ -36,6 +36,8 @@ _LEAST_SECONDS = 1.0
 _UNASKED_PART = 0.5
 # Batches of a stream that are kept to be used again, before they are worth a backup.
 _MOST_KEPT_BYTES = 1 << 28
+# Restarts from one place that nobody counts: more, and processes die of what they do there.
+_MOST_FREE = 100
 
 
 @dataclass
@@ -102,6 +104,7 @@ class Backups:
         release_pages: called after a copy, which has touched memory of other ranks.
         streams: that it reads.
         restarts: how often to go on after the loss of a process.
+        is_asked: there must be backups; None where there must if there may be restarts.
 
     Attributes:
         journal: of callbacks, since the last one.
@@ -115,6 +118,8 @@ class Backups:
         release_pages: Callable[[], None],
         streams: Sequence[SharedStream],
         restarts: int,
+        *,
+        is_asked: bool | None = None,
     ) -> None:
         self._state = state
         self._put_back = put_back
@@ -126,8 +131,11 @@ class Backups:
         self._cost_seconds = 0.0
         self._ended = 0.0
         self.restarts = self.restarts_left = restarts
-        self.journal = Journal(is_kept=restarts > 0)
-        if restarts:
+        self.is_asked = restarts > 0 if is_asked is None else is_asked
+        self._last_place: object = None  # of restarts that nobody counts
+        self._num_free = 0  # of those from there
+        self.journal = Journal(is_kept=self.is_asked)
+        if self.is_asked:
             for stream in streams:
                 stream.keep()
 
@@ -161,7 +169,7 @@ class Backups:
         try:
             now = self._state()
         except CheckpointError:
-            if self.restarts:
+            if self.is_asked:
                 raise
             return  # an error will say what is lost
         if not self._finds_room(now):
@@ -190,9 +198,9 @@ class Backups:
     def _finds_room(self, state: TrainingState) -> bool:
         needed = _num_bytes(state) - (0 if self._before is None else _num_bytes(self._before))
         free = free_memory() if needed > 0 else None
-        if free is None or needed <= free.num_bytes * (1 if self.restarts else _UNASKED_PART):
+        if free is None or needed <= free.num_bytes * (1 if self.is_asked else _UNASKED_PART):
             return True
-        if self.restarts:
+        if self.is_asked:
             raise DeviceError(
                 f"With restarts={self.restarts} a copy of the training takes "
                 f"{format_bytes(needed)} of memory.",
@@ -207,11 +215,31 @@ class Backups:
             self._put_back(self._last.state)
         return self._last
 
-    def restart(self) -> Backup | None:
-        """Use up a restart, and put everything back; None where that cannot be."""
-        if not self.restarts_left or self.put_back() is None:
-            return None
+    @property
+    def last_step(self) -> int | None:
+        """That of the last one; None without one."""
+        return None if self._last is None else self._last.last_step
+
+    def spend(self, place: object, *, is_free: bool) -> bool:
+        """Use up a restart, or none where what was lost is there twice; False if none is left.
+
+        Args:
+            place: from which to go on.
+            is_free: it is there twice.
+        """
+        if is_free:
+            self._num_free = self._num_free + 1 if place == self._last_place else 1
+            self._last_place = place
+            return self._num_free <= _MOST_FREE
+        if not self.restarts_left:
+            return False
         self.restarts_left -= 1
+        return True
+
+    def restart(self) -> Backup | None:
+        """Put everything back, to go on from there; None where that cannot be."""
+        if self.put_back() is None:
+            return None
         self.journal.rewind()
         for stream in self._streams:
             stream.rewind()

@@ -128,6 +128,12 @@ class Conductor:
     def back_up_at(self, resume: Any, num_steps: int) -> None:
         """An epoch begins whose ranks are going to be some steps apart: keep what is there now."""
 
+    def begin_apart(self, begun: Any) -> None:
+        """Steps of an epoch are about to be made by ranks that are apart, from the Resume on."""
+
+    def take_stand(self, stand: Any) -> None:
+        """After the loss of a process: how far they were (``ServedStand``); None if unknown."""
+
     def put_back(self) -> int | None:
         """After a failure: have the training be as it was when it was last copied.
 

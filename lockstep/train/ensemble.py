@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from lockstep.parallel.control import Control
+from lockstep.parallel.served_worker import ServedStand
 from lockstep.parallel.update import PieceSlots
 from lockstep.parallel.worker import Worker
 from lockstep.train.conductor import Conductor
@@ -32,6 +33,8 @@ class Resume:
         batch: the number of the epoch's next batch.
         so_far: what the epoch has come to in the batches before (``train.epoch_sums``).
         replicas: of ranks that train apart, what each has of its own (``train.replicas``).
+        served: of workers and servers that are apart, how far they are in the epoch.
+        num_ended: batches of the epoch whose end callbacks have seen, where ``served`` is told.
     """
 
     epoch: int = 0
@@ -40,6 +43,8 @@ class Resume:
     batch: int = 0
     so_far: Any = None
     replicas: Any = None
+    served: ServedStand | None = None
+    num_ended: int = 0
 
 
 class Renew(Exception):  # noqa: N818  # no error: all ranks leave the loop here, together

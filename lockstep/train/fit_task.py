@@ -135,6 +135,7 @@ class FitTask(Task):
         """Train until the last epoch, or until a callback or Ctrl-C ends it."""
         ensemble = Ensemble(worker=worker, control=control, conductor=conductor)
         worker.keeps_pace = self._meets_between_steps
+        worker.tells_all = not (self.metrics or self.loss_parts or self.turns or self.counts_bad)
         progress = _Progress()
         tracer = StepTracer(self.traced)
         resume = None
@@ -190,7 +191,11 @@ class FitTask(Task):
         stops = self._begin_epoch(ensemble, epoch)
         if stops and self.stops_before_steps:
             return True
-        if self.takes_states and worker.trains_apart and not worker.has_own_optimizer:
+        begun = replace(self._start_of(epoch), is_begun=True, stops=stops)
+        if worker.trains_apart:
+            worker.go_on_from(begun.served)
+            conductor.begin_apart(begun)
+        if self._backs_up_at(worker, begun):
             ensemble.show_slots()  # within the epoch there is no moment at which to take a backup
             conductor.back_up_at(Resume(epoch, True, stops), progress.num_steps)
         observe = self.metrics.update if self.metrics else None
@@ -231,7 +236,8 @@ class FitTask(Task):
                 if ensemble.consult(end_step):
                     break
             else:
-                end_step()
+                if index >= begun.num_ended:
+                    end_step()
                 ensemble.check_halt()
                 if stops:
                     break
@@ -264,15 +270,24 @@ class FitTask(Task):
         tell = ensemble.conductor.note_bad_records
         return BadRecordFilter(source, ensemble.worker, ensemble.control, tell)
 
+    def _backs_up_at(self, worker: Worker, begun: Resume) -> bool:
+        """Whether ranks are apart in the epoch, which then has no moment to take a backup."""
+        is_first = begun.served is None and self.takes_states
+        return is_first and worker.trains_apart and not worker.has_own_optimizer
+
+    def _start_of(self, epoch: int) -> Resume:
+        """Where to begin an epoch."""
+        return self.start if epoch == self.start.epoch else Resume(epoch)
+
     def _num_done(self, epoch: int) -> int:
         """Batches of the epoch that were made before this task."""
-        return self.start.batch if epoch == self.start.epoch else 0
+        return self._start_of(epoch).batch
 
     def _begin_sums(self, ensemble: Ensemble, epoch: int) -> list[StepResult]:
         """The steps of the epoch so far; metrics are those of these steps."""
         ensemble.conductor.stand_at(None)  # until a step is made after which a state is wanted
         self.metrics.reset()
-        if not self._num_done(epoch):
+        if not self._num_done(epoch) or self._start_of(epoch).served is not None:
             return []
         worker, control = ensemble.worker, ensemble.control
         set_metrics(self.metrics, self.start.so_far, control)
@@ -426,7 +441,8 @@ def _of_all(ensemble: Ensemble, results: list[StepResult]) -> list[StepResult]:
     """Of ranks that have trained apart: on rank 0 what all of them have done."""
     if not ensemble.worker.trains_apart:
         return results
-    return [one for own in ensemble.control.gather(results) for one in own]
+    own_results = ensemble.worker.results_of_epoch(results)
+    return [one for own in ensemble.control.gather(own_results) for one in own]
 
 
 def _mean(totals: Sequence[float], weights: Sequence[float]) -> float:

@@ -171,7 +171,7 @@ class FittingRunner(PersistentRunner):
         if asked.on_snapshot is not None:
             task = replace(task, record=True, look=getattr(asked.on_snapshot, "look", None))
         task.takes_states = task.takes_states or backups is not None
-        task.is_kept = task.is_kept or asked.restarts > 0
+        task.is_kept = task.is_kept or (backups is not None and backups.is_asked)
         display = None
         if self._shows(asked):
             display = ProgressDisplay(fit.wish.epochs, fit.feed.num_steps)

@@ -375,8 +375,7 @@ def find_hosts(
     place = None if reach == "one process" else find_place(os.environ)
     if place is None:
         return None
-    if reach == "one host":
-        raise _strangers(place)
+    _check_reach(place, reach)
     if place not in _met:
         _met[place] = Hosts(
             place, _meet(place, max(timeout_seconds, meeting_seconds)), timeout_seconds
@@ -402,8 +401,31 @@ def find_follower(timeout_seconds: float, reach: Reach) -> Follower | None:
         timeout_seconds: longest wait for the leader.
         reach: how far the strategy's Plans go.
     """
-    place = find_place(os.environ) if reach == "all hosts" else None
-    return None if place is None or place.leads else Follower(place, timeout_seconds)
+    place = find_place(os.environ) if reach in ("roles", "all hosts") else None
+    if place is None or place.leads:
+        return None
+    _check_reach(place, reach)
+    return Follower(place, timeout_seconds)
+
+
+def _check_reach(place: Place, reach: Reach) -> None:
+    """Refuse processes of which a strategy knows nothing."""
+    if reach == "one host":
+        raise _strangers(place)
+    if reach == "roles" and not place.num_servers:
+        number = max(place.num_hosts, place.num_processes)
+        raise OptionError(
+            "Of several processes ParameterServerStrategy must know which are servers.",
+            received=f"{place.launcher} with {number} of them, and none of the role 'ps'",
+            fix="Set TF_CONFIG with 'ps' in its cluster, or start the script once: it starts its "
+            "workers and servers itself.",
+        )
+    if reach != "roles" and place.num_servers:
+        raise OptionError(
+            "Only ParameterServerStrategy has a use for parameter servers.",
+            received=f"{place.launcher} with {place.num_servers} of the role 'ps'",
+            fix="Use ParameterServerStrategy, or leave 'ps' out.",
+        )
 
 
 def _strangers(place: Place) -> OptionError:

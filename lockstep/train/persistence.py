@@ -330,6 +330,12 @@ class PersistentRunner(Runner):
         """Copies of the training in memory; none where one process cannot have all of it."""
         hosts = self._job_context.hosts
         if hosts is not None and not hosts.is_one_process:
+            if self._maker().outlives_servers:
+                raise OptionError(
+                    "Processes that a launcher has started are its to start again.",
+                    received=f"replicas=2 under {hosts.place.launcher}",
+                    fix="Start the script once, or leave `replicas` out and use a checkpoint.",
+                )
             return None
         return Backups(
             lambda: self._state_at(self._place_in_fit()),
@@ -337,6 +343,7 @@ class PersistentRunner(Runner):
             self._session.stores.release_pages,
             [source for source in sources if isinstance(source, SharedStream)],
             restarts,
+            is_asked=restarts > 0 or self._maker().outlives_servers,
         )
 
     def _record_in(self, *folders: str | os.PathLike[str] | None) -> RunRecord:

@@ -7,6 +7,7 @@ from typing import Any
 
 from lockstep.errors import WorkerError
 from lockstep.launch.team import Team
+from lockstep.parallel.served_worker import ServedStand
 from lockstep.plan.averaging import AveragedUpdate
 from lockstep.train.backups import Backups, Journal
 from lockstep.train.conductor import Conductor, Place
@@ -24,6 +25,10 @@ class ReturningConductor(Conductor):
     """Whose training it is."""
     _is_due = False
     """A backup, after this step."""
+    _begun = Resume()
+    """The last epoch in which ranks were apart."""
+    _stand: ServedStand | None = None
+    """How far they were in it when a process was lost."""
     _is_asked = False
     """For the state, by a callback after this step."""
 
@@ -66,15 +71,15 @@ class ReturningConductor(Conductor):
     def begin_run(self, start: Resume, look: Callable[[], list[RankState]]) -> None:
         self._record.begin_run(look)
         plan = self._runner.plan
-        if self._backups is None or self._journal.is_read:
+        if self._backups is None or self._journal.is_read or start.served is not None:
             return
         if plan.num_ranks == 1:
             return  # there is nobody to be lost
-        if plan.is_stale and not self._backups.restarts:
+        if plan.is_stale and not self._backups.is_asked:
             return  # workers would have to meet for it
-        if isinstance(plan.update, AveragedUpdate) and not self._backups.restarts:
+        if isinstance(plan.update, AveragedUpdate) and not self._backups.is_asked:
             return  # replicas would have to meet for it
-        if plan.pipeline is not None and not self._backups.restarts:
+        if plan.pipeline is not None and not self._backups.is_asked:
             self._backups.wait()  # this process need not have room for what others train
             return
         place = Place(
@@ -94,10 +99,18 @@ class ReturningConductor(Conductor):
         self._is_due = False
 
     def back_up_at(self, resume: Resume, num_steps: int) -> None:
-        if self._backups is not None and self._backups.restarts and not self._journal.is_read:
+        if self._backups is not None and self._backups.is_asked and not self._journal.is_read:
             self.stand_at(Place(epoch=resume.epoch, batch=0, num_steps=num_steps))
             self._backups.take(resume)
             self.stand_at(None)
+
+    def begin_apart(self, begun: Resume) -> None:
+        self._begun = begun
+
+    def take_stand(self, stand: ServedStand | None) -> None:
+        self._stand = stand
+        if stand is not None:
+            self.take_slots([part for parts in stand.slots for part in parts])
 
     def put_back(self) -> int | None:
         backup = None if self._backups is None else self._backups.put_back()
@@ -106,24 +119,56 @@ class ReturningConductor(Conductor):
     def resume_after(self, error: WorkerError) -> Resume | None:
         if self._backups is None or not error.is_loss:
             return None
+        stand, self._stand = self._stand, None
+        place = self._backups.last_step if stand is None else stand.table
+        if not self._backups.spend(place, is_free=self._is_spare(error)):
+            self._note_end(error)
+            return None
+        restarts = [*self.history.restarts, f"{error}".partition("\n")[0]]
+        if stand is not None:
+            self.history.restarts = restarts
+            self._tell_restart(error, "no sample is counted twice, and none left out")
+            return self._after_all_done(stand)
         backup = self._backups.restart()
         if backup is None:
-            if self._backups.restarts:
-                error.add_note(
-                    f"All {self._backups.restarts} restarts are used up, or what callbacks have "
-                    "changed since the last copy of the training is not known."
-                )
+            self._note_end(error)
             return None
-        place = copied(backup.state.position["fit"])
-        restarts = [*self.history.restarts, f"{error}".partition("\n")[0]]
-        self.history = History(place["history"], place["epochs"], restarts)
-        then = (
-            f"Restart {len(restarts)} of {self._backups.restarts}: "
-            f"going on from {_after(backup.last_step)}, to the same result."
-        )
-        self._record.note_restart(error, then)
-        self._notice(f"{restarts[-1]} {then}")
+        then = copied(backup.state.position["fit"])
+        self.history = History(then["history"], then["epochs"], restarts)
+        result = "" if self._runner.plan.is_stale else ", to the same result"
+        self._tell_restart(error, f"going on from {_after(backup.last_step)}{result}")
         return backup.resume
+
+    def _is_spare(self, error: WorkerError) -> bool:
+        """Whether what was lost is a server, of whose parameters there is a second copy."""
+        plan = self._runner.plan
+        return plan.outlives_servers and error.rank is not None and plan.is_server(error.rank)
+
+    def _after_all_done(self, stand: ServedStand) -> Resume:
+        """Where workers and servers go on with an epoch: from the first batch that is not done."""
+        begun = self._begun
+        return replace(
+            begun,
+            batch=begun.batch + stand.num_past,
+            served=stand,
+            num_ended=max(begun.num_ended, begun.batch + stand.num_ended),
+        )
+
+    def _note_end(self, error: WorkerError) -> None:
+        assert self._backups is not None
+        if self._backups.restarts:
+            error.add_note(
+                f"All {self._backups.restarts} restarts are used up, or what callbacks have "
+                "changed since the last copy of the training is not known."
+            )
+
+    def _tell_restart(self, error: WorkerError, then: str) -> None:
+        assert self._backups is not None
+        made = self._backups.restarts - self._backups.restarts_left
+        number = "" if self._is_spare(error) else f" {made} of {self._backups.restarts}"
+        then = f"Restart{number}: {then}."
+        self._record.note_restart(error, then)
+        self._notice(f"{self.history.restarts[-1]} {then}")
 
     def decide(self, directive: Directive) -> Directive:
         if directive.renew and self._backups is not None:

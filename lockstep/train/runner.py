@@ -235,6 +235,8 @@ class Runner(ABC):
                 resume = conductor.resume_after(error)
                 if resume is None:
                     raise
+                if resume.served is not None:  # all but what was under way is in the weights
+                    self._steps_trained = resume.served.table.oldest
                 first_step, self._epochs_trained = self._steps_trained, first_epoch + resume.epoch
                 continue
             if result.resume is None:  # else the optimizer has them, with the callback's changes

@@ -28,6 +28,7 @@ from lockstep.parallel.blank import forget_blanks
 from lockstep.parallel.control import LeaderControl, SoloControl
 from lockstep.parallel.host_control import HostControl
 from lockstep.parallel.serialization import SerializedObject, pack
+from lockstep.parallel.served_worker import ServedWorker
 from lockstep.parallel.worker import Worker
 from lockstep.pickling import dumps
 from lockstep.plan.averaging import AveragedUpdate
@@ -54,6 +55,7 @@ from lockstep.train.serving import Call, serve, serve_again
 from lockstep.train.standing import Footing, News, StandingCalls, may_stand
 from lockstep.train.stores import Mapped, Stores, has_options, options_store
 from lockstep.train.watch import (
+    STATE_AS_SERVERS_HAD_IT,
     STATE_OF_FIRST,
     STATE_OF_SERVERS,
     Position,
@@ -240,9 +242,10 @@ class Session:
             error = as_raised(trouble)
             if part is not None and conductor is not None:
                 part.look_at_ranks(error, conductor)
+                part.hold(error)
             self.close(error)
             if part is not None and conductor is not None:
-                part.abandon(error, conductor.put_back)
+                part.abandon(error, conductor)
             if error is trouble:
                 raise
             raise error from error.__cause__
@@ -395,7 +398,12 @@ class _Part:
             add_note(error, note)
         conductor.note_failure(error, states, self.team)
 
-    def abandon(self, error: BaseException, put_back: Callable[[], int | None]) -> None:
+    def hold(self, error: BaseException) -> None:
+        """A process is lost, and those that live are about to be ended: have no update cut off."""
+        if isinstance(error, WorkerError) and error.is_loss:
+            self.worker.hold()
+
+    def abandon(self, error: BaseException, conductor: Conductor) -> None:
         """The call has failed, and the helpers have ended: note in the error what is left."""
         worker = self.worker
         worker.abandon()
@@ -404,9 +412,12 @@ class _Part:
         if isinstance(self.assignment.plan.update, AveragedUpdate):
             add_note(error, STATE_OF_FIRST)
             return
-        if self.assignment.plan.is_stale:
-            worker.updater.recover()
-            add_note(error, STATE_OF_SERVERS)
+        if isinstance(worker, ServedWorker):
+            stand = worker.stand()
+            conductor.take_stand(stand)
+            if stand is None:
+                worker.updater.recover()
+            add_note(error, STATE_OF_SERVERS if stand is None else STATE_AS_SERVERS_HAD_IT)
             return
         assert worker.board is not None
         lost = worker.updater.recover()
@@ -417,7 +428,7 @@ class _Part:
         last = worker.board.last_update
         if last is not None and not lost and not has_older:
             note = what_is_left(last)
-        elif (copied := put_back()) is not None:
+        elif (copied := conductor.put_back()) is not None:
             is_older = last is None or 0 <= copied < last
             note = what_is_left(copied, is_put_back=is_older)
         else:

@@ -91,7 +91,7 @@ class _StageTrial(MicrobatchRun):
     def go_forward(self) -> None:
         """Run the stage, and the loss where it is the last."""
         batch, loss = self._crossing.batch, self._tools.loss
-        is_last = self._stage == len(self._tools.partition.parts) - 1
+        is_last = self.stage == len(self._tools.partition.parts) - 1
         seed_streams(0)
         loss.begin(batch.num_samples, 1)
         output = stage_output(self._tools.call, loss, self.forward, batch)
@@ -110,8 +110,8 @@ class _StageTrial(MicrobatchRun):
         ]
         small = [
             (f"parameter {name!r}", parameter)
-            for name in self._part.parameters
-            if (parameter := self._model.get_parameter(name)).requires_grad
+            for name in self.part.parameters
+            if (parameter := self.model.get_parameter(name)).requires_grad
             and parameter.numel() <= MOST_ELEMENTS
         ]
         values = [(f"value {number} of another stage", one) for number, one in leaves]
@@ -143,11 +143,11 @@ class _StageTrial(MicrobatchRun):
 
     def _run(self, number: int) -> Any:
         value = super()._run(number)
-        instruction = self._instructions[number]
+        instruction = self.instructions[number]
         if isinstance(instruction, GetAttribute):
             return value
         if isinstance(instruction, CallModule):
-            place = place_of(instruction.target, self._model.get_submodule(instruction.target))
+            place = place_of(instruction.target, self.model.get_submodule(instruction.target))
             self._after = place
         else:
             name = getattr(instruction.target, "__name__", instruction.target) or "the output"

@@ -269,6 +269,21 @@ class TorchUpdater(Updater):
             stored=stored,
         )
 
+    @property
+    def takes_notes(self) -> bool:  # type: ignore[override]  # as above
+        """Whether only counts and the like are not in the store."""
+        return self.is_elementwise
+
+    def take_notes(self, notes: Sequence[PieceSlots]) -> None:
+        known = {(part.name, part.start): part.slots for part in notes}
+        for bound in self._pieces:
+            slots = known.get((bound.name, bound.piece.start))
+            if slots is None:  # it has not been stepped on yet, though other pieces have
+                self._active.state.pop(bound.tensor, None)
+            else:
+                self._active.state[bound.tensor].update(slots)
+        self._newborn = [bound for bound in self._pieces if self._has_homeless(bound)]
+
     def take_slots(self, pieces: Sequence[PieceSlots]) -> None:
         """Give the user's optimizer the slots of whole parameters, put together from all ranks'."""
         if self._active is self.optimizer:

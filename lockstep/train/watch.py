@@ -26,6 +26,11 @@ STATE_OF_SERVERS = (
     "be in a part of them only. The optimizer begins anew."
 )
 
+STATE_AS_SERVERS_HAD_IT = (
+    "The weights and the optimizer are what the servers had made of them: of batches that were "
+    "under way, some may be in a part of the weights only."
+)
+
 
 class Watch:
     """What rank 0 looks after while it waits at the board."""

@@ -291,7 +291,8 @@ class _Thaws(lockstep.Callback):
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         for parameter in self.trainer.model.parameters():
             parameter.requires_grad_(True)
-        os.kill(self.trainer._session._team.pids()[0], signal.SIGKILL)
+        trainer: Any = self.trainer
+        os.kill(trainer._session._team.pids()[0], signal.SIGKILL)
 
 
 def test_a_loss_after_a_callback_has_changed_what_is_trained_is_told_as_it_is() -> None:

@@ -6,6 +6,7 @@ counted once, with its weight, whoever has computed it.
 """
 
 import itertools
+import json
 import os
 import signal
 import time
@@ -453,6 +454,50 @@ def test_more_servers_than_parameters_are_refused() -> None:
         trained(lockstep.ParameterServerStrategy(3, 2), Sums())
 
 
+def tf_config(**cluster: list[str]) -> dict[str, str]:
+    task = {"type": "worker", "index": 0}
+    return {"TF_CONFIG": json.dumps({"cluster": cluster, "task": task})}
+
+
+SERVED = tf_config(worker=["localhost:1", "localhost:2"], ps=["localhost:3"])
+
+
+@pytest.mark.parametrize(
+    ("variables", "make", "message"),
+    [
+        (
+            tf_config(worker=["localhost:1", "localhost:2"]),
+            lockstep.ParameterServerStrategy,
+            r"must know which are servers.*none of the role 'ps'",
+        ),
+        (SERVED, lockstep.MultiWorkerMirroredStrategy, "Only ParameterServerStrategy"),
+        (SERVED, lockstep.MirroredStrategy, "trains on one host with one script"),
+        (
+            SERVED,
+            partial(lockstep.ParameterServerStrategy, 2),
+            "workers=None, servers=2 with 2 and 1 tasks",
+        ),
+        (
+            SERVED,
+            partial(lockstep.ParameterServerStrategy, replicas=2),
+            "replicas=2 under TF_CONFIG",
+        ),
+        (
+            {"LOCKSTEP_SERVERS": "none"},
+            lockstep.ParameterServerStrategy,
+            "LOCKSTEP_SERVERS must be a number of at least 1",
+        ),
+    ],
+)
+def test_roles_that_do_not_fit_are_refused(
+    variables: dict[str, str], make: Any, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(OptionError, match=message):
+        trained(make(), Sums())
+
+
 def test_a_proof_needs_workers_that_wait() -> None:
     with pytest.raises(OptionError, match="staleness=2"):
         lockstep.verify(make_job(case("mlp")), lockstep.ParameterServerStrategy(1, 2, 2))
@@ -466,6 +511,8 @@ def test_a_proof_needs_workers_that_wait() -> None:
         (lambda: lockstep.ParameterServerStrategy(1, 2, -1), "staleness=-1"),
         (lambda: lockstep.ParameterServerStrategy(1, 2, True), "staleness=True"),
         (lambda: lockstep.ParameterServerStrategy(1, 2, 1.5), "staleness=1.5"),  # type: ignore[arg-type]
+        (lambda: lockstep.ParameterServerStrategy(1, 2, replicas=3), "replicas=3"),
+        (lambda: lockstep.ParameterServerStrategy(1, 2, replicas=0), "replicas=0"),
     ],
 )
 def test_wrong_arguments(make: Callable[[], object], message: str) -> None:
@@ -488,6 +535,19 @@ def keras_losses(strategy: lockstep.Strategy) -> list[float]:
         inputs, targets, batch_size=16, epochs=3, shuffle=False, verbose=0
     ).history["loss"]
     return losses
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_a_keras_optimizer_counts_its_steps(staleness: int) -> None:
+    """Servers have made them: without the count a second ``fit`` would be another Adam."""
+    generator = np.random.default_rng(0)
+    inputs = generator.standard_normal((96, 8)).astype("float32")
+    with lockstep.ParameterServerStrategy(1, 2, staleness).scope():
+        model = keras.Sequential([keras.layers.Input((8,)), keras.layers.Dense(1)])
+        model.compile("adam", "mse")
+    for epochs in (1, 2):
+        model.fit(inputs, inputs[:, :1], batch_size=16, epochs=2, verbose=0)
+        assert int(model.optimizer.iterations) == 12 * epochs
 
 
 def test_a_keras_model_trains_in_the_scope() -> None:

@@ -119,6 +119,27 @@ def test_hosts_of_tf_config_are_the_chief_then_the_workers(
     )
 
 
+@pytest.mark.parametrize(
+    ("kind", "index", "process"), [("chief", 0, 0), ("worker", 1, 2), ("ps", 0, 3), ("ps", 1, 4)]
+)
+def test_tasks_of_tf_config_with_servers_are_processes_of_one_host(
+    kind: str, index: int, process: int
+) -> None:
+    cluster = {"ps": ["a:4", "a:5"], "worker": ["a:2", "a:3"], "chief": ["a:1"]}
+    assert place_in(tf_config(cluster, kind, index)) == Place(
+        launcher="TF_CONFIG",
+        job="a:1",
+        host=0,
+        num_hosts=1,
+        process=process,
+        num_processes=5,
+        rendezvous=(Address(name="a", port=1),),
+        devices=5,
+        num_ranks=5,
+        num_servers=2,
+    )
+
+
 def test_devices_of_a_tf_config_host_are_those_that_lockstep_is_told() -> None:
     assert place_in(tf_config(TWO) | {"LOCKSTEP_DEVICES": "2"}).devices == 2
 
@@ -267,20 +288,32 @@ MISTAKES: dict[str, tuple[dict[str, str], list[str]]] = {
     "no lists": (tf_config({"worker": "a:1"}), ["TF_CONFIG must be {"]),
     "an evaluator": (
         tf_config(TWO, "evaluator"),
-        ['must have the type "chief" or "worker". Received: type \'evaluator\''],
+        ['must have the type "chief", "worker" or "ps". Received: type \'evaluator\''],
     ),
     "an evaluator in the cluster": (
         tf_config(TWO | {"evaluator": ["e:1"]}),
-        ["there are no parameter servers", "Received: 'evaluator'"],
+        ["rank 0 evaluates. Received: 'evaluator'"],
     ),
-    "parameter servers": (
+    "servers of other hosts": (
         tf_config(TWO | {"ps": ["c:1"]}, "ps"),
-        ["there are no parameter servers", "type 'ps'"],
+        ["must be processes of one host, under one name. Received: a, b, c"],
+    ),
+    "servers without workers": (
+        tf_config({"ps": ["a:1", "a:2"]}, "ps"),
+        ['must have a "chief" or a "worker", which computes.', "0 of 'worker', 2 of 'ps'"],
+    ),
+    "workers without servers": (
+        tf_config({"worker": ["a:1"], "ps": []}),
+        ['must have a parameter server where it has "ps". Received: none'],
+    ),
+    "a server that is not there": (
+        tf_config({"worker": ["a:1"], "ps": ["a:2"]}, "ps", 1),
+        ["an index below 1, the number of the cluster's 'ps'"],
     ),
     "two chiefs": (tf_config({"chief": ["a:1", "b:1"]}, "chief"), ['may have one "chief"']),
     "a task that is not there": (
         tf_config(TWO, index=2),
-        ["an index below 2, the number of its workers. Received: index 2"],
+        ["an index below 2, the number of the cluster's 'worker'. Received: index 2"],
     ),
     "no index": (tf_config(TWO, index=None), ["Received: index None"]),
     "no task": ({"TF_CONFIG": json.dumps({"cluster": TWO})}, ["type None"]),

@@ -163,6 +163,7 @@ class KerasTrainer(KeepingRunner):
             others = [] if evaluation is None else [(evaluation.source, options.evaluates)]
             self._read_again(resume, start.epoch, feed, others)
         kind = KerasFitTask if own is None else partial(OwnStepFitTask, own=own)
+        outlives = options.restarts > 0 or self._maker().outlives_servers
         task = kind(
             source=feed.source,
             validation=None,
@@ -193,16 +194,16 @@ class KerasTrainer(KeepingRunner):
             ),
             watches_validation=start.watches_validation,
             tells_each=start.tells_each,
-            takes_states=options.restarts > 0
+            takes_states=outlives
             or (self.keeper is not None and self.keeper.acts_in("takes_state")),
-            is_kept=options.restarts > 0 or self.keeper is not None,
+            is_kept=outlives or self.keeper is not None,
         )
         if self._job_context.hosts is not None:
             facts = {"`evaluates`": options.evaluates}
             task = self._job_context.hosts.agree_on_task(task, facts)  # type: ignore[assignment]  # of the same class
         with self._fitting(), held_interrupts() as interrupt:
             backups = None  # unless somebody has asked for restarts
-            if options.restarts:
+            if outlives:
                 check_restarts(self._maker(), self._job_context.hosts)
                 backups = self._backups_of(task.sources(), options.restarts)
             conductor = self._conductor(callbacks, interrupt, backups)

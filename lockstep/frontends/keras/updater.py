@@ -234,6 +234,11 @@ class KerasUpdater(Updater):
         if every and (int(optimizer._iterations.value) + 1) % every == 0:
             optimizer._overwrite_model_variables_with_average_value(own)
 
+    @torch.no_grad()
+    def count_steps(self, number: int) -> None:
+        for _ in range(number):
+            self._step_on_nothing()
+
     def _step_on_nothing(self) -> None:
         """Have what an optimizer has once, its count of steps and the like, go on."""
         if not self.is_known:

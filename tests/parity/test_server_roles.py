@@ -1,0 +1,94 @@
+"""Workers and parameter servers whose roles a launcher says: by TF_CONFIG, or ``lockstep run``."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.launchers import BEGINNING
+from tests.launching import TIMEOUT_SECONDS, clean_environment, free_port
+from tests.thorough import core_of
+
+SCRIPT = f"""{BEGINNING}
+import functools
+def trained(strategy):
+    torch.manual_seed(0)
+    trainer = lockstep.Trainer(
+        nn.Sequential(nn.Linear(4, 9), nn.ReLU(), nn.Linear(9, 3)), loss=nn.MSELoss(),
+        optimizer=functools.partial(torch.optim.Adam, lr=0.01), strategy=strategy,
+        precision="fp64")
+    generator = torch.Generator().manual_seed(1)
+    data = torch.randn(23, 4, generator=generator), torch.randn(23, 3, generator=generator)
+    trainer.fit(data, batch_size=5, epochs=2, verbose=0)
+    plan = trainer.plan if trainer._plan is not None else None
+    weights = [weight.flatten().tolist() for weight in trainer.model.parameters()]
+    return plan and [plan.num_ranks, plan.num_servers], weights
+staleness = json.loads(sys.argv[1])
+strategy = lockstep.ParameterServerStrategy(staleness=staleness, timeout_seconds=60)
+numbers, own = trained(strategy)
+tell([numbers, own, trained(lockstep.SingleDeviceStrategy())[1]])
+"""
+
+
+def started(folder: Path, variables: dict[str, str], command: list[str]) -> Any:
+    (folder / "script.py").write_text(SCRIPT)
+    return subprocess.Popen(
+        [sys.executable, *command],
+        cwd=folder,
+        env=clean_environment() | {"OMP_NUM_THREADS": "1"} | variables,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def told(processes: list[Any]) -> list[Any]:
+    try:
+        said = [each.communicate(timeout=TIMEOUT_SECONDS) for each in processes]
+    finally:
+        for each in processes:
+            each.kill()
+    assert [each.returncode for each in processes] == [0] * len(processes), said
+    return [json.loads(out) for out, _ in said]
+
+
+def assert_near(own: list[list[float]], others: list[list[float]]) -> None:
+    for one, other in zip(own, others, strict=True):
+        assert all(abs(a - b) <= 1e-12 for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("staleness", core_of([0, 2], [0]))
+def test_the_tasks_of_tf_config_are_workers_and_servers(staleness: int, tmp_path: Path) -> None:
+    """A chief, a worker and two servers; all end with the weights of one device."""
+    roles = {"chief": 1, "worker": 1, "ps": 2}
+    cluster = {
+        role: [f"localhost:{free_port()}" for _ in range(count)] for role, count in roles.items()
+    }
+    processes = [
+        started(
+            tmp_path,
+            {"TF_CONFIG": json.dumps({"cluster": cluster, "task": {"type": role, "index": index}})},
+            ["script.py", str(staleness)],
+        )
+        for role, count in roles.items()
+        for index in range(count)
+    ]
+    everywhere = told(processes)
+    assert everywhere[0][0] == [4, 2]
+    for _, own, alone in everywhere:
+        assert own == everywhere[0][1]
+        if staleness == 0:
+            assert_near(own, alone)
+
+
+@pytest.mark.parametrize("staleness", core_of([0, 2], [0]))
+def test_lockstep_run_says_how_many_there_are(staleness: int, tmp_path: Path) -> None:
+    command = ["-m", "lockstep", "run", "--devices", "2", "--servers", "3", "script.py"]
+    ((numbers, own, alone),) = told([started(tmp_path, {}, [*command, str(staleness)])])
+    assert numbers == [5, 3]
+    if staleness == 0:
+        assert_near(own, alone)
