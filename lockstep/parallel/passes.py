@@ -59,6 +59,7 @@ class Run:
         observe: is shown the outputs.
         turn: of several functions that train on it, the one that does now.
         first_share: the number of its first share, where the batch is a part of another.
+        batch_size: samples of that other one; None for all there are.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class Run:
         observe: Observe | None = None,
         turn: int = 0,
         first_share: int = 0,
+        batch_size: int | None = None,
     ) -> None:
         self.source = source
         self.indices = indices
@@ -79,6 +81,7 @@ class Run:
         self.turn = turn
         self._first_share = first_share
         self.num_samples = len(indices)
+        self.batch_size = self.num_samples if batch_size is None else batch_size
         self.bounds = share_bounds(self.num_samples, num_shares)
         self.num_filled = num_filled_shares(self.num_samples, num_shares)
         self.parts: list[Sums] = []  # of several losses, share by share
@@ -232,7 +235,8 @@ class Passes(ABC):
         self._linears.begin_pass()
         self._exchange.begin_pass()
         if self._loss is not None:
-            self._loss.begin(run.num_samples, run.num_filled)
+            is_part = run.batch_size > run.num_samples
+            self._loss.begin(run.batch_size, run.num_filled, is_part=is_part)
         if run.is_training:
             self._exchange.expect(run.num_filled)
             self._first_buffers = self._buffers.keep()

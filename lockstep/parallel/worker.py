@@ -109,6 +109,7 @@ class Worker:
         trains_apart: a step is one on this rank's part of the batch, on parameters of its own.
         keeps_pace: such steps end together all the same, for what goes on between them.
         is_apart: the weights of the ranks differ.
+        batch_size: samples of the batches that it trains on parts of; None where they are whole.
         has_own_optimizer: it steps parameters of its own, with slots that no other rank has.
         mirrors: what rank 0 is shown of what this rank alone has on its device.
     """
@@ -146,6 +147,7 @@ class Worker:
         self._held = held
         self._ruled = ruled
         self.first_share = first_share
+        self.batch_size: int | None = None
         self._pieces = [group.bound(is_alone=plan.num_ranks == 1) for group in groups]
         bound = [piece for pieces in self._pieces for piece in pieces]
         if updater is not None:
@@ -193,6 +195,7 @@ class Worker:
                 observe=observe,
                 turn=turn,
                 first_share=self.first_share,
+                batch_size=self.batch_size,
             )
             return _Training(run, step)
 
