@@ -80,7 +80,7 @@ class FunctionAdapter(LossAdapter):
             return share
         known = watching.known(returned)
         if known is None:
-            return replace(share, is_guess=True)
+            return replace(share, is_guess=not self.is_alone)
         if known.weight is None:
             return self._sum(returned, num_samples)
         return mean_over(returned, known.weight) if known.weight else nothing(output)

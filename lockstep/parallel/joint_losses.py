@@ -39,11 +39,11 @@ class JointAdapter(LossAdapter):
         """All of them are."""
         return all(adapter.is_certain for adapter in self._adapters.values())
 
-    def begin(self, num_samples: int, num_filled: int) -> None:
-        super().begin(num_samples, num_filled)
+    def begin(self, batch_size: int, num_filled: int, *, is_part: bool = False) -> None:
+        super().begin(batch_size, num_filled, is_part=is_part)
         for adapter in self._adapters.values():
             adapter.takes_whole = self.takes_whole
-            adapter.begin(num_samples, num_filled)
+            adapter.begin(batch_size, num_filled, is_part=is_part)
 
     def __call__(self, output: Tree, batch: Batch) -> JointLoss:
         if batch.targets is None:

@@ -223,6 +223,7 @@ class LossAdapter(ABC):
         gathered_bytes: the most that all shares of a batch have put up for that.
         batch_size: samples of the batch under way.
         sees_all: what it is called with is all of the batch.
+        is_alone: what it is called with is that, or all that a worker has taken of the batch.
     """
 
     loss: Any
@@ -235,11 +236,13 @@ class LossAdapter(ABC):
     gathered_bytes = 0
     batch_size = 0
     sees_all = False
+    is_alone = False
 
-    def begin(self, num_samples: int, num_filled: int) -> None:
-        """A batch is on its way, in so many shares."""
-        self.batch_size = num_samples
-        self.sees_all = self.takes_whole or num_filled == 1
+    def begin(self, batch_size: int, num_filled: int, *, is_part: bool = False) -> None:
+        """A batch is on its way, or a part of one, in so many shares."""
+        self.batch_size = batch_size
+        self.is_alone = num_filled == 1
+        self.sees_all = self.takes_whole or (self.is_alone and not is_part)
 
     def watching(self) -> AbstractContextManager[Any]:
         """Around the model's forward pass, where the loss is computed in it."""

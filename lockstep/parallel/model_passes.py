@@ -344,7 +344,7 @@ class ModelPasses(Passes):
             return self.call(batch.inputs)
 
     def _loss_by_function(self, run: Run, batch: Batch) -> ShareLoss:
-        return self._functions[run.turn].loss_of(self._model, batch, run.num_samples)
+        return self._functions[run.turn].loss_of(self._model, batch, run.batch_size)
 
     def _try_on_halves(self, run: Run, batch: Batch) -> None:
         """Try the loss where it is computed inside, else whether outputs look across samples."""

@@ -61,6 +61,7 @@ class Run:
         observe: is shown the outputs.
         turn: of several functions that train on it, the one that does now.
         first_share: the number of its first share, where the batch is a part of another.
+        batch_size: samples of that other one; 0 where it is whole.
     """
 
     source: Source | None
@@ -71,11 +72,13 @@ class Run:
     observe: Observe | None = None
     turn: int = 0
     first_share: int = 0
+    batch_size: int = 0
     parts: list[Sums] = field(default_factory=list, init=False)  # of several losses, by share
     _observed: list[tuple[Tree, Tree]] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
         self.num_samples = len(self.indices)
+        self.batch_size = self.batch_size or self.num_samples
         self.bounds = share_bounds(self.num_samples, self.num_shares)
         self.num_filled = num_filled_shares(self.num_samples, self.num_shares)
 
@@ -227,7 +230,8 @@ class Passes(ABC):
         self._linears.begin_pass()
         self._exchange.begin_pass()
         if self._loss is not None:
-            self._loss.begin(run.num_samples, run.num_filled)
+            is_part = run.batch_size > run.num_samples
+            self._loss.begin(run.batch_size, run.num_filled, is_part=is_part)
         if run.is_training:
             self._exchange.expect(run.num_filled)
             self._first_buffers = self._buffers.keep()

@@ -203,7 +203,7 @@ class ServedWorker(Worker):
         start, stop = bounds[shares[0]][0], bounds[shares[-1]][1]
         alone = self._alone
         alone.passes.reading = self.passes.reading
-        alone.first_share = shares[0]
+        alone.first_share, alone.batch_size = shares[0], len(indices)
         # No pass of the exchange, of which all ranks make as many; parts go to whoever is free.
         self.exchange.gradients[_GROUP].begin_pass()
         try:

@@ -110,6 +110,7 @@ class Worker:
         keeps_pace: such steps end together all the same, for what goes on between them.
         is_apart: the weights of the ranks differ.
         tells_all: nothing else is kept of an epoch's steps than what their results tell in sum.
+        batch_size: samples of the batches that it trains on parts of; 0 where they are whole.
         has_own_optimizer: it steps parameters of its own, with slots that no other rank has.
         mirrors: what rank 0 is shown of what this rank alone has on its device.
     """
@@ -148,6 +149,7 @@ class Worker:
         self._held = held
         self._ruled = ruled
         self.first_share = first_share
+        self.batch_size = 0
         self._pieces = [group.bound(is_alone=plan.num_ranks == 1) for group in groups]
         bound = [piece for pieces in self._pieces for piece in pieces]
         if updater is not None:
@@ -195,6 +197,7 @@ class Worker:
                 observe=observe,
                 turn=turn,
                 first_share=self.first_share,
+                batch_size=self.batch_size,
             )
             return _Training(run, step)
 

@@ -288,6 +288,8 @@ def test_the_notice(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monk
 class _Thaws(lockstep.Callback):
     """Has a frozen layer be trained, and the helper end before that has come to anything."""
 
+    trainer: Any
+
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         for parameter in self.trainer.model.parameters():
             parameter.requires_grad_(True)

@@ -209,6 +209,8 @@ def test_a_step_asks_no_tensor_for_its_value(monkeypatch: pytest.MonkeyPatch) ->
 class _Killer(lockstep.Callback):
     """After the second step: its connection is closed when the third begins to receive."""
 
+    trainer: Any
+
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         if epoch == 0:
             trainer: Any = self.trainer

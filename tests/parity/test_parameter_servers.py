@@ -124,6 +124,37 @@ def test_every_sample_counts_once(
     assert workers == 1 or max(leads) >= 1  # somebody was ahead
 
 
+def counted_sum(outputs: Tensor, weights: Tensor) -> Tensor:
+    return (outputs * weights).sum()
+
+
+def stepped_sum(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return counted_sum(model(batch[0]), batch[1])
+
+
+@pytest.mark.parametrize("given", [{"loss": counted_sum}, {"train_step": stepped_sum}])
+@pytest.mark.parametrize("accumulate", core_of([1, 2], [1]))
+def test_a_sum_over_the_batch_is_one_whoever_computes_its_parts(
+    given: dict[str, Any], accumulate: int
+) -> None:
+    found, expected = Sums(), Sums()
+    inputs, weights = sample_data()
+    for model, strategy in (
+        (found, lockstep.ParameterServerStrategy(2, 3, 4)),
+        (expected, lockstep.SingleDeviceStrategy()),
+    ):
+        trainer = lockstep.Trainer(
+            model,
+            optimizer=partial(torch.optim.SGD, lr=1e-3),
+            strategy=strategy,
+            precision="fp64",
+            accumulate=accumulate,
+            **given,
+        )
+        trainer.fit((inputs, weights), batch_size=BATCH_SIZE, shuffle=False, verbose=0)
+    assert_equal(found, expected)
+
+
 def test_validation_meets_after_workers_have_computed_unequal_numbers_of_parts() -> None:
     """A loss that is no mean is validated on the whole batch, which all workers bring together."""
     inputs, weights = sample_data()
