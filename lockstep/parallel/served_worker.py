@@ -267,8 +267,8 @@ class ServedWorker(Worker):
                 self._copies[self._server].follow(gradients)
 
     def _note_slots(self, slot: int) -> None:
-        assert self.updater is not None
-        if self.updater.takes_notes:
+        if self._can_go_on:
+            assert self.updater is not None
             self._notes.write(self._server, slot, self.updater.slots())
 
     # --- together --------------------------------------------------------------------------------
@@ -317,7 +317,7 @@ class ServedWorker(Worker):
     @property
     def _can_go_on(self) -> bool:
         """Whether shared memory has all that an epoch has come to."""
-        return self.tells_all and self.updater is not None and self.updater.takes_notes
+        return self.goes_on and self.updater is not None and self.updater.takes_notes
 
     def hold(self) -> None:
         """On the first worker, before the others are ended: have no update be cut off."""

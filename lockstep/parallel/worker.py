@@ -109,7 +109,8 @@ class Worker:
         trains_apart: a step is one on this rank's part of the batch, on parameters of its own.
         keeps_pace: such steps end together all the same, for what goes on between them.
         is_apart: the weights of the ranks differ.
-        tells_all: nothing else is kept of an epoch's steps than what their results tell in sum.
+        goes_on: where a rank dies the epoch may be gone on with: nothing else is kept of its steps
+            than what their results tell in sum.
         batch_size: samples of the batches that it trains on parts of; 0 where they are whole.
         has_own_optimizer: it steps parameters of its own, with slots that no other rank has.
         mirrors: what rank 0 is shown of what this rank alone has on its device.
@@ -118,7 +119,7 @@ class Worker:
     trains_apart = False
     keeps_pace = False
     is_apart = False
-    tells_all = True
+    goes_on = False
     has_own_optimizer = False
     mirrors: Mirrors = ((), ())
 

@@ -135,7 +135,8 @@ class FitTask(Task):
         """Train until the last epoch, or until a callback or Ctrl-C ends it."""
         ensemble = Ensemble(worker=worker, control=control, conductor=conductor)
         worker.keeps_pace = self._meets_between_steps
-        worker.tells_all = not (self.metrics or self.loss_parts or self.turns or self.counts_bad)
+        has_more = self.metrics or self.loss_parts or self.turns or self.counts_bad
+        worker.goes_on = self.is_kept and not has_more
         progress = _Progress()
         tracer = StepTracer(self.traced)
         resume = None
