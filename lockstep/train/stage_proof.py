@@ -10,13 +10,14 @@ have no values until ranks have their stages.
 """
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, closing, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from lockstep.capture.instructions import CallModule, GetAttribute
+from lockstep.capture.seeding import seeded
 from lockstep.capture.state import left_alone
 from lockstep.data.order import seed_streams
 from lockstep.data.sources import Batch
@@ -101,7 +102,7 @@ class _StageTrial(MicrobatchRun):
 
     def go_backward(self) -> dict[int, Gradients]:
         """Gradients of what the stage has received, by instruction."""
-        roots, seeds = self._roots()
+        roots = self._roots()
         leaves = [
             (number, one)
             for number, tree in self._received.items()
@@ -118,7 +119,8 @@ class _StageTrial(MicrobatchRun):
         places = [*reversed(self._outputs), *small, *values]
         if not roots or not places:
             return {}
-        found = torch.autograd.grad(roots, [one for _, one in places], seeds, allow_unused=True)
+        root = seeded([one for one, _ in roots], [seed for _, seed in roots])
+        found = torch.autograd.grad(root, [one for _, one in places], allow_unused=True)
         self.prints += [
             print_of(f"{GRADIENT} {place}", [] if gradient is None else [gradient])
             for (place, _), gradient in zip(places, found, strict=True)
@@ -128,18 +130,22 @@ class _StageTrial(MicrobatchRun):
             gradients.setdefault(number, []).append(gradient)
         return gradients
 
-    def _roots(self) -> tuple[list[torch.Tensor], Gradients]:
+    def close(self) -> None:
+        """Let go of what was received: its hooks hold this object, where Python cannot see it."""
+        self._losses, self._outputs, self._inputs = [], [], None
+        self._values, self._received, self._leaves, self._sent = {}, {}, {}, {}
+        self.deferred.clear()
+
+    def _roots(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Where backward starts, and with which gradients."""
-        roots = [one.sum() for one in self._losses if one.requires_grad]
-        seeds: Gradients = [None] * len(roots)
+        roots = [(one, torch.ones_like(one)) for one in self._losses if one.requires_grad]
         for number, tensors in self._sent.items():
             by_tensor = zip(*self._crossing.gradients.get(number, []), strict=True)
             for tensor, parts in zip(tensors, by_tensor, strict=False):
                 known = [part for part in parts if part is not None]
                 if known:
-                    roots.append(tensor)
-                    seeds.append(torch.stack(known).sum(0))
-        return roots, seeds
+                    roots.append((tensor, torch.stack(known).sum(0)))
+        return roots
 
     def _run(self, number: int) -> Any:
         value = super()._run(number)
@@ -182,6 +188,9 @@ def run_stages(tools: StageTools, samples: Any) -> Crossing | None:
                     crossing.gradients.setdefault(number, []).append(gradients)
         except Exception:  # whatever a model raises
             return None
+        finally:
+            for trial in trials:
+                trial.close()
     crossing.prints = [trial.prints for trial in trials]
     return crossing
 
@@ -220,12 +229,9 @@ def prove_stages(worker: Worker, control: Control, crossing: Crossing | None) ->
 
 def _prints(trial: _StageTrial, tools: StageTools) -> Sequence[Print]:
     """Of a stage, as far as it goes: errors are the first step's."""
-    with _untouched(tools):
-        try:
-            trial.go_forward()
-            trial.go_backward()
-        except Exception:  # whatever a model raises
-            return trial.prints
+    with _untouched(tools), closing(trial), suppress(Exception):  # whatever a model raises
+        trial.go_forward()
+        trial.go_backward()
     return trial.prints
 
 

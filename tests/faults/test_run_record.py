@@ -156,7 +156,7 @@ def test_a_straggler(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         optimizer=torch.optim.SGD,
         strategy=lockstep.MirroredStrategy(2),
     )
-    trainer.fit((torch.ones(40, 4), torch.ones(40, 2)), batch_size=4, verbose=0, record=tmp_path)
+    trainer.fit((torch.ones(60, 4), torch.ones(60, 2)), batch_size=4, verbose=0, record=tmp_path)
     status, said = doctor(tmp_path, capsys)
     assert status == 0
     assert "It has ended well. Straggler: the others have waited " in said

@@ -1,0 +1,115 @@
+"""What being exact costs: the proof before the first step, and losses taken on the whole batch.
+
+Every round runs each variant once, beginning with another one; a ratio is within a round, and the
+table shows the median over the rounds. The MLP 784-256-256-10 makes 100 steps with and without the
+proof that all ranks compute the same, on two replicas and in two stages, its helpers started
+before. The CNN trains with torch's cross entropy, whose mean is known, and with the same formula as
+a user may write it, which is taken on the whole batch.
+
+Run: ``python bench/exactness_cost.py [--rounds 9] [--parts proof loss]``
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from nets import NETS, Net
+from torch import Tensor, nn
+
+import lockstep
+from lockstep.train.runner import Runner
+
+STRATEGIES: dict[str, Callable[[], lockstep.Strategy]] = {
+    "two replicas": partial(lockstep.MirroredStrategy, 2),
+    "two stages": partial(lockstep.PipelineStrategy, cuts=["2"], microbatches=4),
+}
+NUM_STEPS = 100
+
+
+@contextmanager
+def unproven() -> Iterator[None]:
+    """Within the block ranks prove nothing."""
+    own = Runner._prepare_proof
+    Runner._prepare_proof = lambda *arguments: None  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Runner._prepare_proof = own  # type: ignore[method-assign]
+
+
+def as_users_write_it(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Cross entropy, by hand."""
+    return (outputs.logsumexp(1) - outputs.gather(1, targets[:, None])[:, 0]).mean()
+
+
+def seconds_of_fit(net: Net, strategy: lockstep.Strategy, loss: Any, num_steps: int) -> float:
+    """Of a ``fit``, after a call that has started helpers and made the Plan."""
+    trainer = lockstep.Trainer(
+        net.make_model(),
+        loss=loss,
+        optimizer=partial(torch.optim.Adam, lr=1e-3),
+        strategy=strategy,
+    )
+    data = net.make_data(num_steps * net.batch_size)
+    trainer.evaluate(tuple(each[: net.batch_size] for each in data), batch_size=net.batch_size)
+    begun = time.perf_counter()
+    trainer.fit(data, epochs=1, batch_size=net.batch_size, verbose=0)
+    taken = time.perf_counter() - begun
+    trainer.close()
+    return taken
+
+
+def with_proof(strategy: str) -> float:
+    net = NETS["mlp"]
+    return seconds_of_fit(net, STRATEGIES[strategy](), net.loss, NUM_STEPS)
+
+
+def without_proof(strategy: str) -> float:
+    with unproven():
+        return with_proof(strategy)
+
+
+def of_cnn(loss: Any) -> float:
+    return seconds_of_fit(NETS["cnn"], lockstep.MirroredStrategy(2), loss, num_steps=24)
+
+
+PARTS: dict[str, dict[str, tuple[Callable[[], float], Callable[[], float]]]] = {
+    "proof": {
+        f"proof, {name}": (partial(with_proof, name), partial(without_proof, name))
+        for name in STRATEGIES
+    },
+    "loss": {
+        "loss on the whole batch": (
+            partial(of_cnn, as_users_write_it),
+            partial(of_cnn, nn.CrossEntropyLoss()),
+        )
+    },
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=[*PARTS])
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    print("| what | with, s | without, s | ratio | least to most |\n|---|---|---|---|---|")
+    for name, pair in (row for part in asked.parts for row in PARTS[part].items()):
+        taken: list[list[float]] = [[], []]
+        for number in range(asked.rounds + 1):
+            for side in (0, 1) if number % 2 else (1, 0):
+                taken[side].append(pair[side]())
+        ratios = [one / other for one, other in zip(taken[0][1:], taken[1][1:], strict=True)]
+        medians = [statistics.median(each[1:]) for each in taken]  # the first round warms up
+        told = [f"{one:.3f}" for one in (*medians, statistics.median(ratios))]
+        spread = f"{min(ratios):.3f} to {max(ratios):.3f}"
+        print("| " + " | ".join([name, *told, spread]) + " |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
