@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from lockstep.capture.seeding import seeded
 from lockstep.comm.codec import decode, encode
 from lockstep.comm.exchange import Exchange
 from lockstep.comm.gathering import gather_bytes
@@ -199,7 +200,7 @@ def _gradients(loss: ShareLoss, sources: Sequence[torch.Tensor]) -> dict[int, to
     if not roots or not sources:
         return {}
     values, seeds = zip(*roots, strict=True)
-    found = torch.autograd.grad(values, sources, seeds, allow_unused=True)
+    found = torch.autograd.grad(seeded(values, seeds), sources, allow_unused=True)
     return {
         id(source): gradient
         for source, gradient in zip(sources, found, strict=True)

@@ -48,7 +48,7 @@ import lockstep
 
 trainer = lockstep.Trainer(
     nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1)),
-    loss=nn.MSELoss(),
+    loss={loss},
     optimizer=partial(torch.optim.{optimizer}, lr=0.1),
     strategy=lockstep.{strategy},
 )
@@ -59,15 +59,18 @@ print([name for name in {slow} if name in sys.modules])
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("strategy", "optimizer"),
+    ("strategy", "optimizer", "loss"),
     [
-        ("SingleDeviceStrategy()", "Adam"),
-        ("MirroredStrategy(2)", "SGD"),
-        ("PipelineStrategy(2)", "AdamW"),
+        ("SingleDeviceStrategy()", "Adam", "nn.MSELoss()"),
+        ("MirroredStrategy(2)", "SGD", "nn.MSELoss()"),
+        ("PipelineStrategy(2)", "AdamW", "nn.MSELoss()"),
+        ("MirroredStrategy(2)", "Adam", "lambda out, y: (out - y).square().mean().sqrt()"),
     ],
 )
-def test_nor_do_those_of_the_script(strategy: str, optimizer: str, tmp_path: Path) -> None:
-    source = SCRIPT.format(strategy=strategy, optimizer=optimizer, slow=SLOW)
+def test_nor_do_those_of_the_script(
+    strategy: str, optimizer: str, loss: str, tmp_path: Path
+) -> None:
+    source = SCRIPT.format(strategy=strategy, optimizer=optimizer, loss=loss, slow=SLOW)
     assert run(source, directory=tmp_path) == "[]\n"
 
 
