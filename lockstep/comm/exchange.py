@@ -18,7 +18,8 @@ from lockstep.comm.board import LINE_BYTES, Board
 from lockstep.comm.compressed_sums import CompressedSums, Residual
 from lockstep.comm.domain_sums import DomainSums, members_by_domain
 from lockstep.comm.early_sums import EarlySums
-from lockstep.comm.gradient_rows import GradientRows, GradientSpec
+from lockstep.comm.gradient_rows import GradientRows
+from lockstep.comm.gradient_spec import GradientSpec
 from lockstep.comm.gradients import Gradients, GroupGradients, OwnGradients
 from lockstep.comm.process_group import ProcessGroups
 from lockstep.comm.shared_memory import SharedRegion, dense_stride

@@ -16,7 +16,7 @@ import torch
 from torch import nn, optim
 
 from lockstep.comm.exchange import ExchangeSpec, GroupSpec
-from lockstep.comm.gradient_rows import GradientSpec
+from lockstep.comm.gradient_spec import GradientSpec
 from lockstep.comm.gradients import Gradients, TensorSpec
 from lockstep.errors import ModelError, OptionError
 from lockstep.loops.job import Job, Shared

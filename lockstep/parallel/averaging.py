@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from lockstep.comm.exchange import Exchange, GroupSpec
-from lockstep.comm.gradient_rows import GradientSpec
+from lockstep.comm.gradient_spec import GradientSpec
 from lockstep.comm.gradients import TensorSpec
 from lockstep.errors import ModelError
 from lockstep.parallel.compressed_tensors import compressions

@@ -7,7 +7,7 @@ from torch import nn
 
 from lockstep.comm import work_queue
 from lockstep.comm.exchange import ExchangeSpec, GroupSpec
-from lockstep.comm.gradient_rows import GradientSpec
+from lockstep.comm.gradient_spec import GradientSpec
 from lockstep.comm.gradients import TensorSpec
 from lockstep.parallel import slot_notes
 from lockstep.parallel.averaging import averaged_group

@@ -26,8 +26,9 @@ from lockstep.parallel.exchange_layout import exchange_spec
 from lockstep.parallel.groups import parameter_groups
 from lockstep.parallel.model_passes import ModelPasses
 from lockstep.parallel.passes import Observe
+from lockstep.parallel.training_step import StepResult
 from lockstep.parallel.update import PieceSlots, Updater
-from lockstep.parallel.worker import StepResult, Worker
+from lockstep.parallel.worker import Worker
 from lockstep.plan.averaging import AveragedUpdate
 from lockstep.plan.decision import LocalUpdate
 from lockstep.plan.shares import share_bounds

@@ -17,7 +17,6 @@ Where something goes on between steps that concerns all ranks, they train synchr
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -26,7 +25,7 @@ import torch
 
 from lockstep.comm.exchange import ExchangeSpec
 from lockstep.comm.gradient_rows import GradientRows
-from lockstep.comm.gradients import Gradients, added, cut_piece
+from lockstep.comm.gradients import Gradients, added
 from lockstep.comm.shared_memory import SharedRegion
 from lockstep.comm.work_queue import Part, Push, Stand, WorkQueue
 from lockstep.data.read_ahead import Read
@@ -37,12 +36,13 @@ from lockstep.parallel.build import build_worker, divided_pieces
 from lockstep.parallel.exchange_layout import exchange_spec
 from lockstep.parallel.groups import parameter_groups
 from lockstep.parallel.local_worker import replica_of_plan
-from lockstep.parallel.owned_group import OwnedGroup
 from lockstep.parallel.passes import Observe
+from lockstep.parallel.push_and_pull import PulledWeights, Pusher
 from lockstep.parallel.second_copy import SecondCopy
 from lockstep.parallel.slot_notes import SlotNotes
-from lockstep.parallel.update import BoundPiece, PieceSlots, Updater
-from lockstep.parallel.worker import StepResult, Worker
+from lockstep.parallel.training_step import StepResult
+from lockstep.parallel.update import PieceSlots, Updater
+from lockstep.parallel.worker import Worker
 from lockstep.plan.decision import ServedUpdate
 from lockstep.plan.layout import Piece
 from lockstep.plan.shares import num_filled_shares, share_bounds
@@ -406,85 +406,6 @@ class _Sum:
     def means(self) -> list[torch.Tensor | None]:
         """The gradients of the batch's mean; not where nothing has weight."""
         return [None if total is None else total.div_(self.weight) for total in self.gradients]
-
-
-class Pusher(Updater):
-    """The update of a worker: to hand its gradients on.
-
-    Attributes:
-        push_to: gets the gradients of all parameters that are trained.
-    """
-
-    is_known = True
-    hands_on = True
-
-    def __init__(self) -> None:
-        self.push_to: Callable[[Gradients], None] = _nowhere
-        self._pieces: list[BoundPiece] = []
-
-    def bind(self, pieces: Sequence[BoundPiece]) -> None:
-        self._pieces = list(pieces)
-
-    def step(self) -> None:
-        self.push_to([bound.tensor.grad for bound in self._pieces])
-
-    def slots(self, *, with_stored: bool = False) -> list[PieceSlots]:
-        return []
-
-    def options(self) -> list[dict[str, Any]]:
-        return []
-
-    def set_options(self, options: list[dict[str, Any]]) -> None:
-        assert not options
-
-
-def _nowhere(gradients: Gradients) -> None:
-    raise AssertionError("nobody takes them yet")
-
-
-class PulledWeights:
-    """A worker's copy of the weights: they must not change between forward and backward.
-
-    Args:
-        queue: knows when a server changes them.
-        group: the parameters that are trained, which lie in shared memory. Sparse ones stay there:
-            lookups copy the rows that they touch, and nothing else is needed of them.
-        served: the pieces of them that each server updates.
-    """
-
-    def __init__(
-        self, queue: WorkQueue, group: OwnedGroup, served: Sequence[Sequence[Piece]]
-    ) -> None:
-        self._queue = queue
-        numbers = [number for number in range(len(group.members)) if not group.is_sparse(number)]
-        self._members = [group.members[number] for number in numbers]
-        self._shared = {number: group.members[number].data for number in numbers}
-        self._own = {number: torch.empty_like(one) for number, one in self._shared.items()}
-        self._pieces = [
-            [
-                tuple(cut_piece(one[piece.parameter], piece) for one in (self._own, self._shared))
-                for piece in pieces
-                if piece.parameter in self._own
-            ]
-            for pieces in served
-        ]
-        self._versions = [-1 for _ in served]
-
-    @contextmanager
-    def in_place(self) -> Iterator[None]:
-        """Within the block the parameters are a copy of the weights as they are now."""
-        for server, pieces in enumerate(self._pieces):
-            while self._queue.version(server) != self._versions[server]:
-                self._versions[server] = self._queue.settled_version(server)
-                if pieces:
-                    torch._foreach_copy_([own for own, _ in pieces], [one for _, one in pieces])
-        try:
-            for member, own in zip(self._members, self._own.values(), strict=True):
-                member.data = own
-            yield
-        finally:
-            for member, shared in zip(self._members, self._shared.values(), strict=True):
-                member.data = shared
 
 
 def build_served_worker(

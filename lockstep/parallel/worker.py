@@ -11,16 +11,14 @@ What trains, evaluates and predicts with a Worker (``train.fit_task``, ``train.t
 nothing of how the Plan divides the model.
 """
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
-from lockstep.comm.exchange import Exchange, ShareTotals
+from lockstep.comm.exchange import Exchange
 from lockstep.comm.gradients import Gradients, cut_piece
 from lockstep.data.read_ahead import Read
 from lockstep.data.sources import Batch, Source
@@ -33,6 +31,7 @@ from lockstep.parallel.losses import Sums
 from lockstep.parallel.owned_group import OwnedGroup
 from lockstep.parallel.passes import Observe, Passes, Run, Take
 from lockstep.parallel.store import copy_to_views
+from lockstep.parallel.training_step import StepResult, TrainingStep
 from lockstep.parallel.update import PieceSlots, Updater
 from lockstep.parallel.whole_batch import SharePart
 from lockstep.plan.devices import is_cpu
@@ -59,32 +58,6 @@ _PHASES: dict[type[Action], str] = {
     Step: "update",
     Sync: "sync",
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepResult:
-    """What one step did.
-
-    Attributes:
-        total: weighted sum of the losses of the global batch.
-        weight: the sum of the weights; 0 means that nothing was updated.
-        num_samples: size of the global batch.
-        is_skipped: something was not finite: nothing was updated, and the loss does not count.
-        parts: of several losses, the sums of each share whose loss is known on this rank.
-        num_bad: records that were left out of the batch.
-    """
-
-    total: float
-    weight: float
-    num_samples: int
-    is_skipped: bool = False
-    parts: list[Sums] = field(default_factory=list)
-    num_bad: int = 0
-
-    @property
-    def loss(self) -> float:
-        """The batch's loss: its weighted mean; NaN for a batch of weight 0."""
-        return self.total / self.weight if self.weight else math.nan
 
 
 class Worker:
@@ -189,7 +162,7 @@ class Worker:
         """
         num_shares = self.plan.num_shares
 
-        def begun() -> _Training:
+        def begun() -> TrainingStep:
             run = Run(
                 source,
                 indices,
@@ -200,7 +173,7 @@ class Worker:
                 first_share=self.first_share,
                 batch_size=self.batch_size,
             )
-            return _Training(run, step)
+            return TrainingStep(run, step)
 
         if self.updater is not None:
             self.updater.turn = turn
@@ -215,7 +188,7 @@ class Worker:
                 self.exchange.end_step()  # all have seen it
                 return self._train(begun())
 
-    def _train(self, now: "_Training") -> StepResult:
+    def _train(self, now: TrainingStep) -> StepResult:
         self.passes.begin(now.batch)
         try:
             for actions in self.passes.program(now.batch.num_samples):
@@ -230,7 +203,7 @@ class Worker:
             self.passes.settle_buffers()
         return now.result()
 
-    def _run(self, now: "_Training", actions: Sequence[Action]) -> None:
+    def _run(self, now: TrainingStep, actions: Sequence[Action]) -> None:
         if self.board is not None:
             self.board.note(_PHASES[type(actions[0])])
         match actions[0]:
@@ -243,7 +216,7 @@ class Worker:
             case _:
                 self.passes.run(now.batch, actions)
 
-    def _reduce(self, now: "_Training") -> None:
+    def _reduce(self, now: TrainingStep) -> None:
         batch = now.batch
         self.passes.hand_in()
         now.totals = self.exchange.collect(batch.num_filled)
@@ -265,7 +238,7 @@ class Worker:
         factor = 1.0 if batch.num_filled == 1 or not now.weight else batch.num_samples / now.weight
         self._sum_gradients(now, factor / self._rules.scale)
 
-    def _sum_gradients(self, now: "_Training", factor: float) -> None:
+    def _sum_gradients(self, now: TrainingStep, factor: float) -> None:
         """Give the pieces that this rank updates the gradients of all shares, times a factor."""
         for group, pieces in zip(self._groups, self._pieces, strict=True):
             self.exchange.gradients[group.number].factor = factor
@@ -279,7 +252,7 @@ class Worker:
     def _reduced(self, group: OwnedGroup) -> list[torch.Tensor | None]:
         return self.exchange.gradients[group.number].reduce(group.pieces)
 
-    def _step(self, now: "_Training") -> None:
+    def _step(self, now: TrainingStep) -> None:
         assert self.updater is not None
         if now.is_void:
             return
@@ -312,7 +285,7 @@ class Worker:
         self.updater.turn = turn
         if self.board is not None:
             self.board.step = step
-        now = _Training(run, step)
+        now = TrainingStep(run, step)
         self.exchange.begin_pass()
         self.exchange.put(0, self.rank, gradients)
         self.exchange.put_loss(self.rank, 0.0, 1.0)
@@ -491,37 +464,6 @@ class Worker:
 
 class _GuessError(Exception):
     """What a share's loss weighs, nobody knows: the step is made once more, otherwise."""
-
-
-class _Training:
-    """A batch that is trained on: what has come of the step so far."""
-
-    def __init__(self, batch: Run, step: int) -> None:
-        self.batch = batch
-        self.step = step
-        self.totals = ShareTotals([], [])
-        self.is_skipped = False
-
-    @property
-    def weight(self) -> float:
-        """Of all shares' losses."""
-        return math.fsum(self.totals.weights)
-
-    @property
-    def is_void(self) -> bool:
-        """Nothing is to be updated."""
-        return self.is_skipped or not self.weight
-
-    def result(self) -> StepResult:
-        """What the step did; one that was left out had no loss."""
-        is_skipped = self.is_skipped
-        return StepResult(
-            total=0.0 if is_skipped else math.fsum(self.totals.totals),
-            weight=0.0 if is_skipped else self.weight,
-            num_samples=self.batch.num_samples,
-            is_skipped=is_skipped,
-            parts=[] if is_skipped else self.batch.parts,
-        )
 
 
 _NO_SPAN = nullcontext()

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from lockstep.data.sources import Source
+from lockstep.parallel.training_step import StepResult
 from lockstep.parallel.update import PieceSlots
-from lockstep.parallel.worker import StepResult
 from lockstep.train.backups import Backups
 from lockstep.train.callbacks import Callback, acting
 from lockstep.train.changes import ChangeWatch, SettingsWatch, fingerprint

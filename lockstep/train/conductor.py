@@ -10,8 +10,8 @@ from lockstep.data.sources import Source
 from lockstep.errors import WorkerError
 from lockstep.launch.team import Team
 from lockstep.parallel.module_watch import Noted
+from lockstep.parallel.training_step import StepResult
 from lockstep.parallel.update import PieceSlots, Updater
-from lockstep.parallel.worker import StepResult
 from lockstep.train.feeding import GlobalBatch
 from lockstep.train.history import History
 from lockstep.train.rank_states import RankState

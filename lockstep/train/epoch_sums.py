@@ -12,7 +12,7 @@ import torch
 
 from lockstep.checkpoint.trees import Tree
 from lockstep.parallel.control import Control
-from lockstep.parallel.worker import StepResult
+from lockstep.parallel.training_step import StepResult
 from lockstep.train.metrics import Metrics
 from lockstep.train.training_state import copied
 

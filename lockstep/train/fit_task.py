@@ -19,8 +19,9 @@ from lockstep.parallel.losses import ONE_LOSS, LossParts
 from lockstep.parallel.module_watch import Look
 from lockstep.parallel.passes import Observe
 from lockstep.parallel.readers import reading_ahead
+from lockstep.parallel.training_step import StepResult
 from lockstep.parallel.update import PieceSlots
-from lockstep.parallel.worker import StepResult, Worker, modes_of
+from lockstep.parallel.worker import Worker, modes_of
 from lockstep.train.bad_record_filter import BadRecordFilter
 from lockstep.train.conductor import Conductor, Logs, Place
 from lockstep.train.ensemble import Ensemble, Renew, Resume

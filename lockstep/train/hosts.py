@@ -13,14 +13,12 @@ from dataclasses import replace
 from time import sleep
 from typing import Any
 
-import msgspec
-import torch
 from torch import nn, optim
 
 from lockstep.channel.channel import Channel
 from lockstep.channel.waiting import Stopwatch
 from lockstep.checkpoint.trees import Tree, assembled, flattened
-from lockstep.cluster.devices import discover, processor_name
+from lockstep.cluster.devices import discover
 from lockstep.cluster.environment import find_place
 from lockstep.cluster.place import Place, Reach
 from lockstep.cluster.topology import Cluster, Host
@@ -28,7 +26,7 @@ from lockstep.comm.codec import decode, encode
 from lockstep.comm.shared_memory import SharedRegion
 from lockstep.errors import HostError, OptionError, WorkerError
 from lockstep.launch.attached import attach_team
-from lockstep.launch.control_group import ControlGroup, HostInfo
+from lockstep.launch.control_group import ControlGroup
 from lockstep.launch.failure import as_raised, causes_of, summary_of
 from lockstep.launch.pair_channels import open_channels
 from lockstep.launch.rendezvous import meet
@@ -40,10 +38,10 @@ from lockstep.parallel.update import Updater
 from lockstep.plan.spec import Plan
 from lockstep.train.fit_task import FitTask
 from lockstep.train.followers import Follower, host_key
+from lockstep.train.own_info import own_info
 from lockstep.train.renewal import Form, take_changes
 from lockstep.train.run_state import set_state, state_of
 from lockstep.units import format_seconds
-from lockstep.version import __version__
 
 LookAround = Callable[[float], None]
 
@@ -481,25 +479,6 @@ def _part_from_all() -> None:
     """At the script's end: the others see that this host is done, not that it is gone."""
     for hosts in list(_met.values()):
         hosts.close()
-
-
-def own_info(place: Place) -> HostInfo:
-    """What this host says of itself when hosts meet."""
-    host = discover().hosts[0]
-    given = place.devices if place.num_processes == 1 else place.num_processes
-    host = msgspec.structs.replace(host, num_given=given, arithmetic=_arithmetic())
-    return HostInfo(
-        facts={
-            "the version of Lockstep": __version__,
-            "the version of torch": str(torch.__version__),
-        },
-        about={"name": host.name, "host": msgspec.json.encode(host).decode()},
-    )
-
-
-def _arithmetic() -> str:
-    """Where this is equal, the same products have the same bits."""
-    return f"{torch.backends.cpu.get_cpu_capability()} {processor_name()}"
 
 
 def _as_text(facts: Mapping[str, object]) -> dict[str, str]:

@@ -10,7 +10,8 @@ import torch
 
 from lockstep.checkpoint.trees import Tree
 from lockstep.parallel.control import Control
-from lockstep.parallel.worker import StepResult, Worker
+from lockstep.parallel.training_step import StepResult
+from lockstep.parallel.worker import Worker
 from lockstep.train.epoch_sums import told
 from lockstep.train.training_state import TrainingState, copied
 

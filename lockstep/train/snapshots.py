@@ -6,7 +6,8 @@ from contextlib import contextmanager
 import torch
 
 from lockstep.parallel.module_watch import Look, ModuleWatch, Noted
-from lockstep.parallel.worker import StepResult, Worker
+from lockstep.parallel.training_step import StepResult
+from lockstep.parallel.worker import Worker
 from lockstep.train.conductor import Snapshot
 from lockstep.train.ensemble import Ensemble
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lockstep.comm.board import LINE_BYTES, Board
 from lockstep.comm.exchange import Exchange, ExchangeSpec, GroupSpec
-from lockstep.comm.gradient_rows import GradientSpec
+from lockstep.comm.gradient_spec import GradientSpec
 from lockstep.comm.gradients import Gradients, TensorSpec
 from lockstep.comm.shared_memory import SharedRegion
 from lockstep.launch.helper import HelperContext

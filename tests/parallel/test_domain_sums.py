@@ -14,7 +14,8 @@ import torch
 
 from lockstep.channel.channel import Channel
 from lockstep.comm.domain_sums import DomainSums, pairs, partner
-from lockstep.comm.gradient_rows import GradientRows, GradientSpec
+from lockstep.comm.gradient_rows import GradientRows
+from lockstep.comm.gradient_spec import GradientSpec
 from lockstep.comm.gradients import TensorSpec
 from lockstep.comm.meeting_point import MeetingPoint
 from lockstep.comm.process_group import ProcessGroups, ProcessGroupTransport

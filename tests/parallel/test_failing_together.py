@@ -10,7 +10,8 @@ from lockstep.cluster.place import Address
 from lockstep.comm.shared_memory import SharedRegion
 from lockstep.errors import DataError, HostError, WorkerError
 from lockstep.launch.rendezvous import meet
-from lockstep.train.hosts import Hosts, own_info
+from lockstep.train.hosts import Hosts
+from lockstep.train.own_info import own_info
 from tests.control_groups import SECONDS, SECRET, address, place, together
 from tests.thorough import core_of
 

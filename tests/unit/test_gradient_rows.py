@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lockstep.comm.gradient_rows import GradientRows, GradientSpec
+from lockstep.comm.gradient_rows import GradientRows
+from lockstep.comm.gradient_spec import GradientSpec
 from lockstep.comm.gradients import TensorSpec
 from lockstep.comm.shared_memory import SharedRegion
 from lockstep.plan.layout import elementwise_slices

@@ -22,8 +22,8 @@ from lockstep.frontends.keras.optimizer_copy import set_options
 from lockstep.frontends.keras.tasks import BatchLosses, KerasConductor, LossMeans
 from lockstep.frontends.keras.updater import KerasUpdater
 from lockstep.parallel.serialization import describe_values
+from lockstep.parallel.training_step import StepResult
 from lockstep.parallel.update import PieceSlots
-from lockstep.parallel.worker import StepResult
 from lockstep.train.backups import Backups
 from lockstep.train.changes import ChangeWatch, SettingsWatch, structure
 from lockstep.train.conductor import Logs

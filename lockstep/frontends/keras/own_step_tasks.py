@@ -29,7 +29,8 @@ from lockstep.frontends.keras.tasks import (
 )
 from lockstep.parallel.control import Control
 from lockstep.parallel.passes import Observe
-from lockstep.parallel.worker import StepResult, Worker
+from lockstep.parallel.training_step import StepResult
+from lockstep.parallel.worker import Worker
 from lockstep.train.conductor import Conductor, Logs
 from lockstep.train.ensemble import Ensemble
 

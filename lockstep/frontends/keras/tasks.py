@@ -19,7 +19,8 @@ from lockstep.frontends.keras.metrics import KerasMetrics
 from lockstep.parallel.control import Control
 from lockstep.parallel.losses import Sums
 from lockstep.parallel.passes import Observe
-from lockstep.parallel.worker import StepResult, Worker, modes_of
+from lockstep.parallel.training_step import StepResult
+from lockstep.parallel.worker import Worker, modes_of
 from lockstep.train.conductor import Conductor, Logs
 from lockstep.train.ensemble import Ensemble
 from lockstep.train.feeding import SharedStream, all_batches

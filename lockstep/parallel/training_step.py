@@ -1,0 +1,65 @@
+"""A step of training: under way, and what it has done."""
+
+import math
+from dataclasses import dataclass, field
+
+from lockstep.comm.exchange import ShareTotals
+from lockstep.parallel.losses import Sums
+from lockstep.parallel.passes import Run
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """What one step did.
+
+    Attributes:
+        total: weighted sum of the losses of the global batch.
+        weight: the sum of the weights; 0 means that nothing was updated.
+        num_samples: size of the global batch.
+        is_skipped: something was not finite: nothing was updated, and the loss does not count.
+        parts: of several losses, the sums of each share whose loss is known on this rank.
+        num_bad: records that were left out of the batch.
+    """
+
+    total: float
+    weight: float
+    num_samples: int
+    is_skipped: bool = False
+    parts: list[Sums] = field(default_factory=list)
+    num_bad: int = 0
+
+    @property
+    def loss(self) -> float:
+        """The batch's loss: its weighted mean; NaN for a batch of weight 0."""
+        return self.total / self.weight if self.weight else math.nan
+
+
+class TrainingStep:
+    """A batch that is trained on: what has come of the step so far."""
+
+    def __init__(self, batch: Run, step: int) -> None:
+        self.batch = batch
+        self.step = step
+        self.totals = ShareTotals([], [])
+        self.is_skipped = False
+
+    @property
+    def weight(self) -> float:
+        """Of all shares' losses."""
+        return math.fsum(self.totals.weights)
+
+    @property
+    def is_void(self) -> bool:
+        """Nothing is to be updated."""
+        return self.is_skipped or not self.weight
+
+    def result(self) -> StepResult:
+        """What the step did; one that was left out had no loss."""
+        is_skipped = self.is_skipped
+        return StepResult(
+            total=0.0 if is_skipped else math.fsum(self.totals.totals),
+            weight=0.0 if is_skipped else self.weight,
+            num_samples=self.batch.num_samples,
+            is_skipped=is_skipped,
+            parts=[] if is_skipped else self.batch.parts,
+        )
