@@ -17,6 +17,7 @@ autograd Functions, ``no_grad``, random numbers from factories.
 
 import inspect
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -167,6 +168,15 @@ class Recorder(TorchFunctionMode):
             UntraceableError: or whatever the model raised.
         """
         notes = self._notes
+        try:
+            self._record(notes, inputs)
+        finally:
+            # Sizes that something still holds hold this recorder, and need not hold all values. No
+            # cycle: it would keep the model, with its shared memory, until it is collected.
+            self._notes = Notes(self._model, weakref.proxy(self))
+        return notes.records
+
+    def _record(self, notes: Notes, inputs: Tree) -> None:
         args: list[Any] = []
         kwargs: dict[str, Any] = {}
         for target, value in inputs_of(inputs):
@@ -181,9 +191,6 @@ class Recorder(TorchFunctionMode):
             raise self.failure
         self.culprit = ""
         notes.note(Output(args=(notes.argument(output),)), None)
-        # Sizes that something still holds hold this recorder, and need not hold all values.
-        self._notes = Notes(self._model, self)
-        return notes.records
 
     # --- calls ------------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import weakref
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -595,3 +596,18 @@ def test_an_output_may_be_of_a_class_of_the_script(tmp_path: Path) -> None:
         [sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=100
     )
     assert (done.stdout.strip(), done.stderr) == ("1", "")
+
+
+def test_no_model_waits_for_the_garbage_collector() -> None:
+    def trained() -> weakref.ref[nn.Module]:
+        trainer = make_trainer(lockstep.PipelineStrategy(2))
+        trainer.fit((X, Y), batch_size=16, verbose=0)
+        trainer.close()
+        return weakref.ref(trainer.model)
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert trained()() is None
+    finally:
+        gc.enable()
