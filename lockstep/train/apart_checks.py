@@ -43,7 +43,7 @@ def check_apart(plan: Plan, updater: Updater, averages: Averages | None, precisi
             received=type(updater.owner).__name__,
             fix="Leave it out, or use AdamW, for example.",
         )
-    is_torch = isinstance(updater.owner, optim.Optimizer)
+    is_torch = isinstance(updater, UpdaterSet) or isinstance(updater.owner, optim.Optimizer)
     if not is_torch and (plan.update.outer is not None or plan.update.averages_optimizer):
         problems.add(
             "`outer` and `average_optimizer` need a PyTorch model and a Trainer.",
