@@ -69,23 +69,30 @@ def _seen(
         return _sees_others(batch.num_samples, distance, training=training)
     if _are_equal(kept, also_kept) or batch.num_samples < 2:
         return None
-    after = (_after(rows, model, call, batch, state) for rows in halves(batch))
+    one, other = _equal_parts(batch)
+    after = (_after(before, one, model, call, state) for before in (one, other))
     distance = _distance(*after, is_low=is_low)
     return None if distance is None else _remembers(distance)
 
 
+def _equal_parts(batch: Batch) -> tuple[Batch, Batch]:
+    """As many samples in each: some models remember only what has the size of what comes."""
+    (first, _), size = halves(batch), batch.num_samples
+    return rows_of(batch, first), rows_of(batch, slice(size - first.stop, size))
+
+
 def _after(
-    rows: slice,
+    before: Batch,
+    samples: Batch,
     model: nn.Module,
     call: Callable[[Tree], Tree],
-    batch: Batch,
     state: ModelState,
 ) -> list[torch.Tensor]:
-    """What comes of all samples after some have been there."""
+    """What comes of some samples after others have been there."""
     begin_again(model, state, None)
-    call(rows_of(batch, rows).inputs)
+    call(before.inputs)
     seed_streams(0)
-    return _outputs(model, call, batch)
+    return _outputs(model, call, samples)
 
 
 def _outputs(model: nn.Module, call: Callable[[Tree], Tree], batch: Batch) -> list[torch.Tensor]:

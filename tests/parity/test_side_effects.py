@@ -178,6 +178,12 @@ def reminded(module: Acting, x: Tensor) -> Tensor:
     return x if before is None else x + before
 
 
+def carried(module: Acting, x: Tensor) -> Tensor:
+    """As a recurrent state that begins anew where the number of samples is another."""
+    before, module.last = module.last, x.detach()
+    return x if before is None or before.shape != x.shape else x + before
+
+
 def counted(module: Acting, x: Tensor) -> Tensor:
     module.calls += 1
     return x * (1 + 1 / module.calls)
@@ -202,6 +208,8 @@ def penalised(module: Acting, x: Tensor) -> Tensor:
         (centred, "pipeline-2", "must not depend on the others of its batch"),
         (decided, "mirrored-2", "must not depend on the others of its batch"),
         (reminded, "mirrored-2", "must not depend on the samples of those before"),
+        (carried, "mirrored-2", "must not depend on the samples of those before"),
+        (carried, "pipeline-2", "must not depend on the samples of those before"),
     ],
 )
 def test_a_model_that_looks_across_samples_is_refused(
