@@ -69,8 +69,8 @@ def _seen(
         return _sees_others(batch.num_samples, distance, training=training)
     if _are_equal(kept, also_kept) or batch.num_samples < 2:
         return None
-    one, other = _equal_parts(batch)
-    after = (_after(before, one, model, call, state) for before in (one, other))
+    early, late = _equal_parts(batch)
+    after = (_after(before, early, model, call, state) for before in (early, late))
     distance = _distance(*after, is_low=is_low)
     return None if distance is None else _remembers(distance)
 
