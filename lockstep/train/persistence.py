@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from lockstep.checkpoint.storage import Url
 from lockstep.checkpoint.weights import load_weights, save_weights
 from lockstep.data.sources import Source
 from lockstep.errors import OptionError
@@ -121,8 +122,16 @@ class PersistentRunner(Runner):
             CheckpointError: a scheduler, a callback or a module keeps what is neither; a callback
                 calls it where training cannot be gone on from.
         """
+        return self.state_onto(None)
+
+    def state_onto(self, before: Mapping[str, Any] | None) -> dict[str, Any]:
+        """``state_dict()``, in the memory of one that nobody needs any more.
+
+        Args:
+            before: that one; None for new memory.
+        """
         self._check_not_averaged("state_dict")
-        parts: dict[str, Any] = self._call("state_dict", self._copied_parts)
+        parts: dict[str, Any] = self._call("state_dict", lambda: self._copied_parts(before))
         return parts
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -248,8 +257,8 @@ class PersistentRunner(Runner):
         del place["residuals"]  # they are a part of the state
         return {"epochs": self._first_epoch, "steps": place.pop("steps"), "fit": place}
 
-    def _copied_parts(self) -> dict[str, Any]:
-        state = self._whole_state().copied()
+    def _copied_parts(self, before: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        state = self._whole_state().copied(before)
         state.flat()  # what cannot be written is told at once
         self._session.stores.release_pages()
         return state.parts()
@@ -349,10 +358,12 @@ class PersistentRunner(Runner):
     def _record_in(self, *folders: str | os.PathLike[str] | None) -> RunRecord:
         """The record of a ``fit``, in the first folder of these, or as the user always wants it.
 
-        Host 0 keeps it; a ``fit`` within a callback of another keeps none of its own.
+        None is kept in a store, where nothing can be added to a file. Host 0 keeps it; a ``fit``
+        within a callback of another keeps none of its own.
         """
         is_kept = self._is_chief and not self._job_context.is_nested
-        named = [folder for folder in (*folders, os.environ.get(VARIABLE)) if folder]
+        every = (*folders, os.environ.get(VARIABLE))
+        named = [folder for folder in every if folder and not isinstance(folder, Url)]
         return RunRecord(named[0] if named and is_kept else None)
 
     # --- parts -----------------------------------------------------------------------------------
