@@ -23,7 +23,7 @@ from lockstep.checkpoint.manifest import (
 )
 from lockstep.checkpoint.remote_storage import RemoteStorage
 from lockstep.checkpoint.saved import Saved
-from lockstep.checkpoint.storage import GENERATION, AnyPlace, Create, Place, Storage
+from lockstep.checkpoint.storage import GENERATION, AnyFolder, Create, Folder, Storage
 from lockstep.checkpoint.trees import Tensors
 from lockstep.checkpoint.weights import write_tensors
 
@@ -31,18 +31,18 @@ from lockstep.checkpoint.weights import write_tensors
 _SHARD_BYTES = 256 << 20
 
 
-def storage_of(folder: Place) -> Storage:
+def storage_of(folder: Folder) -> Storage:
     """What a folder can do."""
     return LocalStorage(folder) if isinstance(folder, Path) else RemoteStorage(folder)
 
 
-def generations(folder: AnyPlace) -> list[AnyPlace]:
+def generations(folder: AnyFolder) -> list[AnyFolder]:
     """The generations in a folder, the oldest first; none where there is no folder."""
     names = [name for name in storage_of(folder).names() if GENERATION.fullmatch(name)]
     return [_joined(folder, name) for name in sorted(names, key=_number)]
 
 
-def writing_alone(folder: Place) -> AbstractContextManager[None]:
+def writing_alone(folder: Folder) -> AbstractContextManager[None]:
     """Within the block this process alone writes to a folder, which is made if there is none.
 
     Raises:
@@ -52,7 +52,7 @@ def writing_alone(folder: Place) -> AbstractContextManager[None]:
     return storage_of(folder).alone()
 
 
-def write_generation(folder: AnyPlace, saved: Saved, keep: int) -> AnyPlace:
+def write_generation(folder: AnyFolder, saved: Saved, keep: int) -> AnyFolder:
     """Write the next generation, then remove all but the newest ``keep``.
 
     The caller is within ``writing_alone``.
@@ -130,7 +130,7 @@ class _Hashed:
         self.size += len(data)
 
 
-def _joined(folder: AnyPlace, name: str) -> AnyPlace:
+def _joined(folder: AnyFolder, name: str) -> AnyFolder:
     return folder / name  # type: ignore[return-value]  # a path of a path, a URL of a URL
 
 

@@ -17,7 +17,7 @@ from safetensors.torch import load as parse_tensors
 from lockstep.checkpoint.generations import generations, storage_of
 from lockstep.checkpoint.manifest import NAME, FileEntry, Manifest, TensorEntry, decode_manifest
 from lockstep.checkpoint.saved import Saved
-from lockstep.checkpoint.storage import Place, Storage, place_of
+from lockstep.checkpoint.storage import Folder, Storage, folder_of
 from lockstep.checkpoint.trees import Tensors
 from lockstep.errors import CheckpointError, level_of_user
 
@@ -55,17 +55,17 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Saved:
     Raises:
         CheckpointError: there is none, or none is whole.
     """
-    folder, every = place_of(path), found_generations(path)
+    folder, every = folder_of(path), found_generations(path)
     return read_generation(folder) if every == [folder] else _first_whole(folder, every)
 
 
-def found_generations(path: str | os.PathLike[str]) -> list[Place]:
+def found_generations(path: str | os.PathLike[str]) -> list[Folder]:
     """The generations in a folder, the oldest first; or the one that it is.
 
     Raises:
         CheckpointError: there is none.
     """
-    folder = place_of(path)
+    folder = folder_of(path)
     if storage_of(folder).has(NAME):
         return [folder]
     found = generations(folder)
@@ -78,7 +78,7 @@ def found_generations(path: str | os.PathLike[str]) -> list[Place]:
     return found
 
 
-def read_newest(folder: Place) -> Saved | None:
+def read_newest(folder: Folder) -> Saved | None:
     """The newest whole generation in a folder; None where there are none at all.
 
     Warns:
@@ -91,7 +91,7 @@ def read_newest(folder: Place) -> Saved | None:
     return _first_whole(folder, every) if every else None
 
 
-def _first_whole(folder: Place, every: list[Place]) -> Saved:
+def _first_whole(folder: Folder, every: list[Folder]) -> Saved:
     reasons = []
     for generation in reversed(every):
         try:
@@ -106,7 +106,7 @@ def _first_whole(folder: Place, every: list[Place]) -> Saved:
     )
 
 
-def read_generation(generation: Place) -> Saved:
+def read_generation(generation: Folder) -> Saved:
     """One generation, checked as a whole.
 
     Raises:
@@ -134,7 +134,7 @@ def read_generation(generation: Place) -> Saved:
     )
 
 
-def read_manifest(generation: Place) -> Manifest:
+def read_manifest(generation: Folder) -> Manifest:
     """The manifest of a generation.
 
     Raises:
@@ -173,7 +173,7 @@ def _check_shard(name: str, shard: Tensors, manifest: Manifest) -> None:
         raise CheckpointError(f"{name} has not the tensors that {NAME} says: {strange[:5]}")
 
 
-def _damaged(generation: Place, error: BaseException) -> CheckpointError:
+def _damaged(generation: Folder, error: BaseException) -> CheckpointError:
     return CheckpointError(
         f"{generation} must be a whole checkpoint.",
         received=str(error).rstrip("."),

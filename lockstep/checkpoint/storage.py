@@ -32,11 +32,11 @@ class Url(str):
         return self.rstrip("/").rpartition("/")[2]
 
 
-Place = Path | Url
-AnyPlace = TypeVar("AnyPlace", bound=Place)
+Folder = Path | Url
+AnyFolder = TypeVar("AnyFolder", bound=Folder)
 
 
-def place_of(path: str | os.PathLike[str]) -> Place:
+def folder_of(path: str | os.PathLike[str]) -> Folder:
     """The folder that a user has named, by its path or its URL."""
     text = os.fspath(path)
     if isinstance(text, str) and "://" in text and not text.startswith("file://"):

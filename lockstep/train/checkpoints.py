@@ -23,7 +23,7 @@ from lockstep.checkpoint.generations import write_generation, writing_alone
 from lockstep.checkpoint.manifest import Summary
 from lockstep.checkpoint.reading import read_newest
 from lockstep.checkpoint.saved import Saved
-from lockstep.checkpoint.storage import Place, Url, place_of
+from lockstep.checkpoint.storage import Folder, Url, folder_of
 from lockstep.checkpoint.trees import Tree, flattened, pointer
 from lockstep.errors import CheckpointError, OptionError, Problems
 from lockstep.options import check_count
@@ -68,7 +68,7 @@ class Checkpoint:
             )
         check_count("keep", keep, problems, fix="Leave it out for 3.")
         problems.raise_if_any(OptionError)
-        self.directory = place_of(directory)
+        self.directory = folder_of(directory)
         self.every = every
         self.keep = keep
         assert found is not None
@@ -92,7 +92,7 @@ def check_places(checkpoint: object, record: object) -> None:
             received=f"checkpoint={checkpoint!r}",
             fix='Pass lockstep.Checkpoint("run"), with the folder.',
         )
-    is_path = isinstance(record, str | os.PathLike) and not isinstance(place_of(record), Url)
+    is_path = isinstance(record, str | os.PathLike) and not isinstance(folder_of(record), Url)
     if record is not None and not is_path:
         raise OptionError(
             "`record` must be the path of a folder of this machine.",
@@ -204,7 +204,7 @@ class Keeper(Callback):
         self._termination = termination
         self._is_last = False
         self._background = Background("lockstep: checkpoints")
-        self._writing: Future[Place] | None = None
+        self._writing: Future[Folder] | None = None
         self._parts: dict[str, Tree] | None = None  # memory that was touched is written to faster
         self._is_due = False
         self._last_seconds = time.monotonic()

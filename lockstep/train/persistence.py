@@ -4,11 +4,12 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
-from lockstep.checkpoint.storage import Url
+from lockstep.checkpoint.storage import Folder
 from lockstep.checkpoint.weights import load_weights, save_weights
 from lockstep.data.sources import Source
 from lockstep.errors import OptionError
@@ -19,7 +20,7 @@ from lockstep.train.ensemble import Resume
 from lockstep.train.feeding import SharedStream
 from lockstep.train.history import History
 from lockstep.train.learning_rates import RunningSchedule
-from lockstep.train.run_record import VARIABLE, RunRecord
+from lockstep.train.run_record import VARIABLE, RunRecord, checked_folder
 from lockstep.train.run_state import (
     callback_states,
     check_state,
@@ -355,16 +356,24 @@ class PersistentRunner(Runner):
             is_asked=restarts > 0 or self._maker().outlives_servers,
         )
 
-    def _record_in(self, *folders: str | os.PathLike[str] | None) -> RunRecord:
-        """The record of a ``fit``, in the first folder of these, or as the user always wants it.
+    def _record_in(
+        self, asked: str | os.PathLike[str] | None, checkpoints: Folder | None
+    ) -> RunRecord:
+        """The record of a ``fit``: where it was asked for, beside checkpoints, or as always.
 
         None is kept in a store, where nothing can be added to a file. Host 0 keeps it; a ``fit``
         within a callback of another keeps none of its own.
+
+        Raises:
+            OptionError: the user has named what is no folder.
         """
-        is_kept = self._is_chief and not self._job_context.is_nested
-        every = (*folders, os.environ.get(VARIABLE))
-        named = [folder for folder in every if folder and not isinstance(folder, Url)]
-        return RunRecord(named[0] if named and is_kept else None)
+        beside = checkpoints if isinstance(checkpoints, Path) else None
+        if not self._is_chief or self._job_context.is_nested:
+            return RunRecord(None)
+        if asked is None and beside is not None:
+            return RunRecord(beside)
+        named = asked or os.environ.get(VARIABLE)
+        return RunRecord(checked_folder(named) if named else None)
 
     # --- parts -----------------------------------------------------------------------------------
 

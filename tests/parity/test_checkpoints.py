@@ -376,3 +376,9 @@ def test_nothing_is_trained_where_nothing_can_be_written(tmp_path: Path) -> None
     with pytest.raises(OSError, match=os.fspath(tmp_path / "file")):
         fit(trainer, tmp_path / "file" / "run")
     assert TrainingState.of(trainer.state_dict()).digest() == before
+
+
+def test_a_file_is_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match=r"are written into a folder.*/file, a file"):
+        fit(make_trainer("Adam", "single"), tmp_path / "file")
