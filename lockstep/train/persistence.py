@@ -179,6 +179,11 @@ class PersistentRunner(Runner):
             "epochs": history.epoch,
         }
 
+    @property
+    def is_placed(self) -> bool:
+        """Whether it is known where in a ``fit`` callbacks are called."""
+        return self._place is not None
+
     def _start(self, batch_size: int, *, is_stream: bool) -> Resume:
         """Where the next ``fit`` begins.
 
