@@ -1,7 +1,7 @@
 """What keeping a training costs: checkpoints every 10 steps, copies for restarts, the run's record.
 
 The wide MLP 784-4096-4096-10 with Adam, on two replicas: 240 MB of weights and slots. Every round
-makes a ``fit`` with each of them, and one without before it, on the same helpers; a ratio is that
+makes a ``fit`` with each of them and one without, on the same helpers, in turns; a ratio is that
 of the seconds of a step within such a pair, of the steps after the first copy, and the table shows
 the median over the rounds. Beside it, on rank 0:
 
@@ -9,7 +9,7 @@ the median over the rounds. Beside it, on rank 0:
 - the processor time of the thread that writes, which two busy cores have to give as well.
 
 Before that the floors of this machine: copying so many bytes on one core, into memory that was
-used before and into new memory; hashing; writing; syncing.
+used before and into new memory; hashing; writing, without and with a sync to the disk.
 
 Run: ``python bench/checkpoint_cost.py [--rounds 8] [--parts checkpoint restarts record]``
 """
@@ -78,7 +78,7 @@ PARTS = {
         lambda folder: {"restarts": 3},
         waits=(Backups, "take"),
         without=without_copies,
-        num_steps=120,  # copies come seldom
+        num_steps=84,  # copies come seldom
     ),
     "record": Part(lambda folder: {"record": folder}),
 }
@@ -137,9 +137,15 @@ def floors() -> dict[str, float]:
             "copy into new memory": lambda: source.clone(),
             "hash": lambda: hashlib.sha256(data).digest(),
             "write": lambda: (file.seek(0), os.write(file.fileno(), data)),
-            "sync": lambda: os.fsync(file.fileno()),
+            "write and sync": partial(_written, file.fileno(), data),
         }
         return {name: min(_seconds(act) for _ in range(5)) for name, act in acts.items()}
+
+
+def _written(file: int, data: memoryview) -> None:
+    os.lseek(file, 0, os.SEEK_SET)
+    os.write(file, data)
+    os.fsync(file)
 
 
 def _seconds(act: Callable[[], object]) -> float:
@@ -165,20 +171,40 @@ class Pair:
     writes: list[float]
 
 
-def pair(part: Part, fit: Fit, clock: StepClock) -> Pair:
+def pair(part: Part, fit: Fit, clock: StepClock, number: int) -> Pair:
+    """One round; every other one begins with what the part adds."""
+    steps: dict[bool, float] = {}
+    waits: list[float] = []
+    writes: list[float] = []
+    for is_kept in (True, False) if number % 2 else (False, True):
+        with nullcontext() if is_kept else part.without():
+            steps[is_kept] = fit_once(part, fit, clock, waits, writes, is_kept=is_kept)
+    return Pair(without=steps[False], kept=steps[True], waits=waits, writes=writes)
+
+
+def fit_once(
+    part: Part,
+    fit: Fit,
+    clock: StepClock,
+    waits: list[float],
+    writes: list[float],
+    *,
+    is_kept: bool,
+) -> float:
+    """Seconds of a step; what is waited for and written where it is kept goes into the lists."""
     data = NET.make_data(part.num_steps * NET.batch_size)
-    with part.without():
-        fit(data, batch_size=NET.batch_size, verbose=0)
-    without = clock.seconds_of_step()
-    waits: AbstractContextManager[list[float]]
-    waits = nullcontext([]) if part.waits is None else timed(*part.waits, time.perf_counter)
+    waiting: AbstractContextManager[list[float]]
+    waiting = nullcontext([]) if part.waits is None else timed(*part.waits, time.perf_counter)
     with (
         tempfile.TemporaryDirectory(dir=".") as folder,
-        waits as waited,
-        timed(checkpoints, "write_generation", time.thread_time) as writes,
+        waiting as waited,
+        timed(checkpoints, "write_generation", time.thread_time) as written,
     ):
-        fit(data, batch_size=NET.batch_size, verbose=0, **part.options(folder))
-    return Pair(without=without, kept=clock.seconds_of_step(), waits=waited, writes=writes)
+        fit(data, batch_size=NET.batch_size, verbose=0, **part.options(folder) if is_kept else {})
+    if is_kept:
+        waits += waited
+        writes += written
+    return clock.seconds_of_step()
 
 
 def row(name: str, rounds: int) -> list[str]:
@@ -190,7 +216,7 @@ def row(name: str, rounds: int) -> list[str]:
         strategy=lockstep.MirroredStrategy(2),
         callbacks=[clock],
     )
-    pairs = [pair(part, trainer.fit, clock) for _ in range(rounds)]
+    pairs = [pair(part, trainer.fit, clock, number) for number in range(rounds)]
     trainer.close()
     ratios = [each.kept / each.without for each in pairs]
     shares = [sum(each.waits[1:]) / (part.num_steps * each.without) for each in pairs]
