@@ -170,9 +170,10 @@ class ReturningConductor(Conductor):
         self._record.note_restart(error, then)
         self._notice(f"{self.history.restarts[-1]} {then}")
 
-    def decide(self, directive: Directive) -> Directive:
-        if directive.renew and self._backups is not None:
-            self._backups.drop()  # of what was changed it knows nothing
+    def decide(self, directive: Directive, renew_at: Resume | None = None) -> Directive:
+        if directive.renew and renew_at is not None and self._backups is not None:
+            self._back_up_changes(replace(renew_at, stops=directive.stop))
+            return directive
         if not self._journal.is_kept:
             return directive
         was_made = self._journal.is_read
@@ -180,6 +181,16 @@ class ReturningConductor(Conductor):
         if was_made and decided.options is not None:
             self._set_options(decided.options)
         return replace(decided, halt=directive.halt)
+
+    def _back_up_changes(self, resume: Resume) -> None:
+        """Callbacks have changed what no journal can tell again: the last copy knows none of it.
+
+        This process has all of the training while they are called, so a copy can be taken here.
+        """
+        assert self._backups is not None
+        self._backups.drop()
+        if self._backups.is_asked and self._runner.is_placed:
+            self._backups.take(resume)
 
 
 def _after(step: int) -> str:

@@ -84,7 +84,9 @@ class KeepingRunner(PersistentRunner):
     @contextmanager
     def _recorded(self, checkpoint: Checkpoint | None) -> Iterator[None]:
         """Within the block a record is kept, beside the checkpoints or as the user's always."""
-        self.record = self._record_in(None if checkpoint is None else checkpoint.files.directory)
+        self.record = self._record_in(
+            None, None if checkpoint is None else checkpoint.files.directory
+        )
         try:
             with self.record.kept(strategy=type(self.strategy).__name__):
                 yield
