@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 
-from lockstep.comm.exchange import ExchangeSpec
 from lockstep.comm.gradient_rows import GradientRows
 from lockstep.comm.gradients import Gradients, added
 from lockstep.comm.shared_memory import SharedRegion
@@ -33,20 +32,19 @@ from lockstep.data.sources import Source
 from lockstep.errors import NonFiniteError
 from lockstep.launch.failure import add_note
 from lockstep.parallel.build import build_worker, divided_pieces
-from lockstep.parallel.exchange_layout import exchange_spec
-from lockstep.parallel.groups import parameter_groups
-from lockstep.parallel.local_worker import replica_of_plan
+from lockstep.parallel.engine import Endpoint
+from lockstep.parallel.local_worker import build_alone
 from lockstep.parallel.passes import Observe
 from lockstep.parallel.push_and_pull import PulledWeights, Pusher
 from lockstep.parallel.second_copy import SecondCopy
 from lockstep.parallel.slot_notes import SlotNotes
 from lockstep.parallel.training_step import StepResult
-from lockstep.parallel.update import PieceSlots, Updater
+from lockstep.parallel.update import PieceSlots
 from lockstep.parallel.worker import Worker
+from lockstep.parallel.workload import Workload
 from lockstep.plan.decision import ServedUpdate
 from lockstep.plan.layout import Piece
 from lockstep.plan.shares import num_filled_shares, share_bounds
-from lockstep.plan.spec import Plan
 
 # The only group of a Plan without stages.
 _GROUP = 0
@@ -73,6 +71,7 @@ class ServedWorker(Worker):
     """One rank, be it a worker or a server; see the module, and ``build_served_worker``.
 
     Args:
+        work: what all ranks work on.
         region: where the table of work lies, what servers note of slots, and second copies, and
         offsets: where each begins there.
         served: the pieces of each server.
@@ -82,6 +81,7 @@ class ServedWorker(Worker):
 
     def __init__(
         self,
+        work: Workload,
         *,
         region: SharedRegion,
         offsets: Sequence[int],
@@ -89,7 +89,7 @@ class ServedWorker(Worker):
         alone: Worker | None,
         **options: Any,
     ) -> None:
-        super().__init__(**options)
+        super().__init__(work, **options)
         update = self.plan.update
         assert isinstance(update, ServedUpdate)
         assert self.board is not None
@@ -408,48 +408,17 @@ class _Sum:
         return [None if total is None else total.div_(self.weight) for total in self.gradients]
 
 
-def build_served_worker(
-    plan: Plan,
-    spec: ExchangeSpec,
-    region: SharedRegion,
-    *,
-    rank: int,
-    updater: Updater,
-    **parts: Any,
-) -> Worker:
+def build_served_worker(work: Workload, endpoint: Endpoint) -> Worker:
     """Put the parts of a rank that trains together; for the arguments see ``build_worker``."""
-    alone = None
-    if not plan.is_server(rank):
-        own, pusher = replica_of_plan(plan, rank), Pusher()
-        model, groups = parts["model"], parameter_groups(own, parts["model"], [])
-        alone = build_worker(
-            own,
-            exchange_spec(own, model, pusher, groups, {}, parts["loss"]),
-            None,
-            rank=0,
-            updater=pusher,
-            groups=groups,
-            partitions={},
-            **parts,
-        )
-    return build_worker(
-        plan,
-        spec,
-        region,
-        rank=rank,
-        updater=updater,
-        groups=parameter_groups(plan, parts["model"], []),
-        partitions={},
-        make=partial(
-            ServedWorker,
-            region=region,
-            offsets=spec.mail_offsets,
-            served=[
-                pieces
-                for owner, pieces in divided_pieces(plan, spec.groups[_GROUP], updater).items()
-                if plan.is_server(owner)
-            ],
-            alone=alone,
-        ),
-        **parts,
+    plan, spec = work.plan, endpoint.spec
+    is_server = plan.is_server(endpoint.rank)
+    assert endpoint.region is not None
+    pieces = divided_pieces(plan, spec.groups[_GROUP], work.updater)
+    make = partial(
+        ServedWorker,
+        region=endpoint.region,
+        offsets=spec.mail_offsets,
+        served=[own for owner, own in pieces.items() if plan.is_server(owner)],
+        alone=None if is_server else build_alone(work, endpoint, Pusher()),
     )
+    return build_worker(work, endpoint, make)

@@ -26,6 +26,7 @@ from lockstep.launch.pool import expect_team, give_back, take_team
 from lockstep.launch.team import Team
 from lockstep.parallel.blank import forget_blanks
 from lockstep.parallel.control import LeaderControl, SoloControl
+from lockstep.parallel.exchange_layout import exchange_spec
 from lockstep.parallel.host_control import HostControl
 from lockstep.parallel.serialization import SerializedObject, pack
 from lockstep.parallel.served_worker import ServedWorker
@@ -48,7 +49,7 @@ from lockstep.train.fit_task import FitTask
 from lockstep.train.followers import call_conclude
 from lockstep.train.hosts import Hosts
 from lockstep.train.likeness import assignment_facts
-from lockstep.train.packing import check_loss, check_number, pack_assignment, spec_of
+from lockstep.train.packing import check_loss, check_number, pack_assignment
 from lockstep.train.rank_states import RankState, said_of, states_of
 from lockstep.train.read_limit import ReadLimit
 from lockstep.train.serving import Call, serve, serve_again
@@ -152,7 +153,7 @@ class Session:
         self._is_attached = self._has_met = True
 
     def _run_alone(self, assignment: Assignment, conductor: Conductor) -> Any:
-        spec = spec_of(assignment)
+        spec = exchange_spec(assignment)
         if assignment.updater is not None:
             options_store(assignment)
         is_alone = isinstance(assignment.plan.update, LocalUpdate)
@@ -187,7 +188,7 @@ class Session:
             keeps = True
             result = self._conduct(part, conductor, partial(self._recall, part, assignment))
         else:
-            spec = spec_of(assignment)
+            spec = exchange_spec(assignment)
             check_loss(assignment)
             keeps = calls.is_repeated(name, footing) and may_stand(assignment, spec)
             with closing(
