@@ -13,7 +13,6 @@ import msgspec
 import torch
 
 from lockstep.data.read_ahead import Read
-from lockstep.data.sources import Source
 from lockstep.errors import NonFiniteError
 from lockstep.launch.failure import add_note
 from lockstep.parallel.averaging import Averaging
@@ -22,7 +21,7 @@ from lockstep.parallel.engine import Endpoint
 from lockstep.parallel.exchange_layout import exchange_spec
 from lockstep.parallel.groups import parameter_groups
 from lockstep.parallel.model_passes import ModelPasses
-from lockstep.parallel.passes import Observe
+from lockstep.parallel.passes import StepBatch
 from lockstep.parallel.training_step import StepResult
 from lockstep.parallel.update import PieceSlots, Updater
 from lockstep.parallel.worker import Worker
@@ -60,24 +59,17 @@ class LocalWorker(Worker):
         self._num_steps = 0  # likewise
         self._is_over = False
 
-    def train_step(
-        self,
-        source: Source,
-        indices: torch.Tensor,
-        step: int,
-        observe: Observe | None = None,
-        turn: int = 0,
-    ) -> StepResult:
+    def train_step(self, batch: StepBatch) -> StepResult:
         """One step on this replica's part of the batch, of which the result tells.
 
         Raises:
             NonFiniteLossError, LossError: see ``Worker.train_step``; on this rank only.
         """
         assert self.board is not None
-        self.board.step = step
+        self.board.step = batch.step
         if not self._num_steps:
             self._averaging.begin()
-        result = self._train_alone(source, indices, step, observe)
+        result = self._train_alone(batch)
         self._weight += result.weight
         self._num_steps += 1
         if self._num_steps == self._every:
@@ -86,15 +78,14 @@ class LocalWorker(Worker):
             self.barrier()
         return result
 
-    def _train_alone(
-        self, source: Source, indices: torch.Tensor, step: int, observe: Observe | None
-    ) -> StepResult:
-        part = self._part_of(len(indices))
+    def _train_alone(self, batch: StepBatch) -> StepResult:
+        part = self._part_of(len(batch.indices))
         if not part:
             return StepResult(total=0.0, weight=0.0, num_samples=0)
         self._alone.passes.reading = self.passes.reading
         try:
-            return self._alone.train_step(source, indices[part.start : part.stop], step, observe)
+            own = batch.indices[part.start : part.stop]
+            return self._alone.train_step(replace(batch, indices=own))
         except NonFiniteError as error:
             add_note(
                 error,

@@ -46,6 +46,25 @@ Observe = Callable[[Tree, Tree], None]
 Take = Callable[[int, Batch, Tree], None]
 
 
+@dataclass(frozen=True)
+class StepBatch:
+    """A global batch to train on, which every rank is given alike.
+
+    Attributes:
+        source: where its samples are.
+        indices: theirs.
+        step: the number of the step.
+        observe: is shown the outputs.
+        turn: where several functions train on each batch, whose turn it is.
+    """
+
+    source: Source
+    indices: torch.Tensor
+    step: int
+    observe: Observe | None = None
+    turn: int = 0
+
+
 @dataclass(eq=False)
 class Run:
     """A batch on its way: its shares, and what has come of them so far.

@@ -29,7 +29,7 @@ from lockstep.parallel.gradient_rules import GradientJudge
 from lockstep.parallel.loss_rules import check_used, refuses
 from lockstep.parallel.losses import Sums
 from lockstep.parallel.owned_group import OwnedGroup
-from lockstep.parallel.passes import Observe, Passes, Run, Take
+from lockstep.parallel.passes import Observe, Passes, Run, StepBatch, Take
 from lockstep.parallel.store import copy_to_views
 from lockstep.parallel.training_step import StepResult, TrainingStep
 from lockstep.parallel.update import PieceSlots
@@ -137,42 +137,32 @@ class Worker:
 
     # --- training --------------------------------------------------------------------------------
 
-    def train_step(
-        self,
-        source: Source,
-        indices: torch.Tensor,
-        step: int,
-        observe: Observe | None = None,
-        turn: int = 0,
-    ) -> StepResult:
-        """One step on the global batch at ``indices``; every rank calls it with the same.
-
-        Where several functions train on each batch, ``turn`` is whose turn it is.
+    def train_step(self, batch: StepBatch) -> StepResult:
+        """One step on a global batch; every rank calls it with the same.
 
         Raises:
             NonFiniteLossError: the loss is NaN or infinite; nothing has been updated.
             LossError: the loss function broke its contract.
         """
-        num_shares = self.plan.num_shares
 
         def begun() -> TrainingStep:
             run = Run(
-                source,
-                indices,
-                num_shares,
-                step=step,
-                observe=observe,
-                turn=turn,
+                batch.source,
+                batch.indices,
+                self.plan.num_shares,
+                step=batch.step,
+                observe=batch.observe,
+                turn=batch.turn,
                 first_share=self.first_share,
                 batch_size=self.batch_size,
             )
-            return TrainingStep(run, step)
+            return TrainingStep(run, batch.step)
 
         if self.updater is not None:
-            self.updater.turn = turn
+            self.updater.turn = batch.turn
         if self.board is not None:
-            self.board.step = step
-        with self.passes.in_turn(turn):
+            self.board.step = batch.step
+        with self.passes.in_turn(batch.turn):
             try:
                 return self._train(begun())
             except _GuessError:
@@ -272,7 +262,7 @@ class Worker:
                 trained; None where it adds nothing.
             run: the batch.
             step: the number of the step.
-            turn: see ``train_step``.
+            turn: see ``StepBatch``.
         """
         assert self.updater is not None
         self.updater.turn = turn
@@ -388,7 +378,7 @@ class Worker:
         Args:
             indices: of the global batch.
             step: of training; None in evaluation and prediction.
-            turn: see ``train_step``.
+            turn: see ``StepBatch``.
         """
         run = Run(
             None,
