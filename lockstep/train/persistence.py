@@ -1,7 +1,7 @@
 """What of a Trainer outlives its calls: weights in files, its state, trials that are taken back."""
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +19,7 @@ from lockstep.train.conductor import Conductor, Place
 from lockstep.train.ensemble import Resume
 from lockstep.train.feeding import SharedStream
 from lockstep.train.history import History
+from lockstep.train.intake import Feed
 from lockstep.train.learning_rates import RunningSchedule
 from lockstep.train.run_record import VARIABLE, RunRecord, checked_folder
 from lockstep.train.run_state import (
@@ -166,15 +167,12 @@ class PersistentRunner(Runner):
             self._place = None
             return
         self._is_lasting = place.is_lasting
+        told = dict(vars(place))
+        del told["num_steps"], told["is_lasting"]
         self._place = {
-            "epoch": place.epoch,
-            "batch": place.batch,
+            **told,
             "batch_size": self.batch_size,
             "steps": self._steps_trained + place.num_steps,
-            "so_far": place.so_far,
-            "read": place.read,
-            "replicas": place.replicas,
-            "residuals": place.residuals,
             "history": history.history,
             "epochs": history.epoch,
         }
@@ -214,6 +212,29 @@ class PersistentRunner(Runner):
             so_far=place["so_far"],
             replicas=place.get("replicas"),
         )
+
+    def _read_again(self, start: Resume, first: int, feed: Feed, others: Sequence[Any]) -> None:
+        """Read a stream up to where it was left.
+
+        Args:
+            start: where that is.
+            first: the first epoch of the ``fit``.
+            feed: the training data.
+            others: what else was read, as the stream and the epochs after which.
+
+        Raises:
+            DataError: it gives something else.
+        """
+        used = None if self._resumed is None else self._resumed.position["fit"].get("read")
+        for epoch in range(first, start.epoch):  # in turns: they may draw from one generator
+            if isinstance(feed.source, SharedStream):
+                feed.source.skip(epoch)
+            for stream, epochs in others:
+                if epoch in epochs and isinstance(stream, SharedStream):
+                    stream.skip(epoch)
+        if isinstance(feed.source, SharedStream) and used is not None:
+            feed.source.skip(start.epoch, start.batch)
+            feed.source.check_used(used)
 
     def _go_on(self, conductor: Conductor, start: Resume) -> None:
         """After callbacks have begun, have all be as the state says with which ``fit`` goes on."""

@@ -8,10 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from keras.src.utils.python_utils import pythonify_logs
 
-from lockstep.data.sources import Source
 from lockstep.frontends.keras.conducting import EvaluationConductor, KerasFitConductor
 from lockstep.frontends.keras.metrics import KerasMetrics
 from lockstep.frontends.keras.own_steps import OwnSteps
@@ -28,7 +26,7 @@ from lockstep.frontends.keras.tasks import (
     keras_conductor,
 )
 from lockstep.parallel.control import Control
-from lockstep.parallel.passes import Observe
+from lockstep.parallel.passes import StepBatch
 from lockstep.parallel.training_step import StepResult
 from lockstep.parallel.worker import Worker
 from lockstep.train.conductor import Conductor, Logs
@@ -66,19 +64,13 @@ class OwnStepFitTask(KerasFitTask):
     own: OwnSteps
     _steps: ShareSteps | None = field(default=None, init=False)
 
-    def _train_step(
-        self,
-        ensemble: Ensemble,
-        source: Source,
-        indices: torch.Tensor,
-        step: int,
-        observe: Observe | None,
-    ) -> StepResult:
+    def _train_step(self, ensemble: Ensemble, batch: StepBatch) -> StepResult:
         if self._steps is None:
             self._steps = _share_steps(ensemble, self.own)
-        logs = self._steps.run("train_step", source, indices, step)
+        logs = self._steps.run("train_step", batch.source, batch.indices, batch.step)
         keras_conductor(ensemble.conductor).tell_logs(logs)
-        return StepResult(total=0.0, weight=float(len(indices)), num_samples=len(indices))
+        num_samples = len(batch.indices)
+        return StepResult(total=0.0, weight=float(num_samples), num_samples=num_samples)
 
     def _losses(self, ensemble: Ensemble, results: Sequence[StepResult]) -> Logs:
         return {}
