@@ -14,6 +14,7 @@ from lockstep.frontends.keras.conducting import EvaluationConductor, KerasFitCon
 from lockstep.frontends.keras.metrics import KerasMetrics
 from lockstep.frontends.keras.own_steps import OwnSteps
 from lockstep.frontends.keras.share_steps import ShareSteps
+from lockstep.frontends.keras.staged_steps import StagedStep, StagedSteps
 from lockstep.frontends.keras.step_calls import metrics_of
 from lockstep.frontends.keras.tasks import (
     BatchLosses,
@@ -59,14 +60,16 @@ class OwnStepFitTask(KerasFitTask):
 
     Attributes:
         own: what is known of the model's steps.
+        loss: the step as a loss, in a pipeline; else None.
     """
 
     own: OwnSteps
-    _steps: ShareSteps | None = field(default=None, init=False)
+    loss: StagedStep | None  # type: ignore[assignment]  # no other is taken
+    _steps: ShareSteps | StagedSteps | None = field(default=None, init=False)
 
     def _train_step(self, ensemble: Ensemble, batch: StepBatch) -> StepResult:
         if self._steps is None:
-            self._steps = _share_steps(ensemble, self.own)
+            self._steps = _steps_of(ensemble, self.own, self.loss)
         logs = self._steps.run("train_step", batch.source, batch.indices, batch.step)
         keras_conductor(ensemble.conductor).tell_logs(logs)
         num_samples = len(batch.indices)
@@ -79,7 +82,7 @@ class OwnStepFitTask(KerasFitTask):
         return []
 
     def _evaluated(self, ensemble: Ensemble, evaluation: Evaluation, epoch: int) -> Logs:
-        return _evaluate(ensemble, evaluation, self.metrics, self.own, epoch)
+        return _evaluate(ensemble, evaluation, self.metrics, self.own, self.loss, epoch)
 
 
 @dataclass(kw_only=True)
@@ -88,13 +91,15 @@ class OwnStepEvaluateTask(KerasEvaluateTask):
 
     Attributes:
         own: what is known of the model's steps.
+        loss: see ``OwnStepFitTask``.
     """
 
     own: OwnSteps
+    loss: StagedStep | None  # type: ignore[assignment]  # no other is taken
 
     def run(self, worker: Worker, control: Control, conductor: Conductor) -> Logs:
         ensemble = Ensemble(worker=worker, control=control, conductor=conductor)
-        return _evaluate(ensemble, self.evaluation, self.metrics, self.own)
+        return _evaluate(ensemble, self.evaluation, self.metrics, self.own, self.loss)
 
 
 def _evaluate(
@@ -102,11 +107,12 @@ def _evaluate(
     evaluation: Evaluation,
     metrics: KerasMetrics,
     own: OwnSteps,
+    staged: StagedStep | None,
     epoch: int | None = None,
 ) -> Logs:
     """Values over data, on rank 0; see ``tasks.evaluate``."""
     conductor = keras_conductor(ensemble.conductor)
-    steps = _share_steps(ensemble, own)
+    steps = _steps_of(ensemble, own, staged)
     metrics.reset()
     for index, part, indices in evaluated_batches(ensemble, evaluation, epoch):
         conductor.tell_logs(steps.run("test_step", part, indices, None))
@@ -114,8 +120,12 @@ def _evaluate(
     return conductor.results({})
 
 
-def _share_steps(ensemble: Ensemble, own: OwnSteps) -> ShareSteps:
+def _steps_of(
+    ensemble: Ensemble, own: OwnSteps, staged: StagedStep | None
+) -> ShareSteps | StagedSteps:
     worker: Any = ensemble.worker
+    if staged is not None:
+        return StagedSteps(staged, worker, ensemble.control)
     return ShareSteps(worker.model, own, worker, ensemble.control)
 
 

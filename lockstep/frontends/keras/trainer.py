@@ -15,7 +15,7 @@ from lockstep.data.trees import Tree, concatenate
 from lockstep.errors import ModelError
 from lockstep.frontends.keras.additions import find_additions
 from lockstep.frontends.keras.attributes import NO_SETTINGS, with_settings
-from lockstep.frontends.keras.checks import has_own_loss
+from lockstep.frontends.keras.checks import has_own_loss, has_own_steps
 from lockstep.frontends.keras.computed_loss import ComputedLoss
 from lockstep.frontends.keras.conducting import (
     EvaluationConductor,
@@ -45,10 +45,11 @@ from lockstep.frontends.keras.own_step_tasks import (
     OwnStepFitTask,
     StepMetrics,
 )
-from lockstep.frontends.keras.own_steps import OwnSteps, check_plan, has_own_steps, not_kept
+from lockstep.frontends.keras.own_steps import OwnSteps, check_plan, not_kept
 from lockstep.frontends.keras.settings import random_seed
 from lockstep.frontends.keras.shipping import reduce
 from lockstep.frontends.keras.sights import Lookout, Sight
+from lockstep.frontends.keras.staged_steps import StagedStep, check_staged
 from lockstep.frontends.keras.step_trial import find_steps
 from lockstep.frontends.keras.tasks import (
     Evaluation,
@@ -126,6 +127,7 @@ class KerasTrainer(KeepingRunner):
         self._num_predictions = 0
         self._own: OwnSteps | None = None  # of the call that is made
         self._is_alone = False  # such a call is made on one device
+        self._staged: StagedStep | None = None  # or in stages of a pipeline
         self._several = OptimizerList()  # of steps of the model's own
         self._is_apart = False  # outputs of samples are seen not to depend on others
 
@@ -292,7 +294,7 @@ class KerasTrainer(KeepingRunner):
             return self._predict(feed, callbacks)
 
     def _predict(self, feed: Feed, callbacks: Any) -> Tree:
-        self._has_looked, self._own = False, None
+        self._has_looked, self._own, self._staged = False, None, None
         self._try_apart(feed.source)
         tells, stops = self._job_context.from_chief(
             (any_acts_in(callbacks, "on_predict_batch_end"), may_stop(callbacks, "predict"))
@@ -320,7 +322,7 @@ class KerasTrainer(KeepingRunner):
 
     def _own_steps(self, source: Source | SharedStream, name: str) -> OwnSteps | None:
         """What a model's own step does, tried on a few samples; None where it has none."""
-        self._own = own = None
+        self._own = self._staged = own = None
         if has_own_steps(self.model.model):
             sample = sample_of(source)
             assert isinstance(sample, ArraySource)
@@ -330,9 +332,16 @@ class KerasTrainer(KeepingRunner):
             trains = self.model.model.trainable_variables or self._job_context.hosts is not None
             cuts = maker.sample_size(discover(), 1) is not None  # it asks what layers cost
             self._is_alone = not trains and (cuts or name == "train_step")
-            is_divided = not (self._is_alone or isinstance(maker, SingleDevice))
+            is_divided = not (cuts or self._is_alone or isinstance(maker, SingleDevice))
             few = few_samples(self.model, sample, is_divided=is_divided)
             self._own = own = find_steps(self.model, name, few, is_divided=is_divided)
+            if cuts and not self._is_alone:
+                check_staged(self.model.model)
+                seen = self._find_additions(source, is_divided=True)
+                added = self._job_context.from_chief(seen)
+                assert added is not None
+                self._staged = StagedStep(own, added, self.model)
+                self._staged.try_on(few, training=name == "train_step")
         return own
 
     @property
@@ -344,7 +353,9 @@ class KerasTrainer(KeepingRunner):
     def _loss_and_metrics(
         self, source: Source | SharedStream, own: OwnSteps | None, *, looks: bool
     ) -> tuple[Any, KerasMetrics]:
-        """The model's losses and metrics, as they are compiled now; no loss with steps of its own.
+        """The model's losses and metrics, as they are compiled now.
+
+        Of steps of its own there is a loss in a pipeline only.
 
         Args:
             source: the data.
@@ -353,7 +364,7 @@ class KerasTrainer(KeepingRunner):
         """
         model = self.model.model
         if own is not None:
-            return None, StepMetrics(model)
+            return self._staged, StepMetrics(model)
         is_divided = not isinstance(self._maker(), SingleDevice)
         sight = self._look()
         key = sight or (
@@ -469,7 +480,7 @@ class KerasTrainer(KeepingRunner):
     def _prepare_proof(
         self, assignment: Assignment, session: Session, conductor: Conductor
     ) -> object:
-        if self._own is not None:  # whose step is no map from samples to a loss
+        if self._own is not None and self._staged is None:  # its step is no map to a loss
             return None
         return super()._prepare_proof(assignment, session, conductor)
 
