@@ -6,6 +6,7 @@ Each check notes its problem; who has gathered them all raises them at once.
 import math
 import os
 from collections.abc import Collection, Mapping
+from difflib import get_close_matches
 from typing import Any, TypeGuard
 
 from lockstep.errors import Problems
@@ -79,10 +80,11 @@ def check_seed(seed: object, problems: Problems) -> None:
 def check_choice(
     name: str, value: object, choices: Collection[str], problems: Problems, *, fix: str
 ) -> None:
-    """Note what is none of the choices."""
+    """Note what is none of the choices; what is nearly one is told which."""
     if value not in choices:
         what = f"`{name}` must be one of {listed(choices)}."
-        problems.add(what, received=f"{name}={value!r}", fix=fix)
+        meant = get_close_matches(str(value).lower(), choices, n=1)
+        problems.add(what, received=f"{name}={value!r}", fix=f"Use {meant[0]!r}." if meant else fix)
 
 
 def check_flag(name: str, value: object, problems: Problems, *, fix: str = "Pass either.") -> None:

@@ -388,7 +388,8 @@ def _check_weight(weight: Any, problems: Problems) -> None:
         problems.add(
             "sample_weight must have one number per sample.",
             received=shape or _describe(weight),
-            fix="Give an array of shape (samples,).",
+            fix="Give an array of shape (samples,). Other things belong beside the inputs: "
+            "((inputs, others), targets).",
         )
     elif not bool(torch.isfinite(weight.double()).all()) or bool((weight < 0).any()):
         problems.add(

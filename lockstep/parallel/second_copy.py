@@ -86,11 +86,12 @@ class SecondCopy:
 
     @torch.no_grad()
     def follow(self, gradients: Mapping[int, torch.Tensor | None]) -> None:
-        """Copy what an update has changed, which had these gradients."""
+        """Copy what an update has changed, which had these gradients.
+
+        Without a gradient a weight stays, but its average moves.
+        """
         for number, gradient in gradients.items():
-            if gradient is None:
-                continue
-            if gradient.is_sparse:
+            if gradient is not None and gradient.is_sparse:
                 rows = gradient.coalesce().indices()[0]
                 for pair in self._pairs[number]:
                     pair.copy[rows] = pair.tensor[rows]

@@ -48,7 +48,8 @@ class StepFunction:
             raise LossError(
                 "With sample_weight a train_step must say what its loss weighs.",
                 received="a scalar",
-                fix="Return (sum of weight times loss, sum of weight).",
+                fix="Return (sum of weight times loss, sum of weight). If the third part of the "
+                "data is no weight, put it beside the inputs: ((inputs, others), targets).",
             )
         return self.reader.read(returned, returned, batch.num_samples, batch_size)
 

@@ -12,6 +12,7 @@ from lockstep.train.wrapped_updaters import Averages
 from lockstep.units import first_few
 
 _MIRRORED = "Use MirroredStrategy"
+_KNOWN = "Use one of torch.optim without hooks, or of keras.optimizers without global_clipnorm."
 
 
 def check_apart(plan: Plan, updater: Updater, averages: Averages | None, precision: str) -> None:
@@ -34,7 +35,7 @@ def check_apart(plan: Plan, updater: Updater, averages: Averages | None, precisi
             "Every replica steps an optimizer of its own, so LocalSGDStrategy must know how to "
             "copy it.",
             received=f"{type(updater.owner).__name__}, of which that is not known",
-            fix=f"Use one of torch.optim without hooks. {_MIRRORED} for others.",
+            fix=f"{_KNOWN} {_MIRRORED} for others.",
         )
     elif plan.update.averages_optimizer and not updater.is_elementwise:
         problems.add(
@@ -42,7 +43,7 @@ def check_apart(plan: Plan, updater: Updater, averages: Averages | None, precisi
             received=type(updater.owner).__name__,
             fix="Leave it out, or use AdamW, for example.",
         )
-    is_torch = isinstance(updater.owner, optim.Optimizer)
+    is_torch = isinstance(updater, UpdaterSet) or isinstance(updater.owner, optim.Optimizer)
     if not is_torch and (plan.update.outer is not None or plan.update.averages_optimizer):
         problems.add(
             "`outer` and `average_optimizer` need a PyTorch model and a Trainer.",
@@ -99,7 +100,7 @@ def check_served(plan: Plan, model: nn.Module, updater: Updater, precision: str)
             "Servers step copies of the optimizer, so ParameterServerStrategy must know how to "
             "copy it.",
             received=f"{type(updater.owner).__name__}, of which that is not known",
-            fix=f"Use one of torch.optim without hooks. {_MIRRORED} for others.",
+            fix=f"{_KNOWN} {_MIRRORED} for others.",
         )
     if plan.is_stale:
         _check_stale(problems, updater, precision)

@@ -17,8 +17,8 @@ _HEAD_START_SECONDS = 5.0
 
 # Of ranks that train apart, for whoever goes on after an error.
 STATE_OF_FIRST = (
-    "The weights and the optimizer are those of the first replica, which has trained apart since "
-    "the last average. What the others have learned since then is lost."
+    "The weights and the optimizer are those of the first replica. What the others have learned "
+    "since the last average, if anything, is lost."
 )
 
 STATE_OF_SERVERS = (

@@ -352,8 +352,12 @@ class AveragingUpdater(WrappedUpdater):
             torch._foreach_lerp_(*_kept_and_weights(going), 1 - averages.ema.decay)
         if new:
             torch._foreach_copy_(*_kept_and_weights(new))
-        averages.begun |= self._trainable  # other ranks have begun theirs
-        averages.num_updates += 1
+        self.count_steps(1)
+
+    def count_steps(self, number: int) -> None:
+        self._averages.num_updates += number
+        if number:
+            self._averages.begun |= self._trainable  # other ranks have begun theirs
 
     def state(self) -> dict[str, Any]:
         averages = self._averages

@@ -1,5 +1,6 @@
 """Averages and master weights: kept piece by piece, whole for whoever asks."""
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -139,6 +140,47 @@ def test_averages_go_from_one_strategy_to_the_next() -> None:
     with trainer.averaged():
         averaged = state_of(model)
     assert_close(averaged, torchs_average(2)[0])
+
+
+class Sums(nn.Module):
+    """Its gradients do not depend on how old its weights are; one part has none after a while."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.early = nn.Linear(6, 1, bias=False), nn.Linear(6, 1, bias=False)
+        self.num_passes = 0
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.num_passes += 1
+        out: Tensor = self.always(inputs)
+        return out + self.early(inputs) if self.num_passes <= 5 else out
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_servers_average_while_workers_do_not_wait(replicas: int) -> None:
+    torch.manual_seed(0)
+    inputs, model = torch.randn(40, 6, dtype=torch.float64), Sums().double()
+    plain = copy.deepcopy(model)
+    trainer = lockstep.Trainer(
+        model,
+        train_step=lambda model, batch: model(batch).mean(),
+        optimizer=partial(torch.optim.SGD, lr=0.1),
+        strategy=lockstep.ParameterServerStrategy(2, 1, staleness=2, replicas=replicas),
+        precision="fp64",
+        average=lockstep.EMA(0.8),
+    )
+    for _ in range(2):
+        trainer.fit((inputs,), batch_size=4, shuffle=False, verbose=0)
+    theirs = AveragedModel(plain, multi_avg_fn=get_ema_multi_avg_fn(0.8))
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for batch in inputs.split(4) * 2:
+        optimizer.zero_grad()
+        plain(batch).mean().backward()
+        optimizer.step()
+        theirs.update_parameters(plain)
+    assert trainer.state_dict()["averages"]["num_updates"] == 20
+    with trainer.averaged():
+        assert_close(state_of(model), state_of(theirs.module))
 
 
 def test_averages_are_asked_for_first() -> None:

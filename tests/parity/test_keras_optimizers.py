@@ -107,6 +107,23 @@ def test_unknown_in_stages(optimizer: str) -> None:
         compare(strategy, zoo.sequential, optimizer)
 
 
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        lockstep.LocalSGDStrategy(2, 2),
+        lockstep.ParameterServerStrategy(1, 1),
+        lockstep.ParameterServerStrategy(1, 1, staleness=1),
+    ],
+    ids=str,
+)
+def test_replicas_and_servers_cannot_copy_a_norm_of_all_weights(strategy: Any) -> None:
+    with strategy.scope():
+        model = zoo.sequential()
+        model.compile(OPTIMIZERS["clipped norm"](), "sparse_categorical_crossentropy")
+    with pytest.raises(lockstep.LockstepError, match=r"keras\.optimizers without global_clipnorm"):
+        model.fit(X, Y, batch_size=BATCH, verbose=0)
+
+
 def constrained() -> Any:
     return keras.Sequential(
         [

@@ -283,7 +283,10 @@ BAD_ITEMS: dict[str, tuple[Any, str]] = {
     "no tuple": (1.0, r"\(input, target\).*Received: float"),
     "one part in a list": ([1.0], "list of"),
     "four parts": ((1.0, 2, 3, 4), "float, int, int, int"),
-    "a weight with dims": ((1.0, 2, torch.ones(1)), r"one number per sample.*\(4, 1\)"),
+    "a weight with dims": (
+        (1.0, 2, torch.ones(1)),
+        r"one number per sample.*\(4, 1\).*beside the inputs",
+    ),
     "a weight in a dict": ((1.0, 2, {"weight": 1.0}), "one number per sample.*dict"),
     "a negative weight": ((1.0, 2, -1.0), "not negative"),
     "a weight that is no number": ((1.0, 2, float("nan")), "finite"),

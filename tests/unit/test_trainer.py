@@ -385,6 +385,11 @@ BEFORE_ANY_PROCESS: dict[str, tuple[Callable[[], object], str, str]] = {
     "lengths": (bad_lengths, "DataError", "inputs 50, targets 49"),
     "empty": (nothing, "DataError", "0 samples"),
     "precision": (lambda: make_trainer(precision="fp8"), "OptionError", "'fp8'"),
+    "nearly a precision": (
+        lambda: make_trainer(precision="BF16_mixed"),
+        "OptionError",
+        "Use 'bf16-mixed'",
+    ),
     "no device": (lambda: lockstep.MirroredStrategy(0), "DeviceError", "devices=0"),
     "devices": (lambda: lockstep.MirroredStrategy(10_000), "DeviceError", "devices=10000"),
     "shares": (
