@@ -4,7 +4,7 @@ BIN := .venv/bin
 # Hundreds of interpreters are started: all but the first read what was compiled.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all check lint format api-docs bench bench-architectures bench-compression bench-hosts bench-input bench-keras-tests bench-overhead bench-pipelines bench-small-calls bench-starting gpu soak clean
+.PHONY: demo test test-all check lint format api-docs bench bench-architectures bench-checkpoints bench-compression bench-hosts bench-input bench-keras-tests bench-overhead bench-pipelines bench-small-calls bench-starting gpu soak clean
 demo: .venv/.installed-demo
 	$(BIN)/lockstep demo
 
@@ -39,6 +39,10 @@ bench: .venv-bench/.installed
 # Architectures of transformers, cut and proven; writes docs/architectures.md anew. Takes an hour.
 bench-architectures: .venv/.installed-dev
 	$(BIN)/python bench/architectures.py --report docs/architectures.md
+
+# Checkpoints every 10 steps, copies for restarts, the run's record, on two replicas; prints a table.
+bench-checkpoints: .venv/.installed-demo
+	$(BIN)/python bench/checkpoint_cost.py
 
 # Keras's own tests under strategies; writes docs/keras-tests.md anew. Takes half an hour.
 bench-keras-tests: .venv/.installed-dev

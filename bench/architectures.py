@@ -396,6 +396,8 @@ written, with random weights and a tiny configuration. No option was set, and no
     ([exactness](exactness.md)): exact with `microbatches=1`.
 [^4]: "It seems that we cannot capture your model as a full graph."
 [^5]: Its experts are computed by a kernel that does not take float64, in which proofs are made.
+    With `config._experts_implementation = "eager"` it trains in float64, but for a softmax in
+    float32 in its router.
 
 What cannot be followed is one layer, which is never cut, and the plan says why:
 

@@ -3,14 +3,19 @@
 Every round runs each variant once, beginning with another one; a ratio is within a round, and the
 table shows the median over the rounds. The MLP 784-256-256-10 makes 100 steps with and without the
 proof that all ranks compute the same, on two replicas and in two stages, its helpers started
-before. The CNN trains with torch's cross entropy, whose mean is known, and with the same formula as
-a user may write it, which is taken on the whole batch; without the first epoch, of which one step
-is made twice until that is known.
+before. The CNN trains with torch's cross entropy, whose mean is known, and with functions of a
+user: the same formula by hand, which is seen to be a mean, and one that is taken on the whole
+batch; without the first epoch, of which one step is made twice until that is known.
 
-Run: ``python bench/exactness_cost.py [--rounds 9] [--parts proof loss]``
+No backward pass of a loss on the whole batch can begin before the last forward pass has ended. What
+that alone costs on this machine the part "floor" says: two processes without Lockstep train a CNN
+each, and meet once a step, or between forward and backward, too.
+
+Run: ``python bench/exactness_cost.py [--rounds 9] [--parts proof loss floor]``
 """
 
 import argparse
+import multiprocessing
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -30,6 +35,7 @@ STRATEGIES: dict[str, Callable[[], lockstep.Strategy]] = {
     "two stages": partial(lockstep.PipelineStrategy, cuts=["2"], microbatches=4),
 }
 NUM_STEPS = 100
+NUM_CNN_STEPS, NUM_CNN_EPOCHS = 12, 4
 
 
 @contextmanager
@@ -43,9 +49,14 @@ def unproven() -> Iterator[None]:
         Runner._prepare_proof = own  # type: ignore[method-assign]
 
 
-def as_users_write_it(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Cross entropy, by hand."""
+def by_hand(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Cross entropy."""
     return (outputs.logsumexp(1) - outputs.gather(1, targets[:, None])[:, 0]).mean()
+
+
+def of_the_batch(outputs: Tensor, targets: Tensor) -> Tensor:
+    """The root of the mean square of every sample's cross entropy."""
+    return nn.functional.cross_entropy(outputs, targets, reduction="none").square().mean().sqrt()
 
 
 class EpochClock(lockstep.Callback):
@@ -93,7 +104,43 @@ def without_proof(strategy: str) -> float:
 
 def of_cnn(loss: Any) -> float:
     strategy = lockstep.MirroredStrategy(2)
-    return seconds_of_fit(NETS["cnn"], strategy, loss, num_steps=12, epochs=4)
+    return seconds_of_fit(NETS["cnn"], strategy, loss, NUM_CNN_STEPS, NUM_CNN_EPOCHS)
+
+
+def trains_apart(barrier: Any, meets_twice: bool, queue: Any) -> None:
+    """A process of the floor: half a batch of the CNN, as often as ``of_cnn`` has it."""
+    torch.set_num_threads(1)
+    net = NETS["cnn"]
+    model = net.make_model()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    inputs, targets = (each[: net.batch_size // 2] for each in net.make_data(net.batch_size))
+    begun = 0.0
+    for step in range(NUM_CNN_STEPS * NUM_CNN_EPOCHS):
+        if step == NUM_CNN_STEPS:
+            begun = time.perf_counter()
+        loss = nn.functional.cross_entropy(model(inputs), targets)
+        if meets_twice:
+            barrier.wait()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        barrier.wait()
+    queue.put(time.perf_counter() - begun)
+
+
+def apart(meets_twice: bool) -> float:
+    """Seconds of two processes that exchange nothing."""
+    context = multiprocessing.get_context("spawn")
+    barrier = context.Barrier(2)
+    queue: multiprocessing.SimpleQueue[float] = context.SimpleQueue()
+    processes = [
+        context.Process(target=trains_apart, args=(barrier, meets_twice, queue)) for _ in range(2)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    return max(queue.get() for _ in processes)
 
 
 PARTS: dict[str, dict[str, tuple[Callable[[], float], Callable[[], float]]]] = {
@@ -102,11 +149,13 @@ PARTS: dict[str, dict[str, tuple[Callable[[], float], Callable[[], float]]]] = {
         for name in STRATEGIES
     },
     "loss": {
-        "loss on the whole batch": (
-            partial(of_cnn, as_users_write_it),
-            partial(of_cnn, nn.CrossEntropyLoss()),
-        )
+        name: (partial(of_cnn, loss), partial(of_cnn, nn.CrossEntropyLoss()))
+        for name, loss in {
+            "loss by hand": by_hand,
+            "loss on the whole batch": of_the_batch,
+        }.items()
     },
+    "floor": {"meeting before backward": (partial(apart, True), partial(apart, False))},
 }
 
 

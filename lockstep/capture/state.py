@@ -25,7 +25,8 @@ class ModelState:
         model: the model; a copy of its tensors is kept unless they are on the meta device.
         others: objects beside it, such as losses: modules, or anything with attributes.
         with_trained: keep the values of parameters that are trained, too: a forward pass writes to
-            others (statistics of Keras's layers, averages of weights), but hardly to these.
+            others (statistics of Keras's layers, averages of weights), but hardly to these. Where
+            they lie is kept always: ``module.to(dtype)`` in a forward pass gives them other memory.
     """
 
     def __init__(self, model: nn.Module, *others: Any, with_trained: bool = True) -> None:
@@ -48,10 +49,12 @@ class ModelState:
             id(tensor): tensor
             for tensor in self._tensors()
             if not (tensor.is_meta or tensor.layout != torch.strided)
-            and (with_trained or not _is_trained(tensor))
         }
+        self._places = [(tensor, tensor.detach()) for tensor in tensors.values()]
         self._values = [
-            (tensor, tensor.detach(), tensor.detach().clone()) for tensor in tensors.values()
+            (alias, alias.clone())
+            for tensor, alias in self._places
+            if with_trained or not _is_trained(tensor)
         ]
 
     def _tensors(self) -> Iterator[torch.Tensor]:
@@ -68,9 +71,10 @@ class ModelState:
         for held, contents in self._contents:
             if not _is_same(held, contents):
                 _refill(held, contents)
-        for tensor, alias, values in self._values:
+        for tensor, alias in self._places:
             if tensor.data_ptr() != alias.data_ptr() or tensor.shape != alias.shape:
                 tensor.data = alias
+        for alias, values in self._values:
             if not torch.equal(alias, values):
                 alias.copy_(values)
         for generator, stream in self._generators:

@@ -2,23 +2,22 @@
 
 Each file is read once, and what is used is what was hashed. Nothing in a checkpoint is run, and no
 name in it leads out of its folder: files are opened by names that are checked (``manifest``), and
-links are not followed.
+links are not followed (``local_storage``).
 """
 
 import hashlib
 import os
-import stat
 import warnings
-from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load as parse_tensors
 
-from lockstep.checkpoint.generations import generations
+from lockstep.checkpoint.generations import generations, storage_of
 from lockstep.checkpoint.manifest import NAME, FileEntry, Manifest, TensorEntry, decode_manifest
 from lockstep.checkpoint.saved import Saved
+from lockstep.checkpoint.storage import Folder, Storage, folder_of
 from lockstep.checkpoint.trees import Tensors
 from lockstep.errors import CheckpointError, level_of_user
 
@@ -35,7 +34,8 @@ def load_state_dict(path: str | os.PathLike[str]) -> dict[str, Any]:
     A ``DamagedCheckpointWarning`` tells of newer checkpoints that are damaged.
 
     Args:
-        path: of a folder with checkpoints, of which the newest whole one is read; or of one.
+        path: of a folder with checkpoints, of which the newest whole one is read; or of one. It
+            may be a URL that fsspec opens, as in ``s3://bucket/run``.
 
     Returns:
         What ``model.state_dict()`` was, tensors in this process's memory.
@@ -55,18 +55,18 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Saved:
     Raises:
         CheckpointError: there is none, or none is whole.
     """
-    every = found_generations(path)
-    return read_generation(every[0]) if every[0] == Path(path) else _first_whole(Path(path), every)
+    folder, every = folder_of(path), found_generations(path)
+    return read_generation(folder) if every == [folder] else _first_whole(folder, every)
 
 
-def found_generations(path: str | os.PathLike[str]) -> list[Path]:
+def found_generations(path: str | os.PathLike[str]) -> list[Folder]:
     """The generations in a folder, the oldest first; or the one that it is.
 
     Raises:
         CheckpointError: there is none.
     """
-    folder = Path(path)
-    if os.path.lexists(folder / NAME):
+    folder = folder_of(path)
+    if storage_of(folder).has(NAME):
         return [folder]
     found = generations(folder)
     if not found:
@@ -78,7 +78,7 @@ def found_generations(path: str | os.PathLike[str]) -> list[Path]:
     return found
 
 
-def read_newest(folder: Path) -> Saved | None:
+def read_newest(folder: Folder) -> Saved | None:
     """The newest whole generation in a folder; None where there are none at all.
 
     Warns:
@@ -91,7 +91,7 @@ def read_newest(folder: Path) -> Saved | None:
     return _first_whole(folder, every) if every else None
 
 
-def _first_whole(folder: Path, every: list[Path]) -> Saved:
+def _first_whole(folder: Folder, every: list[Folder]) -> Saved:
     reasons = []
     for generation in reversed(every):
         try:
@@ -106,19 +106,23 @@ def _first_whole(folder: Path, every: list[Path]) -> Saved:
     )
 
 
-def read_generation(generation: Path) -> Saved:
+def read_generation(generation: Folder) -> Saved:
     """One generation, checked as a whole.
 
     Raises:
         CheckpointError: what is wrong with it.
+        ConnectionError: nothing is known of it, since its store does not answer.
     """
+    storage = storage_of(generation)
     try:
         manifest = read_manifest(generation)
         tensors: Tensors = {}
         for name, entry in manifest.files.items():
-            shard = _parsed(_read_whole(generation / name, entry), name)
+            shard = _parsed(_read_whole(storage, name, entry), name)
             _check_shard(name, shard, manifest)
             tensors.update(shard)
+    except ConnectionError:
+        raise
     except (CheckpointError, OSError) as error:
         raise _damaged(generation, error) from error
     return Saved(
@@ -130,34 +134,22 @@ def read_generation(generation: Path) -> Saved:
     )
 
 
-def read_manifest(generation: Path) -> Manifest:
+def read_manifest(generation: Folder) -> Manifest:
     """The manifest of a generation.
 
     Raises:
         CheckpointError, OSError: it is damaged, or cannot be read.
     """
-    return decode_manifest(_read_at_most(generation / NAME, _LARGEST_MANIFEST))
+    return decode_manifest(storage_of(generation).read(NAME, _LARGEST_MANIFEST))
 
 
-def _read_whole(path: Path, entry: FileEntry) -> bytes:
-    data = _read_at_most(path, entry.size)
+def _read_whole(storage: Storage, name: str, entry: FileEntry) -> bytes:
+    data = storage.read(name, entry.size)
     if len(data) != entry.size:
-        raise CheckpointError(f"{path.name} has {len(data)} bytes of {entry.size}")
+        raise CheckpointError(f"{name} has {len(data)} bytes of {entry.size}")
     if hashlib.sha256(data).hexdigest() != entry.sha256:
-        raise CheckpointError(f"{path.name} does not fit its hash")
+        raise CheckpointError(f"{name} does not fit its hash")
     return data
-
-
-def _read_at_most(path: Path, size: int) -> bytes:
-    # A pipe would be waited for.
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    with open(descriptor, "rb") as file:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise CheckpointError(f"{path.name} is no file")
-        if status.st_size > size:
-            raise CheckpointError(f"{path.name} has {status.st_size} bytes, more than {size}")
-        return file.read()
 
 
 def _parsed(data: bytes, name: str) -> dict[str, torch.Tensor]:
@@ -181,7 +173,7 @@ def _check_shard(name: str, shard: Tensors, manifest: Manifest) -> None:
         raise CheckpointError(f"{name} has not the tensors that {NAME} says: {strange[:5]}")
 
 
-def _damaged(generation: Path, error: BaseException) -> CheckpointError:
+def _damaged(generation: Folder, error: BaseException) -> CheckpointError:
     return CheckpointError(
         f"{generation} must be a whole checkpoint.",
         received=str(error).rstrip("."),

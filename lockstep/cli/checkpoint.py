@@ -13,10 +13,11 @@ from rich.table import Table
 from lockstep.checkpoint.exporting import export_dcp, export_safetensors
 from lockstep.checkpoint.manifest import Manifest
 from lockstep.checkpoint.reading import found_generations, read_generation, read_manifest
+from lockstep.checkpoint.storage import Folder, folder_of
 from lockstep.errors import CheckpointError
 from lockstep.units import format_bytes, format_count
 
-_PATH_HELP = "folder that fit(checkpoint=...) has written to, or one checkpoint in it"
+_PATH_HELP = "folder or URL that fit(checkpoint=...) has written to, or one checkpoint in it"
 _FORMATS = {"safetensors": export_safetensors, "dcp": export_dcp}
 
 
@@ -29,8 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("export", "write the newest whole one in a form that others read"),
     ):
         action = actions.add_parser(name, help=summary, description=f"{summary.capitalize()}.")
-        action.add_argument("path", type=Path, metavar="PATH", help=_PATH_HELP)
-    action.add_argument("out", type=Path, metavar="OUT", help="file, or folder, to be written")
+        action.add_argument("path", type=folder_of, metavar="PATH", help=_PATH_HELP)
+    action.add_argument("out", type=_path_here, metavar="OUT", help="file or folder to be written")
     action.add_argument(
         "--format",
         choices=list(_FORMATS),
@@ -38,6 +39,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="safetensors: the weights, as one file (the default); dcp: weights and optimizer, "
         "as a folder of torch.distributed.checkpoint",
     )
+
+
+def _path_here(text: str) -> Path:
+    path = folder_of(text)
+    if not isinstance(path, Path):
+        raise argparse.ArgumentTypeError(f"{text} must be a path on this machine, and no URL")
+    return path
 
 
 def run(options: argparse.Namespace) -> int:
@@ -63,7 +71,7 @@ def run(options: argparse.Namespace) -> int:
 _WHOLE = {"show": "", "verify": "whole"}
 
 
-def _damages(generations: list[Path], *, reads_all: bool) -> Iterator[tuple[Path, str]]:
+def _damages(generations: list[Folder], *, reads_all: bool) -> Iterator[tuple[Folder, str]]:
     """What is wrong, of those where something is."""
     for generation in generations:
         try:
@@ -72,7 +80,7 @@ def _damages(generations: list[Path], *, reads_all: bool) -> Iterator[tuple[Path
             yield generation, str(error)
 
 
-def _table(generations: list[Path], reasons: dict[Path, str], *, whole: str) -> Table:
+def _table(generations: list[Folder], reasons: dict[Folder, str], *, whole: str) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("checkpoint", "steps", "epochs", "trained by", "size", ""):
         table.add_column(name, justify="right" if name in ("steps", "epochs", "size") else "left")

@@ -41,7 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(given)
     try:
         return int(import_module(COMMANDS[options.command][0]).run(options))
-    except LockstepError as error:
+    except (LockstepError, ConnectionError) as error:
         print(f"lockstep {options.command}: {error}", file=sys.stderr)  # noqa: T201
         return 2
     except KeyboardInterrupt:

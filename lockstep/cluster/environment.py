@@ -11,7 +11,8 @@ train something else than was asked for, and say nothing.
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from lockstep.cluster.place import MAX_PORT, Address, Place
@@ -226,6 +227,37 @@ def _from_tf_config(variables: Variables) -> Place | None:
         )
         return None
     roles = {role: cluster.get(role, []) for role in ("chief", "worker", "ps")}
+    _check_roles(variables, cluster, roles)
+    number = _number_of_task(variables, task, roles)
+    addresses = variables.addresses("An address in TF_CONFIG", [*chain(*roles.values())])
+    num_servers = len(roles["ps"])
+    _check_addresses(variables, addresses, has_servers=num_servers > 0)
+    rendezvous = variables.rendezvous(lambda: [*addresses[:1]])
+    if not variables.are_sound:
+        return None
+    common: dict[str, Any] = {
+        "launcher": variables.launcher,
+        "job": str(addresses[0]),
+        "rendezvous": rendezvous,
+        "devices": variables.devices(len(addresses) if num_servers else 1),
+    }
+    if num_servers:
+        return Place(
+            host=0,
+            num_hosts=1,
+            process=number,
+            num_processes=len(addresses),
+            num_ranks=len(addresses),
+            num_servers=num_servers,
+            **common,
+        )
+    is_one_machine = all(address.is_loopback for address in (*addresses, *rendezvous))
+    return Place(host=number, num_hosts=len(addresses), is_one_machine=is_one_machine, **common)
+
+
+def _check_roles(
+    variables: Variables, cluster: Mapping[str, Any], roles: Mapping[str, Sequence[Any]]
+) -> None:
     chiefs, workers, servers = roles.values()
     others = sorted(cluster.keys() - roles.keys())
     variables.check(
@@ -246,8 +278,11 @@ def _from_tf_config(variables: Variables) -> Place | None:
     variables.check(
         len(chiefs) <= 1, 'TF_CONFIG\'s cluster may have one "chief".', f"{len(chiefs)} of them"
     )
-    number = _number_of_task(variables, task, roles)
-    addresses = variables.addresses("An address in TF_CONFIG", [*chiefs, *workers, *servers])
+
+
+def _check_addresses(
+    variables: Variables, addresses: Sequence[Address], *, has_servers: bool
+) -> None:
     variables.check(
         len(set(addresses)) == len(addresses),
         "Every host in TF_CONFIG must have an address of its own.",
@@ -255,34 +290,9 @@ def _from_tf_config(variables: Variables) -> Place | None:
     )
     names = sorted({address.name for address in addresses})
     variables.check(
-        not servers or len(names) <= 1 or all(address.is_loopback for address in addresses),
+        not has_servers or len(names) <= 1 or all(address.is_loopback for address in addresses),
         "Workers and parameter servers in TF_CONFIG must be processes of one host, under one name.",
         ", ".join(names),
-    )
-    rendezvous = variables.rendezvous(lambda: [*addresses[:1]])
-    if not variables.are_sound:
-        return None
-    if servers:
-        return Place(
-            launcher=variables.launcher,
-            job=str(addresses[0]),
-            host=0,
-            num_hosts=1,
-            process=number,
-            num_processes=len(addresses),
-            rendezvous=rendezvous,
-            devices=variables.devices(len(addresses)),
-            num_ranks=len(addresses),
-            num_servers=len(servers),
-        )
-    return Place(
-        launcher=variables.launcher,
-        job=str(addresses[0]),
-        host=number,
-        num_hosts=len(addresses),
-        rendezvous=rendezvous,
-        devices=variables.devices(1),
-        is_one_machine=all(address.is_loopback for address in (*addresses, *rendezvous)),
     )
 
 

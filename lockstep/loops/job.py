@@ -291,13 +291,14 @@ class Job:
             neighbours = replace(neighbours, crossing=crossing)
         endpoint = Endpoint(
             plan=self.plan(),
+            spec=spec,
             rank=self.rank,
             region=shared.region,
             look_around=lookout.look_around,
             neighbours=neighbours,
             meeting=shared.meeting,
         )
-        exchange = endpoint.exchange(spec, endpoint.process_groups(spec))
+        exchange = endpoint.exchange(endpoint.process_groups())
         lookout.watch(exchange.board)
         return exchange
 

@@ -19,10 +19,10 @@ from lockstep.errors import ModelError
 from lockstep.parallel.compressed_tensors import compressions
 from lockstep.parallel.store import tensor_spec
 from lockstep.parallel.update import Updater
+from lockstep.parallel.workload import Workload
 from lockstep.plan.averaging import AveragedUpdate, Nesterov
 from lockstep.plan.compression import Compression
 from lockstep.plan.layout import elementwise_slices
-from lockstep.plan.spec import Plan
 
 # The only group of a Plan without stages.
 _GROUP = 0
@@ -66,14 +66,15 @@ def _slot_name(parameter: str, slot: str) -> str:
     return f"{parameter}: {slot}"
 
 
-def averaged_group(plan: Plan, model: nn.Module, updater: Updater | None) -> GroupSpec:
+def averaged_group(work: Workload) -> GroupSpec:
     """The layout of what is averaged, with a row for each replica; empty if nothing is trained."""
+    plan, updater = work.plan, work.updater
     assert isinstance(plan.update, AveragedUpdate)
     ranks = tuple(range(plan.num_ranks))
     tensors: list[TensorSpec] = []
     how: tuple[Compression | None, ...] = ()
     if updater is not None:
-        now = Averaged.of(plan.update, model, updater)
+        now = Averaged.of(plan.update, work.model, updater)
         tensors = [tensor_spec(name, one) for name, one in now.parameters.items()]
         how = compressions(plan, ranks, tensors)
         tensors += [tensor_spec(name, one) for name, one in now.buffers.items()]
@@ -96,32 +97,25 @@ class Averaging:
     """One rank's part in averaging.
 
     Args:
-        plan: the Plan.
+        work: with this replica's model and updater.
         rank: this rank.
-        model: this replica's.
-        updater: this replica's.
         exchange: this rank's end, whose only group is as ``averaged_group`` says.
         specs: what is averaged, in the group's order.
     """
 
     def __init__(
-        self,
-        plan: Plan,
-        rank: int,
-        model: nn.Module,
-        updater: Updater,
-        exchange: Exchange,
-        specs: Sequence[TensorSpec],
+        self, work: Workload, rank: int, exchange: Exchange, specs: Sequence[TensorSpec]
     ) -> None:
-        assert isinstance(plan.update, AveragedUpdate)
-        self._update = plan.update
+        assert isinstance(work.plan.update, AveragedUpdate)
+        assert work.updater is not None
+        self._update = work.plan.update
         self._rank = rank
-        self._model = model
-        self._updater = updater
+        self._model = work.model
+        self._updater = work.updater
         self._exchange = exchange
         self._specs = specs
         extents = [spec.extent for spec in specs]
-        slices = elementwise_slices(extents, plan.num_ranks, plan.num_ranks)
+        slices = elementwise_slices(extents, work.plan.num_ranks, work.plan.num_ranks)
         exchange.gradients[_GROUP].divide(dict(enumerate(slices)))
         self._pieces = slices[rank]
         self._start: dict[str, torch.Tensor] = {}

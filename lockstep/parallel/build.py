@@ -9,164 +9,88 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import nn
 
-from lockstep.comm.compressed_sums import Residual
 from lockstep.comm.domain_sums import members_by_domain
 from lockstep.comm.exchange import Exchange, ExchangeSpec, GroupSpec
 from lockstep.comm.group_mail import GroupMail
 from lockstep.comm.mail import MailCarrier, SharedMail
 from lockstep.comm.mail_channels import MailChannels
-from lockstep.comm.meeting_point import Meeting
 from lockstep.comm.process_group import ProcessGroups
-from lockstep.comm.shared_memory import SharedRegion
-from lockstep.data.batch_dims import BatchDims
-from lockstep.parallel.engine import Endpoint, Neighbours
+from lockstep.parallel.engine import Endpoint
 from lockstep.parallel.exchange_layout import mail_specs
-from lockstep.parallel.gradient_rules import GradientRules
-from lockstep.parallel.groups import ParameterGroup
-from lockstep.parallel.losses import LossAdapter
 from lockstep.parallel.model_passes import ModelPasses
 from lockstep.parallel.owned_group import OwnedGroup
-from lockstep.parallel.partition import Partition
 from lockstep.parallel.passes import Passes
 from lockstep.parallel.stage_mail import MailSpec, StageMail
 from lockstep.parallel.stage_passes import StagePasses
-from lockstep.parallel.step_functions import StepFunction
 from lockstep.parallel.update import Updater
 from lockstep.parallel.worker import Worker
+from lockstep.parallel.workload import Workload
 from lockstep.plan.layout import Piece, block_sizes
 from lockstep.plan.spec import Plan
 
 
 def build_worker(
-    plan: Plan,
-    spec: ExchangeSpec,
-    region: SharedRegion | None,
-    *,
-    rank: int,
-    model: nn.Module,
-    loss: LossAdapter | None,
-    updater: Updater | None,
-    groups: Sequence[ParameterGroup],
-    partitions: Mapping[bool, Partition],
-    rules: GradientRules,
-    functions: Sequence[StepFunction],
-    seed: int,
-    device: torch.device,
-    dims: BatchDims,
-    look_around: Callable[[float], None],
-    neighbours: Neighbours | None = None,
-    meeting: Meeting | None = None,
-    residuals: Mapping[str, Residual] | None = None,
-    first_share: int = 0,
-    make: Callable[..., Worker] = Worker,
+    work: Workload, endpoint: Endpoint, make: Callable[..., Worker] = Worker
 ) -> Worker:
     """Put a rank's parts together.
 
     Args:
-        plan: the Plan.
-        spec: the layout of what ranks share, and
-        region: where it lies; None where one rank is alone.
-        rank: this rank.
-        model: this rank's model; its parameters may lie in memory shared with other ranks.
-        loss: the loss, adapted; None where only predictions are asked for.
-        updater: the optimizer; None where nothing is trained.
-        groups: the parameters, by the ranks that have them.
-        partitions: of the model in stages, by whether it is in training.
-        rules: for gradients.
-        functions: the user's own training steps, in the order of their turns, if there are any.
-        seed: of all random streams.
-        device: where the model is.
-        dims: where the samples are in what the model takes and returns.
-        look_around: see ``Board``.
-        neighbours: what this rank has of other hosts, where there are several.
-        meeting: see ``ProcessGroups``.
-        residuals: see ``Exchange``.
-        first_share: see ``Worker``.
+        work: what all ranks work on.
+        endpoint: what this one meets the others with.
         make: the class, with what it has of its own.
     """
-    mail = {} if plan.pipeline is None else mail_specs(plan, partitions, loss)
-    endpoint = Endpoint(
-        plan=plan,
-        rank=rank,
-        region=region,
-        look_around=look_around,
-        device=device,
-        neighbours=neighbours,
-        meeting=meeting,
-        residuals=residuals,
-    )
-    process = endpoint.process_groups(
-        spec, {pair for each in mail.values() for pair in each.channels}
-    )
-    exchange = endpoint.exchange(spec, process)
-    divided = [divided_pieces(plan, group, updater) for group in spec.groups]
+    plan, spec, rank = work.plan, endpoint.spec, endpoint.rank
+    mail = {} if plan.pipeline is None else mail_specs(work)
+    process = endpoint.process_groups({pair for one in mail.values() for pair in one.channels})
+    exchange = endpoint.exchange(process)
+    divided = [divided_pieces(plan, group, work.updater) for group in spec.groups]
     for number, gradients in exchange.gradients.items():
         gradients.divide(divided[number])
-    owned = owned_groups(plan, spec, dict(model.named_parameters()), divided, rank)
+    owned = owned_groups(plan, spec, dict(work.model.named_parameters()), divided, rank)
     options: dict[str, Any] = {
-        "plan": plan,
         "rank": rank,
-        "model": model,
-        "loss": loss,
         "exchange": exchange,
         "trainable": [member for group in owned for member in group.members],
-        "rules": rules,
-        "seed": seed,
-        "device": device,
-        "dims": dims,
+        "device": endpoint.device,
     }
     passes: Passes
     if plan.pipeline is None:
-        passes = ModelPasses(group=spec.groups[0], functions=functions, **options)
-        ruled = frozenset(name for name, _ in model.named_buffers() if rank == 0)
-        held = None
+        passes = ModelPasses(work, group=spec.groups[0], **options)
     else:
         mail_channels = endpoint.mail_channels()
+        opened = _open_mail(mail, endpoint, exchange, mail_channels, process)
         passes = StagePasses(
-            stages=plan.pipeline.stages,
-            partitions=partitions,
-            mail=_open_mail(mail, spec, exchange, region, mail_channels, process, device),
-            mail_channels=mail_channels,
-            groups=owned,
-            **options,
+            work, mail=opened, mail_channels=mail_channels, groups=owned, **options
         )
-        ruled = _ruled_buffers(plan, model, partitions, rank)
-        held = _held_names(plan, groups, partitions, rank) | ruled
+    ruled = ruled_buffers(work, rank)
     return make(
-        plan=plan,
+        work,
         rank=rank,
-        model=model,
         exchange=exchange,
         passes=passes,
-        updater=updater,
         groups=owned,
-        rules=rules,
         told_elsewhere=_told_elsewhere(plan, spec, rank),
-        held=held,
+        held=_held_names(work, rank, ruled),
         ruled=ruled,
-        first_share=first_share,
     )
 
 
 def _open_mail(
     specs: Mapping[bool, MailSpec],
-    spec: ExchangeSpec,
+    endpoint: Endpoint,
     exchange: Exchange,
-    region: SharedRegion | None,
     mail_channels: MailChannels | None,
     process: ProcessGroups | None,
-    device: torch.device,
 ) -> dict[bool, StageMail]:
     """This rank's view of the mail, by whether the model is in training."""
-    board = exchange.board
+    board, region = exchange.board, endpoint.region
     assert region is not None
     assert board is not None
     opened: dict[bool, StageMail] = {}
     first_box = 0
-    for (training, mail), offset in zip(specs.items(), spec.mail_offsets, strict=True):
+    for (training, mail), offset in zip(specs.items(), endpoint.spec.mail_offsets, strict=True):
         options: dict[str, Any] = {
             "ranks_here": exchange.ranks_here,
             "mail_channels": mail_channels,
@@ -174,7 +98,8 @@ def _open_mail(
         }
         carrier: MailCarrier
         if process is not None:
-            carrier = GroupMail(mail.channels, region, offset, board, process, device, **options)
+            place = region, offset, board, process, endpoint.device
+            carrier = GroupMail(mail.channels, *place, **options)
         else:
             carrier = SharedMail(mail.boxes, region, offset, board, **options)
         opened[training] = StageMail(mail, carrier, board.rank)
@@ -257,37 +182,32 @@ def _told_elsewhere(plan: Plan, spec: ExchangeSpec, rank: int) -> frozenset[str]
     )
 
 
-def _held_names(
-    plan: Plan,
-    groups: Sequence[ParameterGroup],
-    partitions: Mapping[bool, Partition],
-    rank: int,
-) -> frozenset[str]:
-    """Parameters and buffers that are on a rank."""
-    assert plan.pipeline is not None
-    parameters = {name for group in groups if rank in group.ranks for name in group.names}
+def _held_names(work: Workload, rank: int, ruled: frozenset[str]) -> frozenset[str] | None:
+    """Parameters and buffers that are on a rank; None for all."""
+    if work.plan.pipeline is None:
+        return None
+    parameters = {name for group in work.groups if rank in group.ranks for name in group.names}
     buffers = {
         name
-        for each in partitions.values()
-        for stage, part in zip(plan.pipeline.stages, each.parts, strict=True)
+        for each in work.partitions.values()
+        for stage, part in zip(work.plan.pipeline.stages, each.parts, strict=True)
         if rank in stage.ranks
         for name in part.buffers
     }
-    return frozenset(parameters | buffers)
+    return frozenset(parameters | buffers | ruled)
 
 
-def _ruled_buffers(
-    plan: Plan, model: nn.Module, partitions: Mapping[bool, Partition], rank: int
-) -> frozenset[str]:
+def ruled_buffers(work: Workload, rank: int) -> frozenset[str]:
     """Buffers whose values on this rank are those that count.
 
     Training changes a buffer in one stage, whose first replica has the values that count, even if
-    other stages read it in evaluation. What no stage uses is rank 0's.
+    other stages read it in evaluation. What no stage uses, or no Plan divides, is rank 0's.
     """
-    assert plan.pipeline is not None
     rulers: dict[str, int] = {}
-    for training in (True, False):
-        for stage, part in zip(plan.pipeline.stages, partitions[training].parts, strict=True):
+    pipeline = work.plan.pipeline
+    stages = [] if pipeline is None else pipeline.stages
+    for training in (True, False) if stages else ():
+        for stage, part in zip(stages, work.partitions[training].parts, strict=True):
             for name in part.buffers:
                 rulers.setdefault(name, stage.ranks[0])
-    return frozenset(name for name, _ in model.named_buffers() if rulers.get(name, 0) == rank)
+    return frozenset(name for name, _ in work.model.named_buffers() if rulers.get(name, 0) == rank)

@@ -81,6 +81,7 @@ class Endpoint:
 
     Attributes:
         plan: the Plan.
+        spec: the layout of what its ranks share.
         rank: this rank.
         region: what ``ExchangeSpec.create`` has made; None where one rank is alone.
         look_around: see ``Board``.
@@ -91,6 +92,7 @@ class Endpoint:
     """
 
     plan: Plan
+    spec: ExchangeSpec
     rank: int
     region: SharedRegion | None
     look_around: Callable[[float], None]
@@ -99,14 +101,15 @@ class Endpoint:
     meeting: Meeting | None = None
     residuals: Mapping[str, Residual] | None = None
 
-    def exchange(self, spec: ExchangeSpec, groups: ProcessGroups | None = None) -> Exchange:
+    def exchange(self, groups: ProcessGroups | None = None) -> Exchange:
         """This rank's end of what the Plan's ranks share."""
-        plan, rank, region, neighbours = self.plan, self.rank, self.region, self.neighbours
+        plan, spec, rank = self.plan, self.spec, self.rank
+        region, neighbours = self.region, self.neighbours
         if region is None:
             return Exchange(spec, None, board=None, rank=rank)
         options: dict[str, Any] = {
             "domains": plan.memory_domains,
-            "transports": self._transports(spec, groups),
+            "transports": self._transports(groups),
             "groups": groups,
             "residuals": self.residuals,
             "device": self.device if spec.on_accelerators else None,
@@ -131,21 +134,14 @@ class Endpoint:
             **options,
         )
 
-    def process_groups(
-        self, spec: ExchangeSpec, channels: Iterable[Pair] = ()
-    ) -> ProcessGroups | None:
-        """This rank's process groups, if the Plan has any.
-
-        Args:
-            spec: the layout of what ranks share.
-            channels: between stages.
-        """
+    def process_groups(self, channels: Iterable[Pair] = ()) -> ProcessGroups | None:
+        """This rank's process groups, if the Plan has any; channels are those between stages."""
         plan = self.plan
         if not isinstance(plan.engine, ProcessGroup) or self.meeting is None:
             return None
         members = {
             _group_name(number): group.ranks
-            for number, group in enumerate(spec.groups)
+            for number, group in enumerate(self.spec.groups)
             if len(group.ranks) > 1 and group.gradients.tensors
         }
         names = {} if self.neighbours is None else self.neighbours.names
@@ -168,11 +164,11 @@ class Endpoint:
             return None
         return MailChannels(one.mail_channels, one.names, self.look_around, one.timeout_seconds)
 
-    def _transports(self, spec: ExchangeSpec, groups: ProcessGroups | None) -> dict[int, Transport]:
+    def _transports(self, groups: ProcessGroups | None) -> dict[int, Transport]:
         """By the number of a group: what moves its tensors between domains."""
         held = {
             number: group.ranks
-            for number, group in enumerate(spec.groups)
+            for number, group in enumerate(self.spec.groups)
             if self.rank in group.ranks
         }
         if groups is not None:

@@ -1,7 +1,8 @@
 """The layout of what a Plan's ranks share: known before any process starts."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from torch import nn
 
@@ -14,12 +15,10 @@ from lockstep.parallel.averaging import averaged_group
 from lockstep.parallel.batch_norm import BatchNorms
 from lockstep.parallel.compressed_tensors import compressions
 from lockstep.parallel.groups import ParameterGroup
-from lockstep.parallel.losses import LossAdapter
-from lockstep.parallel.partition import Partition
 from lockstep.parallel.second_copy import copied_bytes
 from lockstep.parallel.stage_mail import MailSpec, mail_spec
 from lockstep.parallel.store import slot_spec, tensor_spec
-from lockstep.parallel.update import Updater
+from lockstep.parallel.workload import Workload
 from lockstep.plan.averaging import AveragedUpdate
 from lockstep.plan.decision import LocalUpdate, ServedUpdate
 from lockstep.plan.devices import is_cpu
@@ -35,78 +34,62 @@ _SLOTS_IN_EVALUATION = 3
 _OUTPUT_ELEMENTS = 1 << 15
 
 
-def exchange_spec(
-    plan: Plan,
-    model: nn.Module,
-    updater: Updater | None,
-    groups: Sequence[ParameterGroup],
-    partitions: Mapping[bool, Partition],
-    loss: LossAdapter | None = None,
-) -> ExchangeSpec:
-    """The layout of what ranks share: known before any process starts.
+def exchange_spec(work: Workload) -> ExchangeSpec:
+    """The layout of what ranks share: known before any process starts."""
+    plan = work.plan
+    trained = [] if work.updater is None else _trained(work.model)
+    rank_of: Callable[[int], int]
+    if plan.pipeline is None:
+        rank_of = plan.replica_of
+        mail_bytes = _work_bytes(work, trained)
+    else:
+        graph, last_stage = stage_graph(plan.pipeline), len(plan.pipeline.stages) - 1
+        rank_of = partial(graph.rank_of, last_stage)
+        mail_bytes = tuple(spec.num_bytes for spec in mail_specs(work).values())
+    return ExchangeSpec(
+        num_ranks=plan.num_ranks,
+        share_ranks=tuple(map(rank_of, range(plan.num_shares))),
+        groups=_group_specs(work, trained),
+        row_capacity=_row_capacity(work),
+        mail_bytes=mail_bytes,
+        on_accelerators=not is_cpu(plan.devices),
+    )
 
-    Args:
-        plan: the Plan.
-        model: the model.
-        updater: the optimizer; None where nothing is trained.
-        groups: the parameters, by the ranks that have them.
-        partitions: of the model in stages, by whether it is in training.
-        loss: the loss, adapted.
-    """
-    trained = {
-        name: tensor_spec(name, parameter)
+
+def _trained(model: nn.Module) -> list[TensorSpec]:
+    return [
+        tensor_spec(name, parameter)
         for name, parameter in model.named_parameters()
-        if parameter.requires_grad and updater is not None
-    }
+        if parameter.requires_grad
+    ]
+
+
+def _group_specs(work: Workload, trained: Sequence[TensorSpec]) -> tuple[GroupSpec, ...]:
+    plan, updater = work.plan, work.updater
+    if isinstance(plan.update, AveragedUpdate):
+        return (averaged_group(work),)
     limits = {f"{layer.name}.weight".lstrip("."): layer.row_limit for layer in plan.layers}
     if updater is None or not updater.is_elementwise:
         limits = {}
     keeps_rows = updater is not None and (plan.num_servers > 0 or updater.hands_on)
-    sparse = sparse_weights(model) if keeps_rows else frozenset()
-    group_specs = tuple(
+    sparse = sparse_weights(work.model) if keeps_rows else frozenset()
+    return tuple(
         _group_spec(
-            plan,
-            group,
-            [trained[name] for name in group.names if name in trained],
-            limits,
-            sparse,
+            plan, group, [one for one in trained if one.name in group.names], limits, sparse
         )
-        for group in groups
-    )
-    if isinstance(plan.update, AveragedUpdate):
-        group_specs = (averaged_group(plan, model, updater),)
-    on_accelerators = not is_cpu(plan.devices)
-    if plan.pipeline is None:
-        return ExchangeSpec(
-            num_ranks=plan.num_ranks,
-            share_ranks=tuple(map(plan.replica_of, range(plan.num_shares))),
-            groups=group_specs,
-            row_capacity=_row_capacity(plan, model, loss),
-            mail_bytes=_work_bytes(plan, model, updater, list(trained.values())),
-            on_accelerators=on_accelerators,
-        )
-    graph = stage_graph(plan.pipeline)
-    last_stage = len(plan.pipeline.stages) - 1
-    return ExchangeSpec(
-        num_ranks=plan.num_ranks,
-        share_ranks=tuple(graph.rank_of(last_stage, share) for share in range(plan.num_shares)),
-        groups=group_specs,
-        row_capacity=_row_capacity(plan, model, loss),
-        on_accelerators=on_accelerators,
-        mail_bytes=tuple(spec.num_bytes for spec in mail_specs(plan, partitions, loss).values()),
+        for group in work.groups
     )
 
 
-def _work_bytes(
-    plan: Plan, model: nn.Module, updater: Updater | None, trained: Sequence[TensorSpec]
-) -> tuple[int, ...]:
+def _work_bytes(work: Workload, trained: Sequence[TensorSpec]) -> tuple[int, ...]:
     """Of what workers and servers that do not all wait have in common.
 
     The table where they say how far they are, what servers note of slots, and second copies.
     """
+    plan, updater = work.plan, work.updater
     if not (plan.is_stale and isinstance(plan.update, ServedUpdate) and updater is not None):
         return ()
-    servers, parameters = plan.num_servers, dict(model.named_parameters())
+    servers, parameters = plan.num_servers, dict(work.model.named_parameters())
     slots = [slot_spec(key, parameters[key.parameter]) for key in updater.slot_keys()]
     return (
         work_queue.num_bytes(plan.num_ranks - servers, servers),
@@ -115,9 +98,10 @@ def _work_bytes(
     )
 
 
-def _row_capacity(plan: Plan, model: nn.Module, loss: LossAdapter | None) -> int:
+def _row_capacity(work: Workload) -> int:
     """The longest row that a share may offer: statistics, weights of losses, part of outputs."""
-    longest = 0 if plan.pipeline is not None else BatchNorms(model).row_length
+    longest = 0 if work.plan.pipeline is not None else BatchNorms(work.model).row_length
+    loss = work.loss
     if loss is None:
         return longest
     return max(longest, len(loss.parts.factors), 0 if loss.is_certain else _OUTPUT_ELEMENTS)
@@ -185,10 +169,9 @@ def _has_rows(spec: TensorSpec) -> bool:
     return len(spec.shape) == 2 and spec.stride == (spec.shape[1], 1)
 
 
-def mail_specs(
-    plan: Plan, partitions: Mapping[bool, Partition], loss: LossAdapter | None
-) -> dict[bool, MailSpec]:
+def mail_specs(work: Workload) -> dict[bool, MailSpec]:
     """The mailboxes of stages, by whether the model is in training."""
+    plan, loss = work.plan, work.loss
     assert plan.pipeline is not None
     graph = stage_graph(plan.pipeline)
     is_certain = loss is None or loss.is_certain  # else all may go forward before one goes backward
@@ -202,7 +185,7 @@ def mail_specs(
             training=training,
             shares_memory=plan.engine.shares_memory,
         )
-        for training, partition in partitions.items()
+        for training, partition in work.partitions.items()
     }
 
 

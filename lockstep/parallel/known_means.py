@@ -38,7 +38,7 @@ _BY_ELEMENT = _SAME | _names(
     "__rpow__ __rdiv__ eq ne lt le gt ge logical_not logical_and logical_or where maximum minimum "
     "masked_fill long int bool zeros_like ones_like full_like"
 )
-_ALONG = _names("softmax log_softmax sum mean logsumexp amax amin var std argmax")
+_ALONG = _names("softmax log_softmax sum mean logsumexp amax amin var std argmax gather")
 _VIEWS = _names("flatten reshape view unflatten squeeze unsqueeze")
 _LINEAR = _names("add sub mul div divide true_divide neg rsub __rsub__")
 _HARMLESS = _names(
@@ -246,12 +246,15 @@ class KnownMeans(TorchFunctionMode):
         if func in OF_ELEMENTS or func in OF_CLASSES:
             options = options_of(func, args, kwargs)
             return options["reduction"] == "none" and self._is_of_samples(func, options)
+        if func is F.one_hot:
+            # Without a number there are as many classes as the largest target says.
+            return not self._has_size and min([*args[1:], *kwargs.values()], default=-1) > 0
         if getattr(func, "__module__", None) not in _MODULES:
             return False
         if name in _BY_ELEMENT:
             return self._is_by_element(name, args, kwargs, rows, others, result)
         source = rows[0]
-        if others or len(rows) > 1 or source is not args[0]:
+        if others or source is not args[0] or (len(rows) > 1 and name != "gather"):
             return False
         if name in _ALONG:
             dims = _dims(args[1:2], kwargs, source.dim())

@@ -6,29 +6,26 @@ their batches as any data parallel Plan does; by then the replicas are alike.
 """
 
 import math
-from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 import torch
 
-from lockstep.comm.compressed_sums import Residual
-from lockstep.comm.exchange import ExchangeSpec
-from lockstep.comm.shared_memory import SharedRegion
 from lockstep.data.read_ahead import Read
-from lockstep.data.sources import Source
 from lockstep.errors import NonFiniteError
 from lockstep.launch.failure import add_note
 from lockstep.parallel.averaging import Averaging
-from lockstep.parallel.build import build_worker
-from lockstep.parallel.engine import Endpoint, Neighbours
+from lockstep.parallel.build import build_worker, ruled_buffers
+from lockstep.parallel.engine import Endpoint
 from lockstep.parallel.exchange_layout import exchange_spec
 from lockstep.parallel.groups import parameter_groups
 from lockstep.parallel.model_passes import ModelPasses
-from lockstep.parallel.passes import Observe
+from lockstep.parallel.passes import StepBatch
 from lockstep.parallel.training_step import StepResult
 from lockstep.parallel.update import PieceSlots, Updater
 from lockstep.parallel.worker import Worker
+from lockstep.parallel.workload import Workload
 from lockstep.plan.averaging import AveragedUpdate
 from lockstep.plan.decision import LocalUpdate
 from lockstep.plan.shares import share_bounds
@@ -39,6 +36,7 @@ class LocalWorker(Worker):
     """See the module, and ``build_local_worker``.
 
     Args:
+        work: what the replicas have in common.
         alone: trains this replica.
         averaging: with the others.
         options: see ``Worker``.
@@ -47,35 +45,31 @@ class LocalWorker(Worker):
     trains_apart = True
     has_own_optimizer = True
 
-    def __init__(self, *, alone: Worker, averaging: Averaging, **options: Any) -> None:
-        super().__init__(updater=None, groups=(), **options)
+    def __init__(
+        self, work: Workload, *, alone: Worker, averaging: Averaging, **options: Any
+    ) -> None:
+        super().__init__(work, groups=(), **options)
         assert isinstance(self.plan.update, AveragedUpdate)
         self.updater = alone.updater
         self._alone = alone
+        alone.first_share = self.plan.shares_of(self.rank)[0]
         self._averaging = averaging
         self._every = self.plan.update.every
         self._weight = 0.0  # of what was trained on since the replicas were alike
         self._num_steps = 0  # likewise
         self._is_over = False
 
-    def train_step(
-        self,
-        source: Source,
-        indices: torch.Tensor,
-        step: int,
-        observe: Observe | None = None,
-        turn: int = 0,
-    ) -> StepResult:
+    def train_step(self, batch: StepBatch) -> StepResult:
         """One step on this replica's part of the batch, of which the result tells.
 
         Raises:
             NonFiniteLossError, LossError: see ``Worker.train_step``; on this rank only.
         """
         assert self.board is not None
-        self.board.step = step
+        self.board.step = batch.step
         if not self._num_steps:
             self._averaging.begin()
-        result = self._train_alone(source, indices, step, observe)
+        result = self._train_alone(batch)
         self._weight += result.weight
         self._num_steps += 1
         if self._num_steps == self._every:
@@ -84,15 +78,14 @@ class LocalWorker(Worker):
             self.barrier()
         return result
 
-    def _train_alone(
-        self, source: Source, indices: torch.Tensor, step: int, observe: Observe | None
-    ) -> StepResult:
-        part = self._part_of(len(indices))
+    def _train_alone(self, batch: StepBatch) -> StepResult:
+        part = self._part_of(len(batch.indices))
         if not part:
             return StepResult(total=0.0, weight=0.0, num_samples=0)
         self._alone.passes.reading = self.passes.reading
         try:
-            return self._alone.train_step(source, indices[part.start : part.stop], step, observe)
+            own = batch.indices[part.start : part.stop]
+            return self._alone.train_step(replace(batch, indices=own))
         except NonFiniteError as error:
             add_note(
                 error,
@@ -156,58 +149,41 @@ class LocalWorker(Worker):
         return False
 
 
-def build_local_worker(
-    plan: Plan,
-    spec: ExchangeSpec,
-    region: SharedRegion | None,
-    *,
-    rank: int,
-    updater: Updater,
-    neighbours: Neighbours | None = None,
-    residuals: Mapping[str, Residual] | None = None,
-    **parts: Any,
-) -> LocalWorker:
+def build_local_worker(work: Workload, endpoint: Endpoint) -> LocalWorker:
     """Put the parts of a rank that trains together; for the arguments see ``build_worker``."""
-    alone, model = replica_of_plan(plan, rank), parts["model"]
-    exchange = Endpoint(
-        plan=plan,
-        rank=rank,
-        region=region,
-        look_around=parts["look_around"],
-        device=parts["device"],
-        neighbours=neighbours,
-        residuals=residuals,
-    ).exchange(spec)
-    common = {"plan": plan, "rank": rank, "exchange": exchange}
-    common |= {name: parts[name] for name in ("model", "rules")}
-    groups = parameter_groups(alone, model, [])
+    assert work.updater is not None
+    rank, group, exchange = endpoint.rank, endpoint.spec.groups[0], endpoint.exchange()
+    common: dict[str, Any] = {"rank": rank, "exchange": exchange}
+    in_common = replace(work, updater=None, functions=())
     return LocalWorker(
-        alone=build_worker(
-            alone,
-            exchange_spec(alone, model, updater, groups, {}, parts["loss"]),
-            None,
-            rank=0,
-            updater=updater,
-            groups=groups,
-            partitions={},
-            first_share=plan.shares_of(rank)[0],
-            **parts,
-        ),
-        averaging=Averaging(plan, rank, model, updater, exchange, spec.groups[0].gradients.tensors),
-        passes=ModelPasses(
-            group=spec.groups[0],
-            trainable=(),
-            functions=(),
-            **common,
-            **{name: parts[name] for name in ("loss", "seed", "device", "dims")},
-        ),
-        ruled=frozenset(name for name, _ in model.named_buffers() if rank == 0),
+        in_common,
+        alone=build_alone(work, endpoint, work.updater),
+        averaging=Averaging(work, rank, exchange, group.gradients.tensors),
+        passes=ModelPasses(in_common, group=group, trainable=(), device=endpoint.device, **common),
+        ruled=ruled_buffers(work, rank),
         **common,
     )
 
 
-def replica_of_plan(plan: Plan, rank: int) -> Plan:
-    """The Plan of one replica: what one device would do with its part of each batch."""
+def build_alone(work: Workload, endpoint: Endpoint, updater: Updater) -> Worker:
+    """The Worker of one replica by itself: of what one device would do with its part of a batch."""
+    plan = _plan_of_replica(work.plan, endpoint.rank)
+    groups = parameter_groups(plan, work.model, [])
+    own = replace(work, plan=plan, updater=updater, groups=groups)
+    return build_worker(
+        own,
+        Endpoint(
+            plan=plan,
+            spec=exchange_spec(own),
+            rank=0,
+            region=None,
+            look_around=endpoint.look_around,
+            device=endpoint.device,
+        ),
+    )
+
+
+def _plan_of_replica(plan: Plan, rank: int) -> Plan:
     shares = plan.shares_of(rank)
     return msgspec.structs.replace(
         plan,

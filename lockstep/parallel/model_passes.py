@@ -31,8 +31,8 @@ from lockstep.parallel.losses import JointLoss, ShareLoss, nothing
 from lockstep.parallel.mean_check import LossOf, check_added, check_mean
 from lockstep.parallel.passes import Passes, Run, Take
 from lockstep.parallel.staging import moved
-from lockstep.parallel.step_functions import StepFunction
 from lockstep.parallel.whole_batch import SharePart
+from lockstep.parallel.workload import Workload
 from lockstep.plan.decision import LocalUpdate
 from lockstep.plan.lowering import lower_forward, lower_train
 from lockstep.plan.program import Action, Backward, Forward
@@ -45,17 +45,15 @@ class ModelPasses(Passes):
     """Passes over the whole model.
 
     Args:
+        work: what all ranks work on.
         group: of the parameters: all of them are in one.
-        functions: the user's own training steps, in the order of their turns, if there are any.
         options: see ``Passes``.
     """
 
-    def __init__(
-        self, *, group: GroupSpec, functions: Sequence[StepFunction], **options: Any
-    ) -> None:
-        super().__init__(**options)
+    def __init__(self, work: Workload, *, group: GroupSpec, **options: Any) -> None:
+        super().__init__(work, **options)
         self._group = group
-        self._functions = functions
+        self._functions = work.functions
         self._interleaver = Interleaver(
             partial(_keep_own, self._buffers), partial(_restore_own, self._buffers)
         )

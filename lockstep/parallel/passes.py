@@ -11,11 +11,9 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
 
 from lockstep.comm.exchange import Exchange
 from lockstep.comm.gathering import gather_bytes
-from lockstep.data.batch_dims import SAMPLES_FIRST, BatchDims
 from lockstep.data.order import evaluation_seed, seed_streams, share_seed
 from lockstep.data.read_ahead import Read
 from lockstep.data.sources import Batch, Source
@@ -24,16 +22,15 @@ from lockstep.errors import BadRecordError
 from lockstep.parallel.batch_norm import BatchNorms
 from lockstep.parallel.buffers import Buffers, Kept
 from lockstep.parallel.forward import DTYPES, ModelCall
-from lockstep.parallel.gradient_rules import GradientRules
 from lockstep.parallel.linear import LinearLayers
-from lockstep.parallel.losses import JointLoss, LossAdapter, ShareLoss, Sums
+from lockstep.parallel.losses import JointLoss, ShareLoss, Sums
 from lockstep.parallel.module_watch import ModuleWatch
 from lockstep.parallel.side_effects import SideEffects
 from lockstep.parallel.staging import moved
 from lockstep.parallel.whole_batch import SharePart, WholeBatch
+from lockstep.parallel.workload import Workload
 from lockstep.plan.program import Action
 from lockstep.plan.shares import num_filled_shares, share_bounds
-from lockstep.plan.spec import Plan
 
 # Elements of a linear layer's weight, from where on its gradient is formed apart from autograd:
 # below, the calls that this takes cost more than a copy.
@@ -47,6 +44,25 @@ Observe = Callable[[Tree, Tree], None]
 
 # Called with the share, its batch, and the model's output for it.
 Take = Callable[[int, Batch, Tree], None]
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """A global batch to train on, which every rank is given alike.
+
+    Attributes:
+        source: where its samples are.
+        indices: theirs.
+        step: the number of the step.
+        observe: is shown the outputs.
+        turn: where several functions train on each batch, whose turn it is.
+    """
+
+    source: Source
+    indices: torch.Tensor
+    step: int
+    observe: Observe | None = None
+    turn: int = 0
 
 
 @dataclass(eq=False)
@@ -124,16 +140,11 @@ class Passes(ABC):
     """A rank's passes.
 
     Args:
-        plan: the Plan.
+        work: what all ranks work on.
         rank: this rank.
-        model: the model; parameters that this rank has not may be on the meta device.
-        loss: the loss, adapted; None where only predictions are asked for.
         exchange: this rank's end of the exchange.
         trainable: the parameters that this rank trains, in one order.
-        rules: for gradients.
-        seed: of all random streams.
         device: where the model is.
-        dims: where the samples are in what the model takes and returns.
 
     Attributes:
         device: where the model is.
@@ -147,28 +158,23 @@ class Passes(ABC):
 
     def __init__(
         self,
+        work: Workload,
         *,
-        plan: Plan,
         rank: int,
-        model: nn.Module,
-        loss: LossAdapter | None,
         exchange: Exchange,
         trainable: Sequence[torch.Tensor],
-        rules: GradientRules,
-        seed: int,
         device: torch.device,
-        dims: BatchDims = SAMPLES_FIRST,
     ) -> None:
-        self.call = ModelCall(model, plan, device, dims)
-        self._plan = plan
+        self._plan = plan = work.plan
         self._rank = rank
-        self._model = model
+        self._model = model = work.model
+        self.call = ModelCall(model, plan, device, work.dims)
         self._parameters = list(model.parameters())
-        self._loss = loss
+        self._loss = work.loss
         self._exchange = exchange
         self._trainable = trainable
-        self._rules = rules
-        self._seed = seed
+        self._rules = work.rules
+        self._seed = work.seed
         self.device = device
         self._dtype = DTYPES[plan.precision]
         self._buffers = Buffers(model)

@@ -23,30 +23,27 @@ from typing import Any
 
 import torch
 
-from lockstep.comm.exchange import ExchangeSpec
 from lockstep.comm.gradient_rows import GradientRows
 from lockstep.comm.gradients import Gradients, added
 from lockstep.comm.shared_memory import SharedRegion
 from lockstep.comm.work_queue import Part, Push, Stand, WorkQueue
 from lockstep.data.read_ahead import Read
-from lockstep.data.sources import Source
 from lockstep.errors import NonFiniteError
 from lockstep.launch.failure import add_note
 from lockstep.parallel.build import build_worker, divided_pieces
-from lockstep.parallel.exchange_layout import exchange_spec
-from lockstep.parallel.groups import parameter_groups
-from lockstep.parallel.local_worker import replica_of_plan
-from lockstep.parallel.passes import Observe
+from lockstep.parallel.engine import Endpoint
+from lockstep.parallel.local_worker import build_alone
+from lockstep.parallel.passes import Observe, StepBatch
 from lockstep.parallel.push_and_pull import PulledWeights, Pusher
 from lockstep.parallel.second_copy import SecondCopy
 from lockstep.parallel.slot_notes import SlotNotes
 from lockstep.parallel.training_step import StepResult
-from lockstep.parallel.update import PieceSlots, Updater
+from lockstep.parallel.update import PieceSlots
 from lockstep.parallel.worker import Worker
+from lockstep.parallel.workload import Workload
 from lockstep.plan.decision import ServedUpdate
 from lockstep.plan.layout import Piece
 from lockstep.plan.shares import num_filled_shares, share_bounds
-from lockstep.plan.spec import Plan
 
 # The only group of a Plan without stages.
 _GROUP = 0
@@ -73,6 +70,7 @@ class ServedWorker(Worker):
     """One rank, be it a worker or a server; see the module, and ``build_served_worker``.
 
     Args:
+        work: what all ranks work on.
         region: where the table of work lies, what servers note of slots, and second copies, and
         offsets: where each begins there.
         served: the pieces of each server.
@@ -82,6 +80,7 @@ class ServedWorker(Worker):
 
     def __init__(
         self,
+        work: Workload,
         *,
         region: SharedRegion,
         offsets: Sequence[int],
@@ -89,7 +88,7 @@ class ServedWorker(Worker):
         alone: Worker | None,
         **options: Any,
     ) -> None:
-        super().__init__(**options)
+        super().__init__(work, **options)
         update = self.plan.update
         assert isinstance(update, ServedUpdate)
         assert self.board is not None
@@ -112,7 +111,7 @@ class ServedWorker(Worker):
             assert isinstance(alone.updater, Pusher)
             alone.updater.push_to = partial(self.exchange.put, _GROUP, self.rank)
             self._pulled = PulledWeights(self._queue, group, served)
-        self._opened: dict[int, tuple[Source, torch.Tensor]] = {}  # batches that may have parts
+        self._opened: dict[int, StepBatch] = {}  # batches that may have parts
         self._sums: dict[int, _Sum] = {}  # of batches that are not complete, on a server
         self._first_step = 0  # since all ranks have met
         self._num_ended = 0
@@ -124,35 +123,27 @@ class ServedWorker(Worker):
     def trains_apart(self) -> bool:  # type: ignore[override]  # of any other Worker it is fixed
         return not self.keeps_pace
 
-    def train_step(
-        self,
-        source: Source,
-        indices: torch.Tensor,
-        step: int,
-        observe: Observe | None = None,
-        turn: int = 0,
-    ) -> StepResult:
+    def train_step(self, batch: StepBatch) -> StepResult:
         """What this rank can do of a batch, or is left to do of older ones; the result tells."""
         if self.keeps_pace:
-            return super().train_step(source, indices, step, observe, turn)
+            return super().train_step(batch)
         assert self.board is not None
-        self.board.step = step
+        self.board.step = batch.step
         if not self._is_under_way:
-            self._begin(step)
-        result = self._train_apart(source, indices, step, observe)
+            self._begin(batch.step)
+        result = self._train_apart(batch)
         self._num_ended += 1
         return result
 
-    def _train_apart(
-        self, source: Source, indices: torch.Tensor, step: int, observe: Observe | None
-    ) -> StepResult:
+    def _train_apart(self, batch: StepBatch) -> StepResult:
+        step = batch.step
         if self._alone is None:
             self._serve(lambda: self._queue.is_applied(step) or self.is_halted)
             return _joined([])
         oldest = self._queue.oldest_open(step)
         self._opened = {number: one for number, one in self._opened.items() if number >= oldest}
-        self._opened[step] = source, indices
-        return _joined(list(self._worked_off(step, observe)))
+        self._opened[step] = batch
+        return _joined(list(self._worked_off(batch)))
 
     def _begin(self, step: int) -> None:
         """All ranks are here."""
@@ -168,13 +159,13 @@ class ServedWorker(Worker):
 
     # --- workers ---------------------------------------------------------------------------------
 
-    def _worked_off(self, step: int, observe: Observe | None) -> Iterator[StepResult]:
+    def _worked_off(self, batch: StepBatch) -> Iterator[StepResult]:
         """Compute parts until there is nothing left of the batch that nobody has taken."""
-        num_parts = self._num_parts(len(self._opened[step][1]))
+        step, num_parts = batch.step, self._num_parts(len(batch.indices))
         while not self.is_halted:
             part = self._queue.take(step, num_parts)
             if part is not None:
-                yield self._compute(part, observe)
+                yield self._compute(part, batch.observe)
             elif self._queue.is_opened(step):
                 return
             else:
@@ -182,9 +173,9 @@ class ServedWorker(Worker):
 
     def _work_off_what_is_open(self) -> None:
         """After a halt: what was begun of a batch is brought to its end."""
-        for step, (_, indices) in sorted(self._opened.items()):
+        for step, batch in sorted(self._opened.items()):
             while self._queue.is_opened(step):
-                part = self._queue.take(step, self._num_parts(len(indices)))
+                part = self._queue.take(step, self._num_parts(len(batch.indices)))
                 if part is None:
                     break
                 self._compute(part, None)
@@ -197,7 +188,8 @@ class ServedWorker(Worker):
     def _compute(self, part: Part, observe: Observe | None) -> StepResult:
         assert self._alone is not None
         self._queue.wait(self._queue.is_taken)
-        source, indices = self._opened[part.step]
+        batch = self._opened[part.step]
+        indices = batch.indices
         shares = self.plan.shares_of(part.number)
         bounds = share_bounds(len(indices), self.plan.num_shares)
         start, stop = bounds[shares[0]][0], bounds[shares[-1]][1]
@@ -208,7 +200,8 @@ class ServedWorker(Worker):
         self.exchange.gradients[_GROUP].begin_pass()
         try:
             with self._pulled.in_place():
-                result = alone.train_step(source, indices[start:stop], part.step, observe)
+                own = replace(batch, indices=indices[start:stop], observe=observe)
+                result = alone.train_step(own)
         except NonFiniteError as error:
             add_note(
                 error,
@@ -408,48 +401,17 @@ class _Sum:
         return [None if total is None else total.div_(self.weight) for total in self.gradients]
 
 
-def build_served_worker(
-    plan: Plan,
-    spec: ExchangeSpec,
-    region: SharedRegion,
-    *,
-    rank: int,
-    updater: Updater,
-    **parts: Any,
-) -> Worker:
+def build_served_worker(work: Workload, endpoint: Endpoint) -> Worker:
     """Put the parts of a rank that trains together; for the arguments see ``build_worker``."""
-    alone = None
-    if not plan.is_server(rank):
-        own, pusher = replica_of_plan(plan, rank), Pusher()
-        model, groups = parts["model"], parameter_groups(own, parts["model"], [])
-        alone = build_worker(
-            own,
-            exchange_spec(own, model, pusher, groups, {}, parts["loss"]),
-            None,
-            rank=0,
-            updater=pusher,
-            groups=groups,
-            partitions={},
-            **parts,
-        )
-    return build_worker(
-        plan,
-        spec,
-        region,
-        rank=rank,
-        updater=updater,
-        groups=parameter_groups(plan, parts["model"], []),
-        partitions={},
-        make=partial(
-            ServedWorker,
-            region=region,
-            offsets=spec.mail_offsets,
-            served=[
-                pieces
-                for owner, pieces in divided_pieces(plan, spec.groups[_GROUP], updater).items()
-                if plan.is_server(owner)
-            ],
-            alone=alone,
-        ),
-        **parts,
+    plan, spec = work.plan, endpoint.spec
+    is_server = plan.is_server(endpoint.rank)
+    assert endpoint.region is not None
+    pieces = divided_pieces(plan, spec.groups[_GROUP], work.updater)
+    make = partial(
+        ServedWorker,
+        region=endpoint.region,
+        offsets=spec.mail_offsets,
+        served=[own for owner, own in pieces.items() if plan.is_server(owner)],
+        alone=None if is_server else build_alone(work, endpoint, Pusher()),
     )
+    return build_worker(work, endpoint, make)

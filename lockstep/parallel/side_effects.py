@@ -25,6 +25,8 @@ _UNUSED, _DIFFERENT = -1.0, -2.0
 class SideEffects:
     """Looks at what shares leave in a model: in steps 1, 2, 4, 8 and so on of a call.
 
+    One share may change the values of parameters, but not have them lie elsewhere.
+
     Args:
         model: the model, as far as this rank has it.
         free: names of buffers that may depend on the samples.
@@ -44,11 +46,14 @@ class SideEffects:
         self._first: dict[str, float] = {}
         self._marks: dict[str, float] = {}
         self._parameters: dict[str, object] = {}
+        self._places: dict[str, int] = {}
 
     def begin(self, *, is_divided: bool) -> None:
         """A batch is trained on, in several shares or in one."""
         self._num_steps += 1
-        self._is_due = is_divided and not self._num_steps & (self._num_steps - 1)
+        is_due = not self._num_steps & (self._num_steps - 1)
+        self._places = self._places_now() if is_due else {}
+        self._is_due = is_divided and is_due
         if self._is_due:
             self._parameters = self._looks()
             self._first = self._marks_now()
@@ -60,6 +65,9 @@ class SideEffects:
         Raises:
             ModelError: a parameter has changed.
         """
+        for name, place in self._places_now().items() if self._places else ():
+            if place != self._places.get(name, place):
+                raise _changes_parameter(name, ": it lies in other memory now (module.to, .data)")
         if self._is_due:
             for name, look in self._looks().items():
                 if look != self._parameters.get(name, look):
@@ -83,6 +91,14 @@ class SideEffects:
             marks = {*_told(board, self._marks.get(name, _UNUSED))} - {_UNUSED}
             if len(marks) > 1 or _DIFFERENT in marks:
                 raise _depends_on_samples(name)
+
+    def _places_now(self) -> dict[str, int]:
+        """Where trained parameters lie: in memory that what updates them has, too."""
+        return {
+            name: one.data_ptr()
+            for name, one in self._model.named_parameters()
+            if one.requires_grad
+        }
 
     def _looks(self) -> dict[str, object]:
         return {
@@ -134,13 +150,14 @@ def _told(board: Board | None, number: float) -> list[float]:
     return told
 
 
-def _changes_parameter(name: str) -> ModelError:
+def _changes_parameter(name: str, how: str = "") -> ModelError:
     return ModelError(
-        "A forward pass must not change parameters: each share of a batch would do it again.",
-        received=f"a change of {name!r}",
+        "A forward pass must not change parameters: each share of a batch would do it again, and "
+        "the optimizer updates them where they lie.",
+        received=f"a change of {name!r}{how}",
         fix="Keep what follows the weights, such as a teacher's average, in buffers, or change "
-        "it in a callback's on_train_batch_end; an embedding that several ranks have must have "
-        "max_norm=None.",
+        "it in a callback's on_train_batch_end; convert what a module is given, and not the "
+        "module; an embedding that several ranks have must have max_norm=None.",
     )
 
 

@@ -34,7 +34,7 @@ from lockstep.parallel.partition import Partition
 from lockstep.parallel.passes import Passes, Run, Take
 from lockstep.parallel.stage_mail import StageMail
 from lockstep.parallel.whole_batch import SharePart
-from lockstep.plan.decision import Stage
+from lockstep.parallel.workload import Workload
 from lockstep.plan.lowering import lower_forward, lower_train
 from lockstep.plan.program import Action, Backward, BackwardInput, BackwardWeight, Forward
 
@@ -53,9 +53,8 @@ class StagePasses(Passes):
     """Passes over stages.
 
     Args:
-        stages: all of the Plan's.
-        partitions: of the model, by whether it is in training.
-        mail: from and to other stages, likewise.
+        work: what all ranks work on.
+        mail: from and to other stages, by whether the model is in training.
         mail_channels: carries mail to other hosts; None where there are none.
         groups: of parameters, those that this rank holds.
         options: see ``Passes``.
@@ -63,24 +62,24 @@ class StagePasses(Passes):
 
     def __init__(
         self,
+        work: Workload,
         *,
-        stages: Sequence[Stage],
-        partitions: Mapping[bool, Partition],
         mail: Mapping[bool, StageMail],
         mail_channels: MailChannels | None,
         groups: Sequence[OwnedGroup],
         **options: Any,
     ) -> None:
-        super().__init__(**options)
-        self._stages = stages
-        self._partitions = partitions
+        super().__init__(work, **options)
+        assert work.plan.pipeline is not None
+        self._stages = work.plan.pipeline.stages
+        self._partitions = work.partitions
         self._mail = mail
         self._mail_channels = mail_channels
         self._groups = groups
         self._microbatch_runs: dict[tuple[int, int], MicrobatchRun] = {}
         self._stage_buffers = [
             ChangedOnce(Buffers(self._model, {*part.buffers} - self._norms.buffer_names))
-            for part in partitions[True].parts
+            for part in self._partitions[True].parts
         ]
         self._apart: dict[int, SharePart] = {}  # they wait for the outputs of all microbatches
         self._is_settled = False

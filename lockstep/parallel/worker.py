@@ -25,15 +25,16 @@ from lockstep.data.sources import Batch, Source
 from lockstep.data.trees import Tree
 from lockstep.errors import NonFiniteError
 from lockstep.parallel.device_store import Mirror, Mirrors
-from lockstep.parallel.gradient_rules import GradientJudge, GradientRules
+from lockstep.parallel.gradient_rules import GradientJudge
 from lockstep.parallel.loss_rules import check_used, refuses
 from lockstep.parallel.losses import Sums
 from lockstep.parallel.owned_group import OwnedGroup
-from lockstep.parallel.passes import Observe, Passes, Run, Take
+from lockstep.parallel.passes import Observe, Passes, Run, StepBatch, Take
 from lockstep.parallel.store import copy_to_views
 from lockstep.parallel.training_step import StepResult, TrainingStep
-from lockstep.parallel.update import PieceSlots, Updater
+from lockstep.parallel.update import PieceSlots
 from lockstep.parallel.whole_batch import SharePart
+from lockstep.parallel.workload import Workload
 from lockstep.plan.devices import is_cpu
 from lockstep.plan.lowering import leaves_a_rank_idle
 from lockstep.plan.program import (
@@ -46,7 +47,6 @@ from lockstep.plan.program import (
     Step,
     Sync,
 )
-from lockstep.plan.spec import Plan
 
 # What a rank says of itself meanwhile.
 _PHASES: dict[type[Action], str] = {
@@ -64,18 +64,14 @@ class Worker:
     """Runs one rank of a Plan. Made by ``parallel.build``.
 
     Args:
-        plan: the Plan.
+        work: what all ranks work on, with the model as far as this one has it.
         rank: this rank.
-        model: the model, as far as this rank has it.
         exchange: this rank's end of the exchange.
         passes: how it goes forward and backward.
-        updater: the optimizer; None where nothing is trained.
         groups: of parameters, those that this rank holds.
-        rules: for gradients.
         told_elsewhere: see ``GradientJudge``.
         held: names of the parameters and buffers that this rank has; None for all.
         ruled: names of the buffers of which this rank has the values that count.
-        first_share: see ``Run``.
 
     Attributes:
         board: where the ranks of the host wait for each other; None where there is one alone.
@@ -84,6 +80,7 @@ class Worker:
         is_apart: the weights of the ranks differ.
         goes_on: where a rank dies the epoch may be gone on with: nothing else is kept of its steps
             than what their results tell in sum.
+        first_share: see ``Run``.
         batch_size: samples of the batches that it trains on parts of; 0 where they are whole.
         has_own_optimizer: it steps parameters of its own, with slots that no other rank has.
         mirrors: what rank 0 is shown of what this rank alone has on its device.
@@ -92,94 +89,80 @@ class Worker:
     trains_apart = False
     keeps_pace = False
     is_apart = False
+    first_share = 0
+    batch_size = 0
     goes_on = False
     has_own_optimizer = False
     mirrors: Mirrors = ((), ())
 
     def __init__(
         self,
+        work: Workload,
         *,
-        plan: Plan,
         rank: int,
-        model: nn.Module,
         exchange: Exchange,
         passes: Passes,
-        updater: Updater | None,
         groups: Sequence[OwnedGroup],
-        rules: GradientRules,
         told_elsewhere: frozenset[str] = frozenset(),
         held: frozenset[str] | None = None,
         ruled: frozenset[str] = frozenset(),
-        first_share: int = 0,
     ) -> None:
-        self.plan = plan
+        self.plan = work.plan
         self.rank = rank
-        self.model = model
+        self.model = work.model
         self.exchange = exchange
         self.board = exchange.board
         self.passes = passes
-        self.updater = updater
+        self.updater = work.updater
         self._groups = groups
         self._held = held
         self._ruled = ruled
-        self.first_share = first_share
-        self.batch_size = 0
-        self._pieces = [group.bound(is_alone=plan.num_ranks == 1) for group in groups]
+        self._pieces = [group.bound(is_alone=self.plan.num_ranks == 1) for group in groups]
         bound = [piece for pieces in self._pieces for piece in pieces]
-        if updater is not None:
-            updater.bind(bound)
+        if self.updater is not None:
+            self.updater.bind(bound)
         # What other domains have updated, every rank of a group writes.
         self._changes_weights = bool(bound) or any(group.is_scattered for group in groups)
         if self.board is not None and not self._changes_weights:
             self.board.own_nothing()
-        self._rules = rules
+        self._rules = work.rules
         self._judge = GradientJudge(
-            rules,
+            self._rules,
             bound,
             [sizes for group in groups for sizes in group.blocks],
-            [name for name, _ in model.named_parameters()],
+            [name for name, _ in self.model.named_parameters()],
             self.board,
             told_elsewhere,
         )
 
     # --- training --------------------------------------------------------------------------------
 
-    def train_step(
-        self,
-        source: Source,
-        indices: torch.Tensor,
-        step: int,
-        observe: Observe | None = None,
-        turn: int = 0,
-    ) -> StepResult:
-        """One step on the global batch at ``indices``; every rank calls it with the same.
-
-        Where several functions train on each batch, ``turn`` is whose turn it is.
+    def train_step(self, batch: StepBatch) -> StepResult:
+        """One step on a global batch; every rank calls it with the same.
 
         Raises:
             NonFiniteLossError: the loss is NaN or infinite; nothing has been updated.
             LossError: the loss function broke its contract.
         """
-        num_shares = self.plan.num_shares
 
         def begun() -> TrainingStep:
             run = Run(
-                source,
-                indices,
-                num_shares,
-                step=step,
-                observe=observe,
-                turn=turn,
+                batch.source,
+                batch.indices,
+                self.plan.num_shares,
+                step=batch.step,
+                observe=batch.observe,
+                turn=batch.turn,
                 first_share=self.first_share,
                 batch_size=self.batch_size,
             )
-            return TrainingStep(run, step)
+            return TrainingStep(run, batch.step)
 
         if self.updater is not None:
-            self.updater.turn = turn
+            self.updater.turn = batch.turn
         if self.board is not None:
-            self.board.step = step
-        with self.passes.in_turn(turn):
+            self.board.step = batch.step
+        with self.passes.in_turn(batch.turn):
             try:
                 return self._train(begun())
             except _GuessError:
@@ -279,7 +262,7 @@ class Worker:
                 trained; None where it adds nothing.
             run: the batch.
             step: the number of the step.
-            turn: see ``train_step``.
+            turn: see ``StepBatch``.
         """
         assert self.updater is not None
         self.updater.turn = turn
@@ -395,7 +378,7 @@ class Worker:
         Args:
             indices: of the global batch.
             step: of training; None in evaluation and prediction.
-            turn: see ``train_step``.
+            turn: see ``StepBatch``.
         """
         run = Run(
             None,

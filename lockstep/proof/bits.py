@@ -22,9 +22,8 @@ from lockstep.parallel.module_watch import GRADIENT, INPUT, OUTPUT, Flip, Look, 
 from lockstep.plan.averaging import AveragedUpdate
 from lockstep.plan.makers import Maker, Mirrored, SingleDevice
 from lockstep.plan.spec import Plan
-from lockstep.proof.job import Job, copy_job
-from lockstep.proof.job_data import JobData
-from lockstep.proof.two_sides import fit_steps, make_trainer
+from lockstep.proof.job import copy_job
+from lockstep.proof.two_sides import Trial, fit_steps, make_trainer
 from lockstep.train.conductor import Snapshot
 from lockstep.train.job_context import DEFAULT_TIMEOUT_SECONDS, StrategyLike
 
@@ -165,29 +164,21 @@ class BitsProof:
     """Runs of one job.
 
     Attributes:
-        job: what to train.
-        data: what on.
-        strategy: how.
-        steps: updates to make.
-        seed: of all random numbers.
+        trial: what to train.
         agreed: what rank 0 has, on all hosts.
     """
 
-    job: Job
-    data: JobData
-    strategy: StrategyLike
-    steps: int
-    seed: int
+    trial: Trial
     agreed: Callable[[Any], Any]
     _plan: Plan | None = field(default=None, init=False)
 
     @cached_property
     def _first(self) -> "_Recorder":
-        return self._run(self.strategy)
+        return self._run(self.trial.strategy)
 
     def verdicts(self) -> list[Verdict]:
         """From run to run, and on one device."""
-        first, again = self._first, self._run(self.strategy)
+        first, again = self._first, self._run(self.trial.strategy)
         found = [_verdict("run to run", first.prints, again.prints, is_promised=True)]
         plan = self._plan
         assert plan is not None
@@ -206,7 +197,7 @@ class BitsProof:
         """One unit in the last place, in an output and in a gradient, on the last rank."""
         rank = max((rank for rank, _ in self._first.values), default=0)
         own = [spot for one, spot in self._first.values if one == rank and spot.module]
-        step = self.steps - 1
+        step = self.trial.steps - 1
         flips = []
         for kind in (OUTPUT, GRADIENT):
             names = list(dict.fromkeys(spot.module for spot in own if spot.kind == kind))
@@ -216,7 +207,7 @@ class BitsProof:
         return [self._find(flip) for flip in self.agreed(flips)]
 
     def _find(self, flip: Flip) -> Verdict:
-        prints = self._run(self.strategy, flip).prints
+        prints = self._run(self.trial.strategy, flip).prints
         first = _first_difference(self._first.prints, prints)
         wanted = (flip.kind, flip.name, flip.step, flip.rank)
         place = _Place(flip.kind, flip.name, flip.step, flip.rank)
@@ -229,11 +220,11 @@ class BitsProof:
         )
 
     def _run(self, strategy: StrategyLike, flip: Flip | None = None) -> _Recorder:
-        own = copy_job(self.job, in_double=False)
+        own = copy_job(self.trial.job, in_double=False)
         is_double = all(one.dtype == torch.float64 for one in own.model.parameters())
         precision = "fp64" if is_double else "fp32"
-        trainer = make_trainer(own, self.job, strategy, precision, self.seed)
-        recorder = _Recorder(Look(steps=range(self.steps), flip=flip))
+        trainer = make_trainer(own, strategy, precision, self.trial.seed)
+        recorder = _Recorder(Look(steps=range(self.trial.steps), flip=flip))
 
         def on_snapshot(snapshot: Snapshot) -> None:
             recorder.begin(trainer.plan)
@@ -241,7 +232,7 @@ class BitsProof:
 
         on_snapshot.look = recorder.look  # type: ignore[attr-defined]
         try:
-            fit_steps(trainer, self.data, self.steps, on_snapshot)
+            fit_steps(trainer, self.trial.data, self.trial.steps, on_snapshot)
         finally:
             trainer.close()
         self._plan = self._plan or trainer.plan

@@ -8,7 +8,7 @@ may hold the same parameters.
 import copy
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -95,18 +95,8 @@ class Job:
         return BatchDims.of(self.batch_dim)
 
 
-@dataclass(frozen=True, kw_only=True)
-class JobCopy:
-    """What a training of a job changes, copied."""
-
-    model: nn.Module
-    loss: Any
-    optimizer: optim.Optimizer
-    train_step: Any
-
-
-def copy_job(job: Job, *, in_double: bool = True, device: torch.device | None = None) -> JobCopy:
-    """Copy what a training changes.
+def copy_job(job: Job, *, in_double: bool = True, device: torch.device | None = None) -> Job:
+    """The job, with copies of what a training changes, and an optimizer over the copied model.
 
     Args:
         job: the job.
@@ -136,7 +126,8 @@ def copy_job(job: Job, *, in_double: bool = True, device: torch.device | None = 
         for one in (loss, train_step):
             if isinstance(one, nn.Module):
                 move_model(one, device)
-    return JobCopy(
+    return replace(
+        job,
         model=model,
         loss=loss,
         optimizer=_copied_optimizer(job.optimizer, model, memo, in_double=in_double),

@@ -6,6 +6,7 @@ and only the figures are kept. So memory does not grow with the steps.
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
@@ -30,7 +31,7 @@ from lockstep.proof.comparison import (
     rounding_mask,
 )
 from lockstep.proof.compressed import CompressedReference, SimulatedHosts
-from lockstep.proof.job import Job, JobCopy, copy_job
+from lockstep.proof.job import Job, copy_job
 from lockstep.proof.job_data import JobData
 from lockstep.proof.reference import Record, Reference
 from lockstep.proof.replicas import Replicas, is_synchronous
@@ -40,14 +41,30 @@ from lockstep.train.job_context import StrategyLike
 from lockstep.train.trainer import Trainer
 
 
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """What is to be proved, of which runs are made.
+
+    Attributes:
+        job: what is trained, in copies.
+        data: what on.
+        strategy: Lockstep's.
+        steps: updates to make.
+        seed: of all random numbers.
+    """
+
+    job: Job
+    data: JobData
+    strategy: StrategyLike
+    steps: int
+    seed: int
+
+
 class TwoSides:
     """A run of both sides, from the start.
 
     Args:
-        job: what is trained, in copies.
-        data: what on.
-        strategy: Lockstep's.
-        seed: of all random numbers.
+        trial: what is trained.
         look: at what modules compute; None for not at all.
 
     Attributes:
@@ -57,21 +74,14 @@ class TwoSides:
         seen: the last of the looks: the snapshot, and what the reference's modules have computed.
     """
 
-    def __init__(
-        self,
-        job: Job,
-        data: JobData,
-        strategy: StrategyLike,
-        seed: int,
-        look: Look | None = None,
-    ) -> None:
+    def __init__(self, trial: Trial, look: Look | None = None) -> None:
         self.comparisons: list[Comparison] = []
         self.look = look
         self.seen: tuple[Snapshot, Noted] | None = None
-        self._data = data
+        self._data = trial.data
         self._replicas: Replicas | None = None
-        self._make = partial(make_reference, job, data, seed)
-        self.trainer = make_trainer(copy_job(job), job, strategy, "fp64", seed)
+        self._make = partial(make_reference, trial)
+        self.trainer = make_trainer(copy_job(trial.job), trial.strategy, "fp64", trial.seed)
         self._rounding: dict[str, torch.Tensor] = {}
         self._steps = 0
         self._updates = 0
@@ -236,35 +246,28 @@ class TwoSides:
 
 
 def make_reference(
-    job: Job,
-    data: JobData,
-    seed: int,
-    share: int | None,
-    device: torch.device,
-    **compressed: Any,
+    trial: Trial, share: int | None, device: torch.device, **compressed: Any
 ) -> Reference:
     """The plain loop on a device, on the whole of each batch or on one share alone.
 
     Args:
-        job: what it trains.
-        data: what on.
-        seed: of all random numbers.
+        trial: what it trains.
         share: of each batch; None for all.
         device: where it trains.
         compressed: see ``CompressedReference``; none for gradients as they are.
     """
-    own = copy_job(job, device=device)
+    own = copy_job(trial.job, device=device)
     kind = CompressedReference if compressed else Reference
     return kind(
         own.model,
         own.loss,
         own.optimizer,
-        data.batches(),
-        seed=seed,
-        loss_weights=job.loss_weights,
+        trial.data.batches(),
+        seed=trial.seed,
+        loss_weights=own.loss_weights,
         share=share,
         train_step=own.train_step,
-        dims=job.dims,
+        dims=own.dims,
         **compressed,
     )
 
@@ -278,9 +281,7 @@ def host_of_gradient(plan: Plan, name: str, share: int) -> int:
     return plan.host_of(ranks[share % len(ranks)])
 
 
-def make_trainer(
-    own: JobCopy, job: Job, strategy: StrategyLike, precision: str, seed: int
-) -> Trainer:
+def make_trainer(own: Job, strategy: StrategyLike, precision: str, seed: int) -> Trainer:
     """Lockstep, with a copy of a job."""
     return Trainer(
         own.model,
@@ -289,9 +290,9 @@ def make_trainer(
         strategy=strategy,
         precision=precision,
         seed=seed,
-        loss_weights=job.loss_weights,
+        loss_weights=own.loss_weights,
         train_step=own.train_step,
-        batch_dim=job.batch_dim,
+        batch_dim=own.batch_dim,
     )
 
 

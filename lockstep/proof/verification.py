@@ -25,10 +25,10 @@ from lockstep.proof.bits import BitsProof, Verdict
 from lockstep.proof.comparison import KINDS, TOLERANCE, Comparison
 from lockstep.proof.conditioning import Conditioning, measure
 from lockstep.proof.job import Job
-from lockstep.proof.job_data import JobData, data_of
+from lockstep.proof.job_data import data_of
 from lockstep.proof.locating import Cause, locate, not_repeated
 from lockstep.proof.report import Report, first_of, make_report
-from lockstep.proof.two_sides import TwoSides, make_reference
+from lockstep.proof.two_sides import Trial, TwoSides, make_reference
 from lockstep.train.checks import check_strategy
 from lockstep.train.job_context import StrategyLike
 
@@ -75,7 +75,8 @@ def _verify(
     job: Job, strategy: StrategyLike, steps: int, seed: int, *, bits: bool, self_test: bool
 ) -> Report:
     data = data_of(job, steps, seed)
-    sides = TwoSides(job, data, strategy, seed)
+    trial = Trial(job=job, data=data, strategy=strategy, steps=steps, seed=seed)
+    sides = TwoSides(trial)
     conditioning, cause = None, None
     verdicts: list[Verdict] = []
     with kept_streams():
@@ -88,12 +89,12 @@ def _verify(
         comparisons = sides.comparisons
         agreed = sides.trainer.same_everywhere  # rank 0 has compared, and all run what follows
         if not sides.inexact and agreed(first_of(comparisons)) is not None:
-            conditioning = _conditioning(job, data, sides.trainer.plan, seed, steps)
+            conditioning = _conditioning(trial, sides.trainer.plan)
             comparisons = conditioning.loosened(comparisons)
             first = agreed(first_of(comparisons))
-            cause = _cause(job, data, strategy, seed, first, conditioning)
+            cause = _cause(trial, first, conditioning)
         if bits or self_test:
-            proof = BitsProof(job, data, strategy, steps, seed, agreed)
+            proof = BitsProof(trial, agreed)
             verdicts += proof.verdicts() if bits else []
             verdicts += proof.planted() if self_test else []
     plan = sides.trainer.plan
@@ -112,27 +113,21 @@ def _verify(
     return agreed(report)
 
 
-def _conditioning(job: Job, data: JobData, plan: Plan, seed: int, steps: int) -> Conditioning:
+def _conditioning(trial: Trial, plan: Plan) -> Conditioning:
     """What rounding can do in so many steps."""
     device = rank_device(plan.devices, 0)
-    one, other = (make_reference(job, data, seed, None, device) for _ in range(2))
-    possible = steps if data.num_batches is None else min(steps, data.num_batches)
+    one, other = (make_reference(trial, None, device) for _ in range(2))
+    steps, limit = trial.steps, trial.data.num_batches
+    possible = steps if limit is None else min(steps, limit)
     return measure(one, other, plan.num_shares, possible)
 
 
-def _cause(
-    job: Job,
-    data: JobData,
-    strategy: StrategyLike,
-    seed: int,
-    first: Comparison | None,
-    conditioning: Conditioning,
-) -> Cause | None:
+def _cause(trial: Trial, first: Comparison | None, conditioning: Conditioning) -> Cause | None:
     """Make the steps up to the first difference once more, and look at the modules in it."""
     if first is None:
         return None
     look = Look(steps=range(first.step, first.step + 1))
-    sides = TwoSides(job, data, strategy, seed, look)
+    sides = TwoSides(trial, look)
     try:
         sides.run(first.step + 1)
     finally:

@@ -4,19 +4,17 @@ The script's process makes one; helpers get a copy. On several hosts each makes 
 are compared (``train.hosts``).
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
 from lockstep.accelerators import rank_device
 from lockstep.comm.exchange import ExchangeSpec
 from lockstep.comm.meeting_point import Meeting
 from lockstep.comm.shared_memory import SharedRegion
-from lockstep.data.batch_dims import SAMPLES_FIRST, BatchDims
 from lockstep.data.order import kept_streams
 from lockstep.launch.failure import add_note
 from lockstep.parallel.allocator import keep_freed_memory
@@ -24,17 +22,12 @@ from lockstep.parallel.blank import initialize
 from lockstep.parallel.build import build_worker
 from lockstep.parallel.control import Control
 from lockstep.parallel.device_memory import shortage_note
-from lockstep.parallel.engine import Neighbours
-from lockstep.parallel.gradient_rules import GradientRules
-from lockstep.parallel.groups import ParameterGroup
+from lockstep.parallel.engine import Endpoint, Neighbours
 from lockstep.parallel.local_worker import build_local_worker
-from lockstep.parallel.losses import LossAdapter
-from lockstep.parallel.partition import Partition
 from lockstep.parallel.served_worker import build_served_worker
 from lockstep.parallel.settings import TorchSettings, num_threads
-from lockstep.parallel.step_functions import StepFunction
-from lockstep.parallel.update import Updater
 from lockstep.parallel.worker import Worker
+from lockstep.parallel.workload import Workload
 from lockstep.plan.averaging import AveragedUpdate
 from lockstep.plan.spec import Plan
 from lockstep.train.conductor import Conductor
@@ -43,41 +36,21 @@ from lockstep.train.tasks import Task
 
 
 @dataclass(frozen=True, kw_only=True)
-class Assignment:
+class Assignment(Workload):
     """What every rank gets.
 
     Attributes:
-        plan: the Plan.
-        model: the model; its parameters lie in the store where there are helpers.
-        loss: the loss, or None for prediction.
-        updater: the optimizer, or None where nothing is trained.
         task: what to do.
-        seed: of the random streams.
         device: where rank 0's model is.
         settings: torch's, as the script has set them.
-        partitions: of the model in stages, by whether it is in training; none without a pipeline.
-        groups: the parameters, by the ranks that have them.
         blank: names of the parameters that have no values yet.
-        rules: for gradients.
-        functions: the user's own training steps, if there are any.
-        dims: where the samples are in what the model takes and returns.
         residuals: of this host, where something is compressed between hosts.
     """
 
-    plan: Plan
-    model: nn.Module
-    loss: LossAdapter | None
-    updater: Updater | None
     task: Task
-    seed: int
     device: torch.device
     settings: TorchSettings
-    partitions: Mapping[bool, Partition]
-    groups: tuple[ParameterGroup, ...]
     blank: frozenset[str]
-    rules: GradientRules
-    functions: tuple[StepFunction, ...] = ()
-    dims: BatchDims = SAMPLES_FIRST
     residuals: Residuals | None = None
 
 
@@ -102,38 +75,23 @@ def make_worker(
         neighbours: what this rank has of other hosts, where there are several.
         meeting: where ranks of process groups find each other, if there are any.
     """
-    residuals = None if assignment.residuals is None else assignment.residuals.by_parameter()
-    update = assignment.plan.update
-    parts: dict[str, Any] = {
-        "rank": rank,
-        "model": assignment.model,
-        "loss": assignment.loss,
-        "updater": assignment.updater,
-        "rules": assignment.rules,
-        "functions": assignment.functions,
-        "seed": assignment.seed,
-        "device": rank_device(assignment.plan.devices, rank),
-        "dims": assignment.dims,
-        "look_around": look_around,
-    }
-    if isinstance(update, AveragedUpdate) and assignment.updater is not None:
-        return build_local_worker(
-            assignment.plan, spec, region, neighbours=neighbours, residuals=residuals, **parts
-        )
-    if assignment.plan.is_stale and assignment.updater is not None:
-        assert region is not None
-        return build_served_worker(assignment.plan, spec, region, **parts)
-    return build_worker(
-        assignment.plan,
-        spec,
-        region,
-        groups=assignment.groups,
-        partitions=assignment.partitions,
+    plan, residuals = assignment.plan, assignment.residuals
+    endpoint = Endpoint(
+        plan=plan,
+        spec=spec,
+        rank=rank,
+        region=region,
+        look_around=look_around,
+        device=rank_device(plan.devices, rank),
         neighbours=neighbours,
         meeting=meeting,
-        residuals=residuals,
-        **parts,
+        residuals=None if residuals is None else residuals.by_parameter(),
     )
+    if isinstance(plan.update, AveragedUpdate) and assignment.updater is not None:
+        return build_local_worker(assignment, endpoint)
+    if plan.is_stale and assignment.updater is not None:
+        return build_served_worker(assignment, endpoint)
+    return build_worker(assignment, endpoint)
 
 
 def run_task(assignment: Assignment, worker: Worker, control: Control, conductor: Conductor) -> Any:

@@ -24,7 +24,7 @@ from lockstep.data.trees import tensors_of
 from lockstep.errors import CheckpointError, DeviceError
 from lockstep.train.ensemble import Resume
 from lockstep.train.feeding import SharedStream
-from lockstep.train.training_state import TrainingState, copied
+from lockstep.train.training_state import TrainingState
 from lockstep.units import format_bytes
 
 _T = TypeVar("_T")
@@ -176,8 +176,8 @@ class Backups:
             self._before = None
             return
         with torch.no_grad():
-            parts = copied(now.parts(), self._before and self._before.parts())
-        self._before = state = TrainingState(**parts)
+            state = now.copied(None if self._before is None else self._before.parts())
+        self._before = state
         self._release_pages()
         if resume is None:
             place = state.position["fit"]

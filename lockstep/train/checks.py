@@ -21,7 +21,7 @@ from lockstep.errors import (
     OptionError,
     Problems,
 )
-from lockstep.options import check_choice, check_count, check_seed
+from lockstep.options import check_choice, check_count, check_flag, check_seed
 from lockstep.parallel.forward import DTYPES, PARAMETER_DTYPES
 from lockstep.parallel.function_losses import missing_targets
 from lockstep.parallel.loss_options import check_loss
@@ -128,6 +128,7 @@ def check_arguments(
     strategy: object,
     precision: object,
     seed: object,
+    deterministic: object,
     callbacks: object,
 ) -> None:
     """Everything that the Trainer is made with, all problems at once.
@@ -148,6 +149,7 @@ def check_arguments(
     check_strategy(strategy, problems)
     check_choice("precision", precision, DTYPES, problems, fix="Use 'fp32'.")
     check_seed(seed, problems)
+    check_flag("deterministic", deterministic, problems)
     _check_callbacks(callbacks, problems)
     problems.raise_if_any(OptionError)
 

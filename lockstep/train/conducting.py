@@ -10,17 +10,14 @@ from torch import nn
 
 from lockstep.data.sources import Source
 from lockstep.parallel.training_step import StepResult
-from lockstep.parallel.update import PieceSlots
 from lockstep.train.backups import Backups
 from lockstep.train.callbacks import Callback, acting
 from lockstep.train.changes import ChangeWatch, SettingsWatch, fingerprint
-from lockstep.train.conductor import Conductor, Snapshot
+from lockstep.train.conductor import Snapshot
 from lockstep.train.feeding import GlobalBatch
-from lockstep.train.history import History
 from lockstep.train.interrupt import Interrupt
 from lockstep.train.optimizers import each_optimizer
 from lockstep.train.progress import ProgressDisplay
-from lockstep.train.recipe import AnyUpdater
 from lockstep.train.returning import ReturningConductor
 from lockstep.train.run_record import RunRecord
 from lockstep.train.trainer_protocol import TrainerProtocol
@@ -35,41 +32,7 @@ def _modules_of(model: nn.Module) -> dict[str, nn.Module]:
     return {name or "the model": one for name, one in model.named_modules()}
 
 
-class FollowingConductor(Conductor):
-    """Of a host that host 0 leads: callbacks and progress are there.
-
-    Args:
-        interrupt: what has become of Ctrl-C here, which ends the training on all hosts.
-    """
-
-    def __init__(self, interrupt: Interrupt) -> None:
-        self.history = History()
-        self.updater: AnyUpdater | None = None
-        self._interrupt = interrupt
-
-    @property
-    def is_interrupted(self) -> bool:  # type: ignore[override]  # an attribute in the base
-        """Whether the user wants training to end."""
-        return self._interrupt.is_requested
-
-    def hold_interrupts(self) -> None:
-        self._interrupt.hold()
-
-    def begin_train(self) -> None:
-        """Before the first epoch."""
-
-    def end_train(self) -> None:
-        """After the last epoch."""
-
-    def take_slots(self, slots: list[PieceSlots]) -> None:
-        assert self.updater is not None
-        self.updater.take_slots(slots)
-
-    def close(self) -> None:
-        """Nothing is shown here."""
-
-
-class FitConductor(ReturningConductor, FollowingConductor):
+class FitConductor(ReturningConductor):
     """Conducts a ``fit``.
 
     Args:
@@ -94,8 +57,7 @@ class FitConductor(ReturningConductor, FollowingConductor):
         backups: Backups | None = None,
         record: RunRecord | None = None,
     ) -> None:
-        super().__init__(interrupt)
-        self._keep(trainer, backups, record)
+        super().__init__(interrupt, trainer, backups, record)
         self._num_bad_shown = 0
         self._trainer = trainer
         self._schedule = trainer.schedule
@@ -246,7 +208,6 @@ class FitConductor(ReturningConductor, FollowingConductor):
         return changed
 
     def _publish_options(self) -> None:
-        assert self.updater is not None
         self.updater.publish_options()
 
     def close(self) -> None:

@@ -146,8 +146,13 @@ class Conductor:
         """The ``Resume`` from which to go on after the loss of a process; None if it is the end."""
         return None
 
-    def decide(self, directive: Any) -> Any:
-        """What callbacks have decided now, or had decided when this step was made before."""
+    def decide(self, directive: Any, renew_at: Any = None) -> Any:
+        """What callbacks have decided now, or had decided when this step was made before.
+
+        Args:
+            directive: their decision.
+            renew_at: where ranks go on that are sent everything anew; None within an epoch.
+        """
         return directive
 
     def note_bad_records(self, bad: Mapping[int, str]) -> None:

@@ -1,11 +1,13 @@
 """Connected hosts: the channels of a call to other hosts, and what goes over them at its end."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+
+import torch
 
 from lockstep.channel.channel import Channel
 from lockstep.comm.meeting_point import MeetingPoint
-from lockstep.parallel.engine import ChannelKey, channel_keys, meeting_point_for
+from lockstep.parallel.engine import ChannelKey, Neighbours, channel_keys, meeting_point_for
 from lockstep.parallel.groups import ParameterGroup
 from lockstep.plan.spec import Plan
 from lockstep.train.assignment import Assignment
@@ -62,6 +64,13 @@ class Connected:
             timeout_seconds=timeout_seconds,
         )
         return cls(hosts=hosts, abroad=abroad, channels=channels)
+
+    def neighbours(
+        self, rank: int, mirrored: Sequence[torch.Tensor], look_around: Callable[[float], None]
+    ) -> Neighbours:
+        """What a rank of this process has of other hosts; for the arguments see those."""
+        own = [end for (low, _, _), end in self.channels.items() if low == rank]
+        return self.abroad.neighbours(rank, own, mirrored, self.hosts.crossing(look_around))
 
 
 def meeting_point_of(

@@ -118,7 +118,7 @@ class Ensemble:
                 options=changed if changed != options else None,
                 values=values,
             )
-            directive = self.conductor.decide(directive)
+            directive = self.conductor.decide(directive, renew_at)
         directive = self._tell(directive)
         set_values(model, directive.values)
         updater.look_again()

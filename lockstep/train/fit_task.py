@@ -17,7 +17,7 @@ from lockstep.data.sources import Source
 from lockstep.parallel.control import Control
 from lockstep.parallel.losses import ONE_LOSS, LossParts
 from lockstep.parallel.module_watch import Look
-from lockstep.parallel.passes import Observe
+from lockstep.parallel.passes import StepBatch
 from lockstep.parallel.readers import reading_ahead
 from lockstep.parallel.training_step import StepResult
 from lockstep.parallel.update import PieceSlots
@@ -189,79 +189,112 @@ class FitTask(Task):
         tracer: StepTracer,
     ) -> bool:
         """Train an epoch; returns whether to stop after it."""
-        worker, conductor = ensemble.worker, ensemble.conductor
+        conductor = ensemble.conductor
         stops = self._begin_epoch(ensemble, epoch)
         if stops and self.stops_before_steps:
             return True
         begun = replace(self._start_of(epoch), is_begun=True, stops=stops)
-        if worker.trains_apart:
-            worker.go_on_from(begun.served)
-            conductor.begin_apart(begun)
-        if self._backs_up_at(worker, begun):
-            ensemble.show_slots()  # within the epoch there is no moment at which to take a backup
-            conductor.back_up_at(Resume(epoch, True, stops), progress.num_steps)
-        observe = self.metrics.update if self.metrics else None
+        self._begin_apart(ensemble, begun, progress)
         results = self._begin_sums(ensemble, epoch)
         batches = self._batches(ensemble, source, epoch)
         bad_records = self._filter_of(ensemble, self.source)
-        for index, (batch, indices) in enumerate(batches, self._num_done(epoch)):
+        for index, batch in enumerate(batches, self._num_done(epoch)):
             if self.before_steps:
                 stops = ensemble.consult(partial(conductor.begin_step, index))
                 if stops and self.stops_before_steps:
                     break
-            step = self.first_step + progress.num_steps
-            num_taken = len(indices)
-            if bad_records is not None:
-                batch, indices = bad_records.filtered(
-                    batch, indices, step, max(len(self.turns.names), 1)
-                )
-            with tracer.step(step), noting(worker, self.look, step) as noted:
-                result = self._train_step(ensemble, batch, indices, step, observe)
-            if num_taken > len(indices):
-                result = replace(result, num_bad=num_taken - len(indices))
-            progress.num_epochs, progress.num_steps = epoch + 1, progress.num_steps + 1
-            if tracer.is_due(step + 1):
-                ensemble.show_traces(tracer)
-            results.append(result)
-            if worker.leaves_a_rank_idle(len(indices)):
-                ensemble.share_buffers()
-            if self.record:
-                take_snapshot(ensemble, step, result, noted)
+            results.append(self._make_step(ensemble, batch, progress, tracer, bad_records))
+            progress.num_epochs = epoch + 1
             if self.takes_states:
                 self._take_stand(ensemble, epoch, index + 1, progress, results)
-            end_step = partial(conductor.end_step, index, result)
-            if self.after_steps:
-                if worker.held_names() is not None:  # callbacks may look at the whole model
-                    ensemble.collect_buffers()
-                if self.shows_slots:
-                    ensemble.show_slots()
-                if ensemble.consult(end_step):
-                    break
-            else:
-                if index >= begun.num_ended:
-                    end_step()
-                ensemble.check_halt()
-                if stops:
-                    break
+            if self._end_step(ensemble, index, results[-1], replace(begun, stops=stops)):
+                break
             conductor.back_up()
         progress.num_epochs = epoch + 1
+        return self._end_epoch(ensemble, epoch, progress, results)
+
+    def _begin_apart(self, ensemble: Ensemble, begun: Resume, progress: _Progress) -> None:
+        """Of ranks that train apart, before the first step of an epoch."""
+        worker, conductor = ensemble.worker, ensemble.conductor
+        if not worker.trains_apart:
+            return
+        worker.go_on_from(begun.served)
+        conductor.begin_apart(begun)
+        if begun.served is None and self.takes_states and not worker.has_own_optimizer:
+            ensemble.show_slots()  # within the epoch there is no moment at which to take a backup
+            conductor.back_up_at(Resume(begun.epoch, True, begun.stops), progress.num_steps)
+
+    def _make_step(
+        self,
+        ensemble: Ensemble,
+        given: GlobalBatch,
+        progress: _Progress,
+        tracer: StepTracer,
+        bad_records: BadRecordFilter | None,
+    ) -> StepResult:
+        """One step on a batch, and what is looked at after it."""
+        worker, (batch, indices) = ensemble.worker, given
+        step, num_taken = self.first_step + progress.num_steps, len(indices)
+        observe = self.metrics.update if self.metrics else None
+        if bad_records is not None:
+            num_turns = max(len(self.turns.names), 1)
+            batch, indices = bad_records.filtered(batch, indices, step, num_turns)
+        with tracer.step(step), noting(worker, self.look, step) as noted:
+            result = self._train_step(ensemble, StepBatch(batch, indices, step, observe))
+        if num_taken > len(indices):
+            result = replace(result, num_bad=num_taken - len(indices))
+        progress.num_steps += 1
+        if tracer.is_due(step + 1):
+            ensemble.show_traces(tracer)
+        if worker.leaves_a_rank_idle(len(indices)):
+            ensemble.share_buffers()
+        if self.record:
+            take_snapshot(ensemble, step, result, noted)
+        return result
+
+    def _end_step(self, ensemble: Ensemble, index: int, result: StepResult, begun: Resume) -> bool:
+        """Let callbacks end a step; returns whether to stop."""
+        end_step = partial(ensemble.conductor.end_step, index, result)
+        if not self.after_steps:
+            if index >= begun.num_ended:
+                end_step()
+            ensemble.check_halt()
+            return begun.stops
+        if ensemble.worker.held_names() is not None:  # callbacks may look at the whole model
+            ensemble.collect_buffers()
+        if self.shows_slots:
+            ensemble.show_slots()
+        return ensemble.consult(end_step)
+
+    def _end_epoch(
+        self,
+        ensemble: Ensemble,
+        epoch: int,
+        progress: _Progress,
+        results: list[StepResult],
+    ) -> bool:
+        """Have all ranks come to an epoch's end; returns whether to stop after it."""
+        worker = ensemble.worker
         worker.settle()
         ensemble.check_halt()
         results = _of_all(ensemble, results)
-        losses = self._losses(ensemble, results)
-        logs = self._logs(ensemble, epoch, losses)
+        logs = self._logs(ensemble, epoch, self._losses(ensemble, results))
         logs.update(worker.epoch_logs())
         if self.counts_skipped:
             logs["skipped_steps"] = sum(result.is_skipped for result in results)
         if self.counts_bad:
             logs["bad_records"] = sum(result.num_bad for result in results)
         if self.watched:
-            ensemble.collect_buffers()
-            ensemble.show_slots()
-            ensemble.control.bring_groups()
+            self._show_all(ensemble)
         self._stand(ensemble, Place(epoch=epoch + 1, batch=0, num_steps=progress.num_steps))
-        end = partial(conductor.end_epoch, epoch, logs)
+        end = partial(ensemble.conductor.end_epoch, epoch, logs)
         return ensemble.consult(end, Resume(epoch + 1) if self.watched else None)
+
+    def _show_all(self, ensemble: Ensemble) -> None:
+        """Have rank 0 know all of the training."""
+        ensemble.collect_buffers()
+        ensemble.show_slots()
+        ensemble.control.bring_groups()
 
     def _filter_of(
         self, ensemble: Ensemble, source: Source | SharedStream | None
@@ -271,11 +304,6 @@ class FitTask(Task):
             return None
         tell = ensemble.conductor.note_bad_records
         return BadRecordFilter(source, ensemble.worker, ensemble.control, tell)
-
-    def _backs_up_at(self, worker: Worker, begun: Resume) -> bool:
-        """Whether ranks are apart in the epoch, which then has no moment to take a backup."""
-        is_first = begun.served is None and self.takes_states
-        return is_first and worker.trains_apart and not worker.has_own_optimizer
 
     def _start_of(self, epoch: int) -> Resume:
         """Where to begin an epoch."""
@@ -316,9 +344,7 @@ class FitTask(Task):
         if not is_alike or not ensemble.is_wanted(conductor.wants_state(batch - 1)):
             conductor.stand_at(None)
             return
-        ensemble.collect_buffers()
-        ensemble.show_slots()
-        control.bring_groups()
+        self._show_all(ensemble)
         sums = epoch_sums(results, self.metrics, control, are_apart=worker.trains_apart)
         num_steps = progress.num_steps
         place = Place(epoch=epoch, batch=batch, num_steps=num_steps, so_far=sums)
@@ -387,24 +413,15 @@ class FitTask(Task):
                 yield [read for turn in turns for read in worker.reads(indices, step, turn)]
                 step += 1
 
-    def _train_step(
-        self,
-        ensemble: Ensemble,
-        source: Source,
-        indices: torch.Tensor,
-        step: int,
-        observe: Observe | None,
-    ) -> StepResult:
+    def _train_step(self, ensemble: Ensemble, batch: StepBatch) -> StepResult:
         """One step, or one of each function that takes its turn; none where no record is left."""
         worker = ensemble.worker
-        if self.counts_bad and not len(indices):
+        if self.counts_bad and not len(batch.indices):
             return StepResult(total=0.0, weight=0.0, num_samples=0)
         if not self.turns:
-            return worker.train_step(source, indices, step, observe)
-        results = [
-            worker.train_step(source, indices, step, observe, turn)
-            for turn in range(len(self.turns.names))
-        ]
+            return worker.train_step(batch)
+        turns = range(len(self.turns.names))
+        results = [worker.train_step(replace(batch, turn=turn)) for turn in turns]
         return _joined(results, is_told=worker.rank == 0)
 
     def _losses(self, ensemble: Ensemble, results: Sequence[StepResult]) -> Logs:
@@ -424,15 +441,12 @@ class FitTask(Task):
         ensemble.conductor.begin_validation()
         ensemble.share_buffers()
         validated = evaluate(
-            ensemble.worker,
-            ensemble.control,
+            ensemble,
             self.validation,
             self.batch_size,
             self.metrics,
             self.loss_parts,
             epoch,
-            ensemble.pause_validation,
-            lambda: ensemble.conductor.is_interrupted,
             self._filter_of(ensemble, self.validation),
         )
         ensemble.conductor.end_validation(validated)

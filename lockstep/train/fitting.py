@@ -24,7 +24,7 @@ from lockstep.train.checks import (
     check_targets,
     log_names,
 )
-from lockstep.train.conducting import FitConductor, FollowingConductor
+from lockstep.train.conducting import FitConductor
 from lockstep.train.ensemble import Resume
 from lockstep.train.feeding import SharedStream, sample_of
 from lockstep.train.fit_task import FitTask
@@ -44,6 +44,7 @@ from lockstep.train.metrics import Metrics
 from lockstep.train.persistence import PersistentRunner
 from lockstep.train.progress import OutputConsole, ProgressDisplay
 from lockstep.train.rate_rules import RateRule
+from lockstep.train.returning import FollowingConductor
 from lockstep.train.run_record import RunRecord
 from lockstep.train.same_data import check_same_data, fingerprint
 from lockstep.train.trainer_protocol import TrainerProtocol
@@ -236,18 +237,9 @@ class FittingRunner(PersistentRunner):
             DataError: they give something else.
         """
         start = self._start_of(fit.feed)
-        used = None if self._resumed is None else self._resumed.position["fit"].get("read")
-        streams = [
-            feed.source
-            for feed in (fit.feed, fit.validation)
-            if feed is not None and isinstance(feed.source, SharedStream)
-        ]
-        for epoch in range(start.epoch):  # in turns: they may draw from one generator
-            for stream in streams:
-                stream.skip(epoch)
-        if isinstance(fit.feed.source, SharedStream) and used is not None:
-            fit.feed.source.skip(start.epoch, start.batch)
-            fit.feed.source.check_used(used)
+        validation = fit.validation
+        others = [] if validation is None else [(validation.source, range(start.epoch))]
+        self._read_again(start, 0, fit.feed, others)
 
     def _keep_beginning(self, keeper: Keeper) -> None:
         """Where hosts may be lost, the others have something to go on from at any time."""

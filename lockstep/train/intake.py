@@ -164,8 +164,7 @@ def take_in_validation(data: Any, wish: Wish, feed: Feed) -> Feed | None:
 def _take_in_stream(stream: Stream, wish: Wish) -> Feed:
     _check(stream, wish)
     if not wish.is_read_here:
-        # How large its batches are, and how many there are, the host that reads it will tell.
-        return Feed(source=SharedStream(None), batch_size=0, num_steps=None)
+        return read_elsewhere()
     reading = Reading(
         stream,
         seed=wish.seed,
@@ -174,14 +173,20 @@ def _take_in_stream(stream: Stream, wish: Wish) -> Feed:
         steps=wish.steps_per_epoch,
         is_summed=wish.is_summed,
     )
+    return replace(read_here(reading), num_steps=wish.steps_per_epoch or stream.num_batches)
+
+
+def read_here(reading: Reading) -> Feed:
+    """A stream that this process reads; its first batch is read now."""
     shared = SharedStream(reading)
-    try:
-        batch_size = len(shared.peek())
-    except BaseException:
-        shared.close()
-        raise
-    num_steps = wish.steps_per_epoch or stream.num_batches
-    return Feed(source=shared, batch_size=batch_size, num_steps=num_steps)
+    feed = Feed(source=shared, batch_size=0, num_steps=None)
+    with closing_on_error(feed):
+        return replace(feed, batch_size=len(shared.peek()))
+
+
+def read_elsewhere() -> Feed:
+    """A stream that another host reads, which will tell how large its batches are."""
+    return Feed(source=SharedStream(None), batch_size=0, num_steps=None)
 
 
 def _check(stream: Stream, wish: Wish) -> None:

@@ -8,8 +8,8 @@ comes to the meeting as well.
 """
 
 from collections.abc import Callable
-from pathlib import Path
 
+from lockstep.checkpoint.storage import Folder
 from lockstep.errors import CheckpointError, HostError, OptionError, WorkerError
 from lockstep.train.history import History
 from lockstep.train.hosts import Hosts
@@ -72,7 +72,7 @@ def check_restarts_on(hosts: Hosts, restarts: int, *, has_checkpoint: bool) -> N
         )
 
 
-def nothing_kept(folder: Path) -> CheckpointError:
+def nothing_kept(folder: Folder) -> CheckpointError:
     """For hosts that would go on after a loss, where host 0 has found no checkpoint."""
     return CheckpointError(
         "Hosts that go on after a loss need the checkpoints that host 0 has written.",

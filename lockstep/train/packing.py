@@ -3,27 +3,13 @@
 from collections.abc import Sequence
 from typing import Any
 
-from lockstep.comm.exchange import ExchangeSpec
 from lockstep.errors import OptionError
 from lockstep.launch.link import MOST_DESCRIPTORS
-from lockstep.parallel.exchange_layout import exchange_spec
 from lockstep.parallel.serialization import SerializedObject, parameters_in
 from lockstep.parallel.shipping import pack_named
 from lockstep.parallel.store import TensorStore
 from lockstep.train.assignment import Assignment
 from lockstep.units import first_few
-
-
-def spec_of(assignment: Assignment) -> ExchangeSpec:
-    """The layout of what ranks share."""
-    return exchange_spec(
-        assignment.plan,
-        assignment.model,
-        assignment.updater,
-        assignment.groups,
-        assignment.partitions,
-        assignment.loss,
-    )
 
 
 def pack_assignment(assignment: Assignment, stores: Sequence[TensorStore]) -> SerializedObject:

@@ -1,13 +1,15 @@
 """What of a Trainer outlives its calls: weights in files, its state, trials that are taken back."""
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
+from lockstep.checkpoint.storage import Folder
 from lockstep.checkpoint.weights import load_weights, save_weights
 from lockstep.data.sources import Source
 from lockstep.errors import OptionError
@@ -17,8 +19,9 @@ from lockstep.train.conductor import Conductor, Place
 from lockstep.train.ensemble import Resume
 from lockstep.train.feeding import SharedStream
 from lockstep.train.history import History
+from lockstep.train.intake import Feed
 from lockstep.train.learning_rates import RunningSchedule
-from lockstep.train.run_record import VARIABLE, RunRecord
+from lockstep.train.run_record import VARIABLE, RunRecord, checked_folder
 from lockstep.train.run_state import (
     callback_states,
     check_state,
@@ -121,8 +124,16 @@ class PersistentRunner(Runner):
             CheckpointError: a scheduler, a callback or a module keeps what is neither; a callback
                 calls it where training cannot be gone on from.
         """
+        return self.state_onto(None)
+
+    def state_onto(self, before: Mapping[str, Any] | None) -> dict[str, Any]:
+        """``state_dict()``, in the memory of one that nobody needs any more.
+
+        Args:
+            before: that one; None for new memory.
+        """
         self._check_not_averaged("state_dict")
-        parts: dict[str, Any] = self._call("state_dict", self._copied_parts)
+        parts: dict[str, Any] = self._call("state_dict", lambda: self._copied_parts(before))
         return parts
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -156,18 +167,20 @@ class PersistentRunner(Runner):
             self._place = None
             return
         self._is_lasting = place.is_lasting
+        told = dict(vars(place))
+        del told["num_steps"], told["is_lasting"]
         self._place = {
-            "epoch": place.epoch,
-            "batch": place.batch,
+            **told,
             "batch_size": self.batch_size,
             "steps": self._steps_trained + place.num_steps,
-            "so_far": place.so_far,
-            "read": place.read,
-            "replicas": place.replicas,
-            "residuals": place.residuals,
             "history": history.history,
             "epochs": history.epoch,
         }
+
+    @property
+    def is_placed(self) -> bool:
+        """Whether it is known where in a ``fit`` callbacks are called."""
+        return self._place is not None
 
     def _start(self, batch_size: int, *, is_stream: bool) -> Resume:
         """Where the next ``fit`` begins.
@@ -199,6 +212,29 @@ class PersistentRunner(Runner):
             so_far=place["so_far"],
             replicas=place.get("replicas"),
         )
+
+    def _read_again(self, start: Resume, first: int, feed: Feed, others: Sequence[Any]) -> None:
+        """Read a stream up to where it was left.
+
+        Args:
+            start: where that is.
+            first: the first epoch of the ``fit``.
+            feed: the training data.
+            others: what else was read, as the stream and the epochs after which.
+
+        Raises:
+            DataError: it gives something else.
+        """
+        used = None if self._resumed is None else self._resumed.position["fit"].get("read")
+        for epoch in range(first, start.epoch):  # in turns: they may draw from one generator
+            if isinstance(feed.source, SharedStream):
+                feed.source.skip(epoch)
+            for stream, epochs in others:
+                if epoch in epochs and isinstance(stream, SharedStream):
+                    stream.skip(epoch)
+        if isinstance(feed.source, SharedStream) and used is not None:
+            feed.source.skip(start.epoch, start.batch)
+            feed.source.check_used(used)
 
     def _go_on(self, conductor: Conductor, start: Resume) -> None:
         """After callbacks have begun, have all be as the state says with which ``fit`` goes on."""
@@ -248,8 +284,8 @@ class PersistentRunner(Runner):
         del place["residuals"]  # they are a part of the state
         return {"epochs": self._first_epoch, "steps": place.pop("steps"), "fit": place}
 
-    def _copied_parts(self) -> dict[str, Any]:
-        state = self._whole_state().copied()
+    def _copied_parts(self, before: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        state = self._whole_state().copied(before)
         state.flat()  # what cannot be written is told at once
         self._session.stores.release_pages()
         return state.parts()
@@ -346,14 +382,24 @@ class PersistentRunner(Runner):
             is_asked=restarts > 0 or self._maker().outlives_servers,
         )
 
-    def _record_in(self, *folders: str | os.PathLike[str] | None) -> RunRecord:
-        """The record of a ``fit``, in the first folder of these, or as the user always wants it.
+    def _record_in(
+        self, asked: str | os.PathLike[str] | None, checkpoints: Folder | None
+    ) -> RunRecord:
+        """The record of a ``fit``: where it was asked for, beside checkpoints, or as always.
 
-        Host 0 keeps it; a ``fit`` within a callback of another keeps none of its own.
+        None is kept in a store, where nothing can be added to a file. Host 0 keeps it; a ``fit``
+        within a callback of another keeps none of its own.
+
+        Raises:
+            OptionError: the user has named what is no folder.
         """
-        is_kept = self._is_chief and not self._job_context.is_nested
-        named = [folder for folder in (*folders, os.environ.get(VARIABLE)) if folder]
-        return RunRecord(named[0] if named and is_kept else None)
+        beside = checkpoints if isinstance(checkpoints, Path) else None
+        if not self._is_chief or self._job_context.is_nested:
+            return RunRecord(None)
+        if asked is None and beside is not None:
+            return RunRecord(beside)
+        named = asked or os.environ.get(VARIABLE)
+        return RunRecord(checked_folder(named) if named else None)
 
     # --- parts -----------------------------------------------------------------------------------
 

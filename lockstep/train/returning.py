@@ -1,4 +1,4 @@
-"""What conductors of a training have in common: it returns to backups, and keeps a record."""
+"""What conductors of a training have in common: Ctrl-C, backups to return to, and a record."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -8,21 +8,62 @@ from typing import Any
 from lockstep.errors import WorkerError
 from lockstep.launch.team import Team
 from lockstep.parallel.served_worker import ServedStand
+from lockstep.parallel.update import PieceSlots
 from lockstep.plan.averaging import AveragedUpdate
 from lockstep.train.backups import Backups, Journal
 from lockstep.train.conductor import Conductor, Place
 from lockstep.train.ensemble import Directive, Resume
 from lockstep.train.history import History
+from lockstep.train.interrupt import Interrupt
 from lockstep.train.rank_states import RankState
 from lockstep.train.run_record import RunRecord
 from lockstep.train.training_state import copied
 
 
-class ReturningConductor(Conductor):
-    """A conductor whose training can be put back, and gone on with after the loss of a rank."""
+class FollowingConductor(Conductor):
+    """Of a host that host 0 leads: callbacks and progress are there.
 
-    _runner: Any
-    """Whose training it is."""
+    Args:
+        interrupt: what has become of Ctrl-C here, which ends the training on all hosts.
+    """
+
+    updater: Any = None
+
+    def __init__(self, interrupt: Interrupt) -> None:
+        self.history = History()
+        self._interrupt = interrupt
+
+    @property
+    def is_interrupted(self) -> bool:  # type: ignore[override]  # an attribute in the base
+        """Whether the user wants training to end."""
+        return self._interrupt.is_requested
+
+    def hold_interrupts(self) -> None:
+        self._interrupt.hold()
+
+    def begin_train(self) -> None:
+        """Before the first epoch."""
+
+    def end_train(self) -> None:
+        """After the last epoch."""
+
+    def take_slots(self, slots: list[PieceSlots]) -> None:
+        self.updater.take_slots(slots)
+
+    def close(self) -> None:
+        """Nothing is shown here."""
+
+
+class ReturningConductor(FollowingConductor):
+    """A conductor whose training can be put back, and gone on with after the loss of a rank.
+
+    Args:
+        interrupt: what has become of Ctrl-C.
+        runner: whose training it is.
+        backups: of it; None without.
+        record: of it; None to keep none.
+    """
+
     _is_due = False
     """A backup, after this step."""
     _begun = Resume()
@@ -32,14 +73,14 @@ class ReturningConductor(Conductor):
     _is_asked = False
     """For the state, by a callback after this step."""
 
-    def _keep(self, runner: Any, backups: Backups | None, record: RunRecord | None) -> None:
-        """Begin.
-
-        Args:
-            runner: whose training it is.
-            backups: of it; None without.
-            record: of it; None to keep none.
-        """
+    def __init__(
+        self,
+        interrupt: Interrupt,
+        runner: Any,
+        backups: Backups | None,
+        record: RunRecord | None,
+    ) -> None:
+        super().__init__(interrupt)
         self._runner = runner
         self._backups = backups
         self._record = record or RunRecord(None)
@@ -170,9 +211,10 @@ class ReturningConductor(Conductor):
         self._record.note_restart(error, then)
         self._notice(f"{self.history.restarts[-1]} {then}")
 
-    def decide(self, directive: Directive) -> Directive:
-        if directive.renew and self._backups is not None:
-            self._backups.drop()  # of what was changed it knows nothing
+    def decide(self, directive: Directive, renew_at: Resume | None = None) -> Directive:
+        if directive.renew and renew_at is not None and self._backups is not None:
+            self._back_up_changes(replace(renew_at, stops=directive.stop))
+            return directive
         if not self._journal.is_kept:
             return directive
         was_made = self._journal.is_read
@@ -180,6 +222,16 @@ class ReturningConductor(Conductor):
         if was_made and decided.options is not None:
             self._set_options(decided.options)
         return replace(decided, halt=directive.halt)
+
+    def _back_up_changes(self, resume: Resume) -> None:
+        """Callbacks have changed what no journal can tell again: the last copy knows none of it.
+
+        This process has all of the training while they are called, so a copy can be taken here.
+        """
+        assert self._backups is not None
+        self._backups.drop()
+        if self._backups.is_asked and self._runner.is_placed:
+            self._backups.take(resume)
 
 
 def _after(step: int) -> str:

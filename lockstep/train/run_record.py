@@ -19,6 +19,7 @@ from typing import Any
 
 import msgspec
 
+from lockstep.errors import OptionError
 from lockstep.launch.failure import add_note, summary_of
 from lockstep.launch.peer import start_of
 from lockstep.launch.team import Team
@@ -189,6 +190,23 @@ class RunRecord:
                 os.write(descriptor, line)
             finally:
                 os.close(descriptor)
+
+
+def checked_folder(path: str | os.PathLike[str]) -> Path:
+    """The folder that a user has named for records, which may yet have to be made.
+
+    Raises:
+        OptionError: it is a file, or within one: no line could be kept.
+    """
+    folder = Path(path)
+    there = next((each for each in (folder, *folder.parents) if os.path.exists(each)), None)
+    if there is not None and not there.is_dir():
+        raise OptionError(
+            "The record of a run is kept in a folder.",
+            received=f"{folder}, where {there} is a file",
+            fix=f"Name a folder, which need not be there yet, as record= or in {VARIABLE}.",
+        )
+    return folder
 
 
 def _encoded(event: Event) -> bytes:

@@ -11,7 +11,7 @@ On several hosts the script's process of each leads that host's ranks, with a se
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from torch import nn
@@ -26,6 +26,7 @@ from lockstep.launch.pool import expect_team, give_back, take_team
 from lockstep.launch.team import Team
 from lockstep.parallel.blank import forget_blanks
 from lockstep.parallel.control import LeaderControl, SoloControl
+from lockstep.parallel.exchange_layout import exchange_spec
 from lockstep.parallel.host_control import HostControl
 from lockstep.parallel.serialization import SerializedObject, pack
 from lockstep.parallel.served_worker import ServedWorker
@@ -48,7 +49,7 @@ from lockstep.train.fit_task import FitTask
 from lockstep.train.followers import call_conclude
 from lockstep.train.hosts import Hosts
 from lockstep.train.likeness import assignment_facts
-from lockstep.train.packing import check_loss, check_number, pack_assignment, spec_of
+from lockstep.train.packing import check_loss, check_number, pack_assignment
 from lockstep.train.rank_states import RankState, said_of, states_of
 from lockstep.train.read_limit import ReadLimit
 from lockstep.train.serving import Call, serve, serve_again
@@ -152,7 +153,7 @@ class Session:
         self._is_attached = self._has_met = True
 
     def _run_alone(self, assignment: Assignment, conductor: Conductor) -> Any:
-        spec = spec_of(assignment)
+        spec = exchange_spec(assignment)
         if assignment.updater is not None:
             options_store(assignment)
         is_alone = isinstance(assignment.plan.update, LocalUpdate)
@@ -187,7 +188,7 @@ class Session:
             keeps = True
             result = self._conduct(part, conductor, partial(self._recall, part, assignment))
         else:
-            spec = spec_of(assignment)
+            spec = exchange_spec(assignment)
             check_loss(assignment)
             keeps = calls.is_repeated(name, footing) and may_stand(assignment, spec)
             with closing(
@@ -212,18 +213,28 @@ class Session:
         with self._ending_team():
             region = spec.create(here)
             team = self._take_team(assignment.plan, here, hosts, conductor.announce)
-            watch = Watch(team, self._timeout, here.start, hosts)
+            watch = Watch(team, self._timeout, hosts)
             connected = Connected.of(hosts, assignment.plan, assignment.groups, self._timeout)
             meeting_point = meeting_point_of(assignment.plan, connected, self._timeout)
-            worker = _leading_worker(
-                assignment, spec, region, watch, stores, connected, meeting_point
+            neighbours = None
+            if connected is not None:
+                mirrored = stores[-1].store.views[:1] if has_options(assignment) else []
+                neighbours = connected.neighbours(here.start, mirrored, watch.look_around)
+            worker = make_worker(
+                assignment,
+                spec,
+                region,
+                rank=here.start,
+                look_around=watch.look_around,
+                neighbours=neighbours,
+                meeting=None if meeting_point is None else meeting_point.meeting,
             )
             watch.watch(worker.board)
         return _Part(
             assignment=assignment,
             team=team,
             worker=worker,
-            control=_control(team, assignment, stores, self._timeout, watch, connected),
+            watch=watch,
             stores=stores,
             region=region,
             spec=spec,
@@ -374,12 +385,28 @@ class _Part:
     assignment: Assignment
     team: Team
     worker: Worker
-    control: LeaderControl
+    watch: Watch
     stores: Sequence[Mapped]
     region: SharedRegion
     spec: ExchangeSpec
     connected: Connected | None
     meeting_point: MeetingPoint | None
+
+    @cached_property
+    def control(self) -> LeaderControl:
+        """The line of this process to the other ranks."""
+        team, connected, watch = self.team, self.connected, self.watch
+        if connected is None:
+            return LeaderControl(team, watch.timeout_seconds)
+        return HostControl(
+            team,
+            connected.hosts.control_group,
+            rank=self.worker.rank,
+            num_ranks=self.assignment.plan.num_ranks,
+            timeout_seconds=watch.timeout_seconds,
+            look_around=watch.look_around,
+            bring_groups=partial(bring_groups, connected, self.assignment, self.stores),
+        )
 
     @property
     def is_halted(self) -> bool:
@@ -434,54 +461,6 @@ class _Part:
         else:
             note = what_is_lost(last, lost, has_older=has_older)
         add_note(error, note)
-
-
-def _leading_worker(
-    assignment: Assignment,
-    spec: ExchangeSpec,
-    region: SharedRegion,
-    watch: "Watch",
-    stores: Sequence[Mapped],
-    connected: Connected | None,
-    meeting_point: MeetingPoint | None,
-) -> Worker:
-    """The worker of this process, the first of its host."""
-    neighbours = None
-    if connected is not None:
-        mirrored = [stores[-1].store.views[0]] if has_options(assignment) else []
-        crossing = connected.hosts.crossing(watch.look_around)
-        own = [end for (rank, _, _), end in connected.channels.items() if rank == watch.first_rank]
-        neighbours = connected.abroad.neighbours(watch.first_rank, own, mirrored, crossing)
-    return make_worker(
-        assignment,
-        spec,
-        region,
-        rank=watch.first_rank,
-        look_around=watch.look_around,
-        neighbours=neighbours,
-        meeting=None if meeting_point is None else meeting_point.meeting,
-    )
-
-
-def _control(
-    team: Team,
-    assignment: Assignment,
-    stores: Sequence[Mapped],
-    timeout_seconds: float,
-    watch: "Watch",
-    connected: Connected | None,
-) -> LeaderControl:
-    if connected is None:
-        return LeaderControl(team, timeout_seconds)
-    return HostControl(
-        team,
-        connected.hosts.control_group,
-        rank=watch.first_rank,
-        num_ranks=assignment.plan.num_ranks,
-        timeout_seconds=timeout_seconds,
-        look_around=watch.look_around,
-        bring_groups=partial(bring_groups, connected, assignment, stores),
-    )
 
 
 def _heed(conductor: Conductor, worker: Worker) -> None:

@@ -5,7 +5,7 @@ does anything: callbacks, progress, the user's metrics.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import islice
 from typing import Any, ClassVar
@@ -22,6 +22,7 @@ from lockstep.parallel.readers import reading_ahead
 from lockstep.parallel.worker import Worker, modes_of
 from lockstep.train.bad_record_filter import BadRecordFilter
 from lockstep.train.conductor import Conductor, Logs
+from lockstep.train.ensemble import Ensemble
 from lockstep.train.feeding import SharedStream, all_batches
 from lockstep.train.metrics import Metrics
 
@@ -70,9 +71,8 @@ class EvaluateTask(Task):
 
     def run(self, worker: Worker, control: Control, conductor: Conductor) -> Logs:
         """Evaluate; rank 0 returns the values."""
-        return evaluate(
-            worker, control, self.source, self.batch_size, self.metrics, self.loss_parts
-        )
+        ensemble = Ensemble(worker=worker, control=control, conductor=conductor)
+        return evaluate(ensemble, self.source, self.batch_size, self.metrics, self.loss_parts)
 
 
 def _is_same(one: object, other: object) -> bool:
@@ -140,31 +140,26 @@ def in_order(ranks: Sequence[Sequence[Part]]) -> list[Tree]:
 
 
 def evaluate(
-    worker: Worker,
-    control: Control,
+    ensemble: Ensemble,
     source: Source | SharedStream,
     batch_size: int,
     metrics: Metrics,
     loss_parts: LossParts,
-    epoch: int = 0,
-    pause: Callable[[int], None] = lambda index: None,
-    gives_up: Callable[[], bool] = lambda: False,
+    epoch: int | None = None,
     bad_records: BadRecordFilter | None = None,
 ) -> Logs:
     """Loss and metrics over a source; on rank 0.
 
     Args:
-        worker: of this rank.
-        control: its line to the others.
+        ensemble: the ranks.
         source: the data.
         batch_size: of the global batch, where the data does not come in batches.
         metrics: this rank's metrics.
         loss_parts: of the loss, where it has some.
-        epoch: of the training that this is a part of.
-        pause: called after every batch, with its number.
-        gives_up: whether rank 0 need not wait for data any longer.
+        epoch: of the training that this is a part of, which Ctrl-C may end; None if of none.
         bad_records: leaves bad records out; None where they are errors.
     """
+    worker, control, is_validation = ensemble.worker, ensemble.control, epoch is not None
     num_bad = 0
     metrics.reset()
     observe = metrics.update if metrics else None
@@ -174,7 +169,14 @@ def evaluate(
         modes_of(worker.model, training=False),
         reading_ahead(source, reads, worker.passes.device) as ahead,
     ):
-        batches = all_batches(ahead, worker, control, batch_size, epoch, gives_up)
+        batches = all_batches(
+            ahead,
+            worker,
+            control,
+            batch_size,
+            epoch or 0,
+            lambda: is_validation and ensemble.conductor.is_interrupted,
+        )
         for index, (part, indices) in enumerate(batches):
             num_taken = len(indices)
             if bad_records is not None:
@@ -184,7 +186,8 @@ def evaluate(
                 losses += worker.evaluate_step(part, indices, observe)
             if bad_records is not None:
                 worker.barrier()
-            pause(index)
+            if is_validation:
+                ensemble.pause_validation(index)
     gathered = [loss for losses in control.gather(losses) for loss in losses]
     counts = {} if bad_records is None else {"bad_records": num_bad}
     return {**loss_parts.logs(gathered), **joined_metrics(metrics, control), **counts}

@@ -139,7 +139,9 @@ class Trainer(FittingRunner):
         batch_dim: Any = 0,
     ) -> None:
         dims = BatchDims.of(batch_dim)
-        check_arguments(model, loss, loss_weights, strategy, precision, seed, callbacks)
+        check_arguments(
+            model, loss, loss_weights, strategy, precision, seed, deterministic, callbacks
+        )
         recipe = Recipe(
             precision=precision,
             clip_norm=clip_norm,

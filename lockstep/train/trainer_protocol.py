@@ -71,6 +71,9 @@ class TrainerProtocol(Protocol):
     def state_dict(self) -> dict[str, Any]:
         """All of which the training consists."""
 
+    def state_onto(self, before: Any) -> dict[str, Any]:
+        """``state_dict()``, in the memory of an earlier one."""
+
     def load_state_dict(self, state: Any) -> None:
         """Go on from a state."""
 

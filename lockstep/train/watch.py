@@ -35,12 +35,9 @@ STATE_AS_SERVERS_HAD_IT = (
 class Watch:
     """What rank 0 looks after while it waits at the board."""
 
-    def __init__(
-        self, team: Team, timeout_seconds: float, first_rank: int, hosts: Hosts | None
-    ) -> None:
-        self.first_rank = first_rank
+    def __init__(self, team: Team, timeout_seconds: float, hosts: Hosts | None) -> None:
         self._team = team
-        self._timeout = timeout_seconds
+        self.timeout_seconds = timeout_seconds
         self._hosts = hosts
         self._board: Callable[[], Board | None] = lambda: None
 
@@ -60,7 +57,7 @@ class Watch:
                 return  # time is up when they say so
         # A helper that waits for another host says which one, so its time has to be up first.
         margin = 0.0 if self._hosts is None else _HEAD_START_SECONDS
-        if waited_seconds > self._timeout + margin:
+        if waited_seconds > self.timeout_seconds + margin:
             self._team.raise_timeout(waited_seconds)
 
     def _is_awaited(self, waited_seconds: float, rank: int) -> bool:

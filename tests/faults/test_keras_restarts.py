@@ -3,6 +3,7 @@
 import os
 import signal
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import keras
@@ -12,6 +13,7 @@ import pytest
 import lockstep
 import lockstep.keras
 from lockstep.errors import OptionError, WorkerError
+from lockstep.frontends.keras.keeping import check_restarts
 from lockstep.train import backups
 from lockstep.train.run_record import VARIABLE, read_record
 from lockstep.train.training_state import TrainingState
@@ -149,6 +151,9 @@ def test_what_cannot_be_asked() -> None:
     STRATEGIES["local"] = lambda: lockstep.LocalSGDStrategy(3, devices=2)
     with pytest.raises(OptionError, match="Restarts under LocalSGDStrategy"):
         trained("local", Seen(), restarts=1)
+    hosts: Any = SimpleNamespace(is_one_process=False)
+    with pytest.raises(OptionError, match=r"are for one host.*Use a Checkpoint.*lockstep run"):
+        check_restarts(STRATEGIES["mirrored"]().maker, hosts)
     model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
     with pytest.raises(OptionError, match="plain Keras"):

@@ -297,6 +297,57 @@ class _Thaws(lockstep.Callback):
         os.kill(trainer._session._team.pids()[0], signal.SIGKILL)
 
 
+class _Freezes(lockstep.Callback):
+    """Freezes a layer and gives the other a rate of its own; a helper may end at that moment."""
+
+    trainer: Any
+
+    def __init__(self, hook: str, *, kills: bool) -> None:
+        self._hook, self._kills = hook, kills
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        if (epoch, self._hook) == (1, "begin"):
+            self._freeze()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        if (epoch, self._hook) == (0, "end"):
+            self._freeze()
+
+    def _freeze(self) -> None:
+        self.trainer.model[0].requires_grad_(False)
+        self.trainer.optimizer.param_groups[0]["lr"] *= 0.5
+        if self._kills:
+            os.kill(self.trainer._session._team.pids()[0], signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("hook", "kind"), [("end", "arrays"), ("begin", "arrays"), ("end", "stream")]
+)
+def test_a_helper_is_killed_where_a_callback_freezes_a_layer(hook: str, kind: str) -> None:
+    def batches() -> Iterator[tuple[Tensor, Tensor]]:
+        yield from zip(X.split(BATCH), Y.split(BATCH), strict=True)
+
+    data = (X, Y) if kind == "arrays" else batches
+    options: dict[str, Any] = {"batch_size": BATCH} if kind == "arrays" else {}
+    found = []
+    for kills in (True, False):
+        seen = Seen()
+        torch.manual_seed(0)
+        trainer = lockstep.Trainer(
+            nn.Sequential(nn.Linear(16, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 2)),
+            loss=nn.CrossEntropyLoss(),
+            optimizer=partial(torch.optim.Adam, lr=1e-2),
+            strategy=lockstep.MirroredStrategy(2),
+            callbacks=[_Freezes(hook, kills=kills), seen],
+        )
+        history = trainer.fit(data, epochs=EPOCHS, verbose=0, restarts=1, **options)
+        assert len(history.restarts) == kills
+        digest = TrainingState.of(trainer.state_dict()).digest()
+        found.append((digest, history.history, seen.told))
+        trainer.close()
+    assert found[0] == found[1]
+
+
 def test_a_loss_after_a_callback_has_changed_what_is_trained_is_told_as_it_is() -> None:
     model = nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 2))
     model[0].requires_grad_(False)

@@ -17,7 +17,13 @@ from torch import Tensor, nn
 
 import lockstep
 from lockstep.cli.main import main
-from lockstep.errors import BadRecordError, HostError, NonFiniteLossError, WorkerError
+from lockstep.errors import (
+    BadRecordError,
+    HostError,
+    NonFiniteLossError,
+    OptionError,
+    WorkerError,
+)
 from lockstep.launch import team
 from lockstep.launch.peer import start_of
 from lockstep.train.rank_states import RankState, kind_of, last_line
@@ -247,8 +253,21 @@ def test_a_record_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 
 def test_a_record_that_cannot_be_written_ends_nothing(tmp_path: Path) -> None:
+    (tmp_path / NAME).mkdir()
+    assert fit(make_trainer(1), record=tmp_path).history["loss"]
+
+
+@pytest.mark.parametrize("name", ["file", "file/run"])
+def test_a_record_that_can_never_be_written_is_refused(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "file").touch()
-    assert fit(make_trainer(1), record=tmp_path / "file").history["loss"]
+    expected = "The record of a run is kept in a folder.*where .*/file is a file"
+    with pytest.raises(OptionError, match=expected):
+        fit(make_trainer(1), record=tmp_path / name)
+    monkeypatch.setenv("LOCKSTEP_RECORD", str(tmp_path / name))
+    with pytest.raises(OptionError, match=expected):
+        fit(make_trainer(1))
 
 
 def test_names_that_are_no_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,7 +50,7 @@ def waits(
 )
 def test_a_failure_is_heard_wherever_rank_0_waits(where: str, failed_team: Team) -> None:
     """Another host may wait for the rank that has failed, and rank 0 for that host."""
-    watch = Watch(failed_team, SECONDS, 0, None)
+    watch = Watch(failed_team, SECONDS, None)
     region = SharedRegion.create(4096)
     board = Board(region, rank=0, num_ranks=2, look_around=watch.look_around)
     watch.watch(board)
@@ -81,7 +81,7 @@ def test_a_helper_that_waits_for_another_host_is_the_first_to_say_so() -> None:
     """It knows which host is gone; rank 0, which waits for the helper, does not."""
     team = calls.start_team(2)
     team.wait_until_ready()
-    alone, among = Watch(team, 2.0, 0, None), Watch(team, 2.0, 0, _OtherHosts())  # type: ignore[arg-type]
+    alone, among = Watch(team, 2.0, None), Watch(team, 2.0, _OtherHosts())  # type: ignore[arg-type]
     among.look_around(3.0)
     for watch, waited_seconds in ((alone, 3.0), (among, 8.0)):
         with pytest.raises(WorkerError, match="has waited"):

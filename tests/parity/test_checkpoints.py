@@ -306,7 +306,7 @@ def test_training_goes_on_while_files_are_written(
             if batch == 2:
                 is_ahead.set()
 
-    def slowly(*args: Any) -> Path:
+    def slowly(*args: Any) -> Any:
         assert is_ahead.wait(60), "no step is made while a checkpoint is written"
         return write_generation(*args)
 
@@ -324,7 +324,7 @@ def test_what_cannot_be_written_is_an_error_at_the_next_one_or_at_the_end(
 ) -> None:
     written = []
 
-    def fail(*args: Any) -> Path:
+    def fail(*args: Any) -> Any:
         written.append(args)
         if len(written) == failing:
             raise OSError(28, "No space left on device", "a file")
@@ -358,7 +358,7 @@ def test_a_run_that_ends_before_its_last_checkpoint_has_nothing_to_train(
 def test_an_error_in_training_is_the_one_that_is_raised(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*args: Any) -> Path:
+    def fail(*args: Any) -> Any:
         raise OSError(28, "No space left on device", "a file")
 
     monkeypatch.setattr(checkpoints, "write_generation", fail)
@@ -376,3 +376,9 @@ def test_nothing_is_trained_where_nothing_can_be_written(tmp_path: Path) -> None
     with pytest.raises(OSError, match=os.fspath(tmp_path / "file")):
         fit(trainer, tmp_path / "file" / "run")
     assert TrainingState.of(trainer.state_dict()).digest() == before
+
+
+def test_a_file_is_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match=r"are written into a folder.*/file, a file"):
+        fit(make_trainer("Adam", "single"), tmp_path / "file")

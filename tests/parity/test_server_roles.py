@@ -34,7 +34,10 @@ tell([numbers, own, trained(lockstep.SingleDeviceStrategy())[1]])
 
 
 def started(folder: Path, variables: dict[str, str], command: list[str]) -> Any:
-    (folder / "script.py").write_text(SCRIPT)
+    if not (
+        folder / "script.py"
+    ).exists():  # else it would be empty for a moment, as another reads it
+        (folder / "script.py").write_text(SCRIPT)
     return subprocess.Popen(
         [sys.executable, *command],
         cwd=folder,

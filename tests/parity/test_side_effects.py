@@ -1,5 +1,6 @@
 """What a forward pass changes, and what it looks at: the same on shares of a batch, or refused."""
 
+import copy
 from collections.abc import Callable
 from functools import partial
 
@@ -250,3 +251,31 @@ def test_sparse_gradients_are_added_up_as_dense_ones(strategy: str) -> None:
     )
     report = lockstep.verify(job, STRATEGIES[strategy]())
     assert report.passed, report
+
+
+class CastsItsRouter(nn.Module):
+    """Converts a module in its forward, as the Switch Transformer does with its router."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(6, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.router = self.router.to(torch.float32)
+        made: Tensor = self.router(x.float()).to(x.dtype)
+        return made
+
+
+@pytest.mark.parametrize("strategy", ["one device", *STRATEGIES])
+def test_parameters_that_a_forward_puts_elsewhere(strategy: str) -> None:
+    make = {"one device": lockstep.SingleDeviceStrategy, **STRATEGIES}[strategy]
+    model = net(CastsItsRouter()).double()
+    before = copy.deepcopy(model.state_dict())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = lockstep.Trainer(
+        model, loss=nn.CrossEntropyLoss(), optimizer=optimizer, strategy=make(), precision="fp64"
+    )
+    with pytest.raises(ModelError, match=r"a change of '0.router.weight': it lies in other"):
+        trainer.fit((X, Y), batch_size=13)
+    for name, value in model.state_dict().items():
+        assert value.equal(before[name]), name

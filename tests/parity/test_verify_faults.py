@@ -21,6 +21,7 @@ import lockstep
 from lockstep.parallel.batch_norm import BatchNorms
 from lockstep.parallel.function_losses import FunctionAdapter
 from lockstep.parallel.losses import ShareLoss
+from lockstep.parallel.passes import StepBatch
 from lockstep.parallel.worker import Worker
 from lockstep.proof.comparison import Comparison
 from lockstep.proof.report import Report
@@ -202,10 +203,10 @@ def put_back_first_norm(worker: Worker, fire: Fire) -> None:
     """The running statistics of one layer stay as they were before the second step."""
     train_step, norm = worker.train_step, norms_of(worker)["5"]
 
-    def faulty(source: Any, indices: Tensor, step: int, *rest: Any) -> Any:
+    def faulty(batch: StepBatch) -> Any:
         before = {name: value.clone() for name, value in norm.named_buffers()}
-        result = train_step(source, indices, step, *rest)
-        if step == 1:
+        result = train_step(batch)
+        if batch.step == 1:
             norm.load_state_dict(before, strict=False)
             fire()
         return result
@@ -357,9 +358,9 @@ def repeat_first_streams(worker: Worker, fire: Fire) -> None:
     """Every step drops what the first has dropped."""
     train_step = worker.train_step
 
-    def faulty(source: Any, indices: Tensor, step: int, *rest: Any) -> Any:
+    def faulty(batch: StepBatch) -> Any:
         fire()
-        return train_step(source, indices, 0, *rest)
+        return train_step(replace(batch, step=0))
 
     vars(worker)["train_step"] = faulty
 

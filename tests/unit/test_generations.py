@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from lockstep.checkpoint import generations as writer
+from lockstep.checkpoint import local_storage
 from lockstep.checkpoint.generations import generations, write_generation, writing_alone
 from lockstep.checkpoint.manifest import NAME, Summary
 from lockstep.checkpoint.reading import (
@@ -195,7 +196,7 @@ def test_wherever_writing_ends_the_old_is_there_or_the_new(
 ) -> None:
     counting = Crashing(0, fail)
     with monkeypatch.context() as patched:
-        patched.setattr(writer, "os", counting)
+        patched.setattr(local_storage, "os", counting)
         commit(folder, 3, keep=2)
     found = set()
     assert counting.num_calls > 15
@@ -204,7 +205,7 @@ def test_wherever_writing_ends_the_old_is_there_or_the_new(
         for step in (1, 2):
             commit(copy, step)
         with monkeypatch.context() as patched:
-            patched.setattr(writer, "os", Crashing(last, die if is_killed else fail))
+            patched.setattr(local_storage, "os", Crashing(last, die if is_killed else fail))
             if is_killed:
                 in_a_fork(partial(commit, copy, 3, keep=2))
             else:

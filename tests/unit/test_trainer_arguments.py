@@ -45,6 +45,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         "MetricCollection.*members by name",
     ),
     "a single callback": ({"callbacks": lockstep.Callback()}, "list.*Callback.*Put it into a list"),
+    "a word for a flag": ({"deterministic": "yes"}, "`deterministic` must be True or False.*'yes'"),
     "a callback's class": ({"callbacks": [lockstep.Callback]}, "instances of lockstep.Callback"),
 }
 

@@ -56,7 +56,8 @@ class Checkpoint(Asking):
     ``load_state_dict()`` says so itself.
 
     Args:
-        directory: the folder, which need not be there yet.
+        directory: the folder, which need not be there yet; or a URL that fsspec opens, as in
+            ``s3://bucket/run``.
         every: ``"epoch"``, ``"100 steps"`` or ``"60s"``. The end of a ``fit`` is written always.
         keep: how many checkpoints are kept, the newest.
 

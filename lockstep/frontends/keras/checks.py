@@ -12,6 +12,7 @@ from lockstep.frontends.keras.bound_methods import METHODS
 
 # Methods that say how steps are run, which is done here.
 _RUNNING = ("make_train_function", "make_test_function", "make_predict_function")
+_STEPS = ("train_step", "test_step", "compute_metrics")
 
 
 def prepare_model(model: Any) -> None:
@@ -65,6 +66,16 @@ def check_model(model: Any) -> None:
 def has_own_loss(model: Any) -> bool:
     """Whether a model has a ``compute_loss`` of its own."""
     return type(model).compute_loss is not keras.Model.compute_loss
+
+
+def has_own_steps(model: Any) -> bool:
+    """Whether steps are more than the model's call, its losses and its metrics.
+
+    Of a model with nothing to train they are less.
+    """
+    kind = type(model)
+    has_own = any(getattr(kind, name) is not getattr(keras.Model, name) for name in _STEPS)
+    return has_own or not model.trainable_variables
 
 
 def check_integers(maybe: Mapping[str, Any] | None = None, /, **numbers: Any) -> None:

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from lockstep.data.sources import Batch
 from lockstep.data.trees import Tree, tensors_of
-from lockstep.errors import LossError
+from lockstep.errors import LockstepError, LossError
 from lockstep.frontends.keras.losses import Additions, KerasLoss
 from lockstep.frontends.keras.model import KerasModel
 from lockstep.frontends.keras.reductions import masked_outputs
@@ -48,24 +48,15 @@ class ComputedLoss(KerasLoss):
         self._counts = rank == (last[0] if last else 0)
 
     def __call__(self, output: Tree, batch: Batch) -> ShareLoss:
-        target, num_samples = batch.targets, batch.num_samples
+        num_samples = batch.num_samples
         model, added = self._module.model_in_mode(), self.added(output, num_samples)
         numbers = [
             (seed * rows).sum() / num_samples
             for seed, rows in zip(added.seeds, added.values, strict=True)
         ]
         self._asking.sees_all, self._asking.found = True, []
-        with (
-            _as_called(model, self.loss, numbers, counts=self._counts),
-            nullcontext() if self._has_weights else _WithoutWeights(model),
-        ):
-            number = model._compute_loss(
-                x=output["inputs"],
-                y=target[0],
-                y_pred=masked_outputs(output),
-                sample_weight=target[1],
-                training=model.training,
-            )
+        with _as_called(model, self.loss, numbers, counts=self._counts):
+            number = self._number(model, output, batch)
         weight = float(num_samples)
         own = [number, *(one.number for one in self._asking.found)]
         own += [torch.zeros(())] * (1 + len(self.names) - len(own))
@@ -78,8 +69,21 @@ class ComputedLoss(KerasLoss):
             parts=parts if self.names else (),
         )
 
+    def _number(self, model: Any, output: Tree, batch: Batch) -> torch.Tensor:
+        """What the model makes of outputs."""
+        targets, weights = batch.targets
+        with nullcontext() if self._has_weights else WithoutWeights(model):
+            number: torch.Tensor = model._compute_loss(
+                x=output["inputs"],
+                y=targets,
+                y_pred=masked_outputs(output),
+                sample_weight=weights,
+                training=model.training,
+            )
+        return number
 
-class _WithoutWeights(TorchFunctionMode):
+
+class WithoutWeights(TorchFunctionMode):
     """Within the block a model's weights are not to be used: other stages have them.
 
     Args:
@@ -98,13 +102,16 @@ class _WithoutWeights(TorchFunctionMode):
     ) -> Any:
         for tensor in tensors_of([list(args), dict(kwargs or {})]):
             if id(tensor) in self._paths:
-                raise LossError(
-                    "In a pipeline the loss is computed by the last stage, which has its own "
-                    "weights only.",
-                    received=f"a compute_loss that uses {self._paths[id(tensor)]}",
-                    fix="Compute it from the outputs, or use a data parallel strategy.",
-                )
+                raise self._refused(self._paths[id(tensor)])
         return func(*args, **(kwargs or {}))
+
+    def _refused(self, path: str) -> LockstepError:
+        """The error of using a weight."""
+        return LossError(
+            "In a pipeline the loss is computed by the last stage, which has its own weights only.",
+            received=f"a compute_loss that uses {path}",
+            fix="Compute it from the outputs, or use a data parallel strategy.",
+        )
 
 
 @contextmanager

@@ -20,15 +20,12 @@ from lockstep.frontends.keras.keeping import KeepingRunner
 from lockstep.frontends.keras.model import KerasModel
 from lockstep.frontends.keras.optimizer_copy import set_options
 from lockstep.frontends.keras.tasks import BatchLosses, KerasConductor, LossMeans
-from lockstep.frontends.keras.updater import KerasUpdater
 from lockstep.parallel.serialization import describe_values
 from lockstep.parallel.training_step import StepResult
-from lockstep.parallel.update import PieceSlots
 from lockstep.train.backups import Backups
 from lockstep.train.changes import ChangeWatch, SettingsWatch, structure
 from lockstep.train.conductor import Logs
 from lockstep.train.ensemble import Resume
-from lockstep.train.history import History
 from lockstep.train.interrupt import Interrupt
 from lockstep.train.returning import ReturningConductor
 from lockstep.train.run_record import RunRecord
@@ -203,11 +200,10 @@ class KerasFitConductor(ReturningConductor, EvaluationConductor):
         backups: Backups | None = None,
         record: RunRecord | None = None,
     ) -> None:
-        super().__init__(module.model, callbacks)
-        self._keep(runner, backups, record)
+        EvaluationConductor.__init__(self, module.model, callbacks)
+        ReturningConductor.__init__(self, interrupt, runner, backups, record)
         self._module = module
         self._watch = watch
-        self._interrupt = interrupt
         self._keeper = runner.keeper
         self._has_foreign = any(map(_is_foreign, callbacks.callbacks))
         self._has_actors = not all(map(_looks_on, callbacks.callbacks))
@@ -219,21 +215,11 @@ class KerasFitConductor(ReturningConductor, EvaluationConductor):
         self._told = LossMeans()  # this, and the parts of several losses
         self._has_news = False
         self.logs: Logs = {}
-        self.history = History()
-        self.updater: KerasUpdater | None = None
 
     @property
     def stop_training(self) -> bool:  # type: ignore[override]  # an attribute in the base
         """Whether a callback wants training to end."""
         return bool(self._model.stop_training)
-
-    @property
-    def is_interrupted(self) -> bool:  # type: ignore[override]  # an attribute in the base
-        """Whether the user wants training to end."""
-        return self._interrupt.is_requested
-
-    def hold_interrupts(self) -> None:
-        self._interrupt.hold()
 
     def begin_epoch(self, epoch: int) -> None:
         self._record.begin_epoch(epoch)
@@ -309,14 +295,9 @@ class KerasFitConductor(ReturningConductor, EvaluationConductor):
         self._callbacks.on_epoch_end(epoch, logs)
         return logs
 
-    def take_slots(self, slots: list[PieceSlots]) -> None:
-        assert self.updater is not None
-        self.updater.take_slots(slots)
-
     def fingerprint(self) -> object:
         if not self._has_foreign:
             return None
-        assert self.updater is not None
         model, optimizer = self._model, self._model.optimizer
         rate = optimizer._learning_rate
         here = (structure(self._module), id(optimizer), id(rate))
@@ -333,7 +314,6 @@ class KerasFitConductor(ReturningConductor, EvaluationConductor):
 
     def _versions_of_slots(self) -> list[tuple[int, int]]:
         """Where slots lie that other ranks have copies of, and how often they were written to."""
-        assert self.updater is not None
         slots = (one.value for one in self.updater.unshared_slots())
         return [(slot.data_ptr(), slot._version) for slot in slots]
 

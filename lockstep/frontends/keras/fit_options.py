@@ -30,6 +30,7 @@ class FitStart:
 
     epoch: int
     step: int
+    before_steps: bool
     tells_each: int
     evaluation_tells_each: int
     evaluation_may_stop: bool

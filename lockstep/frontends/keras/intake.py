@@ -7,6 +7,7 @@ while all ranks work on the batch before. How long an epoch is, Keras's own iter
 
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, Literal
 
 import keras
@@ -22,7 +23,7 @@ from lockstep.data.trees import Tree
 from lockstep.errors import OptionError, level_of_user
 from lockstep.train.checks import filled
 from lockstep.train.feeding import SharedStream, sample_of
-from lockstep.train.intake import Feed
+from lockstep.train.intake import Feed, read_elsewhere, read_here
 
 Resets = Literal["once", "always", "never"]
 
@@ -93,8 +94,7 @@ def take_in(
         )
 
     if not is_read_here:
-        # How large its batches are, and how many there are, the host that reads it will tell.
-        return Feed(source=SharedStream(None), batch_size=0, num_steps=None)
+        return read_elsewhere()
 
     if resets == "once":
         iterator.reset()
@@ -105,13 +105,8 @@ def take_in(
         return _batches(iterator)
 
     stream = _Stream(name=name, kind=type(x).__name__, begin=begin)
-    shared = SharedStream(Reading(stream, seed=seed, purpose=name, is_summed=is_summed))
-    try:
-        size = len(shared.peek())
-    except BaseException:
-        shared.close()
-        raise
-    return Feed(source=shared, batch_size=size, num_steps=_num_steps(iterator))
+    feed = read_here(Reading(stream, seed=seed, purpose=name, is_summed=is_summed))
+    return replace(feed, num_steps=_num_steps(iterator))
 
 
 def samples_in(data: Any) -> Source:

@@ -1,6 +1,6 @@
 """A runner of Keras models that writes checkpoints, and goes on from them."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -10,8 +10,6 @@ from lockstep.frontends.keras.checkpoints import Checkpoint, KeptCallback, kept
 from lockstep.plan.makers import LocalSteps, Maker
 from lockstep.train.callbacks import Callback
 from lockstep.train.checkpoints import FitRecord, Found, Keeper
-from lockstep.train.ensemble import Resume
-from lockstep.train.feeding import SharedStream
 from lockstep.train.history import History
 from lockstep.train.hosts import Hosts
 from lockstep.train.intake import Feed
@@ -84,7 +82,9 @@ class KeepingRunner(PersistentRunner):
     @contextmanager
     def _recorded(self, checkpoint: Checkpoint | None) -> Iterator[None]:
         """Within the block a record is kept, beside the checkpoints or as the user's always."""
-        self.record = self._record_in(None if checkpoint is None else checkpoint.files.directory)
+        self.record = self._record_in(
+            None, None if checkpoint is None else checkpoint.files.directory
+        )
         try:
             with self.record.kept(strategy=type(self.strategy).__name__):
                 yield
@@ -107,29 +107,6 @@ class KeepingRunner(PersistentRunner):
             parts = self._copied_parts()
             if self._is_chief:
                 self.keeper.finish(parts, history, self._plan)
-
-    def _read_again(self, start: Resume, first: int, feed: Feed, others: Sequence[Any]) -> None:
-        """Read a stream up to where it was left.
-
-        Args:
-            start: where that is.
-            first: the first epoch of the ``fit``.
-            feed: the training data.
-            others: what else was read, as the stream and the epochs after which.
-
-        Raises:
-            DataError: it gives something else.
-        """
-        used = None if self._resumed is None else self._resumed.position["fit"].get("read")
-        for epoch in range(first, start.epoch):  # in turns: they may draw from one generator
-            if isinstance(feed.source, SharedStream):
-                feed.source.skip(epoch)
-            for stream, epochs in others:
-                if epoch in epochs and isinstance(stream, SharedStream):
-                    stream.skip(epoch)
-        if isinstance(feed.source, SharedStream) and used is not None:
-            feed.source.skip(start.epoch, start.batch)
-            feed.source.check_used(used)
 
 
 def check_restarts(maker: Maker, hosts: Hosts | None) -> None:

@@ -32,7 +32,7 @@ from lockstep.capture.layers import BatchLayer, FrontEndLayer, FrontEndModel
 from lockstep.capture.sizes import TracedFloat, TracedInt
 from lockstep.data.trees import Tree, tensors_of
 from lockstep.errors import ModelError
-from lockstep.frontends.keras.checks import check_model, has_own_loss
+from lockstep.frontends.keras.checks import check_model, has_own_loss, has_own_steps
 from lockstep.frontends.keras.direct_calls import DirectCalls
 from lockstep.frontends.keras.images import channels_last_in_memory, only_keras_sees
 from lockstep.frontends.keras.settings import KerasSettings
@@ -196,8 +196,8 @@ class KerasModel(FrontEndModel):
         Returns:
             The model's outputs; ``with_losses`` a dict of these as ``"outputs"``, of their masks,
             of the losses that layers have added and the penalties on weights, each repeated for
-            every sample beside the number of samples, and of the inputs, where the model's own
-            ``compute_loss`` gets them.
+            every sample beside the number of samples, and of the inputs, where a
+            ``compute_loss`` or a step of the model's own gets them.
         """
         model = self.model_in_mode()
         is_watched = bool(torch._C._len_torch_function_stack())
@@ -274,7 +274,8 @@ class KerasModel(FrontEndModel):
             found["losses"] = [torch.sum(one).expand_as(ones) for one in added]
             found["penalties"] = [torch.sum(one).expand_as(ones) for one in penalties]
             found["sizes"] = ones.sum().expand_as(ones)
-        return {**found, "inputs": inputs} if has_own_loss(self.model) else found
+        takes_inputs = has_own_loss(self.model) or has_own_steps(self.model)
+        return {**found, "inputs": inputs} if takes_inputs else found
 
     def _moments_of(
         self, layer: Any, inputs: torch.Tensor, mask: torch.Tensor | None

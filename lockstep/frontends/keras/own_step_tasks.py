@@ -8,14 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from keras.src.utils.python_utils import pythonify_logs
 
-from lockstep.data.sources import Source
 from lockstep.frontends.keras.conducting import EvaluationConductor, KerasFitConductor
 from lockstep.frontends.keras.metrics import KerasMetrics
 from lockstep.frontends.keras.own_steps import OwnSteps
 from lockstep.frontends.keras.share_steps import ShareSteps
+from lockstep.frontends.keras.staged_steps import StagedStep, StagedSteps
 from lockstep.frontends.keras.step_calls import metrics_of
 from lockstep.frontends.keras.tasks import (
     BatchLosses,
@@ -28,7 +27,7 @@ from lockstep.frontends.keras.tasks import (
     keras_conductor,
 )
 from lockstep.parallel.control import Control
-from lockstep.parallel.passes import Observe
+from lockstep.parallel.passes import StepBatch
 from lockstep.parallel.training_step import StepResult
 from lockstep.parallel.worker import Worker
 from lockstep.train.conductor import Conductor, Logs
@@ -61,24 +60,20 @@ class OwnStepFitTask(KerasFitTask):
 
     Attributes:
         own: what is known of the model's steps.
+        loss: the step as a loss, in a pipeline; else None.
     """
 
     own: OwnSteps
-    _steps: ShareSteps | None = field(default=None, init=False)
+    loss: StagedStep | None  # type: ignore[assignment]  # no other is taken
+    _steps: ShareSteps | StagedSteps | None = field(default=None, init=False)
 
-    def _train_step(
-        self,
-        ensemble: Ensemble,
-        source: Source,
-        indices: torch.Tensor,
-        step: int,
-        observe: Observe | None,
-    ) -> StepResult:
+    def _train_step(self, ensemble: Ensemble, batch: StepBatch) -> StepResult:
         if self._steps is None:
-            self._steps = _share_steps(ensemble, self.own)
-        logs = self._steps.run("train_step", source, indices, step)
+            self._steps = _steps_of(ensemble, self.own, self.loss)
+        logs = self._steps.run("train_step", batch.source, batch.indices, batch.step)
         keras_conductor(ensemble.conductor).tell_logs(logs)
-        return StepResult(total=0.0, weight=float(len(indices)), num_samples=len(indices))
+        num_samples = len(batch.indices)
+        return StepResult(total=0.0, weight=float(num_samples), num_samples=num_samples)
 
     def _losses(self, ensemble: Ensemble, results: Sequence[StepResult]) -> Logs:
         return {}
@@ -87,7 +82,7 @@ class OwnStepFitTask(KerasFitTask):
         return []
 
     def _evaluated(self, ensemble: Ensemble, evaluation: Evaluation, epoch: int) -> Logs:
-        return _evaluate(ensemble, evaluation, self.metrics, self.own, epoch)
+        return _evaluate(ensemble, evaluation, self.metrics, self.own, self.loss, epoch)
 
 
 @dataclass(kw_only=True)
@@ -96,13 +91,15 @@ class OwnStepEvaluateTask(KerasEvaluateTask):
 
     Attributes:
         own: what is known of the model's steps.
+        loss: see ``OwnStepFitTask``.
     """
 
     own: OwnSteps
+    loss: StagedStep | None  # type: ignore[assignment]  # no other is taken
 
     def run(self, worker: Worker, control: Control, conductor: Conductor) -> Logs:
         ensemble = Ensemble(worker=worker, control=control, conductor=conductor)
-        return _evaluate(ensemble, self.evaluation, self.metrics, self.own)
+        return _evaluate(ensemble, self.evaluation, self.metrics, self.own, self.loss)
 
 
 def _evaluate(
@@ -110,11 +107,12 @@ def _evaluate(
     evaluation: Evaluation,
     metrics: KerasMetrics,
     own: OwnSteps,
+    staged: StagedStep | None,
     epoch: int | None = None,
 ) -> Logs:
     """Values over data, on rank 0; see ``tasks.evaluate``."""
     conductor = keras_conductor(ensemble.conductor)
-    steps = _share_steps(ensemble, own)
+    steps = _steps_of(ensemble, own, staged)
     metrics.reset()
     for index, part, indices in evaluated_batches(ensemble, evaluation, epoch):
         conductor.tell_logs(steps.run("test_step", part, indices, None))
@@ -122,8 +120,12 @@ def _evaluate(
     return conductor.results({})
 
 
-def _share_steps(ensemble: Ensemble, own: OwnSteps) -> ShareSteps:
+def _steps_of(
+    ensemble: Ensemble, own: OwnSteps, staged: StagedStep | None
+) -> ShareSteps | StagedSteps:
     worker: Any = ensemble.worker
+    if staged is not None:
+        return StagedSteps(staged, worker, ensemble.control)
     return ShareSteps(worker.model, own, worker, ensemble.control)
 
 

@@ -9,7 +9,6 @@ training begins and now and then after that.
 from dataclasses import dataclass, field
 from typing import Any
 
-import keras
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.trainers.data_adapters import data_adapter_utils
 
@@ -19,20 +18,8 @@ from lockstep.plan.averaging import AveragedUpdate
 from lockstep.plan.spec import Plan
 from lockstep.units import first_few
 
-_STEPS = ("train_step", "test_step", "compute_metrics")
-
 # What ``compile`` has made that steps use; helpers get it with what is known of the steps.
 _COMPILED = ("_compile_loss", "_compile_metrics", "_loss_tracker", "optimizer")
-
-
-def has_own_steps(model: Any) -> bool:
-    """Whether steps are more than the model's call, its losses and its metrics.
-
-    Of a model with nothing to train they are less.
-    """
-    kind = type(model)
-    has_own = any(getattr(kind, name) is not getattr(keras.Model, name) for name in _STEPS)
-    return has_own or not model.trainable_variables
 
 
 @dataclass(kw_only=True)
@@ -116,17 +103,17 @@ def data_of(batch: Batch) -> Any:
 
 
 def check_plan(plan: Plan) -> None:
-    """Refuse Plans under which no rank has a whole model and one part of each batch.
+    """Refuse Plans under which ranks have more or less than one part of each batch.
+
+    In stages of a pipeline steps are run on the whole batch (``staged_steps``).
 
     Raises:
         OptionError: the Plan is one of these.
     """
     received = None
-    if plan.pipeline is not None:
-        received = "stages of a pipeline"
-    elif isinstance(plan.update, AveragedUpdate):
+    if isinstance(plan.update, AveragedUpdate):
         received = "replicas that train apart"
-    elif plan.num_shares != plan.num_ranks:
+    elif plan.pipeline is None and plan.num_shares != plan.num_ranks:
         received = f"{plan.num_shares} shares on {plan.num_ranks} devices"
     if received is not None:
         raise OptionError(

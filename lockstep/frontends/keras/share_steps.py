@@ -17,7 +17,7 @@ from lockstep.data.sources import Source
 from lockstep.errors import ModelError
 from lockstep.frontends.keras.model import KerasModel
 from lockstep.frontends.keras.own_steps import OwnSteps, data_of
-from lockstep.frontends.keras.step_calls import StepCalls
+from lockstep.frontends.keras.step_calls import StepCalls, detached
 from lockstep.frontends.keras.step_trial import try_step
 from lockstep.parallel.control import Control
 from lockstep.parallel.halves import is_tried
@@ -145,7 +145,7 @@ class ShareSteps(StepCalls):
     def _update_metric(self, number: int, given: Any) -> None:
         """Update a metric with what all ranks have brought; None from those without samples."""
         if self._control.num_ranks > 1:
-            given = given and tree.map_structure(_detached, given)
+            given = given and tree.map_structure(detached, given)
             is_sum = ("metric", number) in self._own.sums
             given = self._together(given, is_sum=is_sum)
         self.plainly(number, *given)
@@ -179,7 +179,7 @@ class ShareSteps(StepCalls):
     def _gather_logs(self, logs: Mapping[str, Any] | None) -> Any:
         """On rank 0 the logs of all; a metric's result is known there."""
         own = logs and {
-            name: _detached(value) for name, value in logs.items() if not self.is_result(value)
+            name: detached(value) for name, value in logs.items() if not self.is_result(value)
         }
         gathered = self._control.gather((self._size, own))
         if not gathered:
@@ -194,12 +194,6 @@ class ShareSteps(StepCalls):
                 for name in parts[0]
             },
         }
-
-
-def _detached(value: Any) -> Any:
-    """A value that may be sent to another rank."""
-    value = getattr(value, "value", value) if hasattr(value, "assign") else value
-    return value.detach() if isinstance(value, torch.Tensor) else value
 
 
 def _joined(values: Sequence[Any], sizes: Sequence[int], *, is_sum: bool) -> Any:

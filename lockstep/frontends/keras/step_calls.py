@@ -144,3 +144,9 @@ def metrics_of(model: Any) -> list[Any]:
     layers = [one for layer in model._flatten_layers() for one in layer._metrics]
     own = Trainer.metrics.fget(model)
     return list({id(one): one for one in (*own, *model.metrics, *layers)}.values())
+
+
+def detached(value: Any) -> Any:
+    """A value that may be sent to another rank."""
+    value = getattr(value, "value", value) if hasattr(value, "assign") else value
+    return value.detach() if isinstance(value, torch.Tensor) else value

@@ -59,10 +59,13 @@ class _Recorder(StepCalls):
         self._optimizers = optimizers
         self.calls: list[Call] = []
         self.num_samples = 0
+        self._left: list[torch.Tensor] = []  # gradients that it found
 
     def run(self, name: str, batch: Batch) -> list[Call]:
         """What a step calls for some samples."""
         self.calls, self.num_samples = [], batch.num_samples
+        if name == "train_step":
+            self._leave_gradients()
         before = self._versions()
         with torch.set_grad_enabled(name == "train_step"), self.taken():
             logs = getattr(self.module.model, name)(data_of(batch))
@@ -79,6 +82,14 @@ class _Recorder(StepCalls):
                 self._note(("log", key), f"{key!r} of what {name} returns", [value])
         return self.calls
 
+    def _leave_gradients(self) -> None:
+        """As those of the step before: a step that does not clear them adds to them."""
+        self._left = []
+        for parameter in self.module.parameters():
+            if parameter.requires_grad:
+                parameter.grad = torch.full_like(parameter, math.nan)
+                self._left.append(parameter.grad)
+
     def _versions(self) -> dict[str, int]:
         return {name: one._version for name, one in self.module.named_parameters()}
 
@@ -86,6 +97,12 @@ class _Recorder(StepCalls):
         if not any(one is optimizer for one in self._optimizers):
             self._optimizers.append(optimizer)
         number = [one is optimizer for one in self._optimizers].index(True)
+        if any(one is left and one.isnan().all() for one in gradients for left in self._left):
+            raise ModelError(
+                "A train_step must begin with gradients of its own.",
+                received="one that adds to those of the step before",
+                fix="Call self.zero_grad() before loss.backward().",
+            )
         values = [gradient.detach().clone() for gradient in gradients]
         name = f"the gradients that the optimizer {optimizer.name!r} is given"
         self.calls.append(Call(key=("apply", number), name=name, values=values))

@@ -18,7 +18,7 @@ from lockstep.frontends.keras.losses import KerasLoss
 from lockstep.frontends.keras.metrics import KerasMetrics
 from lockstep.parallel.control import Control
 from lockstep.parallel.losses import Sums
-from lockstep.parallel.passes import Observe
+from lockstep.parallel.passes import StepBatch
 from lockstep.parallel.training_step import StepResult
 from lockstep.parallel.worker import Worker, modes_of
 from lockstep.train.conductor import Conductor, Logs
@@ -127,16 +127,9 @@ class KerasFitTask(FitTask):
                 conductor.tell_losses(self._batch_losses(ensemble.control, told))
         return results
 
-    def _train_step(
-        self,
-        ensemble: Ensemble,
-        source: Source,
-        indices: torch.Tensor,
-        step: int,
-        observe: Observe | None,
-    ) -> StepResult:
+    def _train_step(self, ensemble: Ensemble, batch: StepBatch) -> StepResult:
         self.loss.run_on(ensemble.worker.plan, ensemble.worker.rank)
-        result = super()._train_step(ensemble, source, indices, step, observe)
+        result = super()._train_step(ensemble, batch)
         self.metrics.settle(ensemble.control)
         self._results.append(result)
         if is_told(len(self._results) - 1, self.tells_each):

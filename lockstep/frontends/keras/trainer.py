@@ -15,7 +15,7 @@ from lockstep.data.trees import Tree, concatenate
 from lockstep.errors import ModelError
 from lockstep.frontends.keras.additions import find_additions
 from lockstep.frontends.keras.attributes import NO_SETTINGS, with_settings
-from lockstep.frontends.keras.checks import has_own_loss
+from lockstep.frontends.keras.checks import has_own_loss, has_own_steps
 from lockstep.frontends.keras.computed_loss import ComputedLoss
 from lockstep.frontends.keras.conducting import (
     EvaluationConductor,
@@ -45,10 +45,11 @@ from lockstep.frontends.keras.own_step_tasks import (
     OwnStepFitTask,
     StepMetrics,
 )
-from lockstep.frontends.keras.own_steps import OwnSteps, check_plan, has_own_steps, not_kept
+from lockstep.frontends.keras.own_steps import OwnSteps, check_plan, not_kept
 from lockstep.frontends.keras.settings import random_seed
 from lockstep.frontends.keras.shipping import reduce
 from lockstep.frontends.keras.sights import Lookout, Sight
+from lockstep.frontends.keras.staged_steps import StagedStep, check_staged
 from lockstep.frontends.keras.step_trial import find_steps
 from lockstep.frontends.keras.tasks import (
     Evaluation,
@@ -65,7 +66,6 @@ from lockstep.plan.makers import Maker, SingleDevice
 from lockstep.train.assignment import Assignment
 from lockstep.train.backups import Backups
 from lockstep.train.changes import ChangeWatch, settings_of
-from lockstep.train.conducting import FollowingConductor
 from lockstep.train.conductor import Conductor, Logs
 from lockstep.train.ensemble import Resume
 from lockstep.train.feeding import SharedStream, sample_of
@@ -73,6 +73,7 @@ from lockstep.train.intake import Feed
 from lockstep.train.interrupt import Interrupt, held_interrupts
 from lockstep.train.job_context import JobContext, StrategyLike
 from lockstep.train.recipe import Recipe
+from lockstep.train.returning import FollowingConductor
 from lockstep.train.session import Session
 from lockstep.train.tasks import Task
 from lockstep.units import first_few
@@ -126,6 +127,7 @@ class KerasTrainer(KeepingRunner):
         self._num_predictions = 0
         self._own: OwnSteps | None = None  # of the call that is made
         self._is_alone = False  # such a call is made on one device
+        self._staged: StagedStep | None = None  # or in stages of a pipeline
         self._several = OptimizerList()  # of steps of the model's own
         self._is_apart = False  # outputs of samples are seen not to depend on others
 
@@ -138,72 +140,18 @@ class KerasTrainer(KeepingRunner):
     ) -> Logs:
         """Train on data; the last epoch's values."""
         self._has_looked = False
-        model = self.model.model
-        self.optimizer = model.optimizer
+        self.optimizer = self.model.model.optimizer
         own = self._own_steps(feed.source, "train_step")
         loss, metrics = self._loss_and_metrics(feed.source, own, looks=not options.is_one_batch)
-        begins = any_acts_in(callbacks, "on_train_batch_begin", "on_batch_begin")
-        # Callbacks are on host 0, and one may have found where an earlier run has ended.
-        start: FitStart = self._job_context.from_chief(
-            FitStart(
-                epoch=options.initial_epoch,
-                step=max(int(one._iterations.value) for one in self._optimizers),
-                tells_each=steps_between_metrics(callbacks, "on_train_batch_end", "on_batch_end"),
-                evaluation_tells_each=0 if evaluation is None else evaluation.tells_each,
-                evaluation_may_stop=may_stop(callbacks, "test"),
-                watches_validation=any_acts_in(callbacks, "on_test_begin", "on_test_end"),
-            )
-        )
+        kind: Any = KerasFitTask if own is None else partial(OwnStepFitTask, own=own)
+        start = self._start_of_fit(evaluation, options, callbacks)
         self._epochs_trained = 0 if start.epoch else self._epochs_trained
         self._steps_trained = start.step
-        resume = Resume(start.epoch)
-        if self._resumed is not None:
-            is_stream = isinstance(feed.source, SharedStream)
-            resume = self._start(feed.batch_size, is_stream=is_stream)
-            others = [] if evaluation is None else [(evaluation.source, options.evaluates)]
-            self._read_again(resume, start.epoch, feed, others)
-        kind = KerasFitTask if own is None else partial(OwnStepFitTask, own=own)
-        outlives = options.restarts > 0 or self._maker().outlives_servers
-        task = kind(
-            source=feed.source,
-            validation=None,
-            evaluation=evaluation
-            and replace(
-                evaluation,
-                tells_each=start.evaluation_tells_each,
-                may_stop=start.evaluation_may_stop,
-            ),
-            evaluates=options.evaluates,
-            epochs=options.epochs,
-            initial_epoch=start.epoch,
-            start=resume,
-            batch_size=feed.batch_size,
-            steps_per_epoch=feed.steps_per_epoch,
-            shuffle=options.shuffle,
-            seed=self.seed,
-            first_epoch=self._epochs_trained,
-            first_step=self._steps_trained,
-            metrics=metrics,
-            loss=loss,
-            watched=True,
-            watches_beginnings=True,
-            before_steps=begins,
-            after_steps=start.tells_each == 1,
-            shows_slots=not all(
-                is_elementwise(one, self.model.variables.values()) for one in self._optimizers
-            ),
-            watches_validation=start.watches_validation,
-            tells_each=start.tells_each,
-            takes_states=outlives
-            or (self.keeper is not None and self.keeper.acts_in("takes_state")),
-            is_kept=outlives or self.keeper is not None,
-        )
-        if self._job_context.hosts is not None:
-            facts = {"`evaluates`": options.evaluates}
-            task = self._job_context.hosts.agree_on_task(task, facts)  # type: ignore[assignment]  # of the same class
+        kind = partial(kind, loss=loss, metrics=metrics)
+        task = self._fit_task(kind, feed, evaluation, options, start)
         with self._fitting(), held_interrupts() as interrupt:
             backups = None  # unless somebody has asked for restarts
-            if outlives:
+            if self._outlives(options):
                 check_restarts(self._maker(), self._job_context.hosts)
                 backups = self._backups_of(task.sources(), options.restarts)
             conductor = self._conductor(callbacks, interrupt, backups)
@@ -214,6 +162,83 @@ class KerasTrainer(KeepingRunner):
             self._is_apart = True
             self._job_context.share_values(self.model, conductor.updater)
         return conductor.logs if isinstance(conductor, KerasFitConductor) else {}
+
+    def _start_of_fit(
+        self, evaluation: Evaluation | None, options: FitOptions, callbacks: Any
+    ) -> FitStart:
+        """Callbacks are on host 0, and one may have found where an earlier run has ended."""
+        start: FitStart = self._job_context.from_chief(
+            FitStart(
+                epoch=options.initial_epoch,
+                step=max(int(one._iterations.value) for one in self._optimizers),
+                before_steps=any_acts_in(callbacks, "on_train_batch_begin", "on_batch_begin"),
+                tells_each=steps_between_metrics(callbacks, "on_train_batch_end", "on_batch_end"),
+                evaluation_tells_each=0 if evaluation is None else evaluation.tells_each,
+                evaluation_may_stop=may_stop(callbacks, "test"),
+                watches_validation=any_acts_in(callbacks, "on_test_begin", "on_test_end"),
+            )
+        )
+        return start
+
+    def _fit_task(
+        self,
+        kind: Callable[..., KerasFitTask],
+        feed: Feed,
+        evaluation: Evaluation | None,
+        options: FitOptions,
+        start: FitStart,
+    ) -> KerasFitTask:
+        """The task of a ``fit``, which all hosts have alike."""
+        resume = self._resume_of(feed, evaluation, options, start)
+        if evaluation is not None:
+            tells_each, stops = start.evaluation_tells_each, start.evaluation_may_stop
+            evaluation = replace(evaluation, tells_each=tells_each, may_stop=stops)
+        variables = self.model.variables.values()
+        outlives = self._outlives(options)
+        task = kind(
+            source=feed.source,
+            validation=None,
+            evaluation=evaluation,
+            evaluates=options.evaluates,
+            epochs=options.epochs,
+            initial_epoch=start.epoch,
+            start=resume,
+            batch_size=feed.batch_size,
+            steps_per_epoch=feed.steps_per_epoch,
+            shuffle=options.shuffle,
+            seed=self.seed,
+            first_epoch=self._epochs_trained,
+            first_step=self._steps_trained,
+            watched=True,
+            watches_beginnings=True,
+            before_steps=start.before_steps,
+            after_steps=start.tells_each == 1,
+            shows_slots=not all(is_elementwise(one, variables) for one in self._optimizers),
+            watches_validation=start.watches_validation,
+            tells_each=start.tells_each,
+            takes_states=outlives
+            or (self.keeper is not None and self.keeper.acts_in("takes_state")),
+            is_kept=outlives or self.keeper is not None,
+        )
+        if self._job_context.hosts is None:
+            return task
+        facts = {"`evaluates`": options.evaluates}
+        return self._job_context.hosts.agree_on_task(task, facts)  # type: ignore[return-value]  # of the same class
+
+    def _resume_of(
+        self, feed: Feed, evaluation: Evaluation | None, options: FitOptions, start: FitStart
+    ) -> Resume:
+        """Where training begins; streams are read up to there."""
+        if self._resumed is None:
+            return Resume(start.epoch)
+        resume = self._start(feed.batch_size, is_stream=isinstance(feed.source, SharedStream))
+        others = [] if evaluation is None else [(evaluation.source, options.evaluates)]
+        self._read_again(resume, start.epoch, feed, others)
+        return resume
+
+    def _outlives(self, options: FitOptions) -> bool:
+        """Whether training goes on after the loss of a process."""
+        return options.restarts > 0 or self._maker().outlives_servers
 
     def _conductor(
         self, callbacks: Any, interrupt: Interrupt, backups: Backups | None
@@ -269,7 +294,7 @@ class KerasTrainer(KeepingRunner):
             return self._predict(feed, callbacks)
 
     def _predict(self, feed: Feed, callbacks: Any) -> Tree:
-        self._has_looked, self._own = False, None
+        self._has_looked, self._own, self._staged = False, None, None
         self._try_apart(feed.source)
         tells, stops = self._job_context.from_chief(
             (any_acts_in(callbacks, "on_predict_batch_end"), may_stop(callbacks, "predict"))
@@ -297,7 +322,7 @@ class KerasTrainer(KeepingRunner):
 
     def _own_steps(self, source: Source | SharedStream, name: str) -> OwnSteps | None:
         """What a model's own step does, tried on a few samples; None where it has none."""
-        self._own = own = None
+        self._own = self._staged = own = None
         if has_own_steps(self.model.model):
             sample = sample_of(source)
             assert isinstance(sample, ArraySource)
@@ -307,9 +332,16 @@ class KerasTrainer(KeepingRunner):
             trains = self.model.model.trainable_variables or self._job_context.hosts is not None
             cuts = maker.sample_size(discover(), 1) is not None  # it asks what layers cost
             self._is_alone = not trains and (cuts or name == "train_step")
-            is_divided = not (self._is_alone or isinstance(maker, SingleDevice))
+            is_divided = not (cuts or self._is_alone or isinstance(maker, SingleDevice))
             few = few_samples(self.model, sample, is_divided=is_divided)
             self._own = own = find_steps(self.model, name, few, is_divided=is_divided)
+            if cuts and not self._is_alone:
+                check_staged(self.model.model)
+                seen = self._find_additions(source, is_divided=True)
+                added = self._job_context.from_chief(seen)
+                assert added is not None
+                self._staged = StagedStep(own, added, self.model)
+                self._staged.try_on(few, training=name == "train_step")
         return own
 
     @property
@@ -321,7 +353,9 @@ class KerasTrainer(KeepingRunner):
     def _loss_and_metrics(
         self, source: Source | SharedStream, own: OwnSteps | None, *, looks: bool
     ) -> tuple[Any, KerasMetrics]:
-        """The model's losses and metrics, as they are compiled now; no loss with steps of its own.
+        """The model's losses and metrics, as they are compiled now.
+
+        Of steps of its own there is a loss in a pipeline only.
 
         Args:
             source: the data.
@@ -330,7 +364,7 @@ class KerasTrainer(KeepingRunner):
         """
         model = self.model.model
         if own is not None:
-            return None, StepMetrics(model)
+            return self._staged, StepMetrics(model)
         is_divided = not isinstance(self._maker(), SingleDevice)
         sight = self._look()
         key = sight or (
@@ -446,7 +480,7 @@ class KerasTrainer(KeepingRunner):
     def _prepare_proof(
         self, assignment: Assignment, session: Session, conductor: Conductor
     ) -> object:
-        if self._own is not None:  # whose step is no map from samples to a loss
+        if self._own is not None and self._staged is None:  # its step is no map to a loss
             return None
         return super()._prepare_proof(assignment, session, conductor)
 

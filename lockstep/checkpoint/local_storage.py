@@ -1,0 +1,141 @@
+"""Folders of this machine: files are synced, and a generation appears by being renamed.
+
+It is written under another name; so whatever ends the writer, at whatever moment, those that are
+there are whole. It is removed under another name, too.
+"""
+
+import errno
+import fcntl
+import os
+import secrets
+import shutil
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import BinaryIO
+
+from lockstep.checkpoint.storage import Create, Storage
+from lockstep.disk import writing
+from lockstep.errors import CheckpointError
+
+_TEMPORARY = ".generation-"
+_LOCK = ".lock"
+
+
+class LocalStorage(Storage):
+    """A folder of this machine.
+
+    Args:
+        folder: the folder.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def names(self) -> list[str]:
+        try:
+            return os.listdir(self._folder)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    def has(self, name: str) -> bool:
+        return os.path.lexists(self._folder / name)
+
+    def read(self, name: str, most: int) -> bytes:
+        # A pipe would be waited for, and a link could lead elsewhere.
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        descriptor = os.open(self._folder / name, flags)
+        with open(descriptor, "rb") as file:
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode):
+                raise CheckpointError(f"{name} is no file")
+            if status.st_size > most:
+                raise CheckpointError(f"{name} has {status.st_size} bytes, more than {most}")
+            return file.read()
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        self._make()
+        lock = os.open(self._folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            _lock(lock, self._folder)
+            self._remove_temporaries()
+            yield
+        finally:
+            os.close(lock)
+
+    @contextmanager
+    def new(self, name: str) -> Iterator[Create]:
+        temporary = self._temporary()
+        os.mkdir(temporary, 0o700)
+        try:
+            yield partial(_new_file, temporary)
+            _sync_folder(temporary)
+            os.rename(temporary, self._folder / name)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+        _sync_folder(self._folder)
+
+    def remove(self, name: str) -> None:
+        gone = self._temporary()
+        os.rename(self._folder / name, gone)  # so that nobody takes a half for a torn one
+        shutil.rmtree(gone)
+
+    def _make(self) -> None:
+        if self._folder.is_dir():
+            return
+        try:
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except FileExistsError as error:
+            raise CheckpointError(
+                "Checkpoints are written into a folder.",
+                received=f"{self._folder}, a file",
+                fix="Name a folder, which need not be there yet.",
+            ) from error
+        _sync_folder(self._folder.parent)
+
+    def _temporary(self) -> Path:
+        return self._folder / f"{_TEMPORARY}{secrets.token_hex(8)}"
+
+    def _remove_temporaries(self) -> None:
+        """What a process has left that was killed."""
+        for name in os.listdir(self._folder):
+            if name.startswith(_TEMPORARY):
+                shutil.rmtree(self._folder / name)
+
+
+def _lock(lock: int, folder: Path) -> None:
+    # Of the process, not of the open file: what a reader of data forked does not keep it.
+    try:
+        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EAGAIN):
+            raise
+        raise CheckpointError(
+            "One process at a time writes checkpoints into a folder.",
+            received=f"{folder}, into which another one writes",
+            fix="Wait for it to end, or give this training a folder of its own.",
+        ) from error
+
+
+@contextmanager
+def _new_file(folder: Path, name: str, num_bytes: int) -> Iterator[BinaryIO]:
+    """A file that is on the disk after the block."""
+    with writing(folder / name, num_bytes):
+        descriptor = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with open(descriptor, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(descriptor)
+
+
+def _sync_folder(folder: Path) -> None:
+    with writing(folder):
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
