@@ -114,7 +114,7 @@ def test_unknown_in_stages(optimizer: str) -> None:
         lockstep.ParameterServerStrategy(1, 1),
         lockstep.ParameterServerStrategy(1, 1, staleness=1),
     ],
-    ids=str,
+    ids=["local SGD", "servers", "servers with a staleness"],
 )
 def test_replicas_and_servers_cannot_copy_a_norm_of_all_weights(strategy: Any) -> None:
     with strategy.scope():
