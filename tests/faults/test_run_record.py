@@ -209,7 +209,7 @@ def test_a_script_that_was_killed(tmp_path: Path, capsys: pytest.CaptureFixture[
     folder = tmp_path / "run"
 
     def is_training() -> bool:
-        return folder.exists() and any(event.what == "at" for event in read_record(folder))
+        return (folder / NAME).exists() and any(event.what == "at" for event in read_record(folder))
 
     with running(source, directory=tmp_path) as script:
         wait_until(is_training, 60)

@@ -343,7 +343,7 @@ def _unchanged(model: Any) -> Iterator[None]:
 
 
 def _placeholder() -> torch.Tensor:
-    return torch.Tensor._make_subclass(_Gradient, torch.empty(0))
+    return torch.empty(0).as_subclass(_Gradient)
 
 
 def _is_same(tensors: Tree, others: Tree) -> bool:
