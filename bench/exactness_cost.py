@@ -7,15 +7,10 @@ before. The CNN trains with torch's cross entropy, whose mean is known, and with
 user: the same formula by hand, which is seen to be a mean, and one that is taken on the whole
 batch; without the first epoch, of which one step is made twice until that is known.
 
-No backward pass of a loss on the whole batch can begin before the last forward pass has ended. What
-that alone costs on this machine the part "floor" says: two processes without Lockstep train a CNN
-each, and meet once a step, or between forward and backward, too.
-
-Run: ``python bench/exactness_cost.py [--rounds 9] [--parts proof loss floor]``
+Run: ``python bench/exactness_cost.py [--rounds 9] [--parts proof loss]``
 """
 
 import argparse
-import multiprocessing
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -107,42 +102,6 @@ def of_cnn(loss: Any) -> float:
     return seconds_of_fit(NETS["cnn"], strategy, loss, NUM_CNN_STEPS, NUM_CNN_EPOCHS)
 
 
-def trains_apart(barrier: Any, meets_twice: bool, queue: Any) -> None:
-    """A process of the floor: half a batch of the CNN, as often as ``of_cnn`` has it."""
-    torch.set_num_threads(1)
-    net = NETS["cnn"]
-    model = net.make_model()
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    inputs, targets = (each[: net.batch_size // 2] for each in net.make_data(net.batch_size))
-    begun = 0.0
-    for step in range(NUM_CNN_STEPS * NUM_CNN_EPOCHS):
-        if step == NUM_CNN_STEPS:
-            begun = time.perf_counter()
-        loss = nn.functional.cross_entropy(model(inputs), targets)
-        if meets_twice:
-            barrier.wait()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        barrier.wait()
-    queue.put(time.perf_counter() - begun)
-
-
-def apart(meets_twice: bool) -> float:
-    """Seconds of two processes that exchange nothing."""
-    context = multiprocessing.get_context("spawn")
-    barrier = context.Barrier(2)
-    queue: multiprocessing.SimpleQueue[float] = context.SimpleQueue()
-    processes = [
-        context.Process(target=trains_apart, args=(barrier, meets_twice, queue)) for _ in range(2)
-    ]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-    return max(queue.get() for _ in processes)
-
-
 PARTS: dict[str, dict[str, tuple[Callable[[], float], Callable[[], float]]]] = {
     "proof": {
         f"proof, {name}": (partial(with_proof, name), partial(without_proof, name))
@@ -155,7 +114,6 @@ PARTS: dict[str, dict[str, tuple[Callable[[], float], Callable[[], float]]]] = {
             "loss on the whole batch": of_the_batch,
         }.items()
     },
-    "floor": {"meeting before backward": (partial(apart, True), partial(apart, False))},
 }
 
 

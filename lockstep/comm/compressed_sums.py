@@ -24,7 +24,7 @@ from lockstep.comm.compressors import (
 )
 from lockstep.comm.domain_sums import DomainSums
 from lockstep.comm.gradients import TensorSpec, add_up, cut_piece
-from lockstep.plan.compression import Compression
+from lockstep.plan.compression import Compression, warm_up
 from lockstep.plan.layout import Piece, whole_parameters
 
 
@@ -36,10 +36,23 @@ class Residual:
         error: what is still to be sent, as part of a sum that has been multiplied by its factor;
             in float32 at least.
         basis: what the compressor keeps; None for nothing.
+        count: of steps that it has been sent for, shape (1,); None where that makes no difference.
     """
 
     error: torch.Tensor
     basis: torch.Tensor | None = None
+    count: torch.Tensor | None = None
+
+    def copy(self, error: torch.Tensor) -> "Residual":
+        """For a step that may not be committed, with its own error."""
+        basis, count = (None if one is None else one.clone() for one in (self.basis, self.count))
+        return Residual(error=error, basis=basis, count=count)
+
+    def become(self, other: "Residual") -> None:
+        """Take over what such a copy has come to."""
+        for mine, new in zip(vars(self).values(), vars(other).values(), strict=True):
+            if mine is not None:
+                mine.copy_(new)
 
 
 class CompressedSums(DomainSums):
@@ -91,10 +104,7 @@ class CompressedSums(DomainSums):
 
     def commit(self) -> None:
         for number, new in self._uncommitted.items():
-            old = self._residuals[number]
-            old.error.copy_(new.error)
-            if old.basis is not None and new.basis is not None:
-                old.basis.copy_(new.basis)
+            self._residuals[number].become(new)
         self._uncommitted.clear()
 
     def gather(self, pieces: Sequence[Piece], sums: Sequence[torch.Tensor | None]) -> None:
@@ -111,10 +121,11 @@ class CompressedSums(DomainSums):
         compression = self._compressions[number]
         if compression is None:
             return as_it_is(total)
-        left, basis = self._residuals[number].error, self._residuals[number].basis
-        wanted = torch.add(left, total, alpha=self.factor, out=torch.empty_like(left))
-        new = Residual(error=wanted, basis=None if basis is None else basis.clone())
-        self._uncommitted[number] = new
+        old = self._residuals[number]
+        wanted = torch.add(old.error, total, alpha=self.factor, out=torch.empty_like(old.error))
+        self._uncommitted[number] = new = old.copy(wanted)
+        if new.count is not None and new.count.add_(1) <= warm_up(compression):
+            return as_it_is(wanted)
         return conversation(compression, wanted, new.basis)
 
     def _take(self, number: int, own: torch.Tensor, whole: torch.Tensor) -> None:

@@ -51,14 +51,23 @@ class PowerSGD(Record, frozen=True, tag="power"):
 
     Attributes:
         rank: columns of each factor, at least 1.
+        warm_up: steps (under ``LocalSGDStrategy`` averages) of which all is sent as it is, before
+            the first that is compressed. Adam learns more with those of one or two epochs.
 
     Raises:
         OptionError: another number.
     """
 
     rank: int = 4
+    warm_up: int = 0
 
     def __post_init__(self) -> None:
+        if not is_count(self.warm_up, least=0):
+            raise OptionError(
+                "`warm_up` of PowerSGD must be an integer of at least 0.",
+                received=f"warm_up={self.warm_up!r}",
+                fix="Use the number of steps of an epoch, or leave it out.",
+            )
         if not is_count(self.rank):
             raise OptionError(
                 "`rank` of PowerSGD must be an integer of at least 1.",
@@ -73,7 +82,8 @@ class PowerSGD(Record, frozen=True, tag="power"):
         return _FLOAT_BYTES * self.rank * (shape[0] + math.prod(shape[1:]))
 
     def __str__(self) -> str:
-        return f"PowerSGD of rank {self.rank}"
+        after = f" after {self.warm_up} steps without" if self.warm_up else ""
+        return f"PowerSGD of rank {self.rank}{after}"
 
 
 class TopK(Record, frozen=True, tag="top-k"):
@@ -111,6 +121,11 @@ class TopK(Record, frozen=True, tag="top-k"):
 
 
 Compression = BFloat16 | Int8 | PowerSGD | TopK
+
+
+def warm_up(compression: Compression) -> int:
+    """Steps of which all is sent as it is, before the first that is compressed."""
+    return compression.warm_up if isinstance(compression, PowerSGD) else 0
 
 
 def compression_of(compression: Compression | None, shape: Sequence[int]) -> Compression | None:

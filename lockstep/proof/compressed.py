@@ -7,6 +7,7 @@ factorizes these sums, and goes on with what comes of them.
 """
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, assert_never
@@ -48,6 +49,7 @@ class SimulatedHosts:
         self.num_hosts = num_hosts
         self._errors: dict[str, list[torch.Tensor]] = {}
         self._bases: dict[str, torch.Tensor] = {}
+        self._num_sums: Counter[str] = Counter()
 
     @torch.no_grad()
     def sum(self, name: str, parts: Tensors) -> torch.Tensor:
@@ -58,7 +60,9 @@ class SimulatedHosts:
             parts: one for each host.
         """
         how = compression_of(self._compression, parts[0].shape)
-        if how is None:
+        self._num_sums[name] += 1
+        is_early = isinstance(how, PowerSGD) and self._num_sums[name] <= how.warm_up
+        if how is None or is_early:  # nothing is left of an early one
             return torch.stack(list(parts)).sum(0)
         errors = self._errors.get(name, [torch.zeros_like(part) for part in parts])
         wanted = [part + error for part, error in zip(parts, errors, strict=True)]

@@ -15,10 +15,10 @@ from lockstep.comm.gradients import TensorSpec
 from lockstep.parallel.control import Control
 from lockstep.parallel.store import TensorStore, tensor_spec
 from lockstep.parallel.worker import Worker
-from lockstep.plan.compression import Compression
+from lockstep.plan.compression import Compression, warm_up
 from lockstep.train.training_state import copied
 
-_ERROR, _BASIS = ": error", ": basis"
+_ERROR, _BASIS, _COUNT = ": error", ": basis", ": count"
 
 
 class Residuals:
@@ -41,6 +41,8 @@ class Residuals:
             basis = first_basis(compression, error)
             if basis is not None:
                 new[spec.name + _BASIS] = basis
+            if warm_up(compression):
+                new[spec.name + _COUNT] = torch.zeros(1, dtype=torch.int64)
         self.tensors = {
             name: old if (old := self.tensors.get(name)) is not None and _fits(old, one) else one
             for name, one in new.items()
@@ -60,7 +62,11 @@ class Residuals:
     def by_parameter(self) -> dict[str, Residual]:
         """By the name of the parameter."""
         return {
-            name: Residual(error=one, basis=self.tensors.get(name + _BASIS))
+            name: Residual(
+                error=one,
+                basis=self.tensors.get(name + _BASIS),
+                count=self.tensors.get(name + _COUNT),
+            )
             for key, one in self.tensors.items()
             if (name := key.removesuffix(_ERROR)) != key
         }
@@ -84,7 +90,7 @@ class Residuals:
                 if name.endswith(_ERROR) and name in own:
                     own[name] += one
         for name, one in told.get("0", {}).items():
-            if name.endswith(_BASIS):  # the same on all hosts, and so on those that are new
+            if not name.endswith(_ERROR):  # the same on all hosts, and so on those that are new
                 own.setdefault(name, one.clone())
         self.tensors = own
 
@@ -103,7 +109,10 @@ def residuals_of_all(worker: Worker, control: Control) -> dict[str, Tensors] | N
 
 def _named(residuals: Mapping[str, Residual]) -> Tensors:
     """What ``Residuals.by_parameter`` was given."""
-    parts = {name: {_ERROR: one.error, _BASIS: one.basis} for name, one in residuals.items()}
+    parts = {
+        name: {_ERROR: one.error, _BASIS: one.basis, _COUNT: one.count}
+        for name, one in residuals.items()
+    }
     return {
         name + part: tensor
         for name, each in parts.items()

@@ -57,13 +57,14 @@ def staged(*models: str, compressions: Sequence[str]) -> list[tuple[str, str]]:
 
 
 ALL = ["'bf16'", "'int8'", "lockstep.PowerSGD(2)", "lockstep.TopK(0.1)"]
+WARM = "lockstep.PowerSGD(2, warm_up=2)"
 
 LAYOUTS = {
     "2 hosts x 1": Layout(
         devices=(1, 1),
         proofs=[
-            *proofs("mlp", compressions=ALL),
-            *apart("mlp", options=["2", "2, compression='int8'"]),
+            *proofs("mlp", compressions=[*ALL, WARM]),
+            *apart("mlp", options=["2", "2, compression='int8'", f"2, compression={WARM}"]),
         ],
     ),
     "2 hosts x 1, others": Layout(
@@ -79,7 +80,7 @@ LAYOUTS = {
         proofs=[
             *proofs("mlp", "gpt_tied", "cnn_dropout", compressions=ALL),
             *apart("mlp", "gpt_tied", options=["3", "'epoch'", "2, compression='int8'"]),
-            *staged("mlp", "unused_branch", compressions=ALL),
+            *staged("mlp", "unused_branch", compressions=[*ALL, WARM]),
         ],
     ),
     "1 and 2 devices": Layout(
@@ -183,6 +184,9 @@ with keep_teams():
 
 RESUMED = {
     "PowerSGD": SYNCHRONOUS.format("compression=lockstep.PowerSGD(2)"),
+    "PowerSGD that has warmed up": SYNCHRONOUS.format(
+        "compression=lockstep.PowerSGD(2, warm_up=1)"
+    ),
     "int8": SYNCHRONOUS.format("compression='int8'"),
     "local SGD": APART.format("2, average_optimizer=True, compression='int8'"),
 }

@@ -31,6 +31,7 @@ from lockstep.plan.spec import Plan
 from lockstep.train.residuals import Residuals
 from tests.unit.test_many_hosts import make_cluster, make_graph
 
+WARM = PowerSGD(2, warm_up=5)
 EVERY = (BFloat16(), Int8(), PowerSGD(2), TopK(0.1))
 
 SHAPES = [(40, 30), (12, 5, 3, 3), (2100,)]
@@ -171,6 +172,9 @@ def test_numbers_are_checked() -> None:
     for rank in (0, -1, 2.0, True, None):
         with pytest.raises(OptionError, match="`rank` of PowerSGD"):
             PowerSGD(rank)  # type: ignore[arg-type]
+    for steps in (-1, 2.0, True, None):
+        with pytest.raises(OptionError, match="`warm_up` of PowerSGD"):
+            PowerSGD(warm_up=steps)  # type: ignore[arg-type]
     for fraction in (0, -0.1, 1.5, math.nan, "all"):
         with pytest.raises(OptionError, match="`fraction` of TopK"):
             TopK(fraction)  # type: ignore[arg-type]
@@ -211,6 +215,19 @@ def test_what_is_left_is_sent_by_another_number_of_hosts(num_hosts: int) -> None
         assert torch.equal(basis, told["0"]["weight: basis"])
     assert torch.equal(total, torch.full((40, 30), 6.0))
     assert torch.equal(told["0"]["weight: error"], torch.full((40, 30), 1.0))
+
+
+def test_a_host_that_is_new_has_warmed_up_as_long_as_all_others() -> None:
+    found, specs = residuals_of(0), [(tensor_spec("weight", torch.zeros(40, 30)), WARM)]
+    found.fit(specs)
+    found.tensors["weight: count"] += 3
+    for host in (0, 1):
+        again = Residuals()
+        again.load(found.told(0), host, 2)
+        again.fit(specs)
+        count = again.by_parameter()["weight"].count
+        assert count is not None
+        assert count.tolist() == [3]
 
 
 def test_what_does_not_fit_begins_anew() -> None:
