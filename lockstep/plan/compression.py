@@ -82,8 +82,8 @@ class PowerSGD(Record, frozen=True, tag="power"):
         return _FLOAT_BYTES * self.rank * (shape[0] + math.prod(shape[1:]))
 
     def __str__(self) -> str:
-        after = f" after {self.warm_up} steps without" if self.warm_up else ""
-        return f"PowerSGD of rank {self.rank}{after}"
+        warm_up = f" (warm_up={self.warm_up})" if self.warm_up else ""
+        return f"PowerSGD of rank {self.rank}{warm_up}"
 
 
 class TopK(Record, frozen=True, tag="top-k"):
