@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from lockstep.data.sources import Batch
 from lockstep.data.trees import Tree, tensors_of
 from lockstep.errors import LockstepError, LossError
+from lockstep.frontends.keras.checks import has_own_loss
 from lockstep.frontends.keras.losses import Additions, KerasLoss
 from lockstep.frontends.keras.model import KerasModel
 from lockstep.frontends.keras.reductions import masked_outputs
@@ -81,6 +82,20 @@ class ComputedLoss(KerasLoss):
                 training=model.training,
             )
         return number
+
+
+def loss_of(module: KerasModel, additions: Additions, *, is_divided: bool) -> KerasLoss:
+    """What a model is trained on, as it is compiled.
+
+    Args:
+        module: the model.
+        additions: what layers add.
+        is_divided: see ``KerasLoss``.
+    """
+    compiled = module.model._compile_loss
+    if has_own_loss(module.model):
+        return ComputedLoss(compiled, additions, module, is_divided=is_divided)
+    return KerasLoss(compiled, additions, is_divided=is_divided)
 
 
 class WithoutWeights(TorchFunctionMode):

@@ -15,8 +15,8 @@ from lockstep.data.trees import Tree, concatenate
 from lockstep.errors import ModelError
 from lockstep.frontends.keras.additions import find_additions
 from lockstep.frontends.keras.attributes import NO_SETTINGS, with_settings
-from lockstep.frontends.keras.checks import has_own_loss, has_own_steps
-from lockstep.frontends.keras.computed_loss import ComputedLoss
+from lockstep.frontends.keras.checks import has_own_steps
+from lockstep.frontends.keras.computed_loss import loss_of
 from lockstep.frontends.keras.conducting import (
     EvaluationConductor,
     KerasFitConductor,
@@ -381,20 +381,13 @@ class KerasTrainer(KeepingRunner):
             found = self._job_context.from_chief(seen)
             assert found is not None
             self._is_apart = False
-            self._known = known = _Known(
-                key, self._loss(found, is_divided=is_divided), found.has_rows
-            )
+            loss = loss_of(self.model, found, is_divided=is_divided)
+            self._known = known = _Known(key, loss, found.has_rows)
         assert known is not None
         layers = model._flatten_layers(include_self=False)
         of_layers = [*model._metrics, *(one for layer in layers for one in layer._metrics)]
         metrics = KerasMetrics(model._compile_metrics, of_layers, has_rows=known.has_rows)
         return known.loss, metrics
-
-    def _loss(self, additions: Additions, *, is_divided: bool) -> KerasLoss:
-        compiled = self.model.model._compile_loss
-        if has_own_loss(self.model.model):
-            return ComputedLoss(compiled, additions, self.model, is_divided=is_divided)
-        return KerasLoss(compiled, additions, is_divided=is_divided)
 
     def _try_apart(self, source: Source | SharedStream) -> None:
         """See that in evaluation outputs do not depend on other samples, unless that is known.
