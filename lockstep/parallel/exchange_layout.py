@@ -104,7 +104,9 @@ def _row_capacity(work: Workload) -> int:
     loss = work.loss
     if loss is None:
         return longest
-    return max(longest, len(loss.parts.factors), 0 if loss.is_certain else _OUTPUT_ELEMENTS)
+    in_stages = work.plan.pipeline is not None
+    offered = _OUTPUT_ELEMENTS if loss.may_take_whole(in_stages=in_stages) else 0
+    return max(longest, len(loss.parts.factors), offered)
 
 
 def _group_spec(
@@ -174,8 +176,9 @@ def mail_specs(work: Workload) -> dict[bool, MailSpec]:
     plan, loss = work.plan, work.loss
     assert plan.pipeline is not None
     graph = stage_graph(plan.pipeline)
-    is_certain = loss is None or loss.is_certain  # else all may go forward before one goes backward
-    in_training = _slots_in_training(plan) if is_certain else plan.num_shares
+    # Then all microbatches go forward before one goes backward.
+    may_take_whole = loss is not None and loss.may_take_whole(in_stages=True)
+    in_training = plan.num_shares if may_take_whole else _slots_in_training(plan)
     slots = {True: in_training, False: _SLOTS_IN_EVALUATION}
     return {
         training: mail_spec(

@@ -25,7 +25,6 @@ from lockstep.data.batch_dims import TurnedLoss
 from lockstep.data.sources import Batch
 from lockstep.data.trees import Tree, tensors_of
 from lockstep.errors import LossError
-from lockstep.units import first_few
 
 # (total, weight) of each part of a share's loss; of the one part where it is one loss.
 Sums = tuple[tuple[float, float], ...]
@@ -175,23 +174,14 @@ class JointLoss:
         ]
         return self._scaled(scales, float(self.num_samples) if any(weights) else 0.0)
 
-    def joined(self) -> ShareLoss:
-        """The share's part where the others' weights are not to be known before backward.
+    @property
+    def is_even(self) -> bool:
+        """All parts weigh the same, so their sum has one denominator."""
+        return len(set(self.weights)) == 1
 
-        Raises:
-            LossError: the parts weigh differently, so that no total has one denominator.
-        """
-        weights = self.weights
-        if any(weight != weights[0] for weight in weights):
-            named = zip(self.parts.names, weights, strict=True)
-            raise LossError(
-                "In a pipeline several losses must weigh the same in every microbatch: "
-                "backward begins before all of them are known.",
-                received=first_few([f"{name} {weight:g}" for name, weight in named]),
-                fix="Let each be a mean over the samples, or use microbatches=1 or a data "
-                "parallel strategy.",
-            )
-        return self._scaled(self.parts.factors, weights[0])
+    def joined(self) -> ShareLoss:
+        """The share's part, if it is even, before the others' weights are known."""
+        return self._scaled(self.parts.factors, self.weights[0])
 
     def _scaled(self, scales: Sequence[float | None], weight: float) -> ShareLoss:
         scaled = [
@@ -259,6 +249,14 @@ class LossAdapter(ABC):
             NotImplementedError: it adds nothing.
         """
         raise NotImplementedError
+
+    def may_take_whole(self, *, in_stages: bool) -> bool:
+        """Whether it may turn out that the loss must be taken on whole batches.
+
+        In a pipeline a microbatch goes backward before it is known what several losses of the others
+        weigh.
+        """
+        return not self.is_certain or (in_stages and bool(self.parts))
 
     def user_losses(self) -> list[Any]:
         """The objects that were given, each of which may keep something."""

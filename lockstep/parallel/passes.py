@@ -349,10 +349,10 @@ class Passes(ABC):
         has_turns = bool(own) or self._exchange.relays(run.num_filled)
         if not has_turns or (not own and run.num_filled == 1):
             return []
-        losses = {}
-        if not self._takes_whole or run.num_filled == 1:
+        losses, is_known = {}, run.num_filled == 1 or self._loss.is_certain
+        if is_known or not self._takes_whole:
             losses = {share: self.loss_of(part.output, part.batch) for share, part in own.items()}
-        if run.num_filled == 1 or self._loss.is_certain:
+        if is_known:
             return [loss.sums for loss in losses.values()]
         if not self._takes_whole:
             guesses = {share: b"?" * loss.is_guess for share, loss in losses.items()}

@@ -310,16 +310,16 @@ def stage_output(
 
 
 def _settled(run: Run, loss: ShareLoss | JointLoss, output: Tree) -> ShareLoss:
-    """A microbatch's loss, ready to go backward; of several losses, if that can be."""
-    if loss.is_guess:
+    """A microbatch's loss, ready to go backward, or a guess if it cannot be before all are known."""
+    is_alone = run.num_filled == 1
+    is_uneven = isinstance(loss, JointLoss) and not (is_alone or loss.is_even)
+    if loss.is_guess or is_uneven:
         return replace(nothing(output), is_guess=True)
-    settled = loss
-    if isinstance(settled, JointLoss):
-        alone = run.num_filled == 1
-        settled = settled.settled(settled.weights, run.num_samples) if alone else settled.joined()
-    if settled.parts:
-        run.parts.append(settled.parts)
-    return settled
+    if isinstance(loss, JointLoss):
+        loss = loss.settled(loss.weights, run.num_samples) if is_alone else loss.joined()
+    if loss.parts:
+        run.parts.append(loss.parts)
+    return loss
 
 
 # By action, and not in the class: a cycle would keep its shared memory until the collector runs.
