@@ -24,7 +24,6 @@ from lockstep.capture.seeding import seeded
 from lockstep.data.batch_dims import TurnedLoss
 from lockstep.data.sources import Batch
 from lockstep.data.trees import Tree, tensors_of
-from lockstep.errors import LossError
 
 # (total, weight) of each part of a share's loss; of the one part where it is one loss.
 Sums = tuple[tuple[float, float], ...]
@@ -253,8 +252,8 @@ class LossAdapter(ABC):
     def may_take_whole(self, *, in_stages: bool) -> bool:
         """Whether it may turn out that the loss must be taken on whole batches.
 
-        In a pipeline a microbatch goes backward before it is known what several losses of the others
-        weigh.
+        In a pipeline a microbatch goes backward before it is known what several losses of the
+        others weigh.
         """
         return not self.is_certain or (in_stages and bool(self.parts))
 

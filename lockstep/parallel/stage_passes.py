@@ -310,7 +310,7 @@ def stage_output(
 
 
 def _settled(run: Run, loss: ShareLoss | JointLoss, output: Tree) -> ShareLoss:
-    """A microbatch's loss, ready to go backward, or a guess if it cannot be before all are known."""
+    """A microbatch's loss, ready to go backward; a guess if others must be known first."""
     is_alone = run.num_filled == 1
     is_uneven = isinstance(loss, JointLoss) and not (is_alone or loss.is_even)
     if loss.is_guess or is_uneven:
