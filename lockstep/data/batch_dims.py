@@ -235,7 +235,8 @@ def _to_rows(tensor: torch.Tensor, dim: int | None) -> Any:
 def _from_rows(tensor: Any, dim: int | None) -> Any:
     if dim is None:
         return tensor
-    return tensor.movedim(0, _own_dim(tensor, dim)) if tensor.dim() else tensor
+    # Contiguous, as what users slice and models return is: losses make views of it.
+    return tensor.movedim(0, _own_dim(tensor, dim)).contiguous() if tensor.dim() else tensor
 
 
 def _own_dim(tensor: torch.Tensor, dim: int) -> int:

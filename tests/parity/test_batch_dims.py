@@ -57,7 +57,7 @@ class Last(Recurrent):
 def over_time(output: Tensor, target: Tensor) -> Tensor:
     assert output.shape[:2] == target.shape
     assert len(target) == TIME
-    return F.cross_entropy(output.flatten(0, 1), target.flatten())
+    return F.cross_entropy(output.view(-1, output.shape[-1]), target.flatten())
 
 
 def root(output: Tensor, target: Tensor) -> Tensor:
