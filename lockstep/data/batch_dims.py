@@ -233,10 +233,10 @@ def _to_rows(tensor: torch.Tensor, dim: int | None) -> Any:
 
 
 def _from_rows(tensor: Any, dim: int | None) -> Any:
-    if dim is None:
+    if not dim or tensor.dim() < 2:  # samples are first as it is, or belong to nothing
         return tensor
     # Contiguous, as what users slice and models return is: losses make views of it.
-    return tensor.movedim(0, _own_dim(tensor, dim)).contiguous() if tensor.dim() else tensor
+    return tensor.movedim(0, _own_dim(tensor, dim)).contiguous()
 
 
 def _own_dim(tensor: torch.Tensor, dim: int) -> int:

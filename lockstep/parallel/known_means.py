@@ -3,15 +3,18 @@
 Most functions come to one of torch's own losses, or to ``mean()`` or ``sum()``, of values that each
 belong to one sample. What these divide by is known, so nothing of a share needs to go to others. It
 is known only where every operation since the model's output is one of a few that keep samples
-apart: each by each element, along other dims than the first, or a view that keeps the samples in
-order. After any other one (a matrix product, a mask that selects, a number that comes from values
-or from the number of samples) nobody knows, and the loss is taken on the whole batch.
+apart: each by each element, along other dims than theirs, or a view that keeps the samples in
+order. Samples may also go to a later dim (time first), and be flattened with those before it: what
+is compared then must lie alike. After any other operation (a matrix product, a mask that selects, a
+number that comes from values or from the number of samples) nobody knows, and the loss is taken on
+the whole batch.
 
 Not seen: what custom autograd functions and scripted functions do without gradients.
 """
 
 import functools
 import inspect
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -71,6 +74,32 @@ class Known:
     weight: float | None
 
 
+@dataclass(frozen=True)
+class Later:
+    """Samples that are along a later dim.
+
+    Attributes:
+        sizes: of the dims up to theirs.
+        is_flat: these have become one, with the samples one after the other, again and again.
+    """
+
+    sizes: tuple[int, ...]
+    is_flat: bool = False
+
+    @property
+    def num_dims(self) -> int:
+        """How many dims the samples and those before them are."""
+        return 1 if self.is_flat else len(self.sizes)
+
+    def after(self, name: str, args: Sequence[Any], before: Any, result: Any) -> "Later | None":
+        """Where they are after a view that makes these dims one, and leaves the others."""
+        num_rows = math.prod(self.sizes)
+        is_asked = name == "flatten" or (bool(args) and args[0] in (-1, (-1,)))
+        is_asked |= bool(args) and isinstance(args[0], tuple | list) and args[0][0] == -1
+        rest = before.shape[self.num_dims :]
+        return Later(self.sizes, True) if is_asked and result.shape == (num_rows, *rest) else None
+
+
 class KnownMeans(TorchFunctionMode):
     """Watches a loss function.
 
@@ -84,6 +113,7 @@ class KnownMeans(TorchFunctionMode):
         self._num_samples = num_samples
         # Tensors are kept, or an id might be used again.
         self._apart: dict[int, torch.Tensor] = {}
+        self._later: dict[int, tuple[torch.Tensor, Later]] = {}
         self._scalars: dict[int, tuple[torch.Tensor, Known]] = {}
         self._others: dict[int, torch.Tensor] = {}
         self._is_lost = False
@@ -126,6 +156,8 @@ class KnownMeans(TorchFunctionMode):
             self._scalars[id(result)] = result, scalar
         elif self._keeps_apart(func, name, args, kwargs, result):
             self._apart[id(result)] = result
+        elif (later := self._keeps_later(name, func, args, kwargs, result)) is not None:
+            self._later[id(result)] = result, later
         elif not self._makes_constant(name, args, result):
             self._others[id(result)] = result
 
@@ -140,7 +172,7 @@ class KnownMeans(TorchFunctionMode):
         self._is_lost |= not made and any(map(self._is_seen, tensors_of([args, kwargs])))
 
     def _is_seen(self, tensor: torch.Tensor) -> bool:
-        known: Iterable[Mapping[int, Any]] = (self._apart, self._scalars, self._others)
+        known: Iterable[Mapping[int, Any]] = (self._apart, self._later, self._scalars, self._others)
         return any(id(tensor) in each for each in known)
 
     def _makes_constant(self, name: str, args: Sequence[Any], result: torch.Tensor) -> bool:
@@ -170,7 +202,7 @@ class KnownMeans(TorchFunctionMode):
         if getattr(func, "__module__", None) not in _MODULES or not args:
             return None
         is_reduced = name in ("mean", "sum") and "dtype" not in kwargs
-        if is_reduced and id(args[0]) in self._apart:
+        if is_reduced and self._has_samples(args[0]):
             return Known(float(self._num_samples) if name == "mean" else None)
         if is_reduced or name in _SAME:
             found = self._scalars.get(id(args[0]))
@@ -216,16 +248,20 @@ class KnownMeans(TorchFunctionMode):
         ]
         if options.get("size_average") is not None or options.get("reduce") is not None:
             return False
-        if id(output) not in self._apart or id(target) not in self._apart:
+        if not (self._has_samples(output) and self._has_samples(target)):
+            return False
+        if self._place(output) != self._place(target):
             return False
         if self._has_size and _has_numbers(func, options):
             return False
         if not all(map(self._is_constant, others)):
             return False
+        later = self._place(output)
+        num_dims = 1 if later is None else later.num_dims
         if func in OF_CLASSES:
-            return output.dim() > 1 and len(output) == len(target)
+            return num_dims == 1 and output.dim() > 1 and len(output) == len(target)
         weighs = func in (F.binary_cross_entropy, F.binary_cross_entropy_with_logits)
-        fits = all(weighs and _is_narrower(each, output) for each in others)
+        fits = all(weighs and _is_narrower(each, output, num_dims) for each in others)
         return fits and output.shape == target.shape
 
     # --- samples kept apart ----------------------------------------------------------------------
@@ -265,6 +301,45 @@ class KnownMeans(TorchFunctionMode):
             return _keeps_first(name, args[1:], kwargs, source.dim())
         return name in _VIEWS and self._is_in_order(name, args[1:], kwargs, source, result)
 
+    def _has_samples(self, tensor: torch.Tensor) -> bool:
+        return id(tensor) in self._apart or id(tensor) in self._later
+
+    def _place(self, tensor: torch.Tensor) -> Later | None:
+        """Where a tensor's samples are, if not along the first dim."""
+        return self._later[id(tensor)][1] if id(tensor) in self._later else None
+
+    def _keeps_later(
+        self,
+        name: str,
+        func: Any,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        result: torch.Tensor,
+    ) -> Later | None:
+        """Where the samples are after an operation, if it keeps them apart along a later dim."""
+        if kwargs.keys() - {"dim"} or getattr(func, "__module__", None) not in _MODULES:
+            return None
+        tensors = list(tensors_of([list(args), dict(kwargs)]))
+        source = args[0] if args and isinstance(args[0], torch.Tensor) else None
+        if source is not None and id(source) in self._apart and len(tensors) == 1:
+            dim = _new_place_of_first(name, args[1:], source.dim()) if not kwargs else 0
+            return Later(tuple(result.shape[: dim + 1])) if dim else None
+        places = {self._place(one) for one in tensors if self._has_samples(one)}
+        others = [one for one in tensors if not self._has_samples(one)]
+        later = places.pop() if len(places) == 1 else None
+        if later is None or not all(map(self._is_constant, others)):
+            return None
+        if name in _BY_ELEMENT:
+            rows = [one for one in tensors if self._has_samples(one)]
+            is_kept = self._is_by_element(name, args, kwargs, rows, others, result, later.num_dims)
+            return later if is_kept else None
+        if source is None or others or len(tensors) > 1:
+            return None
+        if name in _ALONG:
+            dims = _dims(args[1:2], kwargs, source.dim())
+            return later if dims and min(dims) >= later.num_dims else None
+        return None if kwargs else later.after(name, args[1:], source, result)
+
     def _is_by_element(
         self,
         name: str,
@@ -273,14 +348,16 @@ class KnownMeans(TorchFunctionMode):
         rows: Sequence[torch.Tensor],
         others: Sequence[torch.Tensor],
         result: torch.Tensor,
+        num_dims: int = 1,
     ) -> bool:
         has_number = any(type(each) in (int, float) for each in (*args, *kwargs.values()))
         if self._has_size and has_number and name not in _SAME:
             return False
         is_aligned = all(
-            tensor.dim() == result.dim() and len(tensor) == len(result) for tensor in rows
+            tensor.dim() == result.dim() and tensor.shape[:num_dims] == result.shape[:num_dims]
+            for tensor in rows
         )
-        return is_aligned and all(_is_narrower(tensor, result) for tensor in others)
+        return is_aligned and all(_is_narrower(tensor, result, num_dims) for tensor in others)
 
     def _is_in_order(
         self,
@@ -340,9 +417,10 @@ def _dims(given: Sequence[Any], kwargs: Mapping[str, Any], num_dims: int) -> lis
     return [dim % max(num_dims, 1) for dim in dims]
 
 
-def _is_narrower(tensor: torch.Tensor, result: torch.Tensor) -> bool:
-    """Whether a constant is the same for all samples."""
-    return tensor.dim() < result.dim() or (tensor.dim() == result.dim() and len(tensor) == 1)
+def _is_narrower(tensor: torch.Tensor, result: torch.Tensor, num_dims: int) -> bool:
+    """Whether a constant is the same for all samples, which are along the last of some dims."""
+    missing = result.dim() - tensor.dim()
+    return missing >= num_dims or (missing >= 0 and tensor.shape[num_dims - 1 - missing] == 1)
 
 
 def _takes_all(index: Any, num_dims: int) -> bool:
@@ -360,6 +438,17 @@ def _keeps_first(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], num_
     if kwargs or not dims:
         return False
     return dims[0] == 0 if name == "permute" else 0 not in dims
+
+
+def _new_place_of_first(name: str, args: Sequence[Any], num_dims: int) -> int:
+    """The dim to which an operation moves the first one; 0 if it does not, or that is unclear."""
+    dims = _dims([args], {}, num_dims) if all(type(one) is int for one in args) else []
+    if name == "permute" and 0 in dims:
+        return dims.index(0)
+    if len(dims) != 2:
+        return 0
+    is_swapped = name in ("transpose", "swapaxes") and 0 in dims
+    return max(dims) if is_swapped or (name == "movedim" and dims[0] == 0) else 0
 
 
 def options_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -168,6 +168,8 @@ def test_time_first(name: str, strategy: str) -> None:
         assert torch.allclose(found, wanted, rtol=0, atol=1e-12)
         loss = trainer.evaluate((inputs, targets), batch_size=SAMPLES)["loss"]
         assert loss == pytest.approx(case[1](wanted, targets).item(), abs=1e-12)
+        is_whole = any("on the whole batch" in note for note in trainer.plan.notes)
+        assert is_whole == (case[1] is root and trainer.plan.num_shares > 1)
     finally:
         trainer.close()
 

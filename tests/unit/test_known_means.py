@@ -20,6 +20,7 @@ TOKENS[1, :3] = -100
 WEIGHT = torch.linspace(0, 1, 7, dtype=torch.float64)
 X = torch.linspace(-2, 2, N * 3, dtype=torch.float64).reshape(N, 3).cos()
 Y = X.flip(0).exp()
+COLUMN = torch.linspace(1, 2, 3, dtype=torch.float64)[:, None]
 
 Loss = Callable[[Tensor, Tensor], Any]
 
@@ -46,6 +47,13 @@ OF_TOKENS: dict[str, Loss] = {
     "of log-probabilities": lambda logits, tokens: F.nll_loss(
         logits.log_softmax(-1).permute(0, 2, 1), tokens
     ),
+    "time first": lambda logits, tokens: F.cross_entropy(
+        logits.transpose(0, 1).flatten(0, 1), tokens.transpose(0, 1).flatten(), weight=WEIGHT
+    ),
+    "time first, turned as data is": lambda logits, tokens: F.nll_loss(
+        logits.movedim(0, 1).contiguous().log_softmax(-1).view(-1, 7),
+        tokens.permute(1, 0).reshape(-1),
+    ),
 }
 
 OF_VALUES: dict[str, Loss] = {
@@ -66,6 +74,10 @@ OF_VALUES: dict[str, Loss] = {
     "of one class against all": lambda x, y: (
         -(F.one_hot((y[:, 0] > 1).long(), 3) * x.log_softmax(1)).sum(1).mean()
     ),
+    "time first": lambda x, y: F.l1_loss(x.transpose(0, 1), y.transpose(0, 1)),
+    "time first, by elements": lambda x, y: (
+        (x.transpose(0, 1) * COLUMN - y.transpose(0, 1)).square().sum()
+    ),
     "against one": lambda x, y: F.binary_cross_entropy_with_logits(x, torch.ones_like(x)),
 }
 
@@ -83,6 +95,16 @@ UNKNOWN: dict[str, Loss] = {
     "along the samples": lambda x, y: F.mse_loss(x.softmax(0), y),
     "centred": lambda x, y: F.mse_loss(x - x.mean(0), y),
     "turned": lambda x, y: F.mse_loss(x.T.softmax(-1), y.T),
+    "turned, and along the samples": lambda x, y: F.mse_loss(
+        x.transpose(0, 1).softmax(1), y.transpose(0, 1)
+    ),
+    "one turned, one not": lambda x, y: F.mse_loss(x.transpose(0, 1).flatten(), y.flatten()),
+    "turned, other rows": lambda x, y: F.mse_loss(
+        x.transpose(0, 1).reshape(-1, 1, 1), y.transpose(0, 1).reshape(-1, 1, 1)
+    ),
+    "turned, with a weight for each sample": lambda x, y: (
+        (x.transpose(0, 1) * torch.arange(len(x)) - y.transpose(0, 1)).square().mean()
+    ),
     "in another order": lambda x, y: F.mse_loss(x.flip(0), y),
     "a number": lambda x, y: F.mse_loss(x, y) * x.sum().item(),
     "a decision": lambda x, y: F.mse_loss(x, y) if x.sum() < 100 else x.sum(),
