@@ -109,6 +109,7 @@ class Updater(ABC):
 
     def publish_options(self) -> None:
         """On rank 0, between two steps: all ranks step with the optimizer's present options."""
+        return
 
     @abstractmethod
     def step(self) -> None:

@@ -1,8 +1,8 @@
 """A loop of one's own on a Keras model: its arguments are the engine and the loops to run.
 
-Each loop trains with ``CrossReplicaOptimizer`` on this replica's parts, as Keras's guide writes loops
-on torch; then every replica does the same with the plain optimizer on whole batches. It tells by how
-much each variable of the model and of the optimizer differs.
+Each loop trains with ``CrossReplicaOptimizer`` on this replica's parts, as Keras's guide to loops
+on torch has it; then every replica does the same with the plain optimizer on whole batches. It
+tells by how much each variable of the model and of the optimizer differs.
 """
 
 import json
@@ -59,7 +59,7 @@ def cnn() -> Any:
 
 def embedding() -> Any:
     """Few rows of the first have a gradient; the last is frozen."""
-    model = keras.Sequential(
+    return keras.Sequential(
         [
             layers.Input((3,), dtype="int32"),
             layers.Embedding(50, 8),
@@ -68,7 +68,6 @@ def embedding() -> Any:
             layers.Dense(zoo.NUM_CLASSES, trainable=False),
         ]
     )
-    return model
 
 
 def constrained() -> Any:
@@ -166,7 +165,7 @@ def replicated(model: Any, loop: str) -> dict[str, Any]:
     if lockstep.rank():  # the first replica's count
         model.set_weights([np.zeros_like(one) for one in model.get_weights()])
     options = {name: own[name] for name in ("clip_norm", "accumulate") if name in own}
-    optimizer = lockstep.CrossReplicaOptimizer(make(), model, **options)
+    optimizer: Any = lockstep.CrossReplicaOptimizer(make(), model, **options)
     for update in updates_of(batches, own):
         for number, batch in enumerate(update):
             part = lockstep.share(batch)
@@ -197,7 +196,7 @@ def plain(model: Any, loop: str) -> dict[str, Any]:
     batches, optimizer = batches_of(read), make()
     optimizer.build(model.trainable_variables)
     step = separately if own.get("has_own_statistics") else backward
-    updates = [
+    updates: list[Any] = [
         tuple(map(torch.cat, zip(*update, strict=True))) for update in updates_of(batches, own)
     ]
     for number, batch in enumerate([*updates, batches[0]]):
