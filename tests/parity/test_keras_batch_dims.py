@@ -72,6 +72,7 @@ class Pair(keras.Model):  # type: ignore[misc]  # as above
 
 
 def compiled(model: Any, inputs: Any) -> Any:
+    """A model with weights of its own, once it has seen inputs."""
     model.compile(
         optimizer=keras.optimizers.SGD(0.1, momentum=0.9),
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
@@ -96,7 +97,8 @@ def assert_equal(found: Sequence[Any], wanted: Sequence[Any]) -> None:
     assert len(found) == len(wanted) > 0
     for one, other in zip(found, wanted, strict=True):
         assert np.shape(one) == np.shape(other)
-        assert np.linalg.norm(np.subtract(one, other)) <= 1e-12 * max(np.linalg.norm(other), 1)
+        largest = 1e-12 * max(float(np.linalg.norm(other)), 1.0)
+        assert float(np.linalg.norm(np.subtract(one, other))) <= largest
 
 
 def assert_same(model: Any, reference: Any, found: Any, wanted: Any) -> None:
@@ -183,6 +185,26 @@ def test_inputs_that_differ_and_weights_by_class(strategy: str) -> None:
     assert_equal(
         [model.predict(inputs, **seen)], [reference.predict({"x": X, "side": SIDE}, **seen)]
     )
+
+
+def masked(shape: Any) -> Any:
+    """Layers that treat every time by itself, so the order of dims is all that differs."""
+    inputs = layers.Input(batch_shape=shape)
+    hidden = layers.Dense(9, activation="tanh")(layers.Masking()(inputs))
+    return keras.Model(inputs, layers.Dense(zoo.NUM_CLASSES)(hidden))
+
+
+@pytest.mark.parametrize("strategy", core_of(STRATEGIES, ("mirrored", "pipeline")))
+def test_masks_and_functional_models(strategy: str) -> None:
+    x = X.copy()
+    x[3:7, 2:], x[15, 1:] = 0.0, 0.0
+    with STRATEGIES[strategy]().scope(batch_dim=1):
+        model = compiled(masked((TIME, None, 6)), swapped(x[:2]))
+    reference = compiled(masked((None, TIME, 6)), x[:2])
+    options: dict[str, Any] = {"batch_size": SAMPLES, "epochs": 3, "shuffle": False, "verbose": 0}
+    found = model.fit(swapped(x), swapped(LABELS), **options)
+    wanted = reference.fit(x, LABELS, **options)
+    assert_same(model, reference, found, wanted)
 
 
 def test_batches_one_by_one() -> None:

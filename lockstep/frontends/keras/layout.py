@@ -121,17 +121,15 @@ def _turned(tree: Tree, dims: Any, turn: Callable[[Any, int], Any]) -> Tree:
     """Every array of a structure as Keras has them, turned as its dim says."""
     if not isinstance(dims, Mapping | tuple | list):
         return keras.tree.map_structure(lambda one: None if one is None else turn(one, dims), tree)
-    names = list(dims) if isinstance(dims, Mapping) else list(range(len(dims)))
-    own = tree if isinstance(tree, Mapping | tuple | list) else ()
-    if isinstance(dims, Mapping) != isinstance(own, Mapping) or len(names) > len(own):
-        raise DataError(
-            "`batch_dim` must say where samples are in every part.",
-            received=f"{dims!r} for {len(own)} parts",
-            fix="Give one for each: a dict for a dict of inputs, a list for a list.",
-        )
-    if isinstance(own, Mapping):
-        return {name: _turned(one, dims.get(name, 0), turn) for name, one in own.items()}
-    return type(own)(_turned(one, dim, turn) for one, dim in zip(own, dims, strict=True))
+    if isinstance(dims, Mapping) and isinstance(tree, Mapping) and dims.keys() <= tree.keys():
+        return {name: _turned(one, dims.get(name, 0), turn) for name, one in tree.items()}
+    if isinstance(dims, tuple | list) and isinstance(tree, tuple | list) and len(dims) == len(tree):
+        return type(tree)(_turned(one, dim, turn) for one, dim in zip(tree, dims, strict=True))
+    raise DataError(
+        "`batch_dim` must say where samples are in every part.",
+        received=f"batch_dim={dims!r} for a {type(tree).__name__}",
+        fix="Give one for each: a dict for a dict of inputs, a list for a list.",
+    )
 
 
 def _to_rows(array: Any, dim: int) -> Any:
