@@ -3,7 +3,7 @@
 import sys
 from typing import Any
 
-from torch import nn, optim
+from torch import nn
 
 from lockstep.loops.optimizer import TorchReplicaOptimizer
 
@@ -42,13 +42,3 @@ class CrossReplicaOptimizer(TorchReplicaOptimizer):
         from lockstep.frontends.keras.replica_optimizer import KerasReplicaOptimizer
 
         return KerasReplicaOptimizer(optimizer, model, **options)
-
-    def __init__(
-        self,
-        optimizer: optim.Optimizer,
-        model: nn.Module | None = None,
-        *,
-        clip_norm: float | None = None,
-        accumulate: int = 1,
-    ) -> None:
-        super().__init__(optimizer, model, clip_norm=clip_norm, accumulate=accumulate)

@@ -177,6 +177,7 @@ def replicated(model: Any, loop: str) -> dict[str, Any]:
                 hand_over(model, optimizer, by, weight=len(part[0]))
         if own.get("sets") and not lockstep.rank():  # the first replica's count
             optimizer.learning_rate = optimizer.learning_rate * 0.5
+            optimizer.beta_1 = 0.8
     optimizer.join()
     saved = {name: value.clone() for name, value in optimizer.state_dict().items()}
     optimizer.load_state_dict(saved)  # and goes on from there
@@ -206,6 +207,7 @@ def plain(model: Any, loop: str) -> dict[str, Any]:
         hand_over(model, optimizer, "lists")
         if own.get("sets") and number < len(updates):
             optimizer.learning_rate = optimizer.learning_rate * 0.5
+            optimizer.beta_1 = 0.8
     if own.get("finalizes"):
         optimizer.finalize_variable_values(model.trainable_variables)
     store: dict[str, Any] = {}

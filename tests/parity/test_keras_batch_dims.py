@@ -23,7 +23,7 @@ X = zoo.vectors(SAMPLES * TIME, 6).reshape(SAMPLES, TIME, 6)
 SIDE = zoo.vectors(SAMPLES, 3, seed=3)
 LABELS = zoo.classes(SAMPLES * TIME).reshape(SAMPLES, TIME)
 WEIGHTS = np.linspace(0.1, 2, SAMPLES)[:, None]
-STRATEGIES = {
+STRATEGIES: dict[str, Callable[[], Any]] = {
     "mirrored": lambda: lockstep.MirroredStrategy(devices=2),
     "mirrored 3": lambda: lockstep.MirroredStrategy(devices=3),
     "pipeline": lambda: lockstep.PipelineStrategy(stages=2, microbatches=2),
