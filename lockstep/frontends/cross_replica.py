@@ -1,7 +1,7 @@
 """``CrossReplicaOptimizer``, for the optimizers of every library."""
 
 import sys
-from typing import Any
+from typing import Any, Self
 
 from torch import nn
 
@@ -34,11 +34,11 @@ class CrossReplicaOptimizer(TorchReplicaOptimizer):
         WorkerError: another replica does not come.
     """
 
-    def __new__(cls, optimizer: Any = None, model: nn.Module | None = None, **options: Any) -> Any:
+    def __new__(cls, optimizer: Any = None, model: nn.Module | None = None, **options: Any) -> Self:
         """Of a Keras optimizer, what steps that; else one of these."""
         keras = sys.modules.get("keras")
         if keras is None or not isinstance(optimizer, keras.optimizers.Optimizer):
             return super().__new__(cls)
         from lockstep.frontends.keras.replica_optimizer import KerasReplicaOptimizer
 
-        return KerasReplicaOptimizer(optimizer, model, **options)
+        return KerasReplicaOptimizer(optimizer, model, **options)  # type: ignore[return-value]
