@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from lockstep.capture.scopes import device as device
     from lockstep.data.own_loss import OwnLoss as OwnLoss
     from lockstep.errors import LockstepError as LockstepError
-    from lockstep.loops.optimizer import CrossReplicaOptimizer as CrossReplicaOptimizer
+    from lockstep.frontends.cross_replica import CrossReplicaOptimizer as CrossReplicaOptimizer
     from lockstep.loops.replicas import all_mean as all_mean
     from lockstep.loops.replicas import init as init
     from lockstep.loops.replicas import num_replicas as num_replicas
@@ -65,7 +65,7 @@ _HOMES = {
     "BatchSizeSearch": ("lockstep.train.batch_size", "BatchSizeSearch"),
     "Callback": ("lockstep.train.callbacks", "Callback"),
     "Checkpoint": ("lockstep.train.checkpoints", "Checkpoint"),
-    "CrossReplicaOptimizer": ("lockstep.loops.optimizer", "CrossReplicaOptimizer"),
+    "CrossReplicaOptimizer": ("lockstep.frontends.cross_replica", "CrossReplicaOptimizer"),
     "EMA": ("lockstep.train.wrapped_updaters", "EMA"),
     "HybridStrategy": ("lockstep.strategies.hybrid", "HybridStrategy"),
     "History": ("lockstep.train.history", "History"),

@@ -50,6 +50,8 @@ class BatchDims:
         Raises:
             OptionError: it cannot be.
         """
+        if isinstance(batch_dim, BatchDims):
+            return batch_dim
         parts = batch_dim if isinstance(batch_dim, Mapping) else dict.fromkeys(_PARTS, batch_dim)
         is_fit = set(parts) <= set(_PARTS) and all(map(_is_dims, parts.values()))
         if not is_fit or (not isinstance(batch_dim, Mapping) and batch_dim is None):

@@ -7,7 +7,6 @@ from torch import nn
 
 from lockstep.data.batch_dims import BatchDims
 from lockstep.data.sources import Source, as_input_source, as_source
-from lockstep.errors import OptionError
 
 
 def plan_inputs(
@@ -19,28 +18,24 @@ def plan_inputs(
         model: of PyTorch or of Keras.
         precision: of a model of PyTorch; one of Keras has its own.
         sample: data as the library's ``fit`` or ``predict`` takes it, or None.
-        dims: where the samples are in it; first, for a model of Keras.
+        dims: where the samples are in it.
 
     Returns:
         The module, the precision, and the samples, which are None where there are none.
 
     Raises:
         ModelError: a model of Keras is not built, or has a step of its own.
-        OptionError: a model of Keras, and samples that are not first.
+        OptionError: a model of Keras, and constants among its inputs.
     """
     keras = sys.modules.get("keras")
     if keras is not None and isinstance(model, keras.Model):
         from lockstep.frontends.keras.intake import samples_in
+        from lockstep.frontends.keras.layout import layout_of
         from lockstep.frontends.keras.model import module_of
 
-        if dims:
-            raise OptionError(
-                "A model of Keras has its samples first.",
-                received="batch_dim, and a model of Keras",
-                fix="Pass arrays with time first as x.swapaxes(0, 1), which copies nothing.",
-            )
-        module = module_of(model)
-        return module, module.precision, None if sample is None else samples_in(sample)
+        layout = layout_of(dims)
+        module = module_of(model, layout)
+        return module, module.precision, None if sample is None else samples_in(sample, layout)
     if sample is None:
         return model, precision, None
     is_pair = isinstance(sample, tuple) and len(sample) in (2, 3)

@@ -1,4 +1,4 @@
-"""``CrossReplicaOptimizer``: a torch optimizer that steps on the gradients of all replicas.
+"""A torch optimizer that steps on the gradients of all replicas.
 
 It stands where the optimizer stood in a loop of one's own. Each replica goes forward and backward
 on its part of the batch; ``step`` sums the gradients, and each replica updates its slice of the
@@ -9,45 +9,24 @@ It does what ``torch.optim.Optimizer`` promises to schedulers and scripts, by ha
 optimizer that it wraps. Gradients are the loop's until ``step`` takes them.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn, optim
 
-from lockstep.errors import DeviceError, ModelError, OptionError, Problems
+from lockstep.errors import OptionError, Problems
 from lockstep.loops.gradient_places import GradientPlaces
 from lockstep.loops.job import current
-from lockstep.loops.replica_update import Contribution, ReplicaUpdate
-from lockstep.loops.replicas import check_weight
-from lockstep.options import check_count, check_positive
+from lockstep.loops.replica_update import ReplicaUpdate
+from lockstep.loops.stepping import ReplicaSteps, check_steps
 from lockstep.parallel.gradient_rules import GradientRules
+from lockstep.train.optimizer_state import option_values
+from lockstep.train.updaters import TorchUpdater
 
 
-class CrossReplicaOptimizer(optim.Optimizer):
-    """Wraps a torch optimizer: steps on the gradient of all replicas' samples.
-
-    Making it is a call of all replicas: the first one's parameters become everybody's. On one host
-    they lie in one place from then on, so only ``step`` may change them.
-
-    Args:
-        optimizer: over the model's parameters. Its options are those of the first replica at each
-            step: schedulers may be made over either of the two.
-        model: whose other parameters and buffers are made equal, too, and whose names errors say.
-        clip_norm: longest gradient, all parameters' together; None for any length.
-        accumulate: how many calls of ``step`` make one update.
-
-    Raises:
-        OptionError: an argument that cannot be; an optimizer that cannot step so; on all replicas,
-            models or optimizers that differ.
-        DeviceError: parameters that are not on the CPU.
-        ModelError: parameters that share memory without being one Parameter.
-        WorkerError: another replica does not come.
-    """
-
-    # Says that it steps across replicas by itself (``train.optimizer_checks``).
-    is_cross_replica = True
+class TorchReplicaOptimizer(ReplicaSteps, optim.Optimizer):
+    """See ``CrossReplicaOptimizer``, of which it is all but the choice of a library."""
 
     def __init__(
         self,
@@ -60,25 +39,22 @@ class CrossReplicaOptimizer(optim.Optimizer):
         # Not torch's own, which would make parameter groups: those of the optimizer are these.
         _check(optimizer, model, clip_norm, accumulate)
         self._optimizer = optimizer
-        self._accumulate = accumulate
+        self._places: GradientPlaces | None = None
         parameters = _named(optimizer, model)
-        self._update = ReplicaUpdate(
+        update = ReplicaUpdate(
             current(),
+            TorchUpdater(optimizer, parameters, changes_by_step=True),
             optimizer,
             parameters,
             _other_values(parameters, model),
+            _facts(optimizer, parameters),
             GradientRules(clip_norm=clip_norm, on_nonfinite="ignore"),
         )
-        self._frozen = {name: one for name, one in parameters.items() if not one.requires_grad}
-        self._trained = self._update.trained
-        self._held = _Held(len(self._trained))
-        self._is_holding = False
-        self._sums = self._update.places
-        self._places: GradientPlaces | None = None
-        if self._sums is not None:
-            self._places = GradientPlaces(self._trained, self._sums)
+        self._begin(update, accumulate)
+        if update.places is not None:
+            self._places = GradientPlaces(update.trained, update.places)
             self._places.serve(self)
-        self._open_places()
+        self._look_again()
 
     # --- what an optimizer has -------------------------------------------------------------------
 
@@ -138,141 +114,22 @@ class CrossReplicaOptimizer(optim.Optimizer):
             WorkerError: another replica of this host does not come, or has ended.
             HostError: another host does not come, or has failed.
         """
-        if weight is not None:
-            check_weight(weight)
         result = None
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
-        self._check_frozen()
-        now = self._contribution(weight)
-        if self._is_holding or self._held.count + 1 < self._accumulate:
-            self._held.add(now, self._sums)
-        elif self._held.count:
-            self._held.add(now, self._sums)
-            self._update.make(self._taken())
-        else:
-            self._update.make(now)
-        self._forget_gradients()
-        self._open_places()
+        self._add([one.grad for one in self._update.trained], weight)
         return result
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Within the block ``step`` adds up gradients; the next one after it updates."""
-        before, self._is_holding = self._is_holding, True
-        self._open_places()
-        try:
-            yield
-        finally:
-            self._is_holding = before
-            self._open_places()
-
-    def join(self) -> None:
-        """Take part in the updates of others, without samples, until all replicas have joined.
-
-        To be called after a loop that may end earlier on some replicas, on all of them.
-        """
-        if self._held.count:
-            self._update.make(self._taken())
-            self._open_places()
-        nothing = Contribution(
-            gradients=[None] * len(self._trained), factor=0.0, weight=0.0, is_given=True
-        )
-        while self._update.make(nothing, has_joined=True):
-            pass
-
-    def _contribution(self, weight: float | None) -> Contribution:
-        """What the last backward pass has left."""
-        own = 1.0 if weight is None else float(weight)
-        return Contribution(
-            gradients=[one.grad if own else None for one in self._trained],
-            factor=own,
-            weight=own,
-            is_given=weight is not None,
-        )
-
-    def _taken(self) -> Contribution:
-        """What several calls of ``step`` have added up; the next one begins anew."""
-        held, self._held = self._held, _Held(len(self._trained))
-        return held.total()
-
-    def _open_places(self) -> None:
+    def _look_again(self) -> None:
         """Gradients go where the others read them, unless sums of earlier ones lie there."""
         if self._places is not None:
-            self._places.is_open = not (
-                self._is_holding or self._accumulate > 1 or self._held.count
-            )
-
-    def _forget_gradients(self) -> None:
-        for parameter in self._trained:
-            parameter.grad = None
-
-    def _check_frozen(self) -> None:
-        names = [name for name, one in self._frozen.items() if one.grad is not None]
-        if names:
-            raise ModelError(
-                "Parameters that were frozen when the optimizer was wrapped take no step.",
-                received=f"a gradient of {names[0]!r}",
-                fix="Set requires_grad before CrossReplicaOptimizer is made.",
-            )
-
-    # --- state -----------------------------------------------------------------------------------
-
-    def state_dict(self) -> dict[str, Any]:
-        """The whole optimizer's state, as if it had stepped alone; every replica calls it."""
-        self._update.gather_slots()
-        return self._optimizer.state_dict()
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a whole state, be it of any number of replicas; every replica loads the same."""
-        self._update.take_state(dict(state_dict))
-
-
-class _Held:
-    """Gradients of several calls of ``step``, added up: sums over samples."""
-
-    def __init__(self, num_parameters: int) -> None:
-        self._sums: list[torch.Tensor | None] = [None] * num_parameters
-        self._weight = 0.0
-        self._kinds: set[bool] = set()
-        self.count = 0
-
-    @torch.no_grad()
-    def add(self, more: Contribution, places: Any) -> None:
-        """Add a contribution; sums are formed in their places, if there are any."""
-        self.count += 1
-        self._weight += more.weight
-        self._kinds.add(more.is_given)
-        if len(self._kinds) > 1:
-            raise OptionError(
-                "Calls of `step` that make one update must all have a weight, or none of them.",
-                received="both",
-                fix="Use step(weight=len(inputs)) everywhere.",
-            )
-        for number, gradient in enumerate(more.gradients):
-            if gradient is None:
-                continue
-            dense = gradient.to_dense() if gradient.is_sparse else gradient
-            before = self._sums[number]
-            if before is not None:
-                before.add_(dense, alpha=more.factor)
-            elif places is None:
-                self._sums[number] = dense * more.factor
-            else:
-                self._sums[number] = torch.mul(dense, more.factor, out=places[number])
-
-    def total(self) -> Contribution:
-        """All that has been added."""
-        (is_given,) = self._kinds
-        return Contribution(
-            gradients=self._sums, factor=1.0, weight=self._weight, is_given=is_given
-        )
+            self._places.is_open = not self._adds_up
 
 
 def _check(optimizer: object, model: object, clip_norm: object, accumulate: object) -> None:
     problems = Problems()
-    if not isinstance(optimizer, optim.Optimizer) or isinstance(optimizer, CrossReplicaOptimizer):
+    if not isinstance(optimizer, optim.Optimizer) or isinstance(optimizer, ReplicaSteps):
         problems.add(
             "`optimizer` must be a torch optimizer.",
             received=type(optimizer).__name__,
@@ -291,11 +148,7 @@ def _check(optimizer: object, model: object, clip_norm: object, accumulate: obje
             received=type(model).__name__,
             fix="Pass the model whose parameters the optimizer steps.",
         )
-    if clip_norm is not None:
-        fix = "Use clip_norm=1.0, or leave it out."
-        check_positive("clip_norm", clip_norm, problems, fix=fix, may_be_infinite=True)
-    fix = "Use accumulate=4 for an update at every fourth call of `step`."
-    check_count("accumulate", accumulate, problems, fix=fix)
+    check_steps(problems, clip_norm, accumulate)
     problems.raise_if_any(OptionError)
 
 
@@ -304,7 +157,6 @@ def _named(optimizer: optim.Optimizer, model: nn.Module | None) -> dict[str, nn.
 
     Raises:
         OptionError: it steps others than the model's.
-        DeviceError: one of them is not on the CPU.
     """
     names = {} if model is None else {id(one): name for name, one in model.named_parameters()}
     found: dict[str, nn.Parameter] = {}
@@ -316,12 +168,6 @@ def _named(optimizer: optim.Optimizer, model: nn.Module | None) -> dict[str, nn.
                     "The optimizer must hold the model's own parameters.",
                     received=f"{name}, of shape {tuple(parameter.shape)}, which is none of them",
                     fix="Make it from model.parameters().",
-                )
-            if parameter.device.type != "cpu":
-                raise DeviceError(
-                    "Replicas exchange gradients of parameters on CPUs.",
-                    received=f"{name} on {parameter.device}",
-                    fix="Leave the model on the CPU.",
                 )
             found[name] = parameter
     return found
@@ -335,3 +181,17 @@ def _other_values(
         return {}
     values = {name: one for name, one in model.named_parameters() if name not in parameters}
     return {**values, **dict(model.named_buffers())}
+
+
+def _facts(optimizer: optim.Optimizer, parameters: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """What of the optimizer must be the same on all replicas."""
+    state = {
+        name: sorted(map(str, optimizer.state[one]))
+        for name, one in parameters.items()
+        if one in optimizer.state
+    }
+    return {
+        "the optimizer": type(optimizer).__name__,
+        "the optimizer's options": str([option_values(one) for one in optimizer.param_groups]),
+        "what state the optimizer has": str(state),
+    }

@@ -10,15 +10,15 @@ import math
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch import nn, optim
+from torch import nn
 
 from lockstep.comm.exchange import ExchangeSpec, GroupSpec
 from lockstep.comm.gradient_spec import GradientSpec
 from lockstep.comm.gradients import Gradients, TensorSpec
-from lockstep.errors import ModelError, OptionError
+from lockstep.errors import DeviceError, ModelError, OptionError
 from lockstep.loops.job import Job, Shared
 from lockstep.parallel.build import divided_pieces, owned_groups
 from lockstep.parallel.gradient_rules import GradientJudge, GradientRules
@@ -31,10 +31,20 @@ from lockstep.parallel.store import (
     slot_spec,
     tensor_spec,
 )
-from lockstep.parallel.update import PieceSlots, SlotKey
+from lockstep.parallel.update import PieceSlots, SlotKey, Updater
 from lockstep.plan.layout import num_buckets
 from lockstep.train.serving import open_store
-from lockstep.train.updaters import TorchUpdater
+
+
+class StatefulOptimizer(Protocol):
+    """The user's optimizer, as far as its whole state goes."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """All of it: numbers, text and tensors."""
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
+        """Go on from it."""
+
 
 # The only group of parameters.
 _GROUP = 0
@@ -64,22 +74,31 @@ class ReplicaUpdate:
 
     Args:
         job: the replicas.
-        optimizer: the user's.
+        updater: of the user's optimizer.
+        optimizer: what loads and tells its whole state.
         parameters: what it steps, by name.
         values: other tensors that are to be equal, by name.
+        facts: what else must be the same on all replicas.
         rules: for gradients.
+
+    Raises:
+        DeviceError: a parameter that is not on the CPU.
+        OptionError: on all replicas, what is not the same.
 
     Attributes:
         step: the number of the next update.
         trained: the parameters that are trained.
+        frozen: those that are not, by name.
     """
 
     def __init__(
         self,
         job: Job,
-        optimizer: optim.Optimizer,
+        updater: Updater,
+        optimizer: StatefulOptimizer,
         parameters: Mapping[str, nn.Parameter],
         values: Mapping[str, torch.Tensor],
+        facts: Mapping[str, str],
         rules: GradientRules,
     ) -> None:
         self._job = job
@@ -88,11 +107,14 @@ class ReplicaUpdate:
         self._parameters = dict(parameters)
         trained = {name: one for name, one in parameters.items() if one.requires_grad}
         self._names, self.trained = list(trained), list(trained.values())
-        self._updater = TorchUpdater(optimizer, self._parameters, changes_by_step=True)
+        self.frozen = {name: one for name, one in parameters.items() if not one.requires_grad}
+        self._updater, self._optimizer = updater, optimizer
         self._slots: dict[SlotKey, torch.Tensor] = {}
         self._options: list[torch.Tensor] = []
+        _check_on_cpu(parameters)
         check_separate(parameters.items(), values.items())
-        job.check_equal(_facts(optimizer, parameters, values))
+        described = _described({**parameters, **values})
+        job.check_equal({**facts, "the model's parameters": described})
         spec = self._layout()
         # Kept, since it has what the exchange needs for as long as it is used.
         self._shared = job.share([]) if self._is_alone else self._become_alike(spec, values)
@@ -309,7 +331,17 @@ class ReplicaUpdate:
                     "of its own.",
                 )
 
+    def accept_parameters(self) -> None:
+        """All replicas have set parameters to the same; every replica calls it."""
+        self._job.barrier()
+        self._versions = self._present_versions()
+
     # --- the optimizer's state -------------------------------------------------------------------
+
+    def whole_state(self) -> dict[str, Any]:
+        """The state of the whole optimizer; every replica calls it."""
+        self.gather_slots()
+        return self._optimizer.state_dict()
 
     def gather_slots(self) -> None:
         """Have the user's optimizer hold its whole state, on every replica."""
@@ -317,9 +349,9 @@ class ReplicaUpdate:
         if self._is_alone:
             return
         if not updater.is_known:  # the first replica steps it alone
-            told = self._job.tell(updater.optimizer.state_dict() if self._job.rank == 0 else None)
+            told = self._job.tell(self._optimizer.state_dict() if self._job.rank == 0 else None)
             if self._job.rank:
-                updater.optimizer.load_state_dict(told[0])
+                self._optimizer.load_state_dict(told[0])
             return
         if self._owned.is_scattered:
             numbers = {name: number for number, name in enumerate(self._names)}
@@ -340,35 +372,28 @@ class ReplicaUpdate:
     def take_state(self, state: dict[str, Any]) -> None:
         """Load a whole state into the user's optimizer; every replica calls it with the same."""
         updater = self._updater
-        updater.optimizer.load_state_dict(copy.deepcopy(state))
+        self._optimizer.load_state_dict(copy.deepcopy(state))
         kept = set(updater.slot_keys())
         updater.store_slots({key: place for key, place in self._slots.items() if key in kept})
         self._job.barrier()
         updater.bind(self._pieces)
 
 
-def _facts(
-    optimizer: optim.Optimizer,
-    parameters: Mapping[str, torch.Tensor],
-    values: Mapping[str, torch.Tensor],
-) -> dict[str, str]:
+def _check_on_cpu(parameters: Mapping[str, nn.Parameter]) -> None:
+    for name, parameter in parameters.items():
+        if parameter.device.type != "cpu":
+            raise DeviceError(
+                "Replicas exchange gradients of parameters on CPUs.",
+                received=f"{name} on {parameter.device}",
+                fix="Leave the model on the CPU.",
+            )
+
+
+def _described(tensors: Mapping[str, torch.Tensor]) -> str:
     """What must be the same on all replicas."""
-    groups = [
-        {name: value for name, value in group.items() if name != "params"}
-        for group in optimizer.param_groups
-    ]
-    described = {
-        name: (tuple(one.shape), str(one.dtype), one.requires_grad)
-        for name, one in (*parameters.items(), *values.items())
-    }
-    state = {
-        name: sorted(map(str, optimizer.state[one]))
-        for name, one in parameters.items()
-        if one in optimizer.state
-    }
-    return {
-        "the optimizer": type(optimizer).__name__,
-        "the optimizer's options": str(groups),
-        "the model's parameters": str(described),
-        "what state the optimizer has": str(state),
-    }
+    return str(
+        {
+            name: (tuple(one.shape), str(one.dtype), one.requires_grad)
+            for name, one in tensors.items()
+        }
+    )

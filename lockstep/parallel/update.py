@@ -107,6 +107,10 @@ class Updater(ABC):
         """From now on take such options from there: rank 0 writes them between two steps."""
         raise NotImplementedError
 
+    def publish_options(self) -> None:
+        """On rank 0, between two steps: all ranks step with the optimizer's present options."""
+        return
+
     @abstractmethod
     def step(self) -> None:
         """Update every piece that has a gradient."""
@@ -134,6 +138,10 @@ class Updater(ABC):
     @abstractmethod
     def slots(self, *, with_stored: bool = False) -> list[PieceSlots]:
         """The slots of every piece that has any; of those in the store only the names, or all."""
+
+    def take_slots(self, pieces: Sequence[PieceSlots]) -> None:
+        """Give the front end's optimizer slots that ``slots`` of all ranks told."""
+        raise NotImplementedError
 
     def stored(self) -> list[tuple[str, torch.Tensor]]:
         """Whole tensors in the store, each with its parameter's name, in one order on all ranks."""

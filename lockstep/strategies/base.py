@@ -106,14 +106,22 @@ class Strategy(ABC):
         """Of other names that tf.distribute has, say what to write in their place."""
         raise missing(type(self).__name__, name)
 
-    def scope(self) -> AbstractContextManager["Strategy"]:
+    def scope(self, batch_dim: Any = 0) -> AbstractContextManager["Strategy"]:
         """Within ``with strategy.scope():`` a Trainer without a strategy uses this one.
 
         And Keras models made or compiled within train under it.
 
+        Args:
+            batch_dim: where the samples are in the data of Keras models, and in what these take and
+                return: 1 with time first. A dict says it of ``"inputs"``, ``"targets"`` and
+                ``"outputs"``, each by name or position where they differ. Losses, metrics and
+                weights of samples have samples first in any case. A Trainer has its own option.
+
         Raises:
-            OptionError: Keras was imported with another backend than PyTorch.
+            OptionError: Keras was imported with another backend than PyTorch; a ``batch_dim`` that
+                cannot be.
         """
+        from lockstep.data.batch_dims import BatchDims
         from lockstep.frontends.keras.scope import scope_of
 
-        return scope_of(self)
+        return scope_of(self, BatchDims.of(batch_dim))

@@ -5,7 +5,10 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
+from lockstep.data.batch_dims import SAMPLES_FIRST, BatchDims
+
 _current: ContextVar[Any] = ContextVar("lockstep_strategy", default=None)
+_dims: ContextVar[BatchDims] = ContextVar("lockstep_batch_dims", default=SAMPLES_FIRST)
 
 
 def current_strategy() -> Any:
@@ -13,11 +16,17 @@ def current_strategy() -> Any:
     return _current.get()
 
 
+def current_dims() -> BatchDims:
+    """Where the innermost scope says that samples are."""
+    return _dims.get()
+
+
 @contextmanager
-def strategy_scope(strategy: Any) -> Iterator[Any]:
+def strategy_scope(strategy: Any, dims: BatchDims = SAMPLES_FIRST) -> Iterator[Any]:
     """Make a strategy the default within the block."""
-    token = _current.set(strategy)
+    tokens = _current.set(strategy), _dims.set(dims)
     try:
         yield strategy
     finally:
-        _current.reset(token)
+        _current.reset(tokens[0])
+        _dims.reset(tokens[1])

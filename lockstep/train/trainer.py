@@ -17,7 +17,7 @@ from lockstep.data.bad_records import OnBadRecord
 from lockstep.data.batch_dims import BatchDims
 from lockstep.data.sources import Source, as_input_source
 from lockstep.data.trees import Tree, concatenate, map_tensors, tensors_of
-from lockstep.errors import DataError
+from lockstep.errors import DataError, OptionError
 from lockstep.parallel.blank import allocate, build_on_meta, check_on_meta
 from lockstep.parallel.gradient_rules import OnNonFinite
 from lockstep.parallel.loss_options import adapt_loss
@@ -45,7 +45,7 @@ from lockstep.train.metrics import Metrics
 from lockstep.train.optimizers import Optimizers, make_optimizers
 from lockstep.train.rate_rules import rule_of
 from lockstep.train.recipe import AnyUpdater, Recipe
-from lockstep.train.scope import current_strategy
+from lockstep.train.scope import current_dims, current_strategy
 from lockstep.train.tasks import EvaluateTask, PredictTask
 from lockstep.train.wrapped_updaters import EMA
 
@@ -153,7 +153,9 @@ class Trainer(FittingRunner):
             schedule=schedule,
             train_step=dims.steps(train_step),
         )
-        strategy = strategy if strategy is not None else current_strategy()
+        if strategy is None:
+            strategy = current_strategy()
+            _check_scope(dims)
         with torch.inference_mode(False):  # what is made there can never be trained
             made, meta_model = _made(model, precision)
             super().__init__(
@@ -427,3 +429,17 @@ def _inputs(source: Source | SharedStream) -> Tree:
             fix="Pass an array of shape (0, ...) instead.",
         )
     return inputs
+
+
+def _check_scope(dims: BatchDims) -> None:
+    """The scope's ``batch_dim`` is for Keras models: a Trainer must not seem to have it.
+
+    Raises:
+        OptionError: it has another.
+    """
+    if current_dims() and current_dims() != dims:
+        raise OptionError(
+            "A scope's `batch_dim` is for Keras models.",
+            received="a Trainer with another one",
+            fix="Pass batch_dim to the Trainer, too.",
+        )

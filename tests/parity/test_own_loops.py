@@ -13,13 +13,15 @@ import pytest
 
 from tests import warm
 from tests.launchers import environ, on_loopback
-from tests.launching import LOCKSTEP, STRICT, call, clean_environment, free_port
+from tests.launching import LOCKSTEP, STRICT, STRICT_BUT_KERAS, call, clean_environment, free_port
 from tests.netns import HostProcess
+from tests.parity import keras_loop
 from tests.parity.own_loop import LOOPS
 from tests.thorough import core_of
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = str(Path(__file__).with_name("own_loop.py"))
+KERAS_SCRIPT = str(Path(__file__).with_name("keras_loop.py"))
 SECONDS = 200.0
 FEW = ("mlp, clipped", "mlp, held", "embedding", "wide")
 
@@ -28,6 +30,13 @@ LAYOUTS = {
     "3 of torchrun": (3, "shared", tuple(LOOPS)),
     "2 over gloo": (2, "gloo", FEW),
     "3 over gloo": (3, "gloo", tuple(LOOPS)),
+}
+KERAS_FEW = ("mlp, Adam", "mlp, Muon", "mlp, averaged", "words", "cnn")
+KERAS_LAYOUTS = {
+    "2 of torchrun": (2, "shared", tuple(keras_loop.LOOPS)),
+    "3 of torchrun": (3, "shared", tuple(keras_loop.LOOPS)),
+    "2 over gloo": (2, "gloo", KERAS_FEW),
+    "3 over gloo": (3, "gloo", tuple(keras_loop.LOOPS)),
 }
 
 
@@ -47,7 +56,9 @@ def assert_exact(outs: Sequence[str], loops: Sequence[str]) -> None:
         assert bad == []
 
 
-def run_as_torchrun(words: list[str], count: int, num_hosts: int = 1) -> list[str]:
+def run_as_torchrun(
+    words: list[str], count: int, num_hosts: int = 1, like: str = "torch"
+) -> list[str]:
     """What processes say that have the variables of one start of torchrun."""
     here = count // num_hosts
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
@@ -60,7 +71,7 @@ def run_as_torchrun(words: list[str], count: int, num_hosts: int = 1) -> list[st
             own = {**warm.VARIABLES, **shared, **sizes}
             own |= {name: str(value) for name, value in which.items()}
             environment = {**clean_environment(), **environ(own)}
-            process = HostProcess([sys.executable, *words], environment, ROOT, like="torch")
+            process = HostProcess([sys.executable, *words], environment, ROOT, like=like)
             stack.callback(process.close)
             stack.callback(process.end)
             processes.append(process)
@@ -71,6 +82,13 @@ def run_as_torchrun(words: list[str], count: int, num_hosts: int = 1) -> list[st
 def test_replicas_train_what_one_device_trains(layout: str) -> None:
     count, engine, loops = LAYOUTS[layout]
     assert_exact(run_as_torchrun([*STRICT, SCRIPT, engine, *loops], count), loops)
+
+
+@pytest.mark.parametrize("layout", core_of(KERAS_LAYOUTS, ("2 of torchrun", "2 over gloo")))
+def test_replicas_of_a_keras_loop_train_what_one_device_trains(layout: str) -> None:
+    count, engine, loops = KERAS_LAYOUTS[layout]
+    words = [*STRICT_BUT_KERAS, KERAS_SCRIPT, engine, *loops]
+    assert_exact(run_as_torchrun(words, count, like="keras"), loops)
 
 
 @pytest.mark.parametrize(
@@ -86,10 +104,19 @@ def test_two_hosts_of_two_replicas_train_what_one_device_trains() -> None:
     assert_exact(run_as_torchrun([*STRICT, SCRIPT, "shared", *FEW], 4, num_hosts=2), FEW)
 
 
+@pytest.mark.thorough
+def test_replicas_of_a_keras_loop_on_several_hosts() -> None:
+    script = [KERAS_SCRIPT, "shared", *KERAS_FEW]
+    with on_loopback(script, num_hosts=2, options=STRICT_BUT_KERAS, like="keras") as processes:
+        assert_exact([each.check(SECONDS) for each in processes], KERAS_FEW)
+
+
 @pytest.mark.fresh
 @pytest.mark.thorough
-def test_lockstep_run_starts_replicas(tmp_path: Path) -> None:
-    words = [*LOCKSTEP, "run", "--processes", "2", SCRIPT, "shared", "mlp, clipped"]
+@pytest.mark.parametrize("script", [SCRIPT, KERAS_SCRIPT], ids=("torch", "keras"))
+def test_lockstep_run_starts_replicas(script: str, tmp_path: Path) -> None:
+    loop = "mlp, clipped"
+    words = [*LOCKSTEP, "run", "--processes", "2", script, "shared", loop]
     done = call(words, tmp_path, PYTHONPATH=str(ROOT))
     assert done.returncode == 0, done.stderr
     lines = [line.removeprefix("[process 1] ") for line in done.stdout.splitlines()]

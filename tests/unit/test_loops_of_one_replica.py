@@ -104,7 +104,7 @@ def test_optimizers_that_cannot_be() -> None:
     wrapped = optim.LBFGS(model.parameters())
     for other in (wrapped, optimizer, "SGD"):
         with pytest.raises(OptionError):
-            lockstep.CrossReplicaOptimizer(other)  # type: ignore[arg-type]
+            lockstep.CrossReplicaOptimizer(other)
     with pytest.raises(OptionError, match="the model's own parameters"):
         lockstep.CrossReplicaOptimizer(optim.SGD(model.parameters(), lr=0.1), nn.Linear(1, 1))
     with pytest.raises(OptionError, match="cannot be added"):

@@ -78,6 +78,22 @@ def has_own_steps(model: Any) -> bool:
     return has_own or not model.trainable_variables
 
 
+def check_turnable(model: Any) -> None:
+    """Refuse what would see data turned where samples are not first.
+
+    Raises:
+        ModelError: a step or a loss of the model's own; or nothing to train, which Keras's steps
+            are for.
+    """
+    if has_own_steps(model) or has_own_loss(model):
+        raise ModelError(
+            "With `batch_dim`, a model must train by Keras's own steps and losses.",
+            received=f"{type(model).__name__}, with a train_step, test_step, compute_metrics or "
+            "compute_loss of its own, or with nothing to train",
+            fix="Put a keras.layers.Permute around it, and pass data with samples first.",
+        )
+
+
 def check_integers(maybe: Mapping[str, Any] | None = None, /, **numbers: Any) -> None:
     """Refuse what cannot count steps or epochs; those that come first may be None.
 

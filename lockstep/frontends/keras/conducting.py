@@ -149,12 +149,12 @@ class PredictionConductor(KerasConductor):
     """Conducts ``predict``.
 
     Args:
-        model: the Keras model.
+        module: the Keras model.
         callbacks: Keras's list of them.
     """
 
-    def __init__(self, model: Any, callbacks: Any) -> None:
-        self._model = model
+    def __init__(self, module: KerasModel, callbacks: Any) -> None:
+        self._model, self._layout = module.model, module.layout
         self._callbacks = callbacks
         self._outputs: dict[str, Tree] = {}
 
@@ -166,7 +166,8 @@ class PredictionConductor(KerasConductor):
         self._callbacks.on_predict_batch_begin(index)
 
     def tell_outputs(self, outputs: Tree) -> None:
-        self._outputs = {"outputs": map_tensors(backend.convert_to_numpy, outputs)}
+        told = map_tensors(backend.convert_to_numpy, self._layout.outputs(outputs))
+        self._outputs = {"outputs": told}
 
     def end_batch(self, index: int, losses: Logs | None) -> None:
         self._callbacks.on_predict_batch_end(index, self._outputs)

@@ -21,6 +21,7 @@ from lockstep.data.sources import ArraySource, Source, array_source, check_lengt
 from lockstep.data.streams import Stream
 from lockstep.data.trees import Tree
 from lockstep.errors import OptionError, level_of_user
+from lockstep.frontends.keras.layout import Layout
 from lockstep.train.checks import filled
 from lockstep.train.feeding import SharedStream, sample_of
 from lockstep.train.intake import Feed, read_elsewhere, read_here
@@ -43,6 +44,7 @@ def take_in(
     prepare: Callable[[Any], None] | None = None,
     is_read_here: bool = True,
     is_summed: bool = False,
+    layout: Layout = Layout(),  # noqa: B008  # it is frozen
 ) -> Feed:
     """Data as Keras's methods take it.
 
@@ -62,6 +64,7 @@ def take_in(
         prepare: called with Keras's iterator before anything is read.
         is_read_here: what is read batch by batch is read by this process, and not on another host.
         is_summed: see ``Reading``.
+        layout: where samples are in batches of a stream; arrays have them first.
 
     Raises:
         DataError: there are no samples, or not all of them.
@@ -83,6 +86,13 @@ def take_in(
     if arrays is not None:
         filled(arrays, name)
         _check_size(adapter._batch_size, steps)
+    if arrays is None and layout and class_weight is not None:
+        raise OptionError(
+            "With `batch_dim`, weights by class are for arrays: Keras gives them to a stream's "
+            "batches before these are turned.",
+            received="class_weight, and a stream",
+            fix="Have the stream yield sample weights.",
+        )
     if prepare is not None:
         prepare(iterator)
     if arrays is not None:
@@ -102,17 +112,18 @@ def take_in(
     def begin() -> Iterator[Any]:
         if resets == "always":
             iterator.reset()
-        return _batches(iterator)
+        return _batches(iterator, layout)
 
     stream = _Stream(name=name, kind=type(x).__name__, begin=begin)
     feed = read_here(Reading(stream, seed=seed, purpose=name, is_summed=is_summed))
     return replace(feed, num_steps=_num_steps(iterator))
 
 
-def samples_in(data: Any) -> Source:
+def samples_in(data: Any, layout: Layout) -> Source:
     """Samples of data as Keras's ``fit`` or ``predict`` takes it: x, or (x, y), or with weights."""
     parts = data if isinstance(data, tuple) else (data,)
-    feed = take_in(*data_adapter_utils.unpack_x_y_sample_weight(parts))
+    x, y, weights = data_adapter_utils.unpack_x_y_sample_weight(parts)
+    feed = take_in(*layout.arrays(x, y), weights, layout=layout)
     try:
         samples = sample_of(feed.source)
         assert samples is not None  # they are read here
@@ -163,10 +174,10 @@ class _Stream(Stream):
         return source
 
 
-def _batches(iterator: EpochIterator) -> Iterator[Any]:
-    """The batches of an epoch."""
+def _batches(iterator: EpochIterator, layout: Layout) -> Iterator[Any]:
+    """The batches of an epoch, with samples first."""
     for _, _, batches in iterator:
-        yield from batches
+        yield from map(layout.batch, batches)
 
 
 def _array_source(data: Any) -> ArraySource:

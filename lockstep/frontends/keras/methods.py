@@ -17,15 +17,22 @@ from keras.src import backend
 from keras.src.callbacks import CallbackList
 from keras.src.trainers.data_adapters import array_slicing, data_adapter_utils
 
+from lockstep.data.batch_dims import BatchDims
 from lockstep.data.trees import Tree, map_tensors
 from lockstep.errors import ModelError, OptionError, level_of_user
 from lockstep.frontends.keras.bound_methods import METHODS
 from lockstep.frontends.keras.checkpoints import checkpoint_in, restarts_in
-from lockstep.frontends.keras.checks import check_batch_sizes, check_integers, prepare_model
+from lockstep.frontends.keras.checks import (
+    check_batch_sizes,
+    check_integers,
+    check_turnable,
+    prepare_model,
+)
 from lockstep.frontends.keras.conducting import steps_between_metrics
 from lockstep.frontends.keras.fit_options import FitOptions
 from lockstep.frontends.keras.intake import take_in, warn_if_short
 from lockstep.frontends.keras.keeping import record_of
+from lockstep.frontends.keras.layout import layout_of
 from lockstep.frontends.keras.model import KerasModel, is_model_of
 from lockstep.frontends.keras.settings import random_seed
 from lockstep.frontends.keras.tasks import Evaluation
@@ -44,11 +51,13 @@ class Methods:
     Args:
         model: the Keras model.
         strategy: where and how it trains.
+        dims: where samples are in data, and for the model.
     """
 
-    def __init__(self, model: Any, strategy: StrategyLike) -> None:
+    def __init__(self, model: Any, strategy: StrategyLike, dims: BatchDims) -> None:
         self._model = model
         self.strategy = strategy
+        self.layout = layout_of(dims)
         self._job_context = JobContext(strategy)
         self._trainer: KerasTrainer | None = None
 
@@ -97,6 +106,10 @@ class Methods:
         )
         check_batch_sizes(batch_size=batch_size, validation_batch_size=validation_batch_size)
         checkpoint = checkpoint_in(callbacks)
+        x, y = self.layout.arrays(x, y)
+        if validation_data is not None:
+            parts = data_adapter_utils.unpack_x_y_sample_weight(validation_data)
+            validation_data = (*self.layout.arrays(*parts[:2]), parts[2])
         if validation_split and validation_data is None:
             (x, y, sample_weight), validation_data = array_slicing.train_validation_split(
                 (x, y, sample_weight), validation_split=validation_split
@@ -194,6 +207,7 @@ class Methods:
         self._model._assert_compile_called("evaluate")
         check_integers({"steps": steps})
         check_batch_sizes(batch_size=batch_size)
+        x, y = self.layout.arrays(x, y)
         with self._same_call_everywhere("evaluate") as feeds:
             feed = self._take_in(
                 feeds,
@@ -229,6 +243,7 @@ class Methods:
         """Outputs, as ``keras.Model.predict``."""
         check_integers({"steps": steps})
         check_batch_sizes(batch_size=batch_size)
+        x, _ = self.layout.arrays(x)
         with self._same_call_everywhere("predict") as feeds:
             feed = self._take_in(
                 feeds,
@@ -239,7 +254,7 @@ class Methods:
                 prepare=None if self._job_context.is_chief else self._build_by_calling,
             )
             outputs = self._pass_over(feed, callbacks, verbose, self._predict_with_callbacks)
-        return map_tensors(backend.convert_to_numpy, outputs)
+        return map_tensors(backend.convert_to_numpy, self.layout.outputs(outputs))
 
     def _predict_with_callbacks(
         self, trainer: KerasTrainer, feed: Feed, callbacks: CallbackList
@@ -265,11 +280,12 @@ class Methods:
         """One step, as ``keras.Model.train_on_batch``."""
         model = self._model
         model._assert_compile_called("train_on_batch")
+        x, y = self.layout.arrays(x, y)
         with self._same_call_everywhere("train_on_batch") as feeds:
             feed = self._take_in(
                 feeds,
                 *(x, y, sample_weight),
-                batch_size=_num_samples(x),
+                batch_size=_length(x),
                 class_weight=class_weight,
                 prepare=self._build,
             )
@@ -297,7 +313,7 @@ class Methods:
         return self.evaluate(
             x,
             y,
-            batch_size=_num_samples(x),
+            batch_size=self._num_samples(x),
             verbose=0,
             sample_weight=sample_weight,
             return_dict=return_dict,
@@ -305,7 +321,7 @@ class Methods:
 
     def predict_on_batch(self, x: Any) -> Any:
         """Outputs for a batch, as ``keras.Model.predict_on_batch``."""
-        return self.predict(x, batch_size=_num_samples(x), verbose=0)
+        return self.predict(x, batch_size=self._num_samples(x), verbose=0)
 
     # --- parts -----------------------------------------------------------------------------------
 
@@ -324,7 +340,12 @@ class Methods:
     def _take_in(self, feeds: ExitStack, *data: Any, name: str = "x", **options: Any) -> Feed:
         """Data, closed with ``feeds``."""
         feed = take_in(
-            *data, name=name, seed=random_seed(), is_read_here=self._job_context.is_chief, **options
+            *data,
+            name=name,
+            seed=random_seed(),
+            is_read_here=self._job_context.is_chief,
+            layout=self.layout,
+            **options,
         )
         feeds.callback(feed.close)
         return self._job_context.agreed_feed(feed, name)
@@ -342,12 +363,13 @@ class Methods:
     def _build(self, iterator: Any) -> None:
         """Build the model, its losses and metrics for the data, as Keras does, where need be."""
         prepare_model(self._model)
-        self._model._symbolic_build(iterator=iterator)
+        as_model = self.layout.as_model(iterator) if self.layout else iterator
+        self._model._symbolic_build(iterator=as_model)
 
     def _build_by_calling(self, iterator: Any) -> None:
         """Build a model that nobody has compiled, where its data is read elsewhere."""
         if not self._model.built:
-            batches = next(batches for _, _, batches in iterator)
+            batches = next(batches for _, _, batches in self.layout.as_model(iterator))
             self._call_once(next(iter(batches))[0])
 
     def _call_once(self, inputs: Any) -> None:
@@ -362,15 +384,22 @@ class Methods:
         """The Trainer of the model."""
         model = self._model
         prepare_model(model)
+        if self.layout:
+            check_turnable(model)
         if not model.built:  # as nobody has compiled it, it is built by calling it
             source = sample_of(feed.source)
             assert source is not None  # data is read here
             batch = source.read(torch.arange(min(2, len(source))), torch.get_default_dtype())
-            self._call_once(batch.inputs[0])
+            self._call_once(self.layout.inputs(batch.inputs[0]))
         if self._trainer is None or not is_model_of(self._trainer.model, model):
-            self._trainer = KerasTrainer(KerasModel(model), self.strategy, self._job_context)
+            module = KerasModel(model, self.layout)
+            self._trainer = KerasTrainer(module, self.strategy, self._job_context)
         self._trainer.seed = random_seed()
         return self._trainer
+
+    def _num_samples(self, x: Any) -> int:
+        """Of a batch as the user has it."""
+        return _length(self.layout.arrays(x)[0])
 
     def _callback_list(self, callbacks: Any, verbose: Any, **params: Any) -> Any:
         if not self._job_context.is_chief:  # callbacks and progress are where rank 0 is
@@ -393,11 +422,11 @@ for _name in METHODS:  # who passes a wrong argument has called a method of the 
     getattr(Methods, _name).__qualname__ = f"Model.{_name}"
 
 
-def bind(model: Any, strategy: StrategyLike) -> None:
+def bind(model: Any, strategy: StrategyLike, dims: BatchDims) -> None:
     """Have a model train under a strategy, from now on."""
     bound = vars(model).get("_lockstep")
-    if bound is None or bound.strategy is not strategy:
-        bound = Methods(model, strategy)
+    if bound is None or bound.strategy is not strategy or bound.layout.dims != dims:
+        bound = Methods(model, strategy, dims)
         methods = {name: getattr(bound, name) for name in METHODS}
         vars(model).update(methods, _lockstep=bound)
 
@@ -430,5 +459,5 @@ def _limited(epochs: int) -> int:
     return int(most)
 
 
-def _num_samples(x: Any) -> int:
+def _length(x: Any) -> int:
     return len(keras.tree.flatten(x)[0])

@@ -35,6 +35,7 @@ from lockstep.errors import ModelError
 from lockstep.frontends.keras.checks import check_model, has_own_loss, has_own_steps
 from lockstep.frontends.keras.direct_calls import DirectCalls
 from lockstep.frontends.keras.images import channels_last_in_memory, only_keras_sees
+from lockstep.frontends.keras.layout import Layout
 from lockstep.frontends.keras.settings import KerasSettings
 from lockstep.parallel.batch_moments import global_moments
 from lockstep.parallel.batch_norm import global_statistics
@@ -96,6 +97,7 @@ class KerasModel(FrontEndModel):
 
     Args:
         model: a built model.
+        layout: where samples are for it; within Lockstep they are first.
 
     Attributes:
         variables: those that can be trained, by the names of their Parameters.
@@ -103,8 +105,9 @@ class KerasModel(FrontEndModel):
         predicts: outputs are those of the model's own ``predict_step``.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, layout: Layout = Layout()) -> None:  # noqa: B008  # it is frozen
         super().__init__()
+        self.layout = layout
         self._held = (model,)  # in a tuple, or it would be a layer of this one
         self.with_losses = self.predicts = False
         self._calls = _Calls()
@@ -210,7 +213,7 @@ class KerasModel(FrontEndModel):
                 _moments.to(self._moments_of),
                 _Unwrapping() if is_watched else nullcontext(),
             ):
-                return self._called(inputs, is_watched=is_watched)
+                return self._called(inputs, self.layout.inputs(inputs), is_watched=is_watched)
         finally:
             self._calls.end()
 
@@ -234,7 +237,8 @@ class KerasModel(FrontEndModel):
         with _own_stream(), _moments.to(moments or self._moments_of):
             yield
 
-    def _called(self, inputs: Tree, *, is_watched: bool) -> Tree:
+    def _called(self, rows: Tree, inputs: Tree, *, is_watched: bool) -> Tree:
+        """Call the model with inputs as it takes them, which are these rows."""
         model, direct = self.model, self._calls.direct
         if direct is not None and not (is_watched or self.predicts) and direct.takes(inputs):
             outputs = direct.run(inputs, training=self.training)
@@ -246,7 +250,9 @@ class KerasModel(FrontEndModel):
                 mode = {"training": self.training} if model._call_has_training_arg else {}
                 outputs = model(inputs, **mode)
             added = [loss for layer in model._flatten_layers() for loss in layer._losses]
-        return self._with_losses(inputs, outputs, added) if self.with_losses else outputs
+        if not self.with_losses:
+            return self.layout.output_rows(outputs, rows)
+        return self._with_losses(rows, outputs, added)
 
     def _with_losses(
         self, inputs: Tree, outputs: Tree, added: list[torch.Tensor]
@@ -260,8 +266,10 @@ class KerasModel(FrontEndModel):
             )
         penalties = self.model._get_regularization_losses() if self._calls.has_penalties else []
         found = {
-            "outputs": outputs,
-            "masks": keras.tree.map_structure(get_keras_mask, outputs),
+            "outputs": self.layout.output_rows(outputs, inputs),
+            "masks": self.layout.output_rows(
+                keras.tree.map_structure(get_keras_mask, outputs), inputs
+            ),
             "losses": [],
             "penalties": [],
         }
@@ -303,7 +311,7 @@ def _noting(
     return output
 
 
-def module_of(model: Any) -> KerasModel:
+def module_of(model: Any, layout: Layout = Layout()) -> KerasModel:  # noqa: B008  # as above
     """The module of a model that is only to be looked at.
 
     Raises:
@@ -316,7 +324,7 @@ def module_of(model: Any) -> KerasModel:
             received=f"the model {model.name!r}, which is not built",
             fix="Begin it with a keras.Input, or call it once.",
         )
-    return KerasModel(model)
+    return KerasModel(model, layout)
 
 
 @contextmanager

@@ -16,9 +16,10 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+from lockstep.data.batch_dims import BatchDims
 from lockstep.errors import ModelError, OptionError
 from lockstep.frontends.keras.bound_methods import METHODS
-from lockstep.train.scope import current_strategy, strategy_scope
+from lockstep.train.scope import current_dims, current_strategy, strategy_scope
 
 _lock = threading.Lock()
 _open_scopes = 0
@@ -26,13 +27,13 @@ _restore: list[Callable[[], None]] = []
 
 
 @contextmanager
-def scope_of(strategy: Any) -> Iterator[Any]:
+def scope_of(strategy: Any, dims: BatchDims) -> Iterator[Any]:
     """Within the block, a strategy is that of Trainers and Keras models.
 
     Raises:
         OptionError: Keras runs on another backend than PyTorch.
     """
-    with _hooked(), strategy_scope(strategy):
+    with _hooked(), strategy_scope(strategy, dims):
         yield strategy
 
 
@@ -106,7 +107,7 @@ def _binding(original: Any) -> Any:
         if current_strategy() is not None:
             from lockstep.frontends.keras.methods import bind
 
-            bind(self, current_strategy())
+            bind(self, current_strategy(), current_dims())
         return result
 
     return method

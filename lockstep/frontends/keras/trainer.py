@@ -309,7 +309,7 @@ class KerasTrainer(KeepingRunner):
         )
         self._num_predictions += 1
         is_chief = self._job_context.is_chief
-        conductor = PredictionConductor(self.model.model, callbacks) if is_chief else Conductor()
+        conductor = PredictionConductor(self.model, callbacks) if is_chief else Conductor()
         parts = self._run(task, None, None, conductor, feed.batch_size)
         return self._job_context.from_chief(
             concatenate(parts) if self._job_context.is_chief else None
