@@ -27,11 +27,12 @@ from pathlib import Path
 from typing import Any
 
 STRATEGIES = ("replicas on 2 hosts", "stages on 2 hosts")
-FAULTS = ("host", "script", "launcher", "stop")
+FAULTS = ("host", "script", "launcher", "stop", "stop the script")
+STOPS = FAULTS[3:]
 STEPS_PER_EPOCH, BATCH = 10, 12
 MOST_DELAY_SECONDS = 1.0
-# Of the strategy: a host that is stopped longer is lost. And how long it is.
-TIMEOUT_SECONDS, STOPPED_SECONDS = 4.0, 6.0
+# In place of 30: a host, or its script alone, that is stopped longer is lost. And how long it is.
+MOST_STOPPED_SECONDS, STOPPED_SECONDS = 3.0, 6.0
 _WAIT_SECONDS = 120.0
 _NEW_STEP = re.compile(rb"^(\S+) (\d+) (\S+)$", re.MULTILINE)
 
@@ -78,7 +79,7 @@ def train(strategy: str, folder: Path, epochs: int, *, is_told: bool = False) ->
         ),
         loss=nn.CrossEntropyLoss(),
         optimizer=partial(torch.optim.Adam, lr=1e-2),
-        strategy=strategies[strategy](timeout_seconds=TIMEOUT_SECONDS),
+        strategy=strategies[strategy](),
         callbacks=[Ledger()],
     )
     history = trainer.fit(
@@ -152,6 +153,11 @@ class Host:
         for pid in pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
+
+    def has_beaten(self) -> bool:
+        """Whether its heartbeats have begun."""
+        names = [Path(f"/proc/{pid}/comm") for pid in self.pids()]
+        return any(name.exists() and name.read_text() == "lockstep:beats\n" for name in names)
 
     def said(self, what: bytes) -> int:
         """How often it has said something."""
@@ -237,14 +243,17 @@ def harm(run: Run, fault: str, victim: int, chance: random.Random) -> tuple[floa
     run.wait_for(lambda: len(run.moments()) > before)
     time.sleep(chance.uniform(0, MOST_DELAY_SECONDS))
     host, other = run.hosts[victim], run.hosts[1 - victim]
+    if fault in STOPS:  # of which one hears where beats have come before
+        run.wait_for(host.has_beaten)
     if run.is_over():
         return None
     losses = other.said(b" Restart ")
     pids, hit = host.pids(), time.time()
-    if fault == "stop":
-        host.send(signal.SIGSTOP, pids)
+    if fault in STOPS:
+        stopped = pids if fault == "stop" else pids[1:2]
+        host.send(signal.SIGSTOP, stopped)
         time.sleep(STOPPED_SECONDS)
-        host.send(signal.SIGCONT, pids)
+        host.send(signal.SIGCONT, stopped)
         hit = time.time()
     else:
         host.send(signal.SIGKILL, {"host": pids, "launcher": pids[:1], "script": pids[1:2]}[fault])
@@ -301,5 +310,8 @@ def soak(strategy: str, fault: str, faults: int, until: float) -> str:
 
 
 if __name__ == "__main__":
+    from lockstep.launch import peer
+
+    peer.STOPPED_SECONDS = MOST_STOPPED_SECONDS
     came_to = train(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), is_told=True)
     print("RESULT", json.dumps(came_to), flush=True)

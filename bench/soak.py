@@ -31,7 +31,7 @@ import torch
 from torch import nn
 
 import lockstep
-from lockstep.launch import team
+from lockstep.launch import peer
 from lockstep.train.run_record import read_record
 from lockstep.train.training_state import TrainingState
 
@@ -205,7 +205,7 @@ def main() -> None:
     if asked.script:
         print(json.dumps(trained("single", None, 0, random.Random(), asked.script)[0]))
         return
-    team._STOPPED_SECONDS = STOPPED_SECONDS
+    peer.STOPPED_SECONDS = STOPPED_SECONDS
     kinds = [
         (strategy, fault)
         for strategy in asked.strategies
