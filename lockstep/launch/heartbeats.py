@@ -5,9 +5,9 @@ host 0, and that of host 0 to all others, unless the kernel says that the leadin
 (SIGSTOP, Ctrl-Z, a debugger). Where all of the host is (a frozen cgroup, a paused container or
 virtual machine), so is the monitor.
 
-It is a process, and no thread of the leading one: a step may hold the interpreter's lock for minutes
-in one call, and no thread would beat meanwhile. And the beats are its own and not the kernel's
-answers on a connection, which come for a stopped process, too.
+It is a process, and no thread of the leading one: a step may hold the interpreter's lock for
+minutes in one call, and no thread would beat meanwhile. And the beats are its own and not the
+kernel's answers on a connection, which come for a stopped process, too.
 
 Beats are only read, and silence is only counted, by a process that waits. Before its first beat
 nothing is known of a host, and the end of this connection says nothing, since the leading processes
@@ -140,8 +140,7 @@ def _start_monitor(
     try:
         os.write(writer, b"".join(channel.keys.sending for channel in channels))
         code = (
-            "from lockstep.launch.heartbeats import beat\n"
-            f"beat({os.getpid()}, {reader}, {sockets})"
+            f"from lockstep.launch.heartbeats import beat\nbeat({os.getpid()}, {reader}, {sockets})"
         )
         return start_interpreter(code, (reader, *sockets), diagnostics, threads=None)
     finally:

@@ -281,8 +281,7 @@ class Team:
                     helper.rank,
                     "hung",
                     f"Rank {helper.rank} (process {helper.pid}) is stopped "
-                    f"({self._position(helper.rank)}), as by SIGSTOP, and was waited for "
-                    f"{waited_seconds:.0f} s.",
+                    f"({self._position(helper.rank)}), as by SIGSTOP, and was waited for.",
                 )
 
     def raise_timeout(self, waited_seconds: float) -> NoReturn:

@@ -25,7 +25,8 @@ ROWS = [
 
 
 @pytest.mark.parametrize(
-    ("strategy", "fault", "host"), core_of(ROWS, [("replicas on 2 hosts", "host", 0), ("stages on 2 hosts", "stop", 1)])
+    ("strategy", "fault", "host"),
+    core_of(ROWS, [("replicas on 2 hosts", "host", 0), ("stages on 2 hosts", "stop", 1)]),
 )
 def test_a_run_outlives_the_loss_of_a_host(strategy: str, fault: str, host: int) -> None:
     found, seconds = host_faults.outlived(strategy, fault, [host], random.Random(1))
