@@ -26,7 +26,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-STRATEGIES = ("replicas on 2 hosts", "stages on 2 hosts")
+STRATEGIES = ("replicas on 2 hosts", "stages on 2 hosts", "Keras on 2 hosts")
 FAULTS = ("host", "script", "launcher", "stop", "stop the script")
 STOPS = FAULTS[3:]
 STEPS_PER_EPOCH, BATCH = 10, 12
@@ -42,6 +42,8 @@ _NEW_STEP = re.compile(rb"^(\S+) (\d+) (\S+)$", re.MULTILINE)
 
 def train(strategy: str, folder: Path, epochs: int, *, is_told: bool = False) -> object:
     """What must be the same, but for the losses, which go to the ledger in the folder."""
+    if strategy.startswith("Keras"):
+        return _train_keras(folder, epochs, is_told=is_told)
     import torch
     from torch import nn
 
@@ -53,9 +55,7 @@ def train(strategy: str, folder: Path, epochs: int, *, is_told: bool = False) ->
 
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
             self.num_steps += 1
-            with (folder / "ledger").open("ab", buffering=0) as file:
-                file.write(f"{time.time()} {self.num_steps} {logs['loss'].hex()}\n".encode())
-            time.sleep(0.01)
+            _note(folder, self.num_steps, logs["loss"])
 
         def state_dict(self) -> dict[str, Any]:
             return {"num_steps": self.num_steps}
@@ -93,6 +93,56 @@ def train(strategy: str, folder: Path, epochs: int, *, is_told: bool = False) ->
     digest = TrainingState.of(trainer.state_dict()).digest()
     trainer.close()
     return [digest, history.history]
+
+
+def _train_keras(folder: Path, epochs: int, *, is_told: bool) -> object:
+    import keras
+    import numpy as np
+
+    import lockstep.keras
+    from lockstep.train.training_state import TrainingState
+
+    class Ledger(keras.callbacks.Callback):  # type: ignore[misc]  # Keras is untyped
+        num_steps = 0
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            self.num_steps += 1
+            _note(folder, self.num_steps, float(logs["loss"]))
+
+    keras.utils.clear_session()  # layers have their first names again
+    keras.utils.set_random_seed(0)
+    x = np.random.default_rng(0).normal(size=(STEPS_PER_EPOCH * BATCH, 16)).astype("float32")
+    strategy = lockstep.MultiWorkerMirroredStrategy(devices_per_host=1, num_shares=2)
+    with strategy.scope():
+        model = keras.Sequential(
+            [
+                *(keras.Input((16,)), keras.layers.Dense(64), keras.layers.Dropout(0.3)),
+                *(keras.layers.ReLU(), keras.layers.Dense(3)),
+            ]
+        )
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(keras.optimizers.Adam(1e-2), loss, metrics=["accuracy"])
+    history = model.fit(
+        *(x, (x[:, 0] > 0).astype("int64")),
+        batch_size=BATCH,
+        epochs=epochs,
+        verbose=2 if is_told else 0,
+        callbacks=[
+            Ledger(),
+            lockstep.keras.Checkpoint(folder / "run", every="5 steps"),
+            lockstep.keras.Restarts(10**6),
+        ],
+    )
+    trainer: Any = model._lockstep._trainer
+    digest = TrainingState.of(trainer.state_dict()).digest()
+    trainer.close()
+    return [digest, {name: [*map(float, each)] for name, each in history.history.items()}]
+
+
+def _note(folder: Path, step: int, loss: float) -> None:
+    with (folder / "ledger").open("ab", buffering=0) as file:
+        file.write(f"{time.time()} {step} {loss.hex()}\n".encode())
+    time.sleep(0.01)
 
 
 def losses(ledger: Path) -> list[str]:

@@ -179,6 +179,38 @@ class KeptCallback(Callback):
         return found
 
 
+class Beginning:
+    """What a ``fit`` begins with beside its data, to begin once more in the same process.
+
+    The rest is in the checkpoint with which it then goes on.
+
+    Args:
+        model: which is going to be trained.
+        trainer: of the model; None where it was not made.
+        callbacks: as ``fit`` takes them.
+    """
+
+    def __init__(self, model: Any, trainer: Any, callbacks: Any) -> None:
+        self._iterations = getattr(model.optimizer, "_iterations", None)
+        self._steps = 0 if self._iterations is None else int(self._iterations.value)
+        self._epochs = 0 if trainer is None else trainer._epochs_trained
+        self._callbacks = [
+            (one, {*vars(one)}, copied(KeptCallback(one)._plain()))
+            for one in (_each(callbacks) if restarts_in(callbacks) else ())
+        ]
+
+    def restore(self, trainer: Any) -> None:
+        """Have all be so again; the model's trainer may have been made since."""
+        if self._iterations is not None:
+            self._iterations.assign(self._steps)
+        if trainer is not None:
+            trainer._epochs_trained = self._epochs
+        for callback, names, plain in self._callbacks:
+            for name in {*vars(callback)} - names:
+                delattr(callback, name)
+            vars(callback).update({name: _own(value) for name, value in copied(plain).items()})
+
+
 def kept(callbacks: Any) -> list[Callback]:
     """Those of Keras's list of callbacks that keep something."""
     left = (Asking, ProgbarLogger)
