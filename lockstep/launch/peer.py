@@ -27,7 +27,7 @@ _STOP_SECONDS = 0.05
 STOPPED_SECONDS = 30.0
 
 # Who waits for less does not look: mostly nobody is stopped.
-_PATIENCE_SECONDS = 0.2
+_PATIENCE_SECONDS = 1.0
 
 
 def is_stopped(pid: int) -> bool:

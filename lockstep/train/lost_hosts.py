@@ -65,11 +65,12 @@ def check_restarts_on(hosts: Hosts | None, restarts: int, *, has_checkpoint: boo
         return
     if restarts and (hosts.has_followers or not has_checkpoint):
         raise OptionError(
-            "Restarts on several hosts need checkpoint=, and one process on each host.",
-            received=f"restarts={restarts} {'with' if has_checkpoint else 'without'} checkpoint=, "
+            "Restarts on several hosts need a checkpoint, and one process on each host.",
+            received=f"restarts={restarts} {'with' if has_checkpoint else 'without'} one, "
             f"{hosts.place.num_processes} on a host by {hosts.place.launcher}",
-            fix="Pass checkpoint=. Where a launcher starts a process for each device, have it "
-            "start the script again instead: torchrun --max-restarts, for example.",
+            fix="Pass checkpoint=, or to Keras a lockstep.keras.Checkpoint. Where a launcher "
+            "starts a process for each device, have it start the script again instead: "
+            "torchrun --max-restarts, for example.",
         )
 
 

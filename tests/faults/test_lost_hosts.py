@@ -63,7 +63,11 @@ def test_restarts_after_which_nobody_could_go_on_are_refused(
     launcher: str, has_checkpoint: bool
 ) -> None:
     place = SimpleNamespace(launcher=launcher, num_processes=2)
-    hosts: Any = SimpleNamespace(has_followers=launcher == "torchrun", place=place)
+    hosts: Any = SimpleNamespace(
+        has_followers=launcher == "torchrun", place=place, is_one_process=False
+    )
     check_restarts_on(hosts, 0, has_checkpoint=has_checkpoint)
-    with pytest.raises(OptionError, match="need checkpoint=, and one process"):
+    with pytest.raises(OptionError, match="need a checkpoint, and one process"):
         check_restarts_on(hosts, 1, has_checkpoint=has_checkpoint)
+    hosts.is_one_process = True
+    check_restarts_on(hosts, 1, has_checkpoint=has_checkpoint)

@@ -73,11 +73,14 @@ class Checkpoint(Asking):
 
 
 class Restarts(Asking):
-    """How often ``model.fit(callbacks=[...])`` goes on after the loss of a process, on one host.
+    """How often ``model.fit(callbacks=[...])`` goes on after the loss of a process or a host.
 
-    With fresh processes, from the last copy of the training in memory, to the same bits, as
-    ``lockstep.Trainer.fit(restarts=...)``. Callbacks are not called again for steps that are made
-    again; what they have changed is changed again.
+    To the same bits, as ``lockstep.Trainer.fit(restarts=...)``. On one host with fresh processes,
+    from the last copy of the training in memory: callbacks are not called again for steps that are
+    made again, and what they have changed is changed again. On several hosts from the newest
+    checkpoint, with a ``Checkpoint`` among the callbacks, and ``lockstep run --restarts`` or
+    another who starts scripts again: steps since then are made again with all callbacks, which go
+    on with what a ``Checkpoint`` keeps of them.
 
     Args:
         most: how often; at least 0.

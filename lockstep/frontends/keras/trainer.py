@@ -152,9 +152,9 @@ class KerasTrainer(KeepingRunner):
         with self._fitting(), held_interrupts() as interrupt:
             backups = None  # unless somebody has asked for restarts
             if options.restarts or self._maker().outlives_servers:
+                check_copied(self._maker())
                 backups = self._backups_of(task.sources(), options.restarts)
             if backups is not None:
-                check_copied(self._maker())
                 task.takes_states = task.is_kept = True
             conductor = self._conductor(callbacks, interrupt, backups)
             self._maker().check_batch_size(feed.batch_size)
