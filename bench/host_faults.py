@@ -26,9 +26,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-STRATEGIES = ("replicas on 2 hosts", "stages on 2 hosts", "Keras on 2 hosts")
+# And how many ranks each host has.
+STRATEGIES = {"replicas on 2 hosts": 1, "stages on 2 hosts": 1, "Keras on 2 hosts": 2}
 FAULTS = ("host", "script", "launcher", "stop", "stop the script")
 STOPS = FAULTS[3:]
+HELPER = "helper"  # the fault where a host has one
 STEPS_PER_EPOCH, BATCH = 10, 12
 MOST_DELAY_SECONDS = 1.0
 # In place of 30: a host, or its script alone, that is stopped longer is lost. And how long it is.
@@ -112,7 +114,7 @@ def _train_keras(folder: Path, epochs: int, *, is_told: bool) -> object:
     keras.utils.clear_session()  # layers have their first names again
     keras.utils.set_random_seed(0)
     x = np.random.default_rng(0).normal(size=(STEPS_PER_EPOCH * BATCH, 16)).astype("float32")
-    strategy = lockstep.MultiWorkerMirroredStrategy(devices_per_host=1, num_shares=2)
+    strategy = lockstep.MultiWorkerMirroredStrategy(num_shares=4)
     with strategy.scope():
         model = keras.Sequential(
             [
@@ -204,10 +206,14 @@ class Host:
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
 
-    def has_beaten(self) -> bool:
-        """Whether its heartbeats have begun."""
-        names = [Path(f"/proc/{pid}/comm") for pid in self.pids()]
-        return any(name.exists() and name.read_text() == "lockstep:beats\n" for name in names)
+    def named(self, name: str) -> list[int]:
+        """Those of them whose name matches a pattern."""
+        found = {pid: Path(f"/proc/{pid}/comm") for pid in self.pids()}
+        return [
+            pid
+            for pid, file in found.items()
+            if file.exists() and re.fullmatch(name, file.read_text().strip())
+        ]
 
     def said(self, what: bytes) -> int:
         """How often it has said something."""
@@ -240,7 +246,8 @@ class Run:
                 folder,
                 [
                     *(sys.executable, "-m", "lockstep", "run", "--restarts", "1000000"),
-                    *("--hosts", "2", "--host-index", str(index), "--devices", "1"),
+                    *("--hosts", "2", "--host-index", str(index)),
+                    *("--devices", str(STRATEGIES[strategy])),
                     *("--rendezvous", f"{address}:{port}", "--secret-file", str(secret)),
                     *(__file__, strategy, str(folder), str(epochs)),
                 ],
@@ -294,7 +301,7 @@ def harm(run: Run, fault: str, victim: int, chance: random.Random) -> tuple[floa
     time.sleep(chance.uniform(0, MOST_DELAY_SECONDS))
     host, other = run.hosts[victim], run.hosts[1 - victim]
     if fault in STOPS:  # of which one hears where beats have come before
-        run.wait_for(host.has_beaten)
+        run.wait_for(lambda: host.named("lockstep:beats"))
     if run.is_over():
         return None
     losses = other.said(b" Restart ")
@@ -306,13 +313,19 @@ def harm(run: Run, fault: str, victim: int, chance: random.Random) -> tuple[floa
         host.send(signal.SIGCONT, stopped)
         hit = time.time()
     else:
-        host.send(signal.SIGKILL, {"host": pids, "launcher": pids[:1], "script": pids[1:2]}[fault])
+        victims = {"host": pids, "launcher": pids[:1], "script": pids[1:2]}
+        host.send(signal.SIGKILL, victims.get(fault) or host.named(r"lockstep:\d+")[:1])
     noticed = run.wait_for(lambda: other.said(b" Restart ") > losses)
     if fault in ("host", "launcher"):
         host.launcher.wait()
         host.start()
     run.wait_for(lambda: run.moments()[-1:] > [hit + noticed])
     return None if run.is_over() else (noticed, run.moments()[-1] - hit)
+
+
+def faults_of(strategy: str) -> tuple[str, ...]:
+    """What may befall a host under a strategy."""
+    return (*FAULTS, HELPER) if STRATEGIES[strategy] > 1 else FAULTS
 
 
 def outlived(

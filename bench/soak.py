@@ -216,7 +216,7 @@ def main() -> None:
         (strategy, fault)
         for strategy in asked.strategies
         if strategy in host_faults.STRATEGIES
-        for fault in host_faults.FAULTS
+        for fault in host_faults.faults_of(strategy)
     ]
     share = 60 * asked.minutes / len([*kinds, *of_hosts])
     titles = ["strategy, fault", "survived", "same bits", "median until a new step", "95 %", "most"]

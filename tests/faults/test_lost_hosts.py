@@ -19,7 +19,7 @@ from tests.thorough import core_of
 ROWS = [
     (strategy, fault, host)
     for strategy in host_faults.STRATEGIES
-    for fault in host_faults.FAULTS
+    for fault in host_faults.faults_of(strategy)
     for host in range(2)
 ]
 
@@ -33,7 +33,8 @@ def test_a_run_outlives_the_loss_of_a_host(strategy: str, fault: str, host: int)
     assert found == host_faults.expected(strategy, host_faults.num_epochs(1))
     ((noticed, resumed),) = seconds
     assert noticed < 3  # of one that is stopped: before it goes on, or never
-    assert resumed < 30  # at the 95th percentile it is 10 (bench/)
+    # At the 95th percentile it is 10 (bench/), and several processes import Keras on two cores.
+    assert resumed < (120 if strategy.startswith("Keras") else 30)
 
 
 @pytest.mark.thorough
