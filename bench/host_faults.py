@@ -26,12 +26,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-STRATEGIES = ("replicas on 2 hosts", "stages on 2 hosts")
-FAULTS = ("host", "script", "launcher", "stop")
+# And how many ranks each host has.
+STRATEGIES = {"replicas on 2 hosts": 1, "stages on 2 hosts": 1, "Keras on 2 hosts": 2}
+FAULTS = ("host", "script", "launcher", "stop", "stop the script")
+STOPS = FAULTS[3:]
+HELPER = "helper"  # the fault where a host has one
 STEPS_PER_EPOCH, BATCH = 10, 12
 MOST_DELAY_SECONDS = 1.0
-# Of the strategy: a host that is stopped longer is lost. And how long it is.
-TIMEOUT_SECONDS, STOPPED_SECONDS = 4.0, 6.0
+# In place of 30: a host, or its script alone, that is stopped longer is lost. And how long it is.
+MOST_STOPPED_SECONDS, STOPPED_SECONDS = 3.0, 6.0
 _WAIT_SECONDS = 120.0
 _NEW_STEP = re.compile(rb"^(\S+) (\d+) (\S+)$", re.MULTILINE)
 
@@ -41,6 +44,8 @@ _NEW_STEP = re.compile(rb"^(\S+) (\d+) (\S+)$", re.MULTILINE)
 
 def train(strategy: str, folder: Path, epochs: int, *, is_told: bool = False) -> object:
     """What must be the same, but for the losses, which go to the ledger in the folder."""
+    if strategy.startswith("Keras"):
+        return _train_keras(folder, epochs, is_told=is_told)
     import torch
     from torch import nn
 
@@ -52,9 +57,7 @@ def train(strategy: str, folder: Path, epochs: int, *, is_told: bool = False) ->
 
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
             self.num_steps += 1
-            with (folder / "ledger").open("ab", buffering=0) as file:
-                file.write(f"{time.time()} {self.num_steps} {logs['loss'].hex()}\n".encode())
-            time.sleep(0.01)
+            _note(folder, self.num_steps, logs["loss"])
 
         def state_dict(self) -> dict[str, Any]:
             return {"num_steps": self.num_steps}
@@ -78,7 +81,7 @@ def train(strategy: str, folder: Path, epochs: int, *, is_told: bool = False) ->
         ),
         loss=nn.CrossEntropyLoss(),
         optimizer=partial(torch.optim.Adam, lr=1e-2),
-        strategy=strategies[strategy](timeout_seconds=TIMEOUT_SECONDS),
+        strategy=strategies[strategy](),
         callbacks=[Ledger()],
     )
     history = trainer.fit(
@@ -92,6 +95,56 @@ def train(strategy: str, folder: Path, epochs: int, *, is_told: bool = False) ->
     digest = TrainingState.of(trainer.state_dict()).digest()
     trainer.close()
     return [digest, history.history]
+
+
+def _train_keras(folder: Path, epochs: int, *, is_told: bool) -> object:
+    import keras
+    import numpy as np
+
+    import lockstep.keras
+    from lockstep.train.training_state import TrainingState
+
+    class Ledger(keras.callbacks.Callback):  # type: ignore[misc]  # Keras is untyped
+        num_steps = 0
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            self.num_steps += 1
+            _note(folder, self.num_steps, float(logs["loss"]))
+
+    keras.utils.clear_session()  # layers have their first names again
+    keras.utils.set_random_seed(0)
+    x = np.random.default_rng(0).normal(size=(STEPS_PER_EPOCH * BATCH, 16)).astype("float32")
+    strategy = lockstep.MultiWorkerMirroredStrategy(num_shares=4)
+    with strategy.scope():
+        model = keras.Sequential(
+            [
+                *(keras.Input((16,)), keras.layers.Dense(64), keras.layers.Dropout(0.3)),
+                *(keras.layers.ReLU(), keras.layers.Dense(3)),
+            ]
+        )
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(keras.optimizers.Adam(1e-2), loss, metrics=["accuracy"])
+    history = model.fit(
+        *(x, (x[:, 0] > 0).astype("int64")),
+        batch_size=BATCH,
+        epochs=epochs,
+        verbose=2 if is_told else 0,
+        callbacks=[
+            Ledger(),
+            lockstep.keras.Checkpoint(folder / "run", every="5 steps"),
+            lockstep.keras.Restarts(10**6),
+        ],
+    )
+    trainer: Any = model._lockstep._trainer
+    digest = TrainingState.of(trainer.state_dict()).digest()
+    trainer.close()
+    return [digest, {name: [*map(float, each)] for name, each in history.history.items()}]
+
+
+def _note(folder: Path, step: int, loss: float) -> None:
+    with (folder / "ledger").open("ab", buffering=0) as file:
+        file.write(f"{time.time()} {step} {loss.hex()}\n".encode())
+    time.sleep(0.01)
 
 
 def losses(ledger: Path) -> list[str]:
@@ -153,6 +206,15 @@ class Host:
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
 
+    def named(self, name: str) -> list[int]:
+        """Those of them whose name matches a pattern."""
+        found = {pid: Path(f"/proc/{pid}/comm") for pid in self.pids()}
+        return [
+            pid
+            for pid, file in found.items()
+            if file.exists() and re.fullmatch(name, file.read_text().strip())
+        ]
+
     def said(self, what: bytes) -> int:
         """How often it has said something."""
         return self.out.read_bytes().count(what)
@@ -184,7 +246,8 @@ class Run:
                 folder,
                 [
                     *(sys.executable, "-m", "lockstep", "run", "--restarts", "1000000"),
-                    *("--hosts", "2", "--host-index", str(index), "--devices", "1"),
+                    *("--hosts", "2", "--host-index", str(index)),
+                    *("--devices", str(STRATEGIES[strategy])),
                     *("--rendezvous", f"{address}:{port}", "--secret-file", str(secret)),
                     *(__file__, strategy, str(folder), str(epochs)),
                 ],
@@ -237,23 +300,32 @@ def harm(run: Run, fault: str, victim: int, chance: random.Random) -> tuple[floa
     run.wait_for(lambda: len(run.moments()) > before)
     time.sleep(chance.uniform(0, MOST_DELAY_SECONDS))
     host, other = run.hosts[victim], run.hosts[1 - victim]
+    if fault in STOPS:  # of which one hears where beats have come before
+        run.wait_for(lambda: host.named("lockstep:beats"))
     if run.is_over():
         return None
     losses = other.said(b" Restart ")
     pids, hit = host.pids(), time.time()
-    if fault == "stop":
-        host.send(signal.SIGSTOP, pids)
+    if fault in STOPS:
+        stopped = pids if fault == "stop" else pids[1:2]
+        host.send(signal.SIGSTOP, stopped)
         time.sleep(STOPPED_SECONDS)
-        host.send(signal.SIGCONT, pids)
+        host.send(signal.SIGCONT, stopped)
         hit = time.time()
     else:
-        host.send(signal.SIGKILL, {"host": pids, "launcher": pids[:1], "script": pids[1:2]}[fault])
+        victims = {"host": pids, "launcher": pids[:1], "script": pids[1:2]}
+        host.send(signal.SIGKILL, victims.get(fault) or host.named(r"lockstep:\d+")[:1])
     noticed = run.wait_for(lambda: other.said(b" Restart ") > losses)
     if fault in ("host", "launcher"):
         host.launcher.wait()
         host.start()
     run.wait_for(lambda: run.moments()[-1:] > [hit + noticed])
     return None if run.is_over() else (noticed, run.moments()[-1] - hit)
+
+
+def faults_of(strategy: str) -> tuple[str, ...]:
+    """What may befall a host under a strategy."""
+    return (*FAULTS, HELPER) if STRATEGIES[strategy] > 1 else FAULTS
 
 
 def outlived(
@@ -301,5 +373,8 @@ def soak(strategy: str, fault: str, faults: int, until: float) -> str:
 
 
 if __name__ == "__main__":
+    from lockstep.launch import peer
+
+    peer.STOPPED_SECONDS = MOST_STOPPED_SECONDS
     came_to = train(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), is_told=True)
     print("RESULT", json.dumps(came_to), flush=True)

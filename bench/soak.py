@@ -31,7 +31,7 @@ import torch
 from torch import nn
 
 import lockstep
-from lockstep.launch import team
+from lockstep.launch import peer
 from lockstep.train.run_record import read_record
 from lockstep.train.training_state import TrainingState
 
@@ -205,7 +205,7 @@ def main() -> None:
     if asked.script:
         print(json.dumps(trained("single", None, 0, random.Random(), asked.script)[0]))
         return
-    team._STOPPED_SECONDS = STOPPED_SECONDS
+    peer.STOPPED_SECONDS = STOPPED_SECONDS
     kinds = [
         (strategy, fault)
         for strategy in asked.strategies
@@ -216,7 +216,7 @@ def main() -> None:
         (strategy, fault)
         for strategy in asked.strategies
         if strategy in host_faults.STRATEGIES
-        for fault in host_faults.FAULTS
+        for fault in host_faults.faults_of(strategy)
     ]
     share = 60 * asked.minutes / len([*kinds, *of_hosts])
     titles = ["strategy, fault", "survived", "same bits", "median until a new step", "95 %", "most"]

@@ -46,7 +46,7 @@ from lockstep.launch.helper import (
 from lockstep.launch.link import Link, Message, give_up
 from lockstep.launch.local_rendezvous import LocalPeer, meet_followers, meet_leader
 from lockstep.launch.origin import Origin
-from lockstep.launch.peer import Peer
+from lockstep.launch.peer import Peer, Standstill
 from lockstep.launch.team import Team, working_directory
 
 # From the leader, once: the follower's rank, with descriptors of its diagnostics file and of the
@@ -215,6 +215,10 @@ class Attachment:
         """Whether the leader itself has told of an error, as ``leader_loss`` has found."""
         return self._leader.has_told
 
+    def check_answering(self, waited_seconds: float) -> None:
+        """Raise a WorkerError if the leader was stopped, and has not gone on."""
+        self._leader.check_answering(waited_seconds)
+
     def close(self) -> None:
         """Hang up: the leader is told nothing else, and its next call fails."""
         self._finalizer()
@@ -254,6 +258,7 @@ class _LeadingProcess(Leader):
     def __init__(self, local_peer: LocalPeer) -> None:
         self._link = Link(local_peer.sock)
         self._peer = local_peer.peer
+        self._standstill = Standstill()
         self._is_whole = True  # whether all that was begun to be sent has been sent
         self.has_told = False  # of an error of its own
 
@@ -264,9 +269,17 @@ class _LeadingProcess(Leader):
         return self._receive(self.look_around)
 
     def look_around(self, waited_seconds: float) -> None:
-        """Raise WorkerError if the leader has ended or given up."""
+        """Raise WorkerError if the leader has ended or given up, or is stopped."""
         if (loss := self.loss()) is not None:
             raise loss
+        self.check_answering(waited_seconds)
+
+    def check_answering(self, waited_seconds: float) -> None:
+        """Raise WorkerError if it was stopped, and has not gone on."""
+        if self._standstill.is_over_limit(self._peer.pid, waited_seconds):
+            raise WorkerError(
+                f"Rank 0 of this host (process {self._peer.pid}) is stopped, as by SIGSTOP."
+            )
 
     def loss(self) -> WorkerError | None:
         """Why the leader is not there any more; None while it is."""

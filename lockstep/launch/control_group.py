@@ -21,6 +21,7 @@ import msgspec
 from lockstep.channel.waiting import LookAround, Stopwatch, is_readable, wait_on
 from lockstep.errors import HostError
 from lockstep.launch.framed_channel import Frame, FramedChannel
+from lockstep.launch.heartbeats import Heartbeats
 from lockstep.launch.secret import Secret
 from lockstep.units import first_few
 
@@ -60,6 +61,7 @@ class ControlGroup:
         infos: what each host says of itself, by host.
         awaited: the hosts that this one waits to hear from now.
         has_told: this host has told the others of a failure, and they of none any more.
+        heartbeats: which say whether the others are stopped; None where nobody waits for long.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class ControlGroup:
         self._star = dict(star)
         self.secret = secret
         self.has_told = False
+        self.heartbeats: Heartbeats | None = None
         self.awaited: tuple[int, ...] = ()
 
     def exchange(
@@ -155,11 +158,13 @@ class ControlGroup:
         """See whether the other hosts are still there. Does not wait, and takes no message.
 
         Raises:
-            HostError: one has failed, or is gone.
+            HostError: one has failed, is gone, or is stopped.
         """
         with self.telling_others():
             for channel in self._star.values():
                 channel.look()
+            if self.heartbeats is not None:
+                self.heartbeats.look(self.name_of)
 
     @property
     def interface(self) -> tuple[socket.AddressFamily, str]:
@@ -177,6 +182,8 @@ class ControlGroup:
 
     def close(self) -> None:
         """Leave: the others see that this host is done, not that it is gone."""
+        if self.heartbeats is not None:
+            self.heartbeats.close()
         for channel in self._star.values():
             channel.close()
 

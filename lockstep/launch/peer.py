@@ -14,7 +14,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from lockstep.channel.waiting import is_readable
+from lockstep.channel.waiting import Stopwatch, is_readable
 
 _CREDENTIALS = struct.Struct("3i")  # process id, user id, group id
 
@@ -23,6 +23,12 @@ _ENDING_SECONDS = 1.0
 
 _STOP_SECONDS = 0.05
 
+# A process that computes nothing for so long is lost. What has computed for long may go on.
+STOPPED_SECONDS = 30.0
+
+# Who waits for less does not look: mostly nobody is stopped.
+_PATIENCE_SECONDS = 1.0
+
 
 def is_stopped(pid: int) -> bool:
     """Whether a process is stopped, as by Ctrl-Z, and for longer than a tracer's glance takes."""
@@ -30,6 +36,23 @@ def is_stopped(pid: int) -> bool:
         return False
     time.sleep(_STOP_SECONDS)
     return _is_stopped_now(pid)
+
+
+class Standstill:
+    """How long a process has been stopped, as whoever waits for it has seen."""
+
+    def __init__(self) -> None:
+        self._watch: Stopwatch | None = None
+
+    def is_over_limit(self, pid: int, waited_seconds: float) -> bool:
+        """Whether it is lost; to be asked all the while, with the seconds waited so far."""
+        if waited_seconds < min(_PATIENCE_SECONDS, STOPPED_SECONDS):
+            return False
+        if not _is_stopped_now(pid):
+            self._watch = None
+            return False
+        self._watch = self._watch or Stopwatch()
+        return self._watch.tick() >= STOPPED_SECONDS
 
 
 def _is_stopped_now(pid: int) -> bool:

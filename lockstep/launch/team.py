@@ -24,7 +24,7 @@ from lockstep.launch.forks import give_up_in_forks
 from lockstep.launch.helper import CALL, DATA, FAIL, FORGET, PING, READY, RETURN, reference_of
 from lockstep.launch.link import Message, give_up
 from lockstep.launch.origin import Origin
-from lockstep.launch.peer import is_stopped
+from lockstep.launch.peer import Standstill, is_stopped
 from lockstep.pickling import search_path
 
 START_TIMEOUT_SECONDS = 120.0
@@ -32,8 +32,6 @@ START_TIMEOUT_SECONDS = 120.0
 _PING_TIMEOUT_SECONDS = 10.0
 _STACKS_TIMEOUT_SECONDS = 5.0
 _STACKS_PAUSE_SECONDS = 0.05
-# Longest wait for a process that is stopped: it computes nothing.
-_STOPPED_SECONDS = 30.0
 
 
 class _Helper:
@@ -45,6 +43,7 @@ class _Helper:
         self.inbox: deque[Message] = deque()
         self.pid = 0
         self.is_ready = False  # until it says that it can take a call
+        self.standstill = Standstill()
         self.diagnostics = DiagnosticsFile()
         self.number, self.link = origin.start_helper(rank, self.diagnostics)
         self.is_closed = False
@@ -277,13 +276,12 @@ class Team:
     def check_answering(self, waited_seconds: float) -> None:
         """Raise a WorkerError if a helper was stopped, as by SIGSTOP, and has not gone on."""
         for helper in self._helpers:
-            if waited_seconds >= _STOPPED_SECONDS and is_stopped(helper.pid):
+            if helper.standstill.is_over_limit(helper.pid, waited_seconds):
                 raise _loss(
                     helper.rank,
                     "hung",
                     f"Rank {helper.rank} (process {helper.pid}) is stopped "
-                    f"({self._position(helper.rank)}), as by SIGSTOP, and was waited for "
-                    f"{waited_seconds:.0f} s.",
+                    f"({self._position(helper.rank)}), as by SIGSTOP, and was waited for.",
                 )
 
     def raise_timeout(self, waited_seconds: float) -> NoReturn:

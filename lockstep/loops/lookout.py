@@ -66,7 +66,7 @@ class Lookout:
 
     def _look(self, waited_seconds: float) -> None:
         awaited = self._awaited()
-        self._look_at_host(awaited)
+        self._look_at_host(awaited, waited_seconds)
         if self.hosts is not None:
             self.hosts.look_around(waited_seconds)
         patience = self.timeout_seconds + (_HEAD_START_SECONDS if self.team is None else 0.0)
@@ -80,8 +80,11 @@ class Lookout:
                 "where it has no samples, and `join` after a loop that ends earlier.",
             )
 
-    def _look_at_host(self, awaited: list[int]) -> None:
+    def _look_at_host(self, awaited: list[int], waited_seconds: float) -> None:
         """See to the processes of this host."""
+        for others in (self.team, self.attachment):
+            if others is not None and awaited:
+                others.check_answering(waited_seconds)
         if self.team is not None:
             for rank, reason in self.team.ended().items():
                 if rank in awaited:

@@ -39,7 +39,7 @@ from lockstep.train.intake import (
 )
 from lockstep.train.interrupt import held_interrupts, held_termination
 from lockstep.train.likeness import said
-from lockstep.train.lost_hosts import check_restarts_on, nothing_kept, outlast
+from lockstep.train.lost_hosts import check_kept, check_restarts_on, outlast
 from lockstep.train.metrics import Metrics
 from lockstep.train.persistence import PersistentRunner
 from lockstep.train.progress import OutputConsole, ProgressDisplay
@@ -113,7 +113,9 @@ class FittingRunner(PersistentRunner):
             self._epochs_trained, self._steps_trained = start
             return self._call("fit", lambda: self._fit(replace(asked, goes_on=goes_on)))
 
-        return outlast(fit, asked.restarts, self._job_context, verbose=asked.verbose)
+        history, lost = outlast(fit, asked.restarts, self._job_context, verbose=asked.verbose)
+        history.restarts += lost
+        return history
 
     def _fit(self, asked: FitRequest) -> History:
         self._check_not_averaged("fit")
@@ -130,8 +132,7 @@ class FittingRunner(PersistentRunner):
         """Fit, and write checkpoints."""
         with keeper.opened() if self._is_chief else nullcontext() as tree:
             tree = self._job_context.from_chief(tree)
-            if tree is None and asked.goes_on:
-                raise nothing_kept(keeper.directory)
+            check_kept(tree, keeper.directory, goes_on=asked.goes_on)
             history = self._fit_on(asked, keeper, None if tree is None else Found.of(tree))
         if self._job_context.hosts is not None:
             self._job_context.hosts.wait()  # until the last one is written
@@ -157,6 +158,7 @@ class FittingRunner(PersistentRunner):
                 if found.record.is_finished:
                     return History(found.record.history, found.record.epoch)
             if keeper is not None and found is None and asked.restarts:
+                keeper.set_trainer(cast(TrainerProtocol, self))
                 self._keep_beginning(keeper)
             self._begin_schedule(fit)
             self._pass_over(fit)
@@ -241,20 +243,6 @@ class FittingRunner(PersistentRunner):
         others = [] if validation is None else [(validation.source, range(start.epoch))]
         self._read_again(start, 0, fit.feed, others)
 
-    def _keep_beginning(self, keeper: Keeper) -> None:
-        """Where hosts may be lost, the others have something to go on from at any time."""
-        hosts = self._job_context.hosts
-        if hosts is not None and not hosts.is_one_process:
-            parts = self._copied_parts()
-            if self._is_chief:
-                keeper.set_trainer(cast(TrainerProtocol, self))
-                keeper.begin(parts)
-
-    def _finish(self, keeper: Keeper, history: History) -> None:
-        parts = self._copied_parts()
-        if self._is_chief:
-            keeper.finish(parts, history, self._plan)
-
     def _record(self, fit: _Fit) -> FitRecord:
         wish = fit.wish
         asked = {
@@ -277,8 +265,7 @@ class FittingRunner(PersistentRunner):
     def _check_alone(self, asked: FitRequest, search: BatchSizeSearch | None) -> None:
         """Refuse what one host alone can do."""
         hosts = self._job_context.hosts
-        if hosts is not None and not hosts.is_one_process:
-            check_restarts_on(hosts, asked.restarts, has_checkpoint=asked.checkpoint is not None)
+        check_restarts_on(hosts, asked.restarts, has_checkpoint=asked.checkpoint is not None)
         if hosts is not None and search is not None:
             raise OptionError(
                 "A batch size is searched on one host.",

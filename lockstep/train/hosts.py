@@ -28,6 +28,7 @@ from lockstep.errors import HostError, OptionError, WorkerError
 from lockstep.launch.attached import attach_team
 from lockstep.launch.control_group import ControlGroup
 from lockstep.launch.failure import as_raised, causes_of, summary_of
+from lockstep.launch.heartbeats import Heartbeats
 from lockstep.launch.pair_channels import open_channels
 from lockstep.launch.rendezvous import meet
 from lockstep.launch.secret import find_secret
@@ -387,9 +388,17 @@ def _meet(place: Place, timeout_seconds: float) -> ControlGroup:
     if place.num_hosts == 1:
         return ControlGroup(host=0, infos=[info], star={}, secret=None)
     secret = find_secret(os.environ, is_one_machine=place.is_one_machine)
-    return meet(
+    control_group = meet(
         place, secret, info, timeout_seconds=timeout_seconds, look_around=lambda waited: None
     )
+    try:
+        counts = {(0, host): 1 for host in range(1, place.num_hosts)}
+        channels = open_channels(control_group, counts, timeout_seconds)
+        control_group.heartbeats = Heartbeats({host: end for host, (end,) in channels.items()})
+    except BaseException:
+        control_group.close()
+        raise
+    return control_group
 
 
 def find_follower(timeout_seconds: float, reach: Reach) -> Follower | None:

@@ -8,10 +8,10 @@ comes to the meeting as well.
 """
 
 from collections.abc import Callable
+from typing import TypeVar
 
 from lockstep.checkpoint.storage import Folder
 from lockstep.errors import CheckpointError, HostError, OptionError, WorkerError
-from lockstep.train.history import History
 from lockstep.train.hosts import Hosts
 from lockstep.train.job_context import JobContext
 from lockstep.train.progress import OutputConsole
@@ -20,11 +20,13 @@ from lockstep.train.progress import OutputConsole
 # who gives up sooner than another host can start would never meet it.
 _MEETING_SECONDS = 120.0
 
+_T = TypeVar("_T")
+
 
 def outlast(
-    fit: Callable[[bool], History], restarts: int, job_context: JobContext, *, verbose: int
-) -> History:
-    """Fit, and once more where a host was lost.
+    fit: Callable[[bool], _T], restarts: int, job_context: JobContext, *, verbose: object
+) -> tuple[_T, list[str]]:
+    """Fit, and once more where a host was lost; what comes of it, and what was lost.
 
     Args:
         fit: meets the hosts; is told whether it goes on with what it has begun.
@@ -39,7 +41,7 @@ def outlast(
     lost: list[str] = []
     while True:
         try:
-            history = fit(bool(lost))
+            return fit(bool(lost)), lost
         except (HostError, WorkerError) as error:
             is_loss = error.is_loss and job_context.spans_hosts
             if not is_loss or len(lost) == restarts:
@@ -51,31 +53,41 @@ def outlast(
                 highlight=False,
                 soft_wrap=True,
             )
-        else:
-            history.restarts += lost
-            return history
 
 
-def check_restarts_on(hosts: Hosts, restarts: int, *, has_checkpoint: bool) -> None:
-    """Refuse restarts where nobody could go on.
+def check_restarts_on(hosts: Hosts | None, restarts: int, *, has_checkpoint: bool) -> None:
+    """Refuse restarts where several scripts train and nobody could go on.
 
     Raises:
         OptionError: this is so.
     """
+    if hosts is None or hosts.is_one_process:
+        return
     if restarts and (hosts.has_followers or not has_checkpoint):
         raise OptionError(
-            "Restarts on several hosts need checkpoint=, and one process on each host.",
-            received=f"restarts={restarts} {'with' if has_checkpoint else 'without'} checkpoint=, "
+            "Restarts on several hosts need a checkpoint, and one process on each host.",
+            received=f"restarts={restarts} {'with' if has_checkpoint else 'without'} one, "
             f"{hosts.place.num_processes} on a host by {hosts.place.launcher}",
-            fix="Pass checkpoint=. Where a launcher starts a process for each device, have it "
-            "start the script again instead: torchrun --max-restarts, for example.",
+            fix="Pass checkpoint=, or to Keras a lockstep.keras.Checkpoint. Where a launcher "
+            "starts a process for each device, have it start the script again instead: "
+            "torchrun --max-restarts, for example.",
         )
 
 
-def nothing_kept(folder: Folder) -> CheckpointError:
-    """For hosts that would go on after a loss, where host 0 has found no checkpoint."""
-    return CheckpointError(
-        "Hosts that go on after a loss need the checkpoints that host 0 has written.",
-        received=f"none in {folder} on host 0",
-        fix="Start host 0 where it was before, or give it a folder that all hosts share.",
-    )
+def check_kept(kept: object, folder: Folder, *, goes_on: bool) -> None:
+    """See that hosts that go on after a loss can.
+
+    Args:
+        kept: what host 0 has found.
+        folder: there.
+        goes_on: they do.
+
+    Raises:
+        CheckpointError: there is no checkpoint.
+    """
+    if kept is None and goes_on:
+        raise CheckpointError(
+            "Hosts that go on after a loss need the checkpoints that host 0 has written.",
+            received=f"none in {folder} on host 0",
+            fix="Start host 0 where it was before, or give it a folder that all hosts share.",
+        )

@@ -15,6 +15,7 @@ from lockstep.data.sources import Source
 from lockstep.errors import OptionError
 from lockstep.train.backups import Backups
 from lockstep.train.callbacks import Callback
+from lockstep.train.checkpoints import Keeper
 from lockstep.train.conductor import Conductor, Place
 from lockstep.train.ensemble import Resume
 from lockstep.train.feeding import SharedStream
@@ -359,6 +360,19 @@ class PersistentRunner(Runner):
         return self._call("same_everywhere", lambda: self._job_context.from_chief(result))
 
     # --- for a fit -------------------------------------------------------------------------------
+
+    def _keep_beginning(self, keeper: Keeper) -> None:
+        """Where hosts may be lost, the others have something to go on from at any time."""
+        hosts = self._job_context.hosts
+        if hosts is not None and not hosts.is_one_process:
+            parts = self._copied_parts()
+            if self._is_chief:
+                keeper.begin(parts)
+
+    def _finish(self, keeper: Keeper, history: History) -> None:
+        parts = self._copied_parts()
+        if self._is_chief:
+            keeper.finish(parts, history, self._plan)
 
     def _backups_of(
         self, sources: Iterable[Source | SharedStream], restarts: int

@@ -5,10 +5,12 @@ number of epochs, and a file at whose sight host 0 ends training, if any. Each s
 milliseconds.
 """
 
+import ctypes
 import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,23 +19,37 @@ import torch
 from torch import Tensor, nn
 
 import lockstep
+from lockstep.launch import peer
 from tests.launching import be_strict
 
 STEPS = 4  # of an epoch
-FAILING_PASS = 12
+SPECIAL_PASS = 12
+# In place of 30, where a host computes for longer, and is stopped then.
+MOST_STOPPED_SECONDS, COMPUTING_SECONDS = 1.5, 4
+
+
+def fail() -> None:
+    raise ArithmeticError("a bad day on host 1")
+
+
+def compute() -> None:
+    """For long, in one call that keeps all other threads of this process from running."""
+    ctypes.PyDLL(None).sleep(COMPUTING_SECONDS)
+    tell("COMPUTED")
 
 
 class Net(nn.Module):
-    def __init__(self, *, fails: bool) -> None:
+    def __init__(self, special: Callable[[], None] | None) -> None:
         super().__init__()
         self.first = nn.Linear(16, 16)
         self.last = nn.Linear(16, 4)
-        self.passes_left = FAILING_PASS if fails else -1
+        self.special = special
+        self.passes_left = SPECIAL_PASS
 
     def forward(self, x: Tensor) -> Tensor:
         self.passes_left -= 1
-        if self.passes_left == 0:
-            raise ArithmeticError("a bad day on host 1")
+        if self.passes_left == 0 and self.special is not None:
+            self.special()
         time.sleep(0.005)
         out: Tensor = self.last(torch.tanh(self.first(x)))
         return out
@@ -66,10 +82,12 @@ def tell(word: str, value: object = "") -> None:
     sys.stdout.flush()
 
 
-def make(timeout: float, engine: str | None = None, *, fails: bool = False) -> lockstep.Trainer:
+def make(
+    timeout: float, engine: str | None = None, special: Callable[[], None] | None = None
+) -> lockstep.Trainer:
     torch.manual_seed(1)
     return lockstep.Trainer(
-        Net(fails=fails),
+        Net(special),
         loss=nn.CrossEntropyLoss(),
         optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9),
         callbacks=[Tell(), *map(UntilSeen, sys.argv[4:])],
@@ -96,7 +114,10 @@ def main() -> None:
     how, _, engine = sys.argv[1].partition(" over ")
     timeout, epochs = float(sys.argv[2]), int(sys.argv[3])
     host = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
-    trainer = make(timeout, engine or None, fails=how == "error" and host == 1)
+    special = {"error": fail, "compute": compute}.get(how) if host == 1 else None
+    trainer = make(timeout, engine or None, special)
+    if how == "compute":
+        peer.STOPPED_SECONDS = MOST_STOPPED_SECONDS
     if how == "absent" and host == 1:
         tell("HERE")
         time.sleep(10 * timeout)

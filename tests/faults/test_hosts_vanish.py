@@ -133,6 +133,25 @@ def test_a_host_that_is_stopped_is_named_and_ends_when_it_goes_on(
     assert_nothing_is_left(hosts, 0, 1)
 
 
+@pytest.mark.parametrize("engine", core_of([None, "gloo"], [None]))
+def test_a_host_that_computes_for_long_is_awaited_and_one_that_is_stopped_is_not(
+    make_hosts: MakeHosts, engine: str | None
+) -> None:
+    hosts = make_hosts(2)
+    processes = begin(hosts, "compute", devices=1, engine=engine)
+    processes[1].wait_for_line("COMPUTED")
+    os.kill(processes[1].pid, signal.SIGSTOP)
+    kind, text, notes = failure(processes[0])
+    assert (kind, "Host 1" in text, "is stopped" in text) == ("HostError", True, True), text
+    assert "The weights" in notes
+    processes[0].check()
+    os.kill(processes[1].pid, signal.SIGCONT)
+    kind, text, _ = failure(processes[1])
+    assert (kind, "is stopped" in text) == ("HostError", True), text
+    processes[1].check()
+    assert_nothing_is_left(hosts, 0, 1)
+
+
 @pytest.mark.thorough
 def test_an_error_on_one_host_is_told_on_all_and_they_can_train_again(
     make_hosts: MakeHosts,
@@ -262,7 +281,8 @@ def test_attacks_do_no_harm(make_hosts: MakeHosts, tmp_path: Path) -> None:
         for port in sorted(ports(hosts, host, _ESTABLISHED))
     ]
     assert (hosts.address(0), PORT) in targets
-    assert len(targets) == 5  # the star and a channel per rank, whose ends on host 0 have one port
+    # The star, heartbeats, and a channel per rank, whose ends on host 0 have one port.
+    assert len(targets) == 7
     late = attack(hosts, NUM_ATTACKS, targets)
     assert late.wait_for_line("ACCEPTED") == "0"
     assert int(early.wait_for_line("ACCEPTED")) > 0

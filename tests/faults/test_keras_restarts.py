@@ -3,6 +3,7 @@
 import os
 import signal
 from collections.abc import Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,8 @@ import pytest
 import lockstep
 import lockstep.keras
 from lockstep.errors import OptionError, WorkerError
-from lockstep.frontends.keras.keeping import check_restarts
+from lockstep.frontends.keras.checkpoints import Beginning
+from lockstep.frontends.keras.keeping import KeepingRunner
 from lockstep.train import backups
 from lockstep.train.run_record import VARIABLE, read_record
 from lockstep.train.training_state import TrainingState
@@ -145,15 +147,55 @@ def test_restarts_are_used_up(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) ->
     assert faults[0].then.startswith("Restart 1 of 1")
 
 
+class Accumulating(keras.callbacks.Callback):  # type: ignore[misc]
+    """Keeps numbers of which some are there from its first step on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: list[float] = []
+        self.mean = np.zeros(2)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.losses.append(logs["loss"])
+        self.mean += 1
+        self.last = logs["loss"]
+
+
+def test_a_fit_begins_once_more_with_what_it_began_with() -> None:
+    keras.utils.set_random_seed(0)
+    with lockstep.SingleDeviceStrategy().scope():
+        model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1)])
+        model.compile("adam", "mse")
+    model.fit(X, X[:, :1], verbose=0, batch_size=BATCH)
+    trainer = model._lockstep._trainer
+    seen, done = Accumulating(), Accumulating()
+    done.losses.append(2.0)
+    callbacks = [seen, done, lockstep.keras.Restarts(1)]
+    begun = Beginning(model, trainer, callbacks)
+    model.fit(X, X[:, :1], verbose=0, batch_size=BATCH, epochs=2, callbacks=callbacks)
+    assert (int(model.optimizer.iterations), trainer._epochs_trained) == (12, 3), (
+        trainer._epochs_trained
+    )
+    assert len(done.losses) == 9
+    begun.restore(trainer)
+    assert (int(model.optimizer.iterations), trainer._epochs_trained) == (4, 1)
+    assert (seen.losses, done.losses) == ([], [2.0])
+    assert not seen.mean.any()
+    assert not hasattr(seen, "last")
+
+
 def test_what_cannot_be_asked() -> None:
     with pytest.raises(OptionError, match="restarts"):
         lockstep.keras.Restarts(-1)
     STRATEGIES["local"] = lambda: lockstep.LocalSGDStrategy(3, devices=2)
     with pytest.raises(OptionError, match="Restarts under LocalSGDStrategy"):
         trained("local", Seen(), restarts=1)
-    hosts: Any = SimpleNamespace(is_one_process=False)
-    with pytest.raises(OptionError, match=r"are for one host.*Use a Checkpoint.*lockstep run"):
-        check_restarts(STRATEGIES["mirrored"]().maker, hosts)
+    place = SimpleNamespace(launcher="TF_CONFIG", num_processes=1)
+    hosts = SimpleNamespace(is_one_process=False, has_followers=False, place=place)
+    runner: Any = SimpleNamespace(_job_context=SimpleNamespace(hosts=hosts))
+    asked = KeepingRunner.kept(runner, None, partial(pytest.fail, "asked"), [], 1, goes_on=False)
+    with pytest.raises(OptionError, match=r"need a checkpoint.*a lockstep.keras.Checkpoint"), asked:
+        raise AssertionError("trained without a checkpoint")
     model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
     with pytest.raises(OptionError, match="plain Keras"):

@@ -127,6 +127,32 @@ told("killed", step)
         assert f"eplica {killed} has ended {ENDED}" in out
 
 
+@pytest.mark.parametrize("stopped", core_of(range(3), (0,)))
+def test_a_stopped_replica_is_named(tmp_path: Path, stopped: int) -> None:
+    text = f"""
+from lockstep.launch import peer
+peer.STOPPED_SECONDS = 0.5
+step()
+print("stepped", flush=True)
+if rank == {stopped}:
+    time.sleep(2)
+told("stopped", step)
+"""
+    with replicas(tmp_path, text, count=3) as processes:
+        for each in processes:
+            each.wait_for_line("stepped")
+        processes[stopped].popen.send_signal(signal.SIGSTOP)
+        outs = [each.finish(SECONDS) for number, each in enumerate(processes) if number != stopped]
+        processes[stopped].popen.send_signal(signal.SIGCONT)
+        outs.append(processes[stopped].finish(SECONDS))
+    who = "ank 0 of this host" if stopped == 0 else f"ank {stopped}"
+    pid = processes[stopped].pid
+    for status, out, err in outs[:-1]:
+        assert status == 0, err
+        assert f"{who} (process {pid}) is stopped" in out
+    assert "WorkerError" in outs[-1][1]  # it has lost the others, and changes nothing
+
+
 def test_replicas_that_have_joined_take_part_without_samples(tmp_path: Path) -> None:
     text = """
 def train(make_steps):

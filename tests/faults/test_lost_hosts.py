@@ -19,21 +19,22 @@ from tests.thorough import core_of
 ROWS = [
     (strategy, fault, host)
     for strategy in host_faults.STRATEGIES
-    for fault in host_faults.FAULTS
+    for fault in host_faults.faults_of(strategy)
     for host in range(2)
 ]
 
 
 @pytest.mark.parametrize(
-    ("strategy", "fault", "host"), core_of(ROWS, [("replicas on 2 hosts", "host", 0)])
+    ("strategy", "fault", "host"),
+    core_of(ROWS, [("replicas on 2 hosts", "host", 0), ("stages on 2 hosts", "stop", 1)]),
 )
 def test_a_run_outlives_the_loss_of_a_host(strategy: str, fault: str, host: int) -> None:
     found, seconds = host_faults.outlived(strategy, fault, [host], random.Random(1))
     assert found == host_faults.expected(strategy, host_faults.num_epochs(1))
     ((noticed, resumed),) = seconds
-    if fault != "stop":  # which is noticed after the strategy's timeout
-        assert noticed < 3
-    assert resumed < 30  # at the 95th percentile it is 10 (bench/)
+    assert noticed < 3  # of one that is stopped: before it goes on, or never
+    # At the 95th percentile it is 10 (bench/), and several processes import Keras on two cores.
+    assert resumed < (120 if strategy.startswith("Keras") else 30)
 
 
 @pytest.mark.thorough
@@ -63,7 +64,11 @@ def test_restarts_after_which_nobody_could_go_on_are_refused(
     launcher: str, has_checkpoint: bool
 ) -> None:
     place = SimpleNamespace(launcher=launcher, num_processes=2)
-    hosts: Any = SimpleNamespace(has_followers=launcher == "torchrun", place=place)
+    hosts: Any = SimpleNamespace(
+        has_followers=launcher == "torchrun", place=place, is_one_process=False
+    )
     check_restarts_on(hosts, 0, has_checkpoint=has_checkpoint)
-    with pytest.raises(OptionError, match="need checkpoint=, and one process"):
+    with pytest.raises(OptionError, match="need a checkpoint, and one process"):
         check_restarts_on(hosts, 1, has_checkpoint=has_checkpoint)
+    hosts.is_one_process = True
+    check_restarts_on(hosts, 1, has_checkpoint=has_checkpoint)

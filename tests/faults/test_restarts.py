@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import lockstep
 from lockstep.errors import OptionError, WorkerError
-from lockstep.launch import team
+from lockstep.launch import peer
 from lockstep.parallel.worker import Worker
 from lockstep.plan.program import Backward, Reduce, Step, Sync
 from lockstep.train import backups
@@ -269,7 +269,7 @@ def test_restarts_are_a_number(restarts: Any) -> None:
 
 def test_a_stopped_helper_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is killed: if it was woken up it could change nothing."""
-    monkeypatch.setattr(team, "_STOPPED_SECONDS", 0.5)
+    monkeypatch.setattr(peer, "STOPPED_SECONDS", 0.5)
     warm_up(2)
     seen = Seen(2, number=signal.SIGSTOP)
     assert trained("mirrored", seen, restarts=1) == trained("mirrored", Seen())

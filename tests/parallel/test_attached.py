@@ -356,6 +356,21 @@ def test_a_killed_leader_is_seen_at_once_wherever_one_waits(tmp_path: Path) -> N
             assert said.startswith(expected)
 
 
+def test_a_stopped_leader_is_lost(tmp_path: Path) -> None:
+    source = "from lockstep.launch import peer\npeer.STOPPED_SECONDS = 0.5\n"
+    with started(CAUGHT + WAITING + source, tmp_path) as (leader, *followers):
+        leader.wait_for_line("waits")
+        leader.process.send_signal(signal.SIGSTOP)
+        for follower in followers:
+            said = follower.wait_for_line("WorkerError ")
+            assert said == (
+                f"Rank 0 of this host (process {leader.process.pid}) is stopped, as by SIGSTOP."
+            )
+            assert finish(follower)[0] == 0
+        leader.process.send_signal(signal.SIGCONT)
+        assert re.search("WorkerError Rank [12] ", finish(leader)[1])
+
+
 def test_a_follower_that_computes_hears_of_it_when_it_looks_up(tmp_path: Path) -> None:
     source = """
 def lead():

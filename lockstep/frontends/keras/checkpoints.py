@@ -73,11 +73,14 @@ class Checkpoint(Asking):
 
 
 class Restarts(Asking):
-    """How often ``model.fit(callbacks=[...])`` goes on after the loss of a process, on one host.
+    """How often ``model.fit(callbacks=[...])`` goes on after the loss of a process or a host.
 
-    With fresh processes, from the last copy of the training in memory, to the same bits, as
-    ``lockstep.Trainer.fit(restarts=...)``. Callbacks are not called again for steps that are made
-    again; what they have changed is changed again.
+    To the same bits, as ``lockstep.Trainer.fit(restarts=...)``. On one host with fresh processes,
+    from the last copy of the training in memory: callbacks are not called again for steps that are
+    made again, and what they have changed is changed again. On several hosts from the newest
+    checkpoint, with a ``Checkpoint`` among the callbacks, and ``lockstep run --restarts`` or
+    another who starts scripts again: steps since then are made again with all callbacks, which go
+    on with what a ``Checkpoint`` keeps of them.
 
     Args:
         most: how often; at least 0.
@@ -177,6 +180,38 @@ class KeptCallback(Callback):
                 continue
             found[name] = tree
         return found
+
+
+class Beginning:
+    """What a ``fit`` begins with beside its data, to begin once more in the same process.
+
+    The rest is in the checkpoint with which it then goes on.
+
+    Args:
+        model: which is going to be trained.
+        trainer: of the model; None where it was not made.
+        callbacks: as ``fit`` takes them.
+    """
+
+    def __init__(self, model: Any, trainer: Any, callbacks: Any) -> None:
+        self._iterations = getattr(model.optimizer, "_iterations", None)
+        self._steps = 0 if self._iterations is None else int(self._iterations.value)
+        self._epochs = 0 if trainer is None else trainer._epochs_trained
+        self._callbacks = [
+            (one, {*vars(one)}, copied(KeptCallback(one)._plain()))
+            for one in (_each(callbacks) if restarts_in(callbacks) else ())
+        ]
+
+    def restore(self, trainer: Any) -> None:
+        """Have all be so again; the model's trainer may have been made since."""
+        if self._iterations is not None:
+            self._iterations.assign(self._steps)
+        if trainer is not None:
+            trainer._epochs_trained = self._epochs
+        for callback, names, plain in self._callbacks:
+            for name in {*vars(callback)} - names:
+                delattr(callback, name)
+            vars(callback).update({name: _own(value) for name, value in copied(plain).items()})
 
 
 def kept(callbacks: Any) -> list[Callback]:

@@ -11,10 +11,10 @@ from lockstep.plan.makers import LocalSteps, Maker
 from lockstep.train.callbacks import Callback
 from lockstep.train.checkpoints import FitRecord, Found, Keeper
 from lockstep.train.history import History
-from lockstep.train.hosts import Hosts
 from lockstep.train.intake import Feed
 from lockstep.train.interrupt import held_termination
 from lockstep.train.likeness import said
+from lockstep.train.lost_hosts import check_kept, check_restarts_on
 from lockstep.train.persistence import PersistentRunner
 from lockstep.train.run_record import RunRecord
 from lockstep.train.same_data import fingerprint
@@ -42,7 +42,13 @@ class KeepingRunner(PersistentRunner):
 
     @contextmanager
     def kept(
-        self, checkpoint: Checkpoint | None, make_record: Callable[[], FitRecord], callbacks: Any
+        self,
+        checkpoint: Checkpoint | None,
+        make_record: Callable[[], FitRecord],
+        callbacks: Any,
+        restarts: int,
+        *,
+        goes_on: bool,
     ) -> Iterator[History | None]:
         """Within the block a ``fit`` is kept; gives its history, where it had ended before.
 
@@ -50,10 +56,15 @@ class KeepingRunner(PersistentRunner):
             checkpoint: where; None to keep nothing.
             make_record: says what it is asked to do.
             callbacks: Keras's list of them.
+            restarts: how often to go on after a loss.
+            goes_on: it was begun before by this process, which has lost another host.
 
         Raises:
             CheckpointError: what is there is of another ``fit``, or not whole.
+            OptionError: after a loss nobody could go on.
         """
+        hosts = self._job_context.hosts
+        check_restarts_on(hosts, restarts, has_checkpoint=checkpoint is not None)
         with ExitStack() as stack:
             stack.enter_context(self._recorded(checkpoint))
             if checkpoint is None:
@@ -62,6 +73,7 @@ class KeepingRunner(PersistentRunner):
             keeper = Keeper(checkpoint.files, stack.enter_context(held_termination()))
             tree = stack.enter_context(keeper.opened()) if self._is_chief else None
             tree = self._job_context.from_chief(tree)
+            check_kept(tree, keeper.directory, goes_on=goes_on)
             found = None if tree is None else Found.of(tree)
             keeper.record = record = make_record()
             keeper.set_trainer(self)  # type: ignore[arg-type]  # it has what a keeper asks for
@@ -95,37 +107,29 @@ class KeepingRunner(PersistentRunner):
         """Callbacks are on host 0."""
         return state if self._is_chief else replace(state, callbacks=[])
 
-    def begin_kept(self) -> None:
+    def begin_kept(self, restarts: int) -> None:
         """Callbacks' ``on_train_begin`` has been called."""
         for each in self.callbacks:
             assert isinstance(each, KeptCallback)
             each.begin()
+        if self.keeper is not None and self._resumed is None and restarts:
+            self._keep_beginning(self.keeper)
 
     def finish_kept(self, history: History) -> None:
         """Callbacks' ``on_train_end`` has been called: write the last checkpoint."""
         if self.keeper is not None:
-            parts = self._copied_parts()
-            if self._is_chief:
-                self.keeper.finish(parts, history, self._plan)
+            self._finish(self.keeper, history)
 
 
-def check_restarts(maker: Maker, hosts: Hosts | None) -> None:
-    """See that one process has all of a training, which restarts need.
+def check_copied(maker: Maker) -> None:
+    """See that one process has all of a training, which copies in memory need.
 
     Args:
         maker: of its Plan.
-        hosts: that train.
 
     Raises:
-        OptionError: replicas train apart, or on several hosts.
+        OptionError: replicas train apart.
     """
-    if hosts is not None and not hosts.is_one_process:
-        raise OptionError(
-            "Keras's restarts are for one host, and helpers that its script has started.",
-            received="Restarts with processes that a launcher has started",
-            fix="Use a Checkpoint, and start the script again: lockstep run --restarts, or "
-            "torchrun --max-restarts.",
-        )
     if isinstance(maker, LocalSteps):
         raise OptionError(
             "Replicas that train apart have optimizers of their own, of which no copy is kept.",

@@ -21,7 +21,7 @@ from lockstep.data.batch_dims import BatchDims
 from lockstep.data.trees import Tree, map_tensors
 from lockstep.errors import ModelError, OptionError, level_of_user
 from lockstep.frontends.keras.bound_methods import METHODS
-from lockstep.frontends.keras.checkpoints import checkpoint_in, restarts_in
+from lockstep.frontends.keras.checkpoints import Beginning, checkpoint_in, restarts_in
 from lockstep.frontends.keras.checks import (
     check_batch_sizes,
     check_integers,
@@ -43,6 +43,7 @@ from lockstep.train.feeding import sample_of
 from lockstep.train.history import History
 from lockstep.train.intake import Feed
 from lockstep.train.job_context import JobContext, StrategyLike
+from lockstep.train.lost_hosts import outlast
 
 
 class Methods:
@@ -96,8 +97,7 @@ class Methods:
         validation_freq: Any = 1,
     ) -> Any:
         """Train, as ``keras.Model.fit``."""
-        model = self._model
-        model._assert_compile_called("fit")
+        self._model._assert_compile_called("fit")
         epochs = _limited(epochs)
         check_integers(
             {"steps_per_epoch": steps_per_epoch, "validation_steps": validation_steps},
@@ -105,7 +105,6 @@ class Methods:
             initial_epoch=initial_epoch,
         )
         check_batch_sizes(batch_size=batch_size, validation_batch_size=validation_batch_size)
-        checkpoint = checkpoint_in(callbacks)
         x, y = self.layout.arrays(x, y)
         if validation_data is not None:
             parts = data_adapter_utils.unpack_x_y_sample_weight(validation_data)
@@ -114,7 +113,9 @@ class Methods:
             (x, y, sample_weight), validation_data = array_slicing.train_validation_split(
                 (x, y, sample_weight), validation_split=validation_split
             )
-        with self._same_call_everywhere("fit") as feeds:
+        checkpoint = checkpoint_in(callbacks)
+
+        def take_all_in(feeds: ExitStack) -> tuple[Feed, Feed | None]:
             feed = self._take_in(
                 feeds,
                 *(x, y, sample_weight),
@@ -126,38 +127,62 @@ class Methods:
                 prepare=self._build,
                 is_summed=checkpoint is not None,
             )
-            validation = None
-            if validation_data is not None:
-                validation = self._take_in(
-                    feeds,
-                    *data_adapter_utils.unpack_x_y_sample_weight(validation_data),
-                    batch_size=validation_batch_size or batch_size,
-                    steps=validation_steps,
-                    name="validation_data",
-                )
-            listed = self._callback_list(
-                callbacks, verbose, epochs=epochs, steps=feed.num_steps, add_history=True
+            if validation_data is None:
+                return feed, None
+            return feed, self._take_in(
+                feeds,
+                *data_adapter_utils.unpack_x_y_sample_weight(validation_data),
+                batch_size=validation_batch_size or batch_size,
+                steps=validation_steps,
+                name="validation_data",
             )
-            options = FitOptions(
-                epochs=epochs,
-                initial_epoch=initial_epoch,
-                # "batch" is an order within each batch, on which no sum over it depends.
-                shuffle=bool(shuffle) and shuffle != "batch",
-                evaluates=tuple(
-                    epoch
-                    for epoch in range(min(initial_epoch, 0), epochs)
-                    if validation is not None and self._evaluates_after(epoch, validation_freq)
-                ),
-                restarts=restarts_in(callbacks),
-            )
-            trainer = self._trainer_for(feed)
-            record = partial(record_of, trainer, feed, validation, **_lasting(options))
-            train = partial(self._fit_with_callbacks, trainer, feed, validation, options, listed)
-            with trainer.kept(checkpoint, record, listed) as ended:
-                history = trainer.on_all_processes(train if ended is None else lambda: vars(ended))
-            if ended is not None or not self._job_context.is_chief:
-                vars(model.history).update(history)
-        return getattr(model, "history", None)
+
+        options = FitOptions(
+            epochs=epochs,
+            initial_epoch=initial_epoch,
+            # "batch" is an order within each batch, on which no sum over it depends.
+            shuffle=bool(shuffle) and shuffle != "batch",
+            evaluates=tuple(
+                epoch
+                for epoch in range(min(initial_epoch, 0), epochs)
+                if validation_data is not None and self._evaluates_after(epoch, validation_freq)
+            ),
+            restarts=restarts_in(callbacks),
+        )
+        beginning = Beginning(self._model, self._trainer, callbacks)
+
+        def fit(goes_on: bool) -> None:
+            if goes_on:
+                beginning.restore(self._trainer)
+            with self._same_call_everywhere("fit") as feeds:
+                feed, validation = take_all_in(feeds)
+                self._fit(feed, validation, options, callbacks, verbose, goes_on=goes_on)
+
+        outlast(fit, options.restarts, self._job_context, verbose=verbose)
+        return getattr(self._model, "history", None)
+
+    def _fit(
+        self,
+        feed: Feed,
+        validation: Feed | None,
+        options: FitOptions,
+        callbacks: Any,
+        verbose: Any,
+        *,
+        goes_on: bool,
+    ) -> None:
+        """Train on data that is taken in, and have the history tell of it."""
+        checkpoint = checkpoint_in(callbacks)
+        listed = self._callback_list(
+            callbacks, verbose, epochs=options.epochs, steps=feed.num_steps, add_history=True
+        )
+        trainer = self._trainer_for(feed)
+        record = partial(record_of, trainer, feed, validation, **_lasting(options))
+        train = partial(self._fit_with_callbacks, trainer, feed, validation, options, listed)
+        with trainer.kept(checkpoint, record, listed, options.restarts, goes_on=goes_on) as ended:
+            history = trainer.on_all_processes(train if ended is None else lambda: vars(ended))
+        if ended is not None or not self._job_context.is_chief:
+            vars(self._model.history).update(history)
 
     def _fit_with_callbacks(
         self,
@@ -171,7 +196,7 @@ class Methods:
         model = self._model
         model.stop_training = False
         callbacks.on_train_begin()
-        trainer.begin_kept()
+        trainer.begin_kept(options.restarts)
         options = replace(options, initial_epoch=model._initial_epoch or options.initial_epoch)
         warn_if_short(feed, options.epochs - options.initial_epoch)
         if validation is not None:

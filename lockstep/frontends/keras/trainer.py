@@ -26,7 +26,7 @@ from lockstep.frontends.keras.conducting import (
     steps_between_metrics,
 )
 from lockstep.frontends.keras.fit_options import FitOptions, FitStart
-from lockstep.frontends.keras.keeping import KeepingRunner, check_restarts
+from lockstep.frontends.keras.keeping import KeepingRunner, check_copied
 from lockstep.frontends.keras.likeness import facts_of
 from lockstep.frontends.keras.looking import (
     counts_kept,
@@ -151,9 +151,11 @@ class KerasTrainer(KeepingRunner):
         task = self._fit_task(kind, feed, evaluation, options, start)
         with self._fitting(), held_interrupts() as interrupt:
             backups = None  # unless somebody has asked for restarts
-            if self._outlives(options):
-                check_restarts(self._maker(), self._job_context.hosts)
+            if options.restarts or self._maker().outlives_servers:
+                check_copied(self._maker())
                 backups = self._backups_of(task.sources(), options.restarts)
+            if backups is not None:
+                task.takes_states = task.is_kept = True
             conductor = self._conductor(callbacks, interrupt, backups)
             self._maker().check_batch_size(feed.batch_size)
             self.batch_size = feed.batch_size
@@ -194,7 +196,6 @@ class KerasTrainer(KeepingRunner):
             tells_each, stops = start.evaluation_tells_each, start.evaluation_may_stop
             evaluation = replace(evaluation, tells_each=tells_each, may_stop=stops)
         variables = self.model.variables.values()
-        outlives = self._outlives(options)
         task = kind(
             source=feed.source,
             validation=None,
@@ -216,9 +217,8 @@ class KerasTrainer(KeepingRunner):
             shows_slots=not all(is_elementwise(one, variables) for one in self._optimizers),
             watches_validation=start.watches_validation,
             tells_each=start.tells_each,
-            takes_states=outlives
-            or (self.keeper is not None and self.keeper.acts_in("takes_state")),
-            is_kept=outlives or self.keeper is not None,
+            takes_states=self.keeper is not None and self.keeper.acts_in("takes_state"),
+            is_kept=self.keeper is not None,
         )
         if self._job_context.hosts is None:
             return task
@@ -235,10 +235,6 @@ class KerasTrainer(KeepingRunner):
         others = [] if evaluation is None else [(evaluation.source, options.evaluates)]
         self._read_again(resume, start.epoch, feed, others)
         return resume
-
-    def _outlives(self, options: FitOptions) -> bool:
-        """Whether training goes on after the loss of a process."""
-        return options.restarts > 0 or self._maker().outlives_servers
 
     def _conductor(
         self, callbacks: Any, interrupt: Interrupt, backups: Backups | None
