@@ -150,9 +150,6 @@ def _check(options: argparse.Namespace) -> Address | None:
     if options.processes is not None:
         others = ("devices", "hosts", "host_index", "rendezvous", "ssh", "secret_file", "servers")
         _refuse(problems, options, others, "with --processes")
-    if options.servers is not None:
-        several = ("hosts", "host_index", "rendezvous", "ssh")
-        _refuse(problems, options, several, "with --servers: they are processes of one host")
     address = None
     if options.rendezvous is not None:
         try:
