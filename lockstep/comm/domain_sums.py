@@ -16,8 +16,8 @@ Of weights whose factors are exchanged (``comm.gradient_rows``) no domain sends 
 The factors of all shares come to every domain, which forms the whole gradient and updates the whole
 weight. All multiply blocks of the same sizes, and come to the same bits.
 
-Of sparse parameters each domain sends the rows that its shares have touched, share by share, and who
-updates them sends the rows that any share has touched.
+Of sparse parameters each domain sends the rows that its shares have touched, share by share, and
+who updates them sends the rows that any share has touched.
 """
 
 from collections import defaultdict

@@ -17,9 +17,9 @@ INEXACT = "Workers compute with older weights: the result is not that of one dev
 
 @dataclass(frozen=True, kw_only=True)
 class Served(Maker):
-    """Workers on the cores of all hosts, each with its share of every batch, and servers that update.
+    """Workers on the cores of all hosts, each with its share of every batch, and servers.
 
-    The servers are on the last host.
+    The servers, which update, are on the last host.
 
     Attributes:
         workers: as replicas that would update for themselves.
@@ -79,12 +79,6 @@ class Served(Maker):
                 "Second copies of what servers update are for workers and servers of one host.",
                 received=f"replicas={self.update.replicas} with {plan.num_hosts} hosts",
                 fix="Leave `replicas` out, and use a checkpoint.",
-            )
-        if plan.hosts and not self.update.is_synchronous:
-            raise OptionError(
-                "Workers that do not wait for each other are those of one host.",
-                received=f"staleness={self.update.staleness} with {plan.num_hosts} hosts",
-                fix="Use staleness=0.",
             )
 
     def _check_ranks(self, num_workers: int, host: Host) -> None:

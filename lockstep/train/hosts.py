@@ -413,7 +413,7 @@ def _check_reach(place: Place, reach: Reach) -> None:
     if reach == "roles" and place.num_processes > 1 and not place.num_servers:
         raise OptionError(
             "Of several processes ParameterServerStrategy must know which are servers.",
-            received=f"{place.launcher} with {place.num_processes} on a host, and none of the role 'ps'",
+            received=f"{place.launcher} with {place.num_processes} of a host, and no 'ps'",
             fix="Set TF_CONFIG with 'ps' in its cluster, or start the script once: it starts its "
             "workers and servers itself.",
         )
