@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from lockstep.comm.gradients import TensorSpec, cut_piece
+from lockstep.comm.gradients import TensorSpec
 from lockstep.comm.shared_memory import SharedRegion
 from lockstep.plan.layout import Piece
 
@@ -42,10 +42,7 @@ class ChangedRows:
 
     def _of(self, piece: Piece) -> torch.Tensor:
         width = self._widths[piece.parameter]
-        versions = self._versions[piece.parameter]
-        return cut_piece(
-            versions, Piece(piece.parameter, piece.start // width, piece.stop // width)
-        )
+        return self._versions[piece.parameter][piece.start // width : piece.stop // width]
 
 
 def num_bytes(tensors: Sequence[TensorSpec]) -> int:

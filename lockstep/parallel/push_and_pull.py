@@ -137,7 +137,8 @@ class SentWeights(OwnWeights):
     def take(self, weights: Sequence[Fresh]) -> None:
         """Take what is new of them."""
         for fresh in weights:
-            torch._foreach_copy_(self._dense[fresh.server], fresh.dense)
+            if fresh.dense:
+                torch._foreach_copy_(self._dense[fresh.server], fresh.dense)
             for place, rows in zip(self._sparse[fresh.server], fresh.rows, strict=True):
                 place[rows.numbers] = rows.values
 

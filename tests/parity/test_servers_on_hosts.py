@@ -1,11 +1,13 @@
 """Parameter servers whose workers are on several hosts: addresses of the loopback interface."""
 
+import json
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.launchers import BEGINNING, lines_of_all, on_loopback
+from tests.launchers import BEGINNING, lines, lines_of_all, on_loopback
 from tests.thorough import core_of
 
 SECONDS = 250.0
@@ -135,3 +137,148 @@ def test_only_rows_that_are_touched_travel(tmp_path: Path) -> None:
     assert len(first) == 3
     for num_bytes in first:
         assert least < num_bytes <= 1.2 * least
+
+
+# --- workers that do not wait ---------------------------------------------------------------------
+
+# A loss whose gradients do not depend on the weights: its result shows whether each sample counted.
+SUM = """
+from tests.parity.test_parameter_servers import EPOCHS, Sums, plain, trained
+model = Sums(seconds=0.005)
+history = trained(strategy(json.loads(sys.argv[3])), model)
+assert_equal(model, plain(EPOCHS))
+tell(history.history["staleness"])
+"""
+
+
+@pytest.mark.parametrize(
+    ("num_hosts", "servers", "workers", "staleness"),
+    core_of(
+        [(2, 1, 1, 4), (2, 1, 2, 1), (3, 2, 1, 2), (2, 2, 2, None)],
+        [(2, 1, 1, 4)],
+    ),
+)
+def test_every_sample_counts_once_and_no_worker_is_too_far_ahead(
+    num_hosts: int, servers: int, workers: int, staleness: int | None, tmp_path: Path
+) -> None:
+    arguments = [servers, workers, json.dumps(staleness)]
+    first, *others = told_by_all(tmp_path, SUM, num_hosts, arguments)
+    (leads,) = first
+    assert others == [first] * (num_hosts - 1)
+    assert max(leads) >= 1  # somebody was ahead
+    assert staleness is None or max(leads) <= staleness
+
+
+# What host 0's worker asks, is granted and computes; and the bytes that it sends and receives.
+WATCH = """
+from lockstep.parallel import remote_worker, worker_messages
+from lockstep.comm.mail_channels import MailChannels
+told = {"ahead": [], "bytes": 0, "rows": 0}
+open_asks = 0  # that are not answered
+
+def watch(cls, name, note):
+    method = getattr(cls, name)
+    def watched(self, *arguments, **options):
+        result = method(self, *arguments, **options)
+        note(result, *arguments)
+        return result
+    setattr(cls, name, watched)
+
+def note_ask(result, message):
+    global open_asks
+    open_asks |= isinstance(message, worker_messages.Ask)
+    if isinstance(message, worker_messages.HandedIn):
+        told["rows"] += sum(len(one.numbers) for one in message.gradients)
+
+def note_grant(message, *kinds):
+    global open_asks
+    open_asks = 0  # the worker asks one thing at a time
+    told["rows"] += sum(len(one.numbers) for fresh in message.weights for one in fresh.rows)
+
+def note_sent(result, box, number, payload, *rest):
+    told["bytes"] += len(payload)
+
+def note_received(payload, *rest):
+    told["bytes"] += len(payload)
+
+watch(worker_messages.Outbox, "put", note_ask)
+watch(worker_messages.Inbox, "take", note_grant)
+watch(MailChannels, "put", note_sent)
+watch(MailChannels, "take", note_received)
+watch(remote_worker.RemoteWorker, "_await_room", lambda _: told["ahead"].append(open_asks))
+
+class Lookups(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rows = nn.Embedding(20_000, 64, sparse=True)
+        nn.init.zeros_(self.rows.weight)
+    def forward(self, numbers):
+        return self.rows(numbers).sum(1)
+
+numbers, weights = torch.arange(1024) * 17, torch.rand(1024)
+model = Lookups()
+trainer = lockstep.Trainer(
+    model, loss=lambda outputs, weights: (outputs * weights).mean(), strategy=strategy(4),
+    optimizer=partial(torch.optim.SGD, lr=1.0))
+trainer.fit((numbers, weights), batch_size=128, epochs=2, shuffle=False, verbose=0)
+expected = torch.zeros(20_000, 64).index_add_(0, numbers, -2 / 128 * weights[:, None].expand(-1, 64))
+assert torch.allclose(model.rows.weight, expected, atol=1e-6)
+tell(told)
+"""
+
+
+def test_a_worker_asks_before_it_computes_and_only_touched_rows_travel(tmp_path: Path) -> None:
+    (first,), _ = told_by_all(tmp_path, WATCH, 2, [1, 1])
+    ahead = first["ahead"]
+    assert len(ahead) >= 4
+    assert sum(ahead) > len(ahead) / 2
+    row_bytes = 64 * 4
+    assert 2 * len(ahead) * 64 / 2 <= first["rows"] <= len(ahead) * 64 + 2 * 1024
+    assert first["rows"] * row_bytes < first["bytes"] <= 1.2 * first["rows"] * row_bytes
+
+
+# The process that leads host `dying` kills itself, or presses Ctrl-C, in its fifth forward pass.
+END = """
+import signal
+from itertools import count
+from tests.parity.test_parameter_servers import Sums, trained
+signal_number, dying = int(sys.argv[3]), sys.argv[4] == sys.argv[5]
+
+class Ending(Sums):
+    def __init__(self):
+        super().__init__(seconds=0.005)
+        self.calls, self.is_ending = count(1), dying
+    def forward(self, inputs):
+        if self.is_ending and self.training and next(self.calls) == 8:
+            os.kill(os.getpid(), signal_number)
+        return super().forward(inputs)
+    def __getstate__(self):
+        return {**vars(self), "is_ending": False, "first": 0}
+try:
+    trained(strategy(4), Ending())
+except lockstep.LockstepError as error:
+    tell(str(error))
+except KeyboardInterrupt:
+    tell("Ctrl-C")
+"""
+
+
+@pytest.mark.parametrize("dying", core_of([0, 1], [0]))
+def test_a_host_that_dies_is_named(dying: int, tmp_path: Path) -> None:
+    path = tmp_path / "script.py"
+    path.write_text(START + END)
+    arguments = [str(path), "1", "1", str(int(signal.SIGKILL)), str(dying), "{host}"]
+    with on_loopback(arguments) as processes:
+        status, *_ = processes[dying].finish(SECONDS)
+        assert status == -signal.SIGKILL
+        (told,) = lines(processes[1 - dying], SECONDS)
+    assert told.startswith(f"Host {dying} (")
+
+
+def test_ctrl_c_ends_workers_of_all_hosts(tmp_path: Path) -> None:
+    path = tmp_path / "script.py"
+    path.write_text(START + END)
+    arguments = [str(path), "1", "1", str(int(signal.SIGINT)), "0", "{host}"]
+    with on_loopback(arguments) as processes:
+        told = lines_of_all(processes, SECONDS)
+    assert told[0] == ["Ctrl-C"]
