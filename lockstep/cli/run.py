@@ -37,7 +37,8 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         "--servers",
         type=int,
         metavar="S",
-        help="parameter servers beside them, for ParameterServerStrategy (default: 1)",
+        help="parameter servers beside them, for ParameterServerStrategy, on the last host "
+        "(default: 1)",
     )
     parser.add_argument(
         "--rendezvous", metavar="HOST:PORT", help="where host 0 listens and the others meet it"
@@ -122,6 +123,7 @@ def _run_over_ssh(options: argparse.Namespace, script: Script, rendezvous: Addre
         rendezvous=rendezvous,
         port=options.port,
         devices=options.devices,
+        servers=options.servers,
     )
 
 

@@ -5,7 +5,7 @@ and hands in what it has computed. So all of these can be on their way while it 
 """
 
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 
@@ -20,8 +20,6 @@ _USES: tuple[Use, ...] = ("asks", "grants", "pushes")
 
 # Messages of a mailbox that may be on their way.
 _NUM_SLOTS = 2
-
-_Message = TypeVar("_Message")
 
 
 @dataclass(frozen=True)
@@ -129,8 +127,8 @@ class Inbox:
         self._sender = sender
         self._number = 0
 
-    def take(self, *kinds: type[_Message]) -> _Message:
-        """Wait for the next message.
+    def take(self, *kinds: type) -> Any:
+        """Wait for the next message, which is one of some kinds.
 
         Raises:
             HostError: it is none of these, or the other host is gone.

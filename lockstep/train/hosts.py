@@ -412,10 +412,10 @@ def _check_reach(place: Place, reach: Reach) -> None:
         raise _strangers(place)
     if reach == "roles" and place.num_processes > 1 and not place.num_servers:
         raise OptionError(
-            "Of several processes ParameterServerStrategy must know which are servers.",
-            received=f"{place.launcher} with {place.num_processes} of a host, and no 'ps'",
-            fix="Set TF_CONFIG with 'ps' in its cluster, or start the script once: it starts its "
-            "workers and servers itself.",
+            "Of several processes of a host ParameterServerStrategy must know which are servers.",
+            received=f"{place.launcher} with {place.num_processes}, and none of the role 'ps'",
+            fix="Set TF_CONFIG with 'ps' in its cluster, or start the script once on each host: it "
+            "starts its workers and servers itself.",
         )
     if reach != "roles" and place.num_servers:
         raise OptionError(
