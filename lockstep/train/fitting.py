@@ -278,7 +278,9 @@ class FittingRunner(PersistentRunner):
         """Refuse what one host alone can do."""
         hosts = self._job_context.hosts
         if hosts is not None and not hosts.is_one_process:
-            check_restarts_on(hosts, asked.restarts, has_checkpoint=asked.checkpoint is not None)
+            has_checkpoint = asked.checkpoint is not None
+            reach = self._job_context.reach
+            check_restarts_on(hosts, asked.restarts, has_checkpoint=has_checkpoint, reach=reach)
         if hosts is not None and search is not None:
             raise OptionError(
                 "A batch size is searched on one host.",

@@ -10,6 +10,7 @@ comes to the meeting as well.
 from collections.abc import Callable
 
 from lockstep.checkpoint.storage import Folder
+from lockstep.cluster.place import Reach
 from lockstep.errors import CheckpointError, HostError, OptionError, WorkerError
 from lockstep.train.history import History
 from lockstep.train.hosts import Hosts
@@ -56,12 +57,20 @@ def outlast(
             return history
 
 
-def check_restarts_on(hosts: Hosts, restarts: int, *, has_checkpoint: bool) -> None:
+def check_restarts_on(
+    hosts: Hosts, restarts: int, *, has_checkpoint: bool, reach: Reach = "all hosts"
+) -> None:
     """Refuse restarts where nobody could go on.
 
     Raises:
         OptionError: this is so.
     """
+    if restarts and reach == "roles" and hosts.place.num_hosts > 1:
+        raise OptionError(
+            "Workers and parameter servers are restarted on one host only.",
+            received=f"restarts={restarts} with {hosts.place.num_hosts} hosts",
+            fix="Leave `restarts` out, and start the scripts again: a checkpoint is gone on from.",
+        )
     if restarts and (hosts.has_followers or not has_checkpoint):
         raise OptionError(
             "Restarts on several hosts need checkpoint=, and one process on each host.",

@@ -283,3 +283,55 @@ def test_ctrl_c_ends_workers_of_all_hosts(tmp_path: Path) -> None:
     with on_loopback(arguments) as processes:
         told = lines_of_all(processes, SECONDS)
     assert told[0] == ["Ctrl-C"]
+
+
+# Whatever the Trainer is asked for beside, and in a second call; buffers are the first worker's.
+ALIKE = """
+import hashlib
+from torchmetrics.classification import MulticlassAccuracy
+from lockstep.checkpoint.trees import flattened
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(6, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 3))
+inputs = torch.randn(400, 6)
+data = inputs, inputs[:, :3].argmax(1)
+trainer = lockstep.Trainer(
+    model, loss=nn.CrossEntropyLoss(), optimizer=partial(torch.optim.Adam, lr=0.01),
+    metrics={"accuracy": MulticlassAccuracy(num_classes=3)}, strategy=strategy(4))
+for call in "12":
+    history = trainer.fit(
+        data, batch_size=40, epochs=3, validation_data=data, verbose=0,
+        checkpoint=lockstep.Checkpoint(sys.argv[3] + call))
+def digest(tree):
+    tensors, _ = flattened(tree)
+    return {name: hashlib.sha1(one.numpy().tobytes()).hexdigest() for name, one in tensors.items()}
+logs = trainer.evaluate(data, batch_size=40)
+tell([digest(dict(model.state_dict())), digest(trainer.optimizer.state_dict()), logs])
+tell(history.history)
+"""
+
+
+def test_hosts_end_alike_and_have_learned(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    (state, history), (other, _) = told_by_all(tmp_path, ALIKE, 2, [2, 1, folder])
+    assert state == other
+    assert state[2]["accuracy"] > 0.9
+    assert history["val_accuracy"][-1] == pytest.approx(state[2]["accuracy"])
+    assert max(history["staleness"]) <= 4
+    assert all(list((tmp_path / f"checkpoints{call}").iterdir()) for call in "12")
+
+
+REFUSED = """
+from tests.parity.test_parameter_servers import Sums, trained
+for options, fit in (({"replicas": 2}, {}), ({"staleness": 4}, {"restarts": 1})):
+    try:
+        refused = lockstep.ParameterServerStrategy(1, 1, **options, timeout_seconds=60)
+        trained(refused, Sums(), **fit)
+    except lockstep.LockstepError as error:
+        tell(str(error))
+"""
+
+
+def test_what_is_for_one_host_is_refused_on_several(tmp_path: Path) -> None:
+    for copies, restarts in told_by_all(tmp_path, REFUSED, 2, [1, 1]):
+        assert "replicas=2" in copies
+        assert "restarted on one host only" in restarts
