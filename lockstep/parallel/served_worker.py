@@ -17,7 +17,7 @@ Where something goes on between steps that concerns all ranks, they train synchr
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -25,13 +25,14 @@ import torch
 
 from lockstep.comm.board import Board
 from lockstep.comm.changed_rows import ChangedRows
-from lockstep.comm.gradients import Gradients, TensorSpec, added
+from lockstep.comm.gradients import TensorSpec
 from lockstep.comm.mail_channels import MailChannels
 from lockstep.comm.shared_memory import SharedRegion
 from lockstep.comm.work_queue import Part, Push, Stand, WorkQueue
 from lockstep.data.read_ahead import Read
 from lockstep.errors import NonFiniteError
 from lockstep.launch.failure import add_note
+from lockstep.parallel.batch_sum import BatchSum
 from lockstep.parallel.owned_group import OwnedGroup
 from lockstep.parallel.passes import Observe, StepBatch
 from lockstep.parallel.push_and_pull import OwnWeights, PulledWeights, Pusher
@@ -121,7 +122,7 @@ class ServedWorker(Worker):
             alone.updater.push_to = partial(self.exchange.put, _GROUP, self.rank)
             self._weights = self._own_weights(group, served)
         self._opened: dict[int, StepBatch] = {}  # batches that may have parts
-        self._sums: dict[int, _Sum] = {}  # of batches that are not complete, on a server
+        self._sums: dict[int, BatchSum] = {}  # of batches that are not complete, on a server
         self._first_step = 0  # since all ranks have met
         self._num_ended = 0
         self._is_under_way = False
@@ -296,7 +297,7 @@ class ServedWorker(Worker):
         return has_failed or self._queue.next_push() is not None
 
     def _take(self, worker: int, push: Push) -> None:
-        total = self._sums.setdefault(push.part.step, _Sum(missing=push.num_parts))
+        total = self._sums.setdefault(push.part.step, BatchSum(missing=push.num_parts))
         total.losses = [old + new for old, new in zip(total.losses, push.losses, strict=True)]
         if push.weight:
             total.add(self._put_up(worker), push.weight)
@@ -307,7 +308,7 @@ class ServedWorker(Worker):
         rows = self.exchange.rows_of(_GROUP)
         return [rows.put_up(worker, piece) for piece in self._groups[_GROUP].pieces]
 
-    def _apply(self, step: int, total: "_Sum") -> None:
+    def _apply(self, step: int, total: BatchSum) -> None:
         assert self.updater is not None
         pieces = self._pieces[_GROUP]
         with self._queue.alone():
@@ -479,32 +480,6 @@ def _joined(results: Sequence[StepResult]) -> StepResult:
         parts=[sums for result in results for sums in result.parts],
         num_bad=sum(result.num_bad for result in results),
     )
-
-
-@dataclass
-class _Sum:
-    """What a server has of a batch.
-
-    Attributes:
-        missing: parts that are still to come.
-        losses: of those that have come; see ``Push``.
-        weight: of those that have come.
-        gradients: of the server's pieces, each part's mean times its weight, added up.
-    """
-
-    missing: int
-    losses: Sequence[float] = (0.0, 0.0, 0.0, 0.0)
-    weight: float = 0.0
-    gradients: list[torch.Tensor | None] = field(default_factory=list)
-
-    def add(self, means: Gradients, weight: float) -> None:
-        weighted = [None if mean is None else mean * weight for mean in means]
-        self.gradients = added(self.gradients, weighted) if self.gradients else weighted
-        self.weight += weight
-
-    def means(self) -> list[torch.Tensor | None]:
-        """The gradients of the batch's mean; not where nothing has weight."""
-        return [None if total is None else total.div_(self.weight) for total in self.gradients]
 
 
 def _sparse(group: OwnedGroup) -> dict[int, TensorSpec]:
