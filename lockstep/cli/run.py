@@ -37,7 +37,8 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         "--servers",
         type=int,
         metavar="S",
-        help="parameter servers beside them, for ParameterServerStrategy (default: 1)",
+        help="parameter servers beside them, for ParameterServerStrategy, on the last host "
+        "(default: 1)",
     )
     parser.add_argument(
         "--rendezvous", metavar="HOST:PORT", help="where host 0 listens and the others meet it"
@@ -122,6 +123,7 @@ def _run_over_ssh(options: argparse.Namespace, script: Script, rendezvous: Addre
         rendezvous=rendezvous,
         port=options.port,
         devices=options.devices,
+        servers=options.servers,
     )
 
 
@@ -150,9 +152,6 @@ def _check(options: argparse.Namespace) -> Address | None:
     if options.processes is not None:
         others = ("devices", "hosts", "host_index", "rendezvous", "ssh", "secret_file", "servers")
         _refuse(problems, options, others, "with --processes")
-    if options.servers is not None:
-        several = ("hosts", "host_index", "rendezvous", "ssh")
-        _refuse(problems, options, several, "with --servers: they are processes of one host")
     address = None
     if options.rendezvous is not None:
         try:

@@ -11,8 +11,9 @@ from typing import Literal
 import msgspec
 
 # How far a Plan goes where a launcher has started several processes. "one process": each trains
-# for itself, whatever the others do; "one host": there must be no others; "roles": they must be
-# workers and parameter servers of one host; "all hosts": they train together.
+# for itself, whatever the others do; "one host": there must be no others; "roles": they
+# train together, and of several on one host it must be known which are parameter servers; "all
+# hosts": they train together.
 Reach = Literal["one process", "one host", "roles", "all hosts"]
 
 MAX_PORT = 65535

@@ -15,6 +15,9 @@ same place in their domains; else some ranks are partners of several others.
 Of weights whose factors are exchanged (``comm.gradient_rows``) no domain sends a gradient at all.
 The factors of all shares come to every domain, which forms the whole gradient and updates the whole
 weight. All multiply blocks of the same sizes, and come to the same bits.
+
+Of sparse parameters each domain sends the rows that its shares have touched, share by share, and
+who updates them sends the rows that any share has touched.
 """
 
 from collections import defaultdict
@@ -22,8 +25,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
-from lockstep.comm.gradient_rows import GradientRows
+from lockstep.comm.gradient_rows import GradientRows, sum_of_rows
 from lockstep.comm.gradients import Gradients, GroupGradients, add_up, cut_piece
+from lockstep.comm.touched_rows import TouchedRows, exchange_rows
 from lockstep.comm.transport import Buffers, Transport
 from lockstep.plan.layout import Piece
 
@@ -103,6 +107,7 @@ class DomainSums(GroupGradients):
             if partner(other, domains, self._domain) == rank
         ]
         self._pieces: Mapping[int, Sequence[Piece]] = {}
+        self._touched: dict[Piece, torch.Tensor] = {}  # rows of sparse pieces, by the last reduce
 
     def begin_pass(self) -> None:
         self._rows.begin_pass()
@@ -137,6 +142,8 @@ class DomainSums(GroupGradients):
             self._meet_here()  # for the factors that other ranks have received
         results = self._totals(pieces, [partials[index] for index in range(len(pieces))])
         self._rows.add_products(pieces, results)
+        if self._rows.has_touched:
+            self._sum_touched(pieces, results)
         return results
 
     def summed(self, parameter: int) -> torch.Tensor | None:
@@ -205,21 +212,97 @@ class DomainSums(GroupGradients):
     def _factors_of(self, rank: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         return self._rows.factors_put_up(self._rows_of([rank]))
 
+    # --- rows of embeddings ----------------------------------------------------------------------
+
+    def _sum_touched(self, pieces: Sequence[Piece], results: list[torch.Tensor | None]) -> None:
+        """Put the sums of sparse pieces into ``results``: those of all domains' shares."""
+        own = {piece: index for index, piece in enumerate(pieces) if self._is_touched(piece)}
+        come = exchange_rows(
+            self._transport,
+            {
+                client: [rows for piece in self._pieces[client] for rows in self._put_up(piece)]
+                for client in self._clients
+            },
+            {
+                self._partners[domain]: [
+                    self._rows.base(piece.parameter)
+                    for piece in own
+                    for _ in self._rows.touching(piece.parameter, self._rows_there(domain))
+                ]
+                for domain in self._others
+            },
+        )
+        for piece, index in own.items():
+            found = dict(self._own_touched(piece))
+            for domain in self._others:
+                for row in self._rows.touching(piece.parameter, self._rows_there(domain)):
+                    rows = next(come[self._partners[domain]])
+                    found[row] = rows.as_gradient(self._rows.height(piece))
+            total = sum_of_rows([found[row] for row in sorted(found)])
+            results[index], self._touched[piece] = total, total.indices()[0]
+
+    def _rows_there(self, domain: int) -> range:
+        return self._rows_of(self._domains[domain])
+
+    def _is_touched(self, piece: Piece) -> bool:
+        return self._rows.is_sparse(piece.parameter) and self._rows.is_used(piece.parameter)
+
+    def _own_touched(self, piece: Piece) -> Iterable[tuple[int, torch.Tensor]]:
+        """What this domain's shares have touched of a sparse piece, by row."""
+        here = self._rows_there(self._domain)
+        for row in self._rows.touching(piece.parameter, here) if self._is_touched(piece) else ():
+            gradient = self._rows.put_up(row, piece)
+            assert gradient is not None
+            yield row, gradient
+
+    def _put_up(self, piece: Piece) -> Iterable[TouchedRows]:
+        return (TouchedRows.of_gradient(each) for _, each in self._own_touched(piece))
+
+    def _spread_touched(self, tensors: Mapping[int, torch.Tensor]) -> None:
+        """Bring what was touched of sparse pieces to all domains."""
+
+        def by_rows(piece: Piece) -> torch.Tensor:
+            tensor = tensors[piece.parameter]
+            return cut_piece(tensor, piece).view(-1, tensor.shape[1])
+
+        own = [
+            TouchedRows(self._touched[piece], by_rows(piece)[self._touched[piece]])
+            for piece in filter(self._is_touched, self._pieces[self._rank])
+        ]
+        theirs = {
+            client: list(map(by_rows, filter(self._is_touched, self._pieces[client])))
+            for client in self._clients
+        }
+        peers = self._partners.values()
+        come = exchange_rows(self._transport, dict.fromkeys(peers, own), theirs)
+        for client, places in theirs.items():
+            for place, rows in zip(places, come[client], strict=True):
+                place[rows.numbers] = rows.values
+
+    # --- what is updated -------------------------------------------------------------------------
+
     @torch.no_grad()
     def gather(self, pieces: Sequence[Piece], sums: Sequence[torch.Tensor | None]) -> None:
         # Into the base rows, which hold whole sums once all ranks have done this.
         used = [number for number in range(len(self._is_everywhere)) if self._rows.is_used(number)]
         wholes = {number: self._rows.base(number) for number in used}
+        for number in filter(self._rows.is_sparse, used):
+            self._rows.reserve_base(number)
+        self._rows.gather(pieces, sums)
         for piece, total in zip(pieces, sums, strict=True):
-            if total is not None:
+            if total is not None and not total.is_sparse:
                 cut_piece(wholes[piece.parameter], piece).copy_(total)
         self.spread(wholes, all_pieces=True)
 
     def spread(self, tensors: Mapping[int, torch.Tensor], *, all_pieces: bool) -> None:
+        if self._rows.has_touched and not all_pieces:
+            self._spread_touched(tensors)
+
         def pieces_of(rank: int) -> Iterable[torch.Tensor]:
             for piece in self._pieces[rank]:
                 number = piece.parameter
-                is_changed = all_pieces or self._rows.is_used(number)
+                is_dense = not self._rows.is_sparse(number)
+                is_changed = all_pieces or (self._rows.is_used(number) and is_dense)
                 if number in tensors and is_changed and not self._is_everywhere[number]:
                     yield cut_piece(tensors[number], piece)
 

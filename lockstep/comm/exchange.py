@@ -106,6 +106,7 @@ class ExchangeSpec:
         row_capacity: longest row that a share may offer, in float64.
         mail_bytes: sizes of the mailboxes.
         on_accelerators: gradients lie in devices' memory, and need none of the host.
+        gathering_rank: its host has memory for the gradients of all ranks; None for no host.
     """
 
     num_ranks: int
@@ -114,6 +115,7 @@ class ExchangeSpec:
     row_capacity: int = 0
     mail_bytes: tuple[int, ...] = ()
     on_accelerators: bool = False
+    gathering_rank: int | None = None
 
     @property
     def num_shares(self) -> int:
@@ -152,7 +154,7 @@ class ExchangeSpec:
         Raises:
             DeviceError: the host has not that much memory to share.
         """
-        here = range(self.num_ranks) if ranks is None else ranks
+        here = range(self.num_ranks) if ranks is None or self.gathering_rank in ranks else ranks
         holes = [
             (offset + start, offset + stop)
             for group, offset in zip(self.groups, self.offsets()[3:], strict=False)
@@ -237,6 +239,14 @@ class Exchange:
         assert self._region is not None
         here = group.rows_of(self._domain) or group.rows_of(self.ranks_here)
         return GradientRows(group.gradients, self._region, offset, here, self._device)
+
+    def rows_of(self, number: int) -> GradientRows:
+        """The rows of a group in this host's memory, as this rank sees them."""
+        return self._gradient_rows[number]
+
+    def other_view(self, number: int) -> GradientRows:
+        """Another view of the same, for another thread."""
+        return self._open_rows(self._spec.groups[number], self._spec.offsets()[3 + number])
 
     def _gradients_of(self, number: int) -> GroupGradients:
         rows, group = self._gradient_rows[number], self._spec.groups[number]

@@ -364,13 +364,30 @@ class GradientRows(GroupGradients):
 
     # --- rows of embeddings ----------------------------------------------------------------------
 
+    def is_sparse(self, parameter: int) -> bool:
+        """Whether shares hand in rows of a parameter."""
+        return self._spec.is_sparse(parameter)
+
+    @property
+    def has_touched(self) -> bool:
+        """Whether any share has put up rows."""
+        return any(kind == _ROWS for found in self._found for _, kind, _ in found)
+
+    def touching(self, parameter: int, within: range) -> list[int]:
+        """The shares among ``within`` that have put up rows of a parameter."""
+        return [row for row, kind, _ in self._found[parameter] if kind == _ROWS and row in within]
+
+    def height(self, piece: Piece) -> int:
+        """Rows of a sparse piece."""
+        return (piece.stop - piece.start) // self._spec.tensors[piece.parameter].shape[1]
+
     def _sum_touched(self, piece: Piece) -> torch.Tensor:
-        """What all shares have put up of a piece's rows, but for rows that none has touched."""
-        shares = [
-            self._rows_within(share, piece.parameter, num_rows, piece)
-            for share, _, num_rows in self._found[piece.parameter]
-        ]
-        return sum(shares[1:], start=shares[0]).coalesce()
+        return sum_of_rows(
+            [
+                self._rows_within(share, piece.parameter, num_rows, piece)
+                for share, _, num_rows in self._found[piece.parameter]
+            ]
+        )
 
     def _rows_within(
         self, share: int, parameter: int, num_rows: int, piece: Piece | None = None
@@ -404,10 +421,14 @@ class GradientRows(GroupGradients):
         """Have ``summed`` know of sparse sums: whoever asks for it wants all rows."""
         for piece, total in zip(pieces, sums, strict=True):
             if total is not None and total.is_sparse:
-                place = self.base(piece.parameter)
-                self._reserve(self._row_offsets[self._here.start][piece.parameter], place.nbytes)
-                cut = cut_piece(place, piece)
+                self.reserve_base(piece.parameter)
+                cut = cut_piece(self.base(piece.parameter), piece)
                 cut.copy_(total.to_dense().view_as(cut))
+
+    def reserve_base(self, parameter: int) -> None:
+        """Take memory for the whole gradient of a sparse parameter."""
+        start = self._row_offsets[self._here.start][parameter]
+        self._reserve(start, self.base(parameter).nbytes)
 
     # --- memory ----------------------------------------------------------------------------------
 
@@ -443,6 +464,11 @@ class GradientRows(GroupGradients):
         if self._reserved.get(start, 0) < num_bytes:
             self._region.reserve(self._offset + start, num_bytes)
             self._reserved[start] = num_bytes
+
+
+def sum_of_rows(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+    """What shares have put up of the rows of a piece, but for rows that none has touched."""
+    return sum(gradients[1:], start=gradients[0]).coalesce()
 
 
 def _not_sparse(name: str) -> ModelError:

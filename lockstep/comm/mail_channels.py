@@ -121,6 +121,8 @@ class MailChannels:
             while not is_there():
                 if state.error is not None:
                     raise state.error
+                if state.has_ended:
+                    raise HostError("The mail to other hosts has ended.")
                 if not state.news.wait(LOOK_AROUND_SECONDS):
                     waited = watch.tick()
                     self._look_around(waited)

@@ -5,7 +5,8 @@ when its first part is taken until all servers have it in the weights. What a wo
 a part, its *push*, lies in its row of the gradients until all servers have taken it.
 
 Only taking a part changes what several write: that is done under a lock, which the kernel releases
-when its holder dies. All else has one writer, and is written in one store after what goes with it.
+when its holder dies; threads of one process, who are the same to the kernel, have another. All else
+has one writer, and is written in one store after what goes with it.
 
 So when a process has died, and all others were ended, the table still says which batches are in
 whose weights (``stand``). Others go on from there: of what is not in all weights, parts are taken
@@ -15,6 +16,7 @@ and the server's second copy, if it has one, is as new.
 """
 
 import fcntl
+import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -100,6 +102,7 @@ class WorkQueue:
         board: of the ranks: workers first, then servers.
         num_workers: the first ranks.
         staleness: by how many steps a part may be ahead of the oldest open batch; None for any.
+        takes: held while a part is taken; the same for all views of a process.
     """
 
     def __init__(
@@ -109,10 +112,13 @@ class WorkQueue:
         board: Board,
         num_workers: int,
         staleness: int | None,
+        takes: "threading.Lock | None" = None,
     ) -> None:
         num_servers = board.num_ranks - num_workers
         self._board = board
         self._region = region
+        self._offset = offset
+        self._takes = takes or threading.Lock()
         self._workers = range(num_workers)
         self._servers = range(num_workers, board.num_ranks)
         self._staleness = staleness
@@ -120,6 +126,7 @@ class WorkQueue:
         words = region.tensor(offset, torch.int64, (size,), (1,)).numpy()
         cut = iter(np.split(words, np.cumsum(_sizes(num_workers, num_servers))[:-1]))
         self._begun = next(cut)  # how many batches were ever opened: their numbers are below
+        self._halted = next(cut)  # whether all are to come to an end
         self._leads = next(cut)  # by worker: its longest
         self._settled = next(cut)  # by worker: how often it has come to the end of its work
         self._versions = next(cut)  # by server: odd while it changes the weights
@@ -135,6 +142,17 @@ class WorkQueue:
         self._takers = opened[:, 2 : 2 + num_workers]  # the worker's rank + 1
         self._applied = opened[:, 2 + num_workers :]  # by server
 
+    def for_rank(self, board: Board) -> "WorkQueue":
+        """The view of another rank, which a thread of this process speaks for.
+
+        Args:
+            board: the rank's.
+        """
+        workers = len(self._workers)
+        return WorkQueue(
+            self._region, self._offset, board, workers, self._staleness, takes=self._takes
+        )
+
     # --- workers ---------------------------------------------------------------------------------
 
     def take(self, step: int, num_parts: int) -> Part | None:
@@ -145,7 +163,7 @@ class WorkQueue:
             num_parts: of this batch.
         """
         rank = self._board.rank
-        with self._locked(_TAKES):
+        with self._takes, self._locked(_TAKES):
             opened = self._open_steps()
             oldest = min(opened, default=step)
             if step in opened:  # whoever has opened it may have died before it said so
@@ -198,6 +216,25 @@ class WorkQueue:
                 self._applied[entry] = applied
             self._begun[0] = stand.begun
 
+    def has_free(self, step: int) -> bool:
+        """Whether nobody has taken some part of a batch that is open, up to this one."""
+        return any(
+            (self._takers[entry, : self._num_parts[entry]] == 0).any()
+            for number, entry in self._open_steps().items()
+            if number <= step
+        )
+
+    def halt(self) -> None:
+        """Have all come to an end; what was begun of a batch is still to be done."""
+        if not self.is_halted:
+            self._halted[0] = 1
+            self._wake(range(self._board.num_ranks))
+
+    @property
+    def is_halted(self) -> bool:
+        """Whether all are to come to an end."""
+        return bool(self._halted[0])
+
     def is_opened(self, step: int) -> bool:
         """Whether a part of the batch was ever taken."""
         return bool(self._begun[0] > step)
@@ -226,7 +263,7 @@ class WorkQueue:
     def settle(self, times: int) -> None:
         """This worker has done all that there is to do, so often."""
         self._settled[self._board.rank] = times
-        self._wake(self._servers)
+        self._wake(range(self._board.num_ranks))
 
     def version(self, server: int) -> int:
         """Of a server's weights: odd while it changes them."""
@@ -394,7 +431,7 @@ def _sizes(num_workers: int, num_servers: int) -> list[int]:
     """Of the parts of the table, in words."""
     per_entry = 2 + num_workers + num_servers
     return [
-        *(1, num_workers, num_workers, num_servers, num_servers, num_servers),
+        *(1, 1, num_workers, num_workers, num_servers, num_servers, num_servers),
         num_servers * 2 * _NUM_SUMS,
         *(num_workers * 4, num_workers * (1 + _NUM_LOSSES), num_servers * num_workers),
         _num_entries(num_workers) * per_entry,

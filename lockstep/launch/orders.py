@@ -72,7 +72,11 @@ class Orders(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def make_orders(
-    script: Script, directory: str, rendezvous: Address, devices: Sequence[int | None]
+    script: Script,
+    directory: str,
+    rendezvous: Address,
+    devices: Sequence[int | None],
+    servers: int | None = None,
 ) -> list[Orders]:
     """Orders for the hosts of a new job.
 
@@ -81,6 +85,7 @@ def make_orders(
         directory: where, on every host.
         rendezvous: where host 0 listens.
         devices: how many each host is to use; None leaves that to the script.
+        servers: parameter servers of the job; likewise.
     """
     hosts: list[Variables] = [
         {
@@ -88,6 +93,7 @@ def make_orders(
             "LOCKSTEP_HOST_INDEX": str(host),
             "LOCKSTEP_RENDEZVOUS": str(rendezvous),
             "LOCKSTEP_DEVICES": None if number is None else str(number),
+            "LOCKSTEP_SERVERS": None if servers is None else str(servers),
         }
         for host, number in enumerate(devices)
     ]

@@ -142,6 +142,7 @@ def run_on_hosts(
     rendezvous: Address | None,
     port: int | None,
     devices: int | None,
+    servers: int | None,
 ) -> int:
     """Run a script on all hosts; returns the exit status of the first that failed, or 0.
 
@@ -152,6 +153,7 @@ def run_on_hosts(
         rendezvous: where host 0 listens; None is its name, and a port that is free there.
         port: to be used with its name.
         devices: of hosts that do not say.
+        servers: see ``make_orders``.
 
     Raises:
         HostError: host 0 cannot be reached, or its name is not one of its addresses there.
@@ -160,7 +162,11 @@ def run_on_hosts(
         port = _ask_for_port(hosts[0], shells) if port is None else port
         rendezvous = Address(name=hosts[0].name, port=port)
     all_orders = make_orders(
-        script, shells.directory, rendezvous, [host.devices or devices for host in hosts]
+        script,
+        shells.directory,
+        rendezvous,
+        [host.devices or devices for host in hosts],
+        servers,
     )
     commands = [
         (host.name, f"[{host.name}] " if number else "", shells.on(host, *HOLD_SCRIPT))

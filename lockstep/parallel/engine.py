@@ -44,7 +44,17 @@ def channel_keys(plan: Plan, groups: Sequence[ParameterGroup]) -> set[ChannelKey
             for low, high in map(sorted, graph.meetings(one, other)):
                 if plan.host_of(low) != plan.host_of(high):
                     keys.add((low, high, "mail"))
+    if plan.is_stale:
+        keys |= {(worker, server, "mail") for worker, server in remote_workers(plan).items()}
     return keys
+
+
+def remote_workers(plan: Plan) -> dict[int, int]:
+    """Workers of other hosts than the servers', and the server whose process speaks for each."""
+    servers = range(plan.num_ranks - plan.num_servers, plan.num_ranks)
+    here = plan.ranks_of_host(plan.host_of(servers[-1]))
+    remote = [rank for rank in range(servers.start) if rank not in here]
+    return {rank: servers[number % len(servers)] for number, rank in enumerate(remote)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,12 +167,19 @@ class Endpoint:
             crossing=None if self.neighbours is None else self.neighbours.crossing,
         )
 
-    def mail_channels(self) -> MailChannels | None:
-        """Carries this rank's mail to other hosts, if there are any."""
+    def mail_channels(
+        self, look_around: Callable[[float], None] | None = None
+    ) -> MailChannels | None:
+        """Carries this rank's mail to other hosts, if there are any.
+
+        Args:
+            look_around: for who waits for mail in another thread than the rank's own.
+        """
         one = self.neighbours
         if one is None:
             return None
-        return MailChannels(one.mail_channels, one.names, self.look_around, one.timeout_seconds)
+        look = look_around or self.look_around
+        return MailChannels(one.mail_channels, one.names, look, one.timeout_seconds)
 
     def _transports(self, groups: ProcessGroups | None) -> dict[int, Transport]:
         """By the number of a group: what moves its tensors between domains."""

@@ -6,7 +6,7 @@ from functools import partial
 
 from torch import nn
 
-from lockstep.comm import work_queue
+from lockstep.comm import changed_rows, work_queue
 from lockstep.comm.exchange import ExchangeSpec, GroupSpec
 from lockstep.comm.gradient_spec import GradientSpec
 from lockstep.comm.gradients import TensorSpec
@@ -53,6 +53,7 @@ def exchange_spec(work: Workload) -> ExchangeSpec:
         row_capacity=_row_capacity(work),
         mail_bytes=mail_bytes,
         on_accelerators=not is_cpu(plan.devices),
+        gathering_rank=plan.num_ranks - 1 if plan.is_stale else None,
     )
 
 
@@ -84,7 +85,8 @@ def _group_specs(work: Workload, trained: Sequence[TensorSpec]) -> tuple[GroupSp
 def _work_bytes(work: Workload, trained: Sequence[TensorSpec]) -> tuple[int, ...]:
     """Of what workers and servers that do not all wait have in common.
 
-    The table where they say how far they are, what servers note of slots, and second copies.
+    The table where they say how far they are, what servers note of slots, second copies, and for
+    other hosts when rows of sparse parameters were changed.
     """
     plan, updater = work.plan, work.updater
     if not (plan.is_stale and isinstance(plan.update, ServedUpdate) and updater is not None):
@@ -95,6 +97,9 @@ def _work_bytes(work: Workload, trained: Sequence[TensorSpec]) -> tuple[int, ...
         work_queue.num_bytes(plan.num_ranks - servers, servers),
         slot_notes.num_bytes(trained, servers),
         copied_bytes([*trained, *slots]) if plan.update.replicas > 1 else 0,
+        changed_rows.num_bytes(
+            [one for one in trained if plan.hosts and one.name in sparse_weights(work.model)]
+        ),
     )
 
 

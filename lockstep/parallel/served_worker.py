@@ -17,29 +17,32 @@ Where something goes on between steps that concerns all ranks, they train synchr
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from lockstep.comm.gradient_rows import GradientRows
-from lockstep.comm.gradients import Gradients, added
+from lockstep.comm.board import Board
+from lockstep.comm.changed_rows import ChangedRows
+from lockstep.comm.gradients import TensorSpec
+from lockstep.comm.mail_channels import MailChannels
 from lockstep.comm.shared_memory import SharedRegion
 from lockstep.comm.work_queue import Part, Push, Stand, WorkQueue
 from lockstep.data.read_ahead import Read
 from lockstep.errors import NonFiniteError
 from lockstep.launch.failure import add_note
-from lockstep.parallel.build import build_worker, divided_pieces
-from lockstep.parallel.engine import Endpoint
-from lockstep.parallel.local_worker import build_alone
+from lockstep.parallel.batch_sum import BatchSum
+from lockstep.parallel.owned_group import OwnedGroup
 from lockstep.parallel.passes import Observe, StepBatch
-from lockstep.parallel.push_and_pull import PulledWeights, Pusher
+from lockstep.parallel.push_and_pull import OwnWeights, PulledWeights, Pusher
 from lockstep.parallel.second_copy import SecondCopy
 from lockstep.parallel.slot_notes import SlotNotes
 from lockstep.parallel.training_step import StepResult
 from lockstep.parallel.update import PieceSlots
 from lockstep.parallel.worker import Worker
+from lockstep.parallel.worker_messages import Inbox, Outbox
+from lockstep.parallel.worker_proxy import FreshWeights, WorkerProxy
 from lockstep.parallel.workload import Workload
 from lockstep.plan.decision import ServedUpdate
 from lockstep.plan.layout import Piece
@@ -67,7 +70,7 @@ class ServedStand:
 
 
 class ServedWorker(Worker):
-    """One rank, be it a worker or a server; see the module, and ``build_served_worker``.
+    """One rank, be it a worker or a server; see the module, and ``parallel.served_build``.
 
     Args:
         work: what all ranks work on.
@@ -75,6 +78,8 @@ class ServedWorker(Worker):
         offsets: where each begins there.
         served: the pieces of each server.
         alone: computes a worker's parts, with a ``Pusher``; None on a server.
+        remote: workers of other hosts for whom this rank speaks.
+        mail: to their hosts; None where there are none.
         options: see ``Worker``.
     """
 
@@ -86,6 +91,8 @@ class ServedWorker(Worker):
         offsets: Sequence[int],
         served: Sequence[Sequence[Piece]],
         alone: Worker | None,
+        remote: Sequence[int] = (),
+        mail: MailChannels | None = None,
         **options: Any,
     ) -> None:
         super().__init__(work, **options)
@@ -96,6 +103,9 @@ class ServedWorker(Worker):
         self._queue = WorkQueue(region, offsets[0], self.board, num_workers, update.staleness)
         assert self.updater is not None
         group = self._groups[_GROUP]
+        self._mail = mail
+        self._changed = ChangedRows(region, offsets[3], _sparse(group) if self.plan.hosts else {})
+        self._proxies = [self._proxy(worker, region, served) for worker in remote]
         self._notes = SlotNotes(region, offsets[1], group.spec.gradients.tensors, len(served))
         self._copies = (
             SecondCopy.each(group, self.updater, served, region, offsets[2])
@@ -110,14 +120,39 @@ class ServedWorker(Worker):
         if alone is not None:
             assert isinstance(alone.updater, Pusher)
             alone.updater.push_to = partial(self.exchange.put, _GROUP, self.rank)
-            self._pulled = PulledWeights(self._queue, group, served)
+            self._weights = self._own_weights(group, served)
         self._opened: dict[int, StepBatch] = {}  # batches that may have parts
-        self._sums: dict[int, _Sum] = {}  # of batches that are not complete, on a server
+        self._sums: dict[int, BatchSum] = {}  # of batches that are not complete, on a server
         self._first_step = 0  # since all ranks have met
         self._num_ended = 0
         self._is_under_way = False
         self._num_settled = 0
         self._is_over = False
+        self._longest_lead = 0
+
+    def _own_weights(self, group: OwnedGroup, served: Sequence[Sequence[Piece]]) -> OwnWeights:
+        return PulledWeights(self._queue, group, served)
+
+    def _proxy(
+        self, worker: int, region: SharedRegion, served: Sequence[Sequence[Piece]]
+    ) -> WorkerProxy:
+        """Who speaks for a worker of another host."""
+        assert self._mail is not None
+
+        def queue_of(look_around: Callable[[float], None]) -> WorkQueue:
+            ranks = self.plan.num_ranks
+            board = Board(region, rank=worker, num_ranks=ranks, look_around=look_around)
+            return self._queue.for_rank(board)
+
+        return WorkerProxy(
+            worker,
+            queue_of=queue_of,
+            asks=Inbox(self._mail, worker, "asks", worker),
+            grants=Outbox(self._mail, worker, "grants", worker),
+            pushes=Inbox(self._mail, worker, "pushes", worker),
+            rows=self.exchange.other_view(_GROUP),
+            weights=lambda queue: FreshWeights(queue, self._groups[_GROUP], served, self._changed),
+        )
 
     @property
     def trains_apart(self) -> bool:  # type: ignore[override]  # of any other Worker it is fixed
@@ -140,24 +175,36 @@ class ServedWorker(Worker):
         if self._alone is None:
             self._serve(lambda: self._queue.is_applied(step) or self.is_halted)
             return _joined([])
-        oldest = self._queue.oldest_open(step)
+        oldest = self._oldest_open(step)
         self._opened = {number: one for number, one in self._opened.items() if number >= oldest}
         self._opened[step] = batch
         return _joined(list(self._worked_off(batch)))
 
     def _begin(self, step: int) -> None:
         """All ranks are here."""
-        if self.rank == 0:
+        if self.rank == self._beginner:
             self._queue.begin(step, None if self._stand is None else self._stand.table)
         if self._alone is None:
             if self._copies:
                 self._copies[self._server].take()
             self._note_slots(self._queue.slot(self._server))
+        for proxy in self._proxies:
+            proxy.begin()
         self._first_step, self._num_ended = step, 0
         self._is_under_way = True
         self.barrier()
 
+    @property
+    def _beginner(self) -> int:
+        """The rank that clears the table: the first on the servers' host."""
+        plan = self.plan
+        return plan.ranks_of_host(plan.host_of(plan.num_ranks - 1)).start
+
     # --- workers ---------------------------------------------------------------------------------
+
+    def _oldest_open(self, step: int) -> int:
+        """The oldest batch of which there may be parts."""
+        return self._queue.oldest_open(step)
 
     def _worked_off(self, batch: StepBatch) -> Iterator[StepResult]:
         """Compute parts until there is nothing left of the batch that nobody has taken."""
@@ -187,7 +234,7 @@ class ServedWorker(Worker):
 
     def _compute(self, part: Part, observe: Observe | None) -> StepResult:
         assert self._alone is not None
-        self._queue.wait(self._queue.is_taken)
+        self._await_room()
         batch = self._opened[part.step]
         indices = batch.indices
         shares = self.plan.shares_of(part.number)
@@ -196,10 +243,8 @@ class ServedWorker(Worker):
         alone = self._alone
         alone.passes.reading = self.passes.reading
         alone.first_share, alone.batch_size = shares[0], len(indices)
-        # No pass of the exchange, of which all ranks make as many; parts go to whoever is free.
-        self.exchange.gradients[_GROUP].begin_pass()
         try:
-            with self._pulled.in_place():
+            with self._weights.in_place():
                 own = replace(batch, indices=indices[start:stop], observe=observe)
                 result = alone.train_step(own)
         except NonFiniteError as error:
@@ -211,17 +256,33 @@ class ServedWorker(Worker):
             raise
         weight = 0.0 if result.is_skipped else result.weight
         losses = result.total, result.weight, result.num_samples, result.is_skipped
-        self._queue.push(Push(part, self._num_parts(len(indices)), weight, losses))
+        self._hand_in(Push(part, self._num_parts(len(indices)), weight, losses))
         return result
+
+    def _await_room(self) -> None:
+        """Before a part is computed: wait until there is room for its gradients."""
+        self._queue.wait(self._queue.is_taken)
+        # No pass of the exchange, of which all ranks make as many; parts go to whoever is free.
+        self.exchange.rows_of(_GROUP).begin_pass()
+        self._pull()
+
+    def _pull(self) -> None:
+        assert isinstance(self._weights, PulledWeights)
+        self._weights.pull()
+
+    def _hand_in(self, push: Push) -> None:
+        self._queue.push(push)
 
     # --- servers ---------------------------------------------------------------------------------
 
     def _serve(self, is_over: Callable[[], bool]) -> None:
         """Take what workers push until it is over."""
         while not is_over():
+            for proxy in self._proxies:
+                proxy.check()
             found = self._queue.next_push()
             if found is None:
-                self._queue.wait(lambda: is_over() or self._queue.next_push() is not None)
+                self._queue.wait(lambda: is_over() or self._has_news())
                 continue
             worker, push = found
             if not self._queue.is_applied(push.part.step):
@@ -231,8 +292,12 @@ class ServedWorker(Worker):
             if total is not None and not total.missing:
                 self._apply(push.part.step, self._sums.pop(push.part.step))
 
+    def _has_news(self) -> bool:
+        has_failed = any(proxy.error is not None for proxy in self._proxies)
+        return has_failed or self._queue.next_push() is not None
+
     def _take(self, worker: int, push: Push) -> None:
-        total = self._sums.setdefault(push.part.step, _Sum(missing=push.num_parts))
+        total = self._sums.setdefault(push.part.step, BatchSum(missing=push.num_parts))
         total.losses = [old + new for old, new in zip(total.losses, push.losses, strict=True)]
         if push.weight:
             total.add(self._put_up(worker), push.weight)
@@ -240,11 +305,10 @@ class ServedWorker(Worker):
 
     def _put_up(self, worker: int) -> list[torch.Tensor | None]:
         """A worker's gradients of this server's pieces."""
-        rows = self.exchange.gradients[_GROUP]
-        assert isinstance(rows, GradientRows)
+        rows = self.exchange.rows_of(_GROUP)
         return [rows.put_up(worker, piece) for piece in self._groups[_GROUP].pieces]
 
-    def _apply(self, step: int, total: "_Sum") -> None:
+    def _apply(self, step: int, total: BatchSum) -> None:
         assert self.updater is not None
         pieces = self._pieces[_GROUP]
         with self._queue.alone():
@@ -254,10 +318,19 @@ class ServedWorker(Worker):
                     for bound, gradient in zip(pieces, total.means(), strict=True):
                         bound.tensor.grad = gradient
                     self.updater.step()
+                    self._note_rows()
                 self._note_slots(next_slot)
             if self._copies and total.weight:
                 gradients = {bound.piece.parameter: bound.tensor.grad for bound in pieces}
                 self._copies[self._server].follow(gradients)
+
+    def _note_rows(self) -> None:
+        """For other hosts: which rows of sparse pieces the update has changed."""
+        version = self._queue.version(self._server)
+        for bound in self._pieces[_GROUP] if self.plan.hosts else ():
+            gradient = bound.tensor.grad
+            if gradient is not None and gradient.is_sparse:
+                self._changed.note(bound.piece, gradient.coalesce().indices()[0], version)
 
     def _note_slots(self, slot: int) -> None:
         if self._can_go_on:
@@ -274,19 +347,28 @@ class ServedWorker(Worker):
             return
         self._num_settled += 1
         if self._alone is not None:
-            self._work_off_what_is_open()
-            self._queue.settle(self._num_settled)
-            self._queue.wait(self._queue.is_over)
+            self._settle_work()
         else:
             self._serve(lambda: self._queue.are_settled(self._num_settled))
+            for proxy in self._proxies:
+                proxy.end()
             if self._copies:
                 self._copies[self._server].check(self._server)
         assert self.board is not None
-        self._is_over = any(last for (last,) in self.board.tell([is_last]))
+        own = is_last, self._queue.longest_lead(), self._queue.losses()[-1]
+        told = self.board.tell([float(number) for number in own])
+        self._is_over = any(last for last, *_ in told)
+        _, self._longest_lead, num_updates = map(int, told[-1])  # a server's, which knows
         self._opened.clear()
         self._losses, self._stand, self._is_under_way = self._queue.losses(), None, False
         if self._alone is not None and self.updater is not None:
-            self.updater.count_steps(int(self._losses[-1]))
+            self.updater.count_steps(num_updates)
+
+    def _settle_work(self) -> None:
+        """A worker's part of that."""
+        self._work_off_what_is_open()
+        self._queue.settle(self._num_settled)
+        self._queue.wait(self._queue.is_over)
 
     def results_of_epoch(self, own: list[StepResult]) -> list[StepResult]:
         """The first worker tells of all: who has computed a part may have died since."""
@@ -310,7 +392,9 @@ class ServedWorker(Worker):
     @property
     def _can_go_on(self) -> bool:
         """Whether shared memory has all that an epoch has come to."""
-        return self.goes_on and self.updater is not None and self.updater.takes_notes
+        is_one_host = not self.plan.hosts
+        takes_notes = self.updater is not None and self.updater.takes_notes
+        return is_one_host and self.goes_on and takes_notes
 
     def hold(self) -> None:
         """On the first worker, before the others are ended: have no update be cut off."""
@@ -347,12 +431,23 @@ class ServedWorker(Worker):
 
     @property
     def is_halted(self) -> bool:
-        if self._is_under_way:  # others are wherever they are
-            return self.board is not None and self.board.wants_end()
-        return super().is_halted
+        if not self._is_under_way:
+            return super().is_halted
+        assert self.board is not None  # others are wherever they are
+        if self.board.wants_end():
+            self._halt()
+        return self._is_told_to_halt
+
+    def _halt(self) -> None:
+        """Have all ranks come to an end."""
+        self._queue.halt()
+
+    @property
+    def _is_told_to_halt(self) -> bool:
+        return self._queue.is_halted
 
     def epoch_logs(self) -> dict[str, float]:
-        return {"staleness": 0 if self.keeps_pace else self._queue.longest_lead()}
+        return {"staleness": 0 if self.keeps_pace else self._longest_lead}
 
     def reads(self, indices: torch.Tensor, step: int | None = None, turn: int = 0) -> list[Read]:
         """In training nobody knows before who reads what."""
@@ -361,6 +456,18 @@ class ServedWorker(Worker):
     def leaves_a_rank_idle(self, num_samples: int) -> bool:
         """The first worker's buffers count."""
         return self.keeps_pace and super().leaves_a_rank_idle(num_samples)
+
+    def close(self) -> None:
+        super().close()
+        if self._mail is not None:
+            self._mail.close()
+
+    def abandon(self) -> None:
+        super().abandon()
+        if self._mail is not None:
+            self._mail.abandon()
+        for proxy in self._proxies:
+            proxy.abandon()
 
 
 def _joined(results: Sequence[StepResult]) -> StepResult:
@@ -375,43 +482,7 @@ def _joined(results: Sequence[StepResult]) -> StepResult:
     )
 
 
-@dataclass
-class _Sum:
-    """What a server has of a batch.
-
-    Attributes:
-        missing: parts that are still to come.
-        losses: of those that have come; see ``Push``.
-        weight: of those that have come.
-        gradients: of the server's pieces, each part's mean times its weight, added up.
-    """
-
-    missing: int
-    losses: Sequence[float] = (0.0, 0.0, 0.0, 0.0)
-    weight: float = 0.0
-    gradients: list[torch.Tensor | None] = field(default_factory=list)
-
-    def add(self, means: Gradients, weight: float) -> None:
-        weighted = [None if mean is None else mean * weight for mean in means]
-        self.gradients = added(self.gradients, weighted) if self.gradients else weighted
-        self.weight += weight
-
-    def means(self) -> list[torch.Tensor | None]:
-        """The gradients of the batch's mean; not where nothing has weight."""
-        return [None if total is None else total.div_(self.weight) for total in self.gradients]
-
-
-def build_served_worker(work: Workload, endpoint: Endpoint) -> Worker:
-    """Put the parts of a rank that trains together; for the arguments see ``build_worker``."""
-    plan, spec = work.plan, endpoint.spec
-    is_server = plan.is_server(endpoint.rank)
-    assert endpoint.region is not None
-    pieces = divided_pieces(plan, spec.groups[_GROUP], work.updater)
-    make = partial(
-        ServedWorker,
-        region=endpoint.region,
-        offsets=spec.mail_offsets,
-        served=[own for owner, own in pieces.items() if plan.is_server(owner)],
-        alone=None if is_server else build_alone(work, endpoint, Pusher()),
-    )
-    return build_worker(work, endpoint, make)
+def _sparse(group: OwnedGroup) -> dict[int, TensorSpec]:
+    """The parameters of a group whose gradients are of some rows only, by number."""
+    tensors = enumerate(group.spec.gradients.tensors)
+    return {number: tensor for number, tensor in tensors if group.is_sparse(number)}

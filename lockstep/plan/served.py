@@ -4,11 +4,12 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from lockstep.cluster.topology import MAX_CPU_REPLICAS_PER_CORE, Cluster
+from lockstep.cluster.topology import MAX_CPU_REPLICAS_PER_CORE, Cluster, Host
 from lockstep.errors import DeviceError, OptionError
 from lockstep.graph.layer_graph import LayerGraph
 from lockstep.plan.decision import ServedUpdate
-from lockstep.plan.makers import Maker, Mirrored
+from lockstep.plan.makers import Maker
+from lockstep.plan.many_hosts import MirroredHosts
 from lockstep.plan.spec import Plan
 
 INEXACT = "Workers compute with older weights: the result is not that of one device."
@@ -16,38 +17,43 @@ INEXACT = "Workers compute with older weights: the result is not that of one dev
 
 @dataclass(frozen=True, kw_only=True)
 class Served(Maker):
-    """Workers on the cores of a host, each with its share of every batch, and servers that update.
+    """Workers on the cores of all hosts, each with its share of every batch, and servers.
+
+    The servers, which update, are on the last host.
 
     Attributes:
         workers: as replicas that would update for themselves.
         update: how many servers, and how far workers may be apart.
     """
 
-    workers: Mirrored
+    workers: MirroredHosts
     update: ServedUpdate
 
     def __call__(self, graph: LayerGraph, cluster: Cluster, batch_size: int) -> Plan:
         """Make the Plan for global batches of ``batch_size`` samples.
 
         Raises:
-            DeviceError: more processes than this host can hold.
-            OptionError: more servers than parameters.
+            DeviceError: more processes than a host can hold.
+            OptionError: more servers than parameters, or second copies on several hosts.
         """
         cluster = cluster.cores
         plan = self.workers(graph, cluster, batch_size)
         self._check_servers(graph)
-        self._check_ranks(plan.num_ranks, cluster)
-        cores, servers = cluster.hosts[0].num_cores, self.update.servers
-        # Weights are cut into a block of rows per share, and no server has less than a block.
-        keeps_rows = self.update.is_synchronous and servers <= plan.num_shares
+        self._check_hosts(plan)
+        counts, servers = plan.hosts or (plan.num_ranks,), self.update.servers
+        self._check_ranks(counts[-1], cluster.hosts[-1])
+        # Weights are cut into a block of rows per share, and no server has less than a block. Where
+        # factors go to other hosts, workers there would have to update.
+        keeps_rows = self.update.is_synchronous and servers <= plan.num_shares and not plan.hosts
         layers = plan.layers
         if not keeps_rows:
             layers = tuple(msgspec.structs.replace(layer, row_limit=0) for layer in layers)
-        ranks = range(plan.num_ranks, plan.num_ranks + servers)
+        cores, ranks = cluster.hosts[-1].num_cores, range(counts[-1], counts[-1] + servers)
         return msgspec.structs.replace(
             plan,
             strategy="parameter servers",
             devices=(*plan.devices, *(f"cpu:{rank % cores}" for rank in ranks)),
+            hosts=(*counts[:-1], counts[-1] + servers) if plan.hosts else (),
             layers=layers,
             update=self.update,
             notes=(*plan.notes, *([] if self.update.is_synchronous else [INEXACT])),
@@ -67,12 +73,19 @@ class Served(Maker):
                 fix=f"Use servers={max(len(names), 1)} or fewer.",
             )
 
-    def _check_ranks(self, num_workers: int, cluster: Cluster) -> None:
-        num_ranks = num_workers + self.update.servers
-        cores = cluster.hosts[0].num_cores
+    def _check_hosts(self, plan: Plan) -> None:
+        if plan.hosts and self.update.replicas > 1:
+            raise OptionError(
+                "Second copies of what servers update are for workers and servers of one host.",
+                received=f"replicas={self.update.replicas} with {plan.num_hosts} hosts",
+                fix="Leave `replicas` out, and use a checkpoint.",
+            )
+
+    def _check_ranks(self, num_workers: int, host: Host) -> None:
+        num_ranks, cores = num_workers + self.update.servers, host.num_cores
         if num_ranks > cores * MAX_CPU_REPLICAS_PER_CORE:
             raise DeviceError(
-                f"This host has {cores} usable cores, enough for "
+                f"The servers' host has {cores} usable cores, enough for "
                 f"{cores * MAX_CPU_REPLICAS_PER_CORE} workers and servers.",
                 received=f"{num_workers} workers and {self.update.servers} servers",
                 fix="Use fewer of them.",

@@ -4,15 +4,17 @@ import os
 
 from lockstep.cluster.devices import discover
 from lockstep.cluster.environment import find_devices, find_place, find_servers
-from lockstep.cluster.place import Reach
+from lockstep.cluster.place import Place, Reach
 from lockstep.errors import OptionError, Problems
 from lockstep.options import check_count, check_timeout, is_count
 from lockstep.plan.decision import ServedUpdate
 from lockstep.plan.devices import device_names
-from lockstep.plan.makers import Maker, Mirrored
+from lockstep.plan.makers import Maker
+from lockstep.plan.many_hosts import MirroredHosts
 from lockstep.plan.served import Served
 from lockstep.strategies.base import Strategy
 from lockstep.strategies.mirrored import check_format
+from lockstep.strategies.multi_worker import num_replicas
 
 
 class ParameterServerStrategy(Strategy):
@@ -26,9 +28,9 @@ class ParameterServerStrategy(Strategy):
 
     Args:
         servers: processes that update, each its part of the parameters; None is what ``lockstep
-            run --servers`` says, or 1.
-        workers: processes that compute, the script's own among them; None is what ``lockstep run
-            --devices`` says, or else one per usable core, at most 8. Under a ``TF_CONFIG`` with
+            run --servers`` says, or 1. Of several hosts they are on the last.
+        workers: processes of each host that compute, the script's own among them; None is what
+            the launcher says, or else one per usable core, at most 8. Under a ``TF_CONFIG`` with
             "ps" both are the numbers of its tasks: the script is started for each.
         staleness: by how many steps a worker may be ahead of the oldest batch that is not in the
             weights yet. 0 is synchronous; None sets no bound.
@@ -68,7 +70,7 @@ class ParameterServerStrategy(Strategy):
         self.staleness = staleness
         self.timeout_seconds = timeout_seconds
         self._maker = Served(
-            workers=Mirrored(devices=self.workers, channels_last=channels_last),
+            workers=MirroredHosts(devices_per_host=self.workers, channels_last=channels_last),
             update=ServedUpdate(servers=self.servers, staleness=staleness, replicas=replicas),
         )
         device_names(self.workers, discover().cores.hosts[0])
@@ -78,7 +80,11 @@ class ParameterServerStrategy(Strategy):
 
     @property
     def num_replicas_in_sync(self) -> int:
-        return len(device_names(self.workers, discover().cores.hosts[0]))
+        """Workers of all hosts; see ``MultiWorkerMirroredStrategy``."""
+        place = find_place(os.environ)
+        if place is None or place.num_servers:
+            return len(device_names(self.workers, discover().cores.hosts[0]))
+        return num_replicas(self._maker.workers, self.timeout_seconds, on_cores=True)
 
 
 def _numbers(workers: int | None, servers: int | None) -> tuple[int | None, int]:
@@ -89,8 +95,12 @@ def _numbers(workers: int | None, servers: int | None) -> tuple[int | None, int]
     """
     place = find_place(os.environ)
     if place is None or not place.num_servers:
-        workers = find_devices(os.environ) if workers is None else workers
-        return workers, (servers or find_servers(os.environ) or 1)
+        if workers is None and place is None:
+            workers = find_devices(os.environ)
+        servers = servers or find_servers(os.environ)
+        if servers is None and place is not None and place.launcher == "TF_CONFIG":
+            raise _roles_missing(place)
+        return workers, servers or 1
     given = place.num_processes - place.num_servers, place.num_servers
     if (workers or given[0], servers or given[1]) != given:
         raise OptionError(
@@ -99,6 +109,15 @@ def _numbers(workers: int | None, servers: int | None) -> tuple[int | None, int]
             fix="Leave `workers` and `servers` out.",
         )
     return given
+
+
+def _roles_missing(place: Place) -> OptionError:
+    return OptionError(
+        "Of several processes ParameterServerStrategy must know which are servers.",
+        received=f"{place.launcher} with none of the role 'ps'",
+        fix="Set TF_CONFIG with 'ps' in its cluster; or use servers=1: then each task is a host "
+        "that starts its workers itself, and the last one the servers as well.",
+    )
 
 
 def _check_replicas(problems: Problems, replicas: object) -> None:

@@ -24,7 +24,7 @@ from lockstep.parallel.control import Control
 from lockstep.parallel.device_memory import shortage_note
 from lockstep.parallel.engine import Endpoint, Neighbours
 from lockstep.parallel.local_worker import build_local_worker
-from lockstep.parallel.served_worker import build_served_worker
+from lockstep.parallel.served_build import build_served_worker
 from lockstep.parallel.settings import TorchSettings, num_threads
 from lockstep.parallel.worker import Worker
 from lockstep.parallel.workload import Workload

@@ -265,7 +265,9 @@ class FittingRunner(PersistentRunner):
     def _check_alone(self, asked: FitRequest, search: BatchSizeSearch | None) -> None:
         """Refuse what one host alone can do."""
         hosts = self._job_context.hosts
-        check_restarts_on(hosts, asked.restarts, has_checkpoint=asked.checkpoint is not None)
+        has_checkpoint = asked.checkpoint is not None
+        reach = self._job_context.reach
+        check_restarts_on(hosts, asked.restarts, has_checkpoint=has_checkpoint, reach=reach)
         if hosts is not None and search is not None:
             raise OptionError(
                 "A batch size is searched on one host.",

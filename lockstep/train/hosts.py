@@ -419,13 +419,12 @@ def _check_reach(place: Place, reach: Reach) -> None:
     """Refuse processes of which a strategy knows nothing."""
     if reach == "one host":
         raise _strangers(place)
-    if reach == "roles" and not place.num_servers:
-        number = max(place.num_hosts, place.num_processes)
+    if reach == "roles" and place.num_processes > 1 and not place.num_servers:
         raise OptionError(
-            "Of several processes ParameterServerStrategy must know which are servers.",
-            received=f"{place.launcher} with {number} of them, and none of the role 'ps'",
-            fix="Set TF_CONFIG with 'ps' in its cluster, or start the script once: it starts its "
-            "workers and servers itself.",
+            "Of several processes of a host ParameterServerStrategy must know which are servers.",
+            received=f"{place.launcher} with {place.num_processes}, and none of the role 'ps'",
+            fix="Set TF_CONFIG with 'ps' in its cluster, or start the script once on each host: it "
+            "starts its workers and servers itself.",
         )
     if reach != "roles" and place.num_servers:
         raise OptionError(

@@ -151,16 +151,20 @@ class JobContext:
             )
 
     @property
+    def reach(self) -> Reach:
+        """How far the strategy's Plans go."""
+        return "one process" if self._strategy is None else self._strategy.reach
+
+    @property
     def is_nested(self) -> bool:
         """Whether the call under way is made within another one, by a callback."""
         return self._is_at_work or self._depth > 1
 
     @contextmanager
     def _meeting(self, call: str) -> Iterator[None]:
-        reach = "one process" if self._strategy is None else self._strategy.reach
-        self.follower = self.follower or find_follower(self.timeout_seconds, reach)
+        self.follower = self.follower or find_follower(self.timeout_seconds, self.reach)
         if self.follower is None:
-            self._hosts = find_hosts(self.timeout_seconds, reach, self.meeting_seconds)
+            self._hosts = find_hosts(self.timeout_seconds, self.reach, self.meeting_seconds)
             self.spans_hosts = self._hosts is not None and self._hosts.place.num_hosts > 1
         try:
             with nullcontext() if self._hosts is None else self._hosts.failing_together():

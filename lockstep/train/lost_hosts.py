@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from lockstep.checkpoint.storage import Folder
+from lockstep.cluster.place import Reach
 from lockstep.errors import CheckpointError, HostError, OptionError, WorkerError
 from lockstep.train.hosts import Hosts
 from lockstep.train.job_context import JobContext
@@ -55,7 +56,9 @@ def outlast(
             )
 
 
-def check_restarts_on(hosts: Hosts | None, restarts: int, *, has_checkpoint: bool) -> None:
+def check_restarts_on(
+    hosts: Hosts | None, restarts: int, *, has_checkpoint: bool, reach: Reach = "all hosts"
+) -> None:
     """Refuse restarts where several scripts train and nobody could go on.
 
     Raises:
@@ -63,6 +66,12 @@ def check_restarts_on(hosts: Hosts | None, restarts: int, *, has_checkpoint: boo
     """
     if hosts is None or hosts.is_one_process:
         return
+    if restarts and reach == "roles" and hosts.place.num_hosts > 1:
+        raise OptionError(
+            "Workers and parameter servers are restarted on one host only.",
+            received=f"restarts={restarts} with {hosts.place.num_hosts} hosts",
+            fix="Leave `restarts` out, and start the scripts again: a checkpoint is gone on from.",
+        )
     if restarts and (hosts.has_followers or not has_checkpoint):
         raise OptionError(
             "Restarts on several hosts need a checkpoint, and one process on each host.",

@@ -25,6 +25,7 @@ from lockstep.plan.averaging import AveragedUpdate, Nesterov
 from lockstep.plan.decision import ServedUpdate
 from lockstep.plan.lowering import lower_forward, lower_train
 from lockstep.plan.makers import LocalSteps, Maker, Mirrored, SingleDevice
+from lockstep.plan.many_hosts import MirroredHosts
 from lockstep.plan.pipelines import Pipelined
 from lockstep.plan.program import format_program
 from lockstep.plan.served import Served
@@ -44,7 +45,7 @@ MAKERS: dict[str, Maker] = {
     "local": LocalSteps(
         mirrored=Mirrored(devices=2), update=AveragedUpdate(every=16, outer=Nesterov())
     ),
-    "servers": Served(workers=Mirrored(devices=3), update=ServedUpdate(servers=2)),
+    "servers": Served(workers=MirroredHosts(devices_per_host=3), update=ServedUpdate(servers=2)),
 }
 MODELS = ("mlp", "cnn_batch_norm", "gpt_tied")
 

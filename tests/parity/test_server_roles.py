@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.launchers import BEGINNING
+from tests.launchers import BEGINNING, SECRET
 from tests.launching import TIMEOUT_SECONDS, clean_environment, free_port
 from tests.thorough import core_of
 
@@ -93,5 +93,29 @@ def test_lockstep_run_says_how_many_there_are(staleness: int, tmp_path: Path) ->
     command = ["-m", "lockstep", "run", "--devices", "2", "--servers", "3", "script.py"]
     ((numbers, own, alone),) = told([started(tmp_path, {}, [*command, str(staleness)])])
     assert numbers == [5, 3]
+    if staleness == 0:
+        assert_near(own, alone)
+
+
+@pytest.mark.parametrize("staleness", core_of([0, 2], [2]))
+def test_lockstep_run_has_servers_on_the_last_of_several_hosts(
+    staleness: int, tmp_path: Path
+) -> None:
+    rendezvous = f"127.0.0.1:{free_port()}"
+    processes = [
+        started(
+            tmp_path,
+            SECRET,
+            [
+                *("-m", "lockstep", "run", "--hosts", "2", "--host-index", str(host)),
+                *("--rendezvous", rendezvous, "--devices", "1", "--servers", "2"),
+                *("script.py", str(staleness)),
+            ],
+        )
+        for host in range(2)
+    ]
+    (numbers, own, alone), other = told(processes)
+    assert numbers == [4, 2]
+    assert other[:2] == [numbers, own]
     if staleness == 0:
         assert_near(own, alone)

@@ -1,0 +1,337 @@
+"""Parameter servers whose workers are on several hosts: addresses of the loopback interface."""
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.launchers import BEGINNING, lines, lines_of_all, on_loopback
+from tests.thorough import core_of
+
+SECONDS = 250.0
+
+# Each script begins so. Numbers of servers, and of workers of each host, are its first arguments.
+START = f"""{BEGINNING}
+from functools import partial
+from torch.utils.data import TensorDataset
+from lockstep.launch.pool import keep_teams
+from tests.parity.test_parameter_servers import (
+    SPARSE_OPTIMIZERS, Rated, assert_equal, plain_ratings, ratings)
+from tests.zoo import case
+servers, workers = map(int, sys.argv[1:3])
+
+def strategy(staleness=0):
+    return lockstep.ParameterServerStrategy(servers, workers, staleness, timeout_seconds=60)
+"""
+
+PROVE = """
+with keep_teams():
+    for name in sys.argv[3:]:
+        one = case(name)
+        job = lockstep.Job(
+            model=one.make_model(), loss=one.loss, optimizer=one.optimizer,
+            data=(one.inputs, one.targets), batch_size=one.batch_size)
+        report = lockstep.verify(job, strategy(), steps=5)
+        tell([name, report.passed, str(report), strategy().num_replicas_in_sync])
+"""
+
+# Rows that are touched, and slots, are those of a plain loop; the last batch is short.
+RATE = """
+with keep_teams():
+    for name, optimizer_of in SPARSE_OPTIMIZERS.items():
+        has_dense = name != "SparseAdam"
+        expected, other = plain_ratings(optimizer_of, has_dense=has_dense)
+        model = Rated(has_dense=has_dense).double()
+        trainer = lockstep.Trainer(
+            model, loss=nn.MSELoss(), optimizer=optimizer_of, strategy=strategy(),
+            precision="fp64")
+        for _ in range(2):
+            trainer.fit(ratings(), batch_size=13, shuffle=False, verbose=0)
+        assert_equal(model, expected)
+        for slots, found in zip(other.state.values(), trainer.optimizer.state.values()):
+            for slot, value in slots.items():
+                gap = torch.as_tensor(found[slot] - value, dtype=torch.float64).norm()
+                assert gap <= 1e-12 * max(torch.as_tensor(value).double().norm(), 1), slot
+        tell([name, trainer.plan.hosts])
+"""
+
+
+def told_by_all(folder: Path, script: str, num_hosts: int, arguments: list[Any]) -> list[list[Any]]:
+    path = folder / "script.py"
+    path.write_text(START + script)
+    with on_loopback([str(path), *map(str, arguments)], num_hosts=num_hosts) as processes:
+        return lines_of_all(processes, SECONDS)
+
+
+@pytest.mark.parametrize(
+    ("num_hosts", "servers", "workers", "models"),
+    [
+        (2, 1, 1, ["mlp", "gpt_tied"]),
+        pytest.param(
+            *(2, 2, 2, ["mlp", "cnn_batch_norm", "gpt_tied", "unused_branch", "wide"]),
+            marks=pytest.mark.thorough,
+        ),
+        pytest.param(3, 2, 1, ["mlp", "gpt_tied", "resnet"], marks=pytest.mark.thorough),
+    ],
+)
+def test_workers_that_wait_train_as_one_device(
+    num_hosts: int, servers: int, workers: int, models: list[str], tmp_path: Path
+) -> None:
+    for told in told_by_all(tmp_path, PROVE, num_hosts, [servers, workers, *models]):
+        assert [name for name, *_ in told] == models
+        for _, passed, report, num_workers in told:
+            assert passed, report
+            assert num_workers == num_hosts * workers
+
+
+@pytest.mark.parametrize(
+    ("num_hosts", "servers", "workers"), core_of([(2, 1, 1), (3, 2, 2)], [(2, 1, 1)])
+)
+def test_rows_of_embeddings_are_those_of_one_device(
+    num_hosts: int, servers: int, workers: int, tmp_path: Path
+) -> None:
+    hosts = [workers] * (num_hosts - 1) + [workers + servers]
+    for told in told_by_all(tmp_path, RATE, num_hosts, [servers, workers]):
+        assert told == [[name, hosts] for name in ("SGD", "Adagrad", "SparseAdam")]
+
+
+COUNT = """
+from lockstep.comm import tensor_channels, transport
+moved = []
+transfer = tensor_channels.TensorChannels.transfer
+def counting(self, sends, receives):
+    for tensors in (*sends.values(), *receives.values()):
+        moved.extend(tensor.nbytes for tensor in tensors)
+    transfer(self, sends, receives)
+tensor_channels.TensorChannels.transfer = counting
+
+class Lookups(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rows = nn.Embedding(20_000, 64, sparse=True)
+    def forward(self, numbers):
+        return self.rows(numbers).mean(1)
+
+class Clear(lockstep.Callback):
+    def on_epoch_end(self, epoch, logs=None):
+        told.append(sum(moved))
+        moved.clear()
+
+told = []
+numbers = torch.arange(256) * 70
+trainer = lockstep.Trainer(
+    Lookups(), loss=nn.MSELoss(), optimizer=partial(torch.optim.SGD, lr=0.1),
+    strategy=strategy(), callbacks=[Clear()])
+trainer.fit((numbers, torch.randn(256)), batch_size=128, epochs=3, shuffle=False, verbose=0)
+tell(told)
+"""
+
+
+def test_only_rows_that_are_touched_travel(tmp_path: Path) -> None:
+    """A host sends the rows of its half of a batch, and gets all that have changed."""
+    (first,), _ = told_by_all(tmp_path, COUNT, 2, [1, 1])
+    row_bytes, num_steps = 64 * 4, 2
+    least = num_steps * (64 + 128) * row_bytes
+    assert len(first) == 3
+    for num_bytes in first:
+        assert least < num_bytes <= 1.2 * least
+
+
+# --- workers that do not wait ---------------------------------------------------------------------
+
+# A loss whose gradients do not depend on the weights: its result shows whether each sample counted.
+SUM = """
+from tests.parity.test_parameter_servers import EPOCHS, Sums, plain, trained
+model = Sums(seconds=0.005)
+history = trained(strategy(json.loads(sys.argv[3])), model)
+assert_equal(model, plain(EPOCHS))
+tell(history.history["staleness"])
+"""
+
+
+@pytest.mark.parametrize(
+    ("num_hosts", "servers", "workers", "staleness"),
+    core_of(
+        [(2, 1, 1, 4), (2, 1, 2, 1), (3, 2, 1, 2), (2, 2, 2, None)],
+        [(2, 1, 1, 4)],
+    ),
+)
+def test_every_sample_counts_once_and_no_worker_is_too_far_ahead(
+    num_hosts: int, servers: int, workers: int, staleness: int | None, tmp_path: Path
+) -> None:
+    arguments = [servers, workers, json.dumps(staleness)]
+    first, *others = told_by_all(tmp_path, SUM, num_hosts, arguments)
+    (leads,) = first
+    assert others == [first] * (num_hosts - 1)
+    assert max(leads) >= 1  # somebody was ahead
+    assert staleness is None or max(leads) <= staleness
+
+
+# What host 0's worker asks, is granted and computes; and the bytes that it sends and receives.
+WATCH = """
+from lockstep.parallel import remote_worker, worker_messages
+from lockstep.comm.mail_channels import MailChannels
+told = {"ahead": [], "bytes": 0, "rows": 0}
+open_asks = 0  # that are not answered
+
+def watch(cls, name, note):
+    method = getattr(cls, name)
+    def watched(self, *arguments, **options):
+        result = method(self, *arguments, **options)
+        note(result, *arguments)
+        return result
+    setattr(cls, name, watched)
+
+def note_ask(result, message):
+    global open_asks
+    open_asks |= isinstance(message, worker_messages.Ask)
+    if isinstance(message, worker_messages.HandedIn):
+        told["rows"] += sum(len(one.numbers) for one in message.gradients)
+
+def note_grant(message, *kinds):
+    global open_asks
+    open_asks = 0  # the worker asks one thing at a time
+    told["rows"] += sum(len(one.numbers) for fresh in message.weights for one in fresh.rows)
+
+def note_sent(result, box, number, payload, *rest):
+    told["bytes"] += len(payload)
+
+def note_received(payload, *rest):
+    told["bytes"] += len(payload)
+
+watch(worker_messages.Outbox, "put", note_ask)
+watch(worker_messages.Inbox, "take", note_grant)
+watch(MailChannels, "put", note_sent)
+watch(MailChannels, "take", note_received)
+watch(remote_worker.RemoteWorker, "_await_room", lambda _: told["ahead"].append(open_asks))
+
+class Lookups(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rows = nn.Embedding(20_000, 64, sparse=True)
+        nn.init.zeros_(self.rows.weight)
+    def forward(self, numbers):
+        return self.rows(numbers).sum(1)
+
+numbers, weights = torch.arange(1024) * 17, torch.rand(1024)
+model = Lookups()
+trainer = lockstep.Trainer(
+    model, loss=lambda outputs, weights: (outputs * weights).mean(), strategy=strategy(4),
+    optimizer=partial(torch.optim.SGD, lr=1.0))
+trainer.fit((numbers, weights), batch_size=128, epochs=2, shuffle=False, verbose=0)
+expected = torch.zeros(20_000, 64)
+expected[numbers] = -2 / 128 * weights[:, None]
+assert torch.allclose(model.rows.weight, expected, atol=1e-6)
+tell(told)
+"""
+
+
+def test_a_worker_asks_before_it_computes_and_only_touched_rows_travel(tmp_path: Path) -> None:
+    (first,), _ = told_by_all(tmp_path, WATCH, 2, [1, 1])
+    ahead = first["ahead"]
+    assert len(ahead) >= 4
+    assert sum(ahead) > len(ahead) / 2
+    row_bytes = 64 * 4
+    assert 2 * len(ahead) * 64 / 2 <= first["rows"] <= len(ahead) * 64 + 2 * 1024
+    assert first["rows"] * row_bytes < first["bytes"] <= 1.2 * first["rows"] * row_bytes
+
+
+# The process that leads host `dying` kills itself, or presses Ctrl-C, in its fifth forward pass.
+END = """
+import signal
+from itertools import count
+from tests.parity.test_parameter_servers import Sums, trained
+signal_number, dying = int(sys.argv[3]), sys.argv[4] == sys.argv[5]
+
+class Ending(Sums):
+    def __init__(self):
+        super().__init__(seconds=0.005)
+        self.calls, self.is_ending = count(1), dying
+    def forward(self, inputs):
+        if self.is_ending and self.training and next(self.calls) == 8:
+            os.kill(os.getpid(), signal_number)
+        return super().forward(inputs)
+    def __getstate__(self):
+        return {**vars(self), "is_ending": False, "first": 0}
+try:
+    trained(strategy(4), Ending())
+except lockstep.LockstepError as error:
+    tell(str(error))
+except KeyboardInterrupt:
+    tell("Ctrl-C")
+"""
+
+
+@pytest.mark.parametrize("dying", core_of([0, 1], [0]))
+def test_a_host_that_dies_is_named(dying: int, tmp_path: Path) -> None:
+    path = tmp_path / "script.py"
+    path.write_text(START + END)
+    arguments = [str(path), "1", "1", str(int(signal.SIGKILL)), str(dying), "{host}"]
+    with on_loopback(arguments) as processes:
+        status, *_ = processes[dying].finish(SECONDS)
+        assert status == -signal.SIGKILL
+        (told,) = lines(processes[1 - dying], SECONDS)
+    assert told.startswith(f"Host {dying} (")
+
+
+def test_ctrl_c_ends_workers_of_all_hosts(tmp_path: Path) -> None:
+    path = tmp_path / "script.py"
+    path.write_text(START + END)
+    arguments = [str(path), "1", "1", str(int(signal.SIGINT)), "0", "{host}"]
+    with on_loopback(arguments) as processes:
+        told = lines_of_all(processes, SECONDS)
+    assert told[0] == ["Ctrl-C"]
+
+
+# Whatever the Trainer is asked for beside, and in a second call; buffers are the first worker's.
+ALIKE = """
+import hashlib
+from torchmetrics.classification import MulticlassAccuracy
+from lockstep.checkpoint.trees import flattened
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(6, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 3))
+inputs = torch.randn(400, 6)
+data = inputs, inputs[:, :3].argmax(1)
+trainer = lockstep.Trainer(
+    model, loss=nn.CrossEntropyLoss(), optimizer=partial(torch.optim.Adam, lr=0.01),
+    metrics={"accuracy": MulticlassAccuracy(num_classes=3)}, strategy=strategy(4))
+for call in "12":
+    history = trainer.fit(
+        data, batch_size=40, epochs=3, validation_data=data, verbose=0,
+        checkpoint=lockstep.Checkpoint(sys.argv[3] + call))
+def digest(tree):
+    tensors, _ = flattened(tree)
+    return {name: hashlib.sha1(one.numpy().tobytes()).hexdigest() for name, one in tensors.items()}
+logs = trainer.evaluate(data, batch_size=40)
+tell([digest(dict(model.state_dict())), digest(trainer.optimizer.state_dict()), logs])
+tell(history.history)
+"""
+
+
+def test_hosts_end_alike_and_have_learned(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    (state, history), (other, _) = told_by_all(tmp_path, ALIKE, 2, [2, 1, folder])
+    assert state == other
+    assert state[2]["accuracy"] > 0.9
+    assert history["val_accuracy"][-1] == pytest.approx(state[2]["accuracy"])
+    assert max(history["staleness"]) <= 4
+    assert all(list((tmp_path / f"checkpoints{call}").iterdir()) for call in "12")
+
+
+REFUSED = """
+from tests.parity.test_parameter_servers import Sums, trained
+for options, fit in (({"replicas": 2}, {}), ({"staleness": 4}, {"restarts": 1})):
+    try:
+        refused = lockstep.ParameterServerStrategy(1, 1, **options, timeout_seconds=60)
+        trained(refused, Sums(), **fit)
+    except lockstep.LockstepError as error:
+        tell(str(error))
+"""
+
+
+def test_what_is_for_one_host_is_refused_on_several(tmp_path: Path) -> None:
+    for copies, restarts in told_by_all(tmp_path, REFUSED, 2, [1, 1]):
+        assert "replicas=2" in copies
+        assert "restarted on one host only" in restarts
