@@ -42,7 +42,7 @@ MAKERS: dict[str, Maker] = {
     "mirrored": Mirrored(devices=2, precision="fp64"),
     "mirrored-shares": Mirrored(devices=3, num_shares=5),
     "local": LocalSteps(
-        mirrored=Mirrored(devices=2), update=AveragedUpdate(every=16, outer=Nesterov())
+        maker=Mirrored(devices=2), update=AveragedUpdate(every=16, outer=Nesterov())
     ),
     "servers": Served(workers=Mirrored(devices=3), update=ServedUpdate(servers=2)),
 }
