@@ -141,6 +141,9 @@ class LocalWorker(Worker):
         """The first replica's."""
         return self._alone.gradients() if self.replica == 0 else {}
 
+    def bind_again(self) -> None:
+        self._alone.bind_again()
+
     def gather_slots(self) -> None:
         """No other replica's count."""
 
