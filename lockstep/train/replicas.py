@@ -29,21 +29,20 @@ def replicas_of(worker: Worker, results: Sequence[StepResult], control: Control)
     assert worker.updater is not None
     own = {"steps": told(results), "buffers": _flags(worker)}
     size = worker.plan.ranks_per_replica
-    pieces = worker.updater.slots() if size > 1 else []
-    if worker.rank >= size:  # the first replica's is the training's
+    pieces = worker.updater.slots() if size > 1 else []  # of the optimizer a rank knows these
+    if worker.rank >= size == 1:  # the first replica's is the training's
         own["updater"] = worker.updater.state()
-    if worker.rank >= size > 1:  # of a pipeline's optimizer its ranks know pieces
-        own["updater"] |= {"optimizer": {}, "velocities": {}}
     gathered = control.gather((own, pieces))
     if control.rank != 0:
         return None
     if size > 1:
         parameters = dict(worker.model.named_parameters())
+        options = worker.updater.state()["options"]  # callbacks have set them here, for all
         for first in range(size, len(gathered), size):
             ranks = gathered[first : first + size]
-            known = _known(assemble_slots([one for _, part in ranks for one in part], parameters))
+            slots = assemble_slots([one for _, part in ranks for one in part], parameters)
             for each, _ in ranks:
-                each["updater"] |= known
+                each["updater"] = {"options": options, **_known(slots)}
     return copied([each for each, _ in gathered])
 
 

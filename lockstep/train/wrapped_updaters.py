@@ -173,7 +173,7 @@ class OuterUpdater(WrappedUpdater):
         return self.inner.slot_keys()
 
     def slots(self, *, with_stored: bool = False) -> list[PieceSlots]:
-        """The inner's; and for rank 0, which has not all stages, velocities, which no rank shares."""
+        """The inner's, and velocities: rank 0 has not those of all stages."""
         own = () if with_stored else {one.bound.name for one in self._companions}
         return [
             *super().slots(with_stored=with_stored),

@@ -53,6 +53,9 @@ PIPELINES: dict[str, Maker] = {
     "pipeline-interleaved": Pipelined(stages=2, microbatches=4, schedule="interleaved"),
     "pipeline-zb-h1": Pipelined(stages=2, microbatches=3, schedule="zb-h1"),
     "hybrid": Pipelined(stages=2, microbatches=2, replicas=2, schedule="gpipe", recompute=(0,)),
+    "local-pipelines": LocalSteps(
+        maker=Pipelined(stages=2, microbatches=2, replicas=2), update=AveragedUpdate(every=16)
+    ),
     "hybrid-uneven": Pipelined(microbatches=2, replicas=(3, 1)),
 }
 STAGED_MODELS = ("gpt_tied", "unet")
