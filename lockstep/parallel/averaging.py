@@ -271,7 +271,7 @@ class Averaging:
         elif name in now.parameters:
             outer, parameter = self._update.outer, now.parameters[name].detach()
             if outer is not None:
-                total = nesterov(outer, total, self._updater.velocities[name])
+                total = nesterov(outer, total, self._updater.velocity(name))
             if writes:
                 torch.add(self._start[name], total, out=parameter)
 

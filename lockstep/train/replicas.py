@@ -40,9 +40,9 @@ def replicas_of(worker: Worker, results: Sequence[StepResult], control: Control)
         options = worker.updater.state()["options"]  # callbacks have set them here, for all
         for first in range(size, len(gathered), size):
             ranks = gathered[first : first + size]
-            slots = assemble_slots([one for _, part in ranks for one in part], parameters)
+            known = _known(assemble_slots([one for _, part in ranks for one in part], parameters))
             for each, _ in ranks:
-                each["updater"] = {"options": options, **_known(slots)}
+                each["updater"] = {"options": options, **known}
     return copied([each for each, _ in gathered])
 
 

@@ -164,10 +164,8 @@ class OuterUpdater(WrappedUpdater):
 
     slot = "velocity"
 
-    @property
-    def velocities(self) -> Mapping[str, torch.Tensor]:
-        """By the parameter's name."""
-        return self.kept
+    def velocity(self, name: str) -> torch.Tensor:
+        return self._kept_of(name)
 
     def slot_keys(self) -> list[SlotKey]:
         return self.inner.slot_keys()
