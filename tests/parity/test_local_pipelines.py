@@ -157,20 +157,8 @@ def test_what_stages_cannot_do_is_refused() -> None:
         local_trainer(one, TWO(2)).fit((one.inputs, one.targets), batch_size=3, verbose=0)
 
 
-# --- Keras ----------------------------------------------------------------------------------------
-
-
-def test_a_keras_model_in_pipelines_averages_at_the_end_of_an_epoch() -> None:
-    random = np.random.default_rng(0)
-    inputs, targets = random.normal(size=(40, 8)), random.integers(0, 3, 40)
-    with lockstep.LocalSGDStrategy("epoch", 4, stages=2, microbatches=1).scope():
+def test_a_keras_model_in_pipelines_is_refused() -> None:
+    with TWO("epoch").scope():
         model = keras_model()
-    model.fit(inputs, targets, batch_size=10, verbose=0, shuffle=False)
-    halves = np.arange(40).reshape(4, 2, 5)
-    replicas = [keras_model() for _ in range(2)]
-    for number, replica in enumerate(replicas):
-        rows = halves[:, number].ravel()
-        replica.fit(inputs[rows], targets[rows], batch_size=5, verbose=0, shuffle=False)
-    pairs = zip(*(replica.get_weights() for replica in replicas), strict=True)
-    for found, (one, other) in zip(model.get_weights(), pairs, strict=True):
-        np.testing.assert_allclose(found, (one + other) / 2, rtol=1e-12, atol=1e-12)
+    with pytest.raises(OptionError, match="need a PyTorch model"):
+        model.fit(np.zeros((40, 8)), np.zeros(40, int), batch_size=10, verbose=0)
