@@ -48,7 +48,10 @@ def add_strategy_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--servers", type=int, metavar="S", help="of servers: how many (default: 1)"
     )
-    stages = parser.add_argument_group("pipeline and hybrid")
+    stages = parser.add_argument_group("pipeline, hybrid, and local whose replicas are pipelines")
+    stages.add_argument(
+        "--stages", type=int, metavar="S", help="of local: devices of each replica (default: 1)"
+    )
     stages.add_argument(
         "--cuts", metavar="NAMES", help="modules at which stages begin, separated by commas"
     )
@@ -78,10 +81,10 @@ def _check_options(options: argparse.Namespace) -> None:
     taken = {
         "pipeline": _PIPELINE_OPTIONS,
         "hybrid": (*_PIPELINE_OPTIONS, "data"),
-        "local": ("every",),
+        "local": ("every", "stages", *_PIPELINE_OPTIONS),
         "servers": ("servers",),
     }
-    others = {"shares", "cuts", "microbatches", "schedule", "data", "every", "servers"}
+    others = {"shares", "cuts", "microbatches", "schedule", "data", "every", "servers", "stages"}
     others -= set(taken.get(options.strategy, ("shares",)))
     strange = sorted(name for name in others if getattr(options, name) is not None)
     if strange:
@@ -108,7 +111,14 @@ def _mirrored(options: argparse.Namespace) -> Strategy:
 
 def _local(options: argparse.Namespace) -> Strategy:
     every: Any = options.every or "16"  # of what it cannot be, the strategy tells
-    return LocalSGDStrategy(int(every) if every.isdecimal() else every, options.devices)
+    return LocalSGDStrategy(
+        int(every) if every.isdecimal() else every,
+        options.devices,
+        stages=options.stages,
+        cuts=_names(options.cuts),
+        microbatches=options.microbatches,
+        schedule=options.schedule or "1f1b",
+    )
 
 
 def _servers(options: argparse.Namespace) -> Strategy:

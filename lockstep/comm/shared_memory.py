@@ -107,6 +107,10 @@ class SharedRegion:
         """
         return tensor_in(self.memory, offset_bytes, dtype, shape, stride)
 
+    def part(self, offset_bytes: int, num_bytes: int) -> "SharedRegion":
+        """A part of the region, to be used as one of its own."""
+        return _Part(self, offset_bytes, num_bytes)
+
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor lies in the region, be it a view or by way of another library."""
         if tensor.layout != torch.strided:
@@ -122,6 +126,26 @@ class SharedRegion:
     def close(self) -> None:
         """Give up the descriptor; the mapping lives as long as tensors use it."""
         self.memory.close_descriptor()
+
+
+class _Part(SharedRegion):
+    """A part of a region; it has the descriptor of the whole."""
+
+    def __init__(self, whole: SharedRegion, offset_bytes: int, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        self.memory: Any = memoryview(whole.memory)[offset_bytes : offset_bytes + num_bytes]
+        self._whole, self._offset = whole, offset_bytes
+
+    @property
+    def descriptor(self) -> int:
+        return self._whole.descriptor
+
+    @property
+    def is_shared(self) -> bool:
+        return self._whole.is_shared
+
+    def reserve(self, offset_bytes: int, num_bytes: int) -> None:
+        self._whole.reserve(self._offset + offset_bytes, num_bytes)
 
 
 def tensor_in(

@@ -6,7 +6,7 @@ times its part of all that was trained on since. So what no replica has changed 
 by bit, and the bits of the rest do not depend on who came when.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,9 +23,7 @@ from lockstep.parallel.workload import Workload
 from lockstep.plan.averaging import AveragedUpdate, Nesterov
 from lockstep.plan.compression import Compression
 from lockstep.plan.layout import elementwise_slices
-
-# The only group of a Plan without stages.
-_GROUP = 0
+from lockstep.plan.spec import Plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,23 +64,23 @@ def _slot_name(parameter: str, slot: str) -> str:
     return f"{parameter}: {slot}"
 
 
-def averaged_group(work: Workload) -> GroupSpec:
-    """The layout of what is averaged, with a row for each replica; empty if nothing is trained."""
-    plan, updater = work.plan, work.updater
-    assert isinstance(plan.update, AveragedUpdate)
-    ranks = tuple(range(plan.num_ranks))
-    tensors: list[TensorSpec] = []
-    how: tuple[Compression | None, ...] = ()
-    if updater is not None:
-        now = Averaged.of(plan.update, work.model, updater)
-        tensors = [tensor_spec(name, one) for name, one in now.parameters.items()]
-        how = compressions(plan, ranks, tensors)
-        tensors += [tensor_spec(name, one) for name, one in now.buffers.items()]
-        if plan.update.averages_optimizer:  # before the first step there are none yet
-            tensors += [
-                tensor_spec(_slot_name(key.parameter, key.slot), now.parameters[key.parameter])
-                for key in updater.slot_keys()
-            ]
+def averaged_groups(work: Workload) -> tuple[GroupSpec, ...]:
+    """The layout of what is averaged, with a row for each rank that has it.
+
+    The groups are empty if nothing is trained.
+    """
+    if work.updater is None:
+        return tuple(_group(group.ranks, ()) for group in work.groups)
+    return tuple(
+        _averaged_group(work, work.updater, ranks, names) for ranks, names in _holders(work).items()
+    )
+
+
+def _group(
+    ranks: tuple[int, ...],
+    tensors: Sequence[TensorSpec],
+    how: tuple[Compression | None, ...] = (),
+) -> GroupSpec:
     return GroupSpec(
         ranks=ranks,
         row_ranks=ranks,
@@ -93,44 +91,131 @@ def averaged_group(work: Workload) -> GroupSpec:
     )
 
 
+def _holders(work: Workload) -> dict[tuple[int, ...], set[str]]:
+    """Names of the parameters and buffers that the same ranks have, by these ranks.
+
+    What no stage uses in training does not change.
+    """
+    plan = work.plan
+    if plan.pipeline is None:
+        buffers = {name for name, _ in work.model.named_buffers()}
+        return {group.ranks: {*group.names, *buffers} for group in work.groups}
+    found = {group.ranks: set(group.names) for group in work.groups}
+    seen: set[str] = set()
+    for stage, part in zip(plan.pipeline.stages, work.partitions[True].parts, strict=True):
+        found.setdefault(stage.ranks, set()).update({*part.buffers} - seen)
+        seen |= {*part.buffers}
+    return found
+
+
+def _averaged_group(
+    work: Workload, updater: Updater, ranks: tuple[int, ...], names: set[str]
+) -> GroupSpec:
+    plan = work.plan
+    assert isinstance(plan.update, AveragedUpdate)
+    now = Averaged.of(plan.update, work.model, updater)
+    parameters = {name: one for name, one in now.parameters.items() if name in names}
+    tensors = [tensor_spec(name, one) for name, one in parameters.items()]
+    how = compressions(plan, ranks, tensors)
+    tensors += [tensor_spec(name, one) for name, one in now.buffers.items() if name in names]
+    if plan.update.averages_optimizer:  # before the first step there are none yet
+        tensors += [
+            tensor_spec(_slot_name(key.parameter, key.slot), parameters[key.parameter])
+            for key in updater.slot_keys()
+            if key.parameter in parameters
+        ]
+    return _group(ranks, tensors, how)
+
+
+class _Share:
+    """One rank's share of what the ranks of a group average.
+
+    Args:
+        number: the group's.
+        group: the group.
+        plan: the Plan.
+        rank: this rank.
+        exchange: this rank's end.
+
+    Attributes:
+        specs: what is averaged.
+        tells: of the ranks of a replica that have it, in the same memory, this is the first: it
+            speaks for the replica.
+    """
+
+    def __init__(
+        self, number: int, group: GroupSpec, plan: Plan, rank: int, exchange: Exchange
+    ) -> None:
+        self.specs: Sequence[TensorSpec] = group.gradients.tensors
+        replica, count = rank // plan.ranks_per_replica, len(group.ranks)
+        self.tells = rank == min(
+            other for other in group.ranks if other // plan.ranks_per_replica == replica
+        )
+        self._number, self._row = number, group.ranks.index(rank)
+        self._exchange, self._rows = exchange, exchange.gradients[number]
+        slices = elementwise_slices(group.gradients.extents, count, count)
+        self._rows.divide(dict(zip(group.ranks, slices, strict=True)))
+        self._pieces = slices[self._row]
+
+    def put(self, row: Sequence[torch.Tensor | None]) -> None:
+        """What this rank adds to the sums."""
+        self._exchange.put(self._number, self._row, row)
+
+    def sum(self) -> None:
+        """Sum this rank's pieces; all have put what they have."""
+        self._rows.gather(self._pieces, self._rows.reduce(self._pieces))
+        self._rows.commit()
+
+    def sums(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The sums by name, when all have formed theirs."""
+        for number, spec in enumerate(self.specs):
+            total = self._rows.summed(number)
+            if total is not None:
+                yield spec.name, total
+
+
 class Averaging:
     """One rank's part in averaging.
 
     Args:
         work: with this replica's model and updater.
         rank: this rank.
-        exchange: this rank's end, whose only group is as ``averaged_group`` says.
-        specs: what is averaged, in the group's order.
+        exchange: this rank's end, whose groups are as ``averaged_groups`` says.
+        groups: these.
     """
 
     def __init__(
-        self, work: Workload, rank: int, exchange: Exchange, specs: Sequence[TensorSpec]
+        self, work: Workload, rank: int, exchange: Exchange, groups: Sequence[GroupSpec]
     ) -> None:
         assert isinstance(work.plan.update, AveragedUpdate)
         assert work.updater is not None
         self._update = work.plan.update
-        self._rank = rank
+        self._is_first = rank < work.plan.ranks_per_replica
         self._model = work.model
         self._updater = work.updater
         self._exchange = exchange
-        self._specs = specs
-        extents = [spec.extent for spec in specs]
-        slices = elementwise_slices(extents, work.plan.num_ranks, work.plan.num_ranks)
-        exchange.gradients[_GROUP].divide(dict(enumerate(slices)))
-        self._pieces = slices[rank]
+        self._shares = [
+            _Share(number, group, work.plan, rank, exchange)
+            for number, group in enumerate(groups)
+            if rank in group.ranks
+        ]
+        self._is_divided = work.plan.ranks_per_replica > 1
         self._start: dict[str, torch.Tensor] = {}
+        self._has_begun = False
 
     @torch.no_grad()
     def begin(self) -> None:
         """The replicas are alike, and are going to train apart."""
-        if not self._start:
+        if not self._has_begun:
             self._exchange.barrier()  # the others have copied the first one's weights by now
+        self._has_begun = True
         now = self._now()
-        for name, value in (*now.parameters.items(), *now.buffers.items()):
+        values = {**now.parameters, **now.buffers}
+        for name in (spec.name for share in self._shares for spec in share.specs):
             if name in self._start:
-                self._start[name].copy_(value)
-            else:
-                self._start[name] = value.clone()
+                self._start[name].copy_(values[name])
+            elif name in values:
+                self._start[name] = values[name].clone()
 
     @torch.no_grad()
     def average(self, part: float) -> None:
@@ -140,29 +225,32 @@ class Averaging:
             part: of all that was trained on since they were alike, how much this replica has.
         """
         now, exchange = self._now(), self._exchange
-        group = exchange.gradients[_GROUP]
         exchange.begin_pass()
-        exchange.put(_GROUP, self._rank, self._row(now, part))
+        for share in self._shares:
+            share.put(self._row(share.specs, now, part if share.tells else 0.0))
         exchange.collect(0)
-        group.gather(self._pieces, group.reduce(self._pieces))
-        group.commit()
+        for share in self._shares:
+            share.sum()
         exchange.barrier()
-        for number, spec in enumerate(self._specs):
-            total = group.summed(number)
-            if total is not None:
-                self._take(now, spec.name, total)
+        for share in self._shares:
+            for name, total in share.sums():
+                self._take(now, name, total, writes=share.tells)
+        if self._is_divided:  # some weights are in the memory of several ranks, and one has written
+            exchange.barrier()
 
     def _now(self) -> Averaged:
         return Averaged.of(self._update, self._model, self._updater)
 
-    def _row(self, now: Averaged, part: float) -> list[torch.Tensor | None]:
+    def _row(
+        self, specs: Sequence[TensorSpec], now: Averaged, part: float
+    ) -> list[torch.Tensor | None]:
         """What this replica adds to the average: changes of weights, and whole slots."""
         changed = {**now.parameters, **now.buffers}
         return [
             self._change(spec, changed[spec.name], part)
             if spec.name in self._start
             else _part_of(now.slots.get(spec.name), part)
-            for spec in self._specs
+            for spec in specs
         ]
 
     def _change(self, spec: TensorSpec, value: torch.Tensor, part: float) -> torch.Tensor | None:
@@ -173,9 +261,9 @@ class Averaging:
         change = (value - start).masked_fill_(value == start, 0)
         if spec.dtype.is_floating_point or spec.dtype.is_complex:
             return _part_of(change, part)
-        return change if self._rank == 0 else None  # a count: the first replica's
+        return change if self._is_first else None  # a count: the first replica's
 
-    def _take(self, now: Averaged, name: str, total: torch.Tensor) -> None:
+    def _take(self, now: Averaged, name: str, total: torch.Tensor, *, writes: bool) -> None:
         if name in now.slots:
             now.slots[name].copy_(total)
         elif name in now.buffers:
@@ -183,8 +271,9 @@ class Averaging:
         elif name in now.parameters:
             outer, parameter = self._update.outer, now.parameters[name].detach()
             if outer is not None:
-                total = nesterov(outer, total, self._updater.velocities[name])
-            torch.add(self._start[name], total, out=parameter)
+                total = nesterov(outer, total, self._updater.velocity(name))
+            if writes:
+                torch.add(self._start[name], total, out=parameter)
 
 
 def nesterov(outer: Nesterov, change: torch.Tensor, velocity: torch.Tensor) -> torch.Tensor:

@@ -49,32 +49,41 @@ def build_worker(
     for number, gradients in exchange.gradients.items():
         gradients.divide(divided[number])
     owned = owned_groups(plan, spec, dict(work.model.named_parameters()), divided, rank)
+    return make(
+        work,
+        passes=open_passes(work, endpoint, exchange, owned, process),
+        groups=owned,
+        told_elsewhere=_told_elsewhere(plan, spec, rank),
+        **what_it_has(work, rank),
+        exchange=exchange,
+    )
+
+
+def what_it_has(work: Workload, rank: int) -> dict[str, Any]:
+    """A rank, and names of what it has: arguments of a Worker."""
+    ruled = ruled_buffers(work, rank)
+    return {"rank": rank, "held": _held_names(work, rank, ruled), "ruled": ruled}
+
+
+def open_passes(
+    work: Workload,
+    endpoint: Endpoint,
+    exchange: Exchange,
+    owned: Sequence[OwnedGroup],
+    process: ProcessGroups | None = None,
+) -> Passes:
+    """How a rank goes forward and backward, with the groups that it holds."""
     options: dict[str, Any] = {
-        "rank": rank,
+        "rank": endpoint.rank,
         "exchange": exchange,
         "trainable": [member for group in owned for member in group.members],
         "device": endpoint.device,
     }
-    passes: Passes
-    if plan.pipeline is None:
-        passes = ModelPasses(work, group=spec.groups[0], **options)
-    else:
-        mail_channels = endpoint.mail_channels()
-        opened = _open_mail(mail, endpoint, exchange, mail_channels, process)
-        passes = StagePasses(
-            work, mail=opened, mail_channels=mail_channels, groups=owned, **options
-        )
-    ruled = ruled_buffers(work, rank)
-    return make(
-        work,
-        rank=rank,
-        exchange=exchange,
-        passes=passes,
-        groups=owned,
-        told_elsewhere=_told_elsewhere(plan, spec, rank),
-        held=_held_names(work, rank, ruled),
-        ruled=ruled,
-    )
+    if work.plan.pipeline is None:
+        return ModelPasses(work, group=endpoint.spec.groups[0], **options)
+    mail_channels = endpoint.mail_channels()
+    mail = _open_mail(mail_specs(work), endpoint, exchange, mail_channels, process)
+    return StagePasses(work, mail=mail, mail_channels=mail_channels, groups=owned, **options)
 
 
 def _open_mail(
@@ -90,7 +99,8 @@ def _open_mail(
     assert board is not None
     opened: dict[bool, StageMail] = {}
     first_box = 0
-    for (training, mail), offset in zip(specs.items(), endpoint.spec.mail_offsets, strict=True):
+    # Behind the mail may be what replicas have for themselves.
+    for (training, mail), offset in zip(specs.items(), endpoint.spec.mail_offsets, strict=False):
         options: dict[str, Any] = {
             "ranks_here": exchange.ranks_here,
             "mail_channels": mail_channels,

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 from torch import nn
@@ -11,10 +12,10 @@ from lockstep.comm.exchange import ExchangeSpec, GroupSpec
 from lockstep.comm.gradient_spec import GradientSpec
 from lockstep.comm.gradients import TensorSpec
 from lockstep.parallel import slot_notes
-from lockstep.parallel.averaging import averaged_group
+from lockstep.parallel.averaging import averaged_groups
 from lockstep.parallel.batch_norm import BatchNorms
 from lockstep.parallel.compressed_tensors import compressions
-from lockstep.parallel.groups import ParameterGroup
+from lockstep.parallel.groups import ParameterGroup, parameter_groups
 from lockstep.parallel.second_copy import copied_bytes
 from lockstep.parallel.stage_mail import MailSpec, mail_spec
 from lockstep.parallel.store import slot_spec, tensor_spec
@@ -25,6 +26,7 @@ from lockstep.plan.devices import is_cpu
 from lockstep.plan.layout import num_buckets
 from lockstep.plan.lowering import lower_stages, stage_graph
 from lockstep.plan.program import Backward, BackwardInput, BackwardWeight, Forward, RankProgram
+from lockstep.plan.replicas import plan_of_replica
 from lockstep.plan.spec import Plan
 
 # Messages of one kind in use at once in evaluation: the sender may be so far ahead.
@@ -46,6 +48,7 @@ def exchange_spec(work: Workload) -> ExchangeSpec:
         graph, last_stage = stage_graph(plan.pipeline), len(plan.pipeline.stages) - 1
         rank_of = partial(graph.rank_of, last_stage)
         mail_bytes = tuple(spec.num_bytes for spec in mail_specs(work).values())
+        mail_bytes += tuple(spec.num_bytes for spec in replica_specs(work))
     return ExchangeSpec(
         num_ranks=plan.num_ranks,
         share_ranks=tuple(map(rank_of, range(plan.num_shares))),
@@ -55,6 +58,21 @@ def exchange_spec(work: Workload) -> ExchangeSpec:
         on_accelerators=not is_cpu(plan.devices),
         gathering_rank=plan.num_ranks - 1 if plan.is_stale else None,
     )
+
+
+def replica_specs(work: Workload) -> list[ExchangeSpec]:
+    """What the ranks of each replica share between averages, where it is a pipeline of its own."""
+    plan = work.plan
+    if not isinstance(plan.update, AveragedUpdate) or plan.pipeline is None or work.updater is None:
+        return []
+    return [exchange_spec(work_of_replica(work, number)) for number in range(plan.num_replicas)]
+
+
+def work_of_replica(work: Workload, replica: int) -> Workload:
+    """What one of the replicas that train apart works on by itself."""
+    plan = plan_of_replica(work.plan, replica)
+    groups = parameter_groups(plan, work.model, list(work.partitions.values()))
+    return replace(work, plan=plan, groups=groups)
 
 
 def _trained(model: nn.Module) -> list[TensorSpec]:
@@ -68,7 +86,7 @@ def _trained(model: nn.Module) -> list[TensorSpec]:
 def _group_specs(work: Workload, trained: Sequence[TensorSpec]) -> tuple[GroupSpec, ...]:
     plan, updater = work.plan, work.updater
     if isinstance(plan.update, AveragedUpdate):
-        return (averaged_group(work),)
+        return averaged_groups(work)
     limits = {f"{layer.name}.weight".lstrip("."): layer.row_limit for layer in plan.layers}
     if updater is None or not updater.is_elementwise:
         limits = {}
@@ -177,7 +195,10 @@ def _has_rows(spec: TensorSpec) -> bool:
 
 
 def mail_specs(work: Workload) -> dict[bool, MailSpec]:
-    """The mailboxes of stages, by whether the model is in training."""
+    """The mailboxes of stages, by whether the model is in training.
+
+    Pipelines that train apart have those of training each for itself: see ``replica_specs``.
+    """
     plan, loss = work.plan, work.loss
     assert plan.pipeline is not None
     graph = stage_graph(plan.pipeline)
@@ -194,6 +215,7 @@ def mail_specs(work: Workload) -> dict[bool, MailSpec]:
             shares_memory=plan.engine.shares_memory,
         )
         for training, partition in work.partitions.items()
+        if not (training and isinstance(plan.update, AveragedUpdate))
     }
 
 

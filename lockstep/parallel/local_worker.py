@@ -1,35 +1,31 @@
 """The Worker of a replica that steps on its own, and averages with the others now and then.
 
 Between two averages it is a device alone: a Worker of a Plan with one rank trains on this replica's
-part of each batch, on its own parameters, and waits for nobody. Evaluation and prediction divide
-their batches as any data parallel Plan does; by then the replicas are alike.
+part of each batch, on its own parameters, and waits for nobody. Or a replica is a pipeline, and
+each of its ranks has a Worker of a Plan with that pipeline alone. Evaluation and prediction divide
+their batches as any data parallel Plan does, or hybrid; by then the replicas are alike.
 """
 
 import math
 from dataclasses import replace
 from typing import Any
 
-import msgspec
 import torch
 
 from lockstep.data.read_ahead import Read
 from lockstep.errors import NonFiniteError
 from lockstep.launch.failure import add_note
 from lockstep.parallel.averaging import Averaging
-from lockstep.parallel.build import build_worker, ruled_buffers
+from lockstep.parallel.build import build_worker, open_passes, what_it_has
 from lockstep.parallel.engine import Endpoint
-from lockstep.parallel.exchange_layout import exchange_spec
-from lockstep.parallel.groups import parameter_groups
-from lockstep.parallel.model_passes import ModelPasses
+from lockstep.parallel.exchange_layout import exchange_spec, work_of_replica
 from lockstep.parallel.passes import StepBatch
 from lockstep.parallel.training_step import StepResult
 from lockstep.parallel.update import PieceSlots, Updater
 from lockstep.parallel.worker import Worker
 from lockstep.parallel.workload import Workload
 from lockstep.plan.averaging import AveragedUpdate
-from lockstep.plan.decision import LocalUpdate
-from lockstep.plan.shares import share_bounds
-from lockstep.plan.spec import Plan
+from lockstep.plan.replicas import part_of_replica
 
 
 class LocalWorker(Worker):
@@ -37,7 +33,7 @@ class LocalWorker(Worker):
 
     Args:
         work: what the replicas have in common.
-        alone: trains this replica.
+        alone: trains this replica, or this rank's stages of it.
         averaging: with the others.
         options: see ``Worker``.
     """
@@ -52,7 +48,10 @@ class LocalWorker(Worker):
         assert isinstance(self.plan.update, AveragedUpdate)
         self.updater = alone.updater
         self._alone = alone
-        alone.first_share = self.plan.shares_of(self.rank)[0]
+        self.replica = self.rank // self.plan.ranks_per_replica
+        alone.first_share = self.plan.shares_of(self.replica)[0]
+        if alone.board is not None and self.board is not None:  # its ranks stop together
+            alone.board.wants_halt = self.board.wants_end
         self._averaging = averaging
         self._every = self.plan.update.every
         self._weight = 0.0  # of what was trained on since the replicas were alike
@@ -79,7 +78,7 @@ class LocalWorker(Worker):
         return result
 
     def _train_alone(self, batch: StepBatch) -> StepResult:
-        part = self._part_of(len(batch.indices))
+        part = part_of_replica(self.plan, self.replica, len(batch.indices))
         if not part:
             return StepResult(total=0.0, weight=0.0, num_samples=0)
         self._alone.passes.reading = self.passes.reading
@@ -89,16 +88,10 @@ class LocalWorker(Worker):
         except NonFiniteError as error:
             add_note(
                 error,
-                f"Shares and samples are counted within replica {self.rank}'s part of the batch: "
-                f"samples {part.start} to {part.stop - 1}.",
+                f"Shares and samples are counted within replica {self.replica}'s part of the "
+                f"batch: samples {part.start} to {part.stop - 1}.",
             )
             raise
-
-    def _part_of(self, num_samples: int) -> range:
-        """The samples of a batch that this replica trains on."""
-        shares = self.plan.shares_of(self.rank)
-        bounds = share_bounds(num_samples, self.plan.num_shares)
-        return range(bounds[shares[0]][0], bounds[shares[-1]][1])
 
     def settle(self, *, is_last: bool = False) -> None:
         """Have the replicas be alike: average what they have come to, if anything.
@@ -109,7 +102,7 @@ class LocalWorker(Worker):
             return
         assert self.board is not None
         told = self.board.tell([self._weight, is_last])
-        total = math.fsum(weight for weight, _ in told)
+        total = math.fsum(weight for weight, _ in told[:: self.plan.ranks_per_replica])
         if total:
             self._averaging.average(self._weight / total)
         else:
@@ -123,17 +116,33 @@ class LocalWorker(Worker):
 
     @property
     def is_halted(self) -> bool:
-        if self._num_steps and not self.keeps_pace:  # others are wherever they are
-            return self.board is not None and self.board.wants_end()
-        return super().is_halted
+        if not self._num_steps or self.keeps_pace:
+            return super().is_halted
+        if self._alone.board is not None:
+            return self._alone.is_halted
+        return self.board is not None and self.board.wants_end()  # others are wherever they are
+
+    def results_of_epoch(self, own: list[StepResult]) -> list[StepResult]:
+        """All ranks of a replica know what it has done; the first tells."""
+        if self._is_first:
+            return own
+        return [replace(one, total=0.0, weight=0.0, num_samples=0, is_skipped=False) for one in own]
+
+    @property
+    def _is_first(self) -> bool:
+        """Of its replica."""
+        return self.rank % self.plan.ranks_per_replica == 0
 
     def slots(self, *, with_stored: bool = False) -> list[PieceSlots]:
         """The first replica's are those that count."""
-        return super().slots(with_stored=with_stored) if self.rank == 0 else []
+        return super().slots(with_stored=with_stored) if self.replica == 0 else []
 
     def gradients(self) -> dict[str, torch.Tensor | None]:
         """The first replica's."""
-        return self._alone.gradients() if self.rank == 0 else {}
+        return self._alone.gradients() if self.replica == 0 else {}
+
+    def bind_again(self) -> None:
+        self._alone.bind_again()
 
     def gather_slots(self) -> None:
         """No other replica's count."""
@@ -141,7 +150,7 @@ class LocalWorker(Worker):
     def reads(self, indices: torch.Tensor, step: int | None = None, turn: int = 0) -> list[Read]:
         if step is None:
             return super().reads(indices)
-        part = self._part_of(len(indices))
+        part = part_of_replica(self.plan, self.replica, len(indices))
         return self._alone.reads(indices[part.start : part.stop], step, turn) if part else []
 
     def leaves_a_rank_idle(self, num_samples: int) -> bool:
@@ -152,47 +161,39 @@ class LocalWorker(Worker):
 def build_local_worker(work: Workload, endpoint: Endpoint) -> LocalWorker:
     """Put the parts of a rank that trains together; for the arguments see ``build_worker``."""
     assert work.updater is not None
-    rank, group, exchange = endpoint.rank, endpoint.spec.groups[0], endpoint.exchange()
-    common: dict[str, Any] = {"rank": rank, "exchange": exchange}
+    exchange = endpoint.exchange()
     in_common = replace(work, updater=None, functions=())
     return LocalWorker(
         in_common,
         alone=build_alone(work, endpoint, work.updater),
-        averaging=Averaging(work, rank, exchange, group.gradients.tensors),
-        passes=ModelPasses(in_common, group=group, trainable=(), device=endpoint.device, **common),
-        ruled=ruled_buffers(work, rank),
-        **common,
+        averaging=Averaging(work, endpoint.rank, exchange, endpoint.spec.groups),
+        passes=open_passes(in_common, endpoint, exchange, ()),
+        exchange=exchange,
+        **what_it_has(work, endpoint.rank),
     )
 
 
 def build_alone(work: Workload, endpoint: Endpoint, updater: Updater) -> Worker:
-    """The Worker of one replica by itself: of what one device would do with its part of a batch."""
-    plan = _plan_of_replica(work.plan, endpoint.rank)
-    groups = parameter_groups(plan, work.model, [])
-    own = replace(work, plan=plan, updater=updater, groups=groups)
+    """The Worker of one replica by itself: of what one device would do with its part of a batch.
+
+    Of a replica that is a pipeline it is one rank's.
+    """
+    replica, rank = divmod(endpoint.rank, work.plan.ranks_per_replica)
+    own = replace(work_of_replica(work, replica), updater=updater)
+    spec = exchange_spec(own)
+    region = None
+    if own.plan.pipeline is not None:
+        assert endpoint.region is not None
+        offset = endpoint.spec.mail_offsets[replica - work.plan.num_replicas]
+        region = endpoint.region.part(offset, spec.num_bytes)
     return build_worker(
         own,
         Endpoint(
-            plan=plan,
-            spec=exchange_spec(own),
-            rank=0,
-            region=None,
+            plan=own.plan,
+            spec=spec,
+            rank=rank,
+            region=region,
             look_around=endpoint.look_around,
             device=endpoint.device,
         ),
-    )
-
-
-def _plan_of_replica(plan: Plan, rank: int) -> Plan:
-    shares = plan.shares_of(rank)
-    return msgspec.structs.replace(
-        plan,
-        mesh=(),
-        devices=(plan.devices[rank],),
-        num_shares=len(shares),
-        shares_per_row=len(shares),
-        update=LocalUpdate(),
-        hosts=(),
-        compression=None,
-        notes=(),
     )

@@ -63,6 +63,13 @@ class TensorStore:
         _, num_bytes = flat_offsets([spec.extent for spec in specs])
         return cls(specs, SharedRegion.create(num_bytes, [] if is_reserved else [(0, num_bytes)]))
 
+    def copy(self) -> "TensorStore":
+        """Another one with the same values."""
+        other = TensorStore.create(self.specs)
+        copy_to_views(other.views, self.views)
+        other.region.release_pages()
+        return other
+
 
 @torch.no_grad()
 def copy_to_views(views: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:

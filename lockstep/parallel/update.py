@@ -115,10 +115,9 @@ class Updater(ABC):
     def step(self) -> None:
         """Update every piece that has a gradient."""
 
-    @property
-    def velocities(self) -> Mapping[str, torch.Tensor]:
-        """Of an outer optimizer, by the parameter's name; none without one."""
-        return {}
+    def velocity(self, name: str) -> torch.Tensor:
+        """Of an outer optimizer, that of a parameter."""
+        raise NotImplementedError
 
     def count_steps(self, number: int) -> None:
         """Other ranks have made so many steps, and this one none."""

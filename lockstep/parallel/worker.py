@@ -420,6 +420,11 @@ class Worker:
         assert self.updater is not None
         return self.updater.slots(with_stored=with_stored)
 
+    def bind_again(self) -> None:
+        """Somebody has changed what the front end's optimizer knows: step on with that."""
+        assert self.updater is not None
+        self.updater.bind([piece for pieces in self._pieces for piece in pieces])
+
     def barrier(self) -> None:
         """Wait for all ranks."""
         self.exchange.barrier()

@@ -226,6 +226,11 @@ class Decision(Record, frozen=True, kw_only=True):
         return next((axis.size for axis in self.mesh if axis.name == "data"), 1)
 
     @property
+    def ranks_per_replica(self) -> int:
+        """Ranks that each of these has: one, or those of its stages."""
+        return (self.num_ranks - self.num_servers) // self.num_replicas
+
+    @property
     def num_servers(self) -> int:
         """The last ranks, which update and compute nothing."""
         return self.update.servers if isinstance(self.update, ServedUpdate) else 0
@@ -359,18 +364,42 @@ def _check_stages(plan: Decision, problems: Problems) -> None:
             received=f"layers in stage {', '.join(map(str, strange))} of {num_stages}",
             fix="Number stages from 0.",
         )
-    if (plan.pipeline is not None) != isinstance(plan.update, StagedUpdate):
+    takes_stages = StagedUpdate if plan.pipeline is None else StagedUpdate | AveragedUpdate
+    if (plan.pipeline is not None) != isinstance(plan.update, takes_stages):
         problems.add(
             "Stages, and only they, are updated stage by stage.",
             received=f"{num_stages} stages with an update of type {type(plan.update).__name__}",
-            fix='Use an update of type "staged" with a pipeline.',
+            fix='Use an update of type "staged" with a pipeline, or "averaged".',
         )
     if plan.pipeline is None:
         return
+    if isinstance(plan.update, AveragedUpdate):
+        _check_pipelines_apart(plan, plan.pipeline, problems)
     held = {rank for stage in plan.pipeline.stages for rank in stage.ranks}
     if held != set(range(plan.num_ranks)):
         problems.add(
             "Every rank must hold a stage, and every stage be held by ranks of the Plan.",
             received=f"stages on ranks {sorted(held)} with {plan.num_ranks} devices",
             fix="Name one device per rank, and each rank in some stage.",
+        )
+
+
+def _check_pipelines_apart(plan: Decision, pipeline: Pipeline, problems: Problems) -> None:
+    """Replicas that train apart are consecutive ranks of one host, each with all of the model."""
+    size = plan.ranks_per_replica
+    if any(
+        sorted(rank // size for rank in stage.ranks) != list(range(plan.num_replicas))
+        for stage in pipeline.stages
+    ):
+        problems.add(
+            "Each of the pipelines that train apart must hold every stage once.",
+            received=f"stages on ranks {[stage.ranks for stage in pipeline.stages]} with "
+            f"{plan.num_replicas} replicas",
+            fix="Give each replica consecutive ranks, one for each stage.",
+        )
+    if any(count % size for count in plan.hosts):
+        problems.add(
+            "A pipeline that trains apart must be on one host.",
+            received=f"hosts with {plan.hosts} ranks and pipelines of {size}",
+            fix=f"Give each host a multiple of {size} ranks.",
         )

@@ -6,6 +6,7 @@ The same programs, run in simulated time, say what a step of a pipeline is expec
 from lockstep.plan.averaging import AveragedUpdate
 from lockstep.plan.decision import LocalUpdate, Pipeline, Stage
 from lockstep.plan.program import Action, Backward, Forward, RankProgram, Reduce, Step, Sync
+from lockstep.plan.replicas import part_of_replica, plan_of_replica
 from lockstep.plan.schedules import StageGraph, forward_schedule, make_schedule
 from lockstep.plan.shares import num_filled_shares
 from lockstep.plan.simulation import StageCosts, Timeline, run_programs
@@ -49,7 +50,7 @@ def lower_train(plan: Plan, rank: int, num_samples: int) -> RankProgram:
     steps on its own parameters. Consecutive passes of one kind in an interleaved Plan run together.
     """
     if plan.pipeline is not None:
-        return lower_stages(plan, plan.pipeline, num_samples)[rank]
+        return _lower_staged(plan, plan.pipeline, rank, num_samples)
     shares = _filled_shares(plan, rank, num_samples)
     passes: list[Action] = []
     if plan.interleaved:
@@ -63,6 +64,14 @@ def lower_train(plan: Plan, rank: int, num_samples: int) -> RankProgram:
     if isinstance(plan.update, LocalUpdate | AveragedUpdate):
         return (*passes, Reduce(), Step())
     return (*passes, Reduce(), Step(), Sync())
+
+
+def _lower_staged(plan: Plan, pipeline: Pipeline, rank: int, num_samples: int) -> RankProgram:
+    if not isinstance(plan.update, AveragedUpdate):
+        return lower_stages(plan, pipeline, num_samples)[rank]
+    replica, number = divmod(rank, plan.ranks_per_replica)
+    part = part_of_replica(plan, replica, num_samples)
+    return lower_train(plan_of_replica(plan, replica), number, len(part)) if part else ()
 
 
 def lower_stages(plan: Plan, pipeline: Pipeline, num_samples: int) -> list[RankProgram]:

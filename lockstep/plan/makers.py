@@ -270,15 +270,15 @@ INEXACT = "Replicas train apart between averages: the result is not that of one 
 
 
 @dataclass(frozen=True, kw_only=True)
-class LocalSteps(Maker):
+class LocalSteps(Wrapping):
     """Data parallelism on cores in which every replica has parameters of its own.
 
     Attributes:
-        mirrored: makes the replicas as they would be if they shared their parameters.
+        maker: makes the replicas as they would be if they shared their parameters: of one rank
+            each, or pipelines.
         update: how often they average, and what they do with the average.
     """
 
-    mirrored: Maker
     update: AveragedUpdate
 
     def __call__(self, graph: LayerGraph, cluster: Cluster, batch_size: int) -> Plan:
@@ -287,8 +287,9 @@ class LocalSteps(Maker):
         Raises:
             DeviceError: more replicas than a host can hold.
         """
-        plan = self.mirrored(graph, cluster.cores, batch_size)
-        is_alone = plan.num_ranks == 1 and self.update.outer is None  # there is nothing to average
+        plan = self.maker(graph, cluster.cores, batch_size)
+        # There may be nothing to average.
+        is_alone = plan.num_replicas == 1 and self.update.outer is None
         return msgspec.structs.replace(
             plan,
             strategy="local SGD",

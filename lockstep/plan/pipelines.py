@@ -7,7 +7,7 @@ which take turns with the microbatches, in equal numbers or each stage its own.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from lockstep.cluster.topology import Cluster, num_devices
@@ -277,6 +277,36 @@ class Pipelined(Maker):
             return (Axis(name="rank", size=num_ranks),)
         pipe = Axis(name="pipe", size=num_ranks // self.replicas)
         return (pipe,) if self.replicas == 1 else (Axis(name="data", size=self.replicas), pipe)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelinesOnHosts(Maker):
+    """Replicas of a pipeline, as many on each host, none of which is on two.
+
+    Attributes:
+        on_each: what a host has.
+    """
+
+    on_each: Pipelined
+
+    def _on(self, cluster: Cluster) -> Pipelined:
+        return replace(self.on_each, replicas=self.on_each.most_replicas * len(cluster.hosts))
+
+    def sample_size(self, cluster: Cluster, batch_size: int) -> int:
+        return self._on(cluster).sample_size(cluster, batch_size)
+
+    def check_batch_size(self, batch_size: int) -> None:
+        self.on_each.check_batch_size(batch_size)
+
+    def __call__(self, graph: LayerGraph, cluster: Cluster, batch_size: int) -> Plan:
+        """Make the Plan for global batches of ``batch_size`` samples.
+
+        Raises:
+            OptionError, DeviceError, PlanError: see ``Pipelined``.
+        """
+        maker = self._on(cluster)
+        maker.check_batch_size(batch_size)
+        return maker(graph, cluster, batch_size)
 
 
 # --- layers as cuts see them ----------------------------------------------------------------------

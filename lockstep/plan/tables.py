@@ -94,15 +94,18 @@ def _devices(plan: Decision) -> str:
 
 def _work(plan: Decision) -> str:
     """How a batch is divided, and how parameters are updated."""
+    apart = f"each replica's own, {plan.update}"
     if plan.pipeline is not None:
+        is_apart = isinstance(plan.update, AveragedUpdate)
         return (
             f"Microbatches of each batch: {plan.num_shares}, schedule {plan.pipeline.schedule}; "
-            f"each stage updates its parameters{_over(plan)}"
+            + (f"parameters {apart}" if is_apart else "each stage updates its parameters")
+            + _over(plan)
         )
     update = (
         "updated where they are"
         if isinstance(plan.update, LocalUpdate)
-        else f"each replica's own, {plan.update}"
+        else apart
         if isinstance(plan.update, AveragedUpdate)
         else f"in shared memory, {plan.update}"
         if isinstance(plan.update, ServedUpdate)

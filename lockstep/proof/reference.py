@@ -67,7 +67,7 @@ class Reference:
         batches: the data: sources, and which of their samples make a batch.
         seed: of all random streams.
         loss_weights: of several losses.
-        share: of each batch, the only one that it trains on; None for all.
+        shares: of each batch, those that it trains on; None for all.
         train_step: the user's own, in place of model and loss.
         dims: where the samples are in what the user's code takes.
 
@@ -85,14 +85,14 @@ class Reference:
         *,
         seed: int,
         loss_weights: Any = None,
-        share: int | None = None,
+        shares: range | None = None,
         train_step: Any = None,
         dims: BatchDims = SAMPLES_FIRST,
     ) -> None:
         self.notes: list[str] = []
         self.model = model
         self.optimizer = optimizer
-        self._share = share
+        self._shares = shares
         self._step = -1
         self._last_loss: float | None = None
         self._loss = loss
@@ -133,9 +133,10 @@ class Reference:
         num_samples = len(data[1])
         bounds = share_bounds(num_samples, num_shares)
         bounds = bounds[: num_filled_shares(num_samples, num_shares)]
-        first_share = self._share or 0
-        if self._share is not None:
-            bounds = bounds[first_share : first_share + 1]
+        first_share = 0
+        if self._shares is not None:
+            first_share = self._shares.start
+            bounds = bounds[first_share : self._shares.stop]
         if not bounds:
             return None
         batch, states = self._read(number, data, bounds, first_share)
@@ -143,7 +144,9 @@ class Reference:
         streams: ShareStreams | None = None
         scope: AbstractContextManager[Any] = nullcontext()
         if len(bounds) > 1:
-            scope = streams = ShareStreams(bounds, states, self._probe(batch))
+            begin = bounds[0][0]
+            rows = [(start - begin, stop - begin) for start, stop in bounds]
+            scope = streams = ShareStreams(rows, states, self._probe(batch))
         with scope:
             loss = self._loss_of(self.model, self._loss, batch)
             if loss is not None:

@@ -120,8 +120,8 @@ class TwoSides:
         hosts = SimulatedHosts(plan.compression, plan.num_hosts)
         return self._reference_of(None, hosts=hosts, host_of=partial(host_of_gradient, plan))
 
-    def _reference_of(self, share: int | None, **compressed: Any) -> Reference:
-        return self._make(share, rank_device(self.trainer.plan.devices, 0), **compressed)
+    def _reference_of(self, shares: range | None, **compressed: Any) -> Reference:
+        return self._make(shares, rank_device(self.trainer.plan.devices, 0), **compressed)
 
     @property
     def _linear(self) -> bool:
@@ -154,11 +154,14 @@ class TwoSides:
             return
         if self._replicas is None:
             self._replicas = self._apart(self.trainer.plan, update)
+        plan = self.trainer.plan
+        size = plan.ranks_per_replica  # each of these ranks knows what the replica has done
         records = self._replicas.step(
-            self.trainer.plan.num_shares, snapshot.weights, partial(self._settle, snapshot)
+            plan.num_shares, snapshot.weights[::size], partial(self._settle, snapshot)
         )
         self._count(records[0])
-        self.comparisons += compare_replicas(snapshot, records)
+        of_ranks = [record for record in records for _ in range(size)]
+        self.comparisons += compare_replicas(snapshot, of_ranks)
 
     @property
     def is_synchronous(self) -> bool:
@@ -178,11 +181,16 @@ class TwoSides:
 
     def _apart(self, plan: Plan, update: AveragedUpdate) -> Replicas:
         """Replicas that train apart, simulated."""
-        references = [self._reference_of(rank) for rank in range(plan.num_ranks)]
+        replicas, size = range(plan.num_replicas), plan.ranks_per_replica
+        references = [self._reference_of(plan.shares_of(replica)) for replica in replicas]
         hosts = None
         if plan.compression is not None:
             hosts = SimulatedHosts(plan.compression, plan.num_hosts)
-        return Replicas(references, update, self._data.steps_per_epoch, hosts, plan.host_of)
+
+        def host_of(replica: int) -> int:
+            return plan.host_of(replica * size)
+
+        return Replicas(references, update, self._data.steps_per_epoch, hosts, host_of)
 
     def _count(self, record: Record) -> None:
         self._steps += 1
@@ -246,13 +254,13 @@ class TwoSides:
 
 
 def make_reference(
-    trial: Trial, share: int | None, device: torch.device, **compressed: Any
+    trial: Trial, shares: range | None, device: torch.device, **compressed: Any
 ) -> Reference:
-    """The plain loop on a device, on the whole of each batch or on one share alone.
+    """The plain loop on a device, on the whole of each batch or on some shares alone.
 
     Args:
         trial: what it trains.
-        share: of each batch; None for all.
+        shares: of each batch; None for all.
         device: where it trains.
         compressed: see ``CompressedReference``; none for gradients as they are.
     """
@@ -265,7 +273,7 @@ def make_reference(
         trial.data.batches(),
         seed=trial.seed,
         loss_weights=own.loss_weights,
-        share=share,
+        shares=shares,
         train_step=own.train_step,
         dims=own.dims,
         **compressed,

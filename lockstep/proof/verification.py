@@ -148,7 +148,7 @@ def _cause(trial: Trial, first: Comparison | None, conditioning: Conditioning) -
 
 def _simulated(plan: Plan, sides: TwoSides) -> str:
     """What the plain loop has to simulate."""
-    what = [] if sides.is_synchronous else [f"{plan.num_ranks} replicas"]
+    what = [] if sides.is_synchronous else [f"{plan.num_replicas} replicas"]
     if plan.compression is not None:
         what.append(f"{plan.num_hosts} hosts that send {plan.compression}")
     return " on ".join(what)

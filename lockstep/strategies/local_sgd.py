@@ -1,22 +1,27 @@
 """Data parallelism without waiting: replicas step on their own and average now and then."""
 
 import os
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from lockstep.cluster.devices import discover
 from lockstep.cluster.environment import find_devices, find_place
 from lockstep.cluster.place import Reach
-from lockstep.errors import OptionError, Problems
-from lockstep.options import check_flag, check_timeout
+from lockstep.errors import DeviceError, OptionError, Problems
+from lockstep.options import check_choice, check_flag, check_timeout
 from lockstep.plan.averaging import AveragedUpdate, Every, Nesterov, is_every
 from lockstep.plan.compressed import compressed
 from lockstep.plan.compression import Compression, find_compression
 from lockstep.plan.devices import device_names
 from lockstep.plan.makers import LocalSteps, Maker
 from lockstep.plan.many_hosts import MirroredHosts
+from lockstep.plan.pipelines import Pipelined, PipelinesOnHosts
+from lockstep.plan.schedules import SCHEDULES
 from lockstep.strategies.base import Strategy
 from lockstep.strategies.mirrored import check_format
 from lockstep.strategies.multi_worker import check_number, num_replicas
+from lockstep.strategies.pipeline import check_counts, check_cuts
 
 
 class LocalSGDStrategy(Strategy):
@@ -27,6 +32,9 @@ class LocalSGDStrategy(Strategy):
     device, but for ``every=1`` and plain SGD. Stich, Local SGD Converges Fast and Communicates
     Little (2018).
 
+    With ``stages`` a replica is not one device but a pipeline of as many, as ``PipelineStrategy``
+    makes them.
+
     On several hosts each runs the same script, as under ``MultiWorkerMirroredStrategy``; they send
     each other nothing but averages.
 
@@ -34,7 +42,11 @@ class LocalSGDStrategy(Strategy):
         every: steps from one average to the next, or ``"epoch"``. The end of an epoch always
             averages.
         devices: number of CPU replicas, on each host; None is what the launcher says, or else one
-            per usable core, at most 8.
+            per usable core, at most 8. With ``stages`` it is that of all their ranks.
+        stages: ranks of a pipeline; None is replicas of one device.
+        cuts: as in ``PipelineStrategy``.
+        microbatches: likewise, of each replica's part of a batch.
+        schedule: likewise.
         outer: what is done with the average; None takes it as it is, ``Nesterov()`` is DiLoCo.
         average_optimizer: average the optimizer's slots, too. If not, each replica keeps its own
             for as long as ``fit`` runs; afterwards the optimizer has those of the first.
@@ -56,6 +68,10 @@ class LocalSGDStrategy(Strategy):
         every: Every,
         devices: int | None = None,
         *,
+        stages: int | None = None,
+        cuts: Sequence[str] | None = None,
+        microbatches: int | None = None,
+        schedule: str = "1f1b",
         outer: Nesterov | None = None,
         average_optimizer: bool = False,
         compression: str | Compression | None = None,
@@ -67,26 +83,44 @@ class LocalSGDStrategy(Strategy):
         _check_averaging(problems, every, outer, average_optimizer)
         check_format(problems, channels_last)
         check_timeout(problems, timeout_seconds)
+        _check_stages(problems, stages, cuts=cuts, microbatches=microbatches, schedule=schedule)
+        _check_whole(problems, stages, average_optimizer, channels_last)
         self._compression = find_compression(problems, compression)
         problems.raise_if_any(OptionError)
         if devices is None and find_place(os.environ) is None:
             devices = find_devices(os.environ)
         self.devices = devices
+        self.stages = stages
         self.timeout_seconds = timeout_seconds
         self._mirrored = MirroredHosts(devices_per_host=devices, channels_last=channels_last)
         self._update = AveragedUpdate(
             every=every, outer=outer, averages_optimizer=average_optimizer
         )
-        device_names(self.devices, discover().cores.hosts[0])
+        names = device_names(self.devices, discover().cores.hosts[0])
+        self._pipelines: PipelinesOnHosts | None = None
+        if stages is not None:
+            _check_multiple(len(names), devices, stages)
+            pipeline = Pipelined(
+                stages=stages,
+                cuts=None if cuts is None else tuple(cuts),
+                microbatches=microbatches,
+                schedule=schedule,
+                replicas=len(names) // stages,
+            )
+            self._pipelines = PipelinesOnHosts(on_each=pipeline)
 
     def maker(self, precision: str = "fp32") -> Maker:
-        mirrored = replace(self._mirrored, precision=precision)
-        return compressed(self._compression, LocalSteps(mirrored=mirrored, update=self._update))
+        maker: Maker = replace(self._mirrored, precision=precision)
+        if self._pipelines is not None:
+            on_each = replace(self._pipelines.on_each, precision=precision)
+            maker = replace(self._pipelines, on_each=on_each)
+        return compressed(self._compression, LocalSteps(maker=maker, update=self._update))
 
     @property
     def num_replicas_in_sync(self) -> int:
         """Replicas of all hosts; see ``MultiWorkerMirroredStrategy``."""
-        return num_replicas(self._mirrored, self.timeout_seconds, on_cores=True)
+        ranks = num_replicas(self._mirrored, self.timeout_seconds, on_cores=True)
+        return ranks // (self.stages or 1)
 
 
 def _check_averaging(
@@ -106,3 +140,48 @@ def _check_averaging(
         )
     fix = "Leave it out for an optimizer of each replica's own."
     check_flag("average_optimizer", average_optimizer, problems, fix=fix)
+
+
+def _check_stages(problems: Problems, stages: int | None, **options: Any) -> None:
+    """Note what says nothing of pipelines, and what says it where there are none."""
+    if stages is None:
+        given = {name: one for name, one in options.items() if one not in (None, "1f1b")}
+        if given:
+            problems.add(
+                "Replicas of one device have no stages.",
+                received=", ".join(f"{name}={one!r}" for name, one in given.items()),
+                fix="Say how many there are: stages=2, for example.",
+            )
+        return
+    check_counts(problems, stages=stages, microbatches=options["microbatches"])
+    check_cuts(problems, options["cuts"])
+    check_choice("schedule", options["schedule"], SCHEDULES, problems, fix="Use '1f1b'.")
+
+
+def _check_whole(
+    problems: Problems, stages: object, average_optimizer: object, channels_last: object
+) -> None:
+    """Note options of replicas that have all of the model on one device."""
+    given = {"average_optimizer": average_optimizer or None, "channels_last": channels_last}
+    named = [f"{name}={one!r}" for name, one in given.items() if one is not None]
+    if stages is not None and named:
+        problems.add(
+            "Pipelines keep each their own optimizer, and choose the memory format themselves.",
+            received=f"stages={stages!r} with {', '.join(named)}",
+            fix="Leave it out, or use replicas of one device.",
+        )
+
+
+def _check_multiple(count: int, devices: int | None, stages: int) -> None:
+    """See that devices make whole pipelines.
+
+    Raises:
+        DeviceError: some would be left over.
+    """
+    if count % stages:
+        raise DeviceError(
+            "Every replica needs a device for each of its stages.",
+            received=f"{count} devices{'' if devices else ', as many as there are,'} and "
+            f"stages={stages}",
+            fix=f"Use devices={max(count // stages, 1) * stages}, for example.",
+        )

@@ -34,7 +34,7 @@ class StagedStrategy(Strategy):
         """
         devices = options["devices"]
         check_counts(problems, **{name: options[name] for name in ("microbatches", "memory_bytes")})
-        _check_cuts(problems, options["cuts"])
+        check_cuts(problems, options["cuts"])
         check_choice("schedule", options["schedule"], SCHEDULES, problems, fix="Use '1f1b'.")
         _check_recompute(problems, options["recompute"])
         check_timeout(problems, timeout_seconds)
@@ -121,7 +121,7 @@ def check_counts(problems: Problems, **counts: int | None) -> None:
         check_count(name, value, problems, optional=True, fix=fix)
 
 
-def _check_cuts(problems: Problems, cuts: object) -> None:
+def check_cuts(problems: Problems, cuts: object) -> None:
     """Note cuts that are no list of names."""
     if cuts is None:
         return

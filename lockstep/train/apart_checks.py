@@ -50,6 +50,12 @@ def check_apart(plan: Plan, updater: Updater, averages: Averages | None, precisi
             received=f"a model of Keras, with {type(updater.owner).__name__}",
             fix="Leave them out.",
         )
+    if not is_torch and plan.pipeline is not None:  # its slots lie where pipelines have them shared
+        problems.add(
+            "Pipelines that train apart need a PyTorch model and a Trainer.",
+            received=f"a model of Keras, with {type(updater.owner).__name__}",
+            fix="Leave `stages` out, or use HybridStrategy.",
+        )
     if updater.options_spec() is not None:
         problems.add(
             "Replicas that train apart cannot follow a schedule that moves at every step.",

@@ -345,7 +345,8 @@ class FitTask(Task):
             conductor.stand_at(None)
             return
         self._show_all(ensemble)
-        sums = epoch_sums(results, self.metrics, control, are_apart=worker.trains_apart)
+        told = worker.results_of_epoch(list(results)) if worker.has_own_optimizer else results
+        sums = epoch_sums(told, self.metrics, control, are_apart=worker.trains_apart)
         num_steps = progress.num_steps
         place = Place(epoch=epoch, batch=batch, num_steps=num_steps, so_far=sums)
         self._stand(ensemble, place, results)

@@ -57,7 +57,7 @@ def outlast(
 
 
 def check_restarts_on(
-    hosts: Hosts | None, restarts: int, *, has_checkpoint: bool, reach: Reach = "all hosts"
+    hosts: Hosts | None, restarts: int, *, has_checkpoint: bool, reach: Reach
 ) -> None:
     """Refuse restarts where several scripts train and nobody could go on.
 

@@ -94,6 +94,7 @@ class Call:
         num_groups: of parameters.
         stores: of parameters, then of slots, residuals and options: the ranks of this host that
             have it, its tensors, and how they have it.
+        stand_ins: stores that their ranks have in place of others, and the numbers of these.
         has_options: there is a store of options.
         spec: the layout of the exchange.
         payload: the serialized object with the assignment.
@@ -106,6 +107,7 @@ class Call:
     name: str
     num_groups: int
     stores: Sequence[tuple[tuple[int, ...], Sequence[TensorSpec], Access]]
+    stand_ins: Mapping[int, int]
     has_options: bool
     spec: ExchangeSpec
     payload: bytes
@@ -132,6 +134,9 @@ def serve(context: HelperContext, body: bytes, descriptors: tuple[int, ...]) -> 
         open_store(own, number, rank=rank, ranks=ranks, access=access)
         for (ranks, own, access), number in zip(call.stores, stored, strict=True)
     ]
+    for stand_in, number in call.stand_ins.items():
+        if rank in call.stores[stand_in][0]:
+            opened[number] = opened[stand_in]
     mirrors = _move_to_device(call, opened, rank, device)
     parameters = [view for views in opened[: call.num_groups] for view in views]
     tensors = [

@@ -192,7 +192,9 @@ class Session:
             check_loss(assignment)
             keeps = calls.is_repeated(name, footing) and may_stand(assignment, spec)
             with closing(
-                pack_assignment(assignment, [mapped.store for mapped in stores])
+                pack_assignment(
+                    assignment, [one.store for one in stores if one.in_place_of is None]
+                )
             ) as serialized:
                 part = self._prepared(assignment, conductor, hosts, stores, spec, here)
                 call = partial(self._call, part, serialized, keeps=keeps)
@@ -317,6 +319,11 @@ class Session:
             name=assignment.task.name,
             num_groups=len(assignment.groups),
             stores=[(one.ranks_among(here), one.store.specs, one.access) for one in part.stores],
+            stand_ins={
+                number: one.in_place_of
+                for number, one in enumerate(part.stores)
+                if one.in_place_of is not None
+            },
             has_options=has_options(assignment),
             spec=part.spec,
             payload=serialized.payload,

@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from torch import nn
@@ -29,11 +29,14 @@ class Mapped:
         ranks: those that do.
         store: the store.
         access: how.
+        in_place_of: the number of another store, in whose place these ranks have this one; None
+            for a store of its own.
     """
 
     ranks: tuple[int, ...]
     store: TensorStore
     access: Access = "shared"
+    in_place_of: int | None = None
 
     def ranks_among(self, here: Collection[int]) -> tuple[int, ...]:
         """Those of them that are on a host."""
@@ -55,6 +58,8 @@ class Stores:
     def adopt_all(self, assignment: Assignment, leader: int) -> list[Mapped]:
         """The stores of parameters, then of slots, of what is left to be sent, and of options.
 
+        Behind them are those that pipelines that train apart have in place of the first one's.
+
         Args:
             assignment: what they are for.
             leader: this process's rank.
@@ -72,6 +77,10 @@ class Stores:
             stores += _mapped(assignment, slots, "shared" if shares else "copied on write")
         stores += self._adopt_residuals(assignment)
         stores += options_store(assignment)
+        if is_apart and assignment.plan.pipeline is not None:
+            here = assignment.plan.ranks_of_host(assignment.plan.host_of(leader))
+            stores = _of_pipelines(assignment, stores, here)
+            self.release_pages()
         return stores
 
     def _adopt_on_device(self, assignment: Assignment, leader: int) -> list[Mapped]:
@@ -213,6 +222,26 @@ def _mapped(assignment: Assignment, stores: Sequence[TensorStore], access: Acces
         Mapped(ranks=group.ranks, store=store, access=access)
         for group, store in zip(assignment.groups, stores, strict=True)
     ]
+
+
+def _of_pipelines(assignment: Assignment, stores: list[Mapped], here: range) -> list[Mapped]:
+    """Stores of pipelines that train apart: of parameters each has its own, which its ranks share.
+
+    The host's first has the model's.
+    """
+    size = assignment.plan.ranks_per_replica
+    count, first = len(assignment.groups), range(here.start, here.start + size)
+    own = [replace(one, ranks=one.ranks_among(first), access="shared") for one in stores[:count]]
+    others = [
+        Mapped(
+            ranks=stores[number].ranks_among(range(start, start + size)),
+            store=stores[number].store.copy(),
+            in_place_of=number,
+        )
+        for start in here[size::size]
+        for number in range(count)
+    ]
+    return [*own, *stores[count:], *others]
 
 
 def _members(

@@ -164,13 +164,28 @@ class OuterUpdater(WrappedUpdater):
 
     slot = "velocity"
 
-    @property
-    def velocities(self) -> Mapping[str, torch.Tensor]:
-        """By the parameter's name."""
-        return self.kept
+    def velocity(self, name: str) -> torch.Tensor:
+        return self._kept_of(name)
 
     def slot_keys(self) -> list[SlotKey]:
         return self.inner.slot_keys()
+
+    def slots(self, *, with_stored: bool = False) -> list[PieceSlots]:
+        """The inner's, and velocities: rank 0 has not those of all stages."""
+        own = () if with_stored else {one.bound.name for one in self._companions}
+        return [
+            *super().slots(with_stored=with_stored),
+            *(
+                PieceSlots(name=name, start=0, stop=0, slots={self.slot: self.kept[name]})
+                for name in own
+            ),
+        ]
+
+    def take_slots(self, pieces: Sequence[PieceSlots]) -> None:
+        for part in pieces:
+            if self.slot in part.slots:
+                self._kept_of(part.name).copy_(part.slots[self.slot])
+        super().take_slots([part for part in pieces if self.slot not in part.slots])
 
     def state(self) -> dict[str, Any]:
         return {**super().state(), "velocities": dict(self.kept)}

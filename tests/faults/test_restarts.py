@@ -35,6 +35,9 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
     "pipeline": lambda: lockstep.PipelineStrategy(2, cuts=["2"], microbatches=2),
     "hybrid": lambda: lockstep.HybridStrategy(data=2, pipe=2, cuts=["2"], microbatches=2),
     "local": lambda: lockstep.LocalSGDStrategy(3, devices=2, outer=lockstep.Nesterov()),
+    "local-pipelines": lambda: lockstep.LocalSGDStrategy(
+        3, 4, stages=2, cuts=["2"], microbatches=2
+    ),
 }
 
 

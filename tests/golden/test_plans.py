@@ -43,7 +43,7 @@ MAKERS: dict[str, Maker] = {
     "mirrored": Mirrored(devices=2, precision="fp64"),
     "mirrored-shares": Mirrored(devices=3, num_shares=5),
     "local": LocalSteps(
-        mirrored=Mirrored(devices=2), update=AveragedUpdate(every=16, outer=Nesterov())
+        maker=Mirrored(devices=2), update=AveragedUpdate(every=16, outer=Nesterov())
     ),
     "servers": Served(workers=MirroredHosts(devices_per_host=3), update=ServedUpdate(servers=2)),
 }
@@ -54,6 +54,9 @@ PIPELINES: dict[str, Maker] = {
     "pipeline-interleaved": Pipelined(stages=2, microbatches=4, schedule="interleaved"),
     "pipeline-zb-h1": Pipelined(stages=2, microbatches=3, schedule="zb-h1"),
     "hybrid": Pipelined(stages=2, microbatches=2, replicas=2, schedule="gpipe", recompute=(0,)),
+    "local-pipelines": LocalSteps(
+        maker=Pipelined(stages=2, microbatches=2, replicas=2), update=AveragedUpdate(every=16)
+    ),
     "hybrid-uneven": Pipelined(microbatches=2, replicas=(3, 1)),
 }
 STAGED_MODELS = ("gpt_tied", "unet")

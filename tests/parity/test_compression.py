@@ -83,6 +83,14 @@ LAYOUTS = {
             *staged("mlp", "unused_branch", compressions=[*ALL, WARM]),
         ],
     ),
+    "2 hosts x 2, a pipeline each": Layout(
+        devices=(2, 2),
+        proofs=[
+            *apart("mlp", "gpt_tied", options=["2, stages=2, microbatches=2"]),
+            *apart("gpt_tied", options=["3, stages=2, outer=lockstep.Nesterov()"]),
+            *apart("mlp", options=["2, stages=2, compression='int8'"]),
+        ],
+    ),
     "1 and 2 devices": Layout(
         devices=(1, 2),
         proofs=[

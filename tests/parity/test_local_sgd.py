@@ -239,7 +239,8 @@ class _Interrupting(nn.Module):
 
 
 @pytest.mark.parametrize("every", core_of([3, "epoch"], [3]))
-def test_ctrl_c_ends_an_epoch_with_an_average(every: Any) -> None:
+@pytest.mark.parametrize("replicas", [{"devices": 3}, {"devices": 4, "stages": 2}], ids=str)
+def test_ctrl_c_ends_an_epoch_with_an_average(every: Any, replicas: dict[str, Any]) -> None:
     one = case("mlp")
     assert isinstance(one.inputs, Tensor)
     data = one.inputs.float().repeat(50, 1), one.targets.repeat(50)
@@ -248,7 +249,7 @@ def test_ctrl_c_ends_an_epoch_with_an_average(every: Any) -> None:
         model,
         loss=one.loss,
         optimizer=torch.optim.Adam,
-        strategy=lockstep.LocalSGDStrategy(every, 3),
+        strategy=lockstep.LocalSGDStrategy(every, **replicas),
     )
     with pytest.raises(KeyboardInterrupt):
         trainer.fit(data, batch_size=12, epochs=50, verbose=0)

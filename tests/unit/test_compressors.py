@@ -132,7 +132,7 @@ def test_columns_become_orthonormal() -> None:
 def plan_of(how: Compression, cluster: Cluster, every: int | None = None) -> Plan:
     maker = MirroredHosts(gbit_per_second=0.1)
     update = AveragedUpdate(every=every or 1)
-    inner = maker if every is None else LocalSteps(mirrored=maker, update=update)
+    inner = maker if every is None else LocalSteps(maker=maker, update=update)
     return Compressing(maker=inner, compression=how)(make_graph(), cluster, 64)
 
 

@@ -63,8 +63,11 @@ class KeepingRunner(PersistentRunner):
             CheckpointError: what is there is of another ``fit``, or not whole.
             OptionError: after a loss nobody could go on.
         """
-        hosts = self._job_context.hosts
-        check_restarts_on(hosts, restarts, has_checkpoint=checkpoint is not None)
+        context = self._job_context
+        has_checkpoint = checkpoint is not None
+        check_restarts_on(
+            context.hosts, restarts, has_checkpoint=has_checkpoint, reach=context.reach
+        )
         with ExitStack() as stack:
             stack.enter_context(self._recorded(checkpoint))
             if checkpoint is None:
