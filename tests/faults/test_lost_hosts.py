@@ -67,8 +67,8 @@ def test_restarts_after_which_nobody_could_go_on_are_refused(
     hosts: Any = SimpleNamespace(
         has_followers=launcher == "torchrun", place=place, is_one_process=False
     )
-    check_restarts_on(hosts, 0, has_checkpoint=has_checkpoint)
+    check_restarts_on(hosts, 0, has_checkpoint=has_checkpoint, reach="all hosts")
     with pytest.raises(OptionError, match="need a checkpoint, and one process"):
-        check_restarts_on(hosts, 1, has_checkpoint=has_checkpoint)
+        check_restarts_on(hosts, 1, has_checkpoint=has_checkpoint, reach="all hosts")
     hosts.is_one_process = True
-    check_restarts_on(hosts, 1, has_checkpoint=has_checkpoint)
+    check_restarts_on(hosts, 1, has_checkpoint=has_checkpoint, reach="all hosts")
