@@ -127,8 +127,8 @@ def _averaged_group(
     return _group(ranks, tensors, how)
 
 
-class _Share:
-    """One rank's share of what the ranks of a group average.
+class _GroupAverage:
+    """One rank's part in what the ranks of a group average.
 
     Args:
         number: the group's.
@@ -194,8 +194,8 @@ class Averaging:
         self._model = work.model
         self._updater = work.updater
         self._exchange = exchange
-        self._shares = [
-            _Share(number, group, work.plan, rank, exchange)
+        self._averages = [
+            _GroupAverage(number, group, work.plan, rank, exchange)
             for number, group in enumerate(groups)
             if rank in group.ranks
         ]
@@ -211,7 +211,7 @@ class Averaging:
         self._has_begun = True
         now = self._now()
         values = {**now.parameters, **now.buffers}
-        for name in (spec.name for share in self._shares for spec in share.specs):
+        for name in (spec.name for each in self._averages for spec in each.specs):
             if name in self._start:
                 self._start[name].copy_(values[name])
             elif name in values:
@@ -226,15 +226,15 @@ class Averaging:
         """
         now, exchange = self._now(), self._exchange
         exchange.begin_pass()
-        for share in self._shares:
-            share.put(self._row(share.specs, now, part if share.tells else 0.0))
+        for each in self._averages:
+            each.put(self._row(each.specs, now, part if each.tells else 0.0))
         exchange.collect(0)
-        for share in self._shares:
-            share.sum()
+        for each in self._averages:
+            each.sum()
         exchange.barrier()
-        for share in self._shares:
-            for name, total in share.sums():
-                self._take(now, name, total, writes=share.tells)
+        for each in self._averages:
+            for name, total in each.sums():
+                self._take(now, name, total, writes=each.tells)
         if self._is_divided:  # some weights are in the memory of several ranks, and one has written
             exchange.barrier()
 

@@ -100,14 +100,8 @@ class LocalSGDStrategy(Strategy):
         self._pipelines: PipelinesOnHosts | None = None
         if stages is not None:
             _check_multiple(len(names), devices, stages)
-            pipeline = Pipelined(
-                stages=stages,
-                cuts=None if cuts is None else tuple(cuts),
-                microbatches=microbatches,
-                schedule=schedule,
-                replicas=len(names) // stages,
-            )
-            self._pipelines = PipelinesOnHosts(on_each=pipeline)
+            options = {"stages": stages, "microbatches": microbatches, "schedule": schedule}
+            self._pipelines = _pipelines(len(names) // stages, cuts, **options)
 
     def maker(self, precision: str = "fp32") -> Maker:
         maker: Maker = replace(self._mirrored, precision=precision)
@@ -140,6 +134,11 @@ def _check_averaging(
         )
     fix = "Leave it out for an optimizer of each replica's own."
     check_flag("average_optimizer", average_optimizer, problems, fix=fix)
+
+
+def _pipelines(replicas: int, cuts: Sequence[str] | None, **options: Any) -> PipelinesOnHosts:
+    named = None if cuts is None else tuple(cuts)
+    return PipelinesOnHosts(on_each=Pipelined(replicas=replicas, cuts=named, **options))
 
 
 def _check_stages(problems: Problems, stages: int | None, **options: Any) -> None:
