@@ -90,7 +90,7 @@ def telling(is_traced: bool) -> Iterator[None]:
     """Tell code that asks ``torch.compiler.is_compiling()`` whether it is traced.
 
     What it is there for: a trace cannot follow code that looks at values, and code that asks leaves
-    this out, be it a warning or a mask that would change nothing.
+    this out, whether a warning or a mask that would change nothing.
     """
     before = torch.compiler._is_compiling_flag
     torch.compiler._is_compiling_flag = is_traced

@@ -71,7 +71,7 @@ class Replay:
     Attributes:
         changes: pairs (instruction that made a tensor, one of another layer that changes it in
             place, or may see it changed).
-        rewritten: pairs (value, instruction that changes it in place, be it by another name).
+        rewritten: pairs (value, instruction that changes it in place, also by another name).
     """
 
     def __init__(

@@ -55,7 +55,7 @@ class Trace:
         training: whether the model was in training mode.
         changes: pairs (instruction that made a tensor, one of a later layer that changes it in
             place), as seen on the example.
-        rewritten: pairs (value, instruction that changes it in place, be it by another name).
+        rewritten: pairs (value, instruction that changes it in place, also by another name).
     """
 
     instructions: tuple[Instruction, ...]

@@ -1,4 +1,4 @@
-"""Where checkpoints lie: what a folder must be able to do, be it of this machine or a store's.
+"""Where checkpoints are kept: what a folder must be able to do, of this machine or of a store.
 
 Two kinds of folders do it: those of this machine (``local_storage``), and those that fsspec opens
 by a URL (``remote_storage``).

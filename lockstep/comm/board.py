@@ -1,8 +1,8 @@
 """The board: where ranks of one host tell each other how far they are.
 
 Each rank has a line in shared memory that it alone writes: how many barriers it has entered, the
-tag of the last row it has put up, the step it is in. Whoever waits for a rank reads its line, gives
-the core away for a moment, then sleeps on the rank's bell (a futex).
+tag of the last row it has published, the step it is in. Whoever waits for a rank reads its line,
+gives the core away for a moment, then sleeps on the rank's bell (a futex).
 
 Plain stores are seen in order on x86-64. The futex call after each of them is a full barrier on
 every architecture, so a waiter that was woken sees all that was written before.

@@ -201,7 +201,7 @@ class DomainSums(GroupGradients):
         ]
 
     def _add_factors(self, sends: _Tensors, receives: _Tensors) -> None:
-        """Have the factors that shares have put up come to all domains, rank by rank."""
+        """Have the factors that shares have published come to all domains, rank by rank."""
         own = [each for pair in self._factors_of(self._rank) for each in pair]
         for peer in self._partners.values():
             sends[peer] += own
@@ -210,7 +210,7 @@ class DomainSums(GroupGradients):
             receives[client] += [each for pair in self._factors_of(client) for each in pair]
 
     def _factors_of(self, rank: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        return self._rows.factors_put_up(self._rows_of([rank]))
+        return self._rows.published_factors(self._rows_of([rank]))
 
     # --- rows of embeddings ----------------------------------------------------------------------
 
@@ -220,7 +220,7 @@ class DomainSums(GroupGradients):
         come = exchange_rows(
             self._transport,
             {
-                client: [rows for piece in self._pieces[client] for rows in self._put_up(piece)]
+                client: [rows for piece in self._pieces[client] for rows in self._published(piece)]
                 for client in self._clients
             },
             {
@@ -251,11 +251,11 @@ class DomainSums(GroupGradients):
         """What this domain's shares have touched of a sparse piece, by row."""
         here = self._rows_there(self._domain)
         for row in self._rows.touching(piece.parameter, here) if self._is_touched(piece) else ():
-            gradient = self._rows.put_up(row, piece)
+            gradient = self._rows.published(row, piece)
             assert gradient is not None
             yield row, gradient
 
-    def _put_up(self, piece: Piece) -> Iterable[TouchedRows]:
+    def _published(self, piece: Piece) -> Iterable[TouchedRows]:
         return (TouchedRows.of_gradient(each) for _, each in self._own_touched(piece))
 
     def _spread_touched(self, tensors: Mapping[int, torch.Tensor]) -> None:

@@ -405,7 +405,7 @@ class Exchange:
         return self._spec.row_capacity
 
     def offer(self, share: int, row: torch.Tensor, *, last: bool) -> None:
-        """Put up a share's row (float64); ``last`` says that this rank has no more shares of it.
+        """Publish a share's row (float64); ``last`` says that this rank has no more shares of it.
 
         Only filled shares offer rows, all of them the same number of times in a pass.
         """
@@ -425,7 +425,7 @@ class Exchange:
         self._offers[share] += 1
 
     def relays(self, num_filled: int) -> bool:
-        """Whether this rank brings rows of other hosts to its own, be it with shares or without."""
+        """Whether this rank brings rows of other hosts to its own, with shares or without."""
         return False
 
     def offered(self, share: int, length: int, num_filled: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Bytes of any length that the shares of a batch put up for each other.
+"""Bytes of any length that the shares of a batch publish for each other.
 
 They go in the rows that shares offer (``Exchange.offer``): first how many there are, then the bytes
 themselves, in as many rows as the longest of them takes. So nobody has to know beforehand how many
@@ -15,14 +15,14 @@ _ELEMENT_BYTES = 8
 
 
 def gather_bytes(exchange: Exchange, own: Mapping[int, bytes], num_filled: int) -> list[bytes]:
-    """What every filled share has put up, by share.
+    """What every filled share has published, by share.
 
     Every rank that has such shares calls it, and every one that ``Exchange.relays`` what others of
     its host are waiting for.
 
     Args:
         exchange: of this rank.
-        own: what the shares of this rank put up.
+        own: what the shares of this rank publish.
         num_filled: how many shares have samples.
     """
     lengths = _turn(exchange, {share: _length(one) for share, one in own.items()}, 1, num_filled)

@@ -9,7 +9,7 @@ the rows (samples, tokens) of the batch. Where these *factors* are far smaller t
 share hands in its factors instead: after the barrier each rank forms its own block of the weight's
 gradient over the whole batch, in one product. The arithmetic is the same in amount, and next to
 nothing is moved. A share decides for itself, by the number of its rows, and the sum takes both
-kinds, so a share with more rows than there is room for hands in a gradient as ever.
+kinds, so a share with more rows than there is room for hands in its whole gradient.
 
 Of a *sparse* parameter, an embedding, a share hands in the rows that it has touched, and their
 numbers; their sum is a sparse tensor.
@@ -39,14 +39,14 @@ from lockstep.errors import ModelError
 from lockstep.plan.layout import Piece, row_blocks
 from lockstep.plan.sum_tree import subtrees
 
-# What a share has put up for a parameter.
+# What a share has published for a parameter.
 _NOTHING, _GRADIENT, _FACTORS, _BFLOAT16_FACTORS, _ROWS = range(5)
 _PRODUCTS = (_FACTORS, _BFLOAT16_FACTORS)
 
 
 @dataclass
 class _Own:
-    """What a share of this rank has put up for a parameter so far."""
+    """What a share of this rank has published for a parameter so far."""
 
     kind: int = _NOTHING
     num_rows: int = 0
@@ -59,7 +59,7 @@ class GradientRows(GroupGradients):
         spec: the layout.
         region: where they lie.
         offset_bytes: from where on.
-        here: the rows whose gradients come to lie here; None for all.
+        here: the rows whose gradients are kept here; None for all.
         device: in whose memory these lie, in place of the region; None for the region.
     """
 
@@ -109,7 +109,7 @@ class GradientRows(GroupGradients):
     def begin_pass(self) -> None:
         self._own.clear()
 
-    # --- putting up ------------------------------------------------------------------------------
+    # --- publishing ------------------------------------------------------------------------------
 
     def put_product(
         self, row: int, parameter: int, inputs: torch.Tensor, output_gradients: torch.Tensor
@@ -175,7 +175,7 @@ class GradientRows(GroupGradients):
         return self._own.setdefault((share, parameter), _Own())
 
     def _gradient_row(self, share: int, parameter: int, own: _Own) -> torch.Tensor:
-        """Where a share's whole gradient goes; factors that it has put up become one first."""
+        """Where a share's whole gradient goes; factors that it has published become one first."""
         row = self._rows[share][parameter]
         if share != self._here.start and self._spec.row_limits[parameter]:
             self._reserve(self._row_offsets[share][parameter], row.nbytes)
@@ -199,7 +199,7 @@ class GradientRows(GroupGradients):
         ]
 
     def is_used(self, parameter: int) -> bool:
-        """Whether any share has put up anything for a parameter."""
+        """Whether any share has published anything for a parameter."""
         return bool(self._found[parameter])
 
     def weigh(self, factors: Sequence[float] | None) -> None:
@@ -218,7 +218,7 @@ class GradientRows(GroupGradients):
         self.add_products(pieces, results)
         return results
 
-    def put_up(self, row: int, piece: Piece) -> torch.Tensor | None:
+    def published(self, row: int, piece: Piece) -> torch.Tensor | None:
         """A piece of the gradient that a row holds; None if it has none."""
         kind, num_rows = self.table[row, piece.parameter].tolist()
         if kind == _ROWS:
@@ -226,7 +226,7 @@ class GradientRows(GroupGradients):
         return self.cut(row, piece) if kind == _GRADIENT else None
 
     def target(self, piece: Piece) -> torch.Tensor:
-        """Where the sum of a piece comes to lie."""
+        """Where the sum of a piece is placed."""
         return self.cut(self._target(piece.parameter), piece)
 
     def base(self, parameter: int) -> torch.Tensor:
@@ -299,7 +299,7 @@ class GradientRows(GroupGradients):
                 self._add_product(target, piece, adds=_GRADIENT in kinds)
 
     def gradient_rows(self, parameter: int, within: range) -> list[int]:
-        """The rows among ``within`` where a gradient has been put up."""
+        """The rows among ``within`` where a gradient has been published."""
         return [
             row for row, kind, _ in self._found[parameter] if kind == _GRADIENT and row in within
         ]
@@ -312,7 +312,7 @@ class GradientRows(GroupGradients):
         )
         return [rows for rows in found if rows]
 
-    def factors_put_up(self, rows: range) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def published_factors(self, rows: range) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """The factors of these rows, parameter by parameter: inputs and output gradients."""
         return [
             self._factors(row, parameter, kind, num_rows)
@@ -339,7 +339,7 @@ class GradientRows(GroupGradients):
         return self._cuts[key]
 
     def _target(self, parameter: int) -> int:
-        """The row where the sum comes to lie: one with memory for it."""
+        """The row that holds the sum: one with memory for it."""
         return next(iter(self.gradient_rows(parameter, self._here)), self._here.start)
 
     def _add_product(self, target: torch.Tensor, piece: Piece, adds: bool) -> None:
@@ -370,11 +370,11 @@ class GradientRows(GroupGradients):
 
     @property
     def has_touched(self) -> bool:
-        """Whether any share has put up rows."""
+        """Whether any share has published rows."""
         return any(kind == _ROWS for found in self._found for _, kind, _ in found)
 
     def touching(self, parameter: int, within: range) -> list[int]:
-        """The shares among ``within`` that have put up rows of a parameter."""
+        """The shares among ``within`` that have published rows of a parameter."""
         return [row for row, kind, _ in self._found[parameter] if kind == _ROWS and row in within]
 
     def height(self, piece: Piece) -> int:
@@ -392,7 +392,7 @@ class GradientRows(GroupGradients):
     def _rows_within(
         self, share: int, parameter: int, num_rows: int, piece: Piece | None = None
     ) -> torch.Tensor:
-        """The rows of a piece that a share has put up, as a sparse tensor of its own."""
+        """The rows of a piece that a share has published, as a sparse tensor of its own."""
         height, width = self._spec.tensors[parameter].shape
         numbers, values = self._touched(share, parameter, num_rows)
         first, last = (0, height) if piece is None else (piece.start // width, piece.stop // width)
@@ -408,7 +408,7 @@ class GradientRows(GroupGradients):
     def _touched(
         self, share: int, parameter: int, num_rows: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The numbers of the rows that a share has put up, ascending, and the rows."""
+        """The numbers of the rows that a share has published, ascending, and the rows."""
         width, dtype = self._spec.tensors[parameter].shape[1], self._spec.tensors[parameter].dtype
         numbers = self._offset + self._factor_offsets[share][parameter]
         values = self._offset + self._row_offsets[share][parameter]
@@ -467,7 +467,7 @@ class GradientRows(GroupGradients):
 
 
 def sum_of_rows(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-    """What shares have put up of the rows of a piece, but for rows that none has touched."""
+    """What shares have published of the rows of a piece, but for rows that none has touched."""
     return sum(gradients[1:], start=gradients[0]).coalesce()
 
 

@@ -62,7 +62,7 @@ class GradientSpec:
     def offsets(self) -> tuple[list[list[int]], list[list[int]], int]:
         """Byte offsets, by share and parameter, of gradients and of factors; and the total size.
 
-        Before them is the table of what each share has put up.
+        Before them is the table of what each share has published.
         """
         starts, row_bytes = flat_offsets(self.extents)
         end = align(math.prod(self.table_shape) * 8)
@@ -87,7 +87,7 @@ class GradientSpec:
         Of a weight whose factors are exchanged, only the first row holds a gradient: the sum.
 
         Args:
-            here: the rows whose gradients come to lie here.
+            here: the rows whose gradients are kept here.
         """
         rows, factors, _ = self.offsets()
         return sorted(

@@ -112,7 +112,7 @@ class SharedRegion:
         return _Part(self, offset_bytes, num_bytes)
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor lies in the region, be it a view or by way of another library."""
+        """Whether a tensor lies in the region, also as a view or by way of another library."""
         if tensor.layout != torch.strided:
             return False
         start = torch.frombuffer(self.memory, dtype=torch.uint8, count=1).data_ptr()

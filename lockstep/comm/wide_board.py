@@ -1,9 +1,9 @@
 """The board of ranks on several hosts.
 
-Every host has a board of its own with lines for all ranks. Its own ranks meet there as ever. Its
-first rank, the leader, also meets the leaders of the other hosts, and writes what they tell into
-the lines of their ranks. A barrier is: all ranks of each host, then all leaders, then all ranks of
-each host once more, by which time everything that goes with it has arrived.
+Every host has a board of its own with lines for all ranks. Its own ranks meet there as on one host.
+Its first rank, the leader, also meets the leaders of the other hosts, and writes what they tell
+into the lines of their ranks. A barrier is: all ranks of each host, then all leaders, then all
+ranks of each host once more, by which time everything that goes with it has arrived.
 """
 
 import struct

@@ -439,5 +439,5 @@ def _sizes(num_workers: int, num_servers: int) -> list[int]:
 
 
 def _num_entries(num_workers: int) -> int:
-    """As many batches can be open: each but the newest waits for a worker, be it a dead one."""
+    """As many batches can be open: each but the newest waits for a worker, perhaps a dead one."""
     return 2 * num_workers + 2

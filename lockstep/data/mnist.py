@@ -65,7 +65,7 @@ def load_mnist(folder: str | os.PathLike[str]) -> Mnist:
     one is read where both are there), or ``mnist.npz`` with the arrays ``x_train``, ``y_train``,
     ``x_test`` and ``y_test``. The idx files win over the archive.
 
-    Where only one of the two splits is there, be it the training or the test (``t10k``) one, it is
+    Where only one of the two splits is there, the training or the test (``t10k``) one, it is
     cut in file order: its first 90 % become ``train`` and the rest ``test``. Scores on such a
     ``test`` are not comparable with published ones.
 

@@ -107,7 +107,7 @@ def meet_followers(
 
 
 def meet_leader(place: Place, secret: bytes | None, *, timeout_seconds: float) -> LocalPeer:
-    """Find process 0 of this host, be it late.
+    """Find process 0 of this host, however late.
 
     Raises:
         WorkerError: it has not come in time, or sends this process away.

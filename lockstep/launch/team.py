@@ -84,7 +84,7 @@ class _Helper:
         return bool(self.inbox) and self.inbox[0].kind == FAIL
 
     def has_failed(self) -> bool:
-        """Whether it has told of an exception, be it after other things."""
+        """Whether it has told of an exception, perhaps after other things."""
         self.pump()
         return any(message.kind == FAIL for message in self.inbox)
 

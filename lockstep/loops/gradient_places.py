@@ -1,4 +1,4 @@
-"""Where gradients of a loop of one's own come to lie: where the others read them.
+"""Where gradients of a loop of one's own are placed: where the others read them.
 
 They are moved while backward runs, each as soon as it is complete, and ``.grad`` is that place from
 then on; so what a script does with ``.grad`` before ``step`` is done there. Gradients of linear

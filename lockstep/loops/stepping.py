@@ -112,7 +112,7 @@ class ReplicaSteps:
         return self._update.whole_state()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a whole state, be it of any number of replicas; every replica loads the same."""
+        """Load a whole state, from any number of replicas; every replica loads the same."""
         self._update.take_state(dict(state_dict))
 
 

@@ -1,9 +1,9 @@
 """The average of what replicas have come to that each step on parameters of their own.
 
-It is formed like the sum of gradients: every replica puts up a row, in shared memory, and sums its
-slice of all rows, always in the same tree. What it puts up is its change since the last average,
-times its part of all that was trained on since. So what no replica has changed stays as it is, bit
-by bit, and the bits of the rest do not depend on who came when.
+It is formed like the sum of gradients: every replica publishes a row, in shared memory, and sums
+its slice of all rows, always in the same tree. What it publishes is its change since the last
+average, times its part of all that was trained on since. So what no replica has changed stays as it
+is, bit by bit, and the bits of the rest do not depend on who came when.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

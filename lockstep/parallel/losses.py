@@ -209,7 +209,7 @@ class LossAdapter(ABC):
         takes_whole: it is called once, with the outputs of all shares: what it weighs in a share
             alone is not known (``parallel.whole_batch``).
         adds: the model adds something to it.
-        gathered_bytes: the most that all shares of a batch have put up for that.
+        gathered_bytes: the most that all shares of a batch have published for that.
         batch_size: samples of the batch under way.
         sees_all: what it is called with is all of the batch.
         is_alone: what it is called with is that, or all that a worker has taken of the batch.

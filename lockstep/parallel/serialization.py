@@ -101,12 +101,12 @@ def describe_values(obj: Any, parameters: Sequence[torch.Tensor] = ()) -> object
 
 
 def has_tensors(obj: Any) -> bool:
-    """Whether an object holds or refers to tensors, be it in a closure."""
+    """Whether an object holds or refers to tensors, also in a closure."""
     return bool(_pickled(obj, ())[1].tensors)
 
 
 def parameters_in(obj: Any, parameters: Sequence[torch.Tensor]) -> list[int]:
-    """The numbers of those parameters that an object holds or refers to, be it in a closure."""
+    """The numbers of those parameters that an object holds or refers to, also in a closure."""
     return sorted(_pickled(obj, parameters)[1].found)
 
 

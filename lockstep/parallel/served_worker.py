@@ -70,7 +70,7 @@ class ServedStand:
 
 
 class ServedWorker(Worker):
-    """One rank, be it a worker or a server; see the module, and ``parallel.served_build``.
+    """One rank, a worker or a server; see the module, and ``parallel.served_build``.
 
     Args:
         work: what all ranks work on.
@@ -300,13 +300,13 @@ class ServedWorker(Worker):
         total = self._sums.setdefault(push.part.step, BatchSum(missing=push.num_parts))
         total.losses = [old + new for old, new in zip(total.losses, push.losses, strict=True)]
         if push.weight:
-            total.add(self._put_up(worker), push.weight)
+            total.add(self._published(worker), push.weight)
         total.missing -= 1
 
-    def _put_up(self, worker: int) -> list[torch.Tensor | None]:
+    def _published(self, worker: int) -> list[torch.Tensor | None]:
         """A worker's gradients of this server's pieces."""
         rows = self.exchange.rows_of(_GROUP)
-        return [rows.put_up(worker, piece) for piece in self._groups[_GROUP].pieces]
+        return [rows.published(worker, piece) for piece in self._groups[_GROUP].pieces]
 
     def _apply(self, step: int, total: BatchSum) -> None:
         assert self.updater is not None

@@ -2,8 +2,8 @@
 
 What a function makes of some samples does not always say what it makes of all: a contrastive loss,
 Dice, the root of a mean, a mean over what is not padding. Such a loss is taken once, on the outputs
-of all shares. They are put up for all ranks; every rank puts them together, computes the same loss
-with the same random numbers, and goes backward from its own shares' part of its gradient.
+of all shares. They are published for all ranks; every rank puts them together, computes the same
+loss with the same random numbers, and goes backward from its own shares' part of its gradient.
 
 Outputs go together along their first dim. What has no row per sample must be the same in all
 shares (a temperature): its gradient is the first share's.
@@ -54,7 +54,7 @@ class WholeBatch:
         device: where the loss is computed.
 
     Attributes:
-        num_bytes: what all shares have put up for it.
+        num_bytes: what all shares have published for it.
 
     Raises:
         LossError: outputs cannot be put together.

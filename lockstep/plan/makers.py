@@ -44,6 +44,11 @@ class Maker(ABC):
         return None
 
     @property
+    def trains_apart(self) -> bool:
+        """Whether replicas have parameters of their own."""
+        return False
+
+    @property
     def outlives_servers(self) -> bool:
         """Whether its Plans have a second copy of what each parameter server updates."""
         return False
@@ -72,6 +77,10 @@ class Wrapping(Maker):
     @property
     def outer(self) -> Nesterov | None:
         return self.maker.outer
+
+    @property
+    def trains_apart(self) -> bool:
+        return self.maker.trains_apart
 
     @property
     def outlives_servers(self) -> bool:
@@ -301,3 +310,7 @@ class LocalSteps(Wrapping):
     @property
     def outer(self) -> Nesterov | None:
         return self.update.outer
+
+    @property
+    def trains_apart(self) -> bool:
+        return True

@@ -26,7 +26,7 @@ from lockstep.data.sources import Batch, DatasetSource, Source
 from lockstep.errors import BadRecordError, OptionError
 from lockstep.parallel.control import Control
 from lockstep.parallel.worker import Worker
-from lockstep.plan.makers import LocalSteps, Maker
+from lockstep.plan.makers import Maker
 from lockstep.plan.served import Served
 from lockstep.train.feeding import SharedStream
 from lockstep.train.intake import Feed
@@ -46,7 +46,7 @@ def skipping(feed: Feed, maker: Maker, hosts: object) -> Feed:
     reasons = {
         "data that can only be iterated": isinstance(feed.source, SharedStream),
         "several hosts, or processes of a launcher": hosts is not None,
-        "replicas that train apart": isinstance(maker, LocalSteps),
+        "replicas that train apart": maker.trains_apart,
         "parameter servers": isinstance(maker, Served),
     }
     for received in (reason for reason, is_so in reasons.items() if is_so):

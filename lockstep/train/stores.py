@@ -84,7 +84,7 @@ class Stores:
         return stores
 
     def _adopt_on_device(self, assignment: Assignment, leader: int) -> list[Mapped]:
-        """What the leader has stays on its device, the rest comes to lie in host memory.
+        """What the leader has stays on its device, the rest is placed in host memory.
 
         Values on the device are published for those who are to have them, too.
         """

@@ -7,7 +7,7 @@ from typing import Any
 
 from lockstep.errors import OptionError
 from lockstep.frontends.keras.checkpoints import Checkpoint, KeptCallback, kept
-from lockstep.plan.makers import LocalSteps, Maker
+from lockstep.plan.makers import Maker
 from lockstep.train.callbacks import Callback
 from lockstep.train.checkpoints import FitRecord, Found, Keeper
 from lockstep.train.history import History
@@ -133,7 +133,7 @@ def check_copied(maker: Maker) -> None:
     Raises:
         OptionError: replicas train apart.
     """
-    if isinstance(maker, LocalSteps):
+    if maker.trains_apart:
         raise OptionError(
             "Replicas that train apart have optimizers of their own, of which no copy is kept.",
             received="Restarts under LocalSGDStrategy",

@@ -2,7 +2,7 @@
 
 Every rank updates a copy with the outputs it has computed, and rank 0 adds up the states: the
 states of Keras's own metrics are sums over samples, but for those that look across samples. Of
-these, and of any other metric, be it one of the user's or a mean over what a function of the user's
+these, and of any other metric, one of the user's or a mean over what a function of the user's
 returns for a batch, nothing is known. So such a metric is updated on rank 0 alone, with the outputs
 of the whole batch.
 """
