@@ -34,7 +34,8 @@ class Host(msgspec.Struct, frozen=True, kw_only=True):
         name: for messages.
         num_cores: that may be used.
         devices: of all kinds.
-        num_given: devices that the launcher gives to this job; None where it does not say.
+        num_given: devices that the launcher gives to this job; None where it does not say, 0 where
+            there are parameter servers only.
         arithmetic: hosts where this is the same compute the same bits.
         lack: why there is no accelerator, in a sentence; empty where there is one.
     """

@@ -19,7 +19,7 @@ INEXACT = "Workers compute with older weights: the result is not that of one dev
 class Served(Maker):
     """Workers on the cores of all hosts, each with its share of every batch, and servers.
 
-    The servers, which update, are on the last host.
+    The servers, which update, are on the last host, where there may be no workers.
 
     Attributes:
         workers: as replicas that would update for themselves.
@@ -37,14 +37,16 @@ class Served(Maker):
             OptionError: more servers than parameters, or second copies on several hosts.
         """
         cluster = cluster.cores
-        plan = self.workers(graph, cluster, batch_size)
+        counts, servers = self.workers.replicas(cluster), self.update.servers
+        computing = [host for host, count in zip(cluster.hosts, counts, strict=True) if count]
+        plan = self.workers(graph, Cluster(hosts=tuple(computing)), batch_size)
         self._check_servers(graph)
-        self._check_hosts(plan)
-        counts, servers = plan.hosts or (plan.num_ranks,), self.update.servers
+        self._check_hosts(len(counts))
         self._check_ranks(counts[-1], cluster.hosts[-1])
         # Weights are cut into a block of rows per share, and no server has less than a block. Where
         # factors go to other hosts, workers there would have to update.
-        keeps_rows = self.update.is_synchronous and servers <= plan.num_shares and not plan.hosts
+        is_one_host = len(counts) == 1
+        keeps_rows = self.update.is_synchronous and servers <= plan.num_shares and is_one_host
         layers = plan.layers
         if not keeps_rows:
             layers = tuple(msgspec.structs.replace(layer, row_limit=0) for layer in layers)
@@ -53,7 +55,7 @@ class Served(Maker):
             plan,
             strategy="parameter servers",
             devices=(*plan.devices, *(f"cpu:{rank % cores}" for rank in ranks)),
-            hosts=(*counts[:-1], counts[-1] + servers) if plan.hosts else (),
+            hosts=() if is_one_host else (*counts[:-1], counts[-1] + servers),
             layers=layers,
             update=self.update,
             notes=(*plan.notes, *([] if self.update.is_synchronous else [INEXACT])),
@@ -73,11 +75,11 @@ class Served(Maker):
                 fix=f"Use servers={max(len(names), 1)} or fewer.",
             )
 
-    def _check_hosts(self, plan: Plan) -> None:
-        if plan.hosts and self.update.replicas > 1:
+    def _check_hosts(self, num_hosts: int) -> None:
+        if num_hosts > 1 and self.update.replicas > 1:
             raise OptionError(
                 "Second copies of what servers update are for workers and servers of one host.",
-                received=f"replicas={self.update.replicas} with {plan.num_hosts} hosts",
+                received=f"replicas={self.update.replicas} with {num_hosts} hosts",
                 fix="Leave `replicas` out, and use a checkpoint.",
             )
 
