@@ -256,21 +256,26 @@ def _from_tf_config(variables: Variables) -> Place | None:
 def _with_servers(
     variables: Variables, place: Place, addresses: Sequence[Address], num_servers: int
 ) -> Place:
-    """Of one process of a place with a host for each: which it is on its host; servers the last."""
+    """Of the place of one process among as many hosts: which of its host's it is.
+
+    Servers have the last ranks, so their hosts are the last.
+    """
     names = [address.name for address in addresses]
     num_workers = len(names) - num_servers
-    last = names[-1]
-    hosts = [*(name for name in dict.fromkeys(names) if name != last), last]
+    workers, servers = (dict.fromkeys(each) for each in (names[:num_workers], names[num_workers:]))
+    shared = [name for name in servers if name in workers]
+    apart = [name for name in servers if name not in workers]
+    hosts = [*(name for name in workers if name not in servers), *shared, *apart]
     variables.check(
-        set(names[num_workers:]) == {last},
-        "Parameter servers in TF_CONFIG must be processes of one host, under one name.",
-        ", ".join(dict.fromkeys(names[num_workers:])),
+        len(shared) <= 1,
+        'Of several hosts with a "ps" in TF_CONFIG one at most may have another task.',
+        ", ".join(shared),
     )
     variables.check(
         hosts[0] == names[0],
-        "The first of TF_CONFIG's tasks, which leads, must be on another host than its \"ps\", "
-        "where there are several.",
-        f"{last} of {', '.join(hosts)}",
+        'The first task in TF_CONFIG, which leads, must not be on the host of a "ps" where '
+        "another host has none.",
+        names[0],
     )
     here = [number for number, name in enumerate(names) if name == names[place.host]]
     variables.devices(len(here), is_one_each=True)
