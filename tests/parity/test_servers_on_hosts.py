@@ -1,6 +1,7 @@
 """Parameter servers whose workers are on several hosts: addresses of the loopback interface."""
 
 import json
+import os
 import signal
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -14,9 +15,10 @@ from tests.thorough import core_of
 
 SECONDS = 250.0
 
-# Tasks of a TF_CONFIG, and the hosts that they are on; none of these shares one with a server.
+# Tasks of a TF_CONFIG, and the hosts that they are on.
 TASKS = {
     "a server": {"chief": [0], "worker": [1], "ps": [2]},
+    "servers beside a worker": {"chief": [0], "worker": [1], "ps": [1, 1]},
     "servers of two hosts": {"chief": [0], "ps": [1, 2]},
 }
 
@@ -315,6 +317,42 @@ def test_a_host_that_dies_is_named(dying: int, tmp_path: Path) -> None:
         assert status == -signal.SIGKILL
         (told,) = lines(processes[1 - dying], SECONDS)
     assert told.startswith(f"Host {dying} (")
+
+
+# It ends with the error of whoever is killed after the first epoch.
+LOSE = """
+from tests.parity.test_parameter_servers import Sums, trained
+class Begun(lockstep.Callback):
+    def on_epoch_end(self, epoch, logs=None):
+        tell("begun")
+try:
+    trained(strategy(json.loads(sys.argv[3])), Sums(seconds=0.2), callbacks=[Begun()])
+except lockstep.LockstepError as error:
+    tell(str(error))
+"""
+
+
+@pytest.mark.parametrize(
+    ("tasks", "dying", "staleness", "name"),
+    core_of(
+        [
+            *(("a server", 2, 2, "Host 2 ("), ("a server", 2, 0, "Host 2 (")),
+            *(("a server", 1, 2, "Host 1 ("), ("servers beside a worker", 3, 2, "Rank 3 ")),
+        ],
+        [("a server", 2, 2, "Host 2 ("), ("servers beside a worker", 3, 2, "Rank 3 ")],
+    ),
+)
+def test_a_task_that_dies_is_named(
+    tasks: str, dying: int, staleness: int, name: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "script.py"
+    path.write_text(START + LOSE)
+    with on_hosts(tasks, [str(path), "0", "0", str(staleness)]) as processes:
+        processes[0].wait_for_line('"begun"', SECONDS)
+        os.kill(processes[dying].pid, signal.SIGKILL)
+        assert processes.pop(dying).finish(SECONDS)[0] == -signal.SIGKILL
+        for told in lines_of_all(processes, SECONDS):
+            assert name in told[-1]
 
 
 def test_ctrl_c_ends_workers_of_all_hosts(tmp_path: Path) -> None:
