@@ -28,7 +28,8 @@ class ParameterServerStrategy(Strategy):
 
     Args:
         servers: processes that update, each its part of the parameters; None is what ``lockstep
-            run --servers`` says, or 1. Of several hosts they are on the last.
+            run --servers`` says, or 1. Of several hosts they are on the last, and under a
+            ``TF_CONFIG`` where its tasks are.
         workers: processes of each host that compute, the script's own among them; None is what
             the launcher says, or else one per usable core, at most 8. Under a ``TF_CONFIG`` with
             "ps" both are the numbers of its tasks: the script is started for each.
