@@ -92,6 +92,7 @@ def on_loopback(
     script: list[str],
     *,
     num_hosts: int = 2,
+    roles: Mapping[str, Sequence[int]] | None = None,
     devices: int = 1,
     options: Sequence[str] = (),
     variables: Mapping[str, str | None] | None = None,
@@ -102,18 +103,26 @@ def on_loopback(
     Args:
         script: its path and arguments; ``{host}`` in them is the host's number.
         num_hosts: how many.
-        devices: of each host.
+        roles: in place of that, the tasks of each role, by their hosts' numbers: a process for
+            each.
+        devices: of each host that is one process.
         options: of the interpreter.
         variables: added to the environment; None removes one.
         like: the kind of warm interpreter that may run it (see ``warm``).
     """
-    addresses = _free_addresses(num_hosts)
-    own = {**warm.VARIABLES, "LOCKSTEP_DEVICES": str(devices)}
+    own = warm.VARIABLES if roles else {**warm.VARIABLES, "LOCKSTEP_DEVICES": str(devices)}
+    roles = roles or {"worker": range(num_hosts)}
+    hosts = [host for tasks in roles.values() for host in tasks]
+    addresses = iter(_free_addresses(hosts))
+    cluster = {role: [next(addresses) for _ in tasks] for role, tasks in roles.items()}
+    tasks = [(role, index) for role, each in roles.items() for index in range(len(each))]
     with ExitStack() as stack:
         processes = []
-        for host in range(num_hosts):
+        for host, (role, index) in zip(hosts, tasks, strict=True):
             words = [word.replace("{host}", str(host)) for word in script]
-            told = {**os.environ, **own, **environ(tf_config(addresses, host)), **(variables or {})}
+            config = {"cluster": cluster, "task": {"type": role, "index": index}}
+            place = {"TF_CONFIG": json.dumps(config)}
+            told = {**os.environ, **own, **environ(place), **(variables or {})}
             environment = {name: value for name, value in told.items() if value is not None}
             argv = [sys.executable, *options, *words]
             process = HostProcess(argv, environment, ROOT, like=like)
@@ -184,12 +193,15 @@ def lines_of_all(
     return [read(each, max(deadline - time.monotonic(), 0.0)) for each in processes]
 
 
-def _free_addresses(num_hosts: int) -> list[str]:
-    """Until they are used anybody may take their ports, but hardly at such addresses."""
+def _free_addresses(hosts: Sequence[int]) -> list[str]:
+    """One on each of these hosts.
+
+    Until they are used anybody may take their ports, but hardly at such addresses.
+    """
     network = f"127.{1 + secrets.randbelow(255)}.{secrets.randbelow(256)}"
     with ExitStack() as stack:
         found = []
-        for host in range(num_hosts):
+        for host in hosts:
             address = f"{network}.{host + 1}"
             sock = stack.enter_context(socket.socket())
             sock.bind((address, 0))

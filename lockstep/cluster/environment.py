@@ -15,6 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
+from msgspec import structs
+
 from lockstep.cluster.place import MAX_PORT, Address, Place
 from lockstep.cluster.slurm_lists import expand_counts, expand_nodes
 from lockstep.errors import OptionError, Problems
@@ -72,14 +74,14 @@ class Variables:
                 self.reject(f"{what} must be host:port, with an IPv6 address in brackets.", error)
         return tuple(found)
 
-    def devices(self, num_processes: int) -> int | None:
+    def devices(self, num_processes: int, *, is_one_each: bool = False) -> int | None:
         """LOCKSTEP_DEVICES, or the number of processes where each is one device."""
         devices = self.number_or_none("LOCKSTEP_DEVICES", least=1)
-        if num_processes == 1:
+        if num_processes == 1 and not is_one_each:
             return devices
         self.check_agreement(
             devices in (None, num_processes),
-            "Each process is one device where a host has several.",
+            "Each process is one device where a host has several, or some are parameter servers.",
             f"LOCKSTEP_DEVICES={devices} with {num_processes} processes",
         )
         return num_processes
@@ -213,7 +215,7 @@ def _from_lockstep_run(variables: Variables) -> Place | None:
 def _from_tf_config(variables: Variables) -> Place | None:
     """Hosts are the chief, then the workers; each listens where the cluster says.
 
-    With parameter servers all of them are processes of one host, the servers the last.
+    With parameter servers the tasks that are under one name are the processes of one host.
     """
     config = _json_object(variables)
     cluster, task = config.get("cluster", {}), config.get("task", {})
@@ -230,29 +232,63 @@ def _from_tf_config(variables: Variables) -> Place | None:
     _check_roles(variables, cluster, roles)
     number = _number_of_task(variables, task, roles)
     addresses = variables.addresses("An address in TF_CONFIG", [*chain(*roles.values())])
-    num_servers = len(roles["ps"])
-    _check_addresses(variables, addresses, has_servers=num_servers > 0)
+    variables.check(
+        len(set(addresses)) == len(addresses),
+        "Every host in TF_CONFIG must have an address of its own.",
+        ", ".join(map(str, addresses)),
+    )
     rendezvous = variables.rendezvous(lambda: [*addresses[:1]])
     if not variables.are_sound:
         return None
-    common: dict[str, Any] = {
-        "launcher": variables.launcher,
-        "job": str(addresses[0]),
-        "rendezvous": rendezvous,
-        "devices": variables.devices(len(addresses) if num_servers else 1),
-    }
-    if num_servers:
-        return Place(
-            host=0,
-            num_hosts=1,
-            process=number,
-            num_processes=len(addresses),
-            num_ranks=len(addresses),
-            num_servers=num_servers,
-            **common,
-        )
-    is_one_machine = all(address.is_loopback for address in (*addresses, *rendezvous))
-    return Place(host=number, num_hosts=len(addresses), is_one_machine=is_one_machine, **common)
+    num_servers = len(roles["ps"])
+    place = Place(
+        launcher=variables.launcher,
+        job=str(addresses[0]),
+        host=number,
+        num_hosts=len(addresses),
+        rendezvous=rendezvous,
+        devices=None if num_servers else variables.devices(1),
+        is_one_machine=all(address.is_loopback for address in (*addresses, *rendezvous)),
+    )
+    return _with_servers(variables, place, addresses, num_servers) if num_servers else place
+
+
+def _with_servers(
+    variables: Variables, place: Place, addresses: Sequence[Address], num_servers: int
+) -> Place:
+    """Of the place of one process among as many hosts: which of its host's it is.
+
+    Servers have the last ranks, so their hosts are the last.
+    """
+    names = [address.name for address in addresses]
+    num_workers = len(names) - num_servers
+    workers, servers = (dict.fromkeys(each) for each in (names[:num_workers], names[num_workers:]))
+    shared = [name for name in servers if name in workers]
+    apart = [name for name in servers if name not in workers]
+    hosts = [*(name for name in workers if name not in servers), *shared, *apart]
+    variables.check(
+        len(shared) <= 1,
+        'Of several hosts with a "ps" in TF_CONFIG one at most may have another task.',
+        ", ".join(shared),
+    )
+    variables.check(
+        hosts[0] == names[0],
+        'The first task in TF_CONFIG, which leads, must not be on the host of a "ps" where '
+        "another host has none.",
+        names[0],
+    )
+    here = [number for number, name in enumerate(names) if name == names[place.host]]
+    variables.devices(len(here), is_one_each=True)
+    return structs.replace(
+        place,
+        host=hosts.index(names[place.host]),
+        num_hosts=len(hosts),
+        process=here.index(place.host),
+        num_processes=len(here),
+        num_ranks=len(names),
+        num_servers=num_servers,
+        devices=sum(number < num_workers for number in here),
+    )
 
 
 def _check_roles(
@@ -277,22 +313,6 @@ def _check_roles(
     )
     variables.check(
         len(chiefs) <= 1, 'TF_CONFIG\'s cluster may have one "chief".', f"{len(chiefs)} of them"
-    )
-
-
-def _check_addresses(
-    variables: Variables, addresses: Sequence[Address], *, has_servers: bool
-) -> None:
-    variables.check(
-        len(set(addresses)) == len(addresses),
-        "Every host in TF_CONFIG must have an address of its own.",
-        ", ".join(map(str, addresses)),
-    )
-    names = sorted({address.name for address in addresses})
-    variables.check(
-        not has_servers or len(names) <= 1 or all(address.is_loopback for address in addresses),
-        "Workers and parameter servers in TF_CONFIG must be processes of one host, under one name.",
-        ", ".join(names),
     )
 
 

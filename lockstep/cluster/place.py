@@ -66,10 +66,10 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
         process: the number of this process among those of its host.
         num_processes: of this host; where there is one, it starts helpers for its other devices.
         rendezvous: where host 0 listens, in order of preference: it takes the first that is free.
-        devices: how many this host is to use; None where the launcher does not say.
+        devices: how many this host is to compute on; None where the launcher does not say.
         num_ranks: processes on all hosts, where each of them is one device; else None.
         is_one_machine: all hosts are this machine, by their addresses.
-        num_servers: of the processes, the last ones, which are parameter servers.
+        num_servers: of all hosts' processes, the last ones, which are parameter servers.
     """
 
     launcher: str
@@ -88,3 +88,8 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     def leads(self) -> bool:
         """Whether this process speaks for its host."""
         return self.process == 0
+
+    @property
+    def num_servers_here(self) -> int:
+        """Of this host's processes, those that are parameter servers."""
+        return self.num_processes - (self.devices or 0) if self.num_servers else 0

@@ -34,7 +34,9 @@ class Host(msgspec.Struct, frozen=True, kw_only=True):
         name: for messages.
         num_cores: that may be used.
         devices: of all kinds.
-        num_given: devices that the launcher gives to this job; None where it does not say.
+        num_given: devices that the launcher gives to this job; None where it does not say, 0 where
+            there are parameter servers only.
+        num_servers: parameter servers that the launcher has started.
         arithmetic: hosts where this is the same compute the same bits.
         lack: why there is no accelerator, in a sentence; empty where there is one.
     """
@@ -43,6 +45,7 @@ class Host(msgspec.Struct, frozen=True, kw_only=True):
     num_cores: int
     devices: tuple[Device, ...]
     num_given: int | None = None
+    num_servers: int = 0
     arithmetic: str = ""
     lack: str = ""
 

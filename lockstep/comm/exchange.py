@@ -76,6 +76,10 @@ class GroupSpec:
         rows = [row for row, rank in enumerate(self.row_ranks) if rank in ranks]
         return range(rows[0], rows[-1] + 1) if rows else range(0)
 
+    def is_held_by(self, ranks: Collection[int]) -> bool:
+        """Whether any of these ranks has a part in it."""
+        return any(rank in ranks for rank in self.ranks)
+
     def num_filled_rows(self, num_filled: int) -> int:
         """The rows that count where so many shares are filled."""
         per_row = self.shares_per_row
@@ -84,13 +88,14 @@ class GroupSpec:
     def holes(self, here: Collection[int]) -> list[tuple[int, int]]:
         """Bytes ``[start, stop)`` that need no memory on a host with these ranks.
 
-        Without any of them the rows need none, but what is said about them does.
+        Without any of them the rows need none, but what is said about them does. Where only
+        servers are, sums lie in the first row.
         """
         if not self.row_ranks:
             return []
-        if here and not self.rows_of(here):
+        if here and not self.is_held_by(here):
             return [(0, self.num_bytes)]
-        return self.gradients.holes(self.rows_of(here))
+        return self.gradients.holes(self.rows_of(here) or range(min(len(here), 1)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,7 +223,7 @@ class Exchange:
         self._gradient_rows = {
             number: self._open_rows(group, offset)
             for number, (group, offset) in enumerate(zip(spec.groups, places, strict=False))
-            if group.rows_of(self.ranks_here)
+            if group.row_ranks and group.is_held_by(self.ranks_here)
         }
         self.gradients: dict[int, GroupGradients] = {
             number: self._gradients_of(number) if group.row_ranks else OwnGradients()

@@ -1,10 +1,11 @@
 """Parameter servers: ranks that own parameters and update them, beside ranks that compute."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
 
-from lockstep.cluster.topology import MAX_CPU_REPLICAS_PER_CORE, Cluster, Host
+from lockstep.cluster.topology import MAX_CPU_REPLICAS_PER_CORE, Cluster
 from lockstep.errors import DeviceError, OptionError
 from lockstep.graph.layer_graph import LayerGraph
 from lockstep.plan.decision import ServedUpdate
@@ -19,7 +20,8 @@ INEXACT = "Workers compute with older weights: the result is not that of one dev
 class Served(Maker):
     """Workers on the cores of all hosts, each with its share of every batch, and servers.
 
-    The servers, which update, are on the last host.
+    The servers, which update, are on the last host or, where a launcher has started them, on the
+    last ones; workers are on the first of these at most.
 
     Attributes:
         workers: as replicas that would update for themselves.
@@ -34,30 +36,42 @@ class Served(Maker):
 
         Raises:
             DeviceError: more processes than a host can hold.
-            OptionError: more servers than parameters, or second copies on several hosts.
+            OptionError: more servers than parameters, or what cannot be on several hosts.
         """
         cluster = cluster.cores
-        plan = self.workers(graph, cluster, batch_size)
+        workers, servers = self.workers.replicas(cluster), self._servers(cluster)
+        self._check_hosts(cluster, workers, servers)
+        computing = [host for host, count in zip(cluster.hosts, workers, strict=True) if count]
+        plan = self.workers(graph, Cluster(hosts=tuple(computing)), batch_size)
         self._check_servers(graph)
-        self._check_hosts(plan)
-        counts, servers = plan.hosts or (plan.num_ranks,), self.update.servers
-        self._check_ranks(counts[-1], cluster.hosts[-1])
         # Weights are cut into a block of rows per share, and no server has less than a block. Where
         # factors go to other hosts, workers there would have to update.
-        keeps_rows = self.update.is_synchronous and servers <= plan.num_shares and not plan.hosts
+        is_one_host = len(workers) == 1
+        has_blocks = self.update.servers <= plan.num_shares
+        keeps_rows = self.update.is_synchronous and has_blocks and is_one_host
         layers = plan.layers
         if not keeps_rows:
             layers = tuple(msgspec.structs.replace(layer, row_limit=0) for layer in layers)
-        cores, ranks = cluster.hosts[-1].num_cores, range(counts[-1], counts[-1] + servers)
+        counts = tuple(map(sum, zip(workers, servers, strict=True)))
+        cores = [
+            f"cpu:{rank % host.num_cores}"
+            for host, first, stop in zip(cluster.hosts, workers, counts, strict=True)
+            for rank in range(first, stop)
+        ]
         return msgspec.structs.replace(
             plan,
             strategy="parameter servers",
-            devices=(*plan.devices, *(f"cpu:{rank % cores}" for rank in ranks)),
-            hosts=(*counts[:-1], counts[-1] + servers) if plan.hosts else (),
+            devices=(*plan.devices, *cores),
+            hosts=() if is_one_host else counts,
             layers=layers,
             update=self.update,
             notes=(*plan.notes, *([] if self.update.is_synchronous else [INEXACT])),
         )
+
+    def _servers(self, cluster: Cluster) -> tuple[int, ...]:
+        """How many each host has: those that the launcher has started, or all on the last."""
+        given = tuple(host.num_servers for host in cluster.hosts)
+        return given if any(given) else (*given[:-1], self.update.servers)
 
     def _check_servers(self, graph: LayerGraph) -> None:
         names = {
@@ -73,23 +87,32 @@ class Served(Maker):
                 fix=f"Use servers={max(len(names), 1)} or fewer.",
             )
 
-    def _check_hosts(self, plan: Plan) -> None:
-        if plan.hosts and self.update.replicas > 1:
+    def _check_hosts(
+        self, cluster: Cluster, workers: Sequence[int], servers: Sequence[int]
+    ) -> None:
+        if len(workers) > 1 and self.update.replicas > 1:
             raise OptionError(
                 "Second copies of what servers update are for workers and servers of one host.",
-                received=f"replicas={self.update.replicas} with {plan.num_hosts} hosts",
+                received=f"replicas={self.update.replicas} with {len(workers)} hosts",
                 fix="Leave `replicas` out, and use a checkpoint.",
             )
-
-    def _check_ranks(self, num_workers: int, host: Host) -> None:
-        num_ranks, cores = num_workers + self.update.servers, host.num_cores
-        if num_ranks > cores * MAX_CPU_REPLICAS_PER_CORE:
-            raise DeviceError(
-                f"The servers' host has {cores} usable cores, enough for "
-                f"{cores * MAX_CPU_REPLICAS_PER_CORE} workers and servers.",
-                received=f"{num_workers} workers and {self.update.servers} servers",
-                fix="Use fewer of them.",
+        num_serving = sum(map(bool, servers))
+        if num_serving > 1 and not self.update.is_synchronous:
+            raise OptionError(
+                "Workers that do not wait take their work from a table in the memory of the one "
+                "host that all servers are on.",
+                received=f"staleness={self.update.staleness} with servers on {num_serving} hosts",
+                fix="Put all servers on one host, or use staleness=0.",
             )
+        for host, computing, serving in zip(cluster.hosts, workers, servers, strict=True):
+            most = host.num_cores * MAX_CPU_REPLICAS_PER_CORE
+            if serving and computing + serving > most:
+                raise DeviceError(
+                    f"The servers' host has {host.num_cores} usable cores, enough for {most} "
+                    "workers and servers.",
+                    received=f"{computing} workers and {serving} servers",
+                    fix="Use fewer of them.",
+                )
 
     @property
     def outlives_servers(self) -> bool:

@@ -28,7 +28,8 @@ class ParameterServerStrategy(Strategy):
 
     Args:
         servers: processes that update, each its part of the parameters; None is what ``lockstep
-            run --servers`` says, or 1. Of several hosts they are on the last.
+            run --servers`` says, or 1. Of several hosts they are on the last, and under a
+            ``TF_CONFIG`` where its tasks are.
         workers: processes of each host that compute, the script's own among them; None is what
             the launcher says, or else one per usable core, at most 8. Under a ``TF_CONFIG`` with
             "ps" both are the numbers of its tasks: the script is started for each.
@@ -82,8 +83,10 @@ class ParameterServerStrategy(Strategy):
     def num_replicas_in_sync(self) -> int:
         """Workers of all hosts; see ``MultiWorkerMirroredStrategy``."""
         place = find_place(os.environ)
-        if place is None or place.num_servers:
+        if place is None:
             return len(device_names(self.workers, discover().cores.hosts[0]))
+        if place.num_servers and place.num_ranks is not None:
+            return place.num_ranks - place.num_servers
         return num_replicas(self._maker.workers, self.timeout_seconds, on_cores=True)
 
 
@@ -94,21 +97,21 @@ def _numbers(workers: int | None, servers: int | None) -> tuple[int | None, int]
         OptionError: these contradict each other.
     """
     place = find_place(os.environ)
-    if place is None or not place.num_servers:
+    if place is None or place.num_ranks is None or not place.num_servers:
         if workers is None and place is None:
             workers = find_devices(os.environ)
         servers = servers or find_servers(os.environ)
         if servers is None and place is not None and place.launcher == "TF_CONFIG":
             raise _roles_missing(place)
         return workers, servers or 1
-    given = place.num_processes - place.num_servers, place.num_servers
+    given = place.num_ranks - place.num_servers, place.num_servers
     if (workers or given[0], servers or given[1]) != given:
         raise OptionError(
             f"Under {place.launcher} each worker and each server is a task of its own.",
             received=f"workers={workers}, servers={servers} with {given[0]} and {given[1]} tasks",
             fix="Leave `workers` and `servers` out.",
         )
-    return given
+    return (given[0] if place.num_hosts == 1 else None), given[1]
 
 
 def _roles_missing(place: Place) -> OptionError:

@@ -124,7 +124,8 @@ class Hosts:
     @property
     def first_rank(self) -> int:
         """Of this host, where the launcher has started a process for each of its devices."""
-        return sum(host.num_given or 1 for host in self.cluster.hosts[: self.host])
+        before = self.cluster.hosts[: self.host]
+        return sum((host.num_given or 0) + host.num_servers or 1 for host in before)
 
     @property
     def has_followers(self) -> bool:

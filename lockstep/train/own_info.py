@@ -12,8 +12,12 @@ from lockstep.version import __version__
 def own_info(place: Place) -> HostInfo:
     """What this host says of itself when hosts meet."""
     host = discover().hosts[0]
-    given = place.devices if place.num_processes == 1 else place.num_processes
-    host = msgspec.structs.replace(host, num_given=given, arithmetic=_arithmetic())
+    host = msgspec.structs.replace(
+        host,
+        num_given=place.devices,
+        num_servers=place.num_servers_here,
+        arithmetic=_arithmetic(),
+    )
     return HostInfo(
         facts={
             "the version of Lockstep": __version__,

@@ -234,6 +234,10 @@ def pipeline() -> lockstep.Strategy:
     return lockstep.PipelineStrategy(stages=2, microbatches=3, timeout_seconds=TIMEOUT_SECONDS)
 
 
+def served() -> lockstep.Strategy:
+    return lockstep.ParameterServerStrategy(servers=1, workers=1, timeout_seconds=TIMEOUT_SECONDS)
+
+
 # By name: what makes the model, the story, the strategy.
 JOBS: dict[str, tuple[Callable[[], Any], Story, Callable[[], lockstep.Strategy]]] = {
     **{name: (compiled(make), plainly, several) for name, make in zoo.MODELS.items()},
@@ -282,6 +286,10 @@ JOBS: dict[str, tuple[Callable[[], Any], Story, Callable[[], lockstep.Strategy]]
     "checkpoints": (compiled(zoo.sequential), with_checkpoints, several),
     "backup": (compiled(zoo.sequential), backed_up, several),
     "made differently": (compiled(zoo.sequential), made_differently, several),
+    "servers": (compiled(zoo.sequential), plainly, served),
+    "servers, batch normalization": (compiled(zoo.normalized), plainly, served),
+    "servers, sample weights": (compiled(zoo.sequential), with_weights, served),
+    "servers, loader": (compiled(zoo.sequential), from_a_loader, served),
     "pipeline": (compiled(zoo.sequential), plainly, pipeline),
     "pipeline of a subclass": (compiled(zoo.Subclassed), plainly, pipeline),
     "pipeline of one with its own loss": (compiled(Rooted), with_weights, pipeline),

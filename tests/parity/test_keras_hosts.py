@@ -17,7 +17,10 @@ SECONDS = 400.0
 # TensorFlow, which Keras imports, says what it finds; some of it, whatever it is told.
 QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3"}
 NOISE = ("WARNING: All log messages before absl", "I0000 ")
-CORE = (*("sequential", "batch normalization", "loader", "pipeline", "own loss", "own step"),)
+CORE = (
+    *("sequential", "batch normalization", "loader", "pipeline", "own loss", "own step"),
+    "servers",
+)
 FOLLOWED = ["sequential", "images", "loader", "stopping early", "meddler", "pipeline"]
 
 Told = dict[str, Any]
@@ -69,6 +72,46 @@ def test_two_hosts_train_as_plain_keras(name: str, two_hosts: list[dict[str, Tol
     ours = [host[name] for host in two_hosts]
     assert_alike(ours)
     assert ours[0]["digest of slots"] == ours[1]["digest of slots"]
+
+
+# The tasks of a TF_CONFIG with a server on a host of its own.
+SERVED = """
+import json, sys, warnings
+from tests.launching import be_strict
+import lockstep
+from tests import keras_zoo as zoo
+from tests.parity.keras_host_jobs import OPTIONS, X, Y, digest
+
+be_strict()
+warnings.filterwarnings("ignore", "__array__ implementation")  # Keras's
+with zoo.true_float64():
+    plain = zoo.compiled(zoo.sequential)
+    staleness = json.loads(sys.argv[1])
+    with lockstep.ParameterServerStrategy(staleness=staleness, timeout_seconds=180).scope():
+        model = zoo.compiled(zoo.sequential)
+    history = model.fit(X, Y, **OPTIONS | {"epochs": 4}).history
+    plain.fit(X, Y, **OPTIONS | {"epochs": 4})
+    gap, steps = zoo.distance(plain, model), int(model.optimizer.iterations)
+    print(json.dumps([digest(model.get_weights()), gap, steps, history]))
+"""
+
+
+@pytest.mark.timeout(500)
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_tasks_with_a_server_train_a_keras_model(staleness: int, tmp_path: Path) -> None:
+    script = tmp_path / "served.py"
+    script.write_text(SERVED)
+    roles = {"chief": [0], "worker": [1], "ps": [2]}
+    with on_loopback(
+        [str(script), str(staleness)], roles=roles, variables=QUIET, like="keras"
+    ) as processes:
+        (first,), *others = lines_of_all(processes, SECONDS, told_by)
+    _, gap, num_steps, history = first
+    assert others == [[first]] * 2
+    assert num_steps == 4 * 4
+    assert gap < 1e-12 or staleness
+    assert max(history.get("staleness", [0])) <= staleness
+    assert history["loss"][-1] < 0.95 * history["loss"][0]
 
 
 QUARREL = """

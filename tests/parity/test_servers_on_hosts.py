@@ -1,18 +1,29 @@
 """Parameter servers whose workers are on several hosts: addresses of the loopback interface."""
 
 import json
+import os
 import signal
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.launchers import BEGINNING, lines, lines_of_all, on_loopback
+from tests.netns import HostProcess
 from tests.thorough import core_of
 
 SECONDS = 250.0
 
-# Each script begins so. Numbers of servers, and of workers of each host, are its first arguments.
+# Tasks of a TF_CONFIG, and the hosts that they are on.
+TASKS = {
+    "a server": {"chief": [0], "worker": [1], "ps": [2]},
+    "servers beside a worker": {"chief": [0], "worker": [1], "ps": [1, 1]},
+    "servers of two hosts": {"chief": [0], "ps": [1, 2]},
+}
+
+# Each script begins so. Numbers of servers, and of workers of each host, are its first arguments;
+# none where TF_CONFIG says them.
 START = f"""{BEGINNING}
 from functools import partial
 from torch.utils.data import TensorDataset
@@ -20,7 +31,7 @@ from lockstep.launch.pool import keep_teams
 from tests.parity.test_parameter_servers import (
     SPARSE_OPTIMIZERS, Rated, assert_equal, plain_ratings, ratings)
 from tests.zoo import case
-servers, workers = map(int, sys.argv[1:3])
+servers, workers = (int(number) or None for number in sys.argv[1:3])
 
 def strategy(staleness=0):
     return lockstep.ParameterServerStrategy(servers, workers, staleness, timeout_seconds=60)
@@ -58,17 +69,30 @@ with keep_teams():
 """
 
 
-def told_by_all(folder: Path, script: str, num_hosts: int, arguments: list[Any]) -> list[list[Any]]:
+def told_by_all(
+    folder: Path, script: str, hosts: int | str, arguments: list[Any]
+) -> list[list[Any]]:
+    """What the process of each host has told: of so many, or those of ``TASKS``."""
     path = folder / "script.py"
     path.write_text(START + script)
-    with on_loopback([str(path), *map(str, arguments)], num_hosts=num_hosts) as processes:
+    with on_hosts(hosts, [str(path), *map(str, arguments)]) as processes:
         return lines_of_all(processes, SECONDS)
 
 
+def on_hosts(hosts: int | str, script: list[str]) -> AbstractContextManager[list[HostProcess]]:
+    if isinstance(hosts, str):
+        return on_loopback(script, roles=TASKS[hosts])
+    return on_loopback(script, num_hosts=hosts)
+
+
 @pytest.mark.parametrize(
-    ("num_hosts", "servers", "workers", "models"),
+    ("hosts", "servers", "workers", "models"),
     [
         (2, 1, 1, ["mlp", "gpt_tied"]),
+        ("a server", 0, 0, ["mlp", "gpt_tied"]),
+        pytest.param(
+            *("servers of two hosts", 0, 0, ["mlp", "cnn_batch_norm"]), marks=pytest.mark.thorough
+        ),
         pytest.param(
             *(2, 2, 2, ["mlp", "cnn_batch_norm", "gpt_tied", "unused_branch", "wide"]),
             marks=pytest.mark.thorough,
@@ -77,24 +101,39 @@ def told_by_all(folder: Path, script: str, num_hosts: int, arguments: list[Any])
     ],
 )
 def test_workers_that_wait_train_as_one_device(
-    num_hosts: int, servers: int, workers: int, models: list[str], tmp_path: Path
+    hosts: int | str, servers: int, workers: int, models: list[str], tmp_path: Path
 ) -> None:
-    for told in told_by_all(tmp_path, PROVE, num_hosts, [servers, workers, *models]):
+    everywhere = told_by_all(tmp_path, PROVE, hosts, [servers, workers, *models])
+    for told in everywhere:
         assert [name for name, *_ in told] == models
         for _, passed, report, num_workers in told:
             assert passed, report
-            assert num_workers == num_hosts * workers
+            assert num_workers == workers_of(hosts, workers)
+
+
+def workers_of(hosts: int | str, workers: int) -> int:
+    if isinstance(hosts, int):
+        return hosts * workers
+    return sum(len(tasks) for role, tasks in TASKS[hosts].items() if role != "ps")
 
 
 @pytest.mark.parametrize(
-    ("num_hosts", "servers", "workers"), core_of([(2, 1, 1), (3, 2, 2)], [(2, 1, 1)])
+    ("hosts", "servers", "workers", "ranks"),
+    core_of(
+        [
+            (2, 1, 1, (1, 2)),
+            ("a server", 0, 0, (1, 1, 1)),
+            ("servers of two hosts", 0, 0, (1, 1, 1)),
+            (3, 2, 2, (2, 2, 4)),
+        ],
+        [(2, 1, 1, (1, 2)), ("a server", 0, 0, (1, 1, 1))],
+    ),
 )
 def test_rows_of_embeddings_are_those_of_one_device(
-    num_hosts: int, servers: int, workers: int, tmp_path: Path
+    hosts: int | str, servers: int, workers: int, ranks: tuple[int, ...], tmp_path: Path
 ) -> None:
-    hosts = [workers] * (num_hosts - 1) + [workers + servers]
-    for told in told_by_all(tmp_path, RATE, num_hosts, [servers, workers]):
-        assert told == [[name, hosts] for name in ("SGD", "Adagrad", "SparseAdam")]
+    for told in told_by_all(tmp_path, RATE, hosts, [servers, workers]):
+        assert told == [[name, list(ranks)] for name in ("SGD", "Adagrad", "SparseAdam")]
 
 
 COUNT = """
@@ -152,19 +191,23 @@ tell(history.history["staleness"])
 
 
 @pytest.mark.parametrize(
-    ("num_hosts", "servers", "workers", "staleness"),
+    ("hosts", "servers", "workers", "staleness"),
     core_of(
-        [(2, 1, 1, 4), (2, 1, 2, 1), (3, 2, 1, 2), (2, 2, 2, None)],
-        [(2, 1, 1, 4)],
+        [
+            *((2, 1, 1, 4), (2, 1, 2, 1), (3, 2, 1, 2), (2, 2, 2, None)),
+            *(("a server", 0, 0, 2), ("a server", 0, 0, None)),
+        ],
+        [(2, 1, 1, 4), ("a server", 0, 0, 2)],
     ),
 )
 def test_every_sample_counts_once_and_no_worker_is_too_far_ahead(
-    num_hosts: int, servers: int, workers: int, staleness: int | None, tmp_path: Path
+    hosts: int | str, servers: int, workers: int, staleness: int | None, tmp_path: Path
 ) -> None:
     arguments = [servers, workers, json.dumps(staleness)]
-    first, *others = told_by_all(tmp_path, SUM, num_hosts, arguments)
+    first, *others = told_by_all(tmp_path, SUM, hosts, arguments)
     (leads,) = first
-    assert others == [first] * (num_hosts - 1)
+    assert len(others) >= 1
+    assert all(each == first for each in others)
     assert max(leads) >= 1  # somebody was ahead
     assert staleness is None or max(leads) <= staleness
 
@@ -274,6 +317,44 @@ def test_a_host_that_dies_is_named(dying: int, tmp_path: Path) -> None:
         assert status == -signal.SIGKILL
         (told,) = lines(processes[1 - dying], SECONDS)
     assert told.startswith(f"Host {dying} (")
+
+
+# It ends with the error of whoever is killed after the first epoch.
+LOSE = """
+from tests.parity.test_parameter_servers import Sums, trained
+class Begun(lockstep.Callback):
+    def on_epoch_end(self, epoch, logs=None):
+        tell("begun")
+try:
+    trained(strategy(json.loads(sys.argv[3])), Sums(seconds=0.2), callbacks=[Begun()])
+except lockstep.LockstepError as error:
+    tell(str(error))
+"""
+
+
+@pytest.mark.parametrize(
+    ("tasks", "dying", "staleness", "name"),
+    core_of(
+        [
+            *(("a server", 2, 2, "Host 2 ("), ("a server", 2, 0, "Host 2 (")),
+            *(("a server", 1, 2, "Host 1 ("), ("servers beside a worker", 3, 2, "Rank 3 ")),
+        ],
+        [("a server", 2, 2, "Host 2 ("), ("servers beside a worker", 3, 2, "Rank 3 ")],
+    ),
+)
+def test_a_task_that_dies_is_named(
+    tasks: str, dying: int, staleness: int, name: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "script.py"
+    path.write_text(START + LOSE)
+    with on_hosts(tasks, [str(path), "0", "0", str(staleness)]) as processes:
+        processes[0].wait_for_line('"begun"', SECONDS)
+        os.kill(processes[dying].pid, signal.SIGKILL)
+        assert processes.pop(dying).finish(SECONDS)[0] == -signal.SIGKILL
+        for process in processes:
+            status, out, _ = process.finish(SECONDS)
+            assert status == 0
+            assert name in json.loads(out.splitlines()[-1])
 
 
 def test_ctrl_c_ends_workers_of_all_hosts(tmp_path: Path) -> None:

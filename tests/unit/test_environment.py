@@ -134,10 +134,32 @@ def test_tasks_of_tf_config_with_servers_are_processes_of_one_host(
         process=process,
         num_processes=5,
         rendezvous=(Address(name="a", port=1),),
-        devices=5,
+        devices=3,
         num_ranks=5,
         num_servers=2,
     )
+
+
+@pytest.mark.parametrize(
+    ("kind", "index", "host", "process", "devices", "servers"),
+    [
+        ("chief", 0, 0, (0, 2), 2, 0),
+        ("worker", 0, 2, (0, 2), 1, 1),
+        ("worker", 1, 0, (1, 2), 2, 0),
+        ("worker", 2, 1, (0, 1), 1, 0),
+        ("ps", 0, 3, (0, 1), 0, 1),
+        ("ps", 1, 2, (1, 2), 1, 1),
+    ],
+)
+def test_hosts_of_tf_config_with_servers_are_names_those_of_servers_the_last(
+    kind: str, index: int, host: int, process: tuple[int, int], devices: int, servers: int
+) -> None:
+    cluster = {"ps": ["d:1", "b:2"], "worker": ["b:1", "a:2", "c:1"], "chief": ["a:1"]}
+    place = place_in(tf_config(cluster, kind, index))
+    assert (place.host, place.num_hosts, place.num_ranks, place.num_servers) == (host, 4, 6, 2)
+    assert (place.process, place.num_processes) == process
+    assert (place.devices, place.num_servers_here) == (devices, servers)
+    assert place.rendezvous == (Address(name="a", port=1),)
 
 
 def test_devices_of_a_tf_config_host_are_those_that_lockstep_is_told() -> None:
@@ -294,9 +316,17 @@ MISTAKES: dict[str, tuple[dict[str, str], list[str]]] = {
         tf_config(TWO | {"evaluator": ["e:1"]}),
         ["rank 0 evaluates. Received: 'evaluator'"],
     ),
-    "servers of other hosts": (
-        tf_config(TWO | {"ps": ["c:1"]}, "ps"),
-        ["must be processes of one host, under one name. Received: a, b, c"],
+    "servers beside workers of two hosts": (
+        tf_config({"chief": ["c:1"]} | TWO | {"ps": ["a:1", "b:1", "d:1"]}, "ps"),
+        ["one at most may have another task. Received: a, b"],
+    ),
+    "a server on the first task's host": (
+        tf_config(TWO | {"ps": ["a:1"]}, "ps"),
+        ['must not be on the host of a "ps" where another host has none. Received: a'],
+    ),
+    "more devices than tasks": (
+        tf_config(TWO | {"ps": ["c:1"]}) | {"LOCKSTEP_DEVICES": "2"},
+        ["LOCKSTEP_DEVICES=2 with 1 processes"],
     ),
     "servers without workers": (
         tf_config({"ps": ["a:1", "a:2"]}, "ps"),
