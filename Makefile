@@ -4,16 +4,13 @@ BIN := .venv/bin
 # Hundreds of interpreters are started: all but the first read what was compiled.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-third test-all check lint format api-docs bench bench-architectures bench-checkpoints bench-compression bench-hosts bench-input bench-keras-tests bench-overhead bench-pipelines bench-small-calls bench-starting gpu soak clean
+.PHONY: demo test test-all check lint format api-docs bench bench-architectures bench-checkpoints bench-compression bench-hosts bench-input bench-keras-tests bench-overhead bench-pipelines bench-small-calls bench-starting gpu soak clean
 demo: .venv/.installed-demo
 	$(BIN)/lockstep demo
 
-# The core of the tests; `test-all` also runs what is marked `thorough`, `test-third` a third of that.
+# The core of the tests; `test-all` also runs what is marked `thorough`.
 test: .venv/.installed-dev
 	$(BIN)/python -m pytest --numprocesses 2 -m "not thorough"
-
-test-third: .venv/.installed-dev
-	$(BIN)/python -m pytest --numprocesses 2 --third $(or $(THIRD),0)
 
 test-all: .venv/.installed-dev
 	$(BIN)/python -m pytest --numprocesses 2

@@ -17,7 +17,7 @@ from lockstep.launch.pool import keep_teams
 from lockstep.train import session
 from tests import preloading, warm
 from tests.netns import Hosts, NoHostsError, connected_hosts
-from tests.thorough import CORE, is_chosen
+from tests.thorough import CORE
 
 faulthandler.enable()
 # Whoever runs the tests in the background (nohup, a job of a shell) may have them ignore these, and
@@ -35,11 +35,6 @@ _WAITING = ("faults", "parallel")
 _COMPUTING = ("parity", "devices", "unit", "property", "golden")
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    help_text = "of the thorough tests, run one in three: those of this number, taken modulo 3"
-    parser.addoption("--third", type=int, help=help_text)
-
-
 def pytest_configure(config: pytest.Config) -> None:
     """Of a law, the core tries fewer examples."""
     settings.load_profile("core" if config.option.markexpr == CORE else "all")
@@ -52,10 +47,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return LoadFileScheduling(config, log)
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Bring files into the order in which they are run: some compute while others wait."""
-    if config.option.third is not None:
-        items[:] = [item for item in items if is_chosen(item, config.option.third)]
     files = list(dict.fromkeys(item.path for item in items))
     turns: dict[Path, float] = {}
     for folders in (_WAITING, _COMPUTING):

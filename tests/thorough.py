@@ -1,9 +1,8 @@
-"""Which cases of a matrix ``make test`` runs; ``make test-all`` runs them all, CI a third more.
+"""Which cases of a matrix ``make test`` runs; ``make test-all`` runs them all.
 
 A test of its own that is as dear is left to ``make test-all`` with ``@pytest.mark.thorough``.
 """
 
-import zlib
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
@@ -13,12 +12,6 @@ import pytest
 CORE = "not thorough"
 
 Core = Collection[Any] | Callable[..., bool]
-
-
-def is_chosen(item: pytest.Item, third: int) -> bool:
-    """Whether a test is of the core, or in this third of the others (a number, taken modulo 3)."""
-    is_thorough = item.get_closest_marker("thorough") is not None
-    return not is_thorough or zlib.crc32(item.nodeid.encode()) % 3 == third % 3
 
 
 def core_of(cases: Iterable[Any], core: Core) -> list[Any]:
