@@ -192,7 +192,7 @@ def test_what_cannot_be_asked() -> None:
         trained("local", Seen(), restarts=1)
     place = SimpleNamespace(launcher="TF_CONFIG", num_processes=1)
     hosts = SimpleNamespace(is_one_process=False, has_followers=False, place=place)
-    runner: Any = SimpleNamespace(_job_context=SimpleNamespace(hosts=hosts))
+    runner: Any = SimpleNamespace(_job_context=SimpleNamespace(hosts=hosts, reach="all hosts"))
     asked = KeepingRunner.kept(runner, None, partial(pytest.fail, "asked"), [], 1, goes_on=False)
     with pytest.raises(OptionError, match=r"need a checkpoint.*a lockstep.keras.Checkpoint"), asked:
         raise AssertionError("trained without a checkpoint")

@@ -205,10 +205,10 @@ def test_training_through_a_proxy_that_changes_nothing() -> None:
 
 
 # The ranks of host 0 are 0 and 1, and each has a partner on host 1: a channel of the process that
-# leads, and one of a helper's.
-TENSORS = [Fault(number, way, 50_000, bit=7) for number in (1, 2) for way in (THERE, BACK)]
+# leads, and one of a helper's. Before these come the control group and the heartbeats.
+TENSORS = [Fault(number, way, 50_000, bit=7) for number in (2, 3) for way in (THERE, BACK)]
 MESSAGES = [Fault(0, way, 5_000, bit=0) for way in (THERE, BACK)]
-LATER = [Fault(number, BACK, 300_000, bit=3) for number in (1, 2)]  # in the second call of fit
+LATER = [Fault(number, BACK, 300_000, bit=3) for number in (2, 3)]  # in the second call of fit
 FAULTS = {
     f"{name} {number}": fault
     for name, faults in (("tensors", TENSORS), ("messages", MESSAGES), ("later", LATER))
