@@ -3,13 +3,18 @@
 A generation is a folder ``generation-000042`` with tensors in safetensors files and a manifest. How
 it comes to be there as a whole is the storage's (``storage``); only then are the oldest removed. So
 whatever ends the writer, at whatever moment, the generations there are whole, and the newest is the
-last or the one before it. One process writes, as one has everything: weights and slots of all ranks
-of a host lie in memory that rank 0 maps, whatever the layout.
+last or the one before it.
+
+One process writes, as one has everything: weights and slots of all ranks of a host lie in memory
+that rank 0 maps, whatever the layout. Several threads of it write files side by side: hashing takes
+longer than the disk does, and both leave the interpreter to others meanwhile.
 """
 
 import hashlib
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from concurrent.futures import wait
+from contextlib import AbstractContextManager, closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +31,12 @@ from lockstep.checkpoint.saved import Saved
 from lockstep.checkpoint.storage import GENERATION, AnyFolder, Create, Folder, Storage
 from lockstep.checkpoint.trees import Tensors
 from lockstep.checkpoint.weights import write_tensors
+from lockstep.cluster.devices import usable_cores
+from lockstep.launch.background import Background
 
-# Files are read as a whole, so that what is used is what was hashed.
-_SHARD_BYTES = 256 << 20
+# Files are read as a whole, so that what is used is what was hashed. Several are written at once.
+_SHARD_BYTES = 128 << 20
+_MOST_THREADS = 4
 
 
 def storage_of(folder: Folder) -> Storage:
@@ -72,16 +80,14 @@ def write_generation(folder: AnyFolder, saved: Saved, keep: int) -> AnyFolder:
 
 
 def _write_all(create: Create, saved: Saved) -> None:
-    files: dict[str, FileEntry] = {}
-    tensors: dict[str, TensorEntry] = {}
-    for number, shard in enumerate(_shards(saved.tensors)):
-        name = f"tensors-{number:05}.safetensors"
-        files[name] = _write_shard(create, name, shard)
-        tensors.update({key: _entry(one, name) for key, one in shard.items()})
+    every = enumerate(_shards(saved.tensors))
+    shards = {f"tensors-{number:05}.safetensors": shard for number, shard in every}
     manifest = Manifest(
         summary=saved.summary,
-        files=files,
-        tensors=tensors,
+        files=_write_shards(create, shards),
+        tensors={
+            key: _entry(one, name) for name, shard in shards.items() for key, one in shard.items()
+        },
         weights=saved.weights,
         values=saved.values,
         plan=saved.plan,
@@ -103,6 +109,17 @@ def _shards(tensors: Tensors) -> Iterator[Tensors]:
         num_bytes += tensor.nbytes
     if shard:
         yield shard
+
+
+def _write_shards(create: Create, shards: dict[str, Tensors]) -> dict[str, FileEntry]:
+    """Each in a file of its name. After an error, too, nobody writes any more."""
+    with closing(Background("lockstep files", min(usable_cores(), _MOST_THREADS))) as threads:
+        writing = {
+            name: threads.submit(partial(_write_shard, create, name, shard))
+            for name, shard in shards.items()
+        }
+        wait(writing.values())
+        return {name: entry.result() for name, entry in writing.items()}
 
 
 def _write_shard(create: Create, name: str, shard: Tensors) -> FileEntry:

@@ -26,9 +26,9 @@ from lockstep.checkpoint.saved import Saved
 from lockstep.checkpoint.storage import Folder, Url, folder_of
 from lockstep.checkpoint.trees import Tree, flattened, pointer
 from lockstep.errors import CheckpointError, OptionError, Problems
+from lockstep.launch.background import Background
 from lockstep.options import check_count
 from lockstep.plan.spec import Plan
-from lockstep.train.background import Background
 from lockstep.train.callbacks import Callback, Logs
 from lockstep.train.history import History
 from lockstep.train.interrupt import STATUS_OF_SIGTERM, Termination

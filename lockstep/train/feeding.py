@@ -31,11 +31,11 @@ from lockstep.data.reading import Reading
 from lockstep.data.sources import ArraySource, Source
 from lockstep.data.trees import Tree, map_leaves, map_tensors, tensors_of
 from lockstep.errors import level_of_user
+from lockstep.launch.background import Background, is_done
 from lockstep.parallel.control import Control
 from lockstep.parallel.store import TensorStore, tensor_spec
 from lockstep.parallel.worker import Worker
 from lockstep.plan.layout import flat_offsets
-from lockstep.train.background import Background, is_done
 from lockstep.train.waiting import InputBoundWarning
 
 # A global batch: where its samples are, and which of them it has, in order.

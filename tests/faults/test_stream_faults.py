@@ -13,7 +13,7 @@ from torch import Tensor
 
 import lockstep
 from lockstep.errors import WorkerError
-from lockstep.train import background
+from lockstep.launch import background
 from lockstep.train.waiting import InputBoundWarning
 from tests.faults.jobs import make_data, make_trainer, warm_up
 from tests.faults.processes import wait_until

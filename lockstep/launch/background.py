@@ -1,6 +1,6 @@
-"""A thread that does one thing after the other, and of which nothing is left once it is closed.
+"""Threads that do one thing after the other, and of which nothing is left once they are closed.
 
-It is a daemon: where the thing under way never ends (a read from a network that is gone), the
+They are daemons: where the thing under way never ends (a read from a network that is gone), the
 script can still end.
 """
 
@@ -22,43 +22,45 @@ _Job = tuple[Future[Any], Callable[[], Any]]
 
 
 class Background:
-    """Runs functions in a thread of its own, which starts with the first of them.
+    """Runs functions in threads of its own, which start with the first of them.
 
     Args:
-        name: the thread's.
+        name: the threads'.
+        num_threads: one calls the functions in the order in which they were given.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, num_threads: int = 1) -> None:
         self._name = name
+        self._num_threads = num_threads
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
-        self._thread: threading.Thread | None = None
-        weakref.finalize(self, self._jobs.put, None)  # if nobody has closed it
+        self._threads: list[threading.Thread] = []
+        weakref.finalize(self, _end, self._jobs, num_threads)  # if nobody has closed it
 
     def submit(self, act: Callable[[], _T]) -> "Future[_T]":
-        """Have the thread call a function, after all that it was given before."""
-        if self._thread is None:
-            context = contextvars.copy_context()
-            self._thread = threading.Thread(
-                target=context.run,
+        """Have a thread call a function, after all that was given before is begun."""
+        while len(self._threads) < self._num_threads:
+            thread = threading.Thread(
+                target=contextvars.copy_context().run,
                 args=(_work, self._jobs),
                 name=self._name,
                 daemon=True,
             )
-            self._thread.start()
+            thread.start()
+            self._threads.append(thread)
         future: Future[_T] = Future()
         self._jobs.put((future, act))
         return future
 
     def stack(self) -> str:
-        """Where the thread is now."""
-        number = None if self._thread is None else self._thread.ident
+        """Where the first thread is now."""
+        number = self._threads[0].ident if self._threads else None
         return "" if number is None else stack_of(number)
 
     def close(self) -> None:
-        """End the thread, with what it is at, if that does not take long."""
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            self._jobs.put(None)
+        """End the threads, with what they are at, if that does not take long."""
+        threads, self._threads = self._threads, []
+        _end(self._jobs, len(threads))
+        for thread in threads:
             thread.join(_PATIENCE_SECONDS)
 
 
@@ -68,6 +70,11 @@ def is_done(future: "Future[Any]", gives_up: Callable[[], bool]) -> bool:
         if gives_up():
             return False
     return True
+
+
+def _end(jobs: "SimpleQueue[_Job | None]", num_threads: int) -> None:
+    for _ in range(num_threads):
+        jobs.put(None)
 
 
 def _work(jobs: "SimpleQueue[_Job | None]") -> None:
