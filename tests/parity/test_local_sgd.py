@@ -57,7 +57,7 @@ def test_every_step_equals_simulated_replicas(model: str, strategy: str) -> None
 
 
 @pytest.mark.parametrize("devices", [2, 3])
-@pytest.mark.parametrize("model", ["mlp", "gpt_tied"])
+@pytest.mark.parametrize("model", ["mlp", "gpt_tied", "lstm"])
 def test_averaging_every_step_of_plain_sgd_is_synchronous(model: str, devices: int) -> None:
     one = replace(case(model), optimizer=partial(torch.optim.SGD, lr=0.1, weight_decay=1e-2))
     report = lockstep.verify(make_job(one), lockstep.LocalSGDStrategy(1, devices), steps=5)
