@@ -10,7 +10,9 @@ import shutil
 import stat
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -148,28 +150,65 @@ with writing_alone(Path({str(folder)!r})):
 
 # --- crashes -------------------------------------------------------------------------------------
 
-OPERATIONS = ("mkdir", "open", "fsync", "rename", "close", "listdir")
+OPERATIONS = (
+    *("mkdir", "open", "fsync", "rename", "close", "listdir"),
+    *("write", "flush", "unlink", "rmdir", "scandir", "fstat", "stat", "lstat"),
+)
 
 
 class Crashing:
-    """``os`` that ends at one of its operations, before it or after it."""
+    """``os`` that ends at one of its operations, or at one of a file that is written."""
 
     def __init__(self, last: int, end: Callable[[], None]) -> None:
         self._last, self._end = last, end
+        self._counting = threading.Lock()  # several threads write
         self.num_calls = 0
 
+    @contextmanager
+    def in_use(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+        """By what writes and removes generations."""
+        with monkeypatch.context() as patched:
+            patched.setattr(local_storage, "os", self)
+            patched.setattr(local_storage, "open", self._opened, raising=False)
+            patched.setattr(shutil, "os", self)
+            yield
+
+    def _opened(self, descriptor: int, mode: str) -> Any:
+        return Watched(open(descriptor, mode), self)
+
     def __getattr__(self, name: str) -> Any:
-        function = getattr(os, name)
+        return self.watched(name, getattr(os, name))
+
+    def watched(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A function, or what counts its calls and ends at the last."""
         if name not in OPERATIONS:
             return function
 
         def called(*args: Any, **options: Any) -> Any:
-            self.num_calls += 1
-            if self.num_calls == self._last:
+            with self._counting:
+                self.num_calls += 1
+                is_last = self.num_calls == self._last
+            if is_last:
                 self._end()
             return function(*args, **options)
 
         return called
+
+
+class Watched:
+    """A file of which each operation counts."""
+
+    def __init__(self, file: Any, crashing: Crashing) -> None:
+        self._file, self._crashing = file, crashing
+
+    def __enter__(self) -> "Watched":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._file.close()
+
+    def __getattr__(self, name: str) -> Any:
+        return self._crashing.watched(name, getattr(self._file, name))
 
 
 def die() -> None:
@@ -195,17 +234,15 @@ def test_wherever_writing_ends_the_old_is_there_or_the_new(
     is_killed: bool, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counting = Crashing(0, fail)
-    with monkeypatch.context() as patched:
-        patched.setattr(local_storage, "os", counting)
+    with counting.in_use(monkeypatch):
         commit(folder, 3, keep=2)
     found = set()
-    assert counting.num_calls > 15
+    assert counting.num_calls > 35
     for last in range(1, counting.num_calls + 1):
         copy = tmp_path / f"copy-{last}"
         for step in (1, 2):
             commit(copy, step)
-        with monkeypatch.context() as patched:
-            patched.setattr(local_storage, "os", Crashing(last, die if is_killed else fail))
+        with Crashing(last, die if is_killed else fail).in_use(monkeypatch):
             if is_killed:
                 in_a_fork(partial(commit, copy, 3, keep=2))
             else:
