@@ -37,7 +37,7 @@ def break_off_once(mark: Path) -> None:
         mark.touch()
         os.kill(os.getpid(), signal.SIGKILL)
 
-    StateSender._put = put_half  # type: ignore[method-assign]
+    StateSender._put = put_half  # type: ignore[assignment]
 
 
 if __name__ == "__main__":

@@ -89,7 +89,9 @@ def test_between_two_checkpoints_the_memory_of_the_other_host_is_gone_on_from(
         assert on_disk.summary.step == 0
         if is_empty:
             shutil.rmtree(folder / "run")
+        before = len(run.moments())
         victim.start()
+        run.wait_for(lambda: len(run.moments()) > before)
         assert run.result() == whole_epochs(strategy)
         assert 1 < began_anew_at(run) <= LONG_EPOCH
     finally:
