@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from typing import Any
 
+from lockstep.channel.waiting import LookAround, wait_on
 from lockstep.checkpoint.trees import Tree
 from lockstep.errors import level_of_user
 from lockstep.launch.pair_channels import open_channels
@@ -35,8 +36,8 @@ class MemoryCheckpoints:
         self._tree: dict[str, Tree] | None = None
         self._is_ours = False  # nobody else refers to its tensors
         self._message: memoryview | None = None  # or as host 0 has sent it
-        self._hosts: Hosts | None = None
         self._sender: StateSender | None = None
+        self._look_around: LookAround = wait_on
 
     def newest(self) -> dict[str, Tree] | None:
         """The newest that is whole; None if there is none."""
@@ -67,7 +68,7 @@ class MemoryCheckpoints:
             for other, (channel,) in ends.items():
                 name = group.name_of(other)
                 if hosts.host == _KEEPER:
-                    self._hosts = hosts
+                    self._look_around = hosts.look_around
                     self._sender = stack.enter_context(closing(StateSender(channel, name)))
                 else:
                     stack.enter_context(closing(StateReceiver(channel, name, self._take_in)))
@@ -84,8 +85,13 @@ class MemoryCheckpoints:
 
     @property
     def is_due(self) -> bool:
-        """Whether to take another one."""
+        """Whether to take another one.
+
+        Raises:
+            HostError: the other host is lost.
+        """
         if self._sender is not None and self._sender.end:
+            self._look_around(0.0)  # that it is gone is no warning
             warnings.warn(
                 "No copy of the training is kept in the memory of another host any more: "
                 f"{self._sender.end}. Where this host is lost, all go on from the newest "
@@ -97,8 +103,8 @@ class MemoryCheckpoints:
 
     def given_up(self) -> Mapping[str, Tree] | None:
         """The newest, which is no more, for its memory; None if that is not ours to write to."""
-        if self._sender is not None and self._hosts is not None:
-            self._sender.wait(self._hosts.look_around)
+        if self._sender is not None:
+            self._sender.wait(self._look_around)
         tree, self._tree = self._tree, None
         return tree if self._is_ours else None
 
