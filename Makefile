@@ -43,6 +43,7 @@ bench-architectures: .venv/.installed-dev
 # Checkpoints every 10 steps, copies for restarts, the run's record, on two replicas; prints a table.
 bench-checkpoints: .venv/.installed-demo
 	$(BIN)/python bench/checkpoint_cost.py
+	$(BIN)/python bench/copy_cost.py
 
 # Keras's own tests under strategies; writes docs/keras-tests.md anew. Takes half an hour.
 bench-keras-tests: .venv/.installed-dev

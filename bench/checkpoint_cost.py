@@ -112,10 +112,10 @@ def timed(place: Any, name: str, clock: Callable[[], float]) -> Iterator[list[fl
     own, seconds = getattr(place, name), []
 
     @wraps(own)
-    def act(*arguments: Any) -> Any:
+    def act(*arguments: Any, **options: Any) -> Any:
         began = clock()
         try:
-            return own(*arguments)
+            return own(*arguments, **options)
         finally:
             seconds.append(clock() - began)
 

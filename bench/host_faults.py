@@ -32,6 +32,7 @@ FAULTS = ("host", "script", "launcher", "stop", "stop the script")
 STOPS = FAULTS[3:]
 HELPER = "helper"  # the fault where a host has one
 STEPS_PER_EPOCH, BATCH = 10, 12
+EVERY = "5 steps"  # a checkpoint is written
 MOST_DELAY_SECONDS = 1.0
 # In place of 30: a host, or its script alone, that is stopped longer is lost. And how long it is.
 MOST_STOPPED_SECONDS, STOPPED_SECONDS = 3.0, 6.0
@@ -42,10 +43,18 @@ _NEW_STEP = re.compile(rb"^(\S+) (\d+) (\S+)$", re.MULTILINE)
 # --- the script of a host ------------------------------------------------------------------------
 
 
-def train(strategy: str, folder: Path, epochs: int, *, is_told: bool = False) -> object:
+def train(
+    strategy: str,
+    folder: Path,
+    epochs: int,
+    every: str = EVERY,
+    steps: int = STEPS_PER_EPOCH,
+    *,
+    is_told: bool = False,
+) -> object:
     """What must be the same, but for the losses, which go to the ledger in the folder."""
     if strategy.startswith("Keras"):
-        return _train_keras(folder, epochs, is_told=is_told)
+        return _train_keras(folder, epochs, every, steps, is_told=is_told)
     import torch
     from torch import nn
 
@@ -74,7 +83,7 @@ def train(strategy: str, folder: Path, epochs: int, *, is_told: bool = False) ->
         "stages on 2 hosts": partial(lockstep.PipelineStrategy, 2, cuts=["3"], microbatches=2),
     }
     torch.manual_seed(0)
-    x = torch.randn(STEPS_PER_EPOCH * BATCH, 16)
+    x = torch.randn(steps * BATCH, 16)
     trainer = lockstep.Trainer(
         nn.Sequential(
             *(nn.Linear(16, 64), nn.Dropout(0.3), nn.ReLU(), nn.Linear(64, 64), nn.Linear(64, 3))
@@ -90,14 +99,14 @@ def train(strategy: str, folder: Path, epochs: int, *, is_told: bool = False) ->
         batch_size=BATCH,
         verbose=int(is_told),
         restarts=10**6,
-        checkpoint=lockstep.Checkpoint(folder / "run", every="5 steps"),
+        checkpoint=lockstep.Checkpoint(folder / "run", every=every),
     )
     digest = TrainingState.of(trainer.state_dict()).digest()
     trainer.close()
     return [digest, history.history]
 
 
-def _train_keras(folder: Path, epochs: int, *, is_told: bool) -> object:
+def _train_keras(folder: Path, epochs: int, every: str, steps: int, *, is_told: bool) -> object:
     import keras
     import numpy as np
 
@@ -113,7 +122,7 @@ def _train_keras(folder: Path, epochs: int, *, is_told: bool) -> object:
 
     keras.utils.clear_session()  # layers have their first names again
     keras.utils.set_random_seed(0)
-    x = np.random.default_rng(0).normal(size=(STEPS_PER_EPOCH * BATCH, 16)).astype("float32")
+    x = np.random.default_rng(0).normal(size=(steps * BATCH, 16)).astype("float32")
     strategy = lockstep.MultiWorkerMirroredStrategy(num_shares=4)
     with strategy.scope():
         model = keras.Sequential(
@@ -131,7 +140,7 @@ def _train_keras(folder: Path, epochs: int, *, is_told: bool) -> object:
         verbose=2 if is_told else 0,
         callbacks=[
             Ledger(),
-            lockstep.keras.Checkpoint(folder / "run", every="5 steps"),
+            lockstep.keras.Checkpoint(folder / "run", every=every),
             lockstep.keras.Restarts(10**6),
         ],
     )
@@ -161,10 +170,12 @@ def losses(ledger: Path) -> list[str]:
     return [found[number] for number in sorted(found)]
 
 
-def expected(strategy: str, epochs: int) -> object:
+def expected(
+    strategy: str, epochs: int, every: str = EVERY, steps: int = STEPS_PER_EPOCH
+) -> object:
     """What one host alone has come to."""
     with tempfile.TemporaryDirectory() as name:
-        result = train(strategy, Path(name), epochs)
+        result = train(strategy, Path(name), epochs, every, steps)
         return [json.loads(json.dumps(result)), losses(Path(name) / "ledger")]
 
 
@@ -227,9 +238,20 @@ class Run:
         strategy: its name.
         folder: for all that it writes.
         epochs: how many.
+        every: a checkpoint is written.
+        steps: of an epoch.
+        script: which each host runs.
     """
 
-    def __init__(self, strategy: str, folder: Path, epochs: int) -> None:
+    def __init__(
+        self,
+        strategy: str,
+        folder: Path,
+        epochs: int,
+        every: str = EVERY,
+        steps: int = STEPS_PER_EPOCH,
+        script: str = __file__,
+    ) -> None:
         folder.mkdir()
         self._ledger = folder / "ledger"
         self._ledger.touch()
@@ -249,7 +271,7 @@ class Run:
                     *("--hosts", "2", "--host-index", str(index)),
                     *("--devices", str(STRATEGIES[strategy])),
                     *("--rendezvous", f"{address}:{port}", "--secret-file", str(secret)),
-                    *(__file__, strategy, str(folder), str(epochs)),
+                    *(script, strategy, str(folder), str(epochs), every, str(steps)),
                 ],
             )
             for index in range(2)
@@ -258,6 +280,10 @@ class Run:
     def moments(self) -> list[float]:
         """When steps were made."""
         return [float(line[1]) for line in _NEW_STEP.finditer(self._ledger.read_bytes())]
+
+    def numbers(self) -> list[int]:
+        """Of the steps that were made, in the order of these moments."""
+        return [int(line[2]) for line in _NEW_STEP.finditer(self._ledger.read_bytes())]
 
     def is_over(self) -> bool:
         """Whether a host has ended."""
@@ -372,9 +398,15 @@ def soak(strategy: str, fault: str, faults: int, until: float) -> str:
     return "| " + " | ".join(map(str, told)) + " |"
 
 
-if __name__ == "__main__":
+def main(arguments: Sequence[str]) -> None:
+    """Be a host."""
     from lockstep.launch import peer
 
     peer.STOPPED_SECONDS = MOST_STOPPED_SECONDS
-    came_to = train(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), is_told=True)
+    strategy, folder, epochs, every, steps = arguments
+    came_to = train(strategy, Path(folder), int(epochs), every, int(steps), is_told=True)
     print("RESULT", json.dumps(came_to), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -36,9 +36,14 @@ def encode(obj: Any) -> bytes:
     Raises:
         ShippingError: of a kind that is not sent, or nested too deep.
     """
+    return b"".join(encoded(obj))
+
+
+def encoded(obj: Any) -> list[bytes | memoryview]:
+    """The same in parts, of which those of tensors and arrays are these themselves: no copy."""
     writer = _Writer()
     head = msgspec.msgpack.encode(writer.node(obj))
-    return b"".join((_HEAD_BYTES.pack(len(head)), head, *writer.buffers))
+    return [_HEAD_BYTES.pack(len(head)), head, *writer.buffers]
 
 
 def decode(payload: bytes | memoryview) -> Any:

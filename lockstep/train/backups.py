@@ -24,14 +24,12 @@ from lockstep.data.trees import tensors_of
 from lockstep.errors import CheckpointError, DeviceError
 from lockstep.train.ensemble import Resume
 from lockstep.train.feeding import SharedStream
+from lockstep.train.pace import Pace
 from lockstep.train.training_state import TrainingState
 from lockstep.units import format_bytes
 
 _T = TypeVar("_T")
 
-# Part of the time of training that backups may take, and the least from one to the next.
-_PART = 0.02
-_LEAST_SECONDS = 1.0
 # Part of the free memory that they may take where nobody has asked for restarts.
 _UNASKED_PART = 0.5
 # Batches of a stream that are kept to be used again, before they are worth a backup.
@@ -128,8 +126,7 @@ class Backups:
         self._last: Backup | None = None
         self._before: TrainingState | None = None  # whose memory the next one takes
         self._waits = False  # for the end of a step to take the first
-        self._cost_seconds = 0.0
-        self._ended = 0.0
+        self._pace = Pace()
         self.restarts = self.restarts_left = restarts
         self.is_asked = restarts > 0 if is_asked is None else is_asked
         self._last_place: object = None  # of restarts that nobody counts
@@ -144,10 +141,8 @@ class Backups:
         """Whether to take another."""
         if self._last is None or self.journal.is_read:
             return self._waits
-        passed = time.monotonic() - self._ended
         kept_bytes = sum(stream.kept_bytes for stream in self._streams)
-        is_time = passed >= max(_LEAST_SECONDS, self._cost_seconds / _PART)
-        return is_time or kept_bytes > _MOST_KEPT_BYTES
+        return self._pace.is_due or kept_bytes > _MOST_KEPT_BYTES
 
     def wait(self) -> None:
         """Take the first one after a step, when ranks have taken the memory that they need."""
@@ -192,8 +187,7 @@ class Backups:
         self.journal.begin_anew()
         for stream in self._streams:
             stream.mark()
-        self._ended = time.monotonic()
-        self._cost_seconds = self._ended - began
+        self._pace.note(began)
 
     def _finds_room(self, state: TrainingState) -> bool:
         needed = _num_bytes(state) - (0 if self._before is None else _num_bytes(self._before))

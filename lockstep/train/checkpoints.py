@@ -32,6 +32,7 @@ from lockstep.plan.spec import Plan
 from lockstep.train.callbacks import Callback, Logs
 from lockstep.train.history import History
 from lockstep.train.interrupt import STATUS_OF_SIGTERM, Termination
+from lockstep.train.memory_checkpoints import MemoryCheckpoints
 from lockstep.train.training_state import TrainingState
 from lockstep.version import __version__
 
@@ -189,6 +190,8 @@ class Keeper(Callback):
     Args:
         checkpoint: where, and how often.
         termination: what has become of SIGTERM, after which one more is written.
+        memory: has the newest state, and says whether to take another between those that are
+            written.
 
     Attributes:
         directory: where.
@@ -198,16 +201,19 @@ class Keeper(Callback):
     is_observer = True
     record: FitRecord
 
-    def __init__(self, checkpoint: Checkpoint, termination: Termination) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, termination: Termination, memory: MemoryCheckpoints
+    ) -> None:
         self._checkpoint = checkpoint
         self.directory = checkpoint.directory
         self._termination = termination
+        self._memory = memory
         self._is_last = False
         self._background = Background("lockstep: checkpoints")
         self._writing: Future[Folder] | None = None
-        self._parts: dict[str, Tree] | None = None  # memory that was touched is written to faster
         self._is_due = False
-        self._last_seconds = time.monotonic()
+        self._is_wanted = False  # in memory, at least
+        self._last_seconds = self._asked_seconds = time.monotonic()
         self.begin_at(0)
 
     def begin_at(self, num_steps: int) -> None:
@@ -245,26 +251,33 @@ class Keeper(Callback):
         elif every.num_seconds is not None:
             passed = time.monotonic() - self._last_seconds
             self._is_due = self._is_due or passed >= every.num_seconds
-        return self._is_due
+        is_idle = self._writing is None or self._writing.done()
+        self._is_wanted = self._is_due or (is_idle and self._memory.is_due)
+        self._asked_seconds = time.monotonic()
+        return self._is_wanted
 
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         self._num_steps += 1
-        if self._is_due:
-            self._take()
-            self._is_due = False
+        if self._is_wanted:
+            self._take(self._asked_seconds, writes=self._is_due)
+            self._is_due = self._is_wanted = False
         if self._is_last and not self.trainer.stop_training:  # else the end is written in a moment
             self._wait()
             raise SystemExit(STATUS_OF_SIGTERM)
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         if self._checkpoint.is_by_epoch:
-            self._take()
+            self._take(time.monotonic(), writes=True)
 
-    def _take(self) -> None:
-        if not self.trainer.stop_training:  # the end is near, and one in between would go on
-            self._wait()  # what it writes from is where the next copy goes
-            self._parts = self.trainer.state_onto(self._parts)
-            self._write(self._parts, self.record, self.trainer.plan)
+    def _take(self, began: float, *, writes: bool) -> None:
+        if self.trainer.stop_training:
+            return  # the end is near, and one in between would go on
+        self._wait()  # what it writes from is where the next copy goes
+        # Memory that was touched is written to faster.
+        parts = self.trainer.state_onto(self._memory.given_up())
+        self._memory.keep(parts, msgspec.structs.asdict(self.record), began)
+        if writes:
+            self._write(parts, self.record, self.trainer.plan)
             self._last_seconds = time.monotonic()
             self._last_steps = self._num_steps
 
@@ -276,6 +289,7 @@ class Keeper(Callback):
         Args:
             parts: of the state.
         """
+        self._memory.keep(parts, msgspec.structs.asdict(self.record), time.monotonic())
         self._write(parts, self.record, None)
 
     def finish(self, parts: Mapping[str, Tree], history: History, plan: Plan | None) -> None:

@@ -6,7 +6,7 @@ What comes before and after is the Trainer's; what happens between the steps is 
 import os
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, cast
 
 from lockstep.data.bad_records import CheckedSource, OnBadRecord
@@ -39,7 +39,8 @@ from lockstep.train.intake import (
 )
 from lockstep.train.interrupt import held_interrupts, held_termination
 from lockstep.train.likeness import said
-from lockstep.train.lost_hosts import check_kept, check_restarts_on, outlast
+from lockstep.train.lost_hosts import check_restarts_on, newest_of_all, outlast
+from lockstep.train.memory_checkpoints import MemoryCheckpoints
 from lockstep.train.metrics import Metrics
 from lockstep.train.persistence import PersistentRunner
 from lockstep.train.progress import OutputConsole, ProgressDisplay
@@ -67,8 +68,8 @@ class FitRequest:
     on_bad_record: OnBadRecord
     record: str | os.PathLike[str] | None
     on_snapshot: Any
-    goes_on: bool = False
-    """It was begun before by this process, which has lost another host."""
+    memory: MemoryCheckpoints = field(default_factory=MemoryCheckpoints)
+    """What this process has of it in memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,9 +110,9 @@ class FittingRunner(PersistentRunner):
         """Fit; on several hosts, again where one was lost."""
         start = self._epochs_trained, self._steps_trained
 
-        def fit(goes_on: bool) -> History:
+        def fit(memory: MemoryCheckpoints) -> History:
             self._epochs_trained, self._steps_trained = start
-            return self._call("fit", lambda: self._fit(replace(asked, goes_on=goes_on)))
+            return self._call("fit", lambda: self._fit(replace(asked, memory=memory)))
 
         history, lost = outlast(fit, asked.restarts, self._job_context, verbose=asked.verbose)
         history.restarts += lost
@@ -126,16 +127,17 @@ class FittingRunner(PersistentRunner):
             if asked.checkpoint is None:
                 return self._fit_on(asked, None, None)
             with held_termination() as termination:
-                return self._fit_with(asked, Keeper(asked.checkpoint, termination))
+                return self._fit_with(asked, Keeper(asked.checkpoint, termination, asked.memory))
 
     def _fit_with(self, asked: FitRequest, keeper: Keeper) -> History:
         """Fit, and write checkpoints."""
+        hosts, memory = self._job_context.hosts, asked.memory
         with keeper.opened() if self._is_chief else nullcontext() as tree:
-            tree = self._job_context.from_chief(tree)
-            check_kept(tree, keeper.directory, goes_on=asked.goes_on)
-            history = self._fit_on(asked, keeper, None if tree is None else Found.of(tree))
-        if self._job_context.hosts is not None:
-            self._job_context.hosts.wait()  # until the last one is written
+            tree = newest_of_all(hosts, tree, memory, keeper.directory)
+            with memory.shared(hosts if asked.restarts else None, tree):
+                history = self._fit_on(asked, keeper, None if tree is None else Found.of(tree))
+        if hosts is not None:
+            hosts.wait()  # until the last one is written
         return history
 
     def _fit_on(self, asked: FitRequest, keeper: Keeper | None, found: Found | None) -> History:

@@ -1,20 +1,24 @@
 """Lost hosts: a ``fit`` that has lost another host, or a process of it, goes on with all hosts.
 
 What is left of the job meets anew, where it has met at first. A host that is started again, by
-whoever looks after it, comes there by its script's own ``fit``; then all go on from host 0's newest
-checkpoint, as if all had been started again, but for the processes that are there. Connections are
-new, so a host that was given up, and wakes, can tell nobody anything: it has lost the others, and
-comes to the meeting as well.
+whoever looks after it, comes there by its script's own ``fit``; then all go on from the newest
+checkpoint, on host 0's disk or in the memory of a host that is left (``train.memory_checkpoints``),
+as if all had been started again, but for the processes that are there. Connections are new, so a
+host that was given up, and wakes, can tell nobody anything: it has lost the others, and comes to
+the meeting as well.
 """
 
 from collections.abc import Callable
 from typing import TypeVar
 
 from lockstep.checkpoint.storage import Folder
+from lockstep.checkpoint.trees import Tree
 from lockstep.cluster.place import Reach
 from lockstep.errors import CheckpointError, HostError, OptionError, WorkerError
+from lockstep.train.checkpoints import Found
 from lockstep.train.hosts import Hosts
 from lockstep.train.job_context import JobContext
+from lockstep.train.memory_checkpoints import MemoryCheckpoints
 from lockstep.train.progress import OutputConsole
 
 # The least to wait for hosts that are being started: short time-outs are for those that run, and
@@ -25,12 +29,16 @@ _T = TypeVar("_T")
 
 
 def outlast(
-    fit: Callable[[bool], _T], restarts: int, job_context: JobContext, *, verbose: object
+    fit: Callable[[MemoryCheckpoints], _T],
+    restarts: int,
+    job_context: JobContext,
+    *,
+    verbose: object,
 ) -> tuple[_T, list[str]]:
     """Fit, and once more where a host was lost; what comes of it, and what was lost.
 
     Args:
-        fit: meets the hosts; is told whether it goes on with what it has begun.
+        fit: meets the hosts; has what this process keeps of it in memory.
         restarts: how often at the most.
         job_context: of the calls.
         verbose: 0 is silent.
@@ -40,14 +48,16 @@ def outlast(
     """
     job_context.meeting_seconds = _MEETING_SECONDS if restarts else 0.0
     lost: list[str] = []
+    memory = MemoryCheckpoints()
     while True:
         try:
-            return fit(bool(lost)), lost
+            return fit(memory), lost
         except (HostError, WorkerError) as error:
             is_loss = error.is_loss and job_context.spans_hosts
             if not is_loss or len(lost) == restarts:
                 raise
             lost.append(f"{error}".partition("\n")[0])
+            memory.goes_on = True
             OutputConsole(quiet=not verbose).print(
                 f"{lost[-1]} Restart {len(lost)} of {restarts}: waiting for all hosts, to go "
                 "on from the newest checkpoint to the same result.",
@@ -83,20 +93,43 @@ def check_restarts_on(
         )
 
 
-def check_kept(kept: object, folder: Folder, *, goes_on: bool) -> None:
-    """See that hosts that go on after a loss can.
+def newest_of_all(
+    hosts: Hosts | None, on_disk: dict[str, Tree] | None, memory: MemoryCheckpoints, folder: Folder
+) -> dict[str, Tree] | None:
+    """The newest checkpoint that any host has, on every host; None if there is none.
 
     Args:
-        kept: what host 0 has found.
-        folder: there.
-        goes_on: they do.
+        hosts: all of them, which call this; None for one alone.
+        on_disk: what host 0 has found there.
+        memory: what this process has.
+        folder: where host 0 has looked.
 
     Raises:
-        CheckpointError: there is no checkpoint.
+        CheckpointError: this host goes on after a loss, and nobody has any; what is there is none.
     """
-    if kept is None and goes_on:
+    own = [one for one in (on_disk, memory.newest()) if one is not None]
+    newest = max(own, key=_place, default=None)
+    if hosts is not None:
+        places = hosts.from_all(None if newest is None else _place(newest))
+        first = max(range(len(places)), key=lambda host: places[host] or ())
+        newest = hosts.from_host(first, newest)
+    if newest is None and memory.goes_on:
         raise CheckpointError(
-            "Hosts that go on after a loss need the checkpoints that host 0 has written.",
-            received=f"none in {folder} on host 0",
+            "Hosts that go on after a loss need a checkpoint that host 0 has written, or a copy in "
+            "the memory of host 0 or 1.",
+            received=f"none in {folder} on host 0, and no copy",
             fix="Start host 0 where it was before, or give it a folder that all hosts share.",
         )
+    return newest
+
+
+def _place(checkpoint: dict[str, Tree]) -> tuple[int, bool, int, int]:
+    """How far the training has come in a checkpoint; what has come further is greater.
+
+    Raises:
+        CheckpointError: it is none.
+    """
+    found = Found.of(checkpoint)
+    position = found.state.position
+    place = position["fit"] or {"epoch": 0, "batch": 0}
+    return position["steps"], found.record.is_finished, place["epoch"], place["batch"]

@@ -245,7 +245,7 @@ class Trainer(FittingRunner):
                 fresh helpers, from the last copy of the training in memory, which takes memory for
                 a second copy of weights and optimizer, and at most 2 % of the time. On several
                 hosts ``checkpoint`` is needed, too: who is left waits for all hosts to come, and
-                all go on from the newest.
+                all go on from the newest, on disk or in the memory of host 0 or 1.
             on_bad_record: what becomes of a sample that cannot be read, or is not of the shapes and
                 types of the first one that can be: ``"error"`` ends the training with a
                 BadRecordError; ``"skip"`` leaves it out of its batch, on all ranks alike, and

@@ -16,7 +16,8 @@ import lockstep.keras
 from lockstep.errors import OptionError, WorkerError
 from lockstep.frontends.keras.checkpoints import Beginning
 from lockstep.frontends.keras.keeping import KeepingRunner
-from lockstep.train import backups
+from lockstep.train import pace
+from lockstep.train.memory_checkpoints import MemoryCheckpoints
 from lockstep.train.run_record import VARIABLE, read_record
 from lockstep.train.training_state import TrainingState
 from tests.thorough import core_of
@@ -76,8 +77,8 @@ class Meddler(keras.callbacks.Callback):  # type: ignore[misc]
 @pytest.fixture(params=["from the beginning", "from the last step"])
 def replays(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     often = request.param == "from the last step"
-    monkeypatch.setattr(backups, "_LEAST_SECONDS", 0.0 if often else 1e9)
-    monkeypatch.setattr(backups, "_PART", 1e9)
+    monkeypatch.setattr(pace, "LEAST_SECONDS", 0.0 if often else 1e9)
+    monkeypatch.setattr(pace, "PART", 1e9)
 
 
 def trained(
@@ -193,8 +194,9 @@ def test_what_cannot_be_asked() -> None:
     place = SimpleNamespace(launcher="TF_CONFIG", num_processes=1)
     hosts = SimpleNamespace(is_one_process=False, has_followers=False, place=place)
     runner: Any = SimpleNamespace(_job_context=SimpleNamespace(hosts=hosts, reach="all hosts"))
-    asked = KeepingRunner.kept(runner, None, partial(pytest.fail, "asked"), [], 1, goes_on=False)
-    with pytest.raises(OptionError, match=r"need a checkpoint.*a lockstep.keras.Checkpoint"), asked:
+    keep = partial(KeepingRunner.kept, runner, None, partial(pytest.fail, "asked"), [], 1)
+    match = r"need a checkpoint.*a lockstep.keras.Checkpoint"
+    with pytest.raises(OptionError, match=match), keep(MemoryCheckpoints()):
         raise AssertionError("trained without a checkpoint")
     model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse")

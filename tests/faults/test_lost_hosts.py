@@ -4,7 +4,9 @@ The long form is ``bench/soak.py``, whose faults these are.
 """
 
 import random
+import shutil
 import signal
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,8 +14,11 @@ from typing import Any
 import host_faults
 import pytest
 
+from lockstep.checkpoint.reading import read_newest
 from lockstep.errors import OptionError
 from lockstep.train.lost_hosts import check_restarts_on
+from tests.faults import host_copies
+from tests.faults.host_copies import TORN
 from tests.thorough import core_of
 
 ROWS = [
@@ -22,6 +27,11 @@ ROWS = [
     for fault in host_faults.faults_of(strategy)
     for host in range(2)
 ]
+
+# An epoch takes some seconds, and there is one checkpoint, before the first step.
+LONG_EPOCH, EPOCHS = 400, 1
+COPIED_SECONDS = 2.5  # in which a copy was taken, and has come to the other host
+COPYING = str(Path(host_copies.__file__))
 
 
 @pytest.mark.parametrize(
@@ -35,6 +45,71 @@ def test_a_run_outlives_the_loss_of_a_host(strategy: str, fault: str, host: int)
     assert noticed < 3  # of one that is stopped: before it goes on, or never
     # At the 95th percentile it is 10 (bench/), and several processes import Keras on two cores.
     assert resumed < (120 if strategy.startswith("Keras") else 30)
+
+
+def began_anew_at(run: host_faults.Run) -> int:
+    """The first step that was made after the one loss that there was."""
+    numbers = run.numbers()
+    (again,) = (now for last, now in pairwise(numbers) if now <= last)
+    return again
+
+
+def has_trained_for(run: host_faults.Run, seconds: float) -> bool:
+    moments = run.moments()
+    return bool(moments) and moments[-1] - moments[0] > seconds
+
+
+def whole_epochs(strategy: str) -> object:
+    return host_faults.expected(strategy, EPOCHS, "epoch", LONG_EPOCH)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "host", "is_empty"),
+    core_of(
+        [
+            *(("replicas on 2 hosts", 0, True), ("replicas on 2 hosts", 0, False)),
+            *(("replicas on 2 hosts", 1, False), ("stages on 2 hosts", 0, True)),
+            *(("Keras on 2 hosts", 0, True), ("Keras on 2 hosts", 1, False)),
+        ],
+        [("replicas on 2 hosts", 0, True)],
+    ),
+)
+def test_between_two_checkpoints_the_memory_of_the_other_host_is_gone_on_from(
+    strategy: str, host: int, is_empty: bool, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    run = host_faults.Run(strategy, folder, EPOCHS, "epoch", LONG_EPOCH, COPYING)
+    try:
+        run.wait_for(lambda: has_trained_for(run, COPIED_SECONDS))
+        victim = run.hosts[host]
+        victim.send(signal.SIGKILL, victim.pids())
+        victim.launcher.wait()
+        on_disk = read_newest(folder / "run")
+        assert on_disk is not None
+        assert on_disk.summary.step == 0
+        if is_empty:
+            shutil.rmtree(folder / "run")
+        before = len(run.moments())
+        victim.start()
+        run.wait_for(lambda: len(run.moments()) > before)
+        assert run.result() == whole_epochs(strategy)
+        assert 1 < began_anew_at(run) <= LONG_EPOCH
+    finally:
+        run.end()
+
+
+def test_of_a_copy_that_breaks_off_the_one_before_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(TORN, "")
+    folder = tmp_path / "run"
+    run = host_faults.Run("replicas on 2 hosts", folder, EPOCHS, "epoch", LONG_EPOCH, COPYING)
+    try:
+        assert run.result() == whole_epochs("replicas on 2 hosts")
+        assert (folder / "torn").exists()
+        assert 1 < began_anew_at(run) <= LONG_EPOCH
+    finally:
+        run.end()
 
 
 @pytest.mark.thorough

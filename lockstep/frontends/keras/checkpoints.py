@@ -78,9 +78,9 @@ class Restarts(Asking):
     To the same bits, as ``lockstep.Trainer.fit(restarts=...)``. On one host with fresh processes,
     from the last copy of the training in memory: callbacks are not called again for steps that are
     made again, and what they have changed is changed again. On several hosts from the newest
-    checkpoint, with a ``Checkpoint`` among the callbacks, and ``lockstep run --restarts`` or
-    another who starts scripts again: steps since then are made again with all callbacks, which go
-    on with what a ``Checkpoint`` keeps of them.
+    checkpoint, on disk or in the memory of host 0 or 1, with a ``Checkpoint`` among the callbacks,
+    and ``lockstep run --restarts`` or another who starts scripts again: steps since then are made
+    again with all callbacks, which go on with what a ``Checkpoint`` keeps of them.
 
     Args:
         most: how often; at least 0.

@@ -14,7 +14,8 @@ from lockstep.train.history import History
 from lockstep.train.intake import Feed
 from lockstep.train.interrupt import held_termination
 from lockstep.train.likeness import said
-from lockstep.train.lost_hosts import check_kept, check_restarts_on
+from lockstep.train.lost_hosts import check_restarts_on, newest_of_all
+from lockstep.train.memory_checkpoints import MemoryCheckpoints
 from lockstep.train.persistence import PersistentRunner
 from lockstep.train.run_record import RunRecord
 from lockstep.train.same_data import fingerprint
@@ -47,8 +48,7 @@ class KeepingRunner(PersistentRunner):
         make_record: Callable[[], FitRecord],
         callbacks: Any,
         restarts: int,
-        *,
-        goes_on: bool,
+        memory: MemoryCheckpoints,
     ) -> Iterator[History | None]:
         """Within the block a ``fit`` is kept; gives its history, where it had ended before.
 
@@ -57,7 +57,7 @@ class KeepingRunner(PersistentRunner):
             make_record: says what it is asked to do.
             callbacks: Keras's list of them.
             restarts: how often to go on after a loss.
-            goes_on: it was begun before by this process, which has lost another host.
+            memory: what this process has of it in memory.
 
         Raises:
             CheckpointError: what is there is of another ``fit``, or not whole.
@@ -73,10 +73,10 @@ class KeepingRunner(PersistentRunner):
             if checkpoint is None:
                 yield None
                 return
-            keeper = Keeper(checkpoint.files, stack.enter_context(held_termination()))
+            keeper = Keeper(checkpoint.files, stack.enter_context(held_termination()), memory)
             tree = stack.enter_context(keeper.opened()) if self._is_chief else None
-            tree = self._job_context.from_chief(tree)
-            check_kept(tree, keeper.directory, goes_on=goes_on)
+            tree = newest_of_all(context.hosts, tree, memory, keeper.directory)
+            stack.enter_context(memory.shared(context.hosts if restarts else None, tree))
             found = None if tree is None else Found.of(tree)
             keeper.record = record = make_record()
             keeper.set_trainer(self)  # type: ignore[arg-type]  # it has what a keeper asks for

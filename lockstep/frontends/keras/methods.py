@@ -44,6 +44,7 @@ from lockstep.train.history import History
 from lockstep.train.intake import Feed
 from lockstep.train.job_context import JobContext, StrategyLike
 from lockstep.train.lost_hosts import outlast
+from lockstep.train.memory_checkpoints import MemoryCheckpoints
 
 
 class Methods:
@@ -151,12 +152,12 @@ class Methods:
         )
         beginning = Beginning(self._model, self._trainer, callbacks)
 
-        def fit(goes_on: bool) -> None:
-            if goes_on:
+        def fit(memory: MemoryCheckpoints) -> None:
+            if memory.goes_on:
                 beginning.restore(self._trainer)
             with self._same_call_everywhere("fit") as feeds:
                 feed, validation = take_all_in(feeds)
-                self._fit(feed, validation, options, callbacks, verbose, goes_on=goes_on)
+                self._fit(feed, validation, options, callbacks, verbose, memory)
 
         outlast(fit, options.restarts, self._job_context, verbose=verbose)
         return getattr(self._model, "history", None)
@@ -168,8 +169,7 @@ class Methods:
         options: FitOptions,
         callbacks: Any,
         verbose: Any,
-        *,
-        goes_on: bool,
+        memory: MemoryCheckpoints,
     ) -> None:
         """Train on data that is taken in, and have the history tell of it."""
         checkpoint = checkpoint_in(callbacks)
@@ -179,7 +179,7 @@ class Methods:
         trainer = self._trainer_for(feed)
         record = partial(record_of, trainer, feed, validation, **_lasting(options))
         train = partial(self._fit_with_callbacks, trainer, feed, validation, options, listed)
-        with trainer.kept(checkpoint, record, listed, options.restarts, goes_on=goes_on) as ended:
+        with trainer.kept(checkpoint, record, listed, options.restarts, memory) as ended:
             history = trainer.on_all_processes(train if ended is None else lambda: vars(ended))
         if ended is not None or not self._job_context.is_chief:
             vars(self._model.history).update(history)

@@ -1,0 +1,293 @@
+"""Copies of a training in the memory of another host: their pace, their way, which one is taken."""
+
+import math
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from lockstep.channel.channel import Channel
+from lockstep.cluster.memory_limits import FreeMemory
+from lockstep.cluster.place import Address
+from lockstep.errors import CheckpointError, HostError
+from lockstep.launch.rendezvous import meet
+from lockstep.train import pace, state_transfer
+from lockstep.train.hosts import Hosts
+from lockstep.train.lost_hosts import newest_of_all
+from lockstep.train.memory_checkpoints import MemoryCheckpoints
+from lockstep.train.own_info import own_info
+from lockstep.train.pace import Pace
+from lockstep.train.state_transfer import StateReceiver, StateSender, received
+from lockstep.train.training_state import TrainingState
+from tests.channels import sealed
+from tests.control_groups import SECONDS, SECRET, address, place, together
+
+FOLDER: Any = "run"
+NUM_HOSTS = 3
+RECORD = {"epochs": 0, "steps": 0, "asked": {}, "history": {}, "epoch": [], "is_finished": False}
+
+
+def checkpoint(
+    by: str, steps: int, epoch: int = 0, batch: int = 0, *, is_finished: bool = False
+) -> dict[str, Any]:
+    """One that is as far, with the name of whoever has it."""
+    fit = None if is_finished else {"epoch": epoch, "batch": batch}
+    state = TrainingState(
+        parameters={"weight": torch.arange(1000.0) * steps},
+        random={"by": by},
+        position={"epochs": 0, "steps": steps, "fit": fit},
+    )
+    return {**state.parts(), "fit": {**RECORD, "is_finished": is_finished}}
+
+
+def wait_for(is_true: Callable[[], object]) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not is_true():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+# --- the pace ------------------------------------------------------------------------------------
+
+
+def test_what_costs_little_is_done_every_second_and_what_costs_much_less_often(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(pace, "time", SimpleNamespace(monotonic=lambda: now))
+    own = Pace()
+    assert own.is_due, "the first time at once"
+    for cost, wait in ((0.0, 1.0), (0.01, 1.0), (0.1, 5.0), (2.0, 100.0)):
+        began, now = now, now + cost
+        own.note(began)
+        found = []
+        for passed in (wait - 0.01, 0.02):
+            now += passed
+            found.append(own.is_due)
+        assert found == [False, True], cost
+
+
+def test_the_time_on_the_network_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pace, "LEAST_SECONDS", 0.0)
+    near, far = channel_ends()
+    with closing(StateSender(near, "Host 1")) as sender:
+        sender.send({"a": torch.zeros(1 << 20)}, time.monotonic())
+        time.sleep(0.2)
+        assert not sender.is_due, "it is under way"
+        with closing(StateReceiver(far, "Host 0", lambda message: None)):
+            sender.wait(lambda waited: None)
+            assert not sender.is_due, "for fifty times as long as it took"
+            monkeypatch.setattr(pace, "PART", 1e9)
+            assert sender.is_due
+
+
+# --- the newest of all ---------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[list[Hosts]]:
+    where = address()
+    met = together(*(lambda host=host: enter(host, where) for host in range(NUM_HOSTS)))
+    yield met
+    for each in met:
+        each.close()
+
+
+def enter(host: int, where: Address) -> Hosts:
+    own = place(host, NUM_HOSTS, where)
+    group = meet(own, SECRET, own_info(own), timeout_seconds=SECONDS)
+    return Hosts(own, group, SECONDS)
+
+
+def memory_of(has: dict[str, Any] | None) -> MemoryCheckpoints:
+    memory = MemoryCheckpoints()
+    memory._tree = has
+    return memory
+
+
+FAR = checkpoint("far", 30, 1, 10)
+CASES: dict[str, tuple[list[dict[str, Any] | None], str | None]] = {
+    "nobody has one": ([None, None, None], None),
+    "the disk alone": ([checkpoint("disk", 5), None, None], "disk"),
+    "host 1 alone": ([None, None, FAR], "far"),
+    "host 0's memory": ([checkpoint("disk", 29), FAR, checkpoint("older", 28)], "far"),
+    "host 1's memory": ([checkpoint("disk", 29), None, FAR], "far"),
+    "the disk is newer": ([checkpoint("disk", 31), FAR, FAR], "disk"),
+    "as far, the disk": ([checkpoint("disk", 30, 1, 10), FAR, FAR], "disk"),
+    "the end of an epoch": ([checkpoint("disk", 30, 2), FAR, FAR], "disk"),
+    "the end": ([checkpoint("disk", 30, is_finished=True), FAR, FAR], "disk"),
+    "not yet the end": ([checkpoint("disk", 30, 2), None, checkpoint("one", 31, 2, 1)], "one"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_all_go_on_from_the_newest_that_anybody_has(case: str, hosts: list[Hosts]) -> None:
+    (on_disk, *in_memory), expected = CASES[case]
+    memories = [memory_of(one) for one in (*in_memory, None)]
+    found = together(
+        *(
+            lambda own=own, memory=memory: newest_of_all(
+                own, None if own.host else on_disk, memory, FOLDER
+            )
+            for own, memory in zip(hosts, memories, strict=True)
+        )
+    )
+    for own in found:
+        assert (own and own["random"]["by"]) == expected
+        if own is not None:
+            weights = own["parameters"]["weight"]
+            assert torch.equal(weights, torch.arange(1000.0) * own["position"]["steps"])
+
+
+def test_a_host_that_goes_on_where_nobody_has_anything_says_so() -> None:
+    memory = MemoryCheckpoints()
+    assert newest_of_all(None, None, memory, FOLDER) is None
+    memory.goes_on = True
+    with pytest.raises(CheckpointError, match="none in run on host 0, and no copy"):
+        newest_of_all(None, None, memory, FOLDER)
+
+
+# --- the way -------------------------------------------------------------------------------------
+
+
+def channel_ends() -> tuple[Channel, Channel]:
+    return sealed(*socket.socketpair())
+
+
+def test_host_1_has_what_host_0_keeps_and_a_host_that_comes_again_gets_it(
+    hosts: list[Hosts],
+) -> None:
+    tree = {
+        **checkpoint("host 0", 7, 0, 7),
+        "loss_scale": {"infinite": math.inf, "counts": Counter({3: 4}), "pair": (1, None)},
+        "buffers": {"half": torch.randn(3, 4).to(torch.bfloat16).T, "none": torch.zeros(0)},
+    }
+    record = tree.pop("fit")
+    memories = [MemoryCheckpoints() for _ in hosts]
+
+    def act(own: Hosts) -> None:
+        memory = memories[own.host]
+        with memory.shared(own, None):
+            if own.host == 0:
+                memory.keep(tree, record, time.monotonic())
+                memory.given_up()  # waits until it is sent
+            own.wait()
+
+    assert together(*(lambda own=own: act(own) for own in hosts)) == [None] * NUM_HOSTS
+    memories[0] = MemoryCheckpoints()  # its script was started again
+    found = together(
+        *(lambda own=own: newest_of_all(own, None, memories[own.host], FOLDER) for own in hosts)
+    )
+    expected = TrainingState.of(tree).digest()
+    for own in found:
+        assert own.pop("fit") == record
+        assert TrainingState.of(own).digest() == expected
+        assert own["loss_scale"]["counts"] == Counter({3: 4})
+        assert type(own["loss_scale"]["pair"]) is tuple
+
+
+def test_what_all_begin_with_is_kept_until_there_is_more(hosts: list[Hosts]) -> None:
+    memories = [MemoryCheckpoints() for _ in hosts]
+
+    def act(own: Hosts) -> object:
+        with memories[own.host].shared(own, FAR):
+            own.wait()
+        return memories[own.host].newest()
+
+    assert together(*(lambda own=own: act(own) for own in hosts)) == [FAR, FAR, None]
+    assert memories[0].given_up() is None, "others refer to its memory"
+    assert memories[0].newest() is None
+
+
+def test_memory_is_used_again_and_there_are_two_copies_at_the_most() -> None:
+    near, far = channel_ends()
+    kept: list[memoryview] = []
+
+    def keep(message: memoryview) -> memoryview | None:
+        kept.append(message)
+        return kept[-2] if len(kept) > 1 else None
+
+    with closing(StateReceiver(far, "Host 0", keep)), closing(StateSender(near, "Host 1")) as own:
+        for step in range(5):
+            tree = {"a": torch.full((1000,), step)}
+            own.send(tree, time.monotonic())
+            own.wait(lambda waited: None)
+            assert torch.equal(received(kept[-1])["a"], tree["a"])
+        assert len({id(message) for message in kept}) == 2
+        own.send({"a": torch.zeros(2000)}, time.monotonic())  # a larger one
+        own.wait(lambda waited: None)
+        assert len(received(kept[-1])["a"]) == 2000
+
+
+@pytest.mark.parametrize("part", [0.0, 0.001, 0.5, 0.999])
+def test_of_what_breaks_off_nothing_is_kept(part: float) -> None:
+    near, far = channel_ends()
+    kept: list[memoryview] = []
+    first = {"a": torch.arange(1 << 16)}
+    with closing(StateReceiver(far, "Host 0", lambda message: kept.append(message))) as receiver:
+        with closing(StateSender(near, "Host 1")) as sender:
+            sender.send(first, time.monotonic())
+            sender.wait(lambda waited: None)
+            message = bytes(kept[0])
+            cut = int(part * len(message))
+            sender._put(state_transfer._SIZE.pack(len(message)), message[:cut])
+        wait_for(receiver._receiving.done)
+    assert len(kept) == 1
+    assert torch.equal(received(kept[0])["a"], first["a"])
+
+
+def test_what_was_tampered_with_is_not_kept_and_said() -> None:
+    near, far = channel_ends()
+    kept: list[memoryview] = []
+    receiver = StateReceiver(far, "Host 0 (node-a)", lambda message: kept.append(message))
+    near.socket.send(bytes(100))
+    wait_for(receiver._receiving.done)
+    with closing(StateSender(near, "Host 1 (node-b)")) as sender:
+        sender.send({"a": torch.zeros(10)}, time.monotonic())
+        sender.wait(lambda waited: None)
+        assert not sender.is_due
+        assert "Host 1 (node-b) no longer takes part" in sender.end
+    with pytest.raises(HostError, match=r"What came from Host 0 \(node-a\) is not what it sent"):
+        receiver.close()
+    assert not kept
+
+
+def test_a_host_without_room_for_a_copy_is_told_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state_transfer, "free_memory", lambda: FreeMemory(5000, "in a test"))
+    monkeypatch.setattr(pace, "LEAST_SECONDS", 0.0)
+    monkeypatch.setattr(pace, "PART", 1e9)
+    near, far = channel_ends()
+    kept: list[memoryview] = []
+    memory = MemoryCheckpoints()
+    with (
+        closing(StateReceiver(far, "Host 0", lambda message: kept.append(message))),
+        closing(StateSender(near, "Host 1 (node-b)")) as sender,
+    ):
+        sender.send({"a": torch.ones(1000)}, time.monotonic())
+        sender.wait(lambda waited: None)
+        sender.send({"a": torch.ones(10_000_000)}, time.monotonic())
+        sender.wait(lambda waited: None)
+        memory._sender = sender
+        with pytest.warns(UserWarning, match=r"more: Host 1 \(node-b\) has no room for it"):
+            assert not memory.is_due
+        assert not memory.is_due  # a warning would be an error
+    assert len(kept) == 1, "the one that had room"
+
+
+def test_who_waits_for_a_host_that_does_not_read_looks_around() -> None:
+    near, far = channel_ends()
+
+    def look(waited: float) -> None:
+        if waited > 0.05:
+            raise HostError.of_loss("Host 1 is stopped.")
+
+    with closing(far), closing(StateSender(near, "Host 1")) as sender:
+        sender.send({"a": torch.zeros(1 << 22)}, time.monotonic())
+        with pytest.raises(HostError, match="stopped"):
+            sender.wait(look)
