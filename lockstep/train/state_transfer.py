@@ -24,7 +24,7 @@ from lockstep.channel.waiting import Stopwatch, is_readable, wait_for, wait_on
 from lockstep.checkpoint.trees import Tree, assembled, flattened
 from lockstep.cluster.memory_limits import free_memory
 from lockstep.comm.codec import decode, encoded
-from lockstep.train.background import Background, is_done
+from lockstep.launch.background import Background, is_done
 from lockstep.train.pace import Pace
 
 _SIZE = struct.Struct("!Q")
