@@ -29,13 +29,14 @@ from lockstep.launch.helper import die_with
 from lockstep.launch.script import Script
 from tests import seed
 
-# What the interpreters of each kind have imported. Dynamo comes with the first optimizer.
+# What the interpreters of each kind have imported. Dynamo comes with the first optimizer, and
+# TensorFlow with ``keras.utils.set_random_seed``.
 KINDS = {
     "torch": (
         *("lockstep.train.session", "lockstep.train.trainer"),
         *("torch._dynamo", "tests.preloading"),
     ),
-    "keras": ("lockstep.frontends.keras.preloading", "torch._dynamo"),
+    "keras": ("lockstep.frontends.keras.preloading", "torch._dynamo", "tensorflow"),
 }
 # With these it has started, and so have all scripts.
 VARIABLES = {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1"}
