@@ -21,7 +21,7 @@ check: lint test-all
 lint: .venv/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	$(BIN)/mypy --num-workers 2
 	$(BIN)/lint-imports
 
 format: .venv/.installed-dev
@@ -91,8 +91,8 @@ soak: .venv/.installed-demo
 clean:
 	rm -rf .venv .venv-bench bench/results .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
-# constraints.txt pins torch, so that every machine proves the same arithmetic. What the demo imports is
-# compiled as it is imported, a small part of all that is installed.
+# constraints.txt pins torch, so that every machine proves the same arithmetic. Modules are compiled as
+# they are imported: those of the demo, or of the tests, are a small part of all that is installed.
 .venv/.installed-demo: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable ".[demo]"
@@ -100,7 +100,7 @@ clean:
 
 # What tests and checks need is four times as large, and comes when they are asked for.
 .venv/.installed-dev: .venv/.installed-demo
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable ".[dev]"
 	touch $@
 
 # The other libraries stay out of .venv.

@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 # And how many ranks each host has.
 STRATEGIES = {"replicas on 2 hosts": 1, "stages on 2 hosts": 1, "Keras on 2 hosts": 2}
@@ -36,7 +36,7 @@ EVERY = "5 steps"  # a checkpoint is written
 MOST_DELAY_SECONDS = 1.0
 # In place of 30: a host, or its script alone, that is stopped longer is lost. And how long it is.
 MOST_STOPPED_SECONDS, STOPPED_SECONDS = 3.0, 6.0
-_WAIT_SECONDS = 120.0
+WAIT_SECONDS = 120.0
 _NEW_STEP = re.compile(rb"^(\S+) (\d+) (\S+)$", re.MULTILINE)
 
 
@@ -182,6 +182,24 @@ def expected(
 # --- who starts hosts, and harms them ------------------------------------------------------------
 
 
+class Launcher(Protocol):
+    """A process that may have been started in other ways than as a ``Popen``."""
+
+    @property
+    def pid(self) -> int: ...
+    def poll(self) -> int | None: ...
+    def wait(self, timeout: float) -> int: ...
+
+
+# Starts a command in a session of its own, which writes to this descriptor.
+Start = Callable[[list[str], int], Launcher]
+
+
+def start_fresh(command: list[str], out: int) -> Launcher:
+    """As users start it."""
+    return subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True)
+
+
 class Host:
     """A host: its launcher, and what comes of it.
 
@@ -189,19 +207,19 @@ class Host:
         index: its number.
         folder: of the run.
         command: of its launcher.
+        start: how that is started.
     """
 
-    def __init__(self, index: int, folder: Path, command: list[str]) -> None:
+    def __init__(self, index: int, folder: Path, command: list[str], start: Start) -> None:
         self.out = folder / f"out-{index}"
         self._command = command
+        self._start = start
         self.start()
 
     def start(self) -> None:
         """Start it, or start it again."""
         with self.out.open("ab") as out:
-            self.launcher = subprocess.Popen(
-                self._command, stdout=out, stderr=out, start_new_session=True
-            )
+            self.launcher = self._start(self._command, out.fileno())
 
     def pids(self) -> list[int]:
         """Of all of its processes that live, the launcher first."""
@@ -241,6 +259,7 @@ class Run:
         every: a checkpoint is written.
         steps: of an epoch.
         script: which each host runs.
+        start: how launchers are started.
     """
 
     def __init__(
@@ -251,6 +270,7 @@ class Run:
         every: str = EVERY,
         steps: int = STEPS_PER_EPOCH,
         script: str = __file__,
+        start: Start = start_fresh,
     ) -> None:
         folder.mkdir()
         self._ledger = folder / "ledger"
@@ -273,6 +293,7 @@ class Run:
                     *("--rendezvous", f"{address}:{port}", "--secret-file", str(secret)),
                     *(script, strategy, str(folder), str(epochs), every, str(steps)),
                 ],
+                start,
             )
             for index in range(2)
         ]
@@ -293,14 +314,14 @@ class Run:
         """Wait for something, or for a host's end; seconds until then."""
         began = time.monotonic()
         while not (is_true() or self.is_over()):
-            assert time.monotonic() - began < _WAIT_SECONDS, self._story()
+            assert time.monotonic() - began < WAIT_SECONDS, self._story()
             time.sleep(0.005)
         return time.monotonic() - began
 
     def result(self) -> object:
         """What both hosts have come to, once they have ended."""
         for host in self.hosts:
-            assert host.launcher.wait(_WAIT_SECONDS) == 0, self._story()
+            assert host.launcher.wait(WAIT_SECONDS) == 0, self._story()
         told = {host.out.read_text().rpartition("RESULT ")[2].strip() for host in self.hosts}
         assert len(told) == 1, told
         return [json.loads(told.pop()), losses(self._ledger)]
@@ -309,7 +330,7 @@ class Run:
         """Leave nothing behind."""
         for host in self.hosts:
             host.send(signal.SIGKILL, host.pids())
-            host.launcher.wait()
+            host.launcher.wait(WAIT_SECONDS)
 
     def _story(self) -> str:
         return "\n".join(host.out.read_text()[-3000:] for host in self.hosts)
@@ -343,7 +364,7 @@ def harm(run: Run, fault: str, victim: int, chance: random.Random) -> tuple[floa
         host.send(signal.SIGKILL, victims.get(fault) or host.named(r"lockstep:\d+")[:1])
     noticed = run.wait_for(lambda: other.said(b" Restart ") > losses)
     if fault in ("host", "launcher"):
-        host.launcher.wait()
+        host.launcher.wait(WAIT_SECONDS)
         host.start()
     run.wait_for(lambda: run.moments()[-1:] > [hit + noticed])
     return None if run.is_over() else (noticed, run.moments()[-1] - hit)
@@ -355,11 +376,15 @@ def faults_of(strategy: str) -> tuple[str, ...]:
 
 
 def outlived(
-    strategy: str, fault: str, victims: Sequence[int], chance: random.Random
+    strategy: str,
+    fault: str,
+    victims: Sequence[int],
+    chance: random.Random,
+    start: Start = start_fresh,
 ) -> tuple[object, list[tuple[float, float]]]:
     """What a run has come to with a fault on each of these hosts, and what ``harm`` has counted."""
     with tempfile.TemporaryDirectory() as name:
-        run = Run(strategy, Path(name) / "run", num_epochs(len(victims)))
+        run = Run(strategy, Path(name) / "run", num_epochs(len(victims)), start=start)
         try:
             found = [harm(run, fault, victim, chance) for victim in victims]
             return run.result(), [one for one in found if one is not None]

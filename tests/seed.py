@@ -8,6 +8,7 @@ a script, and those whose libraries need other variables, start as they do for u
 """
 
 import fcntl
+import importlib
 import os
 import pickle
 import signal
@@ -55,6 +56,20 @@ def plant() -> None:
         return _Sprout(*seeds.pop(), code, descriptors, diagnostics, variables)
 
     vars(template)["start_interpreter"] = start
+
+
+def plant_in_scripts() -> None:
+    """In ``lockstep run --restarts``, plant seeds in every script that it forks."""
+    command = vars(importlib.import_module("lockstep.cli.run"))
+    supervise = command["supervise"]
+
+    def supervise_and_plant(restarts: int) -> int | None:
+        status: int | None = supervise(restarts)
+        if status is None:
+            plant()
+        return status
+
+    command["supervise"] = supervise_and_plant
 
 
 def _fork(script: int, others: Sequence[int]) -> _Seed:

@@ -3,8 +3,8 @@
 A fresh interpreter takes seconds for torch, Keras and what these import at their first use, and a
 page or a host is a script of its own. They are forked from one warm process for each kind, which
 has run nothing. Of every kind of script some start as users start them: those of tests marked
-``fresh``, all under a launcher (torchrun, ``lockstep run``, srun, ...), and those that something is
-done to while they start.
+``fresh``, most under a launcher (torchrun, ``lockstep run``, srun, ...), and those that something
+is done to while they start.
 """
 
 import atexit
@@ -29,13 +29,14 @@ from lockstep.launch.helper import die_with
 from lockstep.launch.script import Script
 from tests import seed
 
-# What the interpreters of each kind have imported. Dynamo comes with the first optimizer.
+# What the interpreters of each kind have imported. Dynamo comes with the first optimizer, and
+# TensorFlow with ``keras.utils.set_random_seed``.
 KINDS = {
     "torch": (
         *("lockstep.train.session", "lockstep.train.trainer"),
         *("torch._dynamo", "tests.preloading"),
     ),
-    "keras": ("lockstep.frontends.keras.preloading", "torch._dynamo"),
+    "keras": ("lockstep.frontends.keras.preloading", "torch._dynamo", "tensorflow"),
 }
 # With these it has started, and so have all scripts.
 VARIABLES = {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1"}
@@ -226,7 +227,8 @@ def _run(order: Order, out: int, err: int, *, parent: int) -> int:
     is_module = words[0] == "-m"
     if is_module:
         del words[0]
-    seed.plant()
+    # A launcher's script is a fork of it, each time that it is started.
+    (seed.plant_in_scripts if is_module and words[0] == "lockstep" else seed.plant)()
     return Script(target=words[0], is_module=is_module, arguments=tuple(words[1:])).run()
 
 

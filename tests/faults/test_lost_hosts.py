@@ -3,9 +3,11 @@
 The long form is ``bench/soak.py``, whose faults these are.
 """
 
+import os
 import random
 import shutil
 import signal
+from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +19,7 @@ import pytest
 from lockstep.checkpoint.reading import read_newest
 from lockstep.errors import OptionError
 from lockstep.train.lost_hosts import check_restarts_on
+from tests import warm
 from tests.faults import host_copies
 from tests.faults.host_copies import TORN
 from tests.thorough import core_of
@@ -27,6 +30,21 @@ ROWS = [
     for fault in host_faults.faults_of(strategy)
     for host in range(2)
 ]
+# Their launchers start as users start them; the others are forks of warm interpreters.
+FRESH = [("replicas on 2 hosts", "host", 0), ("Keras on 2 hosts", "host", 1)]
+
+expected = cache(host_faults.expected)
+
+
+def fork(kind: str, command: list[str], out: int) -> warm.Process:
+    environment = {**os.environ, **warm.VARIABLES}
+    order = warm.Order(words=command[1:], environment=environment, directory=os.getcwd())
+    return warm.start(kind, order, out, out)
+
+
+def how_to_start(strategy: str) -> host_faults.Start:
+    return partial(fork, "keras" if strategy.startswith("Keras") else "torch")
+
 
 # An epoch takes some seconds, and there is one checkpoint, before the first step.
 LONG_EPOCH, EPOCHS = 400, 1
@@ -39,8 +57,10 @@ COPYING = str(Path(host_copies.__file__))
     core_of(ROWS, [("replicas on 2 hosts", "host", 0), ("stages on 2 hosts", "stop", 1)]),
 )
 def test_a_run_outlives_the_loss_of_a_host(strategy: str, fault: str, host: int) -> None:
-    found, seconds = host_faults.outlived(strategy, fault, [host], random.Random(1))
-    assert found == host_faults.expected(strategy, host_faults.num_epochs(1))
+    is_fresh = (strategy, fault, host) in FRESH
+    start = host_faults.start_fresh if is_fresh else how_to_start(strategy)
+    found, seconds = host_faults.outlived(strategy, fault, [host], random.Random(1), start)
+    assert found == expected(strategy, host_faults.num_epochs(1))
     ((noticed, resumed),) = seconds
     assert noticed < 3  # of one that is stopped: before it goes on, or never
     # At the 95th percentile it is 10 (bench/), and several processes import Keras on two cores.
@@ -59,8 +79,13 @@ def has_trained_for(run: host_faults.Run, seconds: float) -> bool:
     return bool(moments) and moments[-1] - moments[0] > seconds
 
 
+def copying_run(strategy: str, folder: Path) -> host_faults.Run:
+    start = how_to_start(strategy)
+    return host_faults.Run(strategy, folder, EPOCHS, "epoch", LONG_EPOCH, COPYING, start)
+
+
 def whole_epochs(strategy: str) -> object:
-    return host_faults.expected(strategy, EPOCHS, "epoch", LONG_EPOCH)
+    return expected(strategy, EPOCHS, "epoch", LONG_EPOCH)
 
 
 @pytest.mark.parametrize(
@@ -78,12 +103,12 @@ def test_between_two_checkpoints_the_memory_of_the_other_host_is_gone_on_from(
     strategy: str, host: int, is_empty: bool, tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"
-    run = host_faults.Run(strategy, folder, EPOCHS, "epoch", LONG_EPOCH, COPYING)
+    run = copying_run(strategy, folder)
     try:
         run.wait_for(lambda: has_trained_for(run, COPIED_SECONDS))
         victim = run.hosts[host]
         victim.send(signal.SIGKILL, victim.pids())
-        victim.launcher.wait()
+        victim.launcher.wait(host_faults.WAIT_SECONDS)
         on_disk = read_newest(folder / "run")
         assert on_disk is not None
         assert on_disk.summary.step == 0
@@ -103,7 +128,7 @@ def test_of_a_copy_that_breaks_off_the_one_before_is_taken(
 ) -> None:
     monkeypatch.setenv(TORN, "")
     folder = tmp_path / "run"
-    run = host_faults.Run("replicas on 2 hosts", folder, EPOCHS, "epoch", LONG_EPOCH, COPYING)
+    run = copying_run("replicas on 2 hosts", folder)
     try:
         assert run.result() == whole_epochs("replicas on 2 hosts")
         assert (folder / "torn").exists()
@@ -115,7 +140,7 @@ def test_of_a_copy_that_breaks_off_the_one_before_is_taken(
 @pytest.mark.thorough
 def test_a_host_that_was_replaced_changes_nothing_when_it_wakes(tmp_path: Path) -> None:
     strategy, epochs = "replicas on 2 hosts", 20
-    run = host_faults.Run(strategy, tmp_path / "run", epochs)
+    run = host_faults.Run(strategy, tmp_path / "run", epochs, start=how_to_start(strategy))
     host = run.hosts[1]
     launcher, stopped = host.launcher, host.pids()
     try:
@@ -127,10 +152,10 @@ def test_a_host_that_was_replaced_changes_nothing_when_it_wakes(tmp_path: Path) 
         before = len(run.moments())
         run.wait_for(lambda: len(run.moments()) > before)
         host.send(signal.SIGCONT, stopped)
-        assert run.result() == host_faults.expected(strategy, epochs)
+        assert run.result() == expected(strategy, epochs)
     finally:
-        launcher.kill()  # and so its script
-        launcher.wait()
+        host.send(signal.SIGKILL, [launcher.pid])  # and so its script
+        launcher.wait(host_faults.WAIT_SECONDS)
         run.end()
 
 

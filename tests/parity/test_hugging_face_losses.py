@@ -29,7 +29,7 @@ def shifted_loss(logits: Tensor, labels: Tensor, vocab_size: int, **options: Any
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
 
 
-def gpt2() -> nn.Module:
+def gpt2() -> Any:
     model = GPT2LMHeadModel(
         GPT2Config(
             vocab_size=VOCABULARY,
@@ -46,7 +46,7 @@ def gpt2() -> nn.Module:
     return model
 
 
-def llama() -> nn.Module:
+def llama() -> Any:
     config = LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=WIDTH,
@@ -68,7 +68,7 @@ def llama() -> nn.Module:
     return model
 
 
-def bert() -> nn.Module:
+def bert() -> Any:
     return BertForMaskedLM(
         BertConfig(
             vocab_size=VOCABULARY,
