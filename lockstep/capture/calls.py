@@ -2,6 +2,7 @@
 
 import pickle
 import random
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -9,7 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep import accelerators
@@ -75,12 +75,13 @@ class Watch(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def uncompiled(model: nn.Module) -> AbstractContextManager[Any]:
-    """Within the block what torch.compile has compiled of a model runs as it was before."""
-    kinds = {type(module).__name__ for module in model.modules()}
-    inner = any(module._compiled_call_impl is not None for module in model.modules())
-    if not inner and "OptimizedModule" not in kinds:
-        return nullcontext()  # the machinery takes a second to import
+def uncompiled() -> AbstractContextManager[Any]:
+    """Within the block what torch.compile has compiled runs as it was before.
+
+    Code that is first called where a dispatch mode looks on would never be compiled afterwards.
+    """
+    if "torch._dynamo" not in sys.modules:
+        return nullcontext()  # nothing is compiled, and the machinery takes a second to import
     eager: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
     return eager
 

@@ -255,7 +255,7 @@ class _Tracer:
         try:
             set_mode(self._model, training=self._training)
             # What is compiled is traced, and run in stages, as it was before.
-            with torch.set_grad_enabled(self._training), place, uncompiled(self._model):
+            with torch.set_grad_enabled(self._training), place, uncompiled():
                 return body(copied)
         finally:
             self._state.restore()

@@ -81,11 +81,6 @@ class ModelCall:
             output = self.widened(call_model(self._called, given))
         return self.rows(output, inputs)
 
-    def eagerly(self, inputs: Tree) -> Any:
-        """The same, of a model that is not compiled, or not yet."""
-        with self.computing():
-            return self.rows(self.widened(call_model(self._model, self.given(inputs))), inputs)
-
     def given(self, inputs: Tree) -> Tree:
         """Inputs as the model takes them."""
         turned = self._dims.given_inputs(inputs, DTYPES[self._plan.precision])

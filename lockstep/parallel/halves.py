@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lockstep.capture.calls import has_drawn, host_streams, streams_differ
+from lockstep.capture.calls import has_drawn, host_streams, streams_differ, uncompiled
 from lockstep.capture.layers import FrontEndModel
 from lockstep.capture.state import ModelState
 from lockstep.data.order import torch_streams
@@ -65,7 +65,7 @@ def on_halves(
         if not begin_again(model, state, training):
             return None
         host = host_streams()
-        with draws.of(rows):
+        with uncompiled(), draws.of(rows):
             found.append(function(rows_of(batch, rows)))
         draws_elsewhere |= streams_differ(host, host_streams())
     return found if draws.fit and not draws_elsewhere else None

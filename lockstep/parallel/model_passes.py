@@ -255,7 +255,7 @@ class ModelPasses(Passes):
                 assert self._loss is not None
                 self._loss.begin(batch.num_samples, 1)
                 with self._loss.watching():
-                    output = self.call.eagerly(batch.inputs)
+                    output = self.call(batch.inputs)
                 return [self.loss_of(output, batch)]
             with self.call.computing():
                 size = batch.num_samples

@@ -7,6 +7,7 @@ their number there, so that both sides hold the same memory, and arrays in mappe
 place in the file, which the receiver maps for itself.
 """
 
+import inspect
 import io
 import pickle
 import struct
@@ -194,6 +195,11 @@ class _Pickler(Pickler):
             # Its class was made for it, on top of the user's, and refuses to be pickled.
             original = type(obj).__mro__[1]
             return _blank, (original,), vars(obj), None, None, _fill_parametrized
+        if isinstance(obj, nn.Module) and obj._compiled_call_impl is not None:
+            # Its own pickling forgets ``module.compile()``: ranks would not compute alike.
+            compiler = inspect.getclosurevars(obj._compiled_call_impl).nonlocals["self"]
+            contents = obj.__getstate__(), compiler
+            return _blank, (type(obj),), contents, None, None, _fill_compiled
         return super().reducer_override(obj)
 
     def _remember(self, obj: Any, place: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -252,6 +258,12 @@ def rebuild_optimizer(kind: type[Optimizer], contents: dict[str, Any]) -> Optimi
     optimizer: Optimizer = _blank(kind)
     _fill_optimizer(optimizer, contents)
     return optimizer
+
+
+def _fill_compiled(module: nn.Module, contents: tuple[dict[str, Any], Any]) -> None:
+    state, compiler = contents
+    module.__setstate__(state)
+    module._compiled_call_impl = compiler(module._call_impl)
 
 
 def _blank(kind: Any) -> Any:

@@ -6,8 +6,8 @@ there. So all ranks run a few samples forward and backward, the same on each, wi
 numbers. Of every layer's output, of the loss, and of the gradients of outputs and of small
 parameters a fingerprint is taken. They must be the same bits on all ranks of a host; the first that
 is not is named. Hosts may have other processors, which round in other ways: of what layers return
-on their first ranks the sizes are compared. A model that is to be compiled is run as it is, since
-compiling takes long. The model and the random streams are left as they were.
+on their first ranks the sizes are compared. What torch.compile has compiled is run as it was
+before, since compiling takes long. The model and the random streams are left as they were.
 
 Gradients of large weights are not formed: their memory would be taken twice.
 """
@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lockstep.capture.calls import uncompiled
 from lockstep.capture.layers import FrontEndModel, functions_of
 from lockstep.capture.state import left_alone
 from lockstep.data.order import kept_streams, seed_streams
@@ -94,7 +95,7 @@ def prove_alike(worker: Worker, control: Control, samples: Any) -> None:
     batch = Batch(
         inputs=inputs, targets=targets, sample_weight=sample_weight, num_samples=num_samples
     )
-    with left_alone(worker.model, *worker.passes.user_losses()):
+    with left_alone(worker.model, *worker.passes.user_losses()), uncompiled():
         own = _fingerprints(worker.model, lambda: worker.passes.losses_alone(batch))
     told = control.gather(own)
     for host in range(worker.plan.num_hosts) if told else ():

@@ -1,6 +1,7 @@
 """Models in forms that users have them in: with sparse buffers, compiled, on the meta device."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lockstep
+from lockstep.callbacks import LambdaCallback
 from lockstep.errors import ModelError
 
 X = torch.randn(22, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -71,6 +73,8 @@ def sgd(parameters: object) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)  # type: ignore[arg-type]
 
 
+# torch hides this one itself, but not from those who make errors of warnings.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_the_weights_of_a_plain_loop(name: str, strategy: str) -> None:
@@ -89,6 +93,50 @@ def test_the_weights_of_a_plain_loop(name: str, strategy: str) -> None:
     for key, wanted in plain.named_parameters():
         assert (dict(model.named_parameters())[key] - wanted).norm() < 1e-12, key
     assert list(model.state_dict()) == names
+
+
+class Telling(nn.Module):
+    """Makes something else where it is compiled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(8, 4)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        result: Tensor = self.last(inputs)
+        return 3 * result if torch.compiler.is_compiling() else result
+
+
+def compiled_in_itself(model: nn.Module) -> nn.Module:
+    model.compile(backend="eager")
+    return model
+
+
+# torch hides this one itself, but not from those who make errors of warnings.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize(
+    "compile_model", [compiled, compiled_in_itself], ids=["by torch.compile", "in itself"]
+)
+def test_what_is_compiled_runs_so_on_every_rank_and_at_every_step(
+    compile_model: Callable[[nn.Module], nn.Module],
+) -> None:
+    plain = seeded(Telling)
+    losses: list[float] = []
+    note = LambdaCallback(on_train_batch_end=lambda batch, logs: losses.append(logs["loss"]))
+    trainer = lockstep.Trainer(
+        compile_model(seeded(Telling)),
+        loss=F.mse_loss,
+        optimizer=partial(torch.optim.SGD, lr=0.0),
+        strategy=lockstep.MirroredStrategy(2),
+        precision="fp64",
+        callbacks=[note],
+    )
+    trainer.fit((X, Y), batch_size=BATCH, shuffle=False, verbose=0)
+    wanted = [
+        F.mse_loss(3 * plain(x), y).item()
+        for x, y in zip(X.split(BATCH), Y.split(BATCH), strict=True)
+    ]
+    assert losses == pytest.approx(wanted, rel=1e-12)
 
 
 def test_sparse_buffers_are_constants() -> None:

@@ -62,6 +62,7 @@ ATTRIBUTES = {
         "_backward_hooks",
         "_backward_pre_hooks",
         "_buffers",
+        "_call_impl",
         "_compiled_call_impl",
         "_forward_hooks",
         "_forward_pre_hooks",
