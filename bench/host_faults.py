@@ -33,6 +33,9 @@ STOPS = FAULTS[3:]
 HELPER = "helper"  # the fault where a host has one
 STEPS_PER_EPOCH, BATCH = 10, 12
 MOST_DELAY_SECONDS = 1.0
+# On any number of hosts, which may become fewer after so many seconds, in place of 120.
+SHARES = "4 shares"
+MEETING_SECONDS = 15.0
 # In place of 30: a host, or its script alone, that is stopped longer is lost. And how long it is.
 MOST_STOPPED_SECONDS, STOPPED_SECONDS = 3.0, 6.0
 _WAIT_SECONDS = 120.0
@@ -72,6 +75,8 @@ def train(strategy: str, folder: Path, epochs: int, *, is_told: bool = False) ->
             lockstep.MultiWorkerMirroredStrategy, devices_per_host=1, num_shares=2
         ),
         "stages on 2 hosts": partial(lockstep.PipelineStrategy, 2, cuts=["3"], microbatches=2),
+        "averages on 2 hosts": partial(lockstep.LocalSGDStrategy, every=5),
+        SHARES: partial(lockstep.MultiWorkerMirroredStrategy, devices_per_host=1, num_shares=4),
     }
     torch.manual_seed(0)
     x = torch.randn(STEPS_PER_EPOCH * BATCH, 16)
@@ -221,15 +226,24 @@ class Host:
 
 
 class Run:
-    """A training on two hosts.
+    """A training on several hosts.
 
     Args:
         strategy: its name.
         folder: for all that it writes.
         epochs: how many.
+        num_hosts: how many, too.
+        min_hosts: so many go on without the others; None is all.
     """
 
-    def __init__(self, strategy: str, folder: Path, epochs: int) -> None:
+    def __init__(
+        self,
+        strategy: str,
+        folder: Path,
+        epochs: int,
+        num_hosts: int = 2,
+        min_hosts: int | None = None,
+    ) -> None:
         folder.mkdir()
         self._ledger = folder / "ledger"
         self._ledger.touch()
@@ -240,20 +254,28 @@ class Run:
         secret = folder / "secret"
         secret.write_text(secrets.token_hex())
         secret.chmod(0o600)
+        fewer = [] if min_hosts is None else ["--min-hosts", str(min_hosts)]
         self.hosts = [
             Host(
                 index,
                 folder,
                 [
                     *(sys.executable, "-m", "lockstep", "run", "--restarts", "1000000"),
-                    *("--hosts", "2", "--host-index", str(index)),
-                    *("--devices", str(STRATEGIES[strategy])),
+                    *("--hosts", str(num_hosts), "--host-index", str(index), *fewer),
+                    *("--devices", str(STRATEGIES.get(strategy, 1))),
                     *("--rendezvous", f"{address}:{port}", "--secret-file", str(secret)),
                     *(__file__, strategy, str(folder), str(epochs)),
                 ],
             )
-            for index in range(2)
+            for index in range(num_hosts)
         ]
+
+    def lose(self, index: int) -> Host:
+        """Kill a whole host, which is none of the run's any more."""
+        host = self.hosts.pop(index)
+        host.send(signal.SIGKILL, host.pids())
+        host.launcher.wait()
+        return host
 
     def moments(self) -> list[float]:
         """When steps were made."""
@@ -272,7 +294,7 @@ class Run:
         return time.monotonic() - began
 
     def result(self) -> object:
-        """What both hosts have come to, once they have ended."""
+        """What all hosts have come to, once they have ended."""
         for host in self.hosts:
             assert host.launcher.wait(_WAIT_SECONDS) == 0, self._story()
         told = {host.out.read_text().rpartition("RESULT ")[2].strip() for host in self.hosts}
@@ -374,7 +396,9 @@ def soak(strategy: str, fault: str, faults: int, until: float) -> str:
 
 if __name__ == "__main__":
     from lockstep.launch import peer
+    from lockstep.train import lost_hosts
 
     peer.STOPPED_SECONDS = MOST_STOPPED_SECONDS
+    lost_hosts._MEETING_SECONDS = MEETING_SECONDS
     came_to = train(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), is_told=True)
     print("RESULT", json.dumps(came_to), flush=True)

@@ -5,8 +5,12 @@ whoever looks after it, comes there by its script's own ``fit``; then all go on 
 checkpoint, as if all had been started again, but for the processes that are there. Connections are
 new, so a host that was given up, and wakes, can tell nobody anything: it has lost the others, and
 comes to the meeting as well.
+
+Where the job may go on with fewer hosts (``lockstep run --min-hosts``), those that have come do so
+after a while, as if the job had been started on them alone.
 """
 
+import math
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -39,6 +43,7 @@ def outlast(
         HostError, WorkerError: what was lost where no restart is left.
     """
     job_context.meeting_seconds = _MEETING_SECONDS if restarts else 0.0
+    job_context.patience_seconds = math.inf
     lost: list[str] = []
     while True:
         try:
@@ -48,6 +53,7 @@ def outlast(
             if not is_loss or len(lost) == restarts:
                 raise
             lost.append(f"{error}".partition("\n")[0])
+            job_context.patience_seconds = _MEETING_SECONDS
             OutputConsole(quiet=not verbose).print(
                 f"{lost[-1]} Restart {len(lost)} of {restarts}: waiting for all hosts, to go "
                 "on from the newest checkpoint to the same result.",
