@@ -35,7 +35,7 @@ STEPS_PER_EPOCH, BATCH = 10, 12
 MOST_DELAY_SECONDS = 1.0
 # On any number of hosts, which may become fewer after so many seconds, in place of 120.
 SHARES = "4 shares"
-MEETING_SECONDS = 15.0
+MEETING_SECONDS = 5.0
 # In place of 30: a host, or its script alone, that is stopped longer is lost. And how long it is.
 MOST_STOPPED_SECONDS, STOPPED_SECONDS = 3.0, 6.0
 _WAIT_SECONDS = 120.0
@@ -76,6 +76,7 @@ def train(strategy: str, folder: Path, epochs: int, *, is_told: bool = False) ->
         ),
         "stages on 2 hosts": partial(lockstep.PipelineStrategy, 2, cuts=["3"], microbatches=2),
         "averages on 2 hosts": partial(lockstep.LocalSGDStrategy, every=5),
+        "compressed on 2 hosts": partial(lockstep.MultiWorkerMirroredStrategy, compression="bf16"),
         SHARES: partial(lockstep.MultiWorkerMirroredStrategy, devices_per_host=1, num_shares=4),
     }
     torch.manual_seed(0)

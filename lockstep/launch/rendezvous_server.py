@@ -181,10 +181,10 @@ class RendezvousServer:
 
     def _announce_fewer(self) -> None:
         here = [name_of(host, self.infos[host]) for host in sorted(self.infos)]
+        waited = min(self.deadline.timeout_seconds, self.deadline.patience_seconds)
         show(
             f"{len(here)} of {self.place.num_hosts} hosts go on: {first_few(here)}. Nothing has "
-            f"come from {numbers_of(self.missing)} in {format_seconds(self.deadline.watch.seconds)}"
-            f"{self.left}.\n"
+            f"come from {numbers_of(self.missing)} in {format_seconds(waited)}{self.left}.\n"
         )
 
     def _go_on(self, gate: Gate) -> None:

@@ -3,6 +3,7 @@
 Hosts that come again are in ``test_lost_hosts.py``; how they meet is in ``test_rendezvous.py``.
 """
 
+import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,10 +17,10 @@ GO_ON = b" hosts go on: "
 
 @contextmanager
 def under_way(
-    folder: Path, strategy: str, num_hosts: int, min_hosts: int
+    folder: Path, strategy: str, num_hosts: int, min_hosts: int, epochs: int = EPOCHS
 ) -> Iterator[host_faults.Run]:
     """A run of which some steps are made."""
-    run = host_faults.Run(strategy, folder / "run", EPOCHS, num_hosts, min_hosts)
+    run = host_faults.Run(strategy, folder / "run", epochs, num_hosts, min_hosts)
     every = [*run.hosts]
     try:
         steps_made(run, 7)  # and a checkpoint
@@ -51,9 +52,10 @@ def wait_to_go_on(run: host_faults.Run) -> None:
         (host_faults.SHARES, 2, [1]),
         (host_faults.SHARES, 3, [1]),
         pytest.param(host_faults.SHARES, 3, [1, 1], marks=pytest.mark.thorough),
-        ("Keras on 2 hosts", 2, [1]),
+        pytest.param("stages on 2 hosts", 2, [1], marks=pytest.mark.thorough),
+        pytest.param("Keras on 2 hosts", 2, [1], marks=pytest.mark.thorough),
     ],
-    ids=["two-one", "three-two", "three-two-one", "keras"],
+    ids=["two-one", "three-two", "three-two-one", "stages", "keras"],
 )
 def test_hosts_that_are_left_go_on_to_the_same_bits(
     strategy: str, num_hosts: int, lost: Sequence[int], tmp_path: Path
@@ -62,5 +64,35 @@ def test_hosts_that_are_left_go_on_to_the_same_bits(
         for index in lost:
             run.lose(index)
             wait_to_go_on(run)
-        assert run.hosts[0].said(b"Nothing has come from host 1 in 15.0 s") == 1
+        assert run.hosts[0].said(b"Nothing has come from host 1 in 5.0 s") == 1
         assert run.result() == host_faults.expected(strategy, EPOCHS)
+
+
+def test_a_host_that_comes_late_joins_the_others_when_they_meet_again(tmp_path: Path) -> None:
+    with under_way(tmp_path, host_faults.SHARES, 3, min_hosts=2, epochs=40) as run:
+        late = run.lose(1)
+        wait_to_go_on(run)
+        late.start()
+        run.wait_for(lambda: late.named("python"))
+        steps_made(run, 2)  # it disturbs nobody
+        # A script that is started again waits for all.
+        run.hosts[0].send(signal.SIGKILL, run.hosts[0].pids()[1:2])
+        run.hosts.insert(1, late)
+        assert run.result() == host_faults.expected(host_faults.SHARES, 40)
+        assert run.hosts[0].said(GO_ON) == 1
+
+
+@pytest.mark.thorough
+def test_replicas_that_train_apart_go_on_with_their_average(tmp_path: Path) -> None:
+    with under_way(tmp_path, "averages on 2 hosts", 2, min_hosts=1) as run:
+        run.lose(1)
+        wait_to_go_on(run)
+        run.wait_for(lambda: run.hosts[0].said(b"RESULT"))
+
+
+@pytest.mark.thorough
+def test_what_fewer_hosts_cannot_do_is_one_error(tmp_path: Path) -> None:
+    with under_way(tmp_path, "compressed on 2 hosts", 2, min_hosts=1) as run:
+        run.lose(1)
+        run.wait_for(lambda: run.hosts[0].said(b"; restart 1 of"))
+        assert run.hosts[0].said(b" with 1 host. Leave it out") == 1
