@@ -34,6 +34,9 @@ HELPER = "helper"  # the fault where a host has one
 STEPS_PER_EPOCH, BATCH = 10, 12
 EVERY = "5 steps"  # a checkpoint is written
 MOST_DELAY_SECONDS = 1.0
+# On any number of hosts, which may become fewer after so many seconds, in place of 120.
+SHARES = "4 shares"
+MEETING_SECONDS = 5.0
 # In place of 30: a host, or its script alone, that is stopped longer is lost. And how long it is.
 MOST_STOPPED_SECONDS, STOPPED_SECONDS = 3.0, 6.0
 WAIT_SECONDS = 120.0
@@ -81,6 +84,9 @@ def train(
             lockstep.MultiWorkerMirroredStrategy, devices_per_host=1, num_shares=2
         ),
         "stages on 2 hosts": partial(lockstep.PipelineStrategy, 2, cuts=["3"], microbatches=2),
+        "averages on 2 hosts": partial(lockstep.LocalSGDStrategy, every=5),
+        "compressed on 2 hosts": partial(lockstep.MultiWorkerMirroredStrategy, compression="bf16"),
+        SHARES: partial(lockstep.MultiWorkerMirroredStrategy, devices_per_host=1, num_shares=4),
     }
     torch.manual_seed(0)
     x = torch.randn(steps * BATCH, 16)
@@ -250,7 +256,7 @@ class Host:
 
 
 class Run:
-    """A training on two hosts.
+    """A training on several hosts.
 
     Args:
         strategy: its name.
@@ -260,6 +266,8 @@ class Run:
         steps: of an epoch.
         script: which each host runs.
         start: how launchers are started.
+        num_hosts: how many, too.
+        min_hosts: so many go on without the others; None is all.
     """
 
     def __init__(
@@ -271,6 +279,8 @@ class Run:
         steps: int = STEPS_PER_EPOCH,
         script: str = __file__,
         start: Start = start_fresh,
+        num_hosts: int = 2,
+        min_hosts: int | None = None,
     ) -> None:
         folder.mkdir()
         self._ledger = folder / "ledger"
@@ -282,21 +292,29 @@ class Run:
         secret = folder / "secret"
         secret.write_text(secrets.token_hex())
         secret.chmod(0o600)
+        fewer = [] if min_hosts is None else ["--min-hosts", str(min_hosts)]
         self.hosts = [
             Host(
                 index,
                 folder,
                 [
                     *(sys.executable, "-m", "lockstep", "run", "--restarts", "1000000"),
-                    *("--hosts", "2", "--host-index", str(index)),
-                    *("--devices", str(STRATEGIES[strategy])),
+                    *("--hosts", str(num_hosts), "--host-index", str(index), *fewer),
+                    *("--devices", str(STRATEGIES.get(strategy, 1))),
                     *("--rendezvous", f"{address}:{port}", "--secret-file", str(secret)),
                     *(script, strategy, str(folder), str(epochs), every, str(steps)),
                 ],
                 start,
             )
-            for index in range(2)
+            for index in range(num_hosts)
         ]
+
+    def lose(self, index: int) -> Host:
+        """Kill a whole host, which is none of the run's any more."""
+        host = self.hosts.pop(index)
+        host.send(signal.SIGKILL, host.pids())
+        host.launcher.wait(WAIT_SECONDS)
+        return host
 
     def moments(self) -> list[float]:
         """When steps were made."""
@@ -319,7 +337,7 @@ class Run:
         return time.monotonic() - began
 
     def result(self) -> object:
-        """What both hosts have come to, once they have ended."""
+        """What all hosts have come to, once they have ended."""
         for host in self.hosts:
             assert host.launcher.wait(WAIT_SECONDS) == 0, self._story()
         told = {host.out.read_text().rpartition("RESULT ")[2].strip() for host in self.hosts}
@@ -426,8 +444,10 @@ def soak(strategy: str, fault: str, faults: int, until: float) -> str:
 def main(arguments: Sequence[str]) -> None:
     """Be a host."""
     from lockstep.launch import peer
+    from lockstep.train import lost_hosts
 
     peer.STOPPED_SECONDS = MOST_STOPPED_SECONDS
+    lost_hosts._MEETING_SECONDS = MEETING_SECONDS
     strategy, folder, epochs, every, steps = arguments
     came_to = train(strategy, Path(folder), int(epochs), every, int(steps), is_told=True)
     print("RESULT", json.dumps(came_to), flush=True)

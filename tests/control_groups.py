@@ -31,8 +31,17 @@ def address(name: str = "127.0.0.1") -> Address:
     return Address(name=name, port=free_port(name))
 
 
-def place(host: int, num_hosts: int, *where: Address, job: str = "job") -> Place:
-    return Place(launcher="test", job=job, host=host, num_hosts=num_hosts, rendezvous=where)
+def place(
+    host: int, num_hosts: int, *where: Address, job: str = "job", min_hosts: int | None = None
+) -> Place:
+    return Place(
+        launcher="test",
+        job=job,
+        host=host,
+        num_hosts=num_hosts,
+        rendezvous=where,
+        min_hosts=min_hosts,
+    )
 
 
 def info(host: int, **facts: str) -> HostInfo:

@@ -169,7 +169,8 @@ def _check_times(options: argparse.Namespace) -> None:
 
 
 def _find_place(options: argparse.Namespace, environ: Mapping[str, str]) -> Place | None:
-    """What the options say, or else the launcher."""
+    """What the options say, or else the launcher; all hosts are to come."""
+    environ = {**environ, "LOCKSTEP_MIN_HOSTS": ""}
     given = {
         "--hosts": options.hosts,
         "--host-index": options.host_index,

@@ -53,6 +53,13 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     one.add_argument("--hosts", type=int, metavar="H", help="number of hosts (default: 1)")
     one.add_argument("--host-index", type=int, metavar="I", help="of this host, from 0")
     one.add_argument(
+        "--min-hosts",
+        type=int,
+        metavar="M",
+        help="go on with so many, host 0 among them, where the others do not come in time, at "
+        "first or after a loss (default: all)",
+    )
+    one.add_argument(
         "--secret-file",
         metavar="PATH",
         help="the hosts' shared secret (default: LOCKSTEP_SECRET or LOCKSTEP_SECRET_FILE)",
@@ -102,6 +109,7 @@ def _variables(options: argparse.Namespace) -> dict[str, str]:
         "LOCKSTEP_SERVERS": options.servers,
         "LOCKSTEP_HOSTS": options.hosts,
         "LOCKSTEP_HOST_INDEX": options.host_index,
+        "LOCKSTEP_MIN_HOSTS": options.min_hosts,
         "LOCKSTEP_RENDEZVOUS": options.rendezvous,
         "LOCKSTEP_SECRET_FILE": options.secret_file and os.path.abspath(options.secret_file),
     }
@@ -139,6 +147,7 @@ def _check(options: argparse.Namespace) -> Address | None:
         ("processes", 1, None),
         ("hosts", 1, None),
         ("host_index", 0, None if options.hosts is None else options.hosts - 1),
+        ("min_hosts", 1, options.hosts),
         ("port", 1, MAX_PORT),
         ("restarts", 0, None),
     ):
@@ -146,12 +155,13 @@ def _check(options: argparse.Namespace) -> Address | None:
     if options.ssh is None:
         _check_one_of_several(problems, options)
     else:
-        _refuse(problems, options, ("hosts", "host_index", "secret_file"), "with --ssh")
+        of_one = ("hosts", "host_index", "min_hosts", "secret_file")
+        _refuse(problems, options, of_one, "with --ssh")
         if options.rendezvous is not None:
             _refuse(problems, options, ("port",), "with --rendezvous")
     if options.processes is not None:
-        others = ("devices", "hosts", "host_index", "rendezvous", "ssh", "secret_file", "servers")
-        _refuse(problems, options, others, "with --processes")
+        others = ("devices", "hosts", "host_index", "min_hosts", "rendezvous", "ssh")
+        _refuse(problems, options, (*others, "secret_file", "servers"), "with --processes")
     address = None
     if options.rendezvous is not None:
         try:
@@ -179,7 +189,7 @@ def _check_one_of_several(problems: Problems, options: argparse.Namespace) -> No
                     fix="For example: --hosts 2 --host-index 0 --rendezvous 10.0.0.1:29400",
                 )
     elif options.hosts is None:
-        _refuse(problems, options, ("host_index",), "without --hosts")
+        _refuse(problems, options, ("host_index", "min_hosts"), "without --hosts")
     if options.secret_file is not None and not Path(options.secret_file).is_file():
         problems.add(
             "--secret-file must be a file.",

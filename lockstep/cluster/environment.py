@@ -5,7 +5,8 @@ order, and the first that has set any of its variables decides. What is incomple
 itself is an error that lists all problems: a job of which one host thinks that it is alone would
 train something else than was asked for, and say nothing.
 
-``LOCKSTEP_RENDEZVOUS`` says where host 0 listens, under every launcher. mpirun is not read.
+``LOCKSTEP_RENDEZVOUS`` says where host 0 listens, and ``LOCKSTEP_MIN_HOSTS`` how many hosts go on
+without the others, under every launcher. mpirun is not read.
 
 ``Variables`` reads them so that all that is wrong with them is told at once.
 """
@@ -140,11 +141,24 @@ def find_place(environ: Mapping[str, str]) -> Place | None:
     for launcher, find, names in _LAUNCHERS:
         if any(environ.get(name) for name in names):
             variables = Variables(launcher, environ)
-            place = find(variables)
+            place = _with_min_hosts(variables, find(variables))
             variables.raise_if_any()
             is_alone = place is None or place.num_hosts == place.num_processes == 1
             return None if is_alone else place
     return None
+
+
+def _with_min_hosts(variables: Variables, place: Place | None) -> Place | None:
+    """A Place of which LOCKSTEP_MIN_HOSTS says how many hosts go on without the others."""
+    min_hosts = variables.number_or_none("LOCKSTEP_MIN_HOSTS", least=1)
+    if place is None or min_hosts is None:
+        return place
+    variables.check_agreement(
+        min_hosts <= place.num_hosts and place.num_processes == 1,
+        "LOCKSTEP_MIN_HOSTS must be at most the number of hosts, each of one process.",
+        f"{min_hosts} with {place.num_hosts} hosts, {place.num_processes} processes on this one",
+    )
+    return structs.replace(place, min_hosts=min_hosts)
 
 
 def find_devices(environ: Mapping[str, str]) -> int | None:

@@ -70,6 +70,7 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
         num_ranks: processes on all hosts, where each of them is one device; else None.
         is_one_machine: all hosts are this machine, by their addresses.
         num_servers: of all hosts' processes, the last ones, which are parameter servers.
+        min_hosts: so many hosts go on where the others do not come; None is all.
     """
 
     launcher: str
@@ -83,6 +84,7 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     num_ranks: int | None = None
     is_one_machine: bool = False
     num_servers: int = 0
+    min_hosts: int | None = None
 
     @property
     def leads(self) -> bool:

@@ -3,11 +3,15 @@
 Host 0 listens where the launcher says, at the address of that one interface (``RendezvousServer``).
 The others call, again and again (``RendezvousClient``): host 0 may start later, and its name may
 not be known yet. After the handshake each sends its host info. Once all have come, and what they
-send goes together, host 0 sends all of it to all, and stops listening.
+send goes together, host 0 sends all of it to all, and stops listening. Where the job may go on with
+fewer (``Place.min_hosts``), that is when time is up: those that have come are numbered anew, in the
+order of their numbers. Who comes later finds nobody who listens, until the others meet again.
 
 Meanwhile hosts that were admitted are told which ones are missing, so that each can name them. A
 host that goes away again before the control group is closed may come back.
 """
+
+import math
 
 import msgspec
 
@@ -22,9 +26,10 @@ from lockstep.launch.rendezvous_server import (
     WAITING,
     Deadline,
     DeadlineError,
-    Entry,
     RendezvousServer,
     address_of,
+    entry_of,
+    needed_hosts,
     numbers_of,
     peer_of,
     purpose_of_meeting,
@@ -36,6 +41,12 @@ from lockstep.launch.untrusted import decode_untrusted
 
 # A host that does not answer must not keep the next candidate waiting for long.
 _CALL_SECONDS = HANDSHAKE_SECONDS / 2
+
+# For a host that has come too late. While the others train, nobody listens who could tell it more.
+_LATE = (
+    " If the others go on without this host, it can join them when they meet again, after a loss: "
+    "start it until then (`lockstep run --restarts`)."
+)
 
 
 class RendezvousClient:
@@ -94,12 +105,14 @@ class RendezvousClient:
             HostError: host 0 has said why there will be no control group, or something else
                 came than it has sent.
         """
-        entry = Entry(host=self.place.host, num_hosts=self.place.num_hosts, info=self.info)
+        entry = entry_of(self.place, self.info)
+        # Where fewer may go on, host 0 says when time is up.
+        deadline = self.deadline if self.place.min_hosts is None else self.deadline.extended()
         try:
-            channel.send(INFO, msgspec.json.encode(entry), self.deadline.look)
-            while (frame := channel.receive(self.deadline.look)).kind == WAITING:
+            channel.send(INFO, msgspec.json.encode(entry), deadline.look)
+            while (frame := channel.receive(deadline.look)).kind == WAITING:
                 self.missing = decode_untrusted(frame.payload, list[int], "Host 0")
-            infos = decode_untrusted(frame.payload, list[HostInfo], "Host 0")
+            found = decode_untrusted(frame.payload, list[tuple[int, HostInfo]], "Host 0")
         except HostError as error:
             if channel.was_tampered_with:
                 channel.fail(f"{name_of(self.place.host, self.info)} failed: {error}")
@@ -111,15 +124,15 @@ class RendezvousClient:
         except BaseException:
             channel.close()
             raise
+        hosts, infos = zip(*found, strict=True)
         channel.peer = peer_of(0, infos[0], channel.peer.name)
-        return ControlGroup(
-            host=self.place.host, infos=infos, star={0: channel}, secret=self.secret
-        )
+        host = hosts.index(self.place.host)
+        return ControlGroup(host=host, infos=infos, star={0: channel}, secret=self.secret)
 
     def _in_vain(self) -> HostError:
         if self.missing:
             return HostError(
-                f"All {self.place.num_hosts} hosts must come to host 0 within {self.deadline}.",
+                f"{needed_hosts(self.place)} must come to host 0 within {self.deadline}.",
                 received=f"nothing from {numbers_of(self.missing)}, on host {self.place.host}",
                 fix="See that each was started, with the same rendezvous, job and secret.",
             )
@@ -135,7 +148,7 @@ class RendezvousClient:
             f"Host {self.place.host} must reach host 0 at the rendezvous within {self.deadline}.",
             received=listed or "no answer",
             fix="See that host 0 was started, with the same rendezvous, job and secret, and "
-            "that no firewall is in the way.",
+            f"that no firewall is in the way.{'' if self.place.min_hosts is None else _LATE}",
         )
 
 
@@ -145,6 +158,7 @@ def meet(
     info: HostInfo,
     *,
     timeout_seconds: float,
+    patience_seconds: float = math.inf,
     look_around: LookAround = wait_on,
 ) -> ControlGroup:
     """Meet the other hosts of the job. Called by the process that leads its host.
@@ -154,6 +168,7 @@ def meet(
         secret: what all hosts know; where there is one host, None will do.
         info: what this host says of itself.
         timeout_seconds: until all hosts must have come; looking up a name may take longer.
+        patience_seconds: until then, where enough have come to go on (``Place.min_hosts``).
         look_around: called every 20 ms with the seconds waited so far; raises to give up.
 
     Raises:
@@ -163,7 +178,12 @@ def meet(
     if place.num_hosts == 1:
         return ControlGroup(host=0, infos=[info], star={}, secret=None)
     assert secret is not None
-    deadline = Deadline(watch=Stopwatch(), timeout_seconds=timeout_seconds, look_around=look_around)
+    deadline = Deadline(
+        watch=Stopwatch(),
+        timeout_seconds=timeout_seconds,
+        look_around=look_around,
+        patience_seconds=patience_seconds,
+    )
     if place.host == 0:
         return RendezvousServer(place, secret, info, deadline).run()
     return RendezvousClient(place, secret, info, deadline).join()

@@ -6,10 +6,11 @@ A ``Deadline`` is how long a host waits for the others, all its waits together.
 import contextlib
 import errno
 import ipaddress
+import math
 import socket
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 
@@ -18,6 +19,7 @@ from lockstep.channel.waiting import LOOK_AROUND_SECONDS, LookAround, Stopwatch
 from lockstep.cluster.place import Address, Place
 from lockstep.errors import HostError, Problems
 from lockstep.launch.control_group import ControlGroup, HostInfo, name_of
+from lockstep.launch.diagnostics import show
 from lockstep.launch.framed_channel import MOST_BYTES, Frame, FramedChannel, Peer
 from lockstep.launch.handshake import HANDSHAKE_SECONDS, Gate, purpose_of
 from lockstep.launch.secret import Secret
@@ -34,11 +36,23 @@ class DeadlineError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Deadline:
-    """How long this host waits for the others, everything together."""
+    """How long this host waits for the others, everything together.
+
+    Attributes:
+        watch: counts the seconds.
+        timeout_seconds: for so long at the most.
+        look_around: called every 20 ms.
+        patience_seconds: for so long where those that have come are enough to go on.
+    """
 
     watch: Stopwatch
     timeout_seconds: float
     look_around: LookAround
+    patience_seconds: float = math.inf
+
+    def extended(self) -> "Deadline":
+        """Twice the time from now on: for a host whose word another one waits for."""
+        return replace(self, watch=Stopwatch(), timeout_seconds=2 * self.timeout_seconds)
 
     def look(self, waited_seconds: float = 0.0) -> None:
         """Look around, whatever a single wait has taken.
@@ -63,7 +77,7 @@ class Deadline:
 
 INFO = b"C"  # a host to host 0
 WAITING = b"W"  # host 0 to those who have come: the numbers of those who have not
-INFOS = b"A"  # host 0 to all: the control group is closed
+INFOS = b"A"  # host 0 to all: the control group is closed, with the infos of its hosts by number
 
 _MOST_INFO_BYTES = 1 << 20
 _NOBODY = -1  # a host that has not said which one it is
@@ -74,7 +88,27 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
 
     host: int
     num_hosts: int
+    min_hosts: int | None
     info: HostInfo
+
+    @property
+    def count(self) -> str:
+        """Of the job's hosts, for messages."""
+        if self.min_hosts is None:
+            return str(self.num_hosts)
+        return f"{self.min_hosts} to {self.num_hosts}"
+
+
+def entry_of(place: Place, info: HostInfo) -> Entry:
+    """What a host sends of its Place."""
+    return Entry(host=place.host, num_hosts=place.num_hosts, min_hosts=place.min_hosts, info=info)
+
+
+def needed_hosts(place: Place) -> str:
+    """Who must come, for messages."""
+    if place.min_hosts is None:
+        return f"All {place.num_hosts} hosts"
+    return f"At least {place.min_hosts} of {place.num_hosts} hosts"
 
 
 def purpose_of_meeting(place: Place) -> bytes:
@@ -106,8 +140,7 @@ class RendezvousServer:
         listener = _listen(self.place, self.deadline)
         gate = Gate(listener, self.secret, {purpose_of_meeting(self.place)})
         try:
-            while self.missing:
-                self._go_on(gate)
+            self._admit_hosts(gate)
             return self._close_control_group()
         except BaseException as error:
             refusal = self._incomplete(gate) if isinstance(error, DeadlineError) else error
@@ -120,6 +153,39 @@ class RendezvousServer:
     def missing(self) -> list[int]:
         """The hosts that have not come."""
         return [host for host in range(self.place.num_hosts) if host not in self.infos]
+
+    def _admit_hosts(self, gate: Gate) -> None:
+        """Let in all hosts, or those that come in time, where they are enough.
+
+        Raises:
+            DeadlineError: they are not.
+        """
+        deadline = self.deadline
+        try:
+            while self.missing:
+                self._go_on(gate)
+                if self._are_enough and deadline.watch.seconds > deadline.patience_seconds:
+                    break
+        except DeadlineError:
+            if not self._are_enough:
+                raise
+        if self.missing:
+            self._announce_fewer()
+            self.deadline = deadline.extended()
+
+    @property
+    def _are_enough(self) -> bool:
+        """Whether those that have come may go on without the others."""
+        least = self.place.min_hosts
+        return least is not None and len(self.infos) >= least
+
+    def _announce_fewer(self) -> None:
+        here = [name_of(host, self.infos[host]) for host in sorted(self.infos)]
+        waited = min(self.deadline.timeout_seconds, self.deadline.patience_seconds)
+        show(
+            f"{len(here)} of {self.place.num_hosts} hosts go on: {first_few(here)}. Nothing has "
+            f"come from {numbers_of(self.missing)} in {format_seconds(waited)}{self.left}.\n"
+        )
 
     def _go_on(self, gate: Gate) -> None:
         for admission in gate.admit(LOOK_AROUND_SECONDS):
@@ -187,11 +253,11 @@ class RendezvousServer:
     def _check(self, entry: Entry, channel: FramedChannel) -> None:
         problems = Problems()
         name = f"{name_of(entry.host, entry.info)} at {channel.peer.name}"
-        num_hosts = self.place.num_hosts
-        if entry.num_hosts != num_hosts:
+        own, num_hosts = entry_of(self.place, self.infos[0]), self.place.num_hosts
+        if entry.count != own.count:
             problems.add(
                 "All hosts must be told the same number of hosts.",
-                received=f"{num_hosts} on host 0, {entry.num_hosts} on {name}",
+                received=f"{own.count} on host 0, {entry.count} on {name}",
                 fix="Start all hosts with the same number.",
             )
         elif not 0 < entry.host < num_hosts:
@@ -217,12 +283,17 @@ class RendezvousServer:
         problems.raise_if_any(HostError)
 
     def _close_control_group(self) -> ControlGroup:
-        infos = [self.infos[host] for host in range(self.place.num_hosts)]
+        hosts = sorted(self.infos)
+        infos = [self.infos[host] for host in hosts]
+        told = msgspec.json.encode([*zip(hosts, infos, strict=True)])
         for channel in self.channels.values():
-            channel.send(INFOS, msgspec.json.encode(infos), self.deadline.look)
+            channel.send(INFOS, told, self.deadline.look)
         for channel in list(self.entering):
             self._turn_away(channel)
-        return ControlGroup(host=0, infos=infos, star=self.channels, secret=self.secret)
+        star = {number: self.channels[host] for number, host in enumerate(hosts) if host}
+        for number, channel in star.items():
+            channel.peer = replace(channel.peer, host=number)
+        return ControlGroup(host=0, infos=infos, star=star, secret=self.secret)
 
     def _dismiss(self, error: BaseException) -> None:
         """Tell all who are here why there will be no control group."""
@@ -236,7 +307,7 @@ class RendezvousServer:
         refused = f"; {gate.num_refused} connections were refused, the last: {gate.last_refusal}"
         only_here = "; only this machine can reach that address"
         return HostError(
-            f"All {self.place.num_hosts} hosts must come to host 0 at "
+            f"{needed_hosts(self.place)} must come to host 0 at "
             f"{Address(name=where[0], port=where[1])} within {self.deadline}.",
             received=f"nothing from {numbers_of(self.missing)}{self.left}"
             f"{refused if gate.num_refused else ''}",

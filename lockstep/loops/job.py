@@ -108,9 +108,9 @@ class Job:
         place = find_place(os.environ)
         if place is None or place.num_processes == 1:
             _check_devices()
+        self.host = 0 if place is None else place.host
         if place is not None:
             self._meet(place)
-        self.host = 0 if place is None else place.host
         _check_engine(engine, self.hosts)
         self._exchange = self._open_exchange(place)
 
@@ -137,8 +137,9 @@ class Job:
             return
         self._others = find_hosts(self.timeout_seconds)
         assert self._others is not None
+        self.host = self._others.host  # among those that have come
         self.hosts = tuple(self._others.from_all(place.num_processes))
-        self.rank = sum(self.hosts[: place.host])
+        self.rank = sum(self.hosts[: self.host])
         if place.num_processes > 1:
             self._team = self._others.attach_team(
                 place.num_processes - 1, self.rank + 1, self.timeout_seconds

@@ -198,8 +198,8 @@ class _Pickler(Pickler):
         if isinstance(obj, nn.Module) and obj._compiled_call_impl is not None:
             # Its own pickling forgets ``module.compile()``: ranks would not compute alike.
             compiler = inspect.getclosurevars(obj._compiled_call_impl).nonlocals["self"]
-            contents = obj.__getstate__(), compiler
-            return _blank, (type(obj),), contents, None, None, _fill_compiled
+            state = obj.__getstate__(), compiler
+            return _blank, (type(obj),), state, None, None, _fill_compiled
         return super().reducer_override(obj)
 
     def _remember(self, obj: Any, place: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -6,6 +6,7 @@ be equal, or the difference is named; values (weights, slots, options) are those
 """
 
 import atexit
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -40,6 +41,7 @@ from lockstep.plan.spec import Plan
 from lockstep.train.fit_task import FitTask
 from lockstep.train.followers import Follower, host_key
 from lockstep.train.own_info import own_info
+from lockstep.train.reach import check_reach
 from lockstep.train.renewal import Form, take_changes
 from lockstep.train.run_state import set_state, state_of
 from lockstep.units import format_seconds
@@ -364,7 +366,10 @@ class LeaderCrossing:
 
 
 def find_hosts(
-    timeout_seconds: float, reach: Reach = "all hosts", meeting_seconds: float = 0.0
+    timeout_seconds: float,
+    reach: Reach = "all hosts",
+    meeting_seconds: float = 0.0,
+    patience_seconds: float = math.inf,
 ) -> Hosts | None:
     """The hosts to train with: met now, or before; None where this process trains alone.
 
@@ -372,6 +377,7 @@ def find_hosts(
         timeout_seconds: longest wait for the others.
         reach: how far the strategy's Plans go.
         meeting_seconds: of that wait, until all have met, where it is longer.
+        patience_seconds: of that, where enough have come to go on (``Place.min_hosts``).
 
     Raises:
         OptionError: the strategy has no use for the other processes that there are.
@@ -380,25 +386,29 @@ def find_hosts(
     place = None if reach == "one process" else find_place(os.environ)
     if place is None:
         return None
-    _check_reach(place, reach)
+    check_reach(place, reach)
     if place not in _met:
-        _met[place] = Hosts(
-            place, _meet(place, max(timeout_seconds, meeting_seconds)), timeout_seconds
-        )
+        met = _meet(place, max(timeout_seconds, meeting_seconds), patience_seconds)
+        _met[place] = Hosts(place, met, timeout_seconds)
     _met[place].timeout_seconds = timeout_seconds
     return _met[place]
 
 
-def _meet(place: Place, timeout_seconds: float) -> ControlGroup:
-    info = own_info(place)
-    if place.num_hosts == 1:
-        return ControlGroup(host=0, infos=[info], star={}, secret=None)
-    secret = find_secret(os.environ, is_one_machine=place.is_one_machine)
+def _meet(place: Place, timeout_seconds: float, patience_seconds: float) -> ControlGroup:
+    secret = None
+    if place.num_hosts > 1:
+        secret = find_secret(os.environ, is_one_machine=place.is_one_machine)
     control_group = meet(
-        place, secret, info, timeout_seconds=timeout_seconds, look_around=lambda waited: None
+        place,
+        secret,
+        own_info(place),
+        timeout_seconds=timeout_seconds,
+        patience_seconds=patience_seconds,
     )
+    if control_group.num_hosts == 1:
+        return control_group
     try:
-        counts = {(0, host): 1 for host in range(1, place.num_hosts)}
+        counts = {(0, host): 1 for host in range(1, control_group.num_hosts)}
         channels = open_channels(control_group, counts, timeout_seconds)
         control_group.heartbeats = Heartbeats({host: end for host, (end,) in channels.items()})
     except BaseException:
@@ -417,38 +427,8 @@ def find_follower(timeout_seconds: float, reach: Reach) -> Follower | None:
     place = find_place(os.environ) if reach in ("roles", "all hosts") else None
     if place is None or place.leads:
         return None
-    _check_reach(place, reach)
+    check_reach(place, reach)
     return Follower(place, timeout_seconds)
-
-
-def _check_reach(place: Place, reach: Reach) -> None:
-    """Refuse processes of which a strategy knows nothing."""
-    if reach == "one host":
-        raise _strangers(place)
-    if reach == "roles" and place.num_processes > 1 and not place.num_servers:
-        raise OptionError(
-            "Of several processes of a host ParameterServerStrategy must know which are servers.",
-            received=f"{place.launcher} with {place.num_processes}, and none of the role 'ps'",
-            fix="Set TF_CONFIG with 'ps' in its cluster, or start the script once on each host: it "
-            "starts its workers and servers itself.",
-        )
-    if reach != "roles" and place.num_servers:
-        raise OptionError(
-            "Only ParameterServerStrategy has a use for parameter servers.",
-            received=f"{place.launcher} with {place.num_servers} of the role 'ps'",
-            fix="Use ParameterServerStrategy, or leave 'ps' out.",
-        )
-
-
-def _strangers(place: Place) -> OptionError:
-    kind = "hosts" if place.num_hosts > 1 else "processes"
-    number = place.num_hosts if place.num_hosts > 1 else place.num_processes
-    return OptionError(
-        f"This strategy trains on one host with one script, and {place.launcher} says that "
-        "there are others, which would all train for themselves.",
-        received=f"{number} {kind}",
-        fix="Use MultiWorkerMirroredStrategy, or start the script once.",
-    )
 
 
 def find_cluster(timeout_seconds: float) -> Cluster:

@@ -8,6 +8,7 @@ is made within another one (a callback's ``evaluate``) is that process's alone.
 Without a launcher there is no company, and all that is here does nothing.
 """
 
+import math
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -54,6 +55,7 @@ class JobContext:
         follower: this process, if another one leads its host; found by the first call.
         spans_hosts: the last call was made with other hosts.
         meeting_seconds: the least to wait until all hosts have met.
+        patience_seconds: the most to wait for all, where enough to go on have met.
     """
 
     def __init__(self, strategy: StrategyLike | None) -> None:
@@ -61,6 +63,7 @@ class JobContext:
         self.follower: Follower | None = None
         self.spans_hosts = False
         self.meeting_seconds = 0.0
+        self.patience_seconds = math.inf
         self._hosts: Hosts | None = None  # of the call that is under way
         self._depth = 0  # calls within calls
         self._entering = threading.Lock()
@@ -164,7 +167,9 @@ class JobContext:
     def _meeting(self, call: str) -> Iterator[None]:
         self.follower = self.follower or find_follower(self.timeout_seconds, self.reach)
         if self.follower is None:
-            self._hosts = find_hosts(self.timeout_seconds, self.reach, self.meeting_seconds)
+            self._hosts = find_hosts(
+                self.timeout_seconds, self.reach, self.meeting_seconds, self.patience_seconds
+            )
             self.spans_hosts = self._hosts is not None and self._hosts.place.num_hosts > 1
         try:
             with nullcontext() if self._hosts is None else self._hosts.failing_together():

@@ -6,8 +6,12 @@ checkpoint, on host 0's disk or in the memory of a host that is left (``train.me
 as if all had been started again, but for the processes that are there. Connections are new, so a
 host that was given up, and wakes, can tell nobody anything: it has lost the others, and comes to
 the meeting as well.
+
+Where the job may go on with fewer hosts (``lockstep run --min-hosts``), those that have come do so
+after a while, as if the job had been started on them alone.
 """
 
+import math
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -47,6 +51,7 @@ def outlast(
         HostError, WorkerError: what was lost where no restart is left.
     """
     job_context.meeting_seconds = _MEETING_SECONDS if restarts else 0.0
+    job_context.patience_seconds = math.inf
     lost: list[str] = []
     memory = MemoryCheckpoints()
     while True:
@@ -58,6 +63,7 @@ def outlast(
                 raise
             lost.append(f"{error}".partition("\n")[0])
             memory.goes_on = True
+            job_context.patience_seconds = _MEETING_SECONDS
             OutputConsole(quiet=not verbose).print(
                 f"{lost[-1]} Restart {len(lost)} of {restarts}: waiting for all hosts, to go "
                 "on from the newest checkpoint to the same result.",

@@ -3,11 +3,9 @@
 The long form is ``bench/soak.py``, whose faults these are.
 """
 
-import os
 import random
 import shutil
 import signal
-from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,9 +17,9 @@ import pytest
 from lockstep.checkpoint.reading import read_newest
 from lockstep.errors import OptionError
 from lockstep.train.lost_hosts import check_restarts_on
-from tests import warm
 from tests.faults import host_copies
 from tests.faults.host_copies import TORN
+from tests.faults.host_starts import expected, how_to_start
 from tests.thorough import core_of
 
 ROWS = [
@@ -32,19 +30,6 @@ ROWS = [
 ]
 # Their launchers start as users start them; the others are forks of warm interpreters.
 FRESH = [("replicas on 2 hosts", "host", 0), ("Keras on 2 hosts", "host", 1)]
-
-expected = cache(host_faults.expected)
-
-
-def fork(kind: str, command: list[str], out: int) -> warm.Process:
-    environment = {**os.environ, **warm.VARIABLES}
-    order = warm.Order(words=command[1:], environment=environment, directory=os.getcwd())
-    return warm.start(kind, order, out, out)
-
-
-def how_to_start(strategy: str) -> host_faults.Start:
-    return partial(fork, "keras" if strategy.startswith("Keras") else "torch")
-
 
 # An epoch takes some seconds, and there is one checkpoint, before the first step.
 LONG_EPOCH, EPOCHS = 400, 1

@@ -114,6 +114,8 @@ import os
 from lockstep.cluster.environment import find_place
 place = find_place(os.environ)
 print(place and (place.host, place.num_hosts, str(place.rendezvous[0]), place.devices))
+if place and place.min_hosts:
+    print("at least", place.min_hosts)
 """
 
 
@@ -124,7 +126,10 @@ def test_options_say_which_host_this_is(order: str, tmp_path: Path) -> None:
     options = ["--hosts", "2", "--host-index=1", "--rendezvous", "[::1]:29400", "--devices", "3"]
     options += ["--secret-file", "key"]
     words = [*options, "script.py"] if order == "before" else ["script.py", *options]
-    assert call([*LOCKSTEP, "run", *words], tmp_path).stdout == "(1, 2, '[::1]:29400', 3)\n"
+    shown = "(1, 2, '[::1]:29400', 3)\n"
+    assert call([*LOCKSTEP, "run", *words], tmp_path).stdout == shown
+    words = ["--min-hosts", "1", *words] if order == "before" else [*words, "--min-hosts=1"]
+    assert call([*LOCKSTEP, "run", *words], tmp_path).stdout == f"{shown}at least 1\n"
 
 
 def test_by_itself_it_says_nothing_of_hosts(tmp_path: Path) -> None:
@@ -176,6 +181,18 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
         ["--host-index", "0", "{file}"],
         ["--host-index means nothing without --hosts"],
     ),
+    "fewer than one host": (
+        ["--min-hosts", "0", "--hosts", "2", "--host-index=0", "--rendezvous", "a:1", "{file}"],
+        ["--min-hosts must be from 1 to 2. Received: --min-hosts 0"],
+    ),
+    "at least more than all hosts": (
+        ["--min-hosts", "3", "--hosts", "2", "--host-index=0", "--rendezvous", "a:1", "{file}"],
+        ["--min-hosts must be from 1 to 2. Received: --min-hosts 3"],
+    ),
+    "fewer hosts of one": (
+        ["--min-hosts", "1", "{file}"],
+        ["--min-hosts means nothing without --hosts"],
+    ),
     "no address": (
         ["--rendezvous", "::1:80", "{file}"],
         ["--rendezvous must be host:port, with an IPv6 address in brackets. Received: '::1:80'"],
@@ -189,8 +206,11 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
         ],
     ),
     "options of one host": (
-        ["--ssh", "h", "--hosts", "2", "--host-index", "0", "--secret-file", "{file}", "{file}"],
-        [f"{name} means nothing with --ssh" for name in ("--hosts", "--host-index")]
+        [
+            *("--ssh", "h", "--hosts", "2", "--host-index", "0", "--min-hosts", "1"),
+            *("--secret-file", "{file}", "{file}"),
+        ],
+        [f"{name} means nothing with --ssh" for name in ("--hosts", "--host-index", "--min-hosts")]
         + ["--secret-file means nothing with --ssh"],
     ),
     "hosts of processes": (

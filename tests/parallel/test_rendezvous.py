@@ -38,6 +38,7 @@ from tests.control_groups import (
     is_connected,
     listening_ports,
     num_descriptors,
+    on_all,
     place,
     together,
 )
@@ -231,6 +232,72 @@ def test_a_host_that_was_let_in_names_the_missing_ones_itself() -> None:
     assert "nothing from hosts 1, 2; Host 2 (node2, 127.0.0.1) came and left again" in str(first)
 
 
+def enter_fewer(
+    host: int,
+    num_hosts: int,
+    where: Address,
+    min_hosts: int,
+    timeout: float,
+    patience: float = math.inf,
+) -> ControlGroup:
+    """Meet as one of hosts that may go on without the others."""
+    own = place(host, num_hosts, where, min_hosts=min_hosts)
+    return meet(own, SECRET, info(host), timeout_seconds=timeout, patience_seconds=patience)
+
+
+@pytest.mark.parametrize(
+    ("timeout", "patience"), [(3.0, math.inf), (SECONDS, 3.0)], ids=["timeout", "patience"]
+)
+def test_hosts_that_have_come_go_on_without_the_others(
+    timeout: float, patience: float, capfd: pytest.CaptureFixture[str]
+) -> None:
+    where, hosts = address(), (0, 2, 3)
+    # Host 0 says when time is up: by themselves the others would give up before.
+    own = partial(enter_fewer, 0, 5, where, 3, timeout, patience)
+    others = [partial(enter_fewer, host, 5, where, 3, 2.5) for host in hosts[1:]]
+    groups = together(own, *others)
+    for number, group in enumerate(groups):
+        assert isinstance(group, ControlGroup), group
+        assert (group.host, group.num_hosts) == (number, 3)
+        assert group.infos == [info(host) for host in hosts]
+    answers = on_all(groups, lambda group: group.exchange(b"%d" % group.host))
+    assert answers == [[b"0", b"1", b"2"]] * 3
+    groups[2].fail("tired")
+    with pytest.raises(HostError, match=r"Host 2 \(node3\) failed: tired"):
+        groups[0].exchange(b"")
+    close(groups)
+    told = capfd.readouterr().err
+    assert "3 of 5 hosts go on: Host 0 (node0), Host 2 (node2), Host 3 (node3). Nothing" in told
+    assert "from hosts 1, 4 in 3.0 s.\n" in told
+
+
+def test_host_0_goes_on_alone() -> None:
+    group = enter_fewer(0, 2, address(), 1, 0.5)
+    assert (group.host, group.infos) == (0, [info(0)])
+    assert group.exchange(b"x") == [b"x"]
+    group.close()
+
+
+def test_all_that_come_in_time_are_taken() -> None:
+    where = address()
+    groups = together(*(partial(enter_fewer, host, 3, where, 1, SECONDS) for host in range(3)))
+    assert [group.num_hosts for group in groups] == [3, 3, 3]
+    close(groups)
+
+
+def test_fewer_than_must_be_are_an_error_that_names_who_is_missing() -> None:
+    where = address()
+    results = together(*(partial(enter_fewer, host, 5, where, 3, 2.0) for host in (0, 2)))
+    for message in messages(results):
+        assert f"At least 3 of 5 hosts must come to host 0 at {where} within 2.0 s." in message
+        assert "nothing from hosts 1, 3, 4" in message
+
+
+def test_a_host_that_comes_too_late_is_told_what_to_do() -> None:
+    with pytest.raises(HostError, match=r"Host 1 must reach host 0.*Connection refused.*without"):
+        enter_fewer(1, 3, address(), 2, 0.5)
+
+
 def test_no_host_0() -> None:
     where = address()
     with pytest.raises(HostError, match=f"Host 1 must reach host 0.*{where}: Connection refused"):
@@ -287,6 +354,17 @@ def test_facts_that_differ_are_named_on_all_hosts(entered: threading.Event) -> N
         assert "Python is 3.11 on host 0 and unknown on host 2" in message
         assert "Lockstep is" not in message
         assert "Host 2 (old) at 127.0.0.1" in message
+
+
+def test_all_must_be_told_how_many_go_on(entered: threading.Event) -> None:
+    where = address()
+    results = together(
+        partial(enter_fewer, 0, 3, where, 2, SECONDS),
+        partial(enter_fewer, 1, 3, where, 2, SECONDS),
+        partial(meet_later, entered, place(2, 3, where), info(2)),
+    )
+    for message in messages(results):
+        assert "same number of hosts. Received: 2 to 3 on host 0, 3 on Host 2 (node2)" in message
 
 
 def meet_later(entered: threading.Event, own: Place, own_info: HostInfo) -> ControlGroup:

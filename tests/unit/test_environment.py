@@ -281,6 +281,13 @@ def test_devices_are_those_that_the_environment_says() -> None:
         find_devices({"LOCKSTEP_DEVICES": "many"})
 
 
+@pytest.mark.parametrize("environ", [RUN, tf_config(TWO)], ids=["lockstep run", "TF_CONFIG"])
+def test_fewer_hosts_may_go_on_where_that_is_said(environ: dict[str, str]) -> None:
+    assert place_in(environ).min_hosts is None
+    assert place_in(environ | {"LOCKSTEP_MIN_HOSTS": "1"}).min_hosts == 1
+    assert find_place({"LOCKSTEP_MIN_HOSTS": "1"}) is None
+
+
 # --- mistakes -------------------------------------------------------------------------------------
 
 MISTAKES: dict[str, tuple[dict[str, str], list[str]]] = {
@@ -292,6 +299,18 @@ MISTAKES: dict[str, tuple[dict[str, str], list[str]]] = {
     "an index too large": (
         RUN | {"LOCKSTEP_HOST_INDEX": "2"},
         ["LOCKSTEP_HOST_INDEX must be below LOCKSTEP_HOSTS. Received: 2 of 2 hosts"],
+    ),
+    "at least no host": (
+        RUN | {"LOCKSTEP_MIN_HOSTS": "0"},
+        ["LOCKSTEP_MIN_HOSTS must be a number of at least 1. Received: '0'"],
+    ),
+    "at least more hosts than there are": (
+        RUN | {"LOCKSTEP_MIN_HOSTS": "3"},
+        ["LOCKSTEP_MIN_HOSTS must be at most the number of hosts", "3 with 2 hosts"],
+    ),
+    "fewer hosts of several processes": (
+        TORCHRUN | {"LOCKSTEP_MIN_HOSTS": "1"},
+        ["each of one process. Received: 1 with 2 hosts, 4 processes on this one"],
     ),
     "words for numbers": (
         RUN | {"LOCKSTEP_HOSTS": "two", "LOCKSTEP_DEVICES": "0", "LOCKSTEP_HOST_INDEX": "-1"},
