@@ -57,7 +57,7 @@ class MemoryCheckpoints:
         Raises:
             HostError: they cannot be connected; what came was not what host 0 has sent.
         """
-        if hosts is None or hosts.place.num_hosts == 1:
+        if hosts is None or hosts.control_group.num_hosts == 1:
             yield
             return
         group, pair = hosts.control_group, (_KEEPER, _NEIGHBOUR)

@@ -32,7 +32,7 @@ ROWS = [
 FRESH = [("replicas on 2 hosts", "host", 0), ("Keras on 2 hosts", "host", 1)]
 
 # An epoch takes some seconds, and there is one checkpoint, before the first step.
-LONG_EPOCH, EPOCHS = 400, 1
+LONG_EPOCH, EPOCHS = 300, 1
 COPIED_SECONDS = 2.5  # in which a copy was taken, and has come to the other host
 COPYING = str(Path(host_copies.__file__))
 
