@@ -6,7 +6,7 @@ of the seconds of a step within such a pair, of the steps after the first copy, 
 the median over the rounds. Beside it, on rank 0:
 
 - what a step waits: seconds in which training stands still for a copy;
-- the processor time of the thread that writes, which two busy cores have to give as well.
+- the processor time of the threads that write, which two busy cores have to give as well.
 
 Before that the floors of this machine: copying so many bytes on one core, into memory that was
 used before and into new memory; hashing; writing, without and with a sync to the disk.
@@ -30,6 +30,7 @@ import torch
 from nets import NETS
 
 import lockstep
+from lockstep.checkpoint import generations
 from lockstep.train import checkpoints
 from lockstep.train.backups import Backups
 from lockstep.train.checkpoints import Keeper
@@ -162,7 +163,7 @@ class Pair:
         without: seconds of a step.
         kept: likewise, with it.
         waits: seconds of each copy that training has waited for.
-        writes: processor time of each write.
+        writes: processor time of a checkpoint's files.
     """
 
     without: float
@@ -198,12 +199,13 @@ def fit_once(
     with (
         tempfile.TemporaryDirectory(dir=".") as folder,
         waiting as waited,
-        timed(checkpoints, "write_generation", time.thread_time) as written,
+        timed(checkpoints, "write_generation", time.perf_counter) as written,
+        timed(generations, "_write_shard", time.thread_time) as files,
     ):
         fit(data, batch_size=NET.batch_size, verbose=0, **part.options(folder) if is_kept else {})
     if is_kept:
         waits += waited
-        writes += written
+        writes += [sum(files) / len(written)] if written else []
     return clock.seconds_of_step()
 
 
@@ -243,7 +245,7 @@ HEAD = [
     "waits, of the time",
     "first wait, ms",
     "others, ms",
-    "writer's processor time, ms",
+    "writers' processor time, ms",
 ]
 
 

@@ -29,7 +29,7 @@ def shifted_loss(logits: Tensor, labels: Tensor, vocab_size: int, **options: Any
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
 
 
-def gpt2() -> Any:
+def gpt2() -> nn.Module:
     model = GPT2LMHeadModel(
         GPT2Config(
             vocab_size=VOCABULARY,
@@ -46,7 +46,7 @@ def gpt2() -> Any:
     return model
 
 
-def llama() -> Any:
+def llama() -> nn.Module:
     config = LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=WIDTH,
@@ -68,7 +68,7 @@ def llama() -> Any:
     return model
 
 
-def bert() -> Any:
+def bert() -> nn.Module:
     return BertForMaskedLM(
         BertConfig(
             vocab_size=VOCABULARY,
