@@ -9,6 +9,7 @@ every architecture, so a waiter that was woken sees all that was written before.
 """
 
 import ctypes
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -40,6 +41,9 @@ _LOOK_AROUND_SECONDS = 0.02
 # Most that one sleep counts for. The clock runs on while this process is stopped (Ctrl-Z): what
 # passed then is no waiting.
 _LONGEST_NAP_SECONDS = 5 * _LOOK_AROUND_SECONDS
+
+# A rank that trains apart, and need not wait for others, looks around so often.
+_GLANCE_SECONDS = 0.2
 
 
 class _Line(ctypes.Structure):
@@ -86,6 +90,7 @@ class Board:
         self.num_ranks = num_ranks
         self.ranks_here = range(num_ranks)
         self._look_around = look_around
+        self._last_glance = -math.inf
         self._lines = [
             _Line.from_buffer(region.memory, index * LINE_BYTES) for index in range(num_ranks)
         ]
@@ -257,6 +262,13 @@ class Board:
     def look_around(self, waited_seconds: float) -> None:
         """Raise if waiting on is in vain, for who waits elsewhere than at the board."""
         self._look_around(waited_seconds)
+
+    def glance(self) -> None:
+        """Look around if that was long ago: between steps in which this rank waits for nobody."""
+        now = time.monotonic()
+        if now - self._last_glance > _GLANCE_SECONDS:
+            self._last_glance = now
+            self._look_around(0.0)
 
     def _wait(self, rank: int, is_there: Callable[[_Line], bool]) -> None:
         line = self._lines[rank]

@@ -68,6 +68,7 @@ class LocalWorker(Worker):
         self.board.step = batch.step
         if not self._num_steps:
             self._averaging.begin()
+        self.board.glance()
         result = self._train_alone(batch)
         self._weight += result.weight
         self._num_steps += 1

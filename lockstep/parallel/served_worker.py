@@ -166,6 +166,7 @@ class ServedWorker(Worker):
         self.board.step = batch.step
         if not self._is_under_way:
             self._begin(batch.step)
+        self.board.glance()
         result = self._train_apart(batch)
         self._num_ended += 1
         return result
