@@ -1,10 +1,12 @@
 """Faults survived: processes are killed and stopped at random moments, for as long as is asked.
 
 A small net with dropout and Adam trains under each strategy, with ``restarts``; a thread kills or
-stops a random helper a random time after the last fault was survived. With ``single`` the script
-itself is killed, and started again with checkpoints. In the end weights, optimizer, history and the
-bits of every step's loss must be those of a run without faults. The run's record says in which
-phases of a step the faults have fired. Whole hosts are in ``host_faults``.
+stops a random helper a random time after the last fault was survived, once that is in a phase of a
+step whose turn it is. With ``single`` the script itself is killed, at any moment, while it writes a
+checkpoint and while one gets its name, and started again. In the end weights, optimizer, history
+and the bits of every step's loss must be those of a run without faults. The run's record says in
+which phases of a step the faults have fired, and the folder which checkpoint was under way. Whole
+hosts are in ``host_faults``.
 
 Run: ``python bench/soak.py [--minutes 30] [--strategies mirrored pipeline ...] [--faults N]``
 """
@@ -21,8 +23,9 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +34,7 @@ import torch
 from torch import nn
 
 import lockstep
+from lockstep.comm.board import PHASES
 from lockstep.launch import peer
 from lockstep.train.run_record import read_record
 from lockstep.train.training_state import TrainingState
@@ -40,14 +44,19 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
     "mirrored": lambda: lockstep.MirroredStrategy(2),
     "pipeline": lambda: lockstep.PipelineStrategy(2, cuts=["3"], microbatches=2),
     "hybrid": lambda: lockstep.HybridStrategy(data=2, pipe=2, cuts=["3"], microbatches=2),
+    "Keras": lambda: lockstep.MirroredStrategy(2),
 }
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 EPOCHS, STEPS_PER_EPOCH, BATCH = 30, 10, 12
 MOST_DELAY_SECONDS = 0.4
+MOST_AIMING_SECONDS = 0.5  # for a phase in which the victim may never be
 STOPPED_SECONDS = 2.0  # in place of 30, so that more of them fit into the time
+EVERY, KEEP = "5 steps", 3  # checkpoints of a script that is killed
+
+Phases = Counter[str]
 
 
-class Faults(lockstep.Callback):
+class Faults:
     """Notes every loss, and has a thread that does harm.
 
     Args:
@@ -56,49 +65,65 @@ class Faults(lockstep.Callback):
         chance: of the moments.
     """
 
-    is_observer = True
-    trainer: Any
-
     def __init__(self, number: int | None, most: int, chance: random.Random) -> None:
         self.losses: list[float] = []
         self.seconds: list[float] = []  # from a fault to the first new step
         self._number, self._most, self._chance = number, most, chance
+        self._phases = cycle(PHASES[1:])
         self._hit_at = 0.0
         self._num_ended = 0
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self.losses.append(logs["loss"])
-        ended = self.trainer._session.num_ended
+    def after_step(self, trainer: Any, loss: float) -> None:
+        """A callback hears of it once for every step."""
+        self.losses.append(loss)
+        ended = trainer._session.num_ended
         if ended > self._num_ended:
             self.seconds.append(time.monotonic() - self._hit_at)
         if ended > self._num_ended or len(self.losses) == 1:
             self._num_ended = ended
-            self._plan_next()
+            self._plan_next(trainer)
 
-    def _plan_next(self) -> None:
+    def _plan_next(self, trainer: Any) -> None:
         if self._number is not None and self._num_ended < self._most:
             delay = self._chance.uniform(0, MOST_DELAY_SECONDS)
-            timer = threading.Timer(delay, self._hit, [self.trainer._session._team])
+            timer = threading.Timer(delay, self._hit, [trainer._session._team, next(self._phases)])
             timer.daemon = True
             timer.start()
 
-    def _hit(self, helpers: Any) -> None:
-        if helpers.num_helpers:  # else the fit has ended meanwhile
-            self._hit_at = time.monotonic()
-            os.kill(self._chance.choice(helpers.pids()), self._number or 0)
+    def _hit(self, team: Any, phase: str) -> None:
+        pids = [*team.known_pids().items()]
+        if not pids:  # the fit has ended meanwhile
+            return
+        rank, pid = self._chance.choice(pids)
+        board = getattr(team._position, "_board", None)
+        until = time.monotonic() + MOST_AIMING_SECONDS
+        while board is not None and board.phase_of(rank) != phase and time.monotonic() < until:
+            os.sched_yield()
+        self._hit_at = time.monotonic()
+        if team.num_helpers:
+            os.kill(pid, self._number or 0)
 
 
-Phases = Counter[str]
+class Told(lockstep.Callback):
+    """Tells of each step."""
+
+    is_observer = True
+    trainer: Any
+
+    def __init__(self, faults: Faults) -> None:
+        self._faults = faults
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._faults.after_step(self.trainer, logs["loss"])
 
 
-def trained(
-    strategy: str, fault: str | None, most: int, chance: random.Random, folder: Path | None = None
-) -> tuple[object, list[float], Phases]:
-    """What must be the same, the seconds that each fault has cost, and the phases that were hit."""
+def trained(strategy: str, faults: Faults, most: int) -> tuple[object, Phases]:
+    """What must be the same, and the phases that were hit."""
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as record:
-        found = _trained(strategy, fault, most, chance, folder, record)
-        return *found, _phases(Path(record)) if folder is None else Phases()
+        fit = _fit_keras if strategy == "Keras" else partial(_fit, strategy)
+        digest, history = fit([faults], restarts=most, record=record)
+        return [digest, history, faults.losses], _phases(Path(record))
 
 
 def _phases(record: Path) -> Phases:
@@ -108,14 +133,7 @@ def _phases(record: Path) -> Phases:
     return Counter(rank.phase or "between steps" for rank in ranks)
 
 
-def _trained(
-    strategy: str,
-    fault: str | None,
-    most: int,
-    chance: random.Random,
-    folder: Path | None,
-    record: str,
-) -> tuple[object, list[float]]:
+def _fit(strategy: str, faults: Iterable[Faults], **options: Any) -> tuple[str, object]:
     x = torch.randn(STEPS_PER_EPOCH * BATCH, 16)
     trainer = lockstep.Trainer(
         nn.Sequential(
@@ -124,28 +142,57 @@ def _trained(
         loss=nn.CrossEntropyLoss(),
         optimizer=partial(torch.optim.Adam, lr=1e-2),
         strategy=STRATEGIES[strategy](),
-        callbacks=[faults := Faults(None if fault is None else SIGNALS[fault], most, chance)],
+        callbacks=[Told(one) for one in faults],
     )
-    history = trainer.fit(
-        (x, (x[:, 0] > 0).long()),
-        epochs=EPOCHS,
-        batch_size=BATCH,
-        verbose=0,
-        restarts=most,
-        record=None if folder is not None else record,
-        checkpoint=None if folder is None else lockstep.Checkpoint(folder, every="5 steps"),
-    )
+    data = (x, (x[:, 0] > 0).long())
+    history = trainer.fit(data, epochs=EPOCHS, batch_size=BATCH, verbose=0, **options)
     digest = TrainingState.of(trainer.state_dict()).digest()
     trainer.close()
-    losses = faults.losses if folder is None else []  # those of one process are not all
-    return [digest, history.history, losses], faults.seconds
+    return digest, history.history
+
+
+def _fit_keras(faults: Iterable[Faults], restarts: int, record: str) -> tuple[str, object]:
+    import lockstep.keras  # noqa: I001  # it chooses Keras's backend
+    import keras
+
+    class ToldByKeras(keras.callbacks.Callback):  # type: ignore[misc]  # Keras is untyped
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            for one in faults:
+                one.after_step(self.model._lockstep._trainer, float(logs["loss"]))
+
+    keras.utils.clear_session()  # layers have their first names again
+    keras.utils.set_random_seed(0)
+    x = torch.randn(STEPS_PER_EPOCH * BATCH, 16).numpy()
+    with STRATEGIES["Keras"]().scope():
+        layers = keras.layers
+        stack = [layers.Dense(64), layers.Dropout(0.3), layers.ReLU(), layers.Dense(3)]
+        model = keras.Sequential([keras.Input((16,)), *stack])
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(keras.optimizers.Adam(1e-2), loss)
+    kept = lockstep.keras.Checkpoint(record, every="epoch")  # has the record
+    callbacks = [ToldByKeras(), kept, *([lockstep.keras.Restarts(restarts)] if restarts else [])]
+    data = (x, (x[:, 0] > 0).astype("int64"))
+    history = model.fit(*data, epochs=EPOCHS, batch_size=BATCH, verbose=0, callbacks=callbacks)
+    trainer: Any = model._lockstep._trainer
+    digest = TrainingState.of(trainer.state_dict()).digest()
+    trainer.close()
+    return digest, {name: [*map(float, each)] for name, each in history.history.items()}
+
+
+# --- a script that is killed ----------------------------------------------------------------------
+
+
+def be_script(folder: str) -> object:
+    """Train with checkpoints; what must be the same."""
+    torch.manual_seed(0)
+    return _fit("single", (), checkpoint=lockstep.Checkpoint(folder, every=EVERY, keep=KEEP))
 
 
 def script_killed(most: int, chance: random.Random) -> tuple[object, list[float], Phases]:
-    """The same of a script that is killed and started again; seconds: to its first checkpoint."""
+    """What it comes to; seconds from each start to a new checkpoint, and what was under way."""
     with tempfile.TemporaryDirectory() as name:
         seconds, phases = [], Phases()
-        for _ in range(most):
+        for aim, _ in zip(cycle(["step", "write", "commit"]), range(most), strict=False):
             before = _written(name)
             process, began = _started(name), time.monotonic()
             while _written(name) == before and process.poll() is None:
@@ -154,15 +201,25 @@ def script_killed(most: int, chance: random.Random) -> tuple[object, list[float]
                 break
             seconds.append(time.monotonic() - began)
             time.sleep(chance.uniform(0, MOST_DELAY_SECONDS))
+            until = time.monotonic() + MOST_AIMING_SECONDS
+            while aim not in ("step", _under_way(name)) and time.monotonic() < until:
+                os.sched_yield()
             process.kill()
             process.communicate()
-            phases["write" if [*Path(name).glob(".generation-*")] else "step"] += 1
+            phases[_under_way(name)] += 1
         out, _ = _started(name).communicate()
         return json.loads(out), seconds, phases
 
 
 def _written(folder: str) -> list[str]:
-    return sorted(one.name for one in Path(folder).glob("*") if one.is_dir())
+    return sorted(one.name for one in Path(folder).glob("generation-*"))
+
+
+def _under_way(folder: str) -> str:
+    """Of a checkpoint: whether one is being written, or gets its name and an old one goes."""
+    if len(_written(folder)) > KEEP or [*Path(folder).glob(".generation-*/manifest.json")]:
+        return "commit"
+    return "write" if [*Path(folder).glob(".generation-*")] else "step"
 
 
 def _started(folder: str) -> "subprocess.Popen[str]":
@@ -170,21 +227,31 @@ def _started(folder: str) -> "subprocess.Popen[str]":
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 
+# --- the table ------------------------------------------------------------------------------------
+
+
 def soak(strategy: str, fault: str, faults: int, until: float) -> str:
     """A row of the table."""
     chance = random.Random(f"{strategy} {fault}")
-    folder = Path(tempfile.mkdtemp()) if strategy == "single" else None
-    expected, _, phases = trained(strategy, None, 0, chance, folder)
+    is_script = strategy == "single"
+    with tempfile.TemporaryDirectory() as folder:
+        whole: Any = (
+            json.loads(json.dumps(be_script(folder)))
+            if is_script
+            else trained(strategy, Faults(None, 0, chance), 0)[0]
+        )
     seconds: list[float] = []
+    phases = Phases()
     same = rounds = 0
     while len(seconds) < faults and time.monotonic() < until:
         most = min(10, faults - len(seconds))
-        if strategy == "single":
+        if is_script:
             found, own, hit = script_killed(most, chance)
         else:
-            found, own, hit = trained(strategy, fault, most, chance)
+            harm = Faults(SIGNALS[fault], most, chance)
+            (found, hit), own = trained(strategy, harm, most), harm.seconds
         phases += hit
-        seconds, rounds, same = [*seconds, *own], rounds + 1, same + (found == expected)
+        seconds, rounds, same = [*seconds, *own], rounds + 1, same + (found == whole)
     told = [f"{strategy} {fault}", len(seconds), f"{same} of {rounds}"]
     if len(seconds) > 1:
         p95 = statistics.quantiles(seconds, n=20, method="inclusive")[-1]
@@ -199,10 +266,10 @@ def main() -> None:
     every = [*STRATEGIES, *host_faults.STRATEGIES]
     parser.add_argument("--strategies", nargs="+", choices=every, default=every)
     parser.add_argument("--faults", type=int, default=10**6, help="of each kind, at the most")
-    parser.add_argument("--script", type=Path, help="be the script that is killed")
+    parser.add_argument("--script", help="be the script that is killed")
     asked = parser.parse_args()
     if asked.script:
-        print(json.dumps(trained("single", None, 0, random.Random(), asked.script)[0]))
+        print(json.dumps(be_script(asked.script)))
         return
     peer.STOPPED_SECONDS = STOPPED_SECONDS
     kinds = [
