@@ -87,6 +87,7 @@ class Reading:
         self._sample: ArraySource | None = None
         self._next: ArraySource | None = None  # read before its time
         self._num_summed = 0
+        self._is_left = False
 
     def peek(self, epoch: int) -> ArraySource:
         """The first batch of all, which is still to be read."""
@@ -169,6 +170,13 @@ class Reading:
             "anew in another folder.",
         )
 
+    def leave(self) -> None:
+        """From any thread: nobody waits any more. A read under way leaves the random streams alone.
+
+        They are somebody else's by the time that it ends.
+        """
+        self._is_left = True
+
     def close(self) -> None:
         """Let go of the pass under way, in the thread that has read it."""
         self._iterator = None
@@ -218,10 +226,14 @@ class Reading:
     def _own_streams(self) -> Iterator[None]:
         """Within the block, the global random streams are those of the reading."""
         assert self._states is not None
-        with kept_streams():
-            restore_streams(self._states)
+        before = stream_states()
+        restore_streams(self._states)
+        try:
             yield
             self._states = stream_states()
+        finally:
+            if not self._is_left:
+                restore_streams(before)
 
     @contextmanager
     def _locating_errors(self) -> Iterator[None]:

@@ -1,7 +1,7 @@
-"""Threads that do one thing after the other, and of which nothing is left once they are closed.
+"""Threads that do one thing after the other, and end once they are closed.
 
 They are daemons: where the thing under way never ends (a read from a network that is gone), the
-script can still end.
+script can still end, and whoever closes them waits no longer than two seconds.
 """
 
 import contextvars

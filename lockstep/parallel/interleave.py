@@ -56,11 +56,15 @@ class Interleaver:
             threading.Thread(target=self._run_body, args=(index, body, *settings), daemon=True)
             for index, body in enumerate(bodies)
         ]
-        for thread in started:
-            thread.start()
-        self._turns[0].release()
-        for thread in started:
-            thread.join()
+        try:
+            for thread in started:
+                thread.start()
+            self._turns[0].release()
+            for thread in started:
+                thread.join()
+        except BaseException as error:  # a signal's handler has: whose turn comes now must not act
+            self._failure = self._failure or error
+            raise
         failure, self._failure = self._failure, None
         self._turns = []
         if failure is not None:

@@ -194,10 +194,10 @@ class _Pickler(Pickler):
         if isinstance(obj, nn.Module) and parametrize.is_parametrized(obj):
             # Its class was made for it, on top of the user's, and refuses to be pickled.
             original = type(obj).__mro__[1]
-            return _blank, (original,), vars(obj), None, None, _fill_parametrized
-        if isinstance(obj, nn.Module) and obj._compiled_call_impl is not None:
+            contents = {**vars(obj), "_compiled_call_impl": None}, _compiler_of(obj)
+            return _blank, (original,), contents, None, None, _fill_parametrized
+        if isinstance(obj, nn.Module) and (compiler := _compiler_of(obj)) is not None:
             # Its own pickling forgets ``module.compile()``: ranks would not compute alike.
-            compiler = inspect.getclosurevars(obj._compiled_call_impl).nonlocals["self"]
             state = obj.__getstate__(), compiler
             return _blank, (type(obj),), state, None, None, _fill_compiled
         return super().reducer_override(obj)
@@ -260,6 +260,13 @@ def rebuild_optimizer(kind: type[Optimizer], contents: dict[str, Any]) -> Optimi
     return optimizer
 
 
+def _compiler_of(module: nn.Module) -> Any:
+    """Who has compiled it by ``module.compile()``; None where nobody has, or dynamo is disabled."""
+    if module._compiled_call_impl is None:
+        return None
+    return inspect.getclosurevars(module._compiled_call_impl).nonlocals.get("self")
+
+
 def _fill_compiled(module: nn.Module, contents: tuple[dict[str, Any], Any]) -> None:
     state, compiler = contents
     module.__setstate__(state)
@@ -274,8 +281,11 @@ def _fill_optimizer(optimizer: Optimizer, contents: dict[str, Any]) -> None:
     optimizer.__setstate__({"defaults": {}, "state": {}, "param_groups": [], **contents})
 
 
-def _fill_parametrized(module: Any, contents: dict[str, Any]) -> None:
-    vars(module).update(contents)
+def _fill_parametrized(module: Any, contents: tuple[dict[str, Any], Any]) -> None:
+    state, compiler = contents
+    vars(module).update(state)
+    if compiler is not None:
+        module._compiled_call_impl = compiler(module._call_impl)
     parametrize._inject_new_class(module)
     for name in module.parametrizations:
         parametrize._inject_property(module, name)

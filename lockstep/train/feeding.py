@@ -170,6 +170,7 @@ class SharedStream:
     def close(self) -> None:
         """Read no more."""
         if self._reading is not None:
+            self._reading.leave()
             self._background.submit(self._reading.close)
         self._background.close()
         for slot in self._slots:
@@ -237,6 +238,8 @@ class SharedStream:
             return gives_up()
 
         if not is_done(batch, looks_up):
+            assert self._reading is not None
+            self._reading.leave()
             control.broadcast(_News(is_halt=True))
             raise Halt
         return batch.result()

@@ -43,6 +43,7 @@ class ReadLimit:
         self._waited = 0.0  # in it
         self._limit = seconds  # for it
         self._expired = 0  # number of the read that takes too long
+        self._has_given_up = False
         self._has_ended = threading.Event()
 
     def __enter__(self) -> None:
@@ -52,6 +53,8 @@ class ReadLimit:
 
     def __exit__(self, *error: object) -> None:
         self._is_reading = False
+        if self._has_given_up and threading.current_thread() is not threading.main_thread():
+            raise _GivenUpError  # nobody waits any more for what this thread would go on to do
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -94,6 +97,7 @@ class ReadLimit:
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         if self._is_reading and self._num_reads == self._expired:
+            self._has_given_up = True
             self._give_up(self._waited, self._thread)
 
     def _tell(self) -> None:
@@ -102,6 +106,10 @@ class ReadLimit:
             f"{self._seconds:.0f} s allowed, and cannot be interrupted. It is at:\n"
             f"{stack_of(self._thread)}"
         )
+
+
+class _GivenUpError(Exception):
+    """Ends a thread of which a read was given up, when that comes to an end after all."""
 
 
 def _main_thread() -> int:

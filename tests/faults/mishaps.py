@@ -75,8 +75,11 @@ class Rows(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
         return self.rows[index]
 
 
+IS_TOLD = threading.Event()
+
+
 def wait_to_be_told() -> None:
-    threading.Event().wait(1000)
+    IS_TOLD.wait(1000)
 
 
 class SlowRows(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):

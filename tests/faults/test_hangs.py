@@ -13,6 +13,7 @@ from torch import nn
 
 import lockstep
 from lockstep.errors import WorkerError
+from tests.faults import mishaps
 from tests.faults.jobs import (
     BATCH_SIZE,
     fit,
@@ -125,7 +126,9 @@ def test_a_dataset_that_hangs_on_rank_0() -> None:
 
 
 @pytest.mark.thorough
-def test_a_read_in_a_thread_of_several_shares_that_hangs_on_rank_0() -> None:
+def test_a_read_in_a_thread_of_several_shares_that_hangs_on_rank_0(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """BatchNorm has the shares of a rank run in threads of their own."""
     warm_up(2)
     trainer = lockstep.Trainer(
@@ -134,5 +137,17 @@ def test_a_read_in_a_thread_of_several_shares_that_hangs_on_rank_0() -> None:
         optimizer=torch.optim.SGD,
         strategy=lockstep.MirroredStrategy(2, num_shares=4, timeout_seconds=SECONDS),
     )
+    before = set(threading.enumerate())
+    is_told = threading.Event()
+    monkeypatch.setattr(mishaps, "IS_TOLD", is_told)
     with pytest.raises(WorkerError, match=r"(?s)Rank 0 has been reading.*wait_to_be_told"):
         trainer.fit(SlowRows(wait_to_be_told), batch_size=BATCH_SIZE, verbose=0)
+    # When the read ends after all, its thread and those of the other shares do nothing more.
+    state = torch.get_rng_state()
+    means = trainer.model[1].running_mean.clone()
+    is_told.set()
+    for thread in set(threading.enumerate()) - before:
+        thread.join(LIMIT)
+        assert not thread.is_alive(), thread
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(trainer.model[1].running_mean, means)

@@ -12,6 +12,7 @@ import pytest
 from torch import Tensor
 
 import lockstep
+from lockstep.data.order import same_streams, stream_states
 from lockstep.errors import WorkerError
 from lockstep.launch import background
 from lockstep.train.waiting import InputBoundWarning
@@ -44,8 +45,11 @@ class Stuck:
         self.go.wait(60)
 
     def let_go(self) -> None:
+        """The thread that has hung here leaves the random streams alone."""
+        before = stream_states()
         self.go.set()
         wait_until(lambda: not readers(), 30)
+        assert same_streams(before, stream_states())
 
 
 @pytest.fixture(autouse=True)

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 import lockstep
 from lockstep.callbacks import LambdaCallback
@@ -101,9 +102,10 @@ class Telling(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.last = nn.Linear(8, 4)
+        self.scale = nn.Parameter(torch.ones(1))
 
     def forward(self, inputs: Tensor) -> Tensor:
-        result: Tensor = self.last(inputs)
+        result: Tensor = self.last(inputs) * self.scale
         return 3 * result if torch.compiler.is_compiling() else result
 
 
@@ -112,10 +114,16 @@ def compiled_in_itself(model: nn.Module) -> nn.Module:
     return model
 
 
+def compiled_with_parametrizations(model: nn.Module) -> nn.Module:
+    return compiled_in_itself(parametrize.register_parametrization(model, "scale", nn.Identity()))
+
+
 # torch hides this one itself, but not from those who make errors of warnings.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize(
-    "compile_model", [compiled, compiled_in_itself], ids=["by torch.compile", "in itself"]
+    "compile_model",
+    [compiled, compiled_in_itself, compiled_with_parametrizations],
+    ids=["by torch.compile", "in itself", "with parametrizations"],
 )
 def test_what_is_compiled_runs_so_on_every_rank_and_at_every_step(
     compile_model: Callable[[nn.Module], nn.Module],

@@ -416,3 +416,11 @@ def test_nothing_is_left_open(tmp_path: Path) -> None:
     assert serialized.region is not None
     assert serialized.region.descriptor == -1
     assert [one.sum().item() for one in tensors_of(arrived)] == [0.0]  # the memory lives on
+
+
+def test_what_module_compile_has_left_as_it_is_can_be_sent() -> None:
+    """As it does with TORCHDYNAMO_DISABLE=1."""
+    model = nn.Linear(3, 2)
+    model._compiled_call_impl = model._call_impl
+    found = sent(model)
+    assert torch.equal(found(torch.ones(1, 3)), model(torch.ones(1, 3)))
