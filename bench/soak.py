@@ -8,7 +8,7 @@ and the bits of every step's loss must be those of a run without faults. The run
 which phases of a step the faults have fired, and the folder which checkpoint was under way. Whole
 hosts are in ``host_faults``.
 
-Run: ``python bench/soak.py [--minutes 30] [--strategies mirrored pipeline ...] [--faults N]``
+Run: ``python bench/soak.py [--minutes 30] [--strategies mirrored] [--signals kill] [--faults N]``
 """
 
 import argparse
@@ -265,6 +265,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=30)
     every = [*STRATEGIES, *host_faults.STRATEGIES]
     parser.add_argument("--strategies", nargs="+", choices=every, default=every)
+    parser.add_argument("--signals", nargs="+", choices=SIGNALS, default=[*SIGNALS])
     parser.add_argument("--faults", type=int, default=10**6, help="of each kind, at the most")
     parser.add_argument("--script", help="be the script that is killed")
     asked = parser.parse_args()
@@ -276,7 +277,7 @@ def main() -> None:
         (strategy, fault)
         for strategy in asked.strategies
         if strategy in STRATEGIES
-        for fault in (["kill"] if strategy == "single" else SIGNALS)
+        for fault in (["kill"] if strategy == "single" else asked.signals)
     ]
     of_hosts = [
         (strategy, fault)
