@@ -103,10 +103,10 @@ class MemoryCheckpoints:
 
     def given_up(self) -> Mapping[str, Tree] | None:
         """The newest, which is no more, for its memory; None if that is not ours to write to."""
-        if self._sender is not None:
-            self._sender.wait(self._look_around)
+        # One that is being sent keeps its memory: all hosts would wait for a slow connection.
+        is_free = self._is_ours and (self._sender is None or self._sender.is_idle)
         tree, self._tree = self._tree, None
-        return tree if self._is_ours else None
+        return tree if is_free else None
 
     def keep(self, parts: Mapping[str, Tree], record: Mapping[str, Any], began: float) -> None:
         """Have a state of the training as the newest, and sent, if that is due.

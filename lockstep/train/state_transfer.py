@@ -24,7 +24,7 @@ from lockstep.channel.waiting import Stopwatch, is_readable, wait_for, wait_on
 from lockstep.checkpoint.trees import Tree, assembled, flattened
 from lockstep.cluster.memory_limits import free_memory
 from lockstep.comm.codec import decode, encoded
-from lockstep.launch.background import Background, is_done
+from lockstep.launch.background import Background
 from lockstep.train.pace import Pace
 
 _SIZE = struct.Struct("!Q")
@@ -89,10 +89,14 @@ class StateSender(_End):
         self._sending: Future[None] | None = None
 
     @property
+    def is_idle(self) -> bool:
+        """Whether what was to be sent is sent."""
+        return self._sending is None or self._sending.done()
+
+    @property
     def is_due(self) -> bool:
         """Whether to send another."""
-        is_idle = self._sending is None or self._sending.done()
-        return is_idle and not self.end and self._pace.is_due
+        return self.is_idle and not self.end and self._pace.is_due
 
     def send(self, tree: Tree, began: float) -> None:
         """Have a state sent, whose tensors must not change until it is.
@@ -103,24 +107,6 @@ class StateSender(_End):
                 what it costs.
         """
         self._sending = self._background.submit(partial(self._send, tree, began))
-
-    def wait(self, look_around: Callable[[float], None]) -> None:
-        """Wait until the last one is sent.
-
-        Args:
-            look_around: called while waiting; may raise.
-        """
-        if self._sending is None:
-            return
-        watch = Stopwatch()
-
-        def look() -> bool:
-            look_around(watch.tick())
-            return False
-
-        is_done(self._sending, look)
-        sending, self._sending = self._sending, None
-        sending.result()
 
     def _send(self, tree: Tree, began: float) -> None:
         parts = encoded(flattened(tree))
