@@ -25,6 +25,7 @@ from lockstep.checkpoint.trees import Tree, assembled, flattened
 from lockstep.cluster.memory_limits import free_memory
 from lockstep.comm.codec import decode, encoded
 from lockstep.launch.background import Background
+from lockstep.launch.failure import summary_of
 from lockstep.train.pace import Pace
 
 _SIZE = struct.Struct("!Q")
@@ -109,13 +110,16 @@ class StateSender(_End):
         self._sending = self._background.submit(partial(self._send, tree, began))
 
     def _send(self, tree: Tree, began: float) -> None:
-        parts = encoded(flattened(tree))
         try:
+            parts = encoded(flattened(tree))
             self._put(_SIZE.pack(sum(map(len, parts))), *parts)
             if self._fill(memoryview(bytearray(1))) == _NO_ROOM:
                 self.end = f"{self._name} has no room for it"
         except OSError as error:
             self.end = str(lost(self._name, error))
+        except Exception as error:  # of want of memory, for example: training needs no copy
+            self.end = summary_of(error)
+            self._hang_up()
         self._pace.note(began)
 
 

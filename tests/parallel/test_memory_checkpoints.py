@@ -293,3 +293,24 @@ def test_nobody_waits_for_a_host_that_does_not_read() -> None:
         memory.keep({"a": torch.zeros(1 << 22)}, RECORD, time.monotonic())
         assert not sender.is_idle
         assert memory.given_up() is None, "the other host still gets it"
+
+
+def test_whatever_a_copy_fails_of_ends_the_copies_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(tree: Any) -> Any:
+        raise MemoryError("no room")
+
+    near, far = channel_ends()
+    memory = MemoryCheckpoints()
+    with (
+        closing(StateReceiver(far, "Host 0", lambda message: None)) as receiver,
+        closing(StateSender(near, "Host 1")) as sender,
+    ):
+        memory._sender = sender
+        with monkeypatch.context() as patched:
+            patched.setattr(state_transfer, "encoded", fail)
+            memory.keep({"a": torch.ones(3)}, RECORD, time.monotonic())
+            wait_for(lambda: sender.is_idle)
+        with pytest.warns(UserWarning, match="any more: MemoryError: no room"):
+            assert not memory.is_due
+        assert not memory.is_due
+        wait_for(receiver._receiving.done)
