@@ -64,6 +64,7 @@ class MemoryCheckpoints:
         ends = open_channels(group, {pair: 1}, hosts.timeout_seconds, hosts.look_around)
         if hosts.host in pair:
             self._tree, self._is_ours = begins_with, False
+        receiver = None
         with ExitStack() as stack:
             for other, (channel,) in ends.items():
                 name = group.name_of(other)
@@ -71,11 +72,14 @@ class MemoryCheckpoints:
                     self._look_around = hosts.look_around
                     self._sender = stack.enter_context(closing(StateSender(channel, name)))
                 else:
-                    stack.enter_context(closing(StateReceiver(channel, name, self._take_in)))
+                    receiver = StateReceiver(channel, name, self._take_in)
+                    stack.enter_context(closing(receiver))
             try:
                 yield
             finally:
                 self._sender = None
+        if receiver is not None:  # where the block has raised, its error is what counts
+            receiver.check()
 
     def _take_in(self, message: memoryview) -> memoryview | None:
         before, self._message, self._tree = self._message, message, None

@@ -11,6 +11,7 @@ each other's end.
 import select
 import socket
 import struct
+import warnings
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
@@ -24,6 +25,7 @@ from lockstep.channel.waiting import Stopwatch, is_readable, wait_for, wait_on
 from lockstep.checkpoint.trees import Tree, assembled, flattened
 from lockstep.cluster.memory_limits import free_memory
 from lockstep.comm.codec import decode, encoded
+from lockstep.errors import HostError, level_of_user
 from lockstep.launch.background import Background
 from lockstep.launch.failure import summary_of
 from lockstep.train.pace import Pace
@@ -141,15 +143,20 @@ class StateReceiver(_End):
         self._keep = keep
         self._receiving = self._background.submit(self._receive_all)
 
-    def close(self) -> None:
-        """End the transfer.
+    def check(self) -> None:
+        """Say what the transfer has ended of, if it was no end of a connection.
 
         Raises:
             HostError: something has come that the other end has not sent.
         """
-        super().close()
-        if self._receiving.done():
-            self._receiving.result()
+        error = self._receiving.exception() if self._receiving.done() else None
+        if isinstance(error, HostError):
+            raise error
+        if error is not None:
+            warnings.warn(
+                f"No copy of the training was kept here any more: {summary_of(error)}.",
+                stacklevel=level_of_user(),
+            )
 
     def _receive_all(self) -> None:
         spare = None

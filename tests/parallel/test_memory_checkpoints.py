@@ -3,6 +3,7 @@
 import math
 import socket
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -255,8 +256,9 @@ def test_what_was_tampered_with_is_not_kept_and_said() -> None:
         wait_for(lambda: sender.is_idle)
         assert not sender.is_due
         assert "Host 1 (node-b) no longer takes part" in sender.end
+    receiver.close()
     with pytest.raises(HostError, match=r"What came from Host 0 \(node-a\) is not what it sent"):
-        receiver.close()
+        receiver.check()
     assert not kept
 
 
@@ -314,3 +316,37 @@ def test_whatever_a_copy_fails_of_ends_the_copies_alone(monkeypatch: pytest.Monk
             assert not memory.is_due
         assert not memory.is_due
         wait_for(receiver._receiving.done)
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_what_ended_the_copies_is_no_error_at_the_end(hosts: list[Hosts], *, is_lost: bool) -> None:
+    def act(own: Hosts) -> None:
+        memory = MemoryCheckpoints()
+        memory._take_in = fail  # type: ignore[method-assign]
+        with memory.shared(own, None):
+            if own.host == 0:
+                sender = memory._sender
+                assert sender is not None
+                memory.keep({"a": torch.ones(3)}, RECORD, time.monotonic())
+                wait_for(lambda: sender.is_idle)
+            own.wait()
+            if is_lost:
+                raise ZeroDivisionError("the block's own")
+
+    def fail(message: memoryview) -> None:
+        raise RuntimeError("some mistake")
+
+    def outcome(own: Hosts) -> object:
+        try:
+            return act(own)
+        except ZeroDivisionError as error:
+            return f"{error}"
+
+    expected = "the block's own" if is_lost else None
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        found = together(*(lambda own=own: outcome(own) for own in hosts))
+    assert found == [expected] * NUM_HOSTS
+    said = [f"{one.message}" for one in told]
+    mistake = "No copy of the training was kept here any more: RuntimeError: some mistake."
+    assert said == ([] if is_lost else [mistake])
