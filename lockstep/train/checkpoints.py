@@ -252,7 +252,8 @@ class Keeper(Callback):
             passed = time.monotonic() - self._last_seconds
             self._is_due = self._is_due or passed >= every.num_seconds
         is_idle = self._writing is None or self._writing.done()
-        self._is_wanted = self._is_due or (is_idle and self._memory.is_due)
+        is_wanted = is_idle and self._memory.wants_another()
+        self._is_wanted = is_wanted or self._is_due
         self._asked_seconds = time.monotonic()
         return self._is_wanted
 

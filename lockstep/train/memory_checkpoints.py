@@ -87,9 +87,8 @@ class MemoryCheckpoints:
 
     # --- on host 0 -------------------------------------------------------------------------------
 
-    @property
-    def is_due(self) -> bool:
-        """Whether to take another one.
+    def wants_another(self) -> bool:
+        """Whether to take another one; says so where none is sent any more.
 
         Raises:
             HostError: the other host is lost.
@@ -121,5 +120,5 @@ class MemoryCheckpoints:
             began: when training began to wait for it, by ``time.monotonic()``.
         """
         self._tree, self._is_ours = {**parts, "fit": record}, True
-        if self.is_due and self._sender is not None:
+        if self._sender is not None and self._sender.is_due:
             self._sender.send(self._tree, began)

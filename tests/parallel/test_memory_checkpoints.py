@@ -279,8 +279,8 @@ def test_a_host_without_room_for_a_copy_is_told_of_once(monkeypatch: pytest.Monk
         wait_for(lambda: sender.is_idle)
         memory._sender = sender
         with pytest.warns(UserWarning, match=r"more: Host 1 \(node-b\) has no room for it"):
-            assert not memory.is_due
-        assert not memory.is_due  # a warning would be an error
+            assert not memory.wants_another()
+        assert not memory.wants_another()  # a warning would be an error
     assert len(kept) == 1, "the one that had room"
 
 
@@ -313,8 +313,8 @@ def test_whatever_a_copy_fails_of_ends_the_copies_alone(monkeypatch: pytest.Monk
             memory.keep({"a": torch.ones(3)}, RECORD, time.monotonic())
             wait_for(lambda: sender.is_idle)
         with pytest.warns(UserWarning, match="any more: MemoryError: no room"):
-            assert not memory.is_due
-        assert not memory.is_due
+            assert not memory.wants_another()
+        assert not memory.wants_another()
         wait_for(receiver._receiving.done)
 
 
