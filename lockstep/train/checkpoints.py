@@ -155,10 +155,12 @@ class Found:
     Attributes:
         state: of the training.
         record: what was asked of the ``fit``.
+        is_written: it is on host 0's disk.
     """
 
     state: TrainingState
     record: FitRecord
+    is_written: bool = True
 
     @property
     def size(self) -> int:
@@ -195,11 +197,14 @@ class Keeper(Callback):
 
     Attributes:
         directory: where.
+        memory: the one given.
         record: of the ``fit``; set before training.
+        found: the checkpoint from which all go on, until they have; None where they begin.
     """
 
     is_observer = True
     record: FitRecord
+    found: Found | None = None
 
     def __init__(
         self, checkpoint: Checkpoint, termination: Termination, memory: MemoryCheckpoints
@@ -207,7 +212,7 @@ class Keeper(Callback):
         self._checkpoint = checkpoint
         self.directory = checkpoint.directory
         self._termination = termination
-        self._memory = memory
+        self.memory = memory
         self._is_last = False
         self._background = Background("lockstep: checkpoints")
         self._writing: Future[Folder] | None = None
@@ -231,13 +236,16 @@ class Keeper(Callback):
         with ExitStack() as stack:
             stack.enter_context(writing_alone(self._checkpoint.directory))
             stack.callback(self._background.close)
-            found = read_newest(self._checkpoint.directory)
             try:
-                yield None if found is None else found.tree()
+                yield self._newest()
             except BaseException as error:
                 self._wait_after(error)
                 raise
             self._wait()
+
+    def _newest(self) -> dict[str, Tree] | None:
+        found = read_newest(self._checkpoint.directory)
+        return None if found is None else found.tree()
 
     # --- between the steps -----------------------------------------------------------------------
 
@@ -252,7 +260,7 @@ class Keeper(Callback):
             passed = time.monotonic() - self._last_seconds
             self._is_due = self._is_due or passed >= every.num_seconds
         is_idle = self._writing is None or self._writing.done()
-        is_wanted = is_idle and self._memory.wants_another()
+        is_wanted = is_idle and self.memory.wants_another()
         self._is_wanted = is_wanted or self._is_due
         self._asked_seconds = time.monotonic()
         return self._is_wanted
@@ -275,8 +283,8 @@ class Keeper(Callback):
             return  # the end is near, and one in between would go on
         self._wait()  # what it writes from is where the next copy goes
         # Memory that was touched is written to faster.
-        parts = self.trainer.state_onto(self._memory.given_up())
-        self._memory.keep(parts, msgspec.structs.asdict(self.record), began)
+        parts = self.trainer.state_onto(self.memory.given_up())
+        self.memory.keep(parts, msgspec.structs.asdict(self.record), began)
         if writes:
             self._write(parts, self.record, self.trainer.plan)
             self._last_seconds = time.monotonic()
@@ -290,8 +298,16 @@ class Keeper(Callback):
         Args:
             parts: of the state.
         """
-        self._memory.keep(parts, msgspec.structs.asdict(self.record), time.monotonic())
+        self.memory.keep(parts, msgspec.structs.asdict(self.record), time.monotonic())
         self._write(parts, self.record, None)
+
+    def write_found(self, found: Found) -> None:
+        """Write a checkpoint that another host had, or this one's memory.
+
+        Args:
+            found: whose tensors nobody writes to.
+        """
+        self._write(found.state.parts(), found.record, None)
 
     def finish(self, parts: Mapping[str, Tree], history: History, plan: Plan | None) -> None:
         """Write the last checkpoint: training has ended.

@@ -5,7 +5,7 @@ What comes before and after is the Trainer's; what happens between the steps is 
 
 import os
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, cast
 
@@ -16,7 +16,7 @@ from lockstep.train.backups import Backups
 from lockstep.train.bad_record_filter import skipping
 from lockstep.train.batch_size import BatchSizeSearch, Training, choose_batch_size, search_of
 from lockstep.train.callbacks import acting, stopping, told_of_errors, traced_steps
-from lockstep.train.checkpoints import Checkpoint, FitRecord, Found, Keeper, check_places
+from lockstep.train.checkpoints import Checkpoint, FitRecord, Keeper, check_places
 from lockstep.train.checks import (
     check_counts,
     check_on_bad_record,
@@ -39,7 +39,7 @@ from lockstep.train.intake import (
 )
 from lockstep.train.interrupt import held_interrupts, held_termination
 from lockstep.train.likeness import said
-from lockstep.train.lost_hosts import check_restarts_on, newest_of_all, outlast
+from lockstep.train.lost_hosts import check_restarts_on, going_on, outlast
 from lockstep.train.memory_checkpoints import MemoryCheckpoints
 from lockstep.train.metrics import Metrics
 from lockstep.train.persistence import PersistentRunner
@@ -125,22 +125,20 @@ class FittingRunner(PersistentRunner):
         self._run_record = self._record_in(asked.record, beside)
         with self._run_record.kept(strategy=type(self.strategy).__name__):
             if asked.checkpoint is None:
-                return self._fit_on(asked, None, None)
+                return self._fit_on(asked, None)
             with held_termination() as termination:
                 return self._fit_with(asked, Keeper(asked.checkpoint, termination, asked.memory))
 
     def _fit_with(self, asked: FitRequest, keeper: Keeper) -> History:
         """Fit, and write checkpoints."""
-        hosts, memory = self._job_context.hosts, asked.memory
-        with keeper.opened() if self._is_chief else nullcontext() as tree:
-            tree = newest_of_all(hosts, tree, memory, keeper.directory)
-            with memory.shared(hosts if asked.restarts else None, tree):
-                history = self._fit_on(asked, keeper, None if tree is None else Found.of(tree))
+        hosts = self._job_context.hosts
+        with going_on(keeper, hosts, asked.restarts, is_chief=self._is_chief):
+            history = self._fit_on(asked, keeper)
         if hosts is not None:
             hosts.wait()  # until the last one is written
         return history
 
-    def _fit_on(self, asked: FitRequest, keeper: Keeper | None, found: Found | None) -> History:
+    def _fit_on(self, asked: FitRequest, keeper: Keeper | None) -> History:
         """Go on with the ``fit`` that was found, if one was."""
         search = search_of(asked.batch_size)
         self._check_alone(asked, search)
@@ -149,19 +147,18 @@ class FittingRunner(PersistentRunner):
         with closing(fit):
             self._check_targets(fit)
             if search is not None:
-                size = self._find_batch_size(search, fit, console) if found is None else found.size
+                size = None if keeper is None or keeper.found is None else keeper.found.size
+                size = size or self._find_batch_size(search, fit, console)
                 fit = replace(fit, feed=fit.feed.resized(size))
             self._settle_batch_size(fit.feed.batch_size, asked.rule, console)
             if keeper is not None:
                 keeper.record = self._record(fit)
-            if found is not None and keeper is not None:
-                found.record.check_same(keeper.record)
-                self._take_up(found.state)
-                if found.record.is_finished:
-                    return History(found.record.history, found.record.epoch)
-            if keeper is not None and found is None and asked.restarts:
                 keeper.set_trainer(cast(TrainerProtocol, self))
-                self._keep_beginning(keeper)
+                is_new = keeper.found is None
+                if (ended := self._take_up_found(keeper)) is not None:
+                    return ended
+                if is_new and asked.restarts:
+                    self._keep_beginning(keeper)
             self._begin_schedule(fit)
             self._pass_over(fit)
             with self._kept(keeper):

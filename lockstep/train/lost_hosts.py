@@ -12,14 +12,16 @@ after a while, as if the job had been started on them alone.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import TypeVar
 
 from lockstep.checkpoint.storage import Folder
 from lockstep.checkpoint.trees import Tree
 from lockstep.cluster.place import Reach
 from lockstep.errors import CheckpointError, HostError, OptionError, WorkerError
-from lockstep.train.checkpoints import Found
+from lockstep.train.checkpoints import Found, Keeper
 from lockstep.train.hosts import Hosts
 from lockstep.train.job_context import JobContext
 from lockstep.train.memory_checkpoints import MemoryCheckpoints
@@ -97,6 +99,31 @@ def check_restarts_on(
             "starts a process for each device, have it start the script again instead: "
             "torchrun --max-restarts, for example.",
         )
+
+
+@contextmanager
+def going_on(
+    keeper: Keeper, hosts: Hosts | None, restarts: int, *, is_chief: bool
+) -> Iterator[None]:
+    """Within the block a ``fit`` is kept that goes on from the newest checkpoint of all.
+
+    Args:
+        keeper: gets that one, as ``found``.
+        hosts: all of them, which call this; None for one alone.
+        restarts: how often to go on after a loss.
+        is_chief: this process writes.
+
+    Raises:
+        CheckpointError: what is there is not whole; see ``newest_of_all``.
+    """
+    with ExitStack() as stack:
+        on_disk = stack.enter_context(keeper.opened()) if is_chief else None
+        tree = newest_of_all(hosts, on_disk, keeper.memory, keeper.directory)
+        if tree is not None:
+            keeper.found = replace(Found.of(tree), is_written=tree is on_disk or not is_chief)
+        stack.enter_context(keeper.memory.shared(hosts if restarts else None, tree))
+        del on_disk, tree  # each may be as large as the training
+        yield
 
 
 def newest_of_all(

@@ -58,12 +58,14 @@ class MemoryCheckpoints:
             HostError: they cannot be connected; what came was not what host 0 has sent.
         """
         if hosts is None or hosts.control_group.num_hosts == 1:
+            self._begin_with(None)
+            del begins_with
             yield
             return
         group, pair = hosts.control_group, (_KEEPER, _NEIGHBOUR)
         ends = open_channels(group, {pair: 1}, hosts.timeout_seconds, hosts.look_around)
-        if hosts.host in pair:
-            self._tree, self._is_ours = begins_with, False
+        self._begin_with(begins_with if ends else None)
+        del begins_with  # who has no copy to keep needs none
         receiver = None
         with ExitStack() as stack:
             for other, (channel,) in ends.items():
@@ -80,6 +82,9 @@ class MemoryCheckpoints:
                 self._sender = None
         if receiver is not None:  # where the block has raised, its error is what counts
             receiver.check()
+
+    def _begin_with(self, tree: dict[str, Tree] | None) -> None:
+        self._tree, self._message, self._is_ours = tree, None, False
 
     def _take_in(self, message: memoryview) -> memoryview | None:
         before, self._message, self._tree = self._message, message, None

@@ -361,6 +361,27 @@ class PersistentRunner(Runner):
 
     # --- for a fit -------------------------------------------------------------------------------
 
+    def _take_up_found(self, keeper: Keeper) -> History | None:
+        """Go on from the checkpoint that was found, if one was; the history, if that was the end.
+
+        Raises:
+            CheckpointError: it is of another ``fit``.
+        """
+        found, keeper.found = keeper.found, None
+        if found is None:
+            return None
+        found.record.check_same(keeper.record)
+        self._take_up(self._own_part(found.state))
+        if not found.is_written:  # host 0 has come again with an empty folder, for example
+            keeper.write_found(found)
+        if found.record.is_finished:
+            return History(found.record.history, found.record.epoch)
+        return None
+
+    def _own_part(self, state: TrainingState) -> TrainingState:
+        """Of a state that was found, what this process takes up."""
+        return state
+
     def _keep_beginning(self, keeper: Keeper) -> None:
         """Where hosts may be lost, the others have something to go on from at any time."""
         hosts = self._job_context.hosts

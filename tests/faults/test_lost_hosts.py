@@ -64,6 +64,12 @@ def has_trained_for(run: host_faults.Run, seconds: float) -> bool:
     return bool(moments) and moments[-1] - moments[0] > seconds
 
 
+def step_on_disk(folder: Path) -> int:
+    """Of the newest checkpoint there; 0 if there is none."""
+    found = read_newest(folder)
+    return 0 if found is None else found.summary.step
+
+
 def copying_run(strategy: str, folder: Path) -> host_faults.Run:
     start = how_to_start(strategy)
     return host_faults.Run(strategy, folder, EPOCHS, "epoch", LONG_EPOCH, COPYING, start)
@@ -102,6 +108,7 @@ def test_between_two_checkpoints_the_memory_of_the_other_host_is_gone_on_from(
         before = len(run.moments())
         victim.start()
         run.wait_for(lambda: len(run.moments()) > before)
+        run.wait_for(lambda: 0 < step_on_disk(folder / "run") < LONG_EPOCH)  # it was in memory
         assert run.result() == whole_epochs(strategy)
         assert 1 < began_anew_at(run) <= LONG_EPOCH
     finally:

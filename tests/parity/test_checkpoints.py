@@ -5,6 +5,7 @@ What a training consists of, under which strategy and feature, is ``test_resume`
 
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lockstep
 from lockstep.checkpoint.generations import generations, write_generation
-from lockstep.checkpoint.reading import read_checkpoint
+from lockstep.checkpoint.reading import read_checkpoint, read_newest
 from lockstep.errors import CheckpointError, DataError, OptionError
 from lockstep.train import checkpoints
 from lockstep.train.training_state import TrainingState
@@ -292,6 +293,33 @@ def test_a_stream_that_gives_something_else_is_an_error(tmp_path: Path) -> None:
 
 
 # --- writing -------------------------------------------------------------------------------------
+
+
+def test_what_was_read_is_not_kept_while_training_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[Any] = []
+    alive = []
+
+    def noted(folder: Path) -> Any:
+        found = read_newest(folder)
+        if found is not None:
+            read.extend(map(weakref.ref, found.tensors.values()))
+        return found
+
+    class Looking(lockstep.Callback):
+        is_observer = True
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            alive.append(sum(tensor() is not None for tensor in read))
+
+    fit_until(3, make_trainer("Adam", "single"), tmp_path)
+    monkeypatch.setattr(checkpoints, "read_newest", noted)
+    trainer = make_trainer("Adam", "single")
+    trainer.callbacks = [Looking()]
+    fit(trainer, tmp_path)
+    assert read
+    assert {*alive} == {0}
 
 
 def test_training_goes_on_while_files_are_written(

@@ -9,12 +9,12 @@ from lockstep.errors import OptionError
 from lockstep.frontends.keras.checkpoints import Checkpoint, KeptCallback, kept
 from lockstep.plan.makers import Maker
 from lockstep.train.callbacks import Callback
-from lockstep.train.checkpoints import FitRecord, Found, Keeper
+from lockstep.train.checkpoints import FitRecord, Keeper
 from lockstep.train.history import History
 from lockstep.train.intake import Feed
 from lockstep.train.interrupt import held_termination
 from lockstep.train.likeness import said
-from lockstep.train.lost_hosts import check_restarts_on, newest_of_all
+from lockstep.train.lost_hosts import check_restarts_on, going_on
 from lockstep.train.memory_checkpoints import MemoryCheckpoints
 from lockstep.train.persistence import PersistentRunner
 from lockstep.train.run_record import RunRecord
@@ -74,20 +74,15 @@ class KeepingRunner(PersistentRunner):
                 yield None
                 return
             keeper = Keeper(checkpoint.files, stack.enter_context(held_termination()), memory)
-            tree = stack.enter_context(keeper.opened()) if self._is_chief else None
-            tree = newest_of_all(context.hosts, tree, memory, keeper.directory)
-            stack.enter_context(memory.shared(context.hosts if restarts else None, tree))
-            found = None if tree is None else Found.of(tree)
+            is_chief = self._is_chief
+            stack.enter_context(going_on(keeper, context.hosts, restarts, is_chief=is_chief))
             keeper.record = record = make_record()
             keeper.set_trainer(self)  # type: ignore[arg-type]  # it has what a keeper asks for
             self.keeper, self.callbacks = keeper, kept(callbacks) if self._is_chief else []
             try:
-                if found is not None:
-                    found.record.check_same(record)
-                    self._take_up(self._own_part(found.state))
-                    if found.record.is_finished:
-                        yield History(found.record.history, found.record.epoch)
-                        return
+                if (ended := self._take_up_found(keeper)) is not None:
+                    yield ended
+                    return
                 if self._resumed is not None:
                     keeper.begin_at(self._resumed.position["steps"] - record.steps)
                 yield None
