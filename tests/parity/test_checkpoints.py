@@ -304,7 +304,8 @@ def test_what_was_read_is_not_kept_while_training_goes_on(
     def noted(folder: Path) -> Any:
         found = read_newest(folder)
         if found is not None:
-            read.extend(map(weakref.ref, found.tensors.values()))
+            large = (name for name in found.tensors if not name.startswith("position/"))
+            read.extend(weakref.ref(found.tensors[name]) for name in large)
         return found
 
     class Looking(lockstep.Callback):
