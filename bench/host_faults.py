@@ -36,6 +36,7 @@ EVERY = "5 steps"  # a checkpoint is written
 MOST_DELAY_SECONDS = 1.0
 # On any number of hosts, which may become fewer after so many seconds, in place of 120.
 SHARES = "4 shares"
+HELPED = "4 shares, 2 ranks on a host"
 MEETING_SECONDS = 5.0
 # In place of 30: a host, or its script alone, that is stopped longer is lost. And how long it is.
 MOST_STOPPED_SECONDS, STOPPED_SECONDS = 3.0, 6.0
@@ -87,6 +88,7 @@ def train(
         "averages on 2 hosts": partial(lockstep.LocalSGDStrategy, every=5),
         "compressed on 2 hosts": partial(lockstep.MultiWorkerMirroredStrategy, compression="bf16"),
         SHARES: partial(lockstep.MultiWorkerMirroredStrategy, devices_per_host=1, num_shares=4),
+        HELPED: partial(lockstep.MultiWorkerMirroredStrategy, devices_per_host=2, num_shares=4),
     }
     torch.manual_seed(0)
     x = torch.randn(steps * BATCH, 16)
@@ -300,7 +302,7 @@ class Run:
                 [
                     *(sys.executable, "-m", "lockstep", "run", "--restarts", "1000000"),
                     *("--hosts", str(num_hosts), "--host-index", str(index), *fewer),
-                    *("--devices", str(STRATEGIES.get(strategy, 1))),
+                    *("--devices", str({**STRATEGIES, HELPED: 2}.get(strategy, 1))),
                     *("--rendezvous", f"{address}:{port}", "--secret-file", str(secret)),
                     *(script, strategy, str(folder), str(epochs), every, str(steps)),
                 ],

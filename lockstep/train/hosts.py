@@ -125,8 +125,8 @@ class Hosts:
 
     @property
     def is_one_process(self) -> bool:
-        """Whether there is one host, with helpers of its own: as without a launcher."""
-        return self.place.num_hosts == 1 and not self.has_followers
+        """Whether one host is there, with helpers of its own: as without a launcher."""
+        return self.control_group.num_hosts == 1 and not self.has_followers
 
     @property
     def first_rank(self) -> int:

@@ -170,7 +170,7 @@ class JobContext:
             self._hosts = find_hosts(
                 self.timeout_seconds, self.reach, self.meeting_seconds, self.patience_seconds
             )
-            self.spans_hosts = self._hosts is not None and self._hosts.place.num_hosts > 1
+            self.spans_hosts = self.num_hosts > 1
         try:
             with nullcontext() if self._hosts is None else self._hosts.failing_together():
                 self.check_equal({"the call": call})

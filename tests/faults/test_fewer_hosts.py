@@ -75,6 +75,17 @@ def test_hosts_that_are_left_go_on_to_the_same_bits(
         assert run.result() == expected(strategy, EPOCHS)
 
 
+def test_the_last_host_outlives_the_loss_of_a_helper_as_one_host_does(tmp_path: Path) -> None:
+    with under_way(tmp_path, host_faults.HELPED, 2, min_hosts=1) as run:
+        run.lose(1)
+        wait_to_go_on(run)
+        (host,) = run.hosts
+        host.send(signal.SIGKILL, host.named(r"lockstep:\d+")[:1])
+        run.wait_for(lambda: host.said(b": going on from "))
+        assert run.result() == expected(host_faults.HELPED, EPOCHS)
+        assert host.said(b": waiting for all hosts") == 1, "for the one that was lost"
+
+
 def test_a_host_that_comes_late_joins_the_others_when_they_meet_again(tmp_path: Path) -> None:
     with under_way(tmp_path, host_faults.SHARES, 3, min_hosts=2, epochs=40) as run:
         late = run.lose(1)
