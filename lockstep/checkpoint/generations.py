@@ -73,18 +73,18 @@ def write_generation(folder: AnyFolder, saved: Saved, keep: int) -> AnyFolder:
     newest = max((_number(each.name) for each in generations(folder)), default=-1)
     name = f"generation-{newest + 1:06}"
     with storage.new(name) as create:
-        _write_all(create, saved)
+        _write_all(create, saved, _MOST_THREADS if storage.takes_several else 1)
     for old in generations(folder)[:-keep]:
         storage.remove(old.name)
     return _joined(folder, name)
 
 
-def _write_all(create: Create, saved: Saved) -> None:
+def _write_all(create: Create, saved: Saved, most_threads: int) -> None:
     every = enumerate(_shards(saved.tensors))
     shards = {f"tensors-{number:05}.safetensors": shard for number, shard in every}
     manifest = Manifest(
         summary=saved.summary,
-        files=_write_shards(create, shards),
+        files=_write_shards(create, shards, most_threads),
         tensors={
             key: _entry(one, name) for name, shard in shards.items() for key, one in shard.items()
         },
@@ -111,14 +111,18 @@ def _shards(tensors: Tensors) -> Iterator[Tensors]:
         yield shard
 
 
-def _write_shards(create: Create, shards: dict[str, Tensors]) -> dict[str, FileEntry]:
+def _write_shards(
+    create: Create, shards: dict[str, Tensors], most_threads: int
+) -> dict[str, FileEntry]:
     """Each in a file of its name. After an error, too, nobody writes any more."""
-    with closing(Background("lockstep files", min(usable_cores(), _MOST_THREADS))) as threads:
-        writing = {
-            name: threads.submit(partial(_write_shard, create, name, shard))
-            for name, shard in shards.items()
-        }
-        wait(writing.values())
+    num_threads = min(len(shards), usable_cores(), most_threads)
+    writing = {}
+    with closing(Background("lockstep: files", num_threads)) as threads:
+        try:
+            for name, shard in shards.items():
+                writing[name] = threads.submit(partial(_write_shard, create, name, shard))
+        finally:
+            wait(writing.values())
         return {name: entry.result() for name, entry in writing.items()}
 
 

@@ -50,6 +50,8 @@ class RemoteStorage(Storage):
                 received=f"{url}: {error}",
                 fix="Name a folder, or a URL as s3://bucket/run, gs://bucket/run.",
             ) from error
+        # Others may have one connection, on which a thread would cut in on another.
+        self.takes_several = bool(self._files.async_impl)
 
     def names(self) -> list[str]:
         return [folder for folder, files in self._found().items() if NAME in files]

@@ -45,7 +45,13 @@ def folder_of(path: str | os.PathLike[str]) -> Folder:
 
 
 class Storage(ABC):
-    """A folder of generations, or one of these."""
+    """A folder of generations, or one of these.
+
+    Attributes:
+        takes_several: files may be written by several threads at a time.
+    """
+
+    takes_several = True
 
     @abstractmethod
     def names(self) -> list[str]:

@@ -23,6 +23,7 @@ from lockstep.checkpoint.reading import (
 )
 from lockstep.checkpoint.storage import Url, folder_of
 from lockstep.errors import CheckpointError, ExtraError, OptionError
+from lockstep.launch.background import Background
 from tests.unit.test_generations import assert_is, saved
 
 
@@ -41,7 +42,8 @@ class Dying:
         self.count = count or [0]
 
     def __getattr__(self, name: str) -> Any:
-        return partial(self._call, name, getattr(self._files, name))
+        found = getattr(self._files, name)
+        return partial(self._call, name, found) if callable(found) else found
 
     def _call(self, name: str, act: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         self.count[0] += 1
@@ -135,6 +137,25 @@ def test_the_newest_are_kept(folder: Url) -> None:
     assert names_of(folder) == ["generation-000003", "generation-000004"]
     assert {each.partition("/")[0] for each in files_of(folder)} == {*names_of(folder)}
     assert step_of(folder) == 5
+
+
+@pytest.mark.parametrize(("is_async", "most"), [(False, 1), (True, 2)])
+def test_stores_that_are_no_stores_of_objects_are_written_by_one_thread(
+    folder: Url, monkeypatch: pytest.MonkeyPatch, *, is_async: bool, most: int
+) -> None:
+    asked = []
+
+    class Noted(Background):
+        def __init__(self, name: str, num_threads: int = 1) -> None:
+            asked.append(num_threads)
+            super().__init__(name, num_threads)
+
+    monkeypatch.setattr(writer, "Background", Noted)
+    monkeypatch.setattr(writer, "usable_cores", lambda: 8)
+    monkeypatch.setattr(type(stored(folder)[0]), "async_impl", is_async)
+    commit(folder, 3)
+    assert asked == [most], "there are two files of tensors"
+    assert step_of(folder) == 3
 
 
 def test_whatever_call_is_the_last_the_old_is_there_or_the_new(
