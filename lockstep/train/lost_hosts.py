@@ -115,7 +115,10 @@ def going_on(
 
     Raises:
         CheckpointError: what is there is not whole; see ``newest_of_all``.
+        HostError: another host was asked for another number of restarts.
     """
+    if hosts is not None:  # with some they share copies, which takes all of them
+        hosts.check_equal({"`restarts`": restarts})
     with ExitStack() as stack:
         on_disk = stack.enter_context(keeper.opened()) if is_chief else None
         tree = newest_of_all(hosts, on_disk, keeper.memory, keeper.directory)

@@ -7,6 +7,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,8 +20,10 @@ from lockstep.cluster.place import Address
 from lockstep.errors import CheckpointError, HostError
 from lockstep.launch.rendezvous import meet
 from lockstep.train import pace, state_transfer
+from lockstep.train.checkpoints import Checkpoint, Keeper
 from lockstep.train.hosts import Hosts
-from lockstep.train.lost_hosts import newest_of_all
+from lockstep.train.interrupt import Termination
+from lockstep.train.lost_hosts import going_on, newest_of_all
 from lockstep.train.memory_checkpoints import MemoryCheckpoints
 from lockstep.train.own_info import own_info
 from lockstep.train.pace import Pace
@@ -152,6 +155,29 @@ def test_a_host_that_goes_on_where_nobody_has_anything_says_so() -> None:
     memory.goes_on = True
     with pytest.raises(CheckpointError, match="none in run on host 0, and no copy"):
         newest_of_all(None, None, memory, FOLDER)
+
+
+def test_hosts_that_were_asked_for_other_restarts_say_so(tmp_path: Path) -> None:
+    def act(own: Hosts) -> None:
+        keeper = Keeper(Checkpoint(tmp_path), Termination(), MemoryCheckpoints())
+        with going_on(keeper, own, own.host, is_chief=own.host == 0):
+            raise AssertionError("went on")
+
+    where = address()
+    met = together(*(lambda host=host: enter(host, where) for host in range(NUM_HOSTS)))
+    found = together(*(lambda own=own: raised_by(act, own) for own in met))
+    for own in met:
+        own.close()
+    assert len(found) == NUM_HOSTS
+    for error in found:
+        assert "differ in `restarts`" in error
+        assert "0 on Host 0" in error
+
+
+def raised_by(act: Callable[[Hosts], None], own: Hosts) -> str:
+    with pytest.raises(HostError) as caught:
+        act(own)
+    return str(caught.value)
 
 
 # --- the way -------------------------------------------------------------------------------------
