@@ -434,5 +434,7 @@ def _cut_slots(slots: Slots, parameter: torch.Tensor, bound: BoundPiece) -> Slot
 
 def _cut_slot(value: torch.Tensor, parameter: torch.Tensor, bound: BoundPiece) -> torch.Tensor:
     """A slot lies in memory as its parameter does, so the same elements are cut from both."""
-    aligned = torch.empty_strided(parameter.shape, parameter.stride(), dtype=value.dtype)
+    aligned = torch.empty_strided(
+        parameter.shape, parameter.stride(), dtype=value.dtype, device=bound.tensor.device
+    )
     return cut_piece(aligned.copy_(value), bound.piece).clone().view(bound.tensor.shape)

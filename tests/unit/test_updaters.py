@@ -525,6 +525,24 @@ def test_pieces_join_to_slots_in_the_parameters_layout() -> None:
     assert torch.equal(slots["sum"], flat.as_strided(images.shape, images.stride()))
 
 
+def test_slots_are_cut_and_joined_on_their_device() -> None:
+    weight = nn.Parameter(torch.empty(4, 3, device="meta"))
+    optimizer = optim.Muon([weight])
+    optimizer.state[weight]["momentum_buffer"] = torch.empty(4, 3, device="meta")
+    updater = TorchUpdater(optimizer, {"weight": weight})
+    ((piece,),) = updater.divide([Extent(num_elements=12, element_bytes=4)], 1, 1)
+    tensor = weight.detach().requires_grad_()
+    updater.bind([BoundPiece(name="weight", piece=piece, tensor=tensor)])
+    (slots,) = updater.slots()
+    assert slots.slots["momentum_buffer"].device.type == "meta"
+    sums = torch.empty(12, device="meta")
+    halves = [
+        PieceSlots(name="weight", start=start, stop=stop, slots={"sum": sums[start:stop]})
+        for start, stop in ((0, 6), (6, 12))
+    ]
+    assert assemble_slots(halves, {"weight": weight})["weight"]["sum"].device.type == "meta"
+
+
 def test_joined_slots_are_copies() -> None:
     value, count = torch.ones(1), torch.tensor(2.0)
     piece = PieceSlots(name="one", start=0, stop=1, slots={"sum": value, "step": count})
