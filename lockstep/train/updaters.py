@@ -22,6 +22,7 @@ from torch import nn, optim
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from lockstep.comm.gradients import TensorSpec, cut_piece
+from lockstep.data.trees import map_tensors
 from lockstep.parallel.allocator import temporary_memory
 from lockstep.parallel.serialization import optimizer_contents, rebuild_optimizer
 from lockstep.parallel.update import (
@@ -142,7 +143,10 @@ class TorchUpdater(Updater):
         dummy.grad = torch.zeros(3)
         if type(self.optimizer) is optim.SparseAdam:
             dummy.grad = dummy.grad.to_sparse()
-        groups = [{**option_values(group), "params": [dummy]}]
+        options = map_tensors(torch.Tensor.cpu, option_values(group))
+        # It lies in host memory, where some ways to step cannot be used.
+        ways = {way: False for way in ("capturable", "fused", "foreach") if way in options}
+        groups = [{**options, **ways, "params": [dummy]}]
         contents = {"state": defaultdict(dict), "param_groups": groups}
         clone = self._rebuild(contents)
         _step_plainly(clone)

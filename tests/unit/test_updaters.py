@@ -525,6 +525,16 @@ def test_pieces_join_to_slots_in_the_parameters_layout() -> None:
     assert torch.equal(slots["sum"], flat.as_strided(images.shape, images.stride()))
 
 
+@pytest.mark.parametrize("kind", [optim.Adam, optim.AdamW, optim.NAdam, optim.ASGD])
+def test_what_slots_there_are_is_known_without_the_device(kind: type[optim.Optimizer]) -> None:
+    """Which alone can step this way."""
+    parameters = {"weight": nn.Parameter(torch.empty(4, 3, device="meta"))}
+    options: Any = {"lr": torch.tensor(0.1), "capturable": True, "foreach": True}
+    found = TorchUpdater(kind(parameters.values(), **options), parameters).slot_keys()
+    plain = TorchUpdater(kind(parameters.values()), parameters).slot_keys()
+    assert found == plain != []
+
+
 def test_slots_are_cut_and_joined_on_their_device() -> None:
     weight = nn.Parameter(torch.empty(4, 3, device="meta"))
     optimizer = optim.Muon([weight])
