@@ -32,6 +32,7 @@ from lockstep.plan.spec import Plan
 from lockstep.train.callbacks import Callback
 from lockstep.train.learning_rates import RunningSchedule
 from lockstep.train.metrics import Metrics, targetless
+from lockstep.train.optimizer_state import place_slots
 
 
 def filled(source: Source, name: str) -> Source:
@@ -269,12 +270,5 @@ def place_model(model: nn.Module, optimizers: Sequence[Optimizer], plan: Plan) -
     if elsewhere:
         move_model(model, wanted)
     for optimizer in optimizers if wanted.type != "cpu" else ():
-        _move_slots(optimizer, wanted)
+        place_slots(optimizer)
     return wanted
-
-
-def _move_slots(optimizer: Optimizer, device: torch.device) -> None:
-    for parameter, slots in optimizer.state.items():
-        for name, value in slots.items():
-            if isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.dim():
-                slots[name] = value.to(device)

@@ -25,6 +25,7 @@ from lockstep.parallel.store import ParameterStore, TensorStore, tensor_spec
 from lockstep.parallel.update import BoundPiece, PieceSlots, assemble_slots
 from lockstep.plan.layout import Extent, Piece
 from lockstep.train.optimizer_checks import check_hooks, make_optimizer
+from lockstep.train.optimizer_state import place_slots
 from lockstep.train.updaters import ELEMENTWISE, PARAMETERWISE, TorchUpdater
 from tests.thorough import core_of
 
@@ -533,6 +534,36 @@ def test_what_slots_there_are_is_known_without_the_device(kind: type[optim.Optim
     found = TorchUpdater(kind(parameters.values(), **options), parameters).slot_keys()
     plain = TorchUpdater(kind(parameters.values()), parameters).slot_keys()
     assert found == plain != []
+
+
+@pytest.mark.parametrize(
+    ("make", "staying"),
+    [
+        (optim.Adam, {"step"}),
+        (partial(optim.Adam, capturable=True), set()),
+        (partial(optim.Adagrad, initial_accumulator_value=0.1), {"step"}),
+        (optim.NAdam, {"step", "mu_product"}),
+        (optim.Adafactor, {"step"}),
+        (optim.ASGD, {"step"}),
+        (optim.Muon, set()),
+    ],
+    ids=["Adam", "Adam, capturable", "Adagrad", "NAdam", "Adafactor", "ASGD", "Muon"],
+)
+def test_slots_go_where_their_parameters_are(make: MakeOptimizer, staying: set[str]) -> None:
+    weight = nn.Parameter(torch.ones(4, 3))
+    optimizer = make([weight])
+    (group,) = optimizer.param_groups
+    ways, group["capturable"] = group.get("capturable", False), False  # no core steps this way
+    weight.grad = torch.ones(4, 3)
+    optimizer.step()
+    group["capturable"] = ways
+    moved = nn.Parameter(weight.to("meta"))
+    group["params"] = [moved]
+    slots = optimizer.state[moved] = optimizer.state.pop(weight)
+    place_slots(optimizer)
+    on_device = {name for name, value in slots.items() if getattr(value, "is_meta", False)}
+    assert on_device == {name for name in slots if slots[name] is not None} - staying
+    assert all(slots[name].device.type == "cpu" for name in staying)
 
 
 def test_slots_are_cut_and_joined_on_their_device() -> None:
