@@ -21,7 +21,7 @@ from lockstep.parallel.allocator import keep_freed_memory
 from lockstep.parallel.blank import initialize
 from lockstep.parallel.build import build_worker
 from lockstep.parallel.control import Control
-from lockstep.parallel.device_memory import shortage_note
+from lockstep.parallel.device_memory import noting_shortage, shortage_note
 from lockstep.parallel.engine import Endpoint, Neighbours
 from lockstep.parallel.local_worker import build_local_worker
 from lockstep.parallel.served_build import build_served_worker
@@ -87,11 +87,13 @@ def make_worker(
         meeting=meeting,
         residuals=None if residuals is None else residuals.by_parameter(),
     )
+    build = build_worker
     if isinstance(plan.update, AveragedUpdate) and assignment.updater is not None:
-        return build_local_worker(assignment, endpoint)
-    if plan.is_stale and assignment.updater is not None:
-        return build_served_worker(assignment, endpoint)
-    return build_worker(assignment, endpoint)
+        build = build_local_worker
+    elif plan.is_stale and assignment.updater is not None:
+        build = build_served_worker
+    with noting_shortage(endpoint.device):
+        return build(assignment, endpoint)
 
 
 def run_task(assignment: Assignment, worker: Worker, control: Control, conductor: Conductor) -> Any:

@@ -22,6 +22,7 @@ from lockstep.errors import (
     Problems,
 )
 from lockstep.options import check_choice, check_count, check_flag, check_seed
+from lockstep.parallel.device_memory import noting_shortage
 from lockstep.parallel.forward import DTYPES, PARAMETER_DTYPES
 from lockstep.parallel.function_losses import missing_targets
 from lockstep.parallel.loss_options import check_loss
@@ -266,9 +267,10 @@ def place_model(model: nn.Module, optimizers: Sequence[Optimizer], plan: Plan) -
             received=f"parameters or buffers on {', '.join(sorted(map(str, elsewhere)))}",
             fix=f"Move it first: model.to({str(wanted)!r}).",
         )
-    accelerators.use(wanted)
-    if elsewhere:
-        move_model(model, wanted)
-    for optimizer in optimizers if wanted.type != "cpu" else ():
-        place_slots(optimizer)
+    with noting_shortage(wanted):
+        accelerators.use(wanted)
+        if elsewhere:
+            move_model(model, wanted)
+        for optimizer in optimizers if wanted.type != "cpu" else ():
+            place_slots(optimizer)
     return wanted
