@@ -87,13 +87,12 @@ def make_worker(
         meeting=meeting,
         residuals=None if residuals is None else residuals.by_parameter(),
     )
-    build = build_worker
-    if isinstance(plan.update, AveragedUpdate) and assignment.updater is not None:
-        build = build_local_worker
-    elif plan.is_stale and assignment.updater is not None:
-        build = build_served_worker
     with noting_shortage(endpoint.device):
-        return build(assignment, endpoint)
+        if isinstance(plan.update, AveragedUpdate) and assignment.updater is not None:
+            return build_local_worker(assignment, endpoint)
+        if plan.is_stale and assignment.updater is not None:
+            return build_served_worker(assignment, endpoint)
+        return build_worker(assignment, endpoint)
 
 
 def run_task(assignment: Assignment, worker: Worker, control: Control, conductor: Conductor) -> Any:

@@ -527,7 +527,7 @@ def test_pieces_join_to_slots_in_the_parameters_layout() -> None:
 
 
 @pytest.mark.parametrize("kind", [optim.Adam, optim.AdamW, optim.NAdam, optim.ASGD])
-def test_what_slots_there_are_is_known_without_the_device(kind: type[optim.Optimizer]) -> None:
+def test_what_slots_there_are_is_known_without_the_device(kind: Any) -> None:
     """Which alone can step this way."""
     parameters = {"weight": nn.Parameter(torch.empty(4, 3, device="meta"))}
     options: Any = {"lr": torch.tensor(0.1), "capturable": True, "foreach": True}
