@@ -112,3 +112,21 @@ def pinned(num_bytes: int, device: torch.device) -> torch.Tensor:
 def peak_bytes() -> int | None:
     """The most memory that tensors have had on this process's device; None without one."""
     return None if in_use() is None else int(torch.accelerator.max_memory_allocated())
+
+
+def forget_peak() -> None:
+    """Have ``peak_bytes`` begin anew."""
+    if in_use() is not None:
+        torch.accelerator.reset_peak_memory_stats()
+
+
+def limit_bytes() -> int | None:
+    """What tensors of this process may take of its device in all, beside what others have there.
+
+    None without a device, and before torch 2.10, which cannot tell.
+    """
+    ask = getattr(torch.accelerator, "get_memory_info", None)
+    if ask is None or in_use() is None:
+        return None
+    free, _ = ask()
+    return int(free) + int(torch.accelerator.memory_reserved())

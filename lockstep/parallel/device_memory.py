@@ -1,13 +1,30 @@
 """What an accelerator's memory held when it was not enough."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from lockstep import accelerators
+from lockstep.launch.failure import add_note
 from lockstep.parallel.worker import Worker
 from lockstep.units import format_bytes
+
+
+@contextmanager
+def noting_shortage(device: torch.device) -> Iterator[None]:
+    """Before the first step: say what an error is about that finds no memory within the block."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        add_note(
+            error,
+            f"There was no memory left on {device} for what a rank has there all the time: the "
+            "model, its gradients and the slots of the optimizer. See who else uses the device, "
+            "or divide the model: lockstep.PipelineStrategy.",
+        )
+        raise
 
 
 def shortage_note(worker: Worker) -> str:

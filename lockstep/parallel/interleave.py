@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from lockstep import accelerators
 from lockstep.errors import ModelError
 from lockstep.parallel.settings import TorchSettings
 
@@ -25,9 +26,13 @@ class Interleaver:
     Args:
         keep: copies what is each body's own.
         restore: puts it back.
+        device: where they compute.
     """
 
-    def __init__(self, keep: Callable[[], Any], restore: Callable[[Any], None]) -> None:
+    def __init__(
+        self, keep: Callable[[], Any], restore: Callable[[Any], None], device: torch.device
+    ) -> None:
+        self._device = device
         self._keep = keep
         self._restore = restore
         self._turns: list[threading.Semaphore] = []
@@ -110,6 +115,7 @@ class Interleaver:
         torch.set_num_threads(threads)
         try:
             self._wait_for_turn(index)
+            accelerators.use(self._device)  # which each thread chooses for itself
             # On a GPU all backward passes share a thread of autograd's, unless told otherwise: the
             # one that waits for its turn there would keep the others from coming.
             with settings.applied(), torch.autograd.set_multithreading_enabled(False):

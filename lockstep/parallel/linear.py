@@ -96,8 +96,8 @@ class LinearLayers:
         if number is None or not _is_ordinary(input, weight, weight.shape[1], bias):
             plain: torch.Tensor = _linear.plain(input, weight, bias)
             return plain
-        if torch.is_autocast_enabled("cpu") and weight.dtype == torch.float32:
-            dtype = torch.get_autocast_dtype("cpu")
+        dtype = _autocast_dtype(input.device.type)
+        if dtype is not None and weight.dtype == torch.float32:
             input, bias = input.to(dtype), None if bias is None else bias.to(dtype)
         output: torch.Tensor = _Linear.apply(  # type: ignore[no-untyped-call]
             input, weight, bias, self, number, False
@@ -107,8 +107,12 @@ class LinearLayers:
     def matmul(self, input: torch.Tensor, other: torch.Tensor, **out: Any) -> torch.Tensor:
         """What ``torch.matmul`` is while a pass runs."""
         number = self._numbers.get(id(other))
-        is_autocast = torch.is_autocast_enabled("cpu")
-        if number is None or out or is_autocast or not _is_ordinary(input, other, other.shape[0]):
+        if (
+            number is None
+            or out
+            or not _is_ordinary(input, other, other.shape[0])
+            or _autocast_dtype(input.device.type) is not None
+        ):
             plain: torch.Tensor = _matmul.plain(input, other, **out)
             return plain
         output: torch.Tensor = _Linear.apply(  # type: ignore[no-untyped-call]
@@ -122,17 +126,17 @@ def _is_ordinary(
 ) -> bool:
     """Whether this is a call on plain tensors, in a pass that may go backward."""
     return (
-        torch.is_grad_enabled()
+        not torch.compiler.is_compiling()
+        and torch.is_grad_enabled()
         and type(input) is torch.Tensor
         and input.layout == torch.strided
         and input.is_floating_point()
-        and input.dtype in _dtypes(weight)
+        and input.dtype in _dtypes(weight, input.device.type)
         and input.numel() > 0
         and input.shape[-1:] == (ins,)
         and (bias is None or bias.shape == weight.shape[:1])
         and not torch._C._are_functorch_transforms_active()
         and forward_ad._current_level < 0
-        and not torch.compiler.is_compiling()
     )
 
 
@@ -144,11 +148,20 @@ def _is_reached(end: torch.autograd.graph.Node) -> bool:
         return False
 
 
-def _dtypes(weight: torch.Tensor) -> tuple[torch.dtype, ...]:
+def _dtypes(weight: torch.Tensor, device_type: str) -> tuple[torch.dtype, ...]:
     """Input types that go with a weight."""
-    if torch.is_autocast_enabled("cpu") and weight.dtype == torch.float32:
-        return weight.dtype, torch.get_autocast_dtype("cpu")
+    dtype = _autocast_dtype(device_type)
+    if dtype is not None and weight.dtype == torch.float32:
+        return weight.dtype, dtype
     return (weight.dtype,)
+
+
+def _autocast_dtype(device_type: str) -> torch.dtype | None:
+    """The type that autocast has such a device compute in; None where it is off."""
+    # Some devices ("meta") have no autocast, and cannot be asked whether it is on.
+    if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
+        return torch.get_autocast_dtype(device_type)
+    return None
 
 
 class _Linear(torch.autograd.Function):
@@ -191,7 +204,8 @@ class _Linear(torch.autograd.Function):
 
 def _product(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """``input @ weight.T + bias`` by the faster library."""
-    if input.dtype != torch.float32 or torch.is_grad_enabled() or not has_faster_onednn():
+    is_plain = input.device.type != "cpu" or input.dtype != torch.float32
+    if is_plain or torch.is_grad_enabled() or not has_faster_onednn():
         plain: torch.Tensor = _linear.plain(input, weight, bias)
         return plain
     return product(input, weight, bias)

@@ -55,7 +55,7 @@ class ModelPasses(Passes):
         self._group = group
         self._functions = work.functions
         self._interleaver = Interleaver(
-            partial(_keep_own, self._buffers), partial(_restore_own, self._buffers)
+            partial(_keep_own, self._buffers), partial(_restore_own, self._buffers), self.device
         )
         self._losses: dict[int, ShareLoss] = {}
         self._joint: dict[int, JointLoss] = {}  # they wait for the weights of all shares

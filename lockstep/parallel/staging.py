@@ -21,15 +21,17 @@ class Staged:
 
     Attributes:
         batch: on the device.
+        device: where it goes.
         copied: happens when all of it is there.
     """
 
     batch: Batch
+    device: torch.device
     copied: Any
 
     def take(self) -> Batch:
         """The batch, for work on the device's present stream."""
-        stream = torch.accelerator.current_stream()
+        stream = torch.accelerator.current_stream(self.device)
         stream.wait_event(self.copied)
         for tensor in tensors_of((self.batch.inputs, self.batch.targets, self.batch.sample_weight)):
             if tensor.device.type != "cpu":
@@ -54,7 +56,7 @@ class Staging:
         with self._stream:
             on_device = moved(batch, self._device)
             copied = self._stream.record_event()
-        return Staged(batch=on_device, copied=copied)
+        return Staged(batch=on_device, device=self._device, copied=copied)
 
 
 def moved(batch: Batch, device: torch.device) -> Batch:

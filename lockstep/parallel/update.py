@@ -208,7 +208,7 @@ def assemble_slots(
                 continue
             if slot not in whole:
                 whole[slot] = torch.empty_strided(
-                    parameter.shape, parameter.stride(), dtype=value.dtype
+                    parameter.shape, parameter.stride(), dtype=value.dtype, device=value.device
                 )
             flat = whole[slot].as_strided((parameter.numel(),), (1,))
             flat[part.start : part.stop] = value

@@ -21,7 +21,7 @@ from lockstep.parallel.allocator import keep_freed_memory
 from lockstep.parallel.blank import initialize
 from lockstep.parallel.build import build_worker
 from lockstep.parallel.control import Control
-from lockstep.parallel.device_memory import shortage_note
+from lockstep.parallel.device_memory import noting_shortage, shortage_note
 from lockstep.parallel.engine import Endpoint, Neighbours
 from lockstep.parallel.local_worker import build_local_worker
 from lockstep.parallel.served_build import build_served_worker
@@ -87,11 +87,12 @@ def make_worker(
         meeting=meeting,
         residuals=None if residuals is None else residuals.by_parameter(),
     )
-    if isinstance(plan.update, AveragedUpdate) and assignment.updater is not None:
-        return build_local_worker(assignment, endpoint)
-    if plan.is_stale and assignment.updater is not None:
-        return build_served_worker(assignment, endpoint)
-    return build_worker(assignment, endpoint)
+    with noting_shortage(endpoint.device):
+        if isinstance(plan.update, AveragedUpdate) and assignment.updater is not None:
+            return build_local_worker(assignment, endpoint)
+        if plan.is_stale and assignment.updater is not None:
+            return build_served_worker(assignment, endpoint)
+        return build_worker(assignment, endpoint)
 
 
 def run_task(assignment: Assignment, worker: Worker, control: Control, conductor: Conductor) -> Any:

@@ -22,6 +22,7 @@ from lockstep.errors import (
     Problems,
 )
 from lockstep.options import check_choice, check_count, check_flag, check_seed
+from lockstep.parallel.device_memory import noting_shortage
 from lockstep.parallel.forward import DTYPES, PARAMETER_DTYPES
 from lockstep.parallel.function_losses import missing_targets
 from lockstep.parallel.loss_options import check_loss
@@ -32,6 +33,7 @@ from lockstep.plan.spec import Plan
 from lockstep.train.callbacks import Callback
 from lockstep.train.learning_rates import RunningSchedule
 from lockstep.train.metrics import Metrics, targetless
+from lockstep.train.optimizer_state import place_slots
 
 
 def filled(source: Source, name: str) -> Source:
@@ -265,16 +267,10 @@ def place_model(model: nn.Module, optimizers: Sequence[Optimizer], plan: Plan) -
             received=f"parameters or buffers on {', '.join(sorted(map(str, elsewhere)))}",
             fix=f"Move it first: model.to({str(wanted)!r}).",
         )
-    accelerators.use(wanted)
-    if elsewhere:
-        move_model(model, wanted)
-    for optimizer in optimizers if wanted.type != "cpu" else ():
-        _move_slots(optimizer, wanted)
+    with noting_shortage(wanted):
+        accelerators.use(wanted)
+        if elsewhere:
+            move_model(model, wanted)
+        for optimizer in optimizers if wanted.type != "cpu" else ():
+            place_slots(optimizer)
     return wanted
-
-
-def _move_slots(optimizer: Optimizer, device: torch.device) -> None:
-    for parameter, slots in optimizer.state.items():
-        for name, value in slots.items():
-            if isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.dim():
-                slots[name] = value.to(device)

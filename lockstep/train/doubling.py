@@ -192,8 +192,13 @@ class Doubling:
             or trial.peak_bytes <= LARGEST_PART * self.limit_bytes
         ):
             return trial
-        return TooLarge(
-            batch_size=trial.batch_size,
-            reason=f"it takes {format_bytes(trial.peak_bytes)}, "
-            f"more than {LARGEST_PART:.0%} of {format_bytes(self.limit_bytes)} free",
-        )
+        return too_much(trial.batch_size, trial.peak_bytes, self.limit_bytes)
+
+
+def too_much(batch_size: int, peak_bytes: int, limit_bytes: int, where: str = "") -> TooLarge:
+    """A size that takes more than the largest part of what is free."""
+    return TooLarge(
+        batch_size=batch_size,
+        reason=f"it takes {format_bytes(peak_bytes)}, more than {LARGEST_PART:.0%} "
+        f"of {format_bytes(limit_bytes)} free {where}".rstrip(),
+    )

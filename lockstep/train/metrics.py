@@ -3,15 +3,18 @@
 An update of a metric takes some 150 microseconds however few the samples, which is much beside the
 step of a small model. So metrics that do nothing but count samples by class are updated with the
 outputs of several steps at once, where these are small: the counts are the same.
+
+A metric follows the outputs to their device; states travel in host memory.
 """
 
 from collections.abc import Mapping
+from operator import methodcaller
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 
 from lockstep.data.batch_dims import SAMPLES_FIRST, BatchDims
-from lockstep.data.trees import Tree
+from lockstep.data.trees import Tree, map_tensors, tensors_of
 from lockstep.errors import DataError, OptionError
 
 if TYPE_CHECKING:
@@ -175,7 +178,10 @@ def _counts_samples(metric: "Metric") -> bool:
 
 @torch.no_grad()
 def _update(metrics: "list[Metric]", output: Tree, target: Tree) -> None:
+    first = next(tensors_of((output, target)), None)
     for metric in metrics:
+        if first is not None and metric.device != first.device:
+            metric.to(first.device)
         metric.update(output, target)
 
 
@@ -201,7 +207,9 @@ def _parts(metric: "Metric") -> list["Metric"]:
 
 
 def _states(metric: "Metric") -> States:
-    states = {name: getattr(metric, name) for name in metric._reductions}
+    states = {
+        name: map_tensors(torch.Tensor.cpu, getattr(metric, name)) for name in metric._reductions
+    }
     return {"_update_count": metric._update_count, **states}
 
 
@@ -211,7 +219,8 @@ def _merge(metric: "Metric", ranks: list[States]) -> None:
     filled = [states for states, count in zip(ranks, counts, strict=True) if count] or ranks[:1]
     for name, reduction in metric._reductions.items():
         values = [states[name] for states in filled]
-        setattr(metric, name, values[0] if len(values) == 1 else _joined(values, reduction))
+        joined = values[0] if len(values) == 1 else _joined(values, reduction)
+        setattr(metric, name, map_tensors(methodcaller("to", metric.device), joined))
     metric._update_count = sum(counts)
     metric._computed = None
 

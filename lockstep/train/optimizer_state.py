@@ -16,6 +16,9 @@ from lockstep.train.training_state import TrainingState, copied, copy_onto
 
 Parameters = Mapping[str, torch.Tensor]
 
+# What torch's optimizers have in host memory. NAdam asks for the last as a number at every step.
+_COUNTS = ("step", "mu_product")
+
 
 def option_values(group: dict[str, Any]) -> dict[str, Any]:
     """A copy: schedulers change a learning rate that is a tensor in place."""
@@ -73,6 +76,22 @@ def set_optimizer(optimizer: optim.Optimizer, parameters: Parameters, state: Tra
             slot: _value(one, present.get(slot), parameters.get(name))
             for slot, one in slots.items()
         }
+    if not any(one.is_meta for one in parameters.values()):  # such have no place yet
+        place_slots(optimizer)
+
+
+def place_slots(optimizer: optim.Optimizer) -> None:
+    """Have slots be where their parameters are, as ``load_state_dict`` does.
+
+    Counts stay in host memory, where torch makes them, unless steps take them from the device.
+    """
+    for group in optimizer.param_groups:
+        stay = () if group.get("fused") or group.get("capturable") else _COUNTS
+        for parameter in group["params"]:
+            slots = optimizer.state.get(parameter, {})
+            for name, value in slots.items():
+                if isinstance(value, torch.Tensor) and name not in stay:
+                    slots[name] = value.to(parameter.device)
 
 
 def _set_groups(

@@ -19,6 +19,7 @@ from lockstep.comm.meeting_point import Meeting
 from lockstep.comm.wide_board import Crossing
 from lockstep.launch.helper import HelperContext
 from lockstep.parallel.control import FollowerControl, open_region, unpacked
+from lockstep.parallel.device_memory import noting_shortage
 from lockstep.parallel.device_store import Mirror, Mirrors, on_device
 from lockstep.parallel.engine import ChannelKey, Neighbours
 from lockstep.parallel.registries import register_copies
@@ -137,7 +138,8 @@ def serve(context: HelperContext, body: bytes, descriptors: tuple[int, ...]) -> 
     for stand_in, number in call.stand_ins.items():
         if rank in call.stores[stand_in][0]:
             opened[number] = opened[stand_in]
-    mirrors = _move_to_device(call, opened, rank, device)
+    with noting_shortage(device):
+        mirrors = _move_to_device(call, opened, rank, device)
     parameters = [view for views in opened[: call.num_groups] for view in views]
     tensors = [
         *(nn.Parameter(view, requires_grad=False) for view in parameters),

@@ -8,6 +8,7 @@ from typing import Literal
 from torch import nn
 
 from lockstep.comm.gradients import TensorSpec
+from lockstep.parallel.device_memory import noting_shortage
 from lockstep.parallel.device_store import DeviceStore
 from lockstep.parallel.groups import ParameterGroup
 from lockstep.parallel.store import ParameterStore, TensorStore, check_separate, slot_spec
@@ -67,7 +68,8 @@ class Stores:
         is_apart = isinstance(assignment.plan.update, AveragedUpdate)
         shares = assignment.plan.engine.shares_memory and not is_apart
         if not is_cpu(assignment.plan.devices):
-            return self._adopt_on_device(assignment, leader)
+            with noting_shortage(assignment.device):
+                return self._adopt_on_device(assignment, leader)
         stores = _mapped(
             assignment, self._adopt(assignment, leader), "shared" if shares else "copied"
         )

@@ -9,6 +9,9 @@ Copies learn nothing, as their learning rates are 0: so no trial can diverge. Al
 are on one batch, the first samples; what reading others would cost besides (a cold disk) it does
 not see. A process keeps the memory that it has freed, so it tries another size only as long as
 memory is far from short.
+
+Of an accelerator's memory nothing is foreseen: who asks for too much of it only gets an exception.
+The peak is that of the first rank's device.
 """
 
 import math
@@ -22,6 +25,7 @@ from pathlib import Path
 
 import torch
 
+from lockstep import accelerators
 from lockstep.comm.memory_usage import peak_memory
 from lockstep.data.excerpts import RepeatedSource, array_bytes, first_samples
 from lockstep.data.sources import Source
@@ -36,7 +40,7 @@ from lockstep.parallel.settings import TorchSettings, num_threads
 from lockstep.parallel.shipping import pack_named
 from lockstep.parallel.store import tensor_spec
 from lockstep.train.callbacks import Callback, Logs
-from lockstep.train.doubling import Failed, Measured, TooLarge, Trial
+from lockstep.train.doubling import LARGEST_PART, Failed, Measured, TooLarge, Trial, too_much
 from lockstep.train.session import PRELOAD
 from lockstep.train.trainer_protocol import TrainerProtocol
 
@@ -56,6 +60,8 @@ class _Figures:
     seconds_per_step: float
     peak_bytes: int
     num_ranks: int
+    device_peak_bytes: int | None  # None without an accelerator, and where nobody can tell
+    device_limit_bytes: int | None
 
 
 class Trials:
@@ -136,9 +142,12 @@ class Trials:
             return _told(batch_size, unpack_failure(figures))
         return self._measured(figures, array_bytes(excerpt))
 
-    def _measured(self, figures: _Figures, excerpt_bytes: int) -> Measured:
+    def _measured(self, figures: _Figures, excerpt_bytes: int) -> Measured | TooLarge:
         if self._limit is not None and figures.peak_bytes > _REUSE_PART * self._limit:
             self._end_process()
+        peak, limit = figures.device_peak_bytes, figures.device_limit_bytes
+        if peak is not None and limit is not None and peak > LARGEST_PART * limit:
+            return too_much(self._batch_size, peak, limit, "on the device")
         # Helpers of the true training get all arrays, through shared memory.
         more = max(self._shared_bytes - excerpt_bytes, 0) if figures.num_ranks > 1 else 0
         return Measured(
@@ -247,6 +256,7 @@ def _try_size(trainer: TrainerProtocol, source: Source, batch_size: int) -> _Fig
         if "lr" in group:
             group["lr"] = 0.0 * group["lr"]
     train = partial(trainer.fit, batch_size=batch_size, shuffle=False, verbose=0)
+    accelerators.forget_peak()  # of sizes that this process has tried before
     clock = _Clock(_WARM_UP_STEPS)
     trainer.callbacks = [clock]
     train(RepeatedSource(source, _WARM_UP_STEPS * batch_size))
@@ -255,7 +265,13 @@ def _try_size(trainer: TrainerProtocol, source: Source, batch_size: int) -> _Fig
     clock = _Clock(num_steps + 1)  # from the end of the first
     trainer.callbacks = [clock]
     train(RepeatedSource(source, (num_steps + 1) * batch_size))
-    return _Figures(clock.seconds_per_step, clock.peak_bytes, trainer.plan.num_ranks)
+    return _Figures(
+        clock.seconds_per_step,
+        clock.peak_bytes,
+        trainer.plan.num_ranks,
+        accelerators.peak_bytes(),
+        accelerators.limit_bytes(),
+    )
 
 
 class _Clock(Callback):

@@ -22,6 +22,7 @@ from torch import nn, optim
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from lockstep.comm.gradients import TensorSpec, cut_piece
+from lockstep.data.trees import map_tensors
 from lockstep.parallel.allocator import temporary_memory
 from lockstep.parallel.serialization import optimizer_contents, rebuild_optimizer
 from lockstep.parallel.update import (
@@ -142,7 +143,10 @@ class TorchUpdater(Updater):
         dummy.grad = torch.zeros(3)
         if type(self.optimizer) is optim.SparseAdam:
             dummy.grad = dummy.grad.to_sparse()
-        groups = [{**option_values(group), "params": [dummy]}]
+        options = map_tensors(torch.Tensor.cpu, option_values(group))
+        # It lies in host memory, where some ways to step cannot be used.
+        ways = {way: False for way in ("capturable", "fused", "foreach") if way in options}
+        groups = [{**options, **ways, "params": [dummy]}]
         contents = {"state": defaultdict(dict), "param_groups": groups}
         clone = self._rebuild(contents)
         _step_plainly(clone)
@@ -434,5 +438,7 @@ def _cut_slots(slots: Slots, parameter: torch.Tensor, bound: BoundPiece) -> Slot
 
 def _cut_slot(value: torch.Tensor, parameter: torch.Tensor, bound: BoundPiece) -> torch.Tensor:
     """A slot lies in memory as its parameter does, so the same elements are cut from both."""
-    aligned = torch.empty_strided(parameter.shape, parameter.stride(), dtype=value.dtype)
+    aligned = torch.empty_strided(
+        parameter.shape, parameter.stride(), dtype=value.dtype, device=bound.tensor.device
+    )
     return cut_piece(aligned.copy_(value), bound.piece).clone().view(bound.tensor.shape)

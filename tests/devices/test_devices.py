@@ -6,14 +6,17 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torchmetrics
 from torch import nn
 
 import lockstep
 from lockstep.errors import DeviceError, OptionError, WorkerError
+from lockstep.parallel.device_memory import noting_shortage
 from tests.devices.found import ACCELERATORS, KIND, ranks_on_devices
 from tests.faults.jobs import helpers_of
 
@@ -86,6 +89,127 @@ def test_a_second_fit_and_a_state_go_on() -> None:
     for trainer in (twice, again):
         for name, value in once.model.state_dict().items():
             assert torch.equal(value, trainer.model.state_dict()[name])
+
+
+class Wide(nn.Sequential):
+    """With weights that are large enough for gradients from factors."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__(nn.Linear(16, 2048), nn.Tanh(), nn.Linear(2048, 3))
+
+
+def stages() -> lockstep.PipelineStrategy:
+    return lockstep.PipelineStrategy(2, microbatches=2, devices=ranks_on_devices(2), engine="gloo")
+
+
+@pytest.mark.parametrize("strategy", [two, stages], ids=["mirrored", "pipeline"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16-mixed", "fp16-mixed"])
+def test_large_layers_train_in_every_precision(strategy: Callable[[], Any], precision: str) -> None:
+    losses = [
+        make_trainer(one, Wide(), precision=precision)
+        .fit((X, Y), batch_size=8, epochs=3, verbose=0)
+        .history["loss"]
+        for one in (strategy(), lockstep.SingleDeviceStrategy(ACCELERATORS[0]))
+    ]
+    tolerance = 1e-4 if precision == "fp32" else 2e-2
+    assert losses[0] == pytest.approx(losses[1], rel=tolerance)
+
+
+class _Confidence(torchmetrics.MeanMetric):
+    """The mean of the largest score."""
+
+    def update(self, output: torch.Tensor, target: torch.Tensor) -> None:  # type: ignore[override]
+        super().update(output.max(1).values)
+
+
+def test_metrics_follow_to_the_device() -> None:
+    def values(strategy: Any) -> dict[str, Any]:
+        metrics = {
+            "accuracy": torchmetrics.Accuracy(task="multiclass", num_classes=3),
+            "confidence": _Confidence(),
+        }
+        trainer = make_trainer(strategy, precision="fp64", metrics=metrics)
+        trainer.fit((X, Y), batch_size=8, epochs=2, verbose=0)
+        return dict(trainer.evaluate((X, Y)))
+
+    expected = values(lockstep.SingleDeviceStrategy("cpu"))
+    assert values(two()) == pytest.approx(expected, rel=1e-6)
+
+
+STEPS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "fused": partial(torch.optim.Adam, lr=0.01, fused=True),
+    "capturable": partial(torch.optim.AdamW, lr=0.01, capturable=True),
+    "fused, with slots from the start": partial(torch.optim.Adagrad, lr=0.01, fused=True),
+    "Adafactor": torch.optim.Adafactor,
+    "NAdam": torch.optim.NAdam,
+    "ASGD": torch.optim.ASGD,
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_optimizers_go_on_from_a_file(name: str, tmp_path: Path) -> None:
+    """After another call, and in another Trainer, with every way to step."""
+
+    def make() -> lockstep.Trainer:
+        return lockstep.Trainer(
+            make_model(), loss=nn.CrossEntropyLoss(), optimizer=STEPS[name], strategy=two()
+        )
+
+    once, twice, again = make(), make(), make()
+    once.fit((X, Y), batch_size=8, epochs=2, verbose=0)
+    twice.fit((X, Y), batch_size=8, verbose=0)
+    torch.save(twice.state_dict(), tmp_path / "state")
+    twice.fit((X, Y), batch_size=8, verbose=0)
+    again.load_state_dict(torch.load(tmp_path / "state", map_location="cpu", weights_only=True))
+    again.fit((X, Y), batch_size=8, verbose=0)
+    for trainer in (twice, again):
+        for key, value in once.model.state_dict().items():
+            torch.testing.assert_close(trainer.model.state_dict()[key], value)
+
+
+def test_muon_goes_on() -> None:
+    def make() -> lockstep.Trainer:
+        model = nn.Sequential(nn.Linear(16, 32, bias=False), nn.Linear(32, 3, bias=False))
+        torch.manual_seed(0)
+        for parameter in model.parameters():
+            nn.init.normal_(parameter, std=0.1)
+        return lockstep.Trainer(
+            model, loss=nn.CrossEntropyLoss(), optimizer=torch.optim.Muon, strategy=two()
+        )
+
+    once, twice = make(), make()
+    once.fit((X, Y), batch_size=8, epochs=2, verbose=0)
+    for _ in range(2):
+        twice.fit((X, Y), batch_size=8, verbose=0)
+    for key, value in once.model.state_dict().items():
+        torch.testing.assert_close(twice.model.state_dict()[key], value)
+
+
+@pytest.mark.skipif(len(ACCELERATORS) < 2, reason="one device is always the first")
+def test_shares_with_batch_statistics_run_on_a_device_that_is_not_the_first() -> None:
+    def values(device: str) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(
+            nn.Linear(16, 32), nn.BatchNorm1d(32), nn.Dropout(0.5), nn.Linear(32, 3)
+        )
+        strategy = lockstep.MirroredStrategy([device], num_shares=3)
+        trainer = make_trainer(strategy, model, precision="fp64", seed=3)
+        trainer.fit((X, Y), batch_size=8, epochs=2, verbose=0)
+        return {name: value.cpu() for name, value in model.state_dict().items()}
+
+    expected, found = values(ACCELERATORS[0]), values(ACCELERATORS[1])
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value)
+
+
+def test_no_memory_for_the_slots_names_the_device() -> None:
+    with (
+        pytest.raises(torch.OutOfMemoryError) as caught,
+        noting_shortage(torch.device(ACCELERATORS[0])),
+    ):
+        torch.empty(1 << 50, dtype=torch.uint8, device=ACCELERATORS[0])
+    assert f"no memory left on {ACCELERATORS[0]}" in " ".join(caught.value.__notes__)
 
 
 def test_dropout_draws_from_the_devices_own_stream() -> None:

@@ -22,8 +22,8 @@ from lockstep.train import batch_size as batch_sizes
 from lockstep.train import session
 from lockstep.train.batch_size_cache import BatchSizeCache, file_path
 from lockstep.train.callbacks import stopping
-from lockstep.train.doubling import Doubling, Measured, Trial
-from lockstep.train.trials import Trials, is_shortage
+from lockstep.train.doubling import Doubling, Measured, TooLarge, Trial
+from lockstep.train.trials import Trials, _Figures, is_shortage
 from tests.thorough import core_of
 
 X = torch.randn(60, 4, generator=torch.Generator().manual_seed(0))
@@ -369,6 +369,20 @@ def test_a_larger_size_that_fails_ends_the_search(act: Callable[[Tensor], None],
     assert [trial.batch_size for trial in told] == [8, 16, 32, 24, 20, 18]
     assert all(said in trial.reason for trial in told[2:] if not isinstance(trial, Measured))
     assert not any(isinstance(trial, Measured) for trial in told[2:])
+
+
+def test_a_size_must_fit_the_device_too() -> None:
+    trainer = make_trainer()
+    with Trials(
+        trainer, as_source((X, Y)), others=0, limit_bytes=None, timeout_seconds=60
+    ) as trials:
+        figures = {
+            peak: trials._measured(_Figures(0.1, 1, 1, peak, 1000), 0) for peak in (None, 900, 901)
+        }
+    assert isinstance(figures[None], Measured)
+    assert isinstance(figures[900], Measured)
+    assert isinstance(figures[901], TooLarge)
+    assert "on the device" in figures[901].reason
 
 
 def test_what_cannot_be_sent_to_a_trial_is_named() -> None:

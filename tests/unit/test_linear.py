@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from lockstep.parallel import linear
 from lockstep.parallel.linear import LinearLayers
 
 
@@ -139,6 +140,33 @@ def test_autocast_computes_in_bfloat16_and_keeps_the_weight() -> None:
     assert inputs.grad is not None
     assert torch.equal(inputs.grad, wanted[0])
     assert_close(taken.gradient, wanted[1], 2e-2)
+
+
+def test_autocast_is_that_of_the_inputs_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device without memory, as if it had an autocast; that of cores is off."""
+    monkeypatch.setattr(torch.amp, "is_autocast_available", "meta".__eq__)
+    monkeypatch.setattr(torch, "is_autocast_enabled", "meta".__eq__)
+    monkeypatch.setattr(torch, "get_autocast_dtype", {"meta": torch.bfloat16}.__getitem__)
+    layer = nn.Linear(6, 5, device="meta")
+    layers = LinearLayers({7: layer.weight})
+    inputs = torch.randn(4, 6, device="meta", requires_grad=True)
+    with layers.applied():
+        found = layer(inputs)
+    assert found.dtype == torch.bfloat16
+    found.sum().backward()
+    assert layer.weight.grad is not None
+    assert layer.weight.grad.dtype == torch.float32
+    dense = Dense(6, 5).to("meta")
+    with LinearLayers({7: dense.weight}).applied():  # whose casts are torch's
+        assert "_Linear" not in str(torch.matmul(inputs, dense.weight).grad_fn)
+
+
+def test_only_on_cores_is_there_another_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "has_faster_onednn", lambda: True)
+    monkeypatch.setattr(linear, "product", lambda *_: pytest.fail("asked for a device"))
+    layer = nn.Linear(6, 5, device="meta")
+    with LinearLayers({7: layer.weight}).applied():
+        layer(torch.randn(4, 6, device="meta", requires_grad=True)).sum().backward()
 
 
 def test_what_else_matmul_does_goes_to_torch() -> None:

@@ -142,6 +142,18 @@ def test_an_epoch_after_a_merge_starts_anew(name: str) -> None:
     assert metrics.values() == first
 
 
+def test_a_metric_follows_the_outputs_to_their_device() -> None:
+    """And what other ranks tell, in host memory, is joined there."""
+    metric = torchmetrics.MeanSquaredError()
+    metrics, other = Metrics({"error": metric}), Metrics({"error": torchmetrics.MeanSquaredError()})
+    metrics.update(torch.ones(3, device="meta"), torch.ones(3, device="meta"))
+    other.update(torch.ones(3), torch.zeros(3))
+    assert metric.sum_squared_error.device.type == "meta"
+    metrics.reset()
+    metrics.merge(2 * [other.states()])
+    assert metric.sum_squared_error.device.type == "meta"
+
+
 def test_each_of_several_metrics_has_its_own_states() -> None:
     made = {name: METRICS[name]() for name in ("accuracy", "wrapped", "mean")}
     metrics = Metrics(made)

@@ -25,6 +25,7 @@ from lockstep.parallel.store import ParameterStore, TensorStore, tensor_spec
 from lockstep.parallel.update import BoundPiece, PieceSlots, assemble_slots
 from lockstep.plan.layout import Extent, Piece
 from lockstep.train.optimizer_checks import check_hooks, make_optimizer
+from lockstep.train.optimizer_state import place_slots
 from lockstep.train.updaters import ELEMENTWISE, PARAMETERWISE, TorchUpdater
 from tests.thorough import core_of
 
@@ -523,6 +524,64 @@ def test_pieces_join_to_slots_in_the_parameters_layout() -> None:
     assert slots["step"] == 3
     assert slots["sum"].stride() == images.stride()
     assert torch.equal(slots["sum"], flat.as_strided(images.shape, images.stride()))
+
+
+@pytest.mark.parametrize("kind", [optim.Adam, optim.AdamW, optim.NAdam, optim.ASGD])
+def test_what_slots_there_are_is_known_without_the_device(kind: Any) -> None:
+    """Which alone can step this way."""
+    parameters = {"weight": nn.Parameter(torch.empty(4, 3, device="meta"))}
+    options: Any = {"lr": torch.tensor(0.1), "capturable": True, "foreach": True}
+    found = TorchUpdater(kind(parameters.values(), **options), parameters).slot_keys()
+    plain = TorchUpdater(kind(parameters.values()), parameters).slot_keys()
+    assert found == plain != []
+
+
+@pytest.mark.parametrize(
+    ("make", "staying"),
+    [
+        (optim.Adam, {"step"}),
+        (partial(optim.Adam, capturable=True), set()),
+        (partial(optim.Adagrad, initial_accumulator_value=0.1), {"step"}),
+        (optim.NAdam, {"step", "mu_product"}),
+        (optim.Adafactor, {"step"}),
+        (optim.ASGD, {"step"}),
+        (optim.Muon, set()),
+    ],
+    ids=["Adam", "Adam, capturable", "Adagrad", "NAdam", "Adafactor", "ASGD", "Muon"],
+)
+def test_slots_go_where_their_parameters_are(make: MakeOptimizer, staying: set[str]) -> None:
+    weight = nn.Parameter(torch.ones(4, 3))
+    optimizer = make([weight])
+    (group,) = optimizer.param_groups
+    ways, group["capturable"] = group.get("capturable", False), False  # no core steps this way
+    weight.grad = torch.ones(4, 3)
+    optimizer.step()
+    group["capturable"] = ways
+    moved = nn.Parameter(weight.to("meta"))
+    group["params"] = [moved]
+    slots = optimizer.state[moved] = optimizer.state.pop(weight)
+    place_slots(optimizer)
+    on_device = {name for name, value in slots.items() if getattr(value, "is_meta", False)}
+    assert on_device == {name for name in slots if slots[name] is not None} - staying
+    assert all(slots[name].device.type == "cpu" for name in staying)
+
+
+def test_slots_are_cut_and_joined_on_their_device() -> None:
+    weight = nn.Parameter(torch.empty(4, 3, device="meta"))
+    optimizer = optim.Muon([weight])
+    optimizer.state[weight]["momentum_buffer"] = torch.empty(4, 3, device="meta")
+    updater = TorchUpdater(optimizer, {"weight": weight})
+    ((piece,),) = updater.divide([Extent(num_elements=12, element_bytes=4)], 1, 1)
+    tensor = weight.detach().requires_grad_()
+    updater.bind([BoundPiece(name="weight", piece=piece, tensor=tensor)])
+    (slots,) = updater.slots()
+    assert slots.slots["momentum_buffer"].device.type == "meta"
+    sums = torch.empty(12, device="meta")
+    halves = [
+        PieceSlots(name="weight", start=start, stop=stop, slots={"sum": sums[start:stop]})
+        for start, stop in ((0, 6), (6, 12))
+    ]
+    assert assemble_slots(halves, {"weight": weight})["weight"]["sum"].device.type == "meta"
 
 
 def test_joined_slots_are_copies() -> None:
