@@ -11,25 +11,62 @@ from torch.backends import cuda, cudnn, mkldnn
 
 _deterministic: Any = torch.utils.deterministic  # its types do not say what it has
 
+# Where torch keeps how exactly float32 is computed, from what is asked last to what decides.
+_FP32_PLACES = (
+    ("generic", "all"),
+    *((backend, op) for backend in ("cuda", "mkldnn") for op in ("all", "matmul", "conv", "rnn")),
+)
+
+_Access = tuple[Callable[[], Any], Callable[[Any], Any]]
+
+
+def _attribute(module: Any, name: str) -> _Access:
+    """How a setting that is an attribute is read, and set."""
+    return lambda: getattr(module, name), lambda value: setattr(module, name, value)
+
+
+def _fp32_precision() -> tuple[Any, ...]:
+    """How exactly float32 is computed, by torch's names of before 2.9 and by its own of today.
+
+    After some uses of today's names torch raises an error where the old ones are read: then None.
+    """
+    places = (torch._C._get_fp32_precision_getter(*place) for place in _FP32_PLACES)
+    old = _or_none(torch.get_float32_matmul_precision), _or_none(lambda: cudnn.allow_tf32)
+    return *old, *places
+
+
+def _set_fp32_precision(values: tuple[Any, ...]) -> None:
+    matmul, allow_tf32, *places = values
+    if matmul is not None:
+        torch.set_float32_matmul_precision(matmul)
+    if allow_tf32 is not None:
+        cudnn.allow_tf32 = allow_tf32
+    for place, value in zip(_FP32_PLACES, places, strict=True):  # the old names change these
+        torch._C._set_fp32_precision_setter(*place, value)
+
+
+def _or_none(read: Callable[[], Any]) -> Any:
+    try:
+        return read()
+    except RuntimeError:
+        return None
+
+
 # Which kernels compute, and how exactly: how each is read, and set.
-_KERNELS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
-    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
-    (lambda: mkldnn.enabled, lambda value: setattr(mkldnn, "enabled", value)),
+_KERNELS: tuple[_Access, ...] = (
+    (_fp32_precision, _set_fp32_precision),
+    _attribute(mkldnn, "enabled"),
     (cuda.flash_sdp_enabled, cuda.enable_flash_sdp),
     (cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp),
     (cuda.math_sdp_enabled, cuda.enable_math_sdp),
-    (lambda: cudnn.allow_tf32, lambda value: setattr(cudnn, "allow_tf32", value)),
-    (lambda: cudnn.deterministic, lambda value: setattr(cudnn, "deterministic", value)),
-    (lambda: cudnn.benchmark, lambda value: setattr(cudnn, "benchmark", value)),
+    _attribute(cudnn, "deterministic"),
+    _attribute(cudnn, "benchmark"),
     (
         torch.backends.mha.get_fastpath_enabled,
         torch.backends.mha.set_fastpath_enabled,
     ),
     (lambda: _flushes_denormals(), torch.set_flush_denormal),
-    (
-        lambda: _deterministic.fill_uninitialized_memory,
-        lambda value: setattr(_deterministic, "fill_uninitialized_memory", value),
-    ),
+    _attribute(_deterministic, "fill_uninitialized_memory"),
 )
 
 # What cuBLAS needs to be deterministic. It is read when CUDA begins.
