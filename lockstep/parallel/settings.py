@@ -2,12 +2,14 @@
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.backends import cuda, cudnn, mkldnn
+
+from lockstep import accelerators
 
 _deterministic: Any = torch.utils.deterministic  # its types do not say what it has
 
@@ -45,6 +47,19 @@ def _set_fp32_precision(values: tuple[Any, ...]) -> None:
         torch._C._set_fp32_precision_setter(*place, value)
 
 
+def _reduced_sums(dtype: str) -> _Access:
+    """Whether products of 16 bits may be summed in 16 bits, and in parts."""
+    name = f"allow_{dtype}_reduced_precision_reduction"
+
+    def read() -> tuple[bool, bool]:
+        return getattr(cuda.matmul, name), getattr(cuda.matmul, f"{name}_split_k", True)
+
+    def write(value: tuple[bool, bool]) -> None:
+        setattr(cuda.matmul, name, value[0] if value[1] else value)  # older versions take the first
+
+    return read, write
+
+
 def _or_none(read: Callable[[], Any]) -> Any:
     try:
         return read()
@@ -59,6 +74,21 @@ _KERNELS: tuple[_Access, ...] = (
     (cuda.flash_sdp_enabled, cuda.enable_flash_sdp),
     (cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp),
     (cuda.math_sdp_enabled, cuda.enable_math_sdp),
+    (cuda.cudnn_sdp_enabled, cuda.enable_cudnn_sdp),
+    (
+        lambda: tuple(torch._C._get_sdp_priority_order()),
+        lambda value: torch._C._set_sdp_priority_order(list(value)),
+    ),
+    (
+        cuda.fp16_bf16_reduction_math_sdp_allowed,
+        cuda.allow_fp16_bf16_reduction_math_sdp,
+    ),
+    _reduced_sums("fp16"),
+    _reduced_sums("bf16"),
+    _attribute(cuda.matmul, "allow_fp16_accumulation"),
+    (cuda.preferred_blas_library, cuda.preferred_blas_library),
+    (cuda.preferred_linalg_library, cuda.preferred_linalg_library),
+    _attribute(cudnn, "enabled"),
     _attribute(cudnn, "deterministic"),
     _attribute(cudnn, "benchmark"),
     (
@@ -81,25 +111,27 @@ class TorchSettings:
         default_dtype: of new floating tensors.
         deterministic: whether only deterministic algorithms may be used.
         warn_only: whether breaking that only warns.
-        autocast_dtype: of CPU autocast; None where it is off.
+        autocast: dtypes of it, for cores and for this process's kind of accelerator; None where
+            it is off.
         kernels: which kernels may be used, and how exactly they compute.
     """
 
     default_dtype: torch.dtype
     deterministic: bool
     warn_only: bool
-    autocast_dtype: torch.dtype | None
+    autocast: tuple[tuple[str, torch.dtype | None], ...]
     kernels: tuple[Any, ...]
 
     @classmethod
     def current(cls) -> "TorchSettings":
         """Those of this process and thread."""
-        autocast = torch.is_autocast_enabled("cpu")
+        accelerator = accelerators.kind()
+        types = ("cpu",) if accelerator is None else ("cpu", accelerator)
         return cls(
             default_dtype=torch.get_default_dtype(),
             deterministic=torch.are_deterministic_algorithms_enabled(),
             warn_only=torch.is_deterministic_algorithms_warn_only_enabled(),
-            autocast_dtype=torch.get_autocast_dtype("cpu") if autocast else None,
+            autocast=tuple((name, _autocast_dtype(name)) for name in types),
             kernels=tuple(read() for read, _ in _KERNELS),
         )
 
@@ -108,9 +140,11 @@ class TorchSettings:
         """In force within the block, in this process and thread."""
         before = TorchSettings.current()
         self._set()
-        enabled = self.autocast_dtype is not None
         try:
-            with torch.autocast("cpu", dtype=self.autocast_dtype, enabled=enabled):
+            with ExitStack() as stack:
+                for name, dtype in self.autocast:
+                    if dtype != _autocast_dtype(name):  # torch warns where there is no such device
+                        stack.enter_context(torch.autocast(name, dtype, enabled=dtype is not None))
                 yield
         finally:
             before._set()
@@ -143,6 +177,12 @@ def deterministic_kernels() -> Iterator[None]:
         yield
     finally:
         before._set()
+
+
+def _autocast_dtype(device_type: str) -> torch.dtype | None:
+    """What this thread computes in where it may; None where autocast is off."""
+    enabled = torch.is_autocast_enabled(device_type)
+    return torch.get_autocast_dtype(device_type) if enabled else None
 
 
 def _flushes_denormals() -> bool:

@@ -1,5 +1,6 @@
 """What a script has set in torch is in force on every rank, however it was set."""
 
+import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 from torch.backends import cuda, cudnn, mkldnn
 
+from lockstep import accelerators
 from lockstep.parallel.settings import TorchSettings
 
 
@@ -33,14 +35,44 @@ PRECISIONS: dict[str, Callable[[], Any]] = {
     "products on cores": lambda: setattr(mkldnn.matmul, "fp32_precision", "bf16"),
 }
 
+KERNELS: dict[str, Callable[[], Any]] = {
+    "cudnn": lambda: setattr(cudnn, "enabled", False),
+    "attention": lambda: cuda.enable_cudnn_sdp(False),
+    "order of attention": lambda: torch._C._set_sdp_priority_order([3, 2, 1, 0, 4]),
+    "attention in 16 bits": lambda: cuda.allow_fp16_bf16_reduction_math_sdp(True),
+    "sums of fp16": lambda: setattr(cuda.matmul, "allow_fp16_reduced_precision_reduction", False),
+    "sums of bf16": lambda: setattr(cuda.matmul, "allow_bf16_reduced_precision_reduction", False),
+    "fp16": lambda: setattr(cuda.matmul, "allow_fp16_accumulation", True),
+}
 
-@pytest.mark.parametrize("change", PRECISIONS.values(), ids=PRECISIONS)
-def test_precisions_travel(change: Callable[[], Any]) -> None:
+
+@pytest.mark.parametrize("change", [*PRECISIONS.values(), *KERNELS.values()])
+def test_settings_travel(change: Callable[[], Any]) -> None:
     begun = TorchSettings.current()
     change()
-    changed = TorchSettings.current()
+    changed = pickle.loads(pickle.dumps(TorchSettings.current()))
     begun._set()  # another process
     assert changed != begun == TorchSettings.current()
     with changed.applied():
         assert TorchSettings.current() == changed
     assert TorchSettings.current() == begun
+
+
+@pytest.mark.parametrize("kind", ["cpu", "mtia"])  # the latter may be asked for without a device
+def test_autocast_travels_for_accelerators_too(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    monkeypatch.setattr(accelerators, "kind", lambda: "mtia")
+    with torch.autocast(kind, torch.bfloat16):
+        settings = TorchSettings.current()
+    assert dict(settings.autocast)[kind] == torch.bfloat16
+    assert not torch.is_autocast_enabled(kind)
+    with settings.applied():
+        assert TorchSettings.current() == settings
+    assert not torch.is_autocast_enabled(kind)
+
+
+def test_nothing_is_said_where_the_kind_of_accelerator_has_no_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(accelerators, "kind", lambda: "cuda")
+    with TorchSettings.current().applied():
+        assert not torch.cuda.is_initialized()
