@@ -10,6 +10,7 @@ import torch
 from torch.backends import cuda, cudnn, mkldnn
 
 from lockstep import accelerators
+from lockstep.errors import OptionError
 
 _deterministic: Any = torch.utils.deterministic  # its types do not say what it has
 
@@ -99,7 +100,7 @@ _KERNELS: tuple[_Access, ...] = (
     _attribute(_deterministic, "fill_uninitialized_memory"),
 )
 
-# What cuBLAS needs to be deterministic. It is read when CUDA begins.
+# What cuBLAS needs to be deterministic. torch reads it once, at a process's first product.
 _WORKSPACE = ("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
@@ -177,6 +178,31 @@ def deterministic_kernels() -> Iterator[None]:
         yield
     finally:
         before._set()
+
+
+def check_deterministic(device: torch.device) -> None:
+    """Refuse a device on which this process has computed before, and not deterministically.
+
+    Args:
+        device: where this thread works, within ``deterministic_kernels``.
+
+    Raises:
+        OptionError: it has.
+    """
+    if device.type == "cpu":
+        return
+    probe = torch.ones(2, 2, device=device)
+    try:
+        probe @ probe
+    except RuntimeError as error:
+        if _WORKSPACE[0] not in str(error):
+            raise
+        raise OptionError(
+            "Only deterministic kernels are to be used, which this process has to know before it "
+            "first uses its device.",
+            received="deterministic=True after other work on the device",
+            fix=f"Run the script with {'='.join(_WORKSPACE)} in its environment.",
+        ) from error
 
 
 def _autocast_dtype(device_type: str) -> torch.dtype | None:

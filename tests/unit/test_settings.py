@@ -9,7 +9,8 @@ import torch
 from torch.backends import cuda, cudnn, mkldnn
 
 from lockstep import accelerators
-from lockstep.parallel.settings import TorchSettings
+from lockstep.errors import OptionError
+from lockstep.parallel.settings import TorchSettings, check_deterministic
 
 
 @pytest.fixture(autouse=True)
@@ -76,3 +77,29 @@ def test_nothing_is_said_where_the_kind_of_accelerator_has_no_device(
     monkeypatch.setattr(accelerators, "kind", lambda: "cuda")
     with TorchSettings.current().applied():
         assert not torch.cuda.is_initialized()
+
+
+class _Product:
+    """What torch does on a device that has computed before the variable was set."""
+
+    def __init__(self, error: str) -> None:
+        self._error = error
+
+    def __matmul__(self, other: object) -> None:
+        raise RuntimeError(self._error)
+
+
+def test_a_device_that_cannot_be_deterministic_any_more_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    device = torch.device("meta")  # as an accelerator that has done nothing yet
+    check_deterministic(device)
+    late = _Product("you must set an environment variable: CUBLAS_WORKSPACE_CONFIG=:4096:8")
+    monkeypatch.setattr(torch, "ones", lambda *shape, device: late)
+    check_deterministic(torch.device("cpu"))
+    with pytest.raises(OptionError, match="CUBLAS_WORKSPACE_CONFIG=:4096:8 in its environment"):
+        check_deterministic(device)
+    other = _Product("out of memory")
+    monkeypatch.setattr(torch, "ones", lambda *shape, device: other)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        check_deterministic(device)
