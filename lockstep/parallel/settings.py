@@ -180,6 +180,15 @@ def deterministic_kernels() -> Iterator[None]:
         before._set()
 
 
+def rounds_float32(device_type: str) -> bool:
+    """Whether kernels of a device may take float32 for less: TF32, bfloat16."""
+    backend = "cuda" if device_type == "cuda" else "mkldnn"
+    values = (
+        torch._C._get_fp32_precision_getter(*one) for one in _FP32_PLACES if one[0] == backend
+    )
+    return any(value in ("tf32", "bf16") for value in values)
+
+
 def check_deterministic(device: torch.device) -> None:
     """Refuse a device on which this process has computed before, and not deterministically.
 

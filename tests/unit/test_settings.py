@@ -10,7 +10,7 @@ from torch.backends import cuda, cudnn, mkldnn
 
 from lockstep import accelerators
 from lockstep.errors import OptionError
-from lockstep.parallel.settings import TorchSettings, check_deterministic
+from lockstep.parallel.settings import TorchSettings, check_deterministic, rounds_float32
 
 
 @pytest.fixture(autouse=True)
@@ -103,3 +103,11 @@ def test_a_device_that_cannot_be_deterministic_any_more_is_refused(
     monkeypatch.setattr(torch, "ones", lambda *shape, device: other)
     with pytest.raises(RuntimeError, match="out of memory"):
         check_deterministic(device)
+
+
+def test_where_float32_is_taken_for_less() -> None:
+    assert [rounds_float32(one) for one in ("cuda", "cpu")] == [True, False]  # in convolutions
+    cudnn.allow_tf32 = False
+    assert not rounds_float32("cuda")
+    mkldnn.matmul.fp32_precision = "bf16"
+    assert [rounds_float32(one) for one in ("cuda", "cpu")] == [False, True]
