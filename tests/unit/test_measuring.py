@@ -1,6 +1,7 @@
 """Measuring layers: what counts as whose time and memory, and what is left as it was."""
 
 import copy
+import time
 from typing import Any
 
 import pytest
@@ -227,8 +228,13 @@ def test_what_takes_long_is_run_twice(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_device_has_done_its_work_when_a_time_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[str] = []
+
+    def timed() -> float:
+        events.append("timed")
+        return 0.0
+
     monkeypatch.setattr(accelerators, "in_use", lambda: torch.cuda)
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda: events.append("waited"))
-    monkeypatch.setattr(measuring.time, "perf_counter", lambda: events.append("timed") or 0.0)
+    monkeypatch.setattr(time, "perf_counter", timed)
     measuring._time(lambda: events.append("ran"))
     assert events == ["waited", "timed", "ran", "waited", "timed"]

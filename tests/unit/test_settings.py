@@ -12,6 +12,9 @@ from lockstep import accelerators
 from lockstep.errors import OptionError
 from lockstep.parallel.settings import TorchSettings, check_deterministic, rounds_float32
 
+_cudnn: Any = cudnn  # their types do not say what they have
+_mkldnn: Any = mkldnn
+
 
 @pytest.fixture(autouse=True)
 def _put_back() -> Iterator[None]:
@@ -32,8 +35,8 @@ PRECISIONS: dict[str, Callable[[], Any]] = {
     "all": lambda: setattr(torch.backends, "fp32_precision", "tf32"),
     "device": lambda: setattr(cudnn, "fp32_precision", "tf32"),
     "device products": lambda: setattr(cuda.matmul, "fp32_precision", "tf32"),
-    "convolutions": lambda: setattr(cudnn.conv, "fp32_precision", "ieee"),
-    "products on cores": lambda: setattr(mkldnn.matmul, "fp32_precision", "bf16"),
+    "convolutions": lambda: setattr(_cudnn.conv, "fp32_precision", "ieee"),
+    "products on cores": lambda: setattr(_mkldnn.matmul, "fp32_precision", "bf16"),
 }
 
 KERNELS: dict[str, Callable[[], Any]] = {
@@ -109,5 +112,5 @@ def test_where_float32_is_taken_for_less() -> None:
     assert [rounds_float32(one) for one in ("cuda", "cpu")] == [True, False]  # in convolutions
     cudnn.allow_tf32 = False
     assert not rounds_float32("cuda")
-    mkldnn.matmul.fp32_precision = "bf16"
+    _mkldnn.matmul.fp32_precision = "bf16"
     assert [rounds_float32(one) for one in ("cuda", "cpu")] == [False, True]
