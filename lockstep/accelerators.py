@@ -101,6 +101,12 @@ def await_device(device: torch.device, look_around: Callable[[float], None]) -> 
         time.sleep(_NAP_SECONDS)
 
 
+def synchronize() -> None:
+    """Wait for the device, if one is in use. For what is timed, where nobody else is waited for."""
+    if in_use() is not None:
+        torch.accelerator.synchronize()
+
+
 # --- memory ---------------------------------------------------------------------------------------
 
 

@@ -15,6 +15,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
+from lockstep import accelerators
 from lockstep.capture.instructions import references, run_instruction
 from lockstep.capture.recording import storage_of
 from lockstep.capture.seeding import seeded
@@ -80,8 +81,10 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _time(body: Callable[[], Any]) -> float:
+    accelerators.synchronize()
     begin = time.perf_counter()
     body()
+    accelerators.synchronize()
     return time.perf_counter() - begin
 
 

@@ -4,7 +4,7 @@ import time
 from itertools import permutations
 from typing import Any
 
-from lockstep.cluster.devices import discover
+from lockstep.cluster.devices import described, discover
 from lockstep.cluster.topology import Device
 from lockstep.plan.engines import NATIVE_BACKENDS
 from lockstep.units import format_bytes
@@ -22,7 +22,7 @@ def accelerator_lines() -> tuple[str, ...]:
     """Their names, models and memory; or why there are none, where torch is built for some."""
     return tuple(
         " ".join(filter(None, (one.name, one.model, format_bytes(one.memory_bytes))))
-        for one in accelerators()
+        for one in map(described, accelerators())
     )
 
 

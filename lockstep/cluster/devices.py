@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from lockstep.cluster.environment import find_devices
 from lockstep.cluster.topology import Cluster, Device, Host
 
@@ -97,31 +99,25 @@ def _accelerators() -> list[Device]:
     if kind is None or kind.type == "mps":  # Apple's has no float64, and nothing to join it
         return []
     return [
-        Device(
-            kind=kind.type,
-            index=index,
-            memory_bytes=_device_memory(kind.type, index),
-            model=_device_model(kind.type, index),
-        )
+        Device(kind=kind.type, index=index, memory_bytes=0)
         for index in range(torch.accelerator.device_count())
     ]
 
 
-def _properties(kind: str, index: int) -> Any:
-    """What a backend tells of a device; None where it does not."""
+def described(device: Device) -> Device:
+    """An accelerator with its memory and model, as far as its backend tells them.
+
+    It is initialized for it: a process that then trains on cores has it in use all the same.
+    """
     import torch
 
-    read = getattr(torch.get_device_module(kind), "get_device_properties", None)
-    return None if read is None else read(index)
-
-
-def _device_memory(kind: str, index: int) -> int:
-    """A device's whole memory in bytes; 0 where its backend does not tell."""
-    return int(getattr(_properties(kind, index), "total_memory", 0))
-
-
-def _device_model(kind: str, index: int) -> str:
-    return str(getattr(_properties(kind, index), "name", ""))
+    read = getattr(torch.get_device_module(device.kind), "get_device_properties", None)
+    properties: Any = None if read is None else read(device.index)
+    return msgspec.structs.replace(
+        device,
+        memory_bytes=int(getattr(properties, "total_memory", 0)),
+        model=str(getattr(properties, "name", "")),
+    )
 
 
 def _lack() -> str:

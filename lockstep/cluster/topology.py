@@ -12,8 +12,8 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         kind: torch's name of its type: "cpu", "cuda", "xpu".
         index: among those of its kind.
-        memory_bytes: its own, or a core's part of the host's.
-        model: what its maker calls it, where that is known.
+        memory_bytes: a core's part of the host's; an accelerator's own, where it was asked (0).
+        model: what its maker calls it, where it was asked.
     """
 
     kind: str

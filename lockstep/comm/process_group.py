@@ -15,6 +15,7 @@ on the backend or on the number of ranks.
 import ctypes
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -96,6 +97,8 @@ class ProcessGroups:
         self._meeting = meeting
         self._look_around = look_around
         self._groups: dict[str, Any] = {}
+        self._store: SharedStore | None = None  # what groups keep of it does not keep it alive
+        self._end_groups: Callable[[], object] | None = None
         self._is_open = False
 
     def __getitem__(self, name: str) -> Any:
@@ -122,6 +125,9 @@ class ProcessGroups:
         if not self._is_open:
             self._groups = self._made_patiently()
             self._is_open = True
+            if not self._backend.by_host:
+                groups = list(self._groups.values())
+                self._end_groups = weakref.finalize(self, _abort, groups, self._store)
 
     def abandon(self) -> None:
         """After a failure. To destroy a group would wait for hosts that are cut off: it is kept.
@@ -130,8 +136,8 @@ class ProcessGroups:
         """
         for group in self._groups.values() if self._abroad else ():
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
-        for group in () if self._backend.by_host else self._groups.values():
-            group.abort()
+        if self._end_groups is not None:
+            self._end_groups()
 
     # --- waiting ---------------------------------------------------------------------------------
 
@@ -249,7 +255,7 @@ class ProcessGroups:
     def _outcome(self) -> dict[str, Any] | Exception:
         try:
             use(self.own_device)  # which each thread chooses for itself
-            store = SharedStore(self._meeting.path)
+            store = self._store = SharedStore(self._meeting.path)
             make = self._backend.maker(self._meeting.address, self.own_device)
             groups = {
                 name: make(_dist.PrefixStore(name, store), ranks.index(self._rank), len(ranks))
@@ -259,6 +265,16 @@ class ProcessGroups:
             return groups
         except Exception as error:
             return error
+
+
+def _abort(groups: Sequence[Any], store: SharedStore | None) -> None:
+    """End groups whose collectives run on a device; their store must be there meanwhile.
+
+    A backend that is not told to warns that nobody has. To abort waits for no other rank, which may
+    have ended or be about to; what ranks had to tell each other, they have before their barrier.
+    """
+    for group in groups:
+        group.abort()
 
 
 class _Addresses:
@@ -393,6 +409,8 @@ _NCCL_LEAVES_FAILURES_TO_US = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
+    "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "0",  # messages come one by one
 }
 
 

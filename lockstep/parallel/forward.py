@@ -24,6 +24,7 @@ from lockstep.parallel.processor import (
     lacks_lstm,
 )
 from lockstep.parallel.redirection import Redirection
+from lockstep.parallel.settings import rounds_float32
 from lockstep.plan.spec import Plan
 
 # Of the data and the loss, by the Plan's precision.
@@ -129,6 +130,12 @@ class ModelCall:
         number of ranks.
         """
         self._given_up.add(self._model.training)
+
+    @property
+    def is_low(self) -> bool:
+        """Whether it computes in less than float32, whatever its outputs are."""
+        is_float32 = DTYPES[self._plan.precision] == torch.float32
+        return self._is_low or (is_float32 and rounds_float32(self._device.type))
 
     def applied(self) -> AbstractContextManager[Any]:
         """Around a pass, forward or backward, in which the model or parts of it are called."""

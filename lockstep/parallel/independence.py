@@ -23,13 +23,16 @@ from lockstep.parallel.halves import begin_again, halves, on_halves, rows_of
 _TOLERANCE, _LOW_TOLERANCE = 1e-3, 0.1
 
 
-def check_apart(model: nn.Module, call: Callable[[Tree], Tree], batch: Batch) -> None:
+def check_apart(
+    model: nn.Module, call: Callable[[Tree], Tree], batch: Batch, *, is_low: bool = False
+) -> None:
     """Compare what comes of some samples with what comes of their halves; leaves the model as is.
 
     Args:
         model: in training mode.
         call: runs it on inputs.
         batch: the samples.
+        is_low: it computes in less than float32, whatever its outputs are.
 
     Raises:
         ModelError: it makes something else of them.
@@ -37,7 +40,7 @@ def check_apart(model: nn.Module, call: Callable[[Tree], Tree], batch: Batch) ->
     # With gradients, which a model may take in its forward pass.
     with left_alone(model) as state, torch.enable_grad():
         try:
-            error = _seen(model, call, batch, state)
+            error = _seen(model, call, batch, state, is_low=is_low)
         except Exception:  # of a model that takes certain numbers of samples: nobody can say
             return
     if error is not None:
@@ -45,7 +48,12 @@ def check_apart(model: nn.Module, call: Callable[[Tree], Tree], batch: Batch) ->
 
 
 def _seen(
-    model: nn.Module, call: Callable[[Tree], Tree], batch: Batch, state: ModelState
+    model: nn.Module,
+    call: Callable[[Tree], Tree],
+    batch: Batch,
+    state: ModelState,
+    *,
+    is_low: bool,
 ) -> ModelError | None:
     """What is wrong with a model, if that shows."""
 
@@ -60,7 +68,7 @@ def _seen(
     (whole, _), (one, kept), (other, also_kept) = found
     if any(map(_are_pairs, whole, one, other)):
         return _sees_others(batch.num_samples, math.inf, training=training)
-    is_low = isinstance(model, FrontEndModel) and model.has_low_precision
+    is_low |= isinstance(model, FrontEndModel) and model.has_low_precision
     apart = [
         torch.cat([first, second]) if _are_samples(both, first, second) else both
         for both, first, second in zip(whole, one, other, strict=False)

@@ -350,7 +350,7 @@ class ModelPasses(Passes):
         if self.watch is not None or not (is_tried(run.step) and run.num_filled > 1):
             return
         if not is_inside:
-            check_apart(self._model, self.call, batch)
+            check_apart(self._model, self.call, batch, is_low=self.call.is_low)
             if self._loss is not None:
                 check_added(self._model, self._loss, self.call, batch)
             return

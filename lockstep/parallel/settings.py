@@ -2,37 +2,105 @@
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.backends import cuda, cudnn, mkldnn
 
+from lockstep import accelerators
+from lockstep.errors import OptionError
+
 _deterministic: Any = torch.utils.deterministic  # its types do not say what it has
 
+# Where torch keeps how exactly float32 is computed, from what is asked last to what decides.
+_FP32_PLACES = (
+    ("generic", "all"),
+    *((backend, op) for backend in ("cuda", "mkldnn") for op in ("all", "matmul", "conv", "rnn")),
+)
+
+_Access = tuple[Callable[[], Any], Callable[[Any], Any]]
+
+
+def _attribute(module: Any, name: str) -> _Access:
+    """How a setting that is an attribute is read, and set."""
+    return lambda: getattr(module, name), lambda value: setattr(module, name, value)
+
+
+def _fp32_precision() -> tuple[Any, ...]:
+    """How exactly float32 is computed, by torch's names of before 2.9 and by its own of today.
+
+    After some uses of today's names torch raises an error where the old ones are read: then None.
+    """
+    places = (torch._C._get_fp32_precision_getter(*place) for place in _FP32_PLACES)
+    old = _or_none(torch.get_float32_matmul_precision), _or_none(lambda: cudnn.allow_tf32)
+    return *old, *places
+
+
+def _set_fp32_precision(values: tuple[Any, ...]) -> None:
+    matmul, allow_tf32, *places = values
+    if matmul is not None:
+        torch.set_float32_matmul_precision(matmul)
+    if allow_tf32 is not None:
+        cudnn.allow_tf32 = allow_tf32
+    for place, value in zip(_FP32_PLACES, places, strict=True):  # the old names change these
+        torch._C._set_fp32_precision_setter(*place, value)
+
+
+def _reduced_sums(dtype: str) -> _Access:
+    """Whether products of 16 bits may be summed in 16 bits, and in parts."""
+    name = f"allow_{dtype}_reduced_precision_reduction"
+
+    def read() -> tuple[bool, bool]:
+        return getattr(cuda.matmul, name), getattr(cuda.matmul, f"{name}_split_k", True)
+
+    def write(value: tuple[bool, bool]) -> None:
+        setattr(cuda.matmul, name, value[0] if value[1] else value)  # older versions take the first
+
+    return read, write
+
+
+def _or_none(read: Callable[[], Any]) -> Any:
+    try:
+        return read()
+    except RuntimeError:
+        return None
+
+
 # Which kernels compute, and how exactly: how each is read, and set.
-_KERNELS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
-    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
-    (lambda: mkldnn.enabled, lambda value: setattr(mkldnn, "enabled", value)),
+_KERNELS: tuple[_Access, ...] = (
+    (_fp32_precision, _set_fp32_precision),
+    _attribute(mkldnn, "enabled"),
     (cuda.flash_sdp_enabled, cuda.enable_flash_sdp),
     (cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp),
     (cuda.math_sdp_enabled, cuda.enable_math_sdp),
-    (lambda: cudnn.allow_tf32, lambda value: setattr(cudnn, "allow_tf32", value)),
-    (lambda: cudnn.deterministic, lambda value: setattr(cudnn, "deterministic", value)),
-    (lambda: cudnn.benchmark, lambda value: setattr(cudnn, "benchmark", value)),
+    (cuda.cudnn_sdp_enabled, cuda.enable_cudnn_sdp),
+    (
+        lambda: tuple(torch._C._get_sdp_priority_order()),
+        lambda value: torch._C._set_sdp_priority_order(list(value)),
+    ),
+    (
+        cuda.fp16_bf16_reduction_math_sdp_allowed,
+        cuda.allow_fp16_bf16_reduction_math_sdp,
+    ),
+    _reduced_sums("fp16"),
+    _reduced_sums("bf16"),
+    _attribute(cuda.matmul, "allow_fp16_accumulation"),
+    (cuda.preferred_blas_library, cuda.preferred_blas_library),
+    (cuda.preferred_linalg_library, cuda.preferred_linalg_library),
+    _attribute(cudnn, "enabled"),
+    _attribute(cudnn, "deterministic"),
+    _attribute(cudnn, "benchmark"),
     (
         torch.backends.mha.get_fastpath_enabled,
         torch.backends.mha.set_fastpath_enabled,
     ),
     (lambda: _flushes_denormals(), torch.set_flush_denormal),
-    (
-        lambda: _deterministic.fill_uninitialized_memory,
-        lambda value: setattr(_deterministic, "fill_uninitialized_memory", value),
-    ),
+    _attribute(_deterministic, "fill_uninitialized_memory"),
 )
 
-# What cuBLAS needs to be deterministic. It is read when CUDA begins.
+# What cuBLAS needs to be deterministic. torch reads it once, at a process's first product.
 _WORKSPACE = ("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
@@ -44,25 +112,27 @@ class TorchSettings:
         default_dtype: of new floating tensors.
         deterministic: whether only deterministic algorithms may be used.
         warn_only: whether breaking that only warns.
-        autocast_dtype: of CPU autocast; None where it is off.
+        autocast: dtypes of it, for cores and for this process's kind of accelerator; None where
+            it is off.
         kernels: which kernels may be used, and how exactly they compute.
     """
 
     default_dtype: torch.dtype
     deterministic: bool
     warn_only: bool
-    autocast_dtype: torch.dtype | None
+    autocast: tuple[tuple[str, torch.dtype | None], ...]
     kernels: tuple[Any, ...]
 
     @classmethod
     def current(cls) -> "TorchSettings":
         """Those of this process and thread."""
-        autocast = torch.is_autocast_enabled("cpu")
+        accelerator = accelerators.kind()
+        types = ("cpu",) if accelerator is None else ("cpu", accelerator)
         return cls(
             default_dtype=torch.get_default_dtype(),
             deterministic=torch.are_deterministic_algorithms_enabled(),
             warn_only=torch.is_deterministic_algorithms_warn_only_enabled(),
-            autocast_dtype=torch.get_autocast_dtype("cpu") if autocast else None,
+            autocast=tuple((name, _autocast_dtype(name)) for name in types),
             kernels=tuple(read() for read, _ in _KERNELS),
         )
 
@@ -71,9 +141,11 @@ class TorchSettings:
         """In force within the block, in this process and thread."""
         before = TorchSettings.current()
         self._set()
-        enabled = self.autocast_dtype is not None
         try:
-            with torch.autocast("cpu", dtype=self.autocast_dtype, enabled=enabled):
+            with ExitStack() as stack:
+                for name, dtype in self.autocast:
+                    if dtype != _autocast_dtype(name):  # torch warns where there is no such device
+                        stack.enter_context(torch.autocast(name, dtype, enabled=dtype is not None))
                 yield
         finally:
             before._set()
@@ -106,6 +178,46 @@ def deterministic_kernels() -> Iterator[None]:
         yield
     finally:
         before._set()
+
+
+def rounds_float32(device_type: str) -> bool:
+    """Whether kernels of a device may take float32 for less: TF32, bfloat16."""
+    backend = "cuda" if device_type == "cuda" else "mkldnn"
+    values = (
+        torch._C._get_fp32_precision_getter(*one) for one in _FP32_PLACES if one[0] == backend
+    )
+    return any(value in ("tf32", "bf16") for value in values)
+
+
+def check_deterministic(device: torch.device) -> None:
+    """Refuse a device on which this process has computed before, and not deterministically.
+
+    Args:
+        device: where this thread works, within ``deterministic_kernels``.
+
+    Raises:
+        OptionError: it has.
+    """
+    if device.type == "cpu":
+        return
+    probe = torch.ones(2, 2, device=device)
+    try:
+        probe @ probe
+    except RuntimeError as error:
+        if _WORKSPACE[0] not in str(error):
+            raise
+        raise OptionError(
+            "Only deterministic kernels are to be used, which this process has to know before it "
+            "first uses its device.",
+            received="deterministic=True after other work on the device",
+            fix=f"Run the script with {'='.join(_WORKSPACE)} in its environment.",
+        ) from error
+
+
+def _autocast_dtype(device_type: str) -> torch.dtype | None:
+    """What this thread computes in where it may; None where autocast is off."""
+    enabled = torch.is_autocast_enabled(device_type)
+    return torch.get_autocast_dtype(device_type) if enabled else None
 
 
 def _flushes_denormals() -> bool:

@@ -107,8 +107,9 @@ class Planning:
                 received="data that host 0 alone reads",
                 fix="Pass arrays or a map-style Dataset, or use MultiWorkerMirroredStrategy.",
             )
-        inputs = self._placed(_sample(source, size, precision))
-        computing = computing_in(precision, "cpu")
+        place = _place_of(self._model)
+        inputs = map_tensors(lambda tensor: tensor.to(place), _sample(source, size, precision))
+        computing = computing_in(precision, "cpu" if place.type == "meta" else place.type)
         with computing, running_lstms(precision), _without_fused_attention():
             traced, graph = self._capture(inputs, precision, announce)
         plan = settle(maker(graph, cluster, batch_size))
@@ -168,7 +169,7 @@ class Planning:
         A trace holds the functions that the model has called, so they are looked at, too.
         """
         shapes = map_tensors(
-            lambda tensor: (tuple(tensor.shape), tensor.stride(), tensor.dtype), key
+            lambda one: (tuple(one.shape), one.stride(), one.dtype, one.device.type), key
         )
         try:
             described = describe((self._model, shapes), list(self._model.parameters()))
@@ -180,12 +181,6 @@ class Planning:
     def _given(self, inputs: Tree) -> Tree:
         """As the model takes them."""
         return self._dims.given_inputs(inputs)
-
-    def _placed(self, inputs: Tree) -> Tree:
-        """Where the model is: one that has no memory yet is traced without any."""
-        if not any(parameter.is_meta for parameter in self._model.parameters()):
-            return inputs
-        return map_tensors(lambda tensor: tensor.to("meta"), inputs)
 
     def _graph(self, traced: _Traced, inputs: Tree, announce: Callable[[str], None]) -> LayerGraph:
         """With the costs that were measured before, while the layers are the same."""
@@ -199,6 +194,13 @@ class Planning:
             return self._measured
         inseparable = find_inseparable(self._model, trace, self._given(inputs))
         return msgspec.structs.replace(known, inseparable=inseparable)
+
+
+def _place_of(model: nn.Module) -> torch.device:
+    """Where a model runs: an earlier call may have left it on a device; or it has no memory yet."""
+    found = [one.device for one in (*model.parameters(), *model.buffers())]
+    has_no_memory = any(one.type == "meta" for one in found)
+    return torch.device("meta") if has_no_memory else next(iter(found), torch.device("cpu"))
 
 
 @contextmanager

@@ -4,9 +4,10 @@ A helper has a copy of the model, and modules that it has imported itself: a fun
 script has replaced, a hook on all modules, a registry that a constructor has filled may be missing
 there. So all ranks run a few samples forward and backward, the same on each, with the same random
 numbers. Of every layer's output, of the loss, and of the gradients of outputs and of small
-parameters a fingerprint is taken. They must be the same bits on all ranks of a host; the first that
-is not is named. Hosts may have other processors, which round in other ways: of what layers return
-on their first ranks the sizes are compared. What torch.compile has compiled is run as it was
+parameters a fingerprint is taken. They must be the same bits on all cores of a host; the first that
+is not is named. Hosts may have other processors, which round in other ways, and kernels of
+accelerators may add in another order each time: there, sizes of what layers return are compared, of
+hosts those on their first ranks. What torch.compile has compiled is run as it was
 before, since compiling takes long. The model and the random streams are left as they were.
 
 Gradients of large weights are not formed: their memory would be taken twice.
@@ -35,6 +36,7 @@ from lockstep.parallel.losses import JointLoss, ShareLoss
 from lockstep.parallel.serialization import describe
 from lockstep.parallel.settings import TorchSettings
 from lockstep.parallel.worker import Worker
+from lockstep.plan.devices import is_cpu
 from lockstep.train.likeness import digest
 
 # Samples of a proof, and elements of the largest parameter whose gradient is compared.
@@ -98,15 +100,17 @@ def prove_alike(worker: Worker, control: Control, samples: Any) -> None:
     with left_alone(worker.model, *worker.passes.user_losses()), uncompiled():
         own = _fingerprints(worker.model, lambda: worker.passes.losses_alone(batch))
     told = control.gather(own)
+    is_exact = is_cpu(worker.plan.devices)
     for host in range(worker.plan.num_hosts) if told else ():
         first, *others = worker.plan.ranks_of_host(host)
         for rank in others:
-            if (place := first_difference(told[first], told[rank])) is not None:
-                raise unlike(rank, first, place)
+            place = first_difference(told[first], told[rank], is_same if is_exact else is_like)
+            if place is not None:
+                raise unlike(rank, first, place, is_exact=is_exact)
     for host in range(1, worker.plan.num_hosts) if told else ():
         first = worker.plan.ranks_of_host(host)[0]
         if (place := first_difference(told[0], told[first], is_like)) is not None:
-            raise unlike(first, 0, place, across=True)
+            raise unlike(first, 0, place, is_exact=False)
 
 
 def _fingerprints(
@@ -200,7 +204,7 @@ def is_same(one: Print, other: Print) -> bool:
 
 
 def is_like(one: Print, other: Print) -> bool:
-    """Whether another host has computed the same, but for rounding."""
+    """Whether another host or an accelerator has computed the same, but for rounding."""
     (place, _, size), (_, _, other_size) = one, other
     is_gradient = place.startswith(GRADIENT)  # through BatchNorm, of few samples, all is rounding
     is_finite = math.isfinite(size) and math.isfinite(other_size)
@@ -237,11 +241,11 @@ def _by_place(prints: Sequence[Print]) -> dict[str, list[Print]]:
     return {place: found[place] for place, *_ in prints}
 
 
-def unlike(rank: int, first: int, place: str, *, across: bool = False) -> ModelError:
+def unlike(rank: int, first: int, place: str, *, is_exact: bool = True) -> ModelError:
     """The error of a rank that computes something else than another."""
     return ModelError(
         f"Rank {rank} does not compute what rank {first} computes.",
-        received=f"something else, first in {place}" if across else f"other bits, first in {place}",
+        received=f"{'other bits' if is_exact else 'something else'}, first in {place}",
         fix="A helper has a copy of the model and imports modules for itself. What the script "
         "has changed in an imported module (a function, a class, a global, a mode, a hook on "
         "all modules) is not there: do it in the model's own code, where it is used.",

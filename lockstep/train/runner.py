@@ -24,7 +24,7 @@ from lockstep.parallel.compressed_tensors import compressed_tensors
 from lockstep.parallel.forward import ModelCall
 from lockstep.parallel.groups import ParameterGroup, parameter_groups
 from lockstep.parallel.losses import LossAdapter
-from lockstep.parallel.settings import TorchSettings, deterministic_kernels
+from lockstep.parallel.settings import TorchSettings, check_deterministic, deterministic_kernels
 from lockstep.parallel.stage_passes import StageTools
 from lockstep.parallel.whole_batch import whole_batch_note
 from lockstep.plan.devices import is_cpu
@@ -266,6 +266,8 @@ class Runner(ABC):
                 session = self._session
                 session.preload = self._preload
             assignment = self._assignment(task, loss, updater, *planned)
+            if self.deterministic:
+                check_deterministic(assignment.device)
             proof = self._prepare_proof(assignment, session, conductor)
             if isinstance(task, FitTask) and loss is not None and not self._steps_trained:
                 check_inner_loss(assignment, loss, sample_of(task.source), batch_size)

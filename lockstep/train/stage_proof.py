@@ -224,7 +224,7 @@ def prove_stages(worker: Worker, control: Control, crossing: Crossing | None) ->
             wanted = crossing.prints[stage]
             place = first_difference(wanted, prints, is_like if across else is_same)
             if place is not None:
-                raise unlike(rank, 0, place, across=across)
+                raise unlike(rank, 0, place, is_exact=not across)
 
 
 def _prints(trial: _StageTrial, tools: StageTools) -> Sequence[Print]:

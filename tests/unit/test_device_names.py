@@ -1,5 +1,6 @@
 """``devices=`` as a number or names, against what a host has; and engines that fit them."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -127,6 +128,26 @@ def test_cuda_without_its_driver_is_told(monkeypatch: pytest.MonkeyPatch) -> Non
     assert devices.discover().hosts[0].accelerators == ()
     with pytest.raises(DeviceError, match=r"cannot use it: Found no NVIDIA driver.*cuda:0"):
         lockstep.MirroredStrategy(["cuda:0"])
+
+
+def test_devices_are_found_without_beginning_to_use_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def properties(index: int) -> SimpleNamespace:
+        asked.append(index)
+        return SimpleNamespace(total_memory=7, name="GPU")
+
+    monkeypatch.setattr(
+        torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("cuda")
+    )
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    found = devices.discover().hosts[0].accelerators
+    assert [device.name for device in found] == ["cuda:0", "cuda:1"]
+    assert asked == []
+    told = [devices.described(device) for device in found]
+    assert asked == [0, 1]
+    assert {(device.memory_bytes, device.model) for device in told} == {(7, "GPU")}
 
 
 def test_an_operation_without_a_deterministic_kernel_is_named() -> None:

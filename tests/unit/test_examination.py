@@ -22,6 +22,7 @@ from lockstep.comm import shared_memory
 def test_what_a_host_has(monkeypatch: pytest.MonkeyPatch) -> None:
     found = [Device(kind="xpu", index=i, memory_bytes=1 << 30, model=f"GPU {i}") for i in (0, 1)]
     monkeypatch.setattr(device_examination, "accelerators", lambda: found)
+    monkeypatch.setattr(device_examination, "described", lambda device: device)
     monkeypatch.setattr(device_examination, "_link", lambda one, other: f"{one} to {other}")
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     monkeypatch.delenv("OMP_PROC_BIND", raising=False)

@@ -1,6 +1,7 @@
 """Measuring layers: what counts as whose time and memory, and what is left as it was."""
 
 import copy
+import time
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lockstep import accelerators
 from lockstep.capture import measuring
 from lockstep.capture.graph import capture_graph, value_bytes
 from lockstep.capture.measuring import measure_layers
@@ -222,3 +224,17 @@ def test_what_takes_long_is_run_twice(monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert count_calls(0.0) == 2
     assert count_calls(3600.0) == 4
+
+
+def test_a_device_has_done_its_work_when_a_time_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+
+    def timed() -> float:
+        events.append("timed")
+        return 0.0
+
+    monkeypatch.setattr(accelerators, "in_use", lambda: torch.cuda)
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: events.append("waited"))
+    monkeypatch.setattr(time, "perf_counter", timed)
+    measuring._time(lambda: events.append("ran"))
+    assert events == ["waited", "timed", "ran", "waited", "timed"]

@@ -5,6 +5,7 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,8 +19,17 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lockstep
+from lockstep.data.sources import Batch
 from lockstep.errors import ModelError
-from lockstep.train.rank_proof import first_difference, is_like, print_of, samples_of
+from lockstep.parallel.losses import ShareLoss
+from lockstep.train.rank_proof import (
+    Print,
+    first_difference,
+    is_like,
+    print_of,
+    prove_alike,
+    samples_of,
+)
 from lockstep.train.runner import Runner
 
 X = torch.linspace(-2, 2, 48).reshape(8, 6).sin()
@@ -344,6 +354,41 @@ def test_hosts_may_round_in_other_ways() -> None:
     loss_of = print_of("the loss", [x])
     found = first_difference([*prints, loss_of], [*others, loss_of], is_like)
     assert found == "the output of layer 'a'"
+
+
+@pytest.mark.parametrize(
+    ("kind", "factor", "message"),
+    [
+        ("cpu", 1 + 1e-6, "other bits, first in the output of the model"),
+        ("cuda", 1 + 1e-6, None),
+        ("cuda", 3.0, "something else, first in the output of the model"),
+    ],
+)
+def test_accelerators_may_add_in_another_order(
+    kind: str, factor: float, message: str | None
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(6, 3)
+
+    def told(own: list[Print]) -> list[list[Print]]:
+        place, *_ = own[0]
+        return [own, [print_of(place, [model(X) * factor]), *own[1:]]]
+
+    def losses_alone(batch: Batch) -> list[ShareLoss]:
+        model(batch.inputs)
+        return []
+
+    worker: Any = SimpleNamespace(
+        model=model,
+        plan=SimpleNamespace(
+            devices=(f"{kind}:0", f"{kind}:1"), num_hosts=1, ranks_of_host=lambda host: (0, 1)
+        ),
+        passes=SimpleNamespace(user_losses=lambda: (), losses_alone=losses_alone),
+    )
+    control: Any = SimpleNamespace(broadcast=lambda samples: samples, gather=told)
+    expected = pytest.raises(ModelError, match=message) if message else nullcontext()
+    with expected:
+        prove_alike(worker, control, (X, Y, None, len(X)))
 
 
 def test_what_a_copy_has_lost_is_named() -> None:

@@ -1,0 +1,46 @@
+"""Groups of a backend that works on a device are ended, once, whoever lets go of them."""
+
+from typing import Any
+
+import pytest
+
+from lockstep.comm import process_group
+from lockstep.comm.meeting_point import MeetingPoint
+from lockstep.comm.process_group import ProcessGroups
+
+
+class _Group:
+    def __init__(self) -> None:
+        self.num_aborts = 0
+
+    def abort(self) -> None:
+        self.num_aborts += 1
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_groups_on_a_device_are_ended_when_nobody_needs_them(
+    monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    made: list[_Group] = []
+
+    def make(store: Any, rank: int, size: int) -> _Group:
+        made.append(_Group())
+        return made[-1]
+
+    backend = process_group._Backend(maker=lambda address, device: make)
+    monkeypatch.setitem(process_group._BACKENDS, "nccl", backend)
+    point = MeetingPoint(address="127.0.0.1", num_ranks=1, timeout_seconds=9.0)
+    groups = ProcessGroups(
+        {"one": (0,), "two": (0,)},
+        rank=0,
+        backend="nccl",
+        meeting=point.meeting,
+        look_around=lambda seconds: None,
+    )
+    groups.open()
+    assert [group.num_aborts for group in made] == [0, 0]
+    if fails:
+        groups.abandon()
+        assert [group.num_aborts for group in made] == [1, 1]
+    del groups
+    assert [group.num_aborts for group in made] == [1, 1]
