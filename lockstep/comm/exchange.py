@@ -14,13 +14,14 @@ from typing import Any
 
 import torch
 
-from lockstep.comm.board import LINE_BYTES, Board
+from lockstep.comm.board import LINE_BYTES, Board, look_around_of
 from lockstep.comm.compressed_sums import CompressedSums, Residual
 from lockstep.comm.domain_sums import DomainSums, members_by_domain
 from lockstep.comm.early_sums import EarlySums
 from lockstep.comm.gradient_rows import GradientRows
 from lockstep.comm.gradient_spec import GradientSpec
 from lockstep.comm.gradients import Gradients, GroupGradients, OwnGradients
+from lockstep.comm.late_losses import LateLosses
 from lockstep.comm.process_group import ProcessGroups
 from lockstep.comm.shared_memory import SharedRegion, dense_stride
 from lockstep.comm.transport import Transport
@@ -216,8 +217,9 @@ class Exchange:
         self.residuals = residuals or {}
         losses, used, rows, *places = spec.offsets()
         shares = spec.num_shares
-        self._loss_rows = self._tensor(losses, torch.float64, (shares, 4))
-        self._losses = self._loss_rows.numpy()
+        lines = self._tensor(losses, torch.float64, (shares, 4))
+        self._losses, self._late_losses = lines.numpy(), LateLosses(lines)
+        self._own_shares = spec.shares_of([rank])
         self._used = self._tensor(used, torch.int64, (spec.num_ranks,)).numpy()
         self._rows = self._tensor(rows, torch.float64, (2, shares, spec.row_capacity))
         self._gradient_rows = {
@@ -292,6 +294,7 @@ class Exchange:
         self._pass += 1
         self._offers = [0] * self._spec.num_shares
         self._is_used = False
+        self._late_losses.begin()
         self.open()
         for gradients in self.gradients.values():
             gradients.begin_pass()
@@ -319,7 +322,7 @@ class Exchange:
             is_refused: see ``ShareTotals``.
             is_guess: likewise.
         """
-        self._loss_rows[share, 0], self._loss_rows[share, 1] = total, weight
+        self._late_losses.put(share, total, weight)
         self._losses[share, 2:] = is_refused, is_guess
 
     def put(self, group: int, row: int, gradients: Gradients) -> None:
@@ -334,6 +337,7 @@ class Exchange:
 
     def expect(self, num_filled: int) -> None:
         """A step begins in which so many shares are filled."""
+        self._late_losses.expect(sum(share < num_filled for share in self._own_shares))
         for number, gradients in self.gradients.items():
             gradients.expect(self._spec.groups[number].num_filled_rows(num_filled))
 
@@ -359,6 +363,7 @@ class Exchange:
         self._used[self._rank] = self._is_used
         for number, gradients in self.gradients.items():
             gradients.hand_over(self._spec.groups[number].num_filled_rows(num_filled))
+        self._late_losses.settle(look_around_of(self.board))
         self._meet()
         for number, gradients in self.gradients.items():
             gradients.collect(self._spec.groups[number].num_filled_rows(num_filled))

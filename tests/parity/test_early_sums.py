@@ -20,9 +20,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import lockstep
+from lockstep import accelerators
 from lockstep.comm.early_sums import EarlySums
 from lockstep.comm.gradient_rows import GradientRows
+from lockstep.comm.late_losses import LateLosses
 from lockstep.comm.process_group import ProcessGroupTransport
+from lockstep.parallel.losses import ShareLoss
 from lockstep.parallel.worker import Worker
 
 GLOO = partial(lockstep.MirroredStrategy, engine="gloo")
@@ -176,11 +179,12 @@ class _Guard(TorchDispatchMode):
 
 
 @contextmanager
-def guarded() -> Iterator[None]:
+def guarded(guard: TorchDispatchMode | None = None) -> Iterator[None]:
     def refuse(tensor: Tensor) -> None:
         raise AssertionError("the step asks for a tensor's values")
 
-    with pytest.MonkeyPatch.context() as patch, _Guard():  # type: ignore[no-untyped-call]
+    guard = guard or _Guard()  # type: ignore[no-untyped-call]
+    with pytest.MonkeyPatch.context() as patch, guard:
         patch.setattr(Tensor, "tolist", refuse)
         yield
 
@@ -204,6 +208,128 @@ def test_a_step_asks_no_tensor_for_its_value(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(Worker, "train_step", train_step)
     trained(perceptron(), GLOO(2))
     assert num_guarded == 6
+
+
+class _Copied:
+    """Stands in for ``torch.Event``: a copy that takes a while."""
+
+    def __init__(self, events: list[str]) -> None:
+        self._events = events
+        self._num_asked = 0
+
+    def record(self) -> None:
+        self._events.append("copy")
+
+    def query(self) -> bool:
+        self._num_asked += 1
+        if self._num_asked == 3:
+            self._events.append("there")
+        return self._num_asked >= 3
+
+
+class _DeviceGuard(_Guard):
+    """Fails also on what is copied from a device to memory that ranks share, or to lines like it.
+
+    Each tensor counts as a device's, but for plain numbers and what was waited for.
+    """
+
+    def __init__(self, worker: Worker) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        exchange = worker.exchange
+        self._lines = [exchange._late_losses._lines]
+        self._lines += [] if exchange.board is None else [exchange.board._told_here]
+        self.on_host: list[Tensor] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if func is torch.ops.aten.lift_fresh.default:
+            self.on_host.append(result)
+        if func is torch.ops.aten.copy_.default and any(_holds(one, args[0]) for one in self._lines):
+            assert any(_holds(one, args[1]) for one in self.on_host), "a copy that is waited for"
+        return result
+
+
+def _holds(whole: Tensor, part: Tensor) -> bool:
+    return 0 <= part.data_ptr() - whole.data_ptr() < max(whole.nbytes, 1)
+
+
+@contextmanager
+def as_on_a_device(worker: Worker, events: list[str]) -> Iterator[None]:
+    """Within the block what tensors have counts as a device's, which takes a while to tell it."""
+    wait, backward = accelerators.Fetch.wait, ShareLoss.backward
+    guard = _DeviceGuard(worker)
+
+    def waited(self: accelerators.Fetch, look_around: Any) -> Tensor:
+        guard.on_host.append(wait(self, look_around))
+        return guard.on_host[-1]
+
+    def went_backward(self: ShareLoss, denominator: Any) -> None:
+        events.append("backward")
+        backward(self, denominator)
+
+    with pytest.MonkeyPatch.context() as patch, guarded(guard):
+        patch.setattr(accelerators, "computes", lambda one: isinstance(one, Tensor))
+        patch.setattr(torch, "Event", lambda kind: _Copied(events))
+        patch.setattr(accelerators.Fetch, "wait", waited)
+        patch.setattr(ShareLoss, "backward", went_backward)
+        yield
+
+
+def test_the_guard_sees_a_copy_to_the_board(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it was done before: by assignment."""
+
+    def assign(self: LateLosses, share: int, *numbers: Any) -> None:
+        for place, number in enumerate(numbers):
+            self._lines[share, place] = number
+
+    monkeypatch.setattr(LateLosses, "put", assign)
+    with pytest.raises(AssertionError, match="a copy that is waited for"):
+        trained_as_on_a_device(monkeypatch, lockstep.SingleDeviceStrategy())
+
+
+def trained_as_on_a_device(
+    monkeypatch: pytest.MonkeyPatch, strategy: Any, **options: Any
+) -> tuple[dict[str, Tensor], list[str]]:
+    """What training comes to, and what happened in each step."""
+    step, steps = Worker.train_step, []
+
+    def train_step(self: Worker, *args: Any) -> Any:
+        events: list[str] = []
+        with as_on_a_device(self, events):
+            result = step(self, *args)
+        steps.append(" ".join(events))
+        return result
+
+    monkeypatch.setattr(Worker, "train_step", train_step)
+    return trained(perceptron(), strategy, **options), steps
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options", "backwards"),
+    [
+        (lockstep.SingleDeviceStrategy, {}, 1),
+        (lockstep.SingleDeviceStrategy, {"accumulate": 2}, 2),
+        (partial(GLOO, 2), {}, 1),
+        (partial(GLOO, 2), {"accumulate": 2}, 2),
+    ],
+    ids=["alone", "alone accumulating", "2", "2 accumulating"],
+)
+@pytest.mark.parametrize("rule", ["raise", "ignore"])
+def test_a_step_on_a_device_waits_for_its_losses_and_its_verdict(
+    strategy: Any,
+    options: dict[str, Any],
+    backwards: int,
+    rule: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The losses begin to come before the last backward pass, and are waited for after it."""
+    options = {**options, "on_nonfinite": rule}
+    expected = trained(perceptron(), strategy(), **options)
+    found, steps = trained_as_on_a_device(monkeypatch, strategy(), **options)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    losses = "backward " * (backwards - 1) + "copy backward there"
+    verdict = " copy there" if rule == "raise" else ""
+    assert steps == [losses + verdict] * 6
 
 
 class _Killer(lockstep.Callback):
