@@ -111,7 +111,12 @@ def await_event(event: torch.Event, look_around: Callable[[float], None]) -> Non
         time.sleep(_NAP_SECONDS)
 
 
-# --- from a device to the host --------------------------------------------------------------------
+# --- between a device and the host ----------------------------------------------------------------
+
+
+def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor of the host on a device, for which nobody waits here; itself where it stays."""
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 def computes(number: torch.Tensor | float) -> TypeGuard[torch.Tensor]:
