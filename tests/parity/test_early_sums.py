@@ -7,7 +7,7 @@ begin early, what changes after it was sent, and that a step asks no tensor for 
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from operator import methodcaller
@@ -173,8 +173,10 @@ _ASKS = {
 class _Guard(TorchDispatchMode):
     """Fails on what waits for a device to have a tensor's value in Python."""
 
+    asks = _ASKS
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        assert func not in _ASKS, "the step asks for a tensor's value"
+        assert func not in self.asks, "the step asks for a tensor's value"
         return func(*args, **(kwargs or {}))
 
 
@@ -288,7 +290,10 @@ def test_the_guard_sees_a_copy_to_the_board(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def trained_as_on_a_device(
-    monkeypatch: pytest.MonkeyPatch, strategy: Any, **options: Any
+    monkeypatch: pytest.MonkeyPatch,
+    strategy: Any,
+    make_model: Callable[[], nn.Module] = perceptron,
+    **options: Any,
 ) -> tuple[dict[str, Tensor], list[str]]:
     """What training comes to, and what happened in each step."""
     step, steps = Worker.train_step, []
@@ -301,7 +306,7 @@ def trained_as_on_a_device(
         return result
 
     monkeypatch.setattr(Worker, "train_step", train_step)
-    return trained(perceptron(), strategy, **options), steps
+    return trained(make_model(), strategy, **options), steps
 
 
 @pytest.mark.parametrize(
@@ -330,6 +335,42 @@ def test_a_step_on_a_device_waits_for_its_losses_and_its_verdict(
     losses = "backward " * (backwards - 1) + "copy backward there"
     verdict = " copy there" if rule == "raise" else ""
     assert steps == [losses + verdict] * 6
+
+
+class Counting(nn.Sequential):
+    """What it computes depends on how many batches it has seen."""
+
+    num_seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__(perceptron())
+        self.register_buffer("num_seen", torch.zeros(()))
+        self.register_buffer("expanded", torch.zeros(1).expand(3))
+
+    def forward(self, input: Tensor) -> Tensor:
+        output: Tensor = super().forward(input) * (1 + self.num_seen.clone())
+        self.num_seen.add_(1)
+        return output
+
+
+def test_buffers_of_a_device_are_put_back_without_a_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An expanded one, of which elements share memory, cannot be written: that one is looked at."""
+    options = {"accumulate": 2, "on_nonfinite": "ignore"}
+    alone = lockstep.SingleDeviceStrategy()
+    expected = trained(Counting(), alone, **options)
+    monkeypatch.setattr(_Guard, "asks", _ASKS - {torch.ops.aten.equal.default})
+    looks: list[int] = []
+    equal = Tensor.equal
+
+    def looked(self: Tensor, other: Tensor) -> bool:
+        looks.append(self.numel())
+        return equal(self, other)
+
+    monkeypatch.setattr(Tensor, "equal", looked)
+    found, steps = trained_as_on_a_device(monkeypatch, alone, Counting, **options)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert found["num_seen"] == len(steps) == 6
+    assert {*looks} == {3}
 
 
 class _Killer(lockstep.Callback):
