@@ -412,10 +412,10 @@ class Passes(ABC):
         weight: torch.Tensor | float = float(run.num_samples)
         if loss is not None and run.num_filled == 1:
             weight = loss.weight
-            if accelerators.computes(weight):  # of nothing the gradients are 0, and nobody uses them
-                weight = weight.where(weight > 0, math.inf)
-            else:
+            if not accelerators.computes(weight):
                 weight = float(weight)
+            else:  # where nothing counts gradients are 0, and nobody uses them
+                weight = weight.where(weight > 0, math.inf)
         return weight / self._rules.scale
 
 
