@@ -21,7 +21,7 @@ from lockstep.comm.early_sums import EarlySums
 from lockstep.comm.gradient_rows import GradientRows
 from lockstep.comm.gradient_spec import GradientSpec
 from lockstep.comm.gradients import Gradients, GroupGradients, OwnGradients
-from lockstep.comm.late_losses import LateLosses
+from lockstep.comm.late_losses import LateLosses, LateTotal
 from lockstep.comm.process_group import ProcessGroups
 from lockstep.comm.shared_memory import SharedRegion, dense_stride
 from lockstep.comm.transport import Transport
@@ -36,6 +36,7 @@ class ShareTotals:
 
     Attributes:
         totals: the sums.
+        late: the sum of these, in their place, which a device may still be computing.
         weights: their weights.
         is_refused: some share could not be computed in the Plan's memory format.
         is_guess: what some share's loss weighs, nobody knows.
@@ -45,6 +46,7 @@ class ShareTotals:
     weights: list[float]
     is_refused: bool = False
     is_guess: bool = False
+    late: LateTotal | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -358,17 +360,24 @@ class Exchange:
         self._is_used = True
         self.gradients[group].put_product(row, parameter, inputs, output_gradients)
 
-    def collect(self, num_filled: int) -> ShareTotals:
-        """Wait until all ranks have put what they have; the losses of the filled shares."""
+    def collect(self, num_filled: int, *, needs_totals: bool = True) -> ShareTotals:
+        """Wait until all ranks have put what they have; the losses of the filled shares.
+
+        Args:
+            num_filled: of the shares.
+            needs_totals: before the update; otherwise a rank alone may get them late.
+        """
         self._used[self._rank] = self._is_used
         for number, gradients in self.gradients.items():
             gradients.hand_over(self._spec.groups[number].num_filled_rows(num_filled))
+        is_hasty = not needs_totals and self.board is None
+        late = self._late_losses.leave(num_filled) if is_hasty else None
         self._late_losses.settle(look_around_of(self.board))
         self._meet()
         for number, gradients in self.gradients.items():
             gradients.collect(self._spec.groups[number].num_filled_rows(num_filled))
         totals, weights, refused, guessed = self._losses[:num_filled].T.tolist()
-        return ShareTotals(totals, weights, any(refused), any(guessed))
+        return ShareTotals(totals, weights, any(refused), any(guessed), late)
 
     def _meet(self) -> None:
         """Wait for all ranks, and have what they have put be seen here."""

@@ -23,7 +23,7 @@ import lockstep
 from lockstep import accelerators
 from lockstep.comm.early_sums import EarlySums
 from lockstep.comm.gradient_rows import GradientRows
-from lockstep.comm.late_losses import LateLosses
+from lockstep.comm.late_losses import LateLosses, LateTotal
 from lockstep.comm.process_group import ProcessGroupTransport
 from lockstep.parallel.losses import ShareLoss
 from lockstep.parallel.worker import Worker
@@ -84,16 +84,16 @@ class Patchy(nn.Module):
 
 
 def trained(model: nn.Module, strategy: Any, **options: Any) -> dict[str, Tensor]:
+    """What training comes to: the state, and the losses of the epochs."""
     trainer = lockstep.Trainer(
         model,
-        loss=nn.CrossEntropyLoss(),
         optimizer=partial(torch.optim.Adam, lr=1e-2, fused=True),
         strategy=strategy,
         seed=3,
-        **options,
+        **{"loss": nn.CrossEntropyLoss(), **options},
     )
-    trainer.fit(DATA, batch_size=20, epochs=2, verbose=0)
-    return model.state_dict()
+    history = trainer.fit(DATA, batch_size=20, epochs=2, verbose=0)
+    return {**model.state_dict(), "losses": torch.tensor(history.history["loss"])}
 
 
 @pytest.mark.parametrize("options", [{}, {"accumulate": 2}], ids=["plain", "accumulate"])
@@ -286,17 +286,18 @@ def test_the_guard_sees_a_copy_to_the_board(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(LateLosses, "put", assign)
     with pytest.raises(AssertionError, match="a copy that is waited for"):
-        trained_as_on_a_device(monkeypatch, lockstep.SingleDeviceStrategy())
+        trained_as_on_a_device(monkeypatch, lockstep.SingleDeviceStrategy(), [])
 
 
 def trained_as_on_a_device(
     monkeypatch: pytest.MonkeyPatch,
     strategy: Any,
+    steps: list[str],
     make_model: Callable[[], nn.Module] = perceptron,
     **options: Any,
-) -> tuple[dict[str, Tensor], list[str]]:
-    """What training comes to, and what happened in each step."""
-    step, steps = Worker.train_step, []
+) -> dict[str, Tensor]:
+    """What training comes to; what happened in each step is added to ``steps``."""
+    step = Worker.train_step
 
     def train_step(self: Worker, *args: Any) -> Any:
         events: list[str] = []
@@ -306,7 +307,7 @@ def trained_as_on_a_device(
         return result
 
     monkeypatch.setattr(Worker, "train_step", train_step)
-    return trained(make_model(), strategy, **options), steps
+    return trained(make_model(), strategy, **options)
 
 
 @pytest.mark.parametrize(
@@ -330,11 +331,37 @@ def test_a_step_on_a_device_waits_for_its_losses_and_its_verdict(
     """The losses begin to come before the last backward pass, and are waited for after it."""
     options = {**options, "on_nonfinite": rule}
     expected = trained(perceptron(), strategy(), **options)
-    found, steps = trained_as_on_a_device(monkeypatch, strategy(), **options)
+    steps: list[str] = []
+    found = trained_as_on_a_device(monkeypatch, strategy(), steps, **options)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     losses = "backward " * (backwards - 1) + "copy backward there"
     verdict = " copy there" if rule == "raise" else ""
     assert steps == [losses + verdict] * 6
+
+
+def test_a_device_alone_is_asked_for_its_loss_a_step_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where the host knows what that weighs, and takes whatever comes: it waits for nothing."""
+    options: dict[str, Any] = {
+        "on_nonfinite": "ignore",
+        "loss": lambda output, target: (output - target[:, None]).square().mean(),
+    }
+    alone = lockstep.SingleDeviceStrategy()
+    expected = trained(perceptron(), alone, **options)
+    steps: list[str] = []
+    told: list[int] = []
+    number = LateTotal.__float__
+
+    def made_number(self: LateTotal) -> float:
+        told.append(len(steps))
+        return number(self)
+
+    monkeypatch.setattr(LateTotal, "__float__", made_number)
+    found = trained_as_on_a_device(monkeypatch, alone, steps, **options)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert steps == ["copy backward"] * 6
+    assert told[:2] == [2, 3]
 
 
 class Counting(nn.Sequential):
@@ -360,6 +387,7 @@ def test_buffers_of_a_device_are_put_back_without_a_look(monkeypatch: pytest.Mon
     expected = trained(Counting(), alone, **options)
     monkeypatch.setattr(_Guard, "asks", _ASKS - {torch.ops.aten.equal.default})
     looks: list[int] = []
+    steps: list[str] = []
     equal = Tensor.equal
 
     def looked(self: Tensor, other: Tensor) -> bool:
@@ -367,7 +395,7 @@ def test_buffers_of_a_device_are_put_back_without_a_look(monkeypatch: pytest.Mon
         return equal(self, other)
 
     monkeypatch.setattr(Tensor, "equal", looked)
-    found, steps = trained_as_on_a_device(monkeypatch, alone, Counting, **options)
+    found = trained_as_on_a_device(monkeypatch, alone, steps, Counting, **options)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     assert found["num_seen"] == len(steps) == 6
     assert {*looks} == {3}
