@@ -11,7 +11,7 @@ Covers no Apple GPU: nothing joins several, and they compute nothing in float64.
 import time
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
@@ -83,17 +83,27 @@ def set_random_state(state: torch.Tensor | None) -> None:
 def await_device(device: torch.device, look_around: Callable[[float], None]) -> None:
     """Wait until a device has done what this thread has asked of it.
 
+    Args:
+        device: an accelerator.
+        look_around: see ``await_event``.
+    """
+    done = torch.Event(device.type)
+    done.record()
+    await_event(done, look_around)
+
+
+def await_event(event: torch.Event, look_around: Callable[[float], None]) -> None:
+    """Wait until something has happened on a device.
+
     torch's own waits end when the device is done, which may be never if it waits for another
     process. This one looks around.
 
     Args:
-        device: an accelerator.
+        event: that was recorded.
         look_around: called every 20 ms with the seconds waited so far; it raises to give up.
     """
-    done = torch.Event(device.type)
-    done.record()
     begun = looked = time.monotonic()
-    while not done.query():
+    while not event.query():
         now = time.monotonic()
         if now - looked > _LOOK_AROUND_SECONDS:
             looked = now
@@ -105,6 +115,45 @@ def synchronize() -> None:
     """Wait for the device, if one is in use. For what is timed, where nobody else is waited for."""
     if in_use() is not None:
         torch.accelerator.synchronize()
+
+
+# --- between a device and the host ----------------------------------------------------------------
+
+
+def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor of the host on a device, for which nobody waits here; itself where it stays."""
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
+def computes(number: torch.Tensor | float) -> TypeGuard[torch.Tensor]:
+    """Whether an accelerator computes a number: whoever asks for its value waits for the device."""
+    return isinstance(number, torch.Tensor) and number.device.type != "cpu"
+
+
+class Fetch:
+    """A tensor of a device on its way to host memory, for which nobody waits yet.
+
+    Assigned to host memory it would be there when the assignment ends: torch waits for the device.
+
+    Args:
+        tensor: on the device, where this thread works.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._copy = pinned(tensor.nbytes, tensor.device).view(tensor.dtype).view(tensor.shape)
+        self._copy.copy_(tensor, non_blocking=True)
+        self._copied = torch.Event(tensor.device.type)
+        self._copied.record()
+
+    def wait(self, look_around: Callable[[float], None]) -> torch.Tensor:
+        """The copy, once it is there; for ``look_around`` see ``await_event``."""
+        await_event(self._copied, look_around)
+        return self._copy
+
+
+def fetched(tensor: torch.Tensor, look_around: Callable[[float], None]) -> torch.Tensor:
+    """A tensor in host memory: itself, or a copy for which this waits."""
+    return Fetch(tensor).wait(look_around) if computes(tensor) else tensor
 
 
 # --- memory ---------------------------------------------------------------------------------------

@@ -299,5 +299,14 @@ class Board:
             futex.wait_while_equal(bell, heard, _LOOK_AROUND_SECONDS)
 
 
+def look_around_of(board: Board | None) -> Callable[[float], None]:
+    """What to call while waiting elsewhere than at the board; a rank alone looks nowhere."""
+    return _ignore if board is None else board.look_around
+
+
+def _ignore(waited_seconds: float) -> None:
+    return
+
+
 def _never() -> bool:
     return False

@@ -14,13 +14,14 @@ from typing import Any
 
 import torch
 
-from lockstep.comm.board import LINE_BYTES, Board
+from lockstep.comm.board import LINE_BYTES, Board, look_around_of
 from lockstep.comm.compressed_sums import CompressedSums, Residual
 from lockstep.comm.domain_sums import DomainSums, members_by_domain
 from lockstep.comm.early_sums import EarlySums
 from lockstep.comm.gradient_rows import GradientRows
 from lockstep.comm.gradient_spec import GradientSpec
 from lockstep.comm.gradients import Gradients, GroupGradients, OwnGradients
+from lockstep.comm.late_losses import LateLosses, LateTotal
 from lockstep.comm.process_group import ProcessGroups
 from lockstep.comm.shared_memory import SharedRegion, dense_stride
 from lockstep.comm.transport import Transport
@@ -35,6 +36,7 @@ class ShareTotals:
 
     Attributes:
         totals: the sums.
+        late: the sum of these, in their place, which a device may still be computing.
         weights: their weights.
         is_refused: some share could not be computed in the Plan's memory format.
         is_guess: what some share's loss weighs, nobody knows.
@@ -44,6 +46,7 @@ class ShareTotals:
     weights: list[float]
     is_refused: bool = False
     is_guess: bool = False
+    late: LateTotal | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,8 +219,9 @@ class Exchange:
         self.residuals = residuals or {}
         losses, used, rows, *places = spec.offsets()
         shares = spec.num_shares
-        self._loss_rows = self._tensor(losses, torch.float64, (shares, 4))
-        self._losses = self._loss_rows.numpy()
+        lines = self._tensor(losses, torch.float64, (shares, 4))
+        self._losses, self._late_losses = lines.numpy(), LateLosses(lines)
+        self._own_shares = spec.shares_of([rank])
         self._used = self._tensor(used, torch.int64, (spec.num_ranks,)).numpy()
         self._rows = self._tensor(rows, torch.float64, (2, shares, spec.row_capacity))
         self._gradient_rows = {
@@ -292,6 +296,7 @@ class Exchange:
         self._pass += 1
         self._offers = [0] * self._spec.num_shares
         self._is_used = False
+        self._late_losses.begin()
         self.open()
         for gradients in self.gradients.values():
             gradients.begin_pass()
@@ -319,7 +324,7 @@ class Exchange:
             is_refused: see ``ShareTotals``.
             is_guess: likewise.
         """
-        self._loss_rows[share, 0], self._loss_rows[share, 1] = total, weight
+        self._late_losses.put(share, total, weight)
         self._losses[share, 2:] = is_refused, is_guess
 
     def put(self, group: int, row: int, gradients: Gradients) -> None:
@@ -334,6 +339,7 @@ class Exchange:
 
     def expect(self, num_filled: int) -> None:
         """A step begins in which so many shares are filled."""
+        self._late_losses.expect(sum(share < num_filled for share in self._own_shares))
         for number, gradients in self.gradients.items():
             gradients.expect(self._spec.groups[number].num_filled_rows(num_filled))
 
@@ -354,16 +360,24 @@ class Exchange:
         self._is_used = True
         self.gradients[group].put_product(row, parameter, inputs, output_gradients)
 
-    def collect(self, num_filled: int) -> ShareTotals:
-        """Wait until all ranks have put what they have; the losses of the filled shares."""
+    def collect(self, num_filled: int, *, needs_totals: bool = True) -> ShareTotals:
+        """Wait until all ranks have put what they have; the losses of the filled shares.
+
+        Args:
+            num_filled: of the shares.
+            needs_totals: before the update; otherwise a rank alone may get them late.
+        """
         self._used[self._rank] = self._is_used
         for number, gradients in self.gradients.items():
             gradients.hand_over(self._spec.groups[number].num_filled_rows(num_filled))
+        is_hasty = not needs_totals and self.board is None
+        late = self._late_losses.leave(num_filled) if is_hasty else None
+        self._late_losses.settle(look_around_of(self.board))
         self._meet()
         for number, gradients in self.gradients.items():
             gradients.collect(self._spec.groups[number].num_filled_rows(num_filled))
         totals, weights, refused, guessed = self._losses[:num_filled].T.tolist()
-        return ShareTotals(totals, weights, any(refused), any(guessed))
+        return ShareTotals(totals, weights, any(refused), any(guessed), late)
 
     def _meet(self) -> None:
         """Wait for all ranks, and have what they have put be seen here."""

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
+from lockstep.accelerators import sent
 from lockstep.data.map_style import name_of, read_items
 from lockstep.data.mapped_files import remember_file
 from lockstep.data.read_ahead import Prefetch, ReadAhead
@@ -93,7 +94,7 @@ class ArraySource(Source):
 
     def read(self, indices: torch.Tensor, dtype: torch.dtype | None) -> Batch:
         def pick(tensor: torch.Tensor) -> torch.Tensor:
-            places = indices.to(tensor.device)
+            places = sent(indices, tensor.device)
             # The faster index_select lacks some integer types for a single dim.
             rows = tensor[places] if tensor.dim() == 1 else tensor.index_select(0, places)
             return rows.to(dtype) if dtype is not None and rows.is_floating_point() else rows

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from lockstep.parallel.batch_norm import LayerStatistics, exact_type, merge, sum_in_order
+from lockstep.parallel.batch_norm import LayerStatistics, exact_type
 
 
 def global_moments(
@@ -51,7 +51,7 @@ class _GlobalMoments(torch.autograd.Function):
         epsilon: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         row = _row(inputs.to(exact_type(inputs)), dims, weights)
-        count, mean, variance = merge(statistics.forward(row))
+        count, mean, variance = statistics.forward(row)
         # Where epsilon is added, the mean is not quite the mean, nor the variance around it.
         divisor = count + epsilon
         shifted = mean * (count / divisor)
@@ -64,8 +64,8 @@ class _GlobalMoments(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, of_mean: torch.Tensor, of_variance: torch.Tensor) -> Any:
         inputs, weights, mean, rest = ctx.saved_tensors
-        rows = ctx.statistics.backward(torch.cat([of_mean, of_variance]).double())
-        of_mean, of_variance = (sum_in_order(rows) / ctx.divisor).to(mean.dtype).chunk(2)
+        both = ctx.statistics.backward(torch.cat([of_mean, of_variance]).double())
+        of_mean, of_variance = (both / ctx.divisor).to(mean.dtype).chunk(2)
         shape = [1 if dim in ctx.dims else -1 for dim in range(inputs.dim())]
         deviation = inputs.to(mean.dtype) - (mean + rest).reshape(shape)
         gradient = of_mean.reshape(shape) + 2 * of_variance.reshape(shape) * deviation
@@ -78,7 +78,7 @@ def _row(values: torch.Tensor, dims: list[int], weights: torch.Tensor | None) ->
     """Count, mean, and sum of squared deviations of a share."""
     if weights is None:
         variance, mean = (one.double() for one in torch.var_mean(values, dims, correction=0))
-        count = mean.new_tensor([values.numel() // len(mean)])
+        count = mean.new_full((1,), values.numel() // len(mean))
         return torch.cat([count, mean, variance * count])
     values, weights = values.double(), weights.double()
     count = weights.sum(dims)[:1]  # as many of each feature

@@ -20,6 +20,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from lockstep.accelerators import sent
 from lockstep.capture.layers import BatchLayer
 from lockstep.errors import LockstepError, ModelError
 from lockstep.parallel.redirection import Redirection
@@ -155,7 +156,11 @@ def global_statistics() -> GlobalStatistics | None:
 
 
 class LayerStatistics:
-    """Gathers one layer's rows, and sees that all shares are at the same layer."""
+    """Gathers one layer's rows, and sees that all shares are at the same layer.
+
+    They meet in host memory, and are brought together there: only what comes of them goes back to
+    the device. Who offers a row waits for what the device computes of it.
+    """
 
     def __init__(self, norms: BatchNorms, number: int, gather: Gather, part: float) -> None:
         self._norms = norms
@@ -163,14 +168,18 @@ class LayerStatistics:
         self._gather = gather
         self._part = part
 
-    def forward(self, row: torch.Tensor) -> torch.Tensor:
-        return self._checked(row, 2 * self._number)
+    def forward(self, row: torch.Tensor) -> tuple[int, torch.Tensor, torch.Tensor]:
+        """(count, mean, biased variance) of all shares, of a share's, with squared deviations."""
+        count, mean, variance = merge(self._checked(row, 2 * self._number))
+        return count, sent(mean, row.device), sent(variance, row.device)
 
     def backward(self, row: torch.Tensor) -> torch.Tensor:
-        return self._checked(row * self._part, 2 * self._number + 1) / self._part
+        """The sum over the shares."""
+        rows = self._checked(row * self._part, 2 * self._number + 1) / self._part
+        return sent(sum_in_order(rows), row.device)
 
     def _checked(self, row: torch.Tensor, code: int) -> torch.Tensor:
-        rows = self._gather(torch.cat([row.new_tensor([code]), row]))
+        rows = self._gather(torch.cat([row.new_full((1,), code), row]))
         other = next((found for found in rows[:, 0].tolist() if found != code), None)
         if other is not None:
             names = (self._norms.name_of(number) for number in (self._number, int(other) // 2))
@@ -179,7 +188,7 @@ class LayerStatistics:
                 received=" in one share, ".join(map(repr, names)) + " in another",
                 fix="Do not choose layers by the samples at hand before a BatchNorm.",
             )
-        return rows[:, 1:].to(row.device)
+        return rows[:, 1:]
 
 
 @torch.no_grad()
@@ -215,8 +224,8 @@ class _GlobalBatchNorm(torch.autograd.Function):
         exact = exact_type(inputs)
         variance, mean = torch.var_mean(inputs.to(exact), dims, correction=0)
         mean, variance = mean.double(), variance.double()
-        rows = statistics.forward(torch.cat([mean.new_tensor([count]), mean, variance * count]))
-        total, mean, variance = merge(rows)
+        row = torch.cat([mean.new_full((1,), count), mean, variance * count])
+        total, mean, variance = statistics.forward(row)
         if total <= 1:
             raise ModelError(
                 "BatchNorm needs more than one value per channel in training.",
@@ -243,8 +252,7 @@ class _GlobalBatchNorm(torch.autograd.Function):
         gradient = gradient.to(mean.dtype)
         own_sum = gradient.sum(ctx.dims)
         own_dot = (gradient * normal).sum(ctx.dims)
-        rows = ctx.statistics.backward(torch.cat([own_sum, own_dot]).double())
-        both = sum_in_order(rows) / ctx.total
+        both = ctx.statistics.backward(torch.cat([own_sum, own_dot]).double()) / ctx.total
         mean_gradient, mean_dot = both.to(gradient.dtype).chunk(2)
         scale = inverse if weight is None else inverse * weight
         input_gradient = (

@@ -8,12 +8,14 @@ the statistics of BatchNorm.
 A ``forward`` may write to a buffer, or assign another tensor in its place. Both are put back.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
 from torch import nn
+
+from lockstep import accelerators
 
 
 class Kept(NamedTuple):
@@ -52,14 +54,15 @@ class Buffers:
     def keep(self) -> Kept:
         """A copy of them all."""
         tensors = [buffers.get(name) for buffers, name in self._places]
-        unique = {id(one): one for one in tensors if one is not None}
-        return Kept(tensors, [(one, one.clone()) for one in unique.values()])
+        unique = list({id(one): one for one in tensors if one is not None}.values())
+        return Kept(tensors, list(zip(unique, _copies(unique), strict=True)))
 
     def are_as_in(self, kept: Kept) -> bool:
-        """Whether none has changed."""
+        """Whether none has changed; of those on a device nobody asks, and they may have."""
         tensors = [buffers.get(name) for buffers, name in self._places]
         return all(now is then for now, then in zip(tensors, kept.tensors, strict=True)) and all(
-            buffer.equal(values) for buffer, values in kept.values
+            not accelerators.computes(buffer) and buffer.equal(values)
+            for buffer, values in kept.values
         )
 
     @contextmanager
@@ -91,12 +94,37 @@ class Buffers:
         """Put back what has changed; the others may be needed by a backward pass as they are.
 
         Values are compared: torch's own BatchNorm changes running statistics without moving the
-        version.
+        version. On a device that would wait for each of them: there all are written, and no version
+        moves.
         """
         self._put_back(kept)
+        written = []
         for buffer, values in kept.values:
-            if not buffer.equal(values):
+            if _is_written_unasked(buffer):
+                written.append((buffer.data, values))
+            elif not buffer.equal(values):
                 buffer.copy_(values)
+        _copy(written)
+
+
+def _is_written_unasked(buffer: torch.Tensor) -> bool:
+    """It is on a device, and was not expanded: that cannot be written."""
+    return accelerators.computes(buffer) and torch._debug_has_internal_overlap(buffer) != 1
+
+
+def _copies(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    if not any(map(accelerators.computes, tensors)):
+        return [one.clone() for one in tensors]
+    copies = [torch.empty_like(one) for one in tensors]
+    _copy(list(zip(copies, tensors, strict=True)))
+    return copies
+
+
+def _copy(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """To each first the second: on a device one kernel does it for many of one type."""
+    for dtype in {source.dtype for _, source in pairs}:
+        own = [pair for pair in pairs if pair[1].dtype == dtype]
+        torch._foreach_copy_([target for target, _ in own], [source for _, source in own])
 
 
 class ChangedOnce:

@@ -146,7 +146,7 @@ def _per_sample(values: torch.Tensor, sample_weight: torch.Tensor | None) -> Sha
         values=(values,),
         seeds=(weights,),
         total=(values.detach() * weights).sum(dtype=torch.float64),
-        weight=weights.sum(dtype=torch.float64).item(),
+        weight=weights.sum(dtype=torch.float64),
     )
 
 

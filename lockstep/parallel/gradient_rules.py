@@ -16,7 +16,8 @@ from typing import Literal
 
 import torch
 
-from lockstep.comm.board import Board
+from lockstep.accelerators import fetched
+from lockstep.comm.board import Board, look_around_of
 from lockstep.errors import NonFiniteGradientError
 from lockstep.parallel.update import BoundPiece
 
@@ -134,7 +135,8 @@ class GradientJudge:
     def _are_finite(self) -> bool:
         """Whether all ranks' gradients are, and their norms in their own precision, too.
 
-        What each rank has found stays a tensor until all have met.
+        What each rank has found stays a tensor until all have met; for what a device has found
+        this waits, as late as can be: what is not finite must not reach the weights.
         """
         used = [
             _elements(piece.tensor.grad)
@@ -142,14 +144,17 @@ class GradientJudge:
             if piece.tensor.grad is not None and piece.name not in self.told_elsewhere
         ]
         norms = torch._foreach_norm(used) if used else (torch.zeros(()),)
-        found = torch.stack(norms).sum(dtype=torch.float64)[None]
+        found = self._fetched(torch.stack(norms).sum(dtype=torch.float64)[None])
         if self.board is None:
-            return math.isfinite(found.item())
+            return math.isfinite(found.numpy()[0])
         told = self.board.tell(found)
         are_finite = math.isfinite(sum(number for (number,) in told))
         if not are_finite:
             self.board.barrier()  # before anything more is told
         return are_finite
+
+    def _fetched(self, numbers: torch.Tensor) -> torch.Tensor:
+        return fetched(numbers, look_around_of(self.board))
 
     def _overflows(self, is_finite: bool) -> bool:
         """Whether the loss was scaled too far: then the step is left out, and the scale falls."""
@@ -204,7 +209,7 @@ class GradientJudge:
         every = [block for blocks in cut for block in blocks]
         if not every:
             return [[] for _ in cut]
-        norms = torch.stack(torch._foreach_norm(every)).double().tolist()
+        norms = self._fetched(torch.stack(torch._foreach_norm(every)).double()).tolist()
         if not math.isfinite(sum(norms)):  # squares in float32 overflow long before elements do
             norms = [float(block.double().norm()) for block in every]
         found = iter(norms)

@@ -28,8 +28,10 @@ def refuses(
     Raises:
         NonFiniteLossError: if that is the rule.
     """
+    if rule == "ignore":  # perhaps nobody knows the totals yet
+        return False
     share = next((share for share, total in enumerate(totals) if not math.isfinite(total)), None)
-    if share is None or rule == "ignore":
+    if share is None:
         return False
     if rule == "raise":
         raise _nonfinite_loss(step, bounds[share], share, totals[share], diagnose(share))

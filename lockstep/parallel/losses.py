@@ -102,11 +102,14 @@ class ShareLoss:
         """Total and weight, of each part where there are several."""
         return self.parts or ((float(self.total), float(self.weight)),)
 
-    def backward(self, denominator: float) -> None:
+    def backward(self, denominator: torch.Tensor | float) -> None:
         """Add d (total / denominator) to the gradients.
 
-        A share whose samples have used no trainable parameter adds nothing.
+        A share in which nothing counts, so that the denominator is 0, adds nothing; nor does one
+        whose samples have used no trainable parameter.
         """
+        if not (isinstance(denominator, torch.Tensor) or denominator > 0):
+            return
         roots = [
             (value, seed)
             for value, seed in zip(self.values, self.seeds, strict=True)
@@ -120,7 +123,9 @@ class ShareLoss:
 
 
 def _as_gradient(seed: torch.Tensor | float, value: torch.Tensor) -> torch.Tensor:
-    return seed if isinstance(seed, torch.Tensor) else torch.full_like(value, seed)
+    if isinstance(seed, torch.Tensor):
+        return seed.to(value.dtype).expand_as(value)  # a number that a device has divided, too
+    return torch.full_like(value, seed)
 
 
 @dataclass(frozen=True, kw_only=True)

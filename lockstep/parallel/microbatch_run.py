@@ -111,9 +111,9 @@ class MicrobatchRun:
         self.mail.send(self.stage, number, self.share, tree)
         self._sent[number] = [tensor for tensor in tensors_of(tree) if tensor.requires_grad]
 
-    def backward(self, denominator: float) -> None:
+    def backward(self, denominator: torch.Tensor | float) -> None:
         """Go backward, from the loss, divided by ``denominator``, or from what others send."""
-        if self.loss is not None and denominator > 0:
+        if self.loss is not None:
             self.loss.backward(denominator)
         roots: list[torch.Tensor] = []
         gradients: list[torch.Tensor] = []

@@ -162,6 +162,8 @@ class ModelPasses(Passes):
 
     def _backward(self, run: Run, shares: list[int]) -> None:
         backward = partial(self._backward_of, run)
+        for share in shares:
+            self._put_loss(share)
         if len(shares) == 1:
             with self._handing_over(run, shares[0]):
                 self._run_together(run, shares, backward)
@@ -191,19 +193,19 @@ class ModelPasses(Passes):
 
     def _backward_of(self, run: Run, share: int) -> None:
         loss = self._losses[share]
-        denominator = self._denominator(run, loss)
-        if denominator > 0:
-            loss.backward(denominator)
+        loss.backward(self._denominator(run, loss))
+
+    def _put_loss(self, share: int) -> None:
+        loss, refused = self._losses[share], self._refused.pop(share)
+        self._exchange.put_loss(
+            share, loss.total, loss.weight, is_refused=refused, is_guess=loss.is_guess
+        )
 
     def _put(self, run: Run, share: int, gradients: list[torch.Tensor | None]) -> None:
         loss = self._losses.pop(share)
         if loss.parts:
             run.parts.append(loss.parts)
-        refused = self._refused.pop(share)
         self._exchange.put(_GROUP, self._row_of(share), gradients)
-        self._exchange.put_loss(
-            share, loss.total, loss.weight, is_refused=refused, is_guess=loss.is_guess
-        )
         if self._plan.num_shares > 1:
             self._clear_gradients()
 

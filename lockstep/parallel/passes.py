@@ -4,6 +4,7 @@ There are two kinds. ``parallel.model_passes`` runs the whole model on the rank'
 batch; ``parallel.stage_passes`` runs some of its layers on the microbatches that come by.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 
+from lockstep import accelerators
 from lockstep.comm.exchange import Exchange
 from lockstep.comm.gathering import gather_bytes
 from lockstep.data.order import evaluation_seed, seed_streams, share_seed
@@ -401,15 +403,19 @@ class Passes(ABC):
             board.note("forward")
         return moved(batch, self.device)
 
-    def _denominator(self, run: Run, loss: ShareLoss | None) -> float:
-        """What a share's loss is divided by before it goes backward.
+    def _denominator(self, run: Run, loss: ShareLoss | None) -> torch.Tensor | float:
+        """What a share's loss is divided by before it goes backward; 0 where nothing counts.
 
         Alone, a share knows the whole weight; among others it divides by the samples, and the sum
         over the shares is corrected once all weights are known.
         """
-        weight = float(run.num_samples)
+        weight: torch.Tensor | float = float(run.num_samples)
         if loss is not None and run.num_filled == 1:
-            weight = float(loss.weight)
+            weight = loss.weight
+            if not accelerators.computes(weight):
+                weight = float(weight)
+            else:  # where nothing counts gradients are 0, and nobody uses them
+                weight = weight.where(weight > 0, math.inf)
         return weight / self._rules.scale
 
 

@@ -21,7 +21,7 @@ import warnings
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, islice
 from multiprocessing.reduction import ForkingPickler
@@ -31,6 +31,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from lockstep import accelerators
 from lockstep.data.order import (
     StreamStates,
     restore_streams,
@@ -136,7 +137,7 @@ class _SourceAhead(Source):
         reads = self._noted(chain(first, chain.from_iterable(steps)))
         workers = how.workers
         self._reader: _Reader | None = (
-            _Processes(source, reads, num_ready, workers)
+            _Processes(source, reads, num_ready, workers, device)
             if workers
             else _Thread(source, reads, num_ready, device)
         )
@@ -241,7 +242,14 @@ class _Thread:
 class _Processes:
     """Reads in processes of the rank's own."""
 
-    def __init__(self, source: Source, reads: Iterator[Read], num_ready: int, workers: int) -> None:
+    def __init__(
+        self,
+        source: Source,
+        reads: Iterator[Read],
+        num_ready: int,
+        workers: int,
+        device: torch.device,
+    ) -> None:
         with warnings.catch_warnings():
             # Readers wait more than they compute, so there may be more of them than cores. And what
             # makes a fork of a process with threads dangerous is not done in them.
@@ -255,6 +263,7 @@ class _Processes:
                 prefetch_factor=-(-num_ready // workers),
                 collate_fn=_unchanged,
                 worker_init_fn=partial(_begin, os.getpid()),
+                pin_memory=device.type != "cpu",  # in a thread, which begins to copy: see _Answer
                 generator=torch.Generator(),  # else it draws its seed from the model's stream
                 multiprocessing_context=_START_METHOD,
             )
@@ -262,7 +271,8 @@ class _Processes:
 
     def take(self) -> _Result:
         try:
-            return _opened(next(self._results))
+            answer: _Answer | _Result = next(self._results)
+            return answer if isinstance(answer, _Result) else _opened(answer)
         except (OSError, EOFError) as error:  # tensors are fetched from the process, which is gone
             raise _ended(error) from error
 
@@ -283,20 +293,35 @@ class _Orders:
         return ((read.indices.numpy(), read.dtype, read.seed) for read in self._reads)
 
 
-class _Reading(Dataset[bytes]):
+@dataclass(frozen=True)
+class _Answer:
+    """A result, packed by the process that has read it."""
+
+    packed: bytes
+
+    def pin_memory(self) -> _Result:
+        """The result, on its way to the device: what a DataLoader's thread that pins calls."""
+        result = _opened(self)
+        if isinstance(result.batch, Batch):
+            device = accelerators.current(str(accelerators.kind()))
+            result = replace(result, batch=Staging(device).stage(result.batch))
+        return result
+
+
+class _Reading(Dataset[_Answer]):
     """A source, as a DataLoader's dataset: its index is an order, its item a packed result."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
 
-    def __getitem__(self, order: Any) -> bytes:
+    def __getitem__(self, order: Any) -> _Answer:
         indices, dtype, seed = order
         try:
             return self._read(Read(indices=torch.from_numpy(indices), dtype=dtype, seed=seed))
         except Exception as error:
             return _packed((None, None, pack_failure(error)))
 
-    def _read(self, read: Read) -> bytes:
+    def _read(self, read: Read) -> _Answer:
         seed_streams(read.seed)
         before = stream_states()
         batch = self._source.read(read.indices, read.dtype)
@@ -311,12 +336,12 @@ class _Reading(Dataset[bytes]):
             raise
 
 
-def _packed(answer: tuple[Batch | None, StreamStates | None, bytes | None]) -> bytes:
-    return bytes(ForkingPickler.dumps(answer))
+def _packed(answer: tuple[Batch | None, StreamStates | None, bytes | None]) -> _Answer:
+    return _Answer(bytes(ForkingPickler.dumps(answer)))
 
 
-def _opened(answer: bytes) -> _Result:
-    batch, states, failure = ForkingPickler.loads(answer)
+def _opened(answer: _Answer) -> _Result:
+    batch, states, failure = ForkingPickler.loads(answer.packed)
     if failure is None:
         return _Result(batch=batch, states=states)
     found = unpack_failure(failure)

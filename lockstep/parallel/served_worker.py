@@ -256,7 +256,7 @@ class ServedWorker(Worker):
             )
             raise
         weight = 0.0 if result.is_skipped else result.weight
-        losses = result.total, result.weight, result.num_samples, result.is_skipped
+        losses = float(result.total), result.weight, result.num_samples, result.is_skipped
         self._hand_in(Push(part, self._num_parts(len(indices)), weight, losses))
         return result
 

@@ -66,7 +66,7 @@ def moved(batch: Batch, device: torch.device) -> Batch:
 
     def move(tensor: torch.Tensor) -> torch.Tensor:
         plain = tensor.device.type != "cpu" or tensor.layout != torch.strided
-        return (tensor if plain else tensor.pin_memory()).to(device, non_blocking=True)
+        return tensor.to(device, non_blocking=True) if plain else accelerators.sent(tensor, device)
 
     return Batch(
         inputs=map_tensors(move, batch.inputs),

@@ -1,7 +1,8 @@
 """A step of training: under way, and what it has done."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import SupportsFloat
 
 from lockstep.comm.exchange import ShareTotals
 from lockstep.parallel.losses import Sums
@@ -13,7 +14,7 @@ class StepResult:
     """What one step did.
 
     Attributes:
-        total: weighted sum of the losses of the global batch.
+        total: weighted sum of the losses of the global batch. Its ``float`` may wait for a device.
         weight: the sum of the weights; 0 means that nothing was updated.
         num_samples: size of the global batch.
         is_skipped: something was not finite: nothing was updated, and the loss does not count.
@@ -21,7 +22,7 @@ class StepResult:
         num_bad: records that were left out of the batch.
     """
 
-    total: float
+    total: SupportsFloat
     weight: float
     num_samples: int
     is_skipped: bool = False
@@ -31,7 +32,11 @@ class StepResult:
     @property
     def loss(self) -> float:
         """The batch's loss: its weighted mean; NaN for a batch of weight 0."""
-        return self.total / self.weight if self.weight else math.nan
+        return float(self.total) / self.weight if self.weight else math.nan
+
+    def settled(self) -> "StepResult":
+        """The same, with a total that is known."""
+        return self if isinstance(self.total, float) else replace(self, total=float(self.total))
 
 
 class TrainingStep:
@@ -56,8 +61,10 @@ class TrainingStep:
     def result(self) -> StepResult:
         """What the step did; one that was left out had no loss."""
         is_skipped = self.is_skipped
+        late = self.totals.late
+        total = math.fsum(self.totals.totals) if late is None else late
         return StepResult(
-            total=0.0 if is_skipped else math.fsum(self.totals.totals),
+            total=0.0 if is_skipped else total,
             weight=0.0 if is_skipped else self.weight,
             num_samples=self.batch.num_samples,
             is_skipped=is_skipped,

@@ -202,7 +202,8 @@ class Worker:
     def _reduce(self, now: TrainingStep) -> None:
         batch = now.batch
         self.passes.hand_in()
-        now.totals = self.exchange.collect(batch.num_filled)
+        needs_totals = self._rules.on_nonfinite != "ignore"
+        now.totals = self.exchange.collect(batch.num_filled, needs_totals=needs_totals)
         if now.totals.is_guess:
             raise _GuessError
         self.passes.check_side_effects()

@@ -28,11 +28,12 @@ from lockstep.comm.shared_memory import SharedRegion
 from lockstep.data.kept_reading import KeptReading
 from lockstep.data.order import batch_bounds
 from lockstep.data.reading import Reading
-from lockstep.data.sources import ArraySource, Source
+from lockstep.data.sources import ArraySource, Batch, Source
 from lockstep.data.trees import Tree, map_leaves, map_tensors, tensors_of
 from lockstep.errors import level_of_user
 from lockstep.launch.background import Background, is_done
 from lockstep.parallel.control import Control
+from lockstep.parallel.staging import Staged, Staging
 from lockstep.parallel.store import TensorStore, tensor_spec
 from lockstep.parallel.worker import Worker
 from lockstep.plan.layout import flat_offsets
@@ -40,6 +41,9 @@ from lockstep.train.waiting import InputBoundWarning
 
 # A global batch: where its samples are, and which of them it has, in order.
 GlobalBatch = tuple[Source, torch.Tensor]
+
+# A batch in memory of its own, or on its way to an accelerator.
+_Laid = ArraySource | Staged
 
 _NUM_SLOTS = 2
 _SPARE = 4  # a slot is larger by a part in so many than the batch that it was made for
@@ -160,7 +164,8 @@ class SharedStream:
             Halt: on all ranks, when rank 0 has given up waiting.
             DataError: on rank 0.
         """
-        found = self._lead(control, epoch, gives_up) if self._reading else _follow(control)
+        device = worker.passes.device
+        found = self._lead(control, epoch, gives_up, device) if self._reading else _follow(control)
         for batch in found:
             for indices in torch.arange(len(batch)).split(largest or len(batch)):
                 yield batch, indices
@@ -177,16 +182,17 @@ class SharedStream:
             slot.close()
 
     def _lead(
-        self, control: Control, epoch: int, gives_up: Callable[[], bool]
+        self, control: Control, epoch: int, gives_up: Callable[[], bool], device: torch.device
     ) -> Iterator[ArraySource]:
         reading = self._reading
         assert reading is not None
         # In the thread: the epoch before may have been left while a batch was read ahead.
         self._background.submit(lambda: reading.begin_epoch(epoch))
-        slots: Sequence[_Slot | _Copies] = self._slots if control.num_ranks > 1 else [_Copies()]
+        is_alone = control.num_ranks == 1
+        slots: Sequence[_Slot | _Copies] = [_Copies(device)] if is_alone else self._slots
         for slot in slots:
             slot.begin_epoch()
-        ahead: Future[ArraySource | None] | None = None
+        ahead: Future[_Laid | None] | None = None
         for number in count():
             slot, next_slot = slots[number % len(slots)], slots[(number + 1) % len(slots)]
             batch = None if ahead is None else self._awaited(ahead, control, gives_up)
@@ -200,15 +206,15 @@ class SharedStream:
             self._num_used += 1
             if isinstance(reading, KeptReading):
                 reading.use()
-            yield batch
+            yield batch if isinstance(batch, ArraySource) else _arrived(batch)
         control.broadcast(_News())
 
     def _read(
         self, take: Callable[[], ArraySource | None], slot: "_Slot | _Copies"
-    ) -> "Future[ArraySource | None]":
+    ) -> "Future[_Laid | None]":
         """Have the thread read a batch, if there is one, and put it into a slot."""
 
-        def read() -> ArraySource | None:
+        def read() -> _Laid | None:
             batch = take()
             return None if batch is None else slot.put(batch)
 
@@ -216,10 +222,10 @@ class SharedStream:
 
     def _awaited(
         self,
-        batch: "Future[ArraySource | None]",
+        batch: "Future[_Laid | None]",
         control: Control,
         gives_up: Callable[[], bool],
-    ) -> ArraySource | None:
+    ) -> "_Laid | None":
         """What the thread has read.
 
         Warns:
@@ -354,18 +360,34 @@ class _Slot:
 
 
 class _Copies:
-    """Where rank 0 is alone: private copies, for what yields batches may use its memory again."""
+    """Where rank 0 is alone: private copies, for what yields batches may use its memory again.
+
+    Args:
+        device: an accelerator gets the next batch while it computes on the present one.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
 
     def begin_epoch(self) -> None:
         """Nobody listens."""
 
-    def put(self, batch: ArraySource) -> ArraySource:
+    def put(self, batch: ArraySource) -> ArraySource | Staged:
         """A copy of the batch."""
-        copied = (batch.inputs, batch.targets, batch.sample_weight)
-        return ArraySource(*map_tensors(torch.Tensor.clone, copied))
+        whole = (batch.inputs, batch.targets, batch.sample_weight)
+        inputs, targets, weight = map_tensors(torch.Tensor.clone, whole)
+        if self._device.type == "cpu":
+            return ArraySource(inputs, targets, weight)
+        copied = Batch(inputs=inputs, targets=targets, sample_weight=weight, num_samples=len(batch))
+        return Staging(self._device).stage(copied)
 
     def tell(self, control: Control) -> None:
         """There is nobody to tell."""
+
+
+def _arrived(staged: Staged) -> ArraySource:
+    batch = staged.take()
+    return ArraySource(batch.inputs, batch.targets, batch.sample_weight)
 
 
 def _follow(control: Control) -> Iterator[ArraySource]:

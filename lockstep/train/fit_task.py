@@ -6,7 +6,7 @@ from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
-from typing import ClassVar
+from typing import ClassVar, SupportsFloat
 
 import torch
 
@@ -204,6 +204,7 @@ class FitTask(Task):
                 if stops and self.stops_before_steps:
                     break
             results.append(self._make_step(ensemble, batch, progress, tracer, bad_records))
+            results[-2:-1] = [result.settled() for result in results[-2:-1]]  # a step later
             progress.num_epochs = epoch + 1
             if self.takes_states:
                 self._take_stand(ensemble, epoch, index + 1, progress, results)
@@ -345,7 +346,8 @@ class FitTask(Task):
             conductor.stand_at(None)
             return
         self._show_all(ensemble)
-        told = worker.results_of_epoch(list(results)) if worker.has_own_optimizer else results
+        results = [result.settled() for result in results]
+        told = worker.results_of_epoch(results) if worker.has_own_optimizer else results
         sums = epoch_sums(told, self.metrics, control, are_apart=worker.trains_apart)
         num_steps = progress.num_steps
         place = Place(epoch=epoch, batch=batch, num_steps=num_steps, so_far=sums)
@@ -462,7 +464,7 @@ def _of_all(ensemble: Ensemble, results: list[StepResult]) -> list[StepResult]:
     return [one for own in ensemble.control.gather(own_results) for one in own]
 
 
-def _mean(totals: Sequence[float], weights: Sequence[float]) -> float:
+def _mean(totals: Sequence[SupportsFloat], weights: Sequence[float]) -> float:
     """Exactly rounded sums: the order of ranks cannot matter."""
     weight = math.fsum(weights)
     return math.fsum(totals) / weight if weight else math.nan
@@ -473,7 +475,7 @@ def _joined(results: list[StepResult], *, is_told: bool) -> StepResult:
 
     All ranks know these losses, so one of them tells.
     """
-    sums = tuple((result.total, result.weight) for result in results)
+    sums = tuple((float(result.total), result.weight) for result in results)
     size = results[0].num_samples
     return StepResult(
         total=math.fsum(size * result.loss for result in results if result.weight),

@@ -11,12 +11,13 @@ of what was lost when the script ends.
 """
 
 import io
+import math
 import sys
 import threading
 import time
 from abc import ABC, abstractmethod
 from html import escape
-from typing import Any, TextIO, cast
+from typing import Any, SupportsFloat, TextIO, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
@@ -292,7 +293,7 @@ class ProgressDisplay:
         self._began = 0.0
         self._made = 0  # steps of the epoch
         self._samples = 0
-        self._total = 0.0
+        self._totals: list[SupportsFloat] = []
         self._weight = 0.0
 
     def announce(self, doing: str) -> None:
@@ -303,19 +304,23 @@ class ProgressDisplay:
         """Start the clock and the bar of an epoch."""
         self._epoch = epoch
         self._began = time.perf_counter()
-        self._made, self._samples, self._total, self._weight = 0, 0, 0.0, 0.0
+        self._made, self._samples, self._totals, self._weight = 0, 0, [], 0.0
         self._screen.begin(self._label(), self._steps, "" if self._has_begun else "First step")
         self._has_begun = True
 
-    def end_step(self, step: int, total: float, weight: float, samples: int) -> None:
-        """Count a step, and show it if the last time is long enough ago."""
+    def end_step(self, step: int, total: SupportsFloat, weight: float, samples: int) -> None:
+        """Count a step, and show it if the last time is long enough ago.
+
+        Until then the totals are left as they are: a device may still be computing the last.
+        """
         self._made = step + 1
         self._samples += samples
-        self._total += total
+        self._totals.append(total)
         self._weight += weight
         if self._screen.end_step():
+            self._totals = [math.fsum(self._totals)]
             elapsed = time.perf_counter() - self._began
-            loss = self._total / self._weight if self._weight else float("nan")
+            loss = float(self._totals[0]) / self._weight if self._weight else float("nan")
             figures = f"loss {loss:.4f}  {self._rate(elapsed)}{self._left(elapsed)}"
             self._screen.show(self._made, self._steps, figures)
 

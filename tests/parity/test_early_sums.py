@@ -7,7 +7,7 @@ begin early, what changes after it was sent, and that a step asks no tensor for 
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from operator import methodcaller
@@ -20,9 +20,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import lockstep
+from lockstep import accelerators
 from lockstep.comm.early_sums import EarlySums
 from lockstep.comm.gradient_rows import GradientRows
+from lockstep.comm.late_losses import LateLosses, LateTotal
 from lockstep.comm.process_group import ProcessGroupTransport
+from lockstep.parallel.losses import ShareLoss
 from lockstep.parallel.worker import Worker
 
 GLOO = partial(lockstep.MirroredStrategy, engine="gloo")
@@ -81,16 +84,16 @@ class Patchy(nn.Module):
 
 
 def trained(model: nn.Module, strategy: Any, **options: Any) -> dict[str, Tensor]:
+    """What training comes to: the state, and the losses of the epochs."""
     trainer = lockstep.Trainer(
         model,
-        loss=nn.CrossEntropyLoss(),
         optimizer=partial(torch.optim.Adam, lr=1e-2, fused=True),
         strategy=strategy,
         seed=3,
-        **options,
+        **{"loss": nn.CrossEntropyLoss(), **options},
     )
-    trainer.fit(DATA, batch_size=20, epochs=2, verbose=0)
-    return model.state_dict()
+    history = trainer.fit(DATA, batch_size=20, epochs=2, verbose=0)
+    return {**model.state_dict(), "losses": torch.tensor(history.history["loss"])}
 
 
 @pytest.mark.parametrize("options", [{}, {"accumulate": 2}], ids=["plain", "accumulate"])
@@ -170,17 +173,20 @@ _ASKS = {
 class _Guard(TorchDispatchMode):
     """Fails on what waits for a device to have a tensor's value in Python."""
 
+    asks = _ASKS
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        assert func not in _ASKS, "the step asks for a tensor's value"
+        assert func not in self.asks, "the step asks for a tensor's value"
         return func(*args, **(kwargs or {}))
 
 
 @contextmanager
-def guarded() -> Iterator[None]:
+def guarded(guard: TorchDispatchMode | None = None) -> Iterator[None]:
     def refuse(tensor: Tensor) -> None:
         raise AssertionError("the step asks for a tensor's values")
 
-    with pytest.MonkeyPatch.context() as patch, _Guard():  # type: ignore[no-untyped-call]
+    guard = guard or _Guard()  # type: ignore[no-untyped-call]
+    with pytest.MonkeyPatch.context() as patch, guard:
         patch.setattr(Tensor, "tolist", refuse)
         yield
 
@@ -204,6 +210,195 @@ def test_a_step_asks_no_tensor_for_its_value(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(Worker, "train_step", train_step)
     trained(perceptron(), GLOO(2))
     assert num_guarded == 6
+
+
+class _Copied:
+    """Stands in for ``torch.Event``: a copy that takes a while."""
+
+    def __init__(self, events: list[str]) -> None:
+        self._events = events
+        self._num_asked = 0
+
+    def record(self) -> None:
+        self._events.append("copy")
+
+    def query(self) -> bool:
+        self._num_asked += 1
+        if self._num_asked == 3:
+            self._events.append("there")
+        return self._num_asked >= 3
+
+
+class _DeviceGuard(_Guard):
+    """Fails also on what is copied from a device to memory that ranks share, or to lines like it.
+
+    Each tensor counts as a device's, but for plain numbers and what was waited for.
+    """
+
+    def __init__(self, worker: Worker) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        exchange = worker.exchange
+        self._lines = [exchange._late_losses._lines]
+        self._lines += [] if exchange.board is None else [exchange.board._told_here]
+        self.on_host: list[Tensor] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if func is torch.ops.aten.lift_fresh.default:
+            self.on_host.append(result)
+        if func is torch.ops.aten.copy_.default and _lies_in(self._lines, args[0]):
+            assert _lies_in(self.on_host, args[1]), "a copy that is waited for"
+        return result
+
+
+def _lies_in(tensors: list[Tensor], part: Tensor) -> bool:
+    return any(0 <= part.data_ptr() - one.data_ptr() < max(one.nbytes, 1) for one in tensors)
+
+
+@contextmanager
+def as_on_a_device(worker: Worker, events: list[str]) -> Iterator[None]:
+    """Within the block what tensors have counts as a device's, which takes a while to tell it."""
+    wait, backward = accelerators.Fetch.wait, ShareLoss.backward
+    guard = _DeviceGuard(worker)
+
+    def waited(self: accelerators.Fetch, look_around: Any) -> Tensor:
+        guard.on_host.append(wait(self, look_around))
+        return guard.on_host[-1]
+
+    def went_backward(self: ShareLoss, denominator: Any) -> None:
+        events.append("backward")
+        backward(self, denominator)
+
+    with pytest.MonkeyPatch.context() as patch, guarded(guard):
+        patch.setattr(accelerators, "computes", lambda one: isinstance(one, Tensor))
+        patch.setattr(torch, "Event", lambda kind: _Copied(events))
+        patch.setattr(accelerators.Fetch, "wait", waited)
+        patch.setattr(ShareLoss, "backward", went_backward)
+        yield
+
+
+def test_the_guard_sees_a_copy_to_the_board(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it was done before: by assignment."""
+
+    def assign(self: LateLosses, share: int, *numbers: Any) -> None:
+        for place, number in enumerate(numbers):
+            self._lines[share, place] = number
+
+    monkeypatch.setattr(LateLosses, "put", assign)
+    with pytest.raises(AssertionError, match="a copy that is waited for"):
+        trained_as_on_a_device(monkeypatch, lockstep.SingleDeviceStrategy(), [])
+
+
+def trained_as_on_a_device(
+    monkeypatch: pytest.MonkeyPatch,
+    strategy: Any,
+    steps: list[str],
+    make_model: Callable[[], nn.Module] = perceptron,
+    **options: Any,
+) -> dict[str, Tensor]:
+    """What training comes to; what happened in each step is added to ``steps``."""
+    step = Worker.train_step
+
+    def train_step(self: Worker, *args: Any) -> Any:
+        events: list[str] = []
+        with as_on_a_device(self, events):
+            result = step(self, *args)
+        steps.append(" ".join(events))
+        return result
+
+    monkeypatch.setattr(Worker, "train_step", train_step)
+    return trained(make_model(), strategy, **options)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options", "backwards"),
+    [
+        (lockstep.SingleDeviceStrategy, {}, 1),
+        (lockstep.SingleDeviceStrategy, {"accumulate": 2}, 2),
+        (partial(GLOO, 2), {}, 1),
+        (partial(GLOO, 2), {"accumulate": 2}, 2),
+    ],
+    ids=["alone", "alone accumulating", "2", "2 accumulating"],
+)
+@pytest.mark.parametrize("rule", ["raise", "ignore"])
+def test_a_step_on_a_device_waits_for_its_losses_and_its_verdict(
+    strategy: Any,
+    options: dict[str, Any],
+    backwards: int,
+    rule: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The losses begin to come before the last backward pass, and are waited for after it."""
+    options = {**options, "on_nonfinite": rule}
+    expected = trained(perceptron(), strategy(), **options)
+    steps: list[str] = []
+    found = trained_as_on_a_device(monkeypatch, strategy(), steps, **options)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    losses = "backward " * (backwards - 1) + "copy backward there"
+    verdict = " copy there" if rule == "raise" else ""
+    assert steps == [losses + verdict] * 6
+
+
+def test_a_device_alone_is_asked_for_its_loss_a_step_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where the host knows what that weighs, and takes whatever comes: it waits for nothing."""
+    options: dict[str, Any] = {
+        "on_nonfinite": "ignore",
+        "loss": lambda output, target: (output - target[:, None]).square().mean(),
+    }
+    alone = lockstep.SingleDeviceStrategy()
+    expected = trained(perceptron(), alone, **options)
+    steps: list[str] = []
+    told: list[int] = []
+    number = LateTotal.__float__
+
+    def made_number(self: LateTotal) -> float:
+        told.append(len(steps))
+        return number(self)
+
+    monkeypatch.setattr(LateTotal, "__float__", made_number)
+    found = trained_as_on_a_device(monkeypatch, alone, steps, **options)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert steps == ["copy backward"] * 6
+    assert told[:2] == [2, 3]
+
+
+class Counting(nn.Sequential):
+    """What it computes depends on how many batches it has seen."""
+
+    num_seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__(perceptron())
+        self.register_buffer("num_seen", torch.zeros(()))
+        self.register_buffer("expanded", torch.zeros(1).expand(3))
+
+    def forward(self, input: Tensor) -> Tensor:
+        output: Tensor = self[0](input) * (1 + self.num_seen.clone())
+        self.num_seen.add_(1)
+        return output
+
+
+def test_buffers_of_a_device_are_put_back_without_a_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An expanded one, of which elements share memory, cannot be written: that one is looked at."""
+    options = {"accumulate": 2, "on_nonfinite": "ignore"}
+    alone = lockstep.SingleDeviceStrategy()
+    expected = trained(Counting(), alone, **options)
+    monkeypatch.setattr(_Guard, "asks", _ASKS - {torch.ops.aten.equal.default})
+    looks: list[int] = []
+    steps: list[str] = []
+    equal = Tensor.equal
+
+    def looked(self: Tensor, other: Tensor) -> bool:
+        looks.append(self.numel())
+        return equal(self, other)
+
+    monkeypatch.setattr(Tensor, "equal", looked)
+    found = trained_as_on_a_device(monkeypatch, alone, steps, Counting, **options)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert found["num_seen"] == len(steps) == 6
+    assert {*looks} == {3}
 
 
 class _Killer(lockstep.Callback):

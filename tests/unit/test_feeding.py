@@ -19,6 +19,8 @@ import lockstep
 from lockstep.data.reading import Reading
 from lockstep.data.streams import as_stream
 from lockstep.errors import DataError, ModelError
+from lockstep.parallel.staging import Staged
+from lockstep.train import feeding
 from lockstep.train.feeding import SharedStream
 
 SAMPLES = torch.randn(60, 4, generator=torch.Generator().manual_seed(0))
@@ -93,6 +95,30 @@ def test_the_next_batch_is_read_while_this_one_trains(devices: int) -> None:
     make_trainer(devices, steps).fit(data, verbose=0)
     assert steps.ahead == steps.expected
     assert len(data.threads) == 1
+
+
+def test_a_device_alone_gets_the_next_batch_while_this_one_trains(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    threads: list[str] = []
+
+    class FakeStaging:
+        def __init__(self, device: torch.device) -> None:
+            assert device == cuda
+
+        def stage(self, batch: Any) -> Staged:
+            threads.append(threading.current_thread().name)
+            return Staged(batch=batch, copied=None)
+
+    cuda = torch.device("cuda", 0)
+    monkeypatch.setattr(feeding, "Staging", FakeStaging)
+    monkeypatch.setattr(Staged, "take", lambda staged: staged.batch)
+    monkeypatch.setattr(feeding, "_Copies", lambda device, plain=feeding._Copies: plain(cuda))
+    data = Watched(draws=False)
+    steps = Steps(data, [False, False, *[True] * 7, False])
+    make_trainer(1, steps).fit(data, verbose=0)
+    assert threads == ["lockstep: reading"] * len(BATCHES)
+    assert steps.ahead == steps.expected
 
 
 @DEVICES

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import lockstep
+from lockstep import accelerators
 from lockstep.data import prefetch
 from lockstep.data.order import seed_streams
 from lockstep.data.read_ahead import Prefetch, Read
@@ -20,6 +21,7 @@ from lockstep.data.sources import as_source
 from lockstep.errors import DataError, OptionError, WorkerError
 from lockstep.parallel import readers
 from lockstep.parallel.readers import reading_ahead
+from lockstep.parallel.staging import Staged
 from tests.faults.processes import children_of, wait_until
 from tests.map_datasets import AsRead, Noisy, Rows, readers_in, reads_in
 
@@ -137,6 +139,42 @@ def test_the_next_batches_are_read_while_the_present_one_is_used(
         wait_until(lambda: len(reads_in(log)) == 16, 30)
     assert len(readers_in(log)) == 1
     assert (os.getpid() in readers_in(log)) == (workers == 0)
+
+
+class _Staging:
+    """Stands in for what copies to a device: notes which thread did it."""
+
+    threads: list[str] = []  # noqa: RUF012
+
+    def __init__(self, device: torch.device) -> None:
+        assert device == torch.device("cuda", 0)
+
+    def stage(self, batch: Any) -> Staged:
+        self.threads.append(threading.current_thread().name)
+        return Staged(batch=batch, copied=None)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_for_an_accelerator_a_thread_copies_what_is_read_ahead(
+    workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's DataLoader has one, which it begins where there is an accelerator."""
+    cuda = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: cuda)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: None)
+    monkeypatch.setattr(accelerators, "kind", lambda: "cuda")
+    monkeypatch.setattr(readers, "Staging", _Staging)
+    monkeypatch.setattr(Staged, "take", lambda staged: staged.batch)
+    monkeypatch.setattr(_Staging, "threads", [])
+    source = as_source(prefetch(rows(), workers=workers, depth=2))
+    bounds = [(0, 4), (4, 8), (8, 12)]
+    with reading_ahead(source, reads(*bounds), cuda) as ahead:
+        for start, stop in bounds:
+            assert torch.equal(read(ahead, start, stop), INPUTS[start:stop])
+            wait_until(lambda: len(_Staging.threads) == 2 + workers, 30)
+    assert threading.current_thread().name not in _Staging.threads
 
 
 @pytest.mark.parametrize("workers", [0, 1])
