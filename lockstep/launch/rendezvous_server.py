@@ -287,7 +287,13 @@ class RendezvousServer:
         infos = [self.infos[host] for host in hosts]
         told = msgspec.json.encode([*zip(hosts, infos, strict=True)])
         for channel in self.channels.values():
-            channel.send(INFOS, told, self.deadline.look)
+            try:
+                channel.send(INFOS, told, self.deadline.look)
+            except HostError as error:
+                if not error.is_loss:
+                    raise
+                # As if it had gone a moment later: the others learn it in the control group, as the
+                # loss that it is, and may meet again.
         for channel in list(self.entering):
             self._turn_away(channel)
         star = {number: self.channels[host] for number, host in enumerate(hosts) if host}

@@ -271,6 +271,29 @@ def test_hosts_that_have_come_go_on_without_the_others(
     assert "from hosts 1, 4 in 3.0 s.\n" in told
 
 
+def test_a_host_that_goes_while_the_group_is_closed_is_lost_to_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    genuine = FramedChannel.send
+
+    def go_away(self: FramedChannel, kind: bytes, *rest: Any) -> None:
+        if kind == rendezvous_server.INFOS and self.peer.host == 1:
+            self._channel.socket.shutdown(socket.SHUT_RDWR)
+            raise HostError.of_loss(f"{self.peer} no longer answers.")
+        genuine(self, kind, *rest)
+
+    monkeypatch.setattr(FramedChannel, "send", go_away)
+    where = address()
+    own, gone, other = together(*(partial(enter, host, 3, where) for host in range(3)))
+    assert isinstance(gone, HostError)
+    monkeypatch.undo()
+    for error in together(*(partial(group.exchange, b"") for group in (own, other))):
+        assert isinstance(error, HostError), error
+        assert error.is_loss, error
+    own.close()
+    other.close()
+
+
 def test_host_0_goes_on_alone() -> None:
     group = enter_fewer(0, 2, address(), 1, 0.5)
     assert (group.host, group.infos) == (0, [info(0)])
