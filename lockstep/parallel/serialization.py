@@ -194,8 +194,8 @@ class _Pickler(Pickler):
         if isinstance(obj, nn.Module) and parametrize.is_parametrized(obj):
             # Its class was made for it, on top of the user's, and refuses to be pickled.
             original = type(obj).__mro__[1]
-            contents = {**vars(obj), "_compiled_call_impl": None}, _compiler_of(obj)
-            return _blank, (original,), contents, None, None, _fill_parametrized
+            whole = {**vars(obj), "_compiled_call_impl": None}, _compiler_of(obj)
+            return _blank, (original,), whole, None, None, _fill_parametrized
         if isinstance(obj, nn.Module) and (compiler := _compiler_of(obj)) is not None:
             # Its own pickling forgets ``module.compile()``: ranks would not compute alike.
             state = obj.__getstate__(), compiler

@@ -131,8 +131,9 @@ def test_a_read_in_a_thread_of_several_shares_that_hangs_on_rank_0(
 ) -> None:
     """BatchNorm has the shares of a rank run in threads of their own."""
     warm_up(2)
+    norm = nn.BatchNorm1d(4)
     trainer = lockstep.Trainer(
-        nn.Sequential(nn.Linear(16, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)),
+        nn.Sequential(nn.Linear(16, 4), norm, nn.Linear(4, 3)),
         loss=nn.CrossEntropyLoss(),
         optimizer=torch.optim.SGD,
         strategy=lockstep.MirroredStrategy(2, num_shares=4, timeout_seconds=SECONDS),
@@ -144,10 +145,10 @@ def test_a_read_in_a_thread_of_several_shares_that_hangs_on_rank_0(
         trainer.fit(SlowRows(wait_to_be_told), batch_size=BATCH_SIZE, verbose=0)
     # When the read ends after all, its thread and those of the other shares do nothing more.
     state = torch.get_rng_state()
-    means = trainer.model[1].running_mean.clone()
+    means = torch.as_tensor(norm.running_mean).clone()
     is_told.set()
     for thread in set(threading.enumerate()) - before:
         thread.join(LIMIT)
         assert not thread.is_alive(), thread
     assert torch.equal(torch.get_rng_state(), state)
-    assert torch.equal(trainer.model[1].running_mean, means)
+    assert torch.equal(torch.as_tensor(norm.running_mean), means)

@@ -108,7 +108,7 @@ def test_a_device_alone_gets_the_next_batch_while_this_one_trains(
 
         def stage(self, batch: Any) -> Staged:
             threads.append(threading.current_thread().name)
-            return Staged(batch=batch, copied=None)
+            return Staged(batch=batch, device=cuda, copied=None)
 
     cuda = torch.device("cuda", 0)
     monkeypatch.setattr(feeding, "Staging", FakeStaging)

@@ -151,7 +151,7 @@ class _Staging:
 
     def stage(self, batch: Any) -> Staged:
         self.threads.append(threading.current_thread().name)
-        return Staged(batch=batch, copied=None)
+        return Staged(batch=batch, device=torch.device("cuda", 0), copied=None)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
