@@ -98,16 +98,20 @@ class MemoryCheckpoints:
         Raises:
             HostError: the other host is lost.
         """
-        if self._sender is not None and self._sender.end:
-            self._look_around(0.0)  # that it is gone is no warning
-            warnings.warn(
-                "No copy of the training is kept in the memory of another host any more: "
-                f"{self._sender.end}. Where this host is lost, all go on from the newest "
-                "checkpoint on disk.",
-                stacklevel=level_of_user(),
-            )
-            self._sender = None
-        return self._sender is not None and self._sender.is_due
+        sender = self._sender
+        if sender is None or not sender.is_due:
+            return False
+        if not sender.end:
+            return True
+        # A host that is gone is found so by the training, if not by now: that is no warning.
+        self._look_around(0.0)
+        self._sender = None
+        warnings.warn(
+            "No copy of the training is kept in the memory of another host any more: "
+            f"{sender.end}. Where this host is lost, all go on from the newest checkpoint on disk.",
+            stacklevel=level_of_user(),
+        )
+        return False
 
     def given_up(self) -> Mapping[str, Tree] | None:
         """The newest, which is no more, for its memory; None if that is not ours to write to."""
@@ -125,5 +129,6 @@ class MemoryCheckpoints:
             began: when training began to wait for it, by ``time.monotonic()``.
         """
         self._tree, self._is_ours = {**parts, "fit": record}, True
-        if self._sender is not None and self._sender.is_due:
-            self._sender.send(self._tree, began)
+        sender = self._sender
+        if sender is not None and sender.is_due and not sender.end:
+            sender.send(self._tree, began)

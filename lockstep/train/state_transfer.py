@@ -98,8 +98,8 @@ class StateSender(_End):
 
     @property
     def is_due(self) -> bool:
-        """Whether to send another."""
-        return self.is_idle and not self.end and self._pace.is_due
+        """Whether it is time for another."""
+        return self.is_idle and self._pace.is_due
 
     def send(self, tree: Tree, began: float) -> None:
         """Have a state sent, whose tensors must not change until it is.
@@ -118,7 +118,7 @@ class StateSender(_End):
             if self._fill(memoryview(bytearray(1))) == _NO_ROOM:
                 self.end = f"{self._name} has no room for it"
         except OSError as error:
-            self.end = str(lost(self._name, error))
+            self.end = str(lost(self._name, error)).rstrip(".")
         except Exception as error:  # of want of memory, for example: training needs no copy
             self.end = summary_of(error)
             self._hang_up()

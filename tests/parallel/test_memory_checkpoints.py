@@ -323,10 +323,31 @@ def test_nobody_waits_for_a_host_that_does_not_read() -> None:
         assert memory.given_up() is None, "the other host still gets it"
 
 
+def test_a_host_that_is_gone_is_no_warning_but_a_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    near, far = channel_ends()
+    far.close()
+    memory = MemoryCheckpoints()
+
+    def find_out(waited: float) -> None:
+        raise HostError.of_loss("Host 1 is gone.")
+
+    with closing(StateSender(near, "Host 1")) as sender:
+        memory._sender, memory._look_around = sender, find_out
+        memory.keep({"a": torch.zeros(1)}, RECORD, time.monotonic())
+        wait_for(lambda: sender.is_idle)
+        assert not memory.wants_another()  # for now: the hosts may be about to find out
+        monkeypatch.setattr(pace, "LEAST_SECONDS", 0.0)
+        monkeypatch.setattr(pace, "PART", 1e9)
+        with pytest.raises(HostError, match="gone"):
+            memory.wants_another()
+
+
 def test_whatever_a_copy_fails_of_ends_the_copies_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(tree: Any) -> Any:
         raise MemoryError("no room")
 
+    monkeypatch.setattr(pace, "LEAST_SECONDS", 0.0)
+    monkeypatch.setattr(pace, "PART", 1e9)
     near, far = channel_ends()
     memory = MemoryCheckpoints()
     with (
