@@ -4,6 +4,7 @@
 // lend it the device's memory.
 
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <cstring>
@@ -34,7 +35,7 @@ constexpr auto kType = c10::DeviceType::PrivateUse1;
 constexpr c10::DispatchKeySet kKeys(c10::DispatchKey::PrivateUse1);
 constexpr c10::DispatchKeySet kHostKeys(c10::DispatchKey::CPU);
 constexpr DeviceIndex kNumDevices = 2;
-constexpr size_t kDeviceBytes = size_t{1} << 30, kPageBytes = 4096;
+constexpr size_t kDeviceBytes = size_t{1} << 30;
 
 thread_local DeviceIndex current_device = 0;
 thread_local c10::StreamId current_streams[kNumDevices] = {};
@@ -65,19 +66,22 @@ struct Memory final : c10::DeviceAllocator {
   c10::DataPtr allocate(size_t wanted) override {
     const Device device(kType, current_device);
     if (wanted == 0) return {nullptr, device};
-    const size_t num_bytes = (wanted + kPageBytes - 1) / kPageBytes * kPageBytes;
+    const size_t page = getpagesize(), num_bytes = (wanted + page - 1) / page * page;
     std::lock_guard<std::mutex> lock(memory_mutex);
     auto& own = held[current_device];
     TORCH_CHECK_WITH(OutOfMemoryError, own.current + num_bytes <= kDeviceBytes, device,
                      " is out of memory: ", wanted, " bytes wanted, ", own.current, " held.");
-    void* start = mmap(nullptr, num_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    void* start =
+        mmap(nullptr, num_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     TORCH_CHECK_WITH(OutOfMemoryError, start != MAP_FAILED, "The host has no memory left.");
     std::memset(start, 0xFF, num_bytes);  // new memory holds no zeros, but NaN
     mprotect(start, num_bytes, PROT_NONE);
     own.increase(num_bytes);
     return {start, new Block{start, num_bytes, current_device}, &free_block, device};
   }
-  void copy_data(void*, const void*, size_t) const override { TORCH_CHECK(false, "by no operator"); }
+  void copy_data(void*, const void*, size_t) const override {
+    TORCH_CHECK(false, "An operator copies, not the allocator");
+  }
   bool initialized() override { return true; }
   void emptyCache(c10::MempoolId_t) override {}
   void recordStream(const c10::DataPtr&, Stream) override {}
@@ -150,26 +154,15 @@ class Loan {
       if (lent.is_same(found)) return own;
     for (auto& each : storages_)
       if (each.lent.is_alias_of(found.storage())) return like(found, each.own, kKeys);
-    const Storage& from = found.storage();
-    const Storage own = new_storage(from.nbytes(), index_);
-    use(own, +1);
-    std::memcpy(const_cast<void*>(own.data()), from.data(), from.nbytes());
-    storages_.push_back({own, from});
-    return like(found, own, kKeys);
+    return like(found, copied(found.storage(), index_), kKeys);
   }
 
   // Arguments that the operator has given another size.
   void take_back() {
     for (auto& [own, lent] : tensors_) {
       auto* impl = own.unsafeGetTensorImpl();
-      if (own.storage().data() != lent.storage().data()) {
-        const Storage& from = lent.storage();
-        Storage grown = new_storage(from.nbytes(), own.device().index());
-        use(grown, +1);
-        std::memcpy(const_cast<void*>(grown.data()), from.data(), from.nbytes());
-        storages_.push_back({grown, from});
-        impl->set_storage_keep_dtype(grown);
-      }
+      if (own.storage().data() != lent.storage().data())
+        impl->set_storage_keep_dtype(copied(lent.storage(), own.device().index()));
       if (own.sizes() != lent.sizes() || own.strides() != lent.strides())
         impl->set_sizes_and_strides(lent.sizes(), lent.strides(), lent.storage_offset());
     }
@@ -181,6 +174,14 @@ class Loan {
   struct Lent {
     Storage own, lent;
   };
+
+  Storage copied(const Storage& from, DeviceIndex index) {
+    const Storage own = new_storage(from.nbytes(), index);
+    use(own, +1);
+    std::memcpy(const_cast<void*>(own.data()), from.data(), from.nbytes());
+    storages_.push_back({own, from});
+    return own;
+  }
 
   static void use(const Storage& own, int change) {
     auto* block = static_cast<Block*>(own.data_ptr().cast_context<Block>(&free_block));
@@ -201,8 +202,10 @@ class Loan {
 // --- random numbers ------------------------------------------------------------------------------
 
 struct DeviceGenerator final : c10::GeneratorImpl {
-  explicit DeviceGenerator(DeviceIndex index, at::Generator drawn = at::detail::createCPUGenerator())
-      : GeneratorImpl(Device(kType, index), kKeys), host(std::move(drawn)) {}
+  explicit DeviceGenerator(DeviceIndex index)
+      : DeviceGenerator(index, at::detail::createCPUGenerator()) {}
+  DeviceGenerator(DeviceIndex index, at::Generator host)
+      : GeneratorImpl(Device(kType, index), kKeys), host(std::move(host)) {}
   void set_current_seed(uint64_t seed) override { host.set_current_seed(seed); }
   void set_offset(uint64_t offset) override { host.set_offset(offset); }
   uint64_t get_offset() const override { return host.get_offset(); }
@@ -298,11 +301,6 @@ Tensor copy_from(const Tensor& self, const Tensor& target, bool) {
   return target;
 }
 
-Tensor copy_from_and_resize(const Tensor& self, const Tensor& target) {
-  target.resize_(self.sizes());
-  return copy_from(self, target, false);
-}
-
 void resize_bytes(const Storage& storage, size_t num_bytes) {
   const Storage grown = new_storage(num_bytes, storage.device().index());
   {
@@ -310,7 +308,8 @@ void resize_bytes(const Storage& storage, size_t num_bytes) {
     std::memcpy(const_cast<void*>(loan.host(grown).data()), loan.host(storage).data(),
                 std::min(num_bytes, storage.nbytes()));
   }
-  storage.set_data_ptr_noswap(std::move(grown.unsafeGetStorageImpl()->_mutable_data_ptr_no_checks()));
+  auto* taken = grown.unsafeGetStorageImpl();
+  storage.set_data_ptr_noswap(std::move(taken->_mutable_data_ptr_no_checks()));
   storage.set_nbytes(num_bytes);
 }
 
@@ -388,7 +387,7 @@ TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
 }
 
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
-  // torch's own way to these, by ``mse_loss.out``, has a mean's output in the inputs' size, and warns.
+  // torch's own way to these, by ``mse_loss.out``, warns: it has another size than is given there.
   m.impl("mse_loss", torch::CppFunction::makeFromBoxedFunction<&run_on_host>());
   m.impl("smooth_l1_loss", torch::CppFunction::makeFromBoxedFunction<&run_on_host>());
   // As of CUDA: ``parameter.data = `` may bring a Parameter here, and back.
@@ -396,7 +395,6 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("empty.memory_format", &empty);
   m.impl("empty_strided", &empty_strided);
   m.impl("_copy_from", &copy_from);
-  m.impl("_copy_from_and_resize", &copy_from_and_resize);
   m.impl("resize_", &resize);
   m.impl("set_.source_Tensor", &at::native::set_tensor_);
   m.impl("set_.source_Storage", &at::native::set_);
@@ -415,7 +413,7 @@ TORCH_LIBRARY(standin, m) {
         +[](int64_t index) { return default_generator(static_cast<DeviceIndex>(index)); });
 }
 
-// --- the device, as torch asks for it --------------------------------------------------------------
+// --- the device, as torch asks for it ------------------------------------------------------------
 
 // All work is done when it is asked for: streams differ in name alone, and events have happened.
 struct Guard final : c10::impl::DeviceGuardImplInterface {
@@ -438,12 +436,13 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     const Device own = resolved(device.index());
     return Stream(Stream::UNSAFE, own, current_streams[own.index()]);
   }
-  Stream getDefaultStream(Device device) const override { return Stream(Stream::DEFAULT, resolved(device.index())); }
+  Stream getDefaultStream(Device device) const override {
+    return Stream(Stream::DEFAULT, resolved(device.index()));
+  }
   Stream getNewStream(Device device, int) const override {
     static std::atomic<c10::StreamId> last{0};
     return Stream(Stream::UNSAFE, resolved(device.index()), ++last);
   }
-  Stream getStreamFromGlobalPool(Device device, bool) const override { return getNewStream(device, 0); }
   Stream exchangeStream(Stream stream) const override {
     const Stream before = getStream(stream.device());
     current_streams[stream.device_index()] = stream.id();
@@ -470,7 +469,9 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   DeviceIndex exchangeDevice(DeviceIndex index) const override {
     return Guard().exchangeDevice({kType, index}).index();
   }
-  DeviceIndex maybeExchangeDevice(DeviceIndex index) const override { return exchangeDevice(index); }
+  DeviceIndex maybeExchangeDevice(DeviceIndex index) const override {
+    return exchangeDevice(index);
+  }
   c10::Allocator* getPinnedMemoryAllocator() const override { return c10::GetAllocator(c10::kCPU); }
   const at::Generator& getDefaultGenerator(DeviceIndex index) const override {
     return default_generator(index);
