@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.stand_ins.accelerator import standin
+from tests.thorough import CORE
 
 ROOT = Path(__file__).parents[2]
 STAND_IN = ROOT / "tests" / "stand_ins" / "accelerator"
@@ -37,11 +38,9 @@ def run_with_it(*arguments: str) -> "subprocess.CompletedProcess[str]":
     )
 
 
-def test_what_is_tested_on_accelerators(request: pytest.FixtureRequest) -> None:
-    done = run_with_it(
-        *("-m", "pytest", "tests/devices", "-p", "no:cacheprovider"),
-        *("-m", request.config.option.markexpr),
-    )
+def test_what_is_tested_on_accelerators() -> None:
+    """The core: it takes a minute, and all twice as long."""
+    done = run_with_it("-m", "pytest", "tests/devices", "-p", "no:cacheprovider", "-m", CORE)
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"\d+ passed", done.stdout), done.stdout
     assert "skipped" not in done.stdout

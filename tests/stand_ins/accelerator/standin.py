@@ -16,6 +16,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
+from torch.utils import backend_registration
 
 NAME = "standin"
 NUM_DEVICES = 2
@@ -53,9 +54,9 @@ def _build(library: Path) -> None:
 def register() -> None:
     """What torch calls at the end of its import."""
     torch.ops.load_library(library())
-    torch.utils.rename_privateuse1_backend(NAME)
+    backend_registration.rename_privateuse1_backend(NAME)
     torch._register_device_module(NAME, _Module(f"torch.{NAME}"))
-    torch.utils.generate_methods_for_privateuse1_backend()
+    backend_registration.generate_methods_for_privateuse1_backend()
 
 
 class _Module(ModuleType):
