@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 import msgspec
+import torch
 from torch import nn, optim
 
 from lockstep.capture.layers import capture_layers
@@ -264,7 +265,7 @@ class Runner(ABC):
             else:
                 planned = self._plan_for_all(task, batch_size, conductor.announce)
                 session = self._session
-                session.preload = self._preload
+                session.preload = self._preload + _of_kernels()
             assignment = self._assignment(task, loss, updater, *planned)
             if self.deterministic:
                 check_deterministic(assignment.device)
@@ -433,6 +434,11 @@ def _run_in_stages(assignment: Assignment, samples: Any) -> Crossing | None:
     )
     with compute_settings(plan):
         return run_stages(tools, samples)
+
+
+def _of_kernels() -> tuple[str, ...]:
+    """What torch imports where it is told to be deterministic: once, not in every helper."""
+    return ("torch._inductor.config",) if torch.are_deterministic_algorithms_enabled() else ()
 
 
 def _nested(task: Task) -> Session:

@@ -1,0 +1,51 @@
+"""The tests of ``tests/devices`` on a stand-in for two accelerators, wherever there is a compiler.
+
+They have a process of their own: in this one, devices that are not named are cores.
+"""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.stand_ins.accelerator import standin
+from tests.thorough import CORE
+
+ROOT = Path(__file__).parents[2]
+STAND_IN = ROOT / "tests" / "stand_ins" / "accelerator"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def built() -> None:
+    if not standin.has_compiler():
+        pytest.skip("no g++, which builds the stand-in")
+    standin.library()
+
+
+def run_with_it(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    """Run a Python that has the stand-in, as all processes have that it starts."""
+    path = os.pathsep.join(map(str, (STAND_IN, ROOT)))
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_what_is_tested_on_accelerators() -> None:
+    """The core: it takes a minute, and all twice as long."""
+    done = run_with_it("-m", "pytest", "tests/devices", "-p", "no:cacheprovider", "-m", CORE)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"\d+ passed", done.stdout), done.stdout
+    assert "skipped" not in done.stdout
+
+
+def test_nobody_else_touches_its_memory() -> None:
+    touch = "import ctypes, torch; ctypes.string_at(torch.ones(3, device='standin').data_ptr())"
+    assert run_with_it("-c", touch).returncode == -signal.SIGSEGV
