@@ -381,8 +381,8 @@ def report(found: dict[str, Figures], about: list[str], tiny: bool) -> str:
         "",
         "Parity in float64 with a plain loop on the device, bits over numbers of ranks, kills:",
         f"{words or 'not run'}.",
-        "CI runs the core of them on an accelerator that is none (`tests/stand_ins/accelerator`): two",
-        "devices of torch's PrivateUse1 type, whose memory is the host's but protected.",
+        "CI runs the core of them on an accelerator that is none (`tests/stand_ins/accelerator`):",
+        "two devices of torch's PrivateUse1 type, whose memory is the host's but protected.",
         *(f"- failed: `{name}`" for name in tests.get("names", [])),
         *([f"- {tests['failed to end']}"] if "failed to end" in tests else []),
     ]

@@ -9,7 +9,8 @@ Covers no Apple GPU: nothing joins several, and they compute nothing in float64.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, TypeGuard
 
@@ -41,6 +42,17 @@ def use(device: torch.device) -> None:
     """Have this thread work on an accelerator; a core needs no such thing."""
     if device.type != "cpu":
         torch.accelerator.set_device_index(device.index)
+
+
+@contextmanager
+def kept_device() -> Iterator[None]:
+    """After the block this thread works on the device on which it did before, if on any."""
+    before = None if in_use() is None else torch.accelerator.current_device_index()
+    try:
+        yield
+    finally:
+        if before is not None:
+            torch.accelerator.set_device_index(before)
 
 
 def rank_device(devices: Sequence[str], rank: int) -> torch.device:

@@ -15,6 +15,7 @@ import msgspec
 import torch
 from torch import nn, optim
 
+from lockstep import accelerators
 from lockstep.capture.layers import capture_layers
 from lockstep.capture.sparse import sparse_buffers_aside
 from lockstep.cluster.devices import discover
@@ -188,7 +189,7 @@ class Runner(ABC):
 
     def _call(self, name: str, make: Callable[[], _T]) -> _T:
         """Make a call together with all processes that there are; its result, on all of them."""
-        with self._job_context.together(name):
+        with self._job_context.together(name), accelerators.kept_device():
             return self._shared(make)
 
     def _shared(self, make: Callable[[], _T]) -> _T:

@@ -212,6 +212,14 @@ def test_no_memory_for_the_slots_names_the_device() -> None:
     assert f"no memory left on {ACCELERATORS[0]}" in " ".join(caught.value.__notes__)
 
 
+def test_a_fit_on_the_last_device_leaves_the_script_on_the_first() -> None:
+    torch.accelerator.set_device_index(0)
+    torch.zeros(1, device=ACCELERATORS[0])  # it is in use
+    strategy = lockstep.MirroredStrategy([ACCELERATORS[-1]])
+    make_trainer(strategy).fit((X, Y), batch_size=8, verbose=0)
+    assert torch.accelerator.current_device_index() == 0
+
+
 def test_dropout_draws_from_the_devices_own_stream() -> None:
     """And leaves it, and the host's, where they were."""
     model = nn.Sequential(nn.Linear(16, 32), nn.Dropout(0.5), nn.Linear(32, 3))

@@ -78,6 +78,9 @@ class _Module(ModuleType):
     def _is_in_bad_fork(self) -> bool:
         return False
 
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16]
+
     def device_count(self) -> int:
         return NUM_DEVICES
 
