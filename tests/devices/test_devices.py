@@ -116,6 +116,53 @@ def test_large_layers_train_in_every_precision(strategy: Callable[[], Any], prec
     assert losses[0] == pytest.approx(losses[1], rel=tolerance)
 
 
+class Scaled(nn.Module):
+    """With a buffer: where it is has to do with what the model is traced as."""
+
+    scale: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = Wide()
+        self.register_buffer("scale", torch.linspace(0.5, 1.5, 16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.layers(x * self.scale)
+        return found
+
+
+def test_a_pipeline_evaluates_and_goes_on_after_a_fit() -> None:
+    """By then the model is on a device, and the samples that it is planned with are not."""
+
+    def values(strategy: Any) -> tuple[dict[str, Any], torch.Tensor, list[float]]:
+        trainer = make_trainer(strategy, Scaled(), precision="fp64")
+        trainer.fit((X, Y), batch_size=8, verbose=0)
+        evaluated = trainer.evaluate((X, Y), batch_size=8)
+        predicted = trainer.predict(X, batch_size=8)
+        again = trainer.fit((X, Y), batch_size=8, verbose=0)
+        return dict(evaluated), predicted.cpu(), again.history["loss"]
+
+    expected, found = values(lockstep.SingleDeviceStrategy("cpu")), values(stages())
+    assert found[0] == pytest.approx(expected[0], rel=1e-9)
+    torch.testing.assert_close(found[1], expected[1], rtol=1e-9, atol=1e-11)
+    assert found[2] == pytest.approx(expected[2], rel=1e-9)
+
+
+OVER_THEIR_OWN: dict[str, Callable[[], Any]] = {
+    "mirrored": lambda: lockstep.MirroredStrategy(ACCELERATORS[:2]),
+    "pipeline": lambda: lockstep.PipelineStrategy(2, microbatches=2, devices=ACCELERATORS[:2]),
+}
+
+
+@pytest.mark.skipif(len(ACCELERATORS) < 2, reason="each rank needs a device of its own")
+@pytest.mark.parametrize("name", OVER_THEIR_OWN)
+def test_devices_meet_over_their_own_backend(name: str) -> None:
+    """Taken where no engine is named. Kinds for which torch has none meet over gloo."""
+    found = trained(OVER_THEIR_OWN[name]())
+    for key, value in trained(lockstep.SingleDeviceStrategy("cpu")).items():
+        torch.testing.assert_close(found[key], value, rtol=1e-11, atol=1e-12)
+
+
 class _Confidence(torchmetrics.MeanMetric):
     """The mean of the largest score."""
 
@@ -187,14 +234,17 @@ def test_muon_goes_on() -> None:
 
 
 @pytest.mark.skipif(len(ACCELERATORS) < 2, reason="one device is always the first")
-def test_shares_with_batch_statistics_run_on_a_device_that_is_not_the_first() -> None:
+@pytest.mark.parametrize(("shares", "accumulate"), [(3, 1), (None, 2)])
+def test_shares_with_batch_statistics_run_on_a_device_that_is_not_the_first(
+    shares: int | None, accumulate: int
+) -> None:
     def values(device: str) -> dict[str, torch.Tensor]:
         torch.manual_seed(0)
         model = nn.Sequential(
             nn.Linear(16, 32), nn.BatchNorm1d(32), nn.Dropout(0.5), nn.Linear(32, 3)
         )
-        strategy = lockstep.MirroredStrategy([device], num_shares=3)
-        trainer = make_trainer(strategy, model, precision="fp64", seed=3)
+        strategy = lockstep.MirroredStrategy([device], num_shares=shares)
+        trainer = make_trainer(strategy, model, precision="fp64", seed=3, accumulate=accumulate)
         trainer.fit((X, Y), batch_size=8, epochs=2, verbose=0)
         return {name: value.cpu() for name, value in model.state_dict().items()}
 
