@@ -302,12 +302,13 @@ class Keeper(Callback):
         self._write(parts, self.record, None)
 
     def write_found(self, found: Found) -> None:
-        """Write a checkpoint that another host had, or this one's memory.
+        """Write a checkpoint that another host had, or this one's memory, before training goes on.
 
-        Args:
-            found: whose tensors nobody writes to.
+        Raises:
+            OSError: it could not be written.
         """
         self._write(found.state.parts(), found.record, None)
+        self._wait()  # training may have its tensors
 
     def finish(self, parts: Mapping[str, Tree], history: History, plan: Plan | None) -> None:
         """Write the last checkpoint: training has ended.
