@@ -284,10 +284,21 @@ def _describe(
 
 
 def _sees_batch(model: nn.Module, records: Sequence[Record], group: _Group) -> bool:
-    targets = [records[member].instruction.target for member in group.members]
+    """Whether a layer normalises by statistics of the batch, in the mode in which it was traced."""
     module = model.get_submodule(group.path)
     return (
-        any(getattr(target, "__name__", "") == "batch_norm" for target in targets)
+        any(_normalises(records[member].instruction) for member in group.members)
         or isinstance(module, BatchLayer)
-        or (group.calls and any(isinstance(part, _BatchNorm) for part in module.modules()))
+        or (group.calls and any(map(_is_in_training, module.modules())))
     )
+
+
+def _normalises(call: Instruction) -> bool:
+    if getattr(call.target, "__name__", "") != "batch_norm":
+        return False
+    training = call.args[5] if len(call.args) > 5 else call.kwargs.get("training", False)
+    return training is not False
+
+
+def _is_in_training(module: nn.Module) -> bool:
+    return isinstance(module, _BatchNorm) and (module.training or module.running_mean is None)

@@ -21,6 +21,7 @@ from lockstep.plan.averaging import AveragedUpdate, Nesterov
 from lockstep.plan.decision import Axis, LayerPlacement, LocalUpdate, SlicedUpdate
 from lockstep.plan.devices import Devices, check_there, device_names, is_cpu, threads_for
 from lockstep.plan.spec import Plan
+from lockstep.units import first_few
 
 
 class Maker(ABC):
@@ -104,11 +105,24 @@ class Accumulating(Wrapping):
         self.maker.check_batch_size(self._batch_of_a_part(batch_size))
 
     def __call__(self, graph: LayerGraph, cluster: Cluster, batch_size: int) -> Plan:
-        """Make the Plan for global batches of ``batch_size`` samples."""
+        """Make the Plan for global batches of ``batch_size`` samples.
+
+        Raises:
+            OptionError: a pipeline of a model with BatchNorm, whose statistics are those of parts.
+        """
         is_measured = self.maker.sample_size(cluster, batch_size) is not None
         size = self._batch_of_a_part(batch_size) if is_measured else batch_size
         plan = self.maker(graph, cluster, size)
-        uses_statistics = any(layer.uses_batch_statistics for layer in graph.layers)
+        norms = [layer.name for layer in graph.layers if layer.uses_batch_statistics]
+        uses_statistics = bool(norms)
+        if plan.pipeline is not None and norms:
+            raise OptionError(
+                "Accumulation must not change the result, and in a pipeline a layer that "
+                "normalises by the batch takes the statistics of each part.",
+                received=f"accumulate={self.parts} with {first_few(norms)}",
+                fix="Leave `accumulate` out, use a GroupNorm or evaluation mode there, or a data "
+                "parallel strategy.",
+            )
         return msgspec.structs.replace(
             plan,
             num_shares=plan.num_shares * self.parts,

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lockstep
@@ -55,6 +56,58 @@ def test_accumulation_equals_one_device(model: str, strategy: str) -> None:
     in_parts = InParts(STRATEGIES[strategy](), 3)
     report = lockstep.verify(make_job(case(model)), in_parts, steps=5)
     assert report.passed, str(report)
+
+
+class _Normalised(nn.Module):
+    """Normalises by the batch with a function, a layer, or a layer that runs as one piece."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.norm = nn.BatchNorm1d(6)
+        if kind == "hooked":
+            self.norm.register_forward_hook(_look)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kind == "function":
+            return F.batch_norm(x, None, None, training=True)
+        out: Tensor = self.norm(x)
+        return out
+
+
+def _look(module: nn.Module, args: Any, output: Tensor) -> None: ...
+
+
+def normalised_job(kind: str, *, training: bool) -> lockstep.Job:
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), _Normalised(kind), nn.Linear(6, 2))
+    model[2].train(training)
+    data = torch.randn(26, 4), torch.randn(26, 2)
+    return lockstep.Job(model, nn.MSELoss(), partial(torch.optim.SGD, lr=0.1), data, 13)
+
+
+@pytest.mark.parametrize("kind", ["layer", "hooked", "function"])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        lockstep.PipelineStrategy(2, microbatches=1),
+        lockstep.HybridStrategy(2, 2, microbatches=2),
+        lockstep.LocalSGDStrategy(every=1, devices=2, stages=2, microbatches=1),
+    ],
+    ids=["pipeline", "hybrid", "local"],
+)
+def test_accumulation_is_refused_where_a_pipeline_has_batch_statistics(
+    strategy: Strategy, kind: str
+) -> None:
+    job = normalised_job(kind, training=True)
+    with pytest.raises(OptionError, match=r"accumulate=3 with [12](\.norm)?\. Leave"):
+        lockstep.verify(job, InParts(strategy, 3), steps=1)
+
+
+def test_accumulation_in_a_pipeline_with_batch_norm_in_evaluation_mode() -> None:
+    for kind in ("layer", "hooked"):
+        job = normalised_job(kind, training=False)
+        report = lockstep.verify(job, InParts(STRATEGIES["pipeline-2"](), 3), steps=2)
+        assert report.passed, str(report)
 
 
 def trained(one: Case, strategy: Strategy, **options: Any) -> tuple[nn.Module, dict[str, Any]]:
