@@ -4,7 +4,7 @@ BIN := .venv/bin
 # Hundreds of interpreters are started: all but the first read what was compiled.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all check lint format api-docs bench bench-architectures bench-checkpoints bench-compression bench-hosts bench-input bench-keras-tests bench-overhead bench-pipelines bench-small-calls bench-starting gpu soak clean
+.PHONY: demo test test-all check lint format api-docs bench bench-architectures bench-checkpoints bench-compression bench-hosts bench-input bench-keras-tests bench-overhead bench-pipelines bench-small-calls bench-starting gpu soak wheel clean
 demo: .venv/.installed-demo
 	$(BIN)/lockstep demo
 
@@ -88,13 +88,19 @@ MINUTES ?= 30
 soak: .venv/.installed-demo
 	$(BIN)/python bench/soak.py --minutes $(MINUTES)
 
+# Builds a wheel in dist/; installs nothing else.
+wheel: | .venv/bin/python
+	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
+
 clean:
-	rm -rf .venv .venv-bench bench/results .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf dist .venv .venv-bench bench/results .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+
+.venv/bin/python:
+	$(PYTHON) -m venv .venv
 
 # constraints.txt pins torch, so that every machine proves the same arithmetic. Modules are compiled as
 # they are imported: those of the demo, or of the tests, are a small part of all that is installed.
-.venv/.installed-demo: pyproject.toml constraints.txt
-	$(PYTHON) -m venv .venv
+.venv/.installed-demo: pyproject.toml constraints.txt | .venv/bin/python
 	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable ".[demo]"
 	touch $@
 
