@@ -1,8 +1,12 @@
 """The ``lockstep`` command."""
 
 import argparse
+import difflib
+import re
 import sys
+from collections.abc import Iterator
 from importlib import import_module
+from typing import NoReturn
 
 import lockstep
 from lockstep.errors import LockstepError
@@ -34,6 +38,27 @@ COMMANDS = {
 }
 
 
+class Parser(argparse.ArgumentParser):
+    """Names the command, option or choice that a misspelled word may mean."""
+
+    def error(self, message: str) -> NoReturn:
+        """See ``argparse.ArgumentParser``."""
+        known = [*re.findall(r"'([^']+)'", message.partition("choose from")[2]), *_options(self)]
+        given = re.findall(r"invalid choice: '([^']*)'", message)
+        given += re.findall(r"--\S+", message.partition("unrecognized arguments:")[2])
+        near = [word for one in given for word in difflib.get_close_matches(one, known)]
+        super().error(f"{message}\nDid you mean {near[0]!r}?" if near else message)
+
+
+def _options(parser: argparse.ArgumentParser) -> Iterator[str]:
+    """Of a parser and of those of its commands."""
+    for action in parser._actions:
+        yield from action.option_strings
+        if isinstance(action, argparse._SubParsersAction):
+            for command in action.choices.values():
+                yield from _options(command)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run a command; returns the exit status: 0, 1 for a failed check, 2 for wrong usage."""
     given = sys.argv[1:] if arguments is None else arguments
@@ -50,7 +75,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _make_parser(given: list[str]) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="lockstep",
         description="Many devices, one result: trains PyTorch models on many devices "
         "and gives the weights that one device would have given.",

@@ -30,7 +30,7 @@ from lockstep.channel.waiting import LookAround
 from lockstep.cluster.place import Place
 from lockstep.errors import WorkerError, problem
 from lockstep.launch.diagnostics import DiagnosticsFile, make_event, notify, stacks_on_request
-from lockstep.launch.failure import pack_failure, trouble_of, unpack_failure
+from lockstep.launch.failure import noting_on, pack_failure, trouble_of, unpack_failure
 from lockstep.launch.forks import give_up_in_forks
 from lockstep.launch.helper import (
     CALL,
@@ -199,9 +199,9 @@ class Attachment:
             result = self._run(call)
             self._leader.send(Message(RETURN, result))
         except BaseException as error:
-            try:
+            with noting_on(error):
                 self._leader.tell_failure(error)
-            finally:
+            with noting_on(error):
                 self.close()
             raise
         return result

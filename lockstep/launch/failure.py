@@ -16,7 +16,8 @@ import builtins
 import pickle
 import signal
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -110,6 +111,27 @@ def as_raised(error: BaseException) -> BaseException:
 def add_note(error: BaseException, note: str) -> None:
     """As ``BaseException.add_note``, also of an exception that lets no attribute be set."""
     _set(error, "__notes__", [*getattr(error, "__notes__", ()), note])
+
+
+@contextmanager
+def noting_on(error: BaseException) -> Iterator[None]:
+    """Within the block, which tidies up after ``error``, another failure is a note of that."""
+    try:
+        yield
+    except Exception as second:
+        add_note(error, f"After this error Lockstep could not tidy up: {summary_of(second)}")
+
+
+@contextmanager
+def ending_with(end: Callable[[], object]) -> Iterator[None]:
+    """Call ``end`` after the block, as ``finally`` does, but never hide the block's own error."""
+    try:
+        yield
+    except BaseException as error:
+        with noting_on(error):
+            end()
+        raise
+    end()
 
 
 def _set(error: BaseException, name: str, value: object) -> None:

@@ -6,20 +6,24 @@ All that is wrong with what was said is gathered and said at once.
 
 import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from types import MappingProxyType
 
 from lockstep.errors import OptionError, Problems
 from lockstep.units import first_few, listed
 
 
-def stages_from_names(names: Sequence[str], cuts: Sequence[str]) -> tuple[int, ...]:
+def stages_from_names(
+    names: Sequence[str], cuts: Sequence[str], undivided: Mapping[str, str] = MappingProxyType({})
+) -> tuple[int, ...]:
     """The cutting whose stages, but for the first, begin at the named modules.
 
     Args:
         names: dotted module path of each layer in the order in which the model computes; a
             module's second call has the suffix ``@2``.
         cuts: modules, or containers of modules, whose first layer begins a stage.
+        undivided: layers that run as one piece although they are made of others, with the reason.
 
     Raises:
         OptionError: unknown names, a cut before the first layer, two cuts at one layer, or cuts in
@@ -30,7 +34,7 @@ def stages_from_names(names: Sequence[str], cuts: Sequence[str]) -> tuple[int, .
     for cut in cuts:
         start = _first_layer(names, cut)
         if start is None:
-            _add_unknown(problems, names, cut)
+            _add_unknown(problems, names, cut, undivided)
         elif start == 0:
             problems.add(
                 f"The first stage begins at the first layer, {names[0]!r}, without a cut.",
@@ -56,7 +60,10 @@ def stages_from_names(names: Sequence[str], cuts: Sequence[str]) -> tuple[int, .
 
 
 def stages_from_scopes(
-    names: Sequence[str], devices: Sequence[int | None], owns_parameters: Sequence[bool]
+    names: Sequence[str],
+    devices: Sequence[int | None],
+    owns_parameters: Sequence[bool],
+    undivided: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[int, ...]:
     """The cutting that device scopes ask for: one stage per device.
 
@@ -67,6 +74,7 @@ def stages_from_scopes(
         names: of the layers, in the order in which the model computes.
         devices: index of each layer's device; None is outside of every scope.
         owns_parameters: whether each layer owns parameters.
+        undivided: see ``stages_from_names``.
 
     Raises:
         OptionError: layers with parameters outside of scopes, devices that go backwards, or whose
@@ -74,7 +82,8 @@ def stages_from_scopes(
     """
     problems = Problems()
     layers = list(zip(names, devices, owns_parameters, strict=True))
-    _check_all_scoped(problems, [name for name, at, owns in layers if owns and at is None])
+    outside = [name for name, at, owns in layers if owns and at is None]
+    _check_all_scoped(problems, outside, undivided)
     scoped = [(name, at) for name, at, _ in layers if at is not None]
     _check_forwards(problems, scoped)
     used = sorted({at for _, at in scoped})
@@ -83,7 +92,18 @@ def stages_from_scopes(
     return (0, *(devices.index(device) for device in used[1:]))
 
 
-def _check_all_scoped(problems: Problems, outside: Sequence[str]) -> None:
+def _check_all_scoped(
+    problems: Problems, outside: Sequence[str], undivided: Mapping[str, str]
+) -> None:
+    whole = [name for name in outside if name in undivided]
+    for name in whole:
+        problems.add(
+            f"The scopes within {named(name)} cannot begin stages: "
+            f"{runs_whole(name, undivided[name])}.",
+            received=f"{named(name)} outside of every device scope",
+            fix=_how_to_divide(name, undivided[name]),
+        )
+    outside = [name for name in outside if name not in whole]
     if outside:
         problems.add(
             "Layers with parameters are outside of every device scope.",
@@ -131,7 +151,34 @@ def _first_layer(names: Sequence[str], cut: str) -> int | None:
     return None
 
 
-def _add_unknown(problems: Problems, names: Sequence[str], cut: str) -> None:
+def named(layer: str) -> str:
+    """A layer as errors name it."""
+    return repr(layer) if layer else "the model"
+
+
+def runs_whole(layer: str, reason: str) -> str:
+    """Why no stage can begin within a layer."""
+    return f"{named(layer)} runs as one piece ({reason})"
+
+
+def _how_to_divide(layer: str, reason: str) -> str:
+    looks_at_values = "value" in reason or "the data" in reason
+    change = "Decide by torch.where instead" if looks_at_values else "Change that"
+    return f"{change}{layer and ', cut elsewhere'}, or use a data parallel strategy."
+
+
+def _add_unknown(
+    problems: Problems, names: Sequence[str], cut: str, undivided: Mapping[str, str]
+) -> None:
+    for name, reason in undivided.items():
+        path = _module_path(name)
+        if not path or cut.startswith(f"{path}."):
+            problems.add(
+                f"No stage can begin at {cut!r}: {runs_whole(path, reason)}.",
+                received=repr(cut),
+                fix=_how_to_divide(path, reason),
+            )
+            return
     paths = [_module_path(name).split(".") for name in names]
     known = {".".join(path[:depth]): None for path in paths for depth in range(1, len(path) + 1)}
     near = difflib.get_close_matches(cut, known)

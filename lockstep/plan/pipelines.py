@@ -13,7 +13,7 @@ from itertools import pairwise
 from lockstep.cluster.topology import Cluster, num_devices
 from lockstep.errors import DeviceError, OptionError, PlanError
 from lockstep.graph.layer_graph import Flow, Layer, LayerCosts, LayerGraph
-from lockstep.plan.cut_places import stages_from_names, stages_from_scopes
+from lockstep.plan.cut_places import runs_whole, stages_from_names, stages_from_scopes
 from lockstep.plan.cuts import Cut, CutProblem, LayerCost, best_cut, counted, describe_cut
 from lockstep.plan.decision import (
     Axis,
@@ -207,7 +207,7 @@ class Pipelined(Maker):
         """The cutting, in units, and why it has as many stages."""
         names = [layer.name for layer in graph.layers]
         if self.cuts is not None:
-            starts = stages_from_names(names, self.cuts)
+            starts = stages_from_names(names, self.cuts, _undivided(graph))
             self._check_num_stages(len(starts), "cuts")
             return describe_cut(costs, _in_units(graph, units, starts)), ""
         if any(layer.device is not None for layer in graph.layers):
@@ -215,6 +215,7 @@ class Pipelined(Maker):
                 names,
                 [layer.device for layer in graph.layers],
                 [bool(layer.parameters) for layer in graph.layers],
+                _undivided(graph),
             )
             self._check_num_stages(len(starts), "scopes")
             return describe_cut(costs, _in_units(graph, units, starts)), ""
@@ -224,17 +225,18 @@ class Pipelined(Maker):
             return best_cut(costs, min(count * self._chunks, len(units))), reason
         wanted = self._num_devices(cluster)
         found = min(wanted, len(units))
-        if isinstance(self.replicas, tuple):
-            self._check_num_stages(found, "layers")
         reason = "" if found == wanted else _why_fewer(graph, units, wanted)
+        if isinstance(self.replicas, tuple):
+            self._check_num_stages(found, "layers", reason)
         return best_cut(costs, min(wanted * self._chunks, len(units))), reason
 
-    def _check_num_stages(self, found: int, source: str) -> None:
+    def _check_num_stages(self, found: int, source: str, reason: str = "") -> None:
         devices = self.stages
         if isinstance(self.replicas, tuple) and len(self.replicas) != found:
             raise OptionError(
                 "Every stage needs its number of replicas.",
-                received=f"{len(self.replicas)} numbers for the {found} stages of the {source}",
+                received=f"{len(self.replicas)} numbers for the {found} stages of the {source}"
+                f"{reason and f' ({reason})'}",
                 fix=f"Give {found}.",
             )
         is_shared = self.schedule == "interleaved" and devices is not None and found >= devices
@@ -407,16 +409,17 @@ def _costs(layer: Layer) -> LayerCosts:
     return layer.costs
 
 
+def _undivided(graph: LayerGraph) -> dict[str, str]:
+    """Layers that run as one piece although they are made of others, with the reason."""
+    return {layer.name: layer.atomic_reason for layer in graph.layers if layer.atomic_reason}
+
+
 def _why_fewer(graph: LayerGraph, units: Sequence[tuple[int, int]], wanted: int) -> str:
     """Why a model does not come in as many stages as were asked for.
 
     What it computes is the same in any number of them, so it runs, with devices to spare.
     """
-    atomic = [layer for layer in graph.layers if layer.atomic_reason]
-    reasons = [
-        f"{layer.name or 'the model'} runs as one piece ({layer.atomic_reason})"
-        for layer in atomic[:3]
-    ]
+    reasons = [runs_whole(*one) for one in _undivided(graph).items()][:3]
     if len(units) < len(graph.layers):
         reasons += [
             f"no cut may part {graph.layers[first].name!r} from {graph.layers[last].name!r}"
@@ -483,9 +486,9 @@ def _notes(
         notes.append(
             f"{len(devices)} processes share {cores} cores: right for tests, not for speed."
         )
-    atomic = [layer for layer in graph.layers if layer.atomic_reason]
     notes += [
-        f"{layer.name or 'The model'} runs as one piece: {layer.atomic_reason}" for layer in atomic
+        f"{name or 'The model'} runs as one piece: {reason}"
+        for name, reason in _undivided(graph).items()
     ]
     norms = [layer.name for layer in graph.layers if layer.uses_batch_statistics]
     if norms and num_shares > 1:

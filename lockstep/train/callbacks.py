@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from lockstep.errors import OptionError
+from lockstep.launch.failure import noting_on
 from lockstep.train.trainer_protocol import TrainerProtocol
 
 Logs = dict[str, Any]
@@ -156,5 +157,6 @@ def told_of_errors(callbacks: Sequence[Callback]) -> Iterator[None]:
         yield
     except BaseException as error:
         for callback in callbacks:
-            callback.on_train_error(error)
+            with noting_on(error):
+                callback.on_train_error(error)
         raise

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -14,6 +14,7 @@ from lockstep.data.bad_records import CheckedSource
 from lockstep.data.order import epoch_batches
 from lockstep.data.read_ahead import Read
 from lockstep.data.sources import Source
+from lockstep.launch.failure import ending_with
 from lockstep.parallel.control import Control
 from lockstep.parallel.losses import ONE_LOSS, LossParts
 from lockstep.parallel.module_watch import Look
@@ -143,7 +144,7 @@ class FitTask(Task):
         resume = None
         conductor.hold_interrupts()
         with (
-            closing(tracer),
+            ending_with(tracer.close),
             modes_of(worker.model, training=True),
             torch.enable_grad(),
             suppress(Halt),

@@ -5,12 +5,13 @@ What comes before and after is the Trainer's; what happens between the steps is 
 
 import os
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, cast
 
 from lockstep.data.bad_records import CheckedSource, OnBadRecord
 from lockstep.errors import ModelError, OptionError
+from lockstep.launch.failure import ending_with
 from lockstep.parallel.losses import ONE_LOSS, LossAdapter
 from lockstep.train.backups import Backups
 from lockstep.train.bad_record_filter import skipping
@@ -144,7 +145,7 @@ class FittingRunner(PersistentRunner):
         self._check_alone(asked, search)
         fit = self._taken_in(asked, search)
         console = OutputConsole(quiet=not self._shows(asked))
-        with closing(fit):
+        with ending_with(fit.close):
             self._check_targets(fit)
             if search is not None:
                 size = None if keeper is None or keeper.found is None else keeper.found.size
@@ -419,12 +420,10 @@ class FittingRunner(PersistentRunner):
                     backups,
                     self._run_record,
                 )
-            try:
+            with ending_with(conductor.close):
                 conductor.begin_train()
                 self._go_on(conductor, task.start)
                 self._train(task, loss, conductor, task.batch_size)
-            finally:
-                conductor.close()
             # Schedules have moved on host 0 alone, and some optimizers have stepped there. Also
             # where Ctrl-C now ends the call on one host, all have got all.
             self._job_context.share_values(self.model, conductor.updater)

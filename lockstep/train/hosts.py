@@ -28,7 +28,7 @@ from lockstep.comm.shared_memory import SharedRegion
 from lockstep.errors import HostError, OptionError, WorkerError
 from lockstep.launch.attached import attach_team
 from lockstep.launch.control_group import ControlGroup
-from lockstep.launch.failure import as_raised, causes_of, summary_of
+from lockstep.launch.failure import as_raised, causes_of, noting_on, summary_of
 from lockstep.launch.heartbeats import Heartbeats
 from lockstep.launch.pair_channels import open_channels
 from lockstep.launch.rendezvous import meet
@@ -213,9 +213,10 @@ class Hosts:
             yield
         except BaseException as error:
             found = self._explained(error) if isinstance(error, HostError) else error
-            with suppress(OSError, HostError):  # the others may be gone
+            with noting_on(found), suppress(OSError, HostError):  # the others may be gone
                 self.control_group.fail(_said(found), found)
-            self.close()
+            with noting_on(found):
+                self.close()
             if found is not error:
                 found.__cause__ = error
                 for note in getattr(error, "__notes__", ()):

@@ -11,6 +11,7 @@ from lockstep.data.reading import Reading
 from lockstep.data.sources import Source, as_input_source, as_source
 from lockstep.data.streams import Stream, as_stream
 from lockstep.errors import OptionError, Problems
+from lockstep.launch.failure import noting_on
 from lockstep.train.checks import filled
 from lockstep.train.feeding import SharedStream
 
@@ -111,8 +112,9 @@ def closing_on_error(*feeds: Feed | None) -> Iterator[None]:
     """Where the block fails, read no more."""
     try:
         yield
-    except BaseException:
-        close_all(*feeds)
+    except BaseException as error:
+        with noting_on(error):
+            close_all(*feeds)
         raise
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from lockstep.errors import OptionError
-from lockstep.launch.failure import add_note, summary_of
+from lockstep.launch.failure import add_note, noting_on, summary_of
 from lockstep.launch.peer import start_of
 from lockstep.launch.team import Team
 from lockstep.train.rank_states import RankState, add_lines, culprit, kind_of, states_of
@@ -119,7 +119,8 @@ class RunRecord:
         try:
             yield
         except BaseException as error:
-            self._write("end", **self._place, fault=self._fault(error, "it ended"))
+            with noting_on(error):
+                self._write("end", **self._place, fault=self._fault(error, "it ended"))
             told = f"`lockstep doctor {self._path.parent}` tells more, from the record of the run."
             add_note(error, told)
             raise

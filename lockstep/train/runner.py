@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -21,6 +22,7 @@ from lockstep.capture.sparse import sparse_buffers_aside
 from lockstep.cluster.devices import discover
 from lockstep.data.batch_dims import SAMPLES_FIRST, BatchDims
 from lockstep.errors import OptionError, WorkerError
+from lockstep.launch.failure import ending_with, noting_on
 from lockstep.parallel.blank import blank_names, forget_blanks, initialize
 from lockstep.parallel.compressed_tensors import compressed_tensors
 from lockstep.parallel.forward import ModelCall
@@ -204,7 +206,8 @@ class Runner(ABC):
         try:
             result = make()
         except BaseException as error:
-            self._session.desert(hosts, error)
+            with noting_on(error):
+                self._session.desert(hosts, error)
             raise
         self._session.dismiss(hosts, result, self.model)
         return result
@@ -273,11 +276,9 @@ class Runner(ABC):
             proof = self._prepare_proof(assignment, session, conductor)
             if isinstance(task, FitTask) and loss is not None and not self._steps_trained:
                 check_inner_loss(assignment, loss, sample_of(task.source), batch_size)
-            try:
-                with self._job_context.at_work() as hosts:
-                    result = session.run(assignment, conductor, hosts, self._standing, self._sight)
-            finally:
-                place_model(self.model, self._torch_optimizers, assignment.plan)
+            place = partial(place_model, self.model, self._torch_optimizers, assignment.plan)
+            with ending_with(place), self._job_context.at_work() as hosts:
+                result = session.run(assignment, conductor, hosts, self._standing, self._sight)
             self._proven = proof or self._proven
             if self._plan is not None and loss is not None and loss.takes_whole:
                 notes = (*self._plan.notes, whole_batch_note(loss))

@@ -17,6 +17,7 @@ from lockstep.comm.exchange import ExchangeSpec
 from lockstep.comm.gradients import TensorSpec
 from lockstep.comm.meeting_point import Meeting
 from lockstep.comm.wide_board import Crossing
+from lockstep.launch.failure import noting_on
 from lockstep.launch.helper import HelperContext
 from lockstep.parallel.control import FollowerControl, open_region, unpacked
 from lockstep.parallel.device_memory import noting_shortage
@@ -201,8 +202,9 @@ def _take_part(part: Standing) -> None:
         initialize_own(part.assignment, part.worker)
         run_task(part.assignment, part.worker, part.control, Conductor())
         part.worker.close()
-    except BaseException:
-        part.worker.abandon()
+    except BaseException as error:
+        with noting_on(error):
+            part.worker.abandon()
         raise
 
 

@@ -21,7 +21,7 @@ from lockstep.comm.meeting_point import MeetingPoint
 from lockstep.comm.shared_memory import SharedRegion
 from lockstep.data.sources import ArraySource
 from lockstep.errors import WorkerError
-from lockstep.launch.failure import add_note, as_raised
+from lockstep.launch.failure import add_note, as_raised, noting_on
 from lockstep.launch.pool import expect_team, give_back, take_team
 from lockstep.launch.team import Team
 from lockstep.parallel.blank import forget_blanks
@@ -254,11 +254,15 @@ class Session:
         except BaseException as trouble:
             error = as_raised(trouble)
             if part is not None and conductor is not None:
-                part.look_at_ranks(error, conductor)
-                part.hold(error)
-            self.close(error)
+                with noting_on(error):
+                    part.look_at_ranks(error, conductor)
+                with noting_on(error):
+                    part.hold(error)
+            with noting_on(error):
+                self.close(error)
             if part is not None and conductor is not None:
-                part.abandon(error, conductor)
+                with noting_on(error):
+                    part.abandon(error, conductor)
             if error is trouble:
                 raise
             raise error from error.__cause__

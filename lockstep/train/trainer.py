@@ -7,7 +7,7 @@ runs tasks on the Plan's ranks through a ``Session``.
 import copy
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing, nullcontext
+from contextlib import nullcontext
 from typing import Any, Literal
 
 import torch
@@ -18,6 +18,7 @@ from lockstep.data.batch_dims import BatchDims
 from lockstep.data.sources import Source, as_input_source
 from lockstep.data.trees import Tree, concatenate, map_tensors, tensors_of
 from lockstep.errors import DataError, OptionError
+from lockstep.launch.failure import ending_with
 from lockstep.parallel.blank import allocate, build_on_meta, check_on_meta
 from lockstep.parallel.gradient_rules import OnNonFinite
 from lockstep.parallel.loss_options import adapt_loss
@@ -322,7 +323,7 @@ class Trainer(FittingRunner):
             loss_parts=loss.parts,
         )
         self._tell_callbacks("on_test_begin")
-        with closing(feed):
+        with ending_with(feed.close):
             logs: Logs = self._run(task, loss, None, Conductor(), feed.batch_size)
         logs = self._job_context.from_chief(logs)
         self._tell_callbacks("on_test_end", logs)
@@ -354,7 +355,7 @@ class Trainer(FittingRunner):
         )
         feed = self._job_context.agreed_feed(take_in(inputs, wish))
         self._tell_callbacks("on_predict_begin")
-        with closing(feed):
+        with ending_with(feed.close):
             outputs = self._predict_none(feed) if feed.num_steps == 0 else self._predict(feed)
             outputs = self._dims.given_outputs(outputs)
         self._tell_callbacks("on_predict_end")

@@ -319,7 +319,7 @@ class TorchUpdater(Updater):
                 names[id(one)] for one in group["params"] if names.get(id(one)) in self._trained
             ]
             known = [own[name] for name in members if name in own]
-            keeps_slots = not self.is_known or bool(self._dummy_state(group))
+            keeps_slots = not self.is_elementwise or bool(self._dummy_state(group))
             for name in members:
                 part = own.get(name) or _of_the_others(name, known)
                 if part is not None and self._is_touched(part):

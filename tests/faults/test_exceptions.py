@@ -4,12 +4,17 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
+import lockstep
 from lockstep.errors import DataError, NonFiniteLossError, WorkerError
 from lockstep.launch.failure import as_raised, pack_failure, trouble_of, unpack_failure
+from lockstep.train.conducting import FitConductor
+from lockstep.train.intake import Feed
+from lockstep.train.session import Session, _Part
 from tests.faults.jobs import BATCH_SIZE, fit, helpers_of, make_data, make_trainer, model_of
 from tests.faults.mishaps import (
     AsAsked,
@@ -139,6 +144,66 @@ def test_an_exception_that_lets_no_attribute_be_set_can_be_told_of_all_the_same(
     assert error == one
     assert causes(error) == ["Frozen", "ValueError", "Rank 1 failed (in fit): Frozen: 7"]
     assert "Frozen: 7\n--- traceback of rank 1 ---\n" in error.__notes__[0]
+
+
+class _FailsTwice(lockstep.Callback):
+    """Fails after a step, and once more when it is told of that."""
+
+    def __init__(self, act: Callable[[], None]) -> None:
+        self.act = act
+
+    def on_train_batch_end(self, batch: int, logs: object = None) -> None:
+        self.act()
+
+    def on_train_error(self, error: BaseException) -> None:
+        raise LookupError("while tidying up")
+
+
+@pytest.mark.parametrize("make", [torch.optim.Muon, torch.optim.Adafactor, torch.optim.Adam])
+@pytest.mark.parametrize("end", [lambda: fail(AsAsked("true")), lambda: fail(KeyboardInterrupt())])
+def test_nothing_that_tidies_up_hides_an_error(
+    make: type[torch.optim.Optimizer], end: Callable[[], None]
+) -> None:
+    """Muon refuses vectors, of which a clone of it was made after an error."""
+    trainer = lockstep.Trainer(
+        torch.nn.Sequential(*(torch.nn.Linear(16, 16, bias=False) for _ in range(2))),
+        loss=torch.nn.CrossEntropyLoss(),
+        optimizer=make,
+        strategy=lockstep.MirroredStrategy(2),
+        callbacks=[_FailsTwice(end)],
+    )
+    with pytest.raises((AsAsked, KeyboardInterrupt)) as caught:
+        fit(trainer)
+    notes = " ".join(caught.value.__notes__)
+    assert "LookupError: while tidying up" in notes
+    assert notes.count("could not tidy up") == 1
+    assert "The weights are" in notes
+
+
+def test_each_failure_of_what_ends_a_call_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever part of the end fails, the others take place and the error is the true one."""
+    trainer = make_trainer(2, lambda: fail(AsAsked("true")), on="rank 0")
+    ends = {
+        (Session, "close"): "the team",
+        (_Part, "look_at_ranks"): "the ranks",
+        (_Part, "abandon"): "the weights",
+        (FitConductor, "close"): "the screen",
+        (Feed, "close"): "the data",
+    }
+    for (kind, name), what in ends.items():
+        plain = getattr(kind, name)
+
+        def fails(self: object, *args: object, plain: Any = plain, what: str = what) -> None:
+            plain(self, *args)
+            raise LookupError(what)
+
+        monkeypatch.setattr(kind, name, fails)
+    with pytest.raises(AsAsked, match="true") as caught:
+        fit(trainer)
+    monkeypatch.undo()
+    notes = " ".join(caught.value.__notes__)
+    assert [what for what in ends.values() if f"LookupError: {what}" not in notes] == []
+    trainer.close()
 
 
 def test_the_other_helpers_end_at_once() -> None:

@@ -232,6 +232,21 @@ def test_names_are_listed_where_none_is_near() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("names", "undivided", "cut"),
+    [(("",), "", "b"), (("a", "gate@2"), "gate@2", "gate.b")],
+)
+def test_a_cut_within_what_runs_as_one_piece_is_refused_with_the_reason(
+    names: tuple[str, ...], undivided: str, cut: str
+) -> None:
+    reason = "uses a tensor's values outside torch (net.py:8)"
+    with pytest.raises(OptionError, match=r"runs as one piece \(.*net\.py:8\).*torch\.where"):
+        stages_from_names(names, [cut], {undivided: reason})
+    with pytest.raises(OptionError, match=r"runs as one piece \(.*net\.py:8\)") as caught:
+        stages_from_scopes(names, [None] * len(names), [True] * len(names), {undivided: reason})
+    assert str(caught.value).count("outside of every device scope") == len(names)
+
+
 def test_the_first_stage_has_no_cut() -> None:
     with pytest.raises(OptionError) as caught:
         stages_from_names(NAMES, ["embed"])

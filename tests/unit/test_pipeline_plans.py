@@ -1,5 +1,6 @@
 """Plans of pipelines: where models are cut, what is said of it, and what is refused."""
 
+import inspect
 from collections.abc import Callable
 
 import pytest
@@ -236,13 +237,24 @@ def test_layers_whose_statistics_differ_are_named() -> None:
 
 
 class Choosy(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int = 8) -> None:
         super().__init__()
-        self.small, self.large = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.small, self.large = nn.Linear(width, 8), nn.Linear(width, 8)
 
     def forward(self, x: Tensor) -> Tensor:
         chosen: Tensor = self.large(x) if x.sum() > 0 else self.small(x)
         return chosen
+
+
+def test_a_cut_in_what_decides_by_a_value_is_refused_with_the_module_and_the_line() -> None:
+    line = inspect.getsourcelines(Choosy.forward)[1] + 1
+    told = rf"runs as one piece \(.*test_pipeline_plans\.py:{line}\)"
+    with pytest.raises(OptionError, match=f"'1' {told}"):
+        plan_of(lockstep.PipelineStrategy(cuts=["1.small"]), nn.Sequential(chain(), Choosy(3)))
+    with pytest.raises(OptionError, match=f"the model {told}"):
+        plan_of(lockstep.PipelineStrategy(cuts=["small"]), Choosy())
+    with pytest.raises(OptionError, match=f"Every stage needs.*the model {told}"):
+        plan_of(lockstep.HybridStrategy(data=(1, 2)), Choosy())
 
 
 def test_what_cannot_be_traced_is_one_layer_and_named() -> None:

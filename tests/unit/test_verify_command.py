@@ -168,6 +168,23 @@ def test_mistakes_in_the_options_take_one_line(
     assert len(shown.strip().splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        (("veryfy",), "'verify'"),
+        (("plan", "x.py:job", "--stategy", "mirrored"), "'--strategy'"),
+        (("verify", "x.py:job", "--strategy", "pipline"), "'pipeline'"),
+    ],
+)
+def test_what_a_misspelled_word_may_mean(
+    words: tuple[str, ...], meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(list(words))
+    assert caught.value.code == 2
+    assert capsys.readouterr().err.endswith(f"\nDid you mean {meant}?\n")
+
+
 def test_the_strategies_are_choices(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["verify", f"{file}:make_job", "--strategy", "magic"])

@@ -37,6 +37,7 @@ from lockstep.frontends.keras.model import KerasModel, is_model_of
 from lockstep.frontends.keras.settings import random_seed
 from lockstep.frontends.keras.tasks import Evaluation
 from lockstep.frontends.keras.trainer import KerasTrainer
+from lockstep.launch.failure import ending_with
 from lockstep.plan.spec import Plan
 from lockstep.train.conductor import Logs
 from lockstep.train.feeding import sample_of
@@ -372,7 +373,7 @@ class Methods:
             layout=self.layout,
             **options,
         )
-        feeds.callback(feed.close)
+        feeds.enter_context(ending_with(feed.close))
         return self._job_context.agreed_feed(feed, name)
 
     def _evaluates_after(self, epoch: int, validation_freq: Any) -> bool:
