@@ -103,8 +103,7 @@ def _examine_all(
     place: Place, secret: Secret, report: HostReport, options: argparse.Namespace
 ) -> int:
     info = HostInfo(facts=_FACTS, about={"name": report.name, "devices": report.num_devices})
-    with _saying(f"Waiting for {place.num_hosts - 1} more at {place.rendezvous[0]}"):
-        control_group = meet(place, secret, info, timeout_seconds=options.timeout)
+    control_group = meet(place, secret, info, timeout_seconds=options.timeout)
     try:
         with _saying("Measuring the network"):
             reports = _gather_reports(control_group, report)

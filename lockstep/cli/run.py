@@ -11,9 +11,11 @@ import sys
 from pathlib import Path
 
 from lockstep.cli.script_words import add_script, take_script
+from lockstep.cluster.environment import find_place
 from lockstep.cluster.place import MAX_PORT, Address
 from lockstep.errors import OptionError, Problems
 from lockstep.launch.script import Script
+from lockstep.launch.secret import find_secret
 from lockstep.launch.supervisor import supervise
 
 
@@ -51,6 +53,12 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     )
     one = parser.add_argument_group("as one of several hosts: the same on each, but for the index")
     one.add_argument("--hosts", type=int, metavar="H", help="number of hosts (default: 1)")
+    one.add_argument(
+        "--local",
+        action="store_true",
+        default=None,
+        help="start all of them here: for trying, on one machine",
+    )
     one.add_argument("--host-index", type=int, metavar="I", help="of this host, from 0")
     one.add_argument(
         "--min-hosts",
@@ -85,7 +93,7 @@ def run(options: argparse.Namespace) -> int:
 
     Raises:
         OptionError: options that cannot be, or contradict each other.
-        HostError: a host cannot be reached.
+        HostError: a host cannot be reached, or the hosts' secret is unfit.
     """
     script = take_script(options, _add_options)
     rendezvous = _check(options)
@@ -99,7 +107,16 @@ def run(options: argparse.Namespace) -> int:
         from lockstep.launch.held_member import run_processes
 
         return run_processes(script, options.processes)
-    os.environ.update(_variables(options))
+    if options.local:
+        from lockstep.launch.held_member import run_hosts
+
+        return run_hosts(script, options.hosts, devices=options.devices, servers=options.servers)
+    environ = {**os.environ, **_variables(options)}
+    if options.secret_file is not None or (options.hosts or 1) > 1:
+        # What is wrong with the secret is said now, and not when the script calls `fit`.
+        place = find_place(environ)
+        find_secret(environ, is_one_machine=place is not None and place.is_one_machine)
+    os.environ.update(environ)
     return script.run()
 
 
@@ -155,12 +172,12 @@ def _check(options: argparse.Namespace) -> Address | None:
     if options.ssh is None:
         _check_one_of_several(problems, options)
     else:
-        of_one = ("hosts", "host_index", "min_hosts", "secret_file")
+        of_one = ("hosts", "local", "host_index", "min_hosts", "secret_file")
         _refuse(problems, options, of_one, "with --ssh")
         if options.rendezvous is not None:
             _refuse(problems, options, ("port",), "with --rendezvous")
     if options.processes is not None:
-        others = ("devices", "hosts", "host_index", "min_hosts", "rendezvous", "ssh")
+        others = ("devices", "hosts", "local", "host_index", "min_hosts", "rendezvous", "ssh")
         _refuse(problems, options, (*others, "secret_file", "servers"), "with --processes")
     address = None
     if options.rendezvous is not None:
@@ -179,23 +196,23 @@ def _check(options: argparse.Namespace) -> Address | None:
 def _check_one_of_several(problems: Problems, options: argparse.Namespace) -> None:
     ssh_only = ("port", "ssh_command", "python", "directory")
     _refuse(problems, options, ssh_only, "without --ssh")
-    if options.hosts is not None and options.hosts > 1:
+    if options.local:
+        by_hand = ("host_index", "min_hosts", "rendezvous", "secret_file")
+        _refuse(problems, options, by_hand, "with --local, which starts all hosts itself")
+        if options.hosts is None:
+            _refuse(problems, options, ("local",), "without --hosts")
+    elif options.hosts is not None and options.hosts > 1:
         for name in ("host_index", "rendezvous"):
             if getattr(options, name) is None:
                 problems.add(
                     f"{_written(name)} must say which of several hosts this is, and where they "
                     "meet.",
                     received=f"--hosts {options.hosts} without {_written(name)}",
-                    fix="For example: --hosts 2 --host-index 0 --rendezvous 10.0.0.1:29400",
+                    fix="For example: --hosts 2 --host-index 0 --rendezvous 10.0.0.1:29400; or "
+                    "--hosts 2 --local, which starts both here.",
                 )
     elif options.hosts is None:
         _refuse(problems, options, ("host_index", "min_hosts"), "without --hosts")
-    if options.secret_file is not None and not Path(options.secret_file).is_file():
-        problems.add(
-            "--secret-file must be a file.",
-            received=options.secret_file,
-            fix="Make one that only you can read, with the same content on all hosts.",
-        )
 
 
 def _check_number(
@@ -215,10 +232,11 @@ def _refuse(
     problems: Problems, options: argparse.Namespace, names: tuple[str, ...], where: str
 ) -> None:
     for name in names:
-        if getattr(options, name) is not None:
+        value = getattr(options, name)
+        if value is not None:
             problems.add(
                 f"{_written(name)} means nothing {where}.",
-                received=f"{_written(name)} {getattr(options, name)}",
+                received=_written(name) if value is True else f"{_written(name)} {value}",
                 fix="Leave it out.",
             )
 

@@ -220,6 +220,7 @@ def _from_lockstep_run(variables: Variables) -> Place | None:
         rendezvous=rendezvous,
         devices=devices,
         num_ranks=num_hosts * num_processes if num_processes > 1 else None,
+        is_one_machine=all(address.is_loopback for address in rendezvous),
     )
 
 

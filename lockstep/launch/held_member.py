@@ -1,12 +1,17 @@
-"""Members of a fleet that a process of this machine holds; and a fleet on this machine alone."""
+"""Members of a fleet that a process of this machine holds; and fleets on this machine alone."""
 
 import os
 import sys
 from collections.abc import Sequence
 
+from lockstep.cluster.devices import usable_cores
+from lockstep.cluster.place import Address
 from lockstep.launch.fleet import HOLD_SCRIPT, HeldProcess, Member, watch
-from lockstep.launch.orders import INTERRUPT, Orders, make_process_orders
+from lockstep.launch.free_port import find_free_port
+from lockstep.launch.orders import INTERRUPT, Orders, make_orders, make_process_orders
 from lockstep.launch.script import Script
+
+_LOOPBACK = "127.0.0.1"
 
 
 class HeldMember(HeldProcess, Member):
@@ -50,9 +55,30 @@ def run_processes(script: Script, num_processes: int) -> int:
     Returns:
         The exit status of the first that failed, or 0.
     """
+    return _watch_here("process", make_process_orders(script, os.getcwd(), num_processes))
+
+
+def run_hosts(script: Script, num_hosts: int, *, devices: int | None, servers: int | None) -> int:
+    """Run a script on several hosts, all of which are this machine.
+
+    Args:
+        script: what to run.
+        num_hosts: how many.
+        devices: of each host; None is its part of the cores.
+        servers: see ``make_orders``.
+
+    Returns:
+        The exit status of the first that failed, or 0.
+    """
+    where = Address(_LOOPBACK, find_free_port(_LOOPBACK))
+    each = devices or max(usable_cores() // num_hosts, 1)
+    return _watch_here("host", make_orders(script, os.getcwd(), where, [each] * num_hosts, servers))
+
+
+def _watch_here(kind: str, orders: Sequence[Orders]) -> int:
     command = (sys.executable, *HOLD_SCRIPT)
-    names = [f"process {number}" for number in range(num_processes)]
+    names = [f"{kind} {number}" for number in range(len(orders))]
     return watch_held(
         [(name, f"[{name}] " if number else "", command) for number, name in enumerate(names)],
-        make_process_orders(script, os.getcwd(), num_processes),
+        orders,
     )

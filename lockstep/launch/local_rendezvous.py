@@ -34,6 +34,7 @@ from lockstep.launch.handshake import (
     introduce,
     purpose_of,
 )
+from lockstep.launch.notices import Notice
 from lockstep.launch.peer import Peer, pid_of
 from lockstep.launch.secret import Secret
 from lockstep.launch.sockets import connect, listen
@@ -78,7 +79,7 @@ def meet_followers(
     """
     _check_platform()
     numbers = {_purpose(place, number): number for number in range(1, num_followers + 1)}
-    watch = Stopwatch()
+    watch, notice = Stopwatch(), Notice(lambda: _awaited(place, numbers, gate))
     gate = Gate(
         _listen(place, watch, timeout_seconds),
         Secret(secret or b""),
@@ -95,7 +96,9 @@ def meet_followers(
             for purpose in [each for each in followers if has_hung_up(followers[each].sock)]:
                 followers.pop(purpose).close()  # it gave up, and may come again
                 gate.purposes.add(purpose)
-            if gate.purposes and watch.tick() > timeout_seconds:
+            if gate.purposes:
+                notice.look(watch.tick())
+            if gate.purposes and watch.seconds > timeout_seconds:
                 raise _incomplete(place, numbers, gate, timeout_seconds)
     except BaseException:
         for follower in followers.values():
@@ -168,10 +171,22 @@ def _listen(place: Place, watch: Stopwatch, timeout_seconds: float) -> socket.so
         time.sleep(LOOK_AROUND_SECONDS)
 
 
+def _missing(numbers: Mapping[bytes, int], gate: Gate) -> list[str]:
+    return [str(number) for purpose, number in numbers.items() if purpose in gate.purposes]
+
+
+def _awaited(place: Place, numbers: Mapping[bytes, int], gate: Gate) -> str:
+    missing = _missing(numbers, gate)
+    return (
+        f"Waiting for {len(missing)} of {len(numbers) + 1} processes of this host, started by "
+        f"{place.launcher}: process {first_few(missing)}."
+    )
+
+
 def _incomplete(
     place: Place, numbers: Mapping[bytes, int], gate: Gate, waited_seconds: float
 ) -> WorkerError:
-    missing = [str(number) for purpose, number in numbers.items() if purpose in gate.purposes]
+    missing = _missing(numbers, gate)
     refused = f"; {gate.num_refused} were turned away, the last: {gate.last_refusal}"
     return WorkerError(
         f"Of this host's processes, started by {place.launcher}, {len(missing)} did not come "

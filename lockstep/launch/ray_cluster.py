@@ -21,8 +21,10 @@ import msgspec
 from lockstep.cluster.place import Address
 from lockstep.errors import HostError, Problems
 from lockstep.extras import import_extra
+from lockstep.launch.diagnostics import show
 from lockstep.launch.fleet import HOLD_SCRIPT, HeldProcess, Member, Progress, watch
 from lockstep.launch.free_port import find_free_port
+from lockstep.launch.notices import FIRST_NOTICE_SECONDS
 from lockstep.launch.orders import INTERRUPT, Orders, make_orders
 from lockstep.launch.script import Script
 
@@ -128,7 +130,7 @@ def _reserved(ray: Any, job: RayJob) -> Iterator[Any]:
     bundles = [{"CPU": float(job.devices)} for _ in range(job.hosts)]
     group = ray.util.placement_group(bundles, strategy=job.spread)
     try:
-        if not group.wait(job.timeout_seconds):
+        if not _is_granted(group, job):
             nodes = [node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"]]
             raise HostError(
                 f"The cluster must have {job.hosts} times {job.devices} free CPUs "
@@ -142,6 +144,15 @@ def _reserved(ray: Any, job: RayJob) -> Iterator[Any]:
     finally:
         with suppress(Exception):  # a cluster that is gone holds nothing
             ray.util.remove_placement_group(group)
+
+
+def _is_granted(group: Any, job: RayJob) -> bool:
+    """Wait for the cores, and say so."""
+    first = min(FIRST_NOTICE_SECONDS, job.timeout_seconds)
+    if group.wait(first):
+        return True
+    show(f"Waiting for {job.hosts} times {job.devices} free CPUs in the Ray cluster.\n")
+    return bool(group.wait(job.timeout_seconds - first))
 
 
 def _start_actor(ray: Any, group: Any, host: int, devices: int) -> Any:

@@ -28,6 +28,7 @@ from lockstep.launch.rendezvous_server import (
     DeadlineError,
     RendezvousServer,
     address_of,
+    awaited_hosts,
     entry_of,
     needed_hosts,
     numbers_of,
@@ -56,9 +57,10 @@ class RendezvousClient:
         self.place = place
         self.secret = secret
         self.info = info
-        self.deadline = deadline
+        self.deadline = deadline.announced(self._describe)
         self.answers: dict[str, str] = {}  # what came of the last call, by address
         self.missing: list[int] = []  # once this host was let in
+        self.where = ""  # host 0 has let it in
 
     def join(self) -> ControlGroup:
         """Call until host 0 answers, and wait for the control group to close."""
@@ -71,6 +73,14 @@ class RendezvousClient:
                 self.deadline.pause()
         except DeadlineError:
             raise self._in_vain() from None
+
+    def _describe(self) -> str:
+        if self.missing:
+            return awaited_hosts(self.where, self.missing, self.place.num_hosts)
+        return f"Waiting for host 0 at {self._listed() or self.place.rendezvous[0]}."
+
+    def _listed(self) -> str:
+        return "; ".join(f"{address}: {answer}" for address, answer in self.answers.items())
 
     def _call_at(self, address: Address) -> ControlGroup | None:
         try:
@@ -105,7 +115,7 @@ class RendezvousClient:
             HostError: host 0 has said why there will be no control group, or something else
                 came than it has sent.
         """
-        entry = entry_of(self.place, self.info)
+        entry, self.where = entry_of(self.place, self.info), address
         # Where fewer may go on, host 0 says when time is up.
         deadline = self.deadline if self.place.min_hosts is None else self.deadline.extended()
         try:
@@ -136,17 +146,16 @@ class RendezvousClient:
                 received=f"nothing from {numbers_of(self.missing)}, on host {self.place.host}",
                 fix="See that each was started, with the same rendezvous, job and secret.",
             )
-        listed = "; ".join(f"{address}: {answer}" for address, answer in self.answers.items())
         if OTHER_SECRET in self.answers.values():
             return HostError(
                 f"Host 0 and host {self.place.host} must have the same secret.",
-                received=f"{listed}, whose secret is from {self.secret.origin}",
+                received=f"{self._listed()}, whose secret is from {self.secret.origin}",
                 fix="Give both the same one. If that is another job's host 0, give this job "
                 "a rendezvous of its own.",
             )
         return HostError(
             f"Host {self.place.host} must reach host 0 at the rendezvous within {self.deadline}.",
-            received=listed or "no answer",
+            received=self._listed() or "no answer",
             fix="See that host 0 was started, with the same rendezvous, job and secret, and "
             f"that no firewall is in the way.{'' if self.place.min_hosts is None else _LATE}",
         )

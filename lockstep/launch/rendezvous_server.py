@@ -9,7 +9,7 @@ import ipaddress
 import math
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -22,6 +22,7 @@ from lockstep.launch.control_group import ControlGroup, HostInfo, name_of
 from lockstep.launch.diagnostics import show
 from lockstep.launch.framed_channel import MOST_BYTES, Frame, FramedChannel, Peer
 from lockstep.launch.handshake import HANDSHAKE_SECONDS, Gate, purpose_of
+from lockstep.launch.notices import Notice
 from lockstep.launch.secret import Secret
 from lockstep.launch.sockets import listen, resolve
 from lockstep.launch.untrusted import decode_untrusted
@@ -49,6 +50,16 @@ class Deadline:
     timeout_seconds: float
     look_around: LookAround
     patience_seconds: float = math.inf
+
+    def announced(self, describe: Callable[[], str]) -> "Deadline":
+        """The same, of a host that says what it waits for (see ``Notice``)."""
+        notice = Notice(describe)
+
+        def look_around(waited_seconds: float) -> None:
+            self.look_around(waited_seconds)
+            notice.look(waited_seconds)
+
+        return replace(self, look_around=look_around)
 
     def extended(self) -> "Deadline":
         """Twice the time from now on: for a host whose word another one waits for."""
@@ -111,6 +122,11 @@ def needed_hosts(place: Place) -> str:
     return f"At least {place.min_hosts} of {place.num_hosts} hosts"
 
 
+def awaited_hosts(where: object, missing: list[int], num_hosts: int) -> str:
+    """What a host says while others have not come."""
+    return f"Waiting at {where} for {len(missing)} of {num_hosts} hosts: {numbers_of(missing)}."
+
+
 def purpose_of_meeting(place: Place) -> bytes:
     """What the handshakes of a job's rendezvous are for."""
     return purpose_of("rendezvous", place.job)
@@ -120,6 +136,7 @@ class RendezvousServer:
     """Host 0's side.
 
     Attributes:
+        where: host 0 listens; None until it does.
         entering: those who have proved that they are ours, and since when; no info yet.
         channels: of the hosts that have sent their info.
         infos: theirs, and host 0's.
@@ -129,7 +146,8 @@ class RendezvousServer:
     def __init__(self, place: Place, secret: Secret, info: HostInfo, deadline: Deadline) -> None:
         self.place = place
         self.secret = secret
-        self.deadline = deadline
+        self.deadline = deadline.announced(self._describe)
+        self.where: Address | None = None
         self.entering: dict[FramedChannel, float] = {}
         self.channels: dict[int, FramedChannel] = {}
         self.infos = {0: info}
@@ -139,6 +157,7 @@ class RendezvousServer:
         """Let everybody in, and close the control group."""
         listener = _listen(self.place, self.deadline)
         gate = Gate(listener, self.secret, {purpose_of_meeting(self.place)})
+        self.where = Address(*gate.address[:2])
         try:
             self._admit_hosts(gate)
             return self._close_control_group()
@@ -148,6 +167,12 @@ class RendezvousServer:
             raise refusal from None
         finally:
             gate.close()
+
+    def _describe(self) -> str:
+        if self.where is None:
+            wanted = " or ".join(map(str, self.place.rendezvous))
+            return f"Waiting until host 0 can listen at {wanted}."
+        return awaited_hosts(self.where, self.missing, self.place.num_hosts)
 
     @property
     def missing(self) -> list[int]:
@@ -309,16 +334,16 @@ class RendezvousServer:
             channel.fail(text)
 
     def _incomplete(self, gate: Gate) -> HostError:
-        where = gate.address
+        assert self.where is not None
         refused = f"; {gate.num_refused} connections were refused, the last: {gate.last_refusal}"
         only_here = "; only this machine can reach that address"
         return HostError(
-            f"{needed_hosts(self.place)} must come to host 0 at "
-            f"{Address(name=where[0], port=where[1])} within {self.deadline}.",
+            f"{needed_hosts(self.place)} must come to host 0 at {self.where} within "
+            f"{self.deadline}.",
             received=f"nothing from {numbers_of(self.missing)}{self.left}"
             f"{refused if gate.num_refused else ''}",
             fix="See that each was started, with the same rendezvous, job and secret"
-            f"{only_here if ipaddress.ip_address(where[0]).is_loopback else ''}.",
+            f"{only_here if self.where.is_loopback else ''}.",
         )
 
 

@@ -81,6 +81,11 @@ def find_secret(environ: Mapping[str, str], *, is_one_machine: bool = False) -> 
     )
 
 
+def has_secret(environ: Mapping[str, str]) -> bool:
+    """Whether one is given."""
+    return SECRET_VARIABLE in environ or SECRET_FILE_VARIABLE in environ
+
+
 def _checked(text: bytes, origin: str) -> Secret:
     value = text.strip()
     if len(value) < _LEAST_BYTES:

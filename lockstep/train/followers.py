@@ -6,17 +6,16 @@ Each runs the user's script, too. Where the leader trains, they serve it, within
 
 import os
 import pickle
-from contextlib import suppress
 from typing import Any
 
 from torch import nn
 
 from lockstep.cluster.place import Place
-from lockstep.errors import HostError, WorkerError
+from lockstep.errors import WorkerError
 from lockstep.launch.attached import Attachment, attach
 from lockstep.launch.failure import as_raised
 from lockstep.launch.helper import HelperContext
-from lockstep.launch.secret import find_secret
+from lockstep.launch.secret import find_secret, has_secret
 from lockstep.launch.team import Team
 from lockstep.parallel.control import unpacked
 from lockstep.parallel.serialization import pack
@@ -27,10 +26,14 @@ _CONCLUSION = b"conclusion"
 
 
 def host_key() -> bytes | None:
-    """What the processes of a host know each other by, if the job has a secret."""
-    with suppress(HostError):  # on one host there need not be one
-        return find_secret(os.environ).key(b"processes of a host")
-    return None
+    """What the processes of a host know each other by, if the job has a secret.
+
+    Raises:
+        HostError: the secret that is given cannot be used.
+    """
+    if not has_secret(os.environ):  # on one host there need not be one
+        return None
+    return find_secret(os.environ).key(b"processes of a host")
 
 
 class Follower:

@@ -63,7 +63,9 @@ def ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
 def test_hosts_run_the_script_and_can_meet(tmp_path: Path, ray: list[str]) -> None:
     write(tmp_path / "script.py", MEET)
     done = call([*LOCKSTEP, *ray, "--hosts", "2", "script.py", "a b"], tmp_path)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert done.returncode == 0
+    told = [line.removeprefix("[host 1] ") for line in done.stderr.splitlines()]
+    assert all(line.startswith("Waiting ") for line in told), told  # on a busy machine
     assert sorted(done.stdout.splitlines()) == [
         "0 2 1 host 1 ['a b']",
         "[host 1] 1 2 1 host 0 ['a b']",
@@ -86,7 +88,7 @@ time.sleep(120)
     words = ["--hosts", "2", "--directory", str(tmp_path / "code"), "script.py"]
     done = call([*LOCKSTEP, *ray, *words], tmp_path)
     assert done.returncode == 1
-    assert done.stderr == (
+    assert done.stderr.endswith(
         "[host 1] no more\nlockstep: host 1 failed with exit status 1, the others are ended.\n"
     )
     pid = int((tmp_path / "code" / "pid").read_text())

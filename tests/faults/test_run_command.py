@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.cli.main import main
+from lockstep.cluster.devices import usable_cores
 from tests.faults.processes import running
 from tests.launching import (
     LOCKSTEP,
@@ -122,7 +123,7 @@ if place and place.min_hosts:
 @pytest.mark.parametrize("order", ["before", "after"])
 def test_options_say_which_host_this_is(order: str, tmp_path: Path) -> None:
     write(tmp_path / "script.py", PLACE)
-    write(tmp_path / "key", "k" * 32)
+    write(tmp_path / "key", "k" * 32).chmod(0o600)
     options = ["--hosts", "2", "--host-index=1", "--rendezvous", "[::1]:29400", "--devices", "3"]
     options += ["--secret-file", "key"]
     words = [*options, "script.py"] if order == "before" else ["script.py", *options]
@@ -130,6 +131,18 @@ def test_options_say_which_host_this_is(order: str, tmp_path: Path) -> None:
     assert call([*LOCKSTEP, "run", *words], tmp_path).stdout == shown
     words = ["--min-hosts", "1", *words] if order == "before" else [*words, "--min-hosts=1"]
     assert call([*LOCKSTEP, "run", *words], tmp_path).stdout == f"{shown}at least 1\n"
+
+
+def test_all_hosts_of_a_job_can_be_started_here(tmp_path: Path) -> None:
+    """They share a secret, and each has its part of the cores."""
+    write(tmp_path / "script.py", f"{PLACE}print(place.job, os.environ['LOCKSTEP_SECRET'])")
+    found = call([*LOCKSTEP, "run", "--hosts", "2", "--local", "script.py"], tmp_path)
+    assert (found.returncode, found.stderr) == (0, "")
+    where, job, where_1, job_1 = sorted(found.stdout.splitlines())
+    devices = max(usable_cores() // 2, 1)
+    assert re.fullmatch(rf"\(0, 2, '127\.0\.0\.1:\d+', {devices}\)", where)
+    assert where_1 == f"[host 1] {where.replace('0', '1', 1)}"
+    assert job_1 == f"[host 1] {job}"
 
 
 def test_by_itself_it_says_nothing_of_hosts(tmp_path: Path) -> None:
@@ -197,7 +210,29 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
         ["--rendezvous", "::1:80", "{file}"],
         ["--rendezvous must be host:port, with an IPv6 address in brackets. Received: '::1:80'"],
     ),
-    "no secret": (["--secret-file", "nowhere", "{file}"], ["--secret-file must be a file"]),
+    "no secret file": (["--secret-file", "nowhere", "{file}"], ["nowhere: No such file"]),
+    "a secret that others can read": (
+        ["--secret-file", "{file}", "{file}"],
+        ["open to others. Run `chmod 600"],
+    ),
+    "no secret": (
+        ["--hosts", "2", "--host-index", "0", "--rendezvous", "10.0.0.1:1", "{file}"],
+        ["Hosts must share a secret"],
+    ),
+    "all hosts here, but one by hand": (
+        [
+            *("--hosts", "2", "--local", "--host-index", "0", "--min-hosts", "1"),
+            *("--rendezvous", "a:1", "--secret-file", "{file}", "{file}"),
+        ],
+        [
+            f"{name} means nothing with --local"
+            for name in ("--host-index", "--min-hosts", "--rendezvous", "--secret-file")
+        ],
+    ),
+    "all hosts here, but how many": (
+        ["--local", "{file}"],
+        ["--local means nothing without --hosts. Received: --local. Leave"],
+    ),
     "options of --ssh": (
         ["--port", "1", "--ssh-command", "x", "--python", "p", "--directory", "d", "{file}"],
         [
@@ -220,6 +255,7 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
             for name in ("--hosts", "--host-index", "--rendezvous")
         ],
     ),
+    "hosts over ssh, and here": (["--ssh", "h", "--local", "{file}"], ["nothing with --ssh"]),
     "two ports": (
         ["--ssh", "h", "--rendezvous", "a:1", "--port", "2", "{file}"],
         ["--port means nothing with --rendezvous"],
@@ -237,9 +273,17 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_mistakes_are_told(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_are_told(
+    name: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for variable in ("LOCKSTEP_SECRET", "LOCKSTEP_SECRET_FILE"):
+        monkeypatch.delenv(variable, raising=False)
     words, messages = MISTAKES[name]
     file = write(tmp_path / "script.py", "raise AssertionError")
+    file.chmod(0o644)
     assert main(["run", *(word.format(file=file) for word in words)]) == 2
     told = capsys.readouterr().err
     assert [message for message in messages if message not in told] == [], told

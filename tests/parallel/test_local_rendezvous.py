@@ -201,7 +201,7 @@ def test_a_follower_that_was_there_may_come_again(place: Place) -> None:
 
 
 @pytest.mark.thorough
-def test_who_is_late_is_named(place: Place) -> None:
+def test_who_is_late_is_named(place: Place, capfd: pytest.CaptureFixture[str]) -> None:
     with threads() as call:
         leading = call(lead, place, 4, 6.0)
         present = call(follow, place, 3).result(SECONDS)
@@ -212,6 +212,8 @@ def test_who_is_late_is_named(place: Place) -> None:
             leading.result()
         assert present.sock.recv(1) == b""
         present.close()
+    told = "Waiting for 3 of 5 processes of this host, started by srun: process 1, 2, 4.\n"
+    assert capfd.readouterr().err == told
 
 
 def test_a_leader_that_does_not_come(place: Place) -> None:

@@ -19,7 +19,7 @@ import pytest
 from lockstep.channel.waiting import Stopwatch
 from lockstep.cluster.place import Address, Place
 from lockstep.errors import HostError
-from lockstep.launch import rendezvous, rendezvous_server
+from lockstep.launch import notices, rendezvous, rendezvous_server
 from lockstep.launch.control_group import ControlGroup, HostInfo
 from lockstep.launch.framed_channel import Frame, FramedChannel
 from lockstep.launch.pair_channels import open_channels
@@ -200,15 +200,23 @@ def test_addresses_at_which_host_0_can_never_listen(where: Address, message: str
         enter(0, 2, where)
 
 
-def test_an_address_that_stays_taken() -> None:
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hosts say what they wait for after a tenth of a second."""
+    monkeypatch.setattr(notices, "FIRST_NOTICE_SECONDS", 0.1)
+
+
+@pytest.mark.usefixtures("soon")
+def test_an_address_that_stays_taken(capfd: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         where = Address(name="127.0.0.1", port=server.getsockname()[1])
         with pytest.raises(HostError, match=f"able to listen.*{where}: Address already in use"):
             enter(0, 2, where, timeout=0.3)
+    assert capfd.readouterr().err == f"Waiting until host 0 can listen at {where}.\n"
 
 
 @pytest.mark.thorough
-def test_missing_hosts_are_named_on_all_that_came() -> None:
+def test_missing_hosts_are_named_on_all_that_came(capfd: pytest.CaptureFixture[str]) -> None:
     where = address()
     first, second = together(
         partial(enter, 0, 5, where, timeout=6.0), partial(enter, 2, 5, where, timeout=SECONDS)
@@ -217,6 +225,8 @@ def test_missing_hosts_are_named_on_all_that_came() -> None:
         assert f"All 5 hosts must come to host 0 at {where} within 6.0 s." in message
         assert "nothing from hosts 1, 3, 4" in message
         assert "only this machine can reach" in message
+    told = f"Waiting at {where} for 3 of 5 hosts: hosts 1, 3, 4.\n"
+    assert capfd.readouterr().err == 2 * told  # by both
 
 
 def test_a_host_that_was_let_in_names_the_missing_ones_itself() -> None:
@@ -284,7 +294,10 @@ def test_a_host_that_goes_while_the_group_is_closed_is_lost_to_the_others(
 
     monkeypatch.setattr(FramedChannel, "send", go_away)
     where = address()
-    own, gone, other = together(*(partial(enter, host, 3, where) for host in range(3)))
+    seconds = {1: 2.0}  # it calls until then, in vain
+    own, gone, other = together(
+        *(partial(enter, host, 3, where, timeout=seconds.get(host, SECONDS)) for host in range(3))
+    )
     assert isinstance(gone, HostError)
     monkeypatch.undo()
     for error in together(*(partial(group.exchange, b"") for group in (own, other))):
@@ -321,10 +334,12 @@ def test_a_host_that_comes_too_late_is_told_what_to_do() -> None:
         enter_fewer(1, 3, address(), 2, 0.5)
 
 
-def test_no_host_0() -> None:
+@pytest.mark.usefixtures("soon")
+def test_no_host_0(capfd: pytest.CaptureFixture[str]) -> None:
     where = address()
     with pytest.raises(HostError, match=f"Host 1 must reach host 0.*{where}: Connection refused"):
         enter(1, 2, where, timeout=0.5)
+    assert capfd.readouterr().err == f"Waiting for host 0 at {where}: Connection refused.\n"
 
 
 def test_another_secret_or_job_is_no_way_in() -> None:

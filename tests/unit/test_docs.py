@@ -35,6 +35,8 @@ SCRIPTS = [
 # It runs in an interpreter that is as new as its reader's, as examples/keras/multi_worker.py does.
 FRESH = ("README.md",)
 CORE = ("README.md",)
+# The page's script is one for several hosts, and so it is run.
+LOCAL_HOSTS = ["-m", "lockstep", "run", "--hosts", "2", "--local"]
 
 
 def marks_of(name: str, need: str) -> list[pytest.MarkDecorator]:
@@ -73,7 +75,9 @@ def run_page(name: str, folder: Path, *, without: frozenset[str]) -> None:
     script = folder / f"{Path(name).stem.lower()}_page.py"
     text = page.script({need: need not in without for need in page.needs})
     script.write_text(text)
-    printed = run([script.name], folder, like="keras" if "import keras" in text else "torch")
+    on_hosts = LOCAL_HOSTS if name == "docs/hosts.md" else []
+    like = "keras" if "import keras" in text else "torch"
+    printed = run([*on_hosts, script.name], folder, like=like)
     for output in page.outputs:
         assert output in printed, printed
 

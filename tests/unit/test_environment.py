@@ -468,3 +468,10 @@ def test_tf_config_of_the_tutorials_is_one_machine(
 ) -> None:
     place = place_in({**tf_config({"worker": workers}), **more})
     assert place.is_one_machine is expected
+
+
+@pytest.mark.parametrize(("where", "expected"), [("127.0.0.1:1", True), ("10.0.0.1:1", False)])
+def test_hosts_that_meet_where_nobody_else_can_come_are_one_machine(
+    where: str, expected: bool
+) -> None:
+    assert place_in(RUN | {"LOCKSTEP_RENDEZVOUS": where}).is_one_machine is expected

@@ -12,6 +12,7 @@ import pytest
 
 from lockstep.errors import HostError
 from lockstep.launch.secret import Secret, find_secret
+from lockstep.train.followers import host_key
 
 TEXT = "0123456789abcdef-not-to-be-seen"
 
@@ -55,6 +56,20 @@ def test_files_that_are_open_to_others_are_refused(mode: int, tmp_path: Path) ->
     with pytest.raises(HostError, match=r"open to others.*chmod 600") as caught:
         find_secret(secret_file(tmp_path, TEXT, mode))
     assert TEXT not in str(caught.value)
+
+
+def test_processes_of_a_host_need_no_secret_but_one_that_is_given_must_be_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("LOCKSTEP_SECRET", "LOCKSTEP_SECRET_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    assert host_key() is None
+    monkeypatch.setenv("LOCKSTEP_SECRET", TEXT)
+    assert host_key() == Secret(TEXT.encode()).key(b"processes of a host")
+    monkeypatch.delenv("LOCKSTEP_SECRET")
+    monkeypatch.setenv(*secret_file(tmp_path, TEXT, 0o644).popitem())
+    with pytest.raises(HostError, match="open to others"):
+        host_key()
 
 
 def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
