@@ -1,6 +1,7 @@
 """Numbers for people: bytes, counts and times with their units; and lists."""
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 _NUM_NAMED = 5  # items in a message before the rest is only counted
 
@@ -31,6 +32,13 @@ def format_seconds(seconds: float) -> str:
 def format_time(seconds: float) -> str:
     """Short times in milliseconds: ``0.0412`` -> ``"41.2 ms"``; from 10 s on ``format_seconds``."""
     return format_seconds(seconds) if seconds >= 10 else f"{format_count(1000 * seconds)} ms"
+
+
+def format_value(value: Any) -> str:
+    """A loss or metric: ``0.51234`` -> ``"0.5123"``, ``0.00012345`` -> ``"1.23e-04"``."""
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:.2e}" if 0 < abs(value) < 1e-3 else f"{value:.4f}"
 
 
 def listed(names: Iterable[str]) -> str:

@@ -44,6 +44,10 @@ class FrontEndModel(nn.Module):
         """What the layers compute with, as it is now: functions that a script can replace."""
 
 
+# Attributes that no layer or variable of a front end can take the name of: theirs have no dots.
+_KIND, _NUM_FEATURES = "lockstep.kind", "lockstep.num_features"
+
+
 class FrontEndLayer(nn.Module):
     """Stands for a layer of a front end, and holds its parameters. It is not what is called.
 
@@ -53,7 +57,7 @@ class FrontEndLayer(nn.Module):
 
     def __init__(self, kind: str) -> None:
         super().__init__()
-        self.kind = kind
+        vars(self)[_KIND] = kind
 
 
 class BatchLayer(FrontEndLayer):
@@ -66,12 +70,19 @@ class BatchLayer(FrontEndLayer):
 
     def __init__(self, kind: str, num_features: int) -> None:
         super().__init__(kind)
-        self.num_features = num_features
+        vars(self)[_NUM_FEATURES] = num_features
 
 
 def kind_of(module: nn.Module) -> str:
     """What a layer is called by its kind."""
-    return module.kind if isinstance(module, FrontEndLayer) else type(module).__name__
+    kind: str = vars(module).get(_KIND, type(module).__name__)
+    return kind
+
+
+def num_features_of(layer: nn.Module) -> int:
+    """The means that a layer takes which normalises by those of the batch."""
+    found = vars(layer).get(_NUM_FEATURES)
+    return int(layer.num_features if found is None else found)  # type: ignore[arg-type]
 
 
 def functions_of(model: nn.Module) -> int:

@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lockstep.accelerators import sent
-from lockstep.capture.layers import BatchLayer
+from lockstep.capture.layers import BatchLayer, num_features_of
 from lockstep.errors import LockstepError, ModelError
 from lockstep.parallel.redirection import Redirection
 
@@ -60,7 +60,7 @@ class BatchNorms:
     @property
     def row_length(self) -> int:
         """Longest row that these layers gather."""
-        return max((2 + 2 * layer.num_features for _, layer in self._layers), default=0)
+        return max((2 + 2 * num_features_of(layer) for _, layer in self._layers), default=0)
 
     @property
     def use_batch_statistics(self) -> bool:

@@ -43,6 +43,20 @@ class LayerPlacement(Record, frozen=True, kw_only=True):
     row_limit: int = 0
 
 
+class Tie(Record, frozen=True, kw_only=True):
+    """Parameters that two layers have in common.
+
+    Attributes:
+        first: number of the layer that has them, the last before ``second``.
+        second: number of the other; the same where a layer has them under two names.
+        num_parameters: how many elements.
+    """
+
+    first: int
+    second: int
+    num_parameters: int
+
+
 class LocalUpdate(Record, frozen=True, kw_only=True, tag="local"):
     """The only replica adds up and steps on its own gradients."""
 
@@ -204,6 +218,7 @@ class Decision(Record, frozen=True, kw_only=True):
     hosts: tuple[int, ...] = ()
     engine: Engine = SharedMemory()
     compression: Compression | None = None
+    ties: tuple[Tie, ...] = ()
     notes: tuple[str, ...] = ()
     version: int = PLAN_VERSION
 
@@ -214,6 +229,15 @@ class Decision(Record, frozen=True, kw_only=True):
         _check_stages(self, problems)
         _check_compression(self, problems)
         problems.raise_if_any(PlanError)
+
+    def num_parameters(self, stage: int | None = None) -> int:
+        """Elements of the model's parameters, or of a stage's; tied ones count once."""
+        held = {
+            number for number, one in enumerate(self.layers) if stage is None or one.stage == stage
+        }
+        counted = sum(self.layers[number].num_parameters for number in held)
+        twice = (tie.num_parameters for tie in self.ties if {tie.first, tie.second} <= held)
+        return counted - sum(twice)
 
     @property
     def num_ranks(self) -> int:

@@ -8,6 +8,7 @@ replicas that step on their own and average what they have come to.
 """
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import repeat
@@ -18,7 +19,7 @@ from lockstep.cluster.topology import Cluster
 from lockstep.errors import OptionError
 from lockstep.graph.layer_graph import Layer, LayerGraph, ParameterInfo
 from lockstep.plan.averaging import AveragedUpdate, Nesterov
-from lockstep.plan.decision import Axis, LayerPlacement, LocalUpdate, SlicedUpdate
+from lockstep.plan.decision import Axis, LayerPlacement, LocalUpdate, SlicedUpdate, Tie
 from lockstep.plan.devices import Devices, check_there, device_names, is_cpu, threads_for
 from lockstep.plan.spec import Plan
 from lockstep.units import first_few
@@ -175,6 +176,7 @@ class SingleDevice(Maker):
             num_shares=1,
             interleaved=False,
             layers=placements(graph),
+            ties=ties(graph),
             update=LocalUpdate(),
             precision=self.precision,
         )
@@ -221,6 +223,7 @@ class Mirrored(Maker):
             interleaved=shares > replicas
             and any(layer.uses_batch_statistics for layer in graph.layers),
             layers=placements(graph) if shares == 1 else _with_row_limits(graph, batch_size),
+            ties=ties(graph),
             update=LocalUpdate() if replicas == shares == 1 else SlicedUpdate(),
             precision=self.precision,
             channels_last=self._has_channels_last(graph),
@@ -246,6 +249,23 @@ def placements(
             stage=stage,
         )
         for layer, stage in zip(graph.layers, stages or repeat(0), strict=False)
+    )
+
+
+def ties(graph: LayerGraph) -> tuple[Tie, ...]:
+    """Which layers have parameters in common."""
+    first_name = {name: names[0] for names in graph.tied for name in names}
+    last_owner: dict[str, int] = {}
+    sizes: Counter[tuple[int, int]] = Counter()
+    for number, layer in enumerate(graph.layers):
+        for one in layer.parameters:
+            name = first_name.get(one.name, one.name)
+            if name in last_owner:
+                sizes[last_owner[name], number] += one.size
+            last_owner[name] = number
+    return tuple(
+        Tie(first=first, second=second, num_parameters=size)
+        for (first, second), size in sizes.items()
     )
 
 

@@ -25,7 +25,7 @@ from lockstep.plan.decision import (
 from lockstep.plan.devices import device_names, is_cpu, threads_for
 from lockstep.plan.host_ranks import ranks_per_host
 from lockstep.plan.lowering import predict
-from lockstep.plan.makers import Maker, placements
+from lockstep.plan.makers import Maker, placements, ties
 from lockstep.plan.spec import Plan
 from lockstep.plan.stage_counts import choose_num_stages
 from lockstep.units import format_time
@@ -135,6 +135,7 @@ class Pipelined(Maker):
             num_shares=num_shares,
             interleaved=False,
             layers=placements(graph, of_layer),
+            ties=ties(graph),
             update=StagedUpdate(),
             precision=self.precision,
             channels_last=graph.channels_last,

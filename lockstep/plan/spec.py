@@ -38,6 +38,7 @@ class Plan(Decision, JsonFile, frozen=True, kw_only=True, forbid_unknown_fields=
         engine: where the parameters are, and what moves tensors between ranks.
         compression: how hosts compress what they send each other of gradients, or of what replicas
             that train apart have changed; None where nothing is, and the result exact.
+        ties: which layers have parameters in common.
         notes: what a person should know about this plan.
         version: of this format.
 

@@ -74,8 +74,13 @@ def _heading(plan: Decision) -> str:
     return (
         f"Plan: {plan.strategy}, {mesh}, {plan.precision}{images}\n"
         f"Devices: {_devices(plan)}{threads}\n"
-        f"{_work(plan)}"
+        f"{_work(plan)}\n"
+        f"Parameters: {format_count(plan.num_parameters())}{_ties(plan)}"
     )
+
+
+def _ties(plan: Decision) -> str:
+    return ", tied ones counted once" if plan.ties else ""
 
 
 def _devices(plan: Decision) -> str:
@@ -133,7 +138,7 @@ def _stages(plan: Decision, pipeline: Pipeline) -> Table:
             ", ".join(map(str, stage.ranks)),
             Text(layers[0].name or "(model)") if layers else "",
             str(len(layers)),
-            format_count(sum(layer.num_parameters for layer in layers)),
+            format_count(plan.num_parameters(number)),
             *_predicted(stage),
         )
     return table
@@ -170,6 +175,7 @@ def _layers(plan: Decision) -> Table:
     hidden = len(plan.layers) - _MOST_LAYERS
     if hidden > 0:
         rest = sum(layer.num_parameters for layer in plan.layers[_MOST_LAYERS:])
+        rest -= sum(tie.num_parameters for tie in plan.ties if tie.second >= _MOST_LAYERS)
         table.add_row(f"and {hidden} more layers", "", format_count(rest), "")
     return table
 

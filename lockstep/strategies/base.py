@@ -1,9 +1,10 @@
 """The base of all strategies."""
 
+import inspect
 import os
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, Self, TypeVar
 
 from lockstep.cluster.devices import discover
 from lockstep.cluster.environment import find_place
@@ -27,6 +28,18 @@ class Strategy(ABC):
 
     timeout_seconds: float = 600.0
     reach: Reach = "one host"
+    _arguments: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Keep the arguments as they were given, for ``repr``."""
+        made = super().__new__(cls)
+        made._arguments = args, kwargs
+        return made
+
+    def __repr__(self) -> str:
+        args, kwargs = self._arguments
+        given = inspect.signature(type(self)).bind_partial(*args, **kwargs).arguments
+        return f"{type(self).__name__}({', '.join(f'{name}={given[name]!r}' for name in given)})"
 
     @abstractmethod
     def maker(self, precision: str = "fp32") -> Maker:

@@ -131,6 +131,14 @@ class FitConductor(ReturningConductor):
         for callback in self._step_enders:
             callback.on_train_batch_end(index, {"loss": result.loss, "size": result.num_samples})
 
+    @property
+    def seconds_between_metrics(self) -> float:  # type: ignore[override]  # fixed in the base
+        return 0.0 if self._display is None else self._display.seconds_between_values
+
+    def show_metrics(self, values: dict[str, Any]) -> None:
+        if self._display is not None:
+            self._display.note_values(values)
+
     def _asks_for_state(self, index: int) -> bool:
         wishes = [callback.takes_state(index) for callback in self._step_enders]  # all are asked
         return any(wishes)

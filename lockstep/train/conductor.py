@@ -101,6 +101,12 @@ class Conductor:
     def end_step(self, index: int, result: StepResult) -> None:
         """A step is done."""
 
+    seconds_between_metrics: float = 0.0
+    """How often metrics are shown within an epoch; 0 is never."""
+
+    def show_metrics(self, values: Logs) -> None:
+        """What metrics have come to in the epoch so far."""
+
     def watched(self, source: Source) -> Source:
         """The training data, as rank 0 sees how long it takes to come."""
         return source

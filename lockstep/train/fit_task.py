@@ -28,6 +28,7 @@ from lockstep.train.conductor import Conductor, Logs, Place
 from lockstep.train.ensemble import Ensemble, Renew, Resume
 from lockstep.train.epoch_sums import epoch_sums, results_so_far, set_metrics
 from lockstep.train.feeding import GlobalBatch, Halt, SharedStream
+from lockstep.train.metric_shows import MetricShows
 from lockstep.train.metrics import Metrics
 from lockstep.train.rank_proof import prove_alike
 from lockstep.train.replicas import own_replica, replicas_of, set_replica
@@ -199,6 +200,7 @@ class FitTask(Task):
         results = self._begin_sums(ensemble, epoch)
         batches = self._batches(ensemble, source, epoch)
         bad_records = self._filter_of(ensemble, self.source)
+        shows = MetricShows(ensemble, self.metrics)
         for index, batch in enumerate(batches, self._num_done(epoch)):
             if self.before_steps:
                 stops = ensemble.consult(partial(conductor.begin_step, index))
@@ -207,6 +209,7 @@ class FitTask(Task):
             results.append(self._make_step(ensemble, batch, progress, tracer, bad_records))
             results[-2:-1] = [result.settled() for result in results[-2:-1]]  # a step later
             progress.num_epochs = epoch + 1
+            shows.end_step()
             if self.takes_states:
                 self._take_stand(ensemble, epoch, index + 1, progress, results)
             if self._end_step(ensemble, index, results[-1], replace(begun, stops=stops)):

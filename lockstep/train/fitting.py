@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal, cast
 
 from lockstep.data.bad_records import CheckedSource, OnBadRecord
@@ -43,6 +44,7 @@ from lockstep.train.likeness import said
 from lockstep.train.lost_hosts import check_restarts_on, going_on, outlast
 from lockstep.train.memory_checkpoints import MemoryCheckpoints
 from lockstep.train.metrics import Metrics
+from lockstep.train.optimizers import rates_of
 from lockstep.train.persistence import PersistentRunner
 from lockstep.train.progress import OutputConsole, ProgressDisplay
 from lockstep.train.rate_rules import RateRule
@@ -177,7 +179,8 @@ class FittingRunner(PersistentRunner):
         task.is_kept = task.is_kept or (backups is not None and backups.is_asked)
         display = None
         if self._shows(asked):
-            display = ProgressDisplay(fit.wish.epochs, fit.feed.num_steps)
+            rates = partial(rates_of, self.optimizer)
+            display = ProgressDisplay(fit.wish.epochs, fit.feed.num_steps, rates=rates)
         return self._conduct(task, fit.loss, display, asked.on_snapshot, backups)
 
     def _shows(self, asked: FitRequest) -> bool:

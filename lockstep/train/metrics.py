@@ -7,7 +7,9 @@ outputs of several steps at once, where these are small: the counts are the same
 A metric follows the outputs to their device; states travel in host memory.
 """
 
+import copy
 from collections.abc import Mapping
+from contextlib import suppress
 from operator import methodcaller
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -125,6 +127,29 @@ class Metrics:
         self._count_waiting()
         return [[_states(part) for part in _parts(metric)] for metric in self.by_name.values()]
 
+    def light_states(self) -> dict[str, list[States]]:
+        """States of those metrics whose states do not grow with the samples."""
+        self._count_waiting()
+        return {
+            name: [_states(part) for part in _parts(metric)]
+            for name, metric in self.by_name.items()
+            if not any(map(_grows, _parts(metric)))
+        }
+
+    def values_so_far(self, ranks: list[dict[str, list[States]]]) -> dict[str, Any]:
+        """On rank 0: values of the ``light_states`` of all ranks. The metrics stay as they are.
+
+        Those that cannot be computed of so few samples are left out.
+        """
+        found: dict[str, Any] = {}
+        for name in ranks[0]:
+            metric = copy.deepcopy(self.by_name[name])
+            for place, part in enumerate(_parts(metric)):
+                _merge(part, [states[name][place] for states in ranks])
+            with suppress(Exception):  # R2Score, for example, needs two samples
+                found |= {name: _plain(metric.compute())} if metric._update_count else {}
+        return found
+
     def merge(self, ranks: list[list[list[States]]]) -> None:
         """On rank 0: take over the states of all ranks, as torchmetrics reduces them."""
         for number, metric in enumerate(self.by_name.values()):
@@ -204,6 +229,11 @@ def _small_form(output: Tree, target: Tree) -> object:
 def _parts(metric: "Metric") -> list["Metric"]:
     """The metric, and those that it wraps or combines: they hold the states then."""
     return [part for part in metric.modules() if _is_metric(part)]
+
+
+def _grows(metric: "Metric") -> bool:
+    """Whether its states are lists, which keep what it has seen."""
+    return any(isinstance(state, list) for state in metric._defaults.values())
 
 
 def _states(metric: "Metric") -> States:

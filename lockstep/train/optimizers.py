@@ -52,6 +52,12 @@ def each_optimizer(optimizer: optim.Optimizer | Optimizers | None) -> list[optim
     return list(optimizer.values()) if isinstance(optimizer, Optimizers) else [optimizer]
 
 
+def rates_of(optimizer: optim.Optimizer | Optimizers | None) -> list[float]:
+    """The learning rates at present, each once."""
+    groups = [group for one in each_optimizer(optimizer) for group in one.param_groups]
+    return list(dict.fromkeys(float(group["lr"]) for group in groups if "lr" in group))
+
+
 def names_of(optimizer: optim.Optimizer, model: nn.Module) -> frozenset[str]:
     """The names of the parameters that an optimizer has."""
     own = {id(one) for group in optimizer.param_groups for one in group["params"]}

@@ -16,13 +16,18 @@ import sys
 import threading
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from typing import Any, SupportsFloat, TextIO, cast
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.cells import cell_len
+from rich.console import Console, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
 
-from lockstep.units import format_count, format_seconds
+from lockstep.units import format_count, format_seconds, format_value
 
 
 class OutputConsole(Console):
@@ -99,6 +104,9 @@ class Screen(ABC):
         console: where to write.
     """
 
+    seconds_between_values = REFRESH_SECONDS
+    """How often it is worth while to find out more than the loss."""
+
     def __init__(self, console: Console) -> None:
         self._console = console
         self._shown = 0.0
@@ -122,12 +130,18 @@ class Screen(ABC):
         return time.perf_counter() - self._shown >= REFRESH_SECONDS
 
     @abstractmethod
-    def show(self, made: int, steps: int | None, figures: str) -> None:
-        """Show how far the epoch is."""
+    def show(self, made: int, steps: int | None, figures: Sequence[str]) -> None:
+        """Show how far the epoch is.
+
+        Args:
+            made: steps of the epoch.
+            steps: it has; None where that is unknown.
+            figures: the most important first: the last ones are left out where there is no room.
+        """
 
     def say(self, made: int, doing: str) -> None:
         """Show what is being done after the last step."""
-        self.show(made, made, doing)
+        self.show(made, made, [doing])
 
     def print(self, line: str) -> None:
         """Write a line that stays, in place of what was shown."""
@@ -147,38 +161,68 @@ class TerminalScreen(Screen):
 
     def __init__(self, console: Console) -> None:
         super().__init__(console)
-        self._live: Progress | None = None
+        self._live: Live | None = None
+        self._label = ""
 
     def announce(self, doing: str) -> None:
-        self._start(Progress(TextColumn("{task.description}"), **self._options), f"{doing} ...")
+        self._display(_one_line(f"{doing} ..."))
 
     def begin(self, label: str, steps: int | None, doing: str) -> None:
+        self._label = label
+        self.show(0, steps, [doing] if doing else [])
         self._shown = 0.0
-        columns = (BarColumn(bar_width=20), MofNCompleteColumn())
-        figures = TextColumn("{task.fields[figures]}")
-        live = Progress(TextColumn("{task.description}"), *columns, figures, **self._options)
-        self._start(live, label, total=steps, figures=doing)
 
-    def show(self, made: int, steps: int | None, figures: str) -> None:
+    def show(self, made: int, steps: int | None, figures: Sequence[str]) -> None:
         self._shown = time.perf_counter()
-        assert self._live is not None
-        self._live.update(self._live.task_ids[0], completed=made, total=steps, figures=figures)
-        self._live.refresh()
+        self._display(_line(self._console.width, self._label, made, steps, figures))
 
     def close(self) -> None:
         if self._live is not None:
             self._live.stop()
             self._live = None
 
-    @property
-    def _options(self) -> dict[str, Any]:
-        return {"console": self._console, "auto_refresh": False, "transient": True}
+    def _display(self, line: RenderableType) -> None:
+        if self._live is None:
+            self._live = Live(line, console=self._console, auto_refresh=False, transient=True)
+            self._live.start(refresh=True)
+        else:
+            self._live.update(line, refresh=True)
 
-    def _start(self, live: Progress, text: str, **fields: Any) -> None:
-        self.close()
-        live.add_task(text, **fields)
-        live.start()
-        self._live = live
+
+_WIDEST_BAR, _NARROWEST_BAR = 20, 10
+_LEAST_WIDTH_FOR_BAR = 70
+
+
+def _line(
+    width: int, label: str, made: int, steps: int | None, figures: Sequence[str]
+) -> RenderableType:
+    """A line that fits: how far the epoch is, then as many figures as there is room for."""
+    head = f"{label} {_counts(made, steps)}"
+    if cell_len(head) > width:
+        return _one_line(_counts(made, steps))
+    has_bar = width >= _LEAST_WIDTH_FOR_BAR
+    room = width - cell_len(head) - has_bar * (_NARROWEST_BAR + 1)
+    shown = ""
+    for figure in figures:
+        if cell_len(f"{shown}  {figure}") > room:
+            break
+        shown += f"  {figure}"
+    if not has_bar:
+        return _one_line(head + shown)
+    bar = max(min(_WIDEST_BAR, _NARROWEST_BAR + room - cell_len(shown)), 1)
+    line = Table.grid(padding=(0, 1))
+    done = ProgressBar(total=steps, completed=made, width=bar)
+    line.add_row(_one_line(label), done, _one_line(_counts(made, steps) + shown))
+    return line
+
+
+def _one_line(text: str) -> Text:
+    return Text(text, no_wrap=True, overflow="ellipsis")
+
+
+def _counts(made: int, steps: int | None) -> str:
+    """Steps made, of how many; of constant width, so that what follows stays in its place."""
+    return f"{made}/?" if steps is None else f"{made:>{len(str(steps))}}/{steps}"
 
 
 class NotebookScreen(Screen):
@@ -194,10 +238,10 @@ class NotebookScreen(Screen):
 
     def begin(self, label: str, steps: int | None, doing: str) -> None:
         self._label = label
-        self.show(0, steps, doing)
+        self.show(0, steps, [doing] if doing else [])
         self._shown = 0.0
 
-    def show(self, made: int, steps: int | None, figures: str) -> None:
+    def show(self, made: int, steps: int | None, figures: Sequence[str]) -> None:
         self._shown = time.perf_counter()
         bar = f'<progress value="{made}" max="{steps or ""}"></progress> '
         self._display(_counted(self._label, made, steps, figures), bar)
@@ -229,6 +273,10 @@ class LineScreen(Screen):
         self._pause = FIRST_PAUSE_SECONDS
         self._written = 0.0
 
+    @property
+    def seconds_between_values(self) -> float:  # type: ignore[override]  # fixed in the base
+        return self._pause
+
     def announce(self, doing: str) -> None:
         self._write_late(LONG_SECONDS, doing)
 
@@ -241,7 +289,7 @@ class LineScreen(Screen):
         self.close()
         return time.perf_counter() - self._written >= self._pause
 
-    def show(self, made: int, steps: int | None, figures: str) -> None:
+    def show(self, made: int, steps: int | None, figures: Sequence[str]) -> None:
         self._pause = min(2 * self._pause, LONGEST_PAUSE_SECONDS)
         self.print(_counted(self._label, made, steps, figures))
 
@@ -267,9 +315,9 @@ class LineScreen(Screen):
         self._written = time.perf_counter()
 
 
-def _counted(label: str, made: int, steps: int | None, figures: str) -> str:
+def _counted(label: str, made: int, steps: int | None, figures: Sequence[str]) -> str:
     """How far an epoch is, in words."""
-    return f"{label}  {made}/{'?' if steps is None else steps}  {figures}".rstrip()
+    return "  ".join([label, _counts(made, steps).strip(), *figures])
 
 
 _SHOWN_WAIT = 0.1  # of an epoch's time
@@ -282,10 +330,18 @@ class ProgressDisplay:
         epochs: how many there are.
         steps: steps of an epoch; None where nobody knows before the first has ended.
         console: where to write.
+        rates: of learning, at present, to show beside the loss.
     """
 
-    def __init__(self, epochs: int, steps: int | None, console: Console | None = None) -> None:
+    def __init__(
+        self,
+        epochs: int,
+        steps: int | None,
+        console: Console | None = None,
+        rates: Callable[[], Sequence[float]] = tuple,
+    ) -> None:
         self._screen = make_screen(console or OutputConsole())
+        self._rates = rates
         self._epochs = epochs
         self._steps = steps
         self._has_begun = False
@@ -295,6 +351,7 @@ class ProgressDisplay:
         self._samples = 0
         self._totals: list[SupportsFloat] = []
         self._weight = 0.0
+        self._values: dict[str, Any] = {}
 
     def announce(self, doing: str) -> None:
         """Show what is being done before the first step."""
@@ -305,6 +362,7 @@ class ProgressDisplay:
         self._epoch = epoch
         self._began = time.perf_counter()
         self._made, self._samples, self._totals, self._weight = 0, 0, [], 0.0
+        self._values = {}
         self._screen.begin(self._label(), self._steps, "" if self._has_begun else "First step")
         self._has_begun = True
 
@@ -321,8 +379,19 @@ class ProgressDisplay:
             self._totals = [math.fsum(self._totals)]
             elapsed = time.perf_counter() - self._began
             loss = float(self._totals[0]) / self._weight if self._weight else float("nan")
-            figures = f"loss {loss:.4f}  {self._rate(elapsed)}{self._left(elapsed)}"
-            self._screen.show(self._made, self._steps, figures)
+            figures = [f"loss {format_value(loss)}", *self._left(elapsed)]
+            figures += (f"{name} {format_value(value)}" for name, value in self._values.items())
+            figures += (f"lr {rate:.3g}" for rate in self._rates())
+            self._screen.show(self._made, self._steps, [*figures, self._rate(elapsed)])
+
+    def note_values(self, values: Mapping[str, Any]) -> None:
+        """Values to show beside the loss from now on, such as metrics of the epoch so far."""
+        self._values.update(values)
+
+    @property
+    def seconds_between_values(self) -> float:
+        """See ``Screen``."""
+        return self._screen.seconds_between_values
 
     def say(self, text: str) -> None:
         """Show what is going on now, such as validation."""
@@ -342,7 +411,7 @@ class ProgressDisplay:
         elapsed = time.perf_counter() - self._began
         self._steps = self._steps or self._made  # the next may well be as long
         wait = f"input wait {input_wait:.0%}  " if input_wait > _SHOWN_WAIT else ""
-        values = "  ".join(f"{name} {_short(value)}" for name, value in logs.items())
+        values = "  ".join(f"{name} {format_value(value)}" for name, value in logs.items())
         self._screen.print(
             f"{self._label()}  {format_seconds(elapsed)}  {self._rate(elapsed)}  {wait}{values}"
         )
@@ -355,17 +424,11 @@ class ProgressDisplay:
         width = len(str(self._epochs))
         return f"Epoch {self._epoch + 1:>{width}}/{self._epochs}"
 
-    def _left(self, elapsed: float) -> str:
-        """How long the rest of the epoch takes, where anybody can tell."""
+    def _left(self, elapsed: float) -> list[str]:
+        """How long the rest of the epoch takes, where that is known."""
         if self._steps is None or self._steps < self._made:
-            return ""
-        return f"  {format_seconds(elapsed / self._made * (self._steps - self._made))} left"
+            return []
+        return [f"{format_seconds(elapsed / self._made * (self._steps - self._made))} left"]
 
     def _rate(self, seconds: float) -> str:
         return f"{format_count(round(self._samples / max(seconds, 1e-9)))} samples/s"
-
-
-def _short(value: Any) -> str:
-    if not isinstance(value, float):
-        return str(value)
-    return f"{value:.2e}" if 0 < abs(value) < 1e-3 else f"{value:.4f}"

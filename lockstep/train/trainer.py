@@ -34,6 +34,7 @@ from lockstep.train.checks import (
     prepare_model,
 )
 from lockstep.train.conductor import Conductor
+from lockstep.train.describing import describe
 from lockstep.train.feeding import SharedStream, sample_of
 from lockstep.train.fitting import FitRequest, FittingRunner
 from lockstep.train.history import History
@@ -177,6 +178,17 @@ class Trainer(FittingRunner):
         self.schedule = None if schedule is None else make_schedule(schedule, self._one_optimizer)
         self._loss = None if loss is None else adapt_loss(dims.loss(loss), loss_weights)
         check_names(self._loss, self.schedule, self.metrics)
+
+    def __repr__(self) -> str:
+        parts: dict[str, Any] = {
+            "loss": None if self._loss is None else self._loss.loss,
+            "optimizer": self.optimizer,
+            "metrics": list(self.metrics.by_name) or None,
+            "strategy": self.strategy,
+            "precision": self.precision,
+        }
+        shown = [f"{name}={describe(part)}" for name, part in parts.items() if part is not None]
+        return f"Trainer({', '.join([type(self.model).__name__, *shown])})"
 
     def __getstate__(self) -> dict[str, Any]:
         """Callbacks stay here, with the helpers."""

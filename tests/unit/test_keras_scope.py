@@ -9,9 +9,11 @@ import keras
 import numpy as np
 import pytest
 from keras import layers
+from keras.src.callbacks.progbar_logger import ProgbarLogger
 
 import lockstep
 from lockstep.errors import LockstepError, ModelError, OptionError
+from lockstep.frontends.keras import tasks
 from tests import keras_zoo as zoo
 
 X, Y = zoo.vectors(20).astype("float32"), zoo.classes(20)
@@ -167,6 +169,42 @@ def test_the_progress_bar(capsys: pytest.CaptureFixture[str]) -> None:
     model.fit(X, Y, batch_size=10, verbose=2, validation_data=(X, Y))
     said = capsys.readouterr().out
     assert all(name in said for name in ("accuracy", "loss", "val_loss", "2/2"))
+
+
+def test_the_progress_bar_moves_as_in_keras(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[dict[str, float]] = []
+    monkeypatch.setattr(
+        ProgbarLogger, "on_train_batch_end", lambda _, batch, logs: told.append(dict(logs))
+    )
+    monkeypatch.setattr(
+        ProgbarLogger, "on_test_batch_end", lambda _, batch, logs: told.append(dict(logs))
+    )
+    monkeypatch.setattr(tasks, "_SECONDS_BETWEEN_SHOWS", 1e-9)  # after every batch
+    seen, histories = [], []
+    for verbose, strategy in ((1, None), (1, mirrored()), (0, mirrored())):
+        with nullcontext() if strategy is None else strategy.scope():
+            keras.utils.set_random_seed(0)
+            metrics = ["accuracy", "sparse_categorical_crossentropy"]
+            model = zoo.compiled(zoo.sequential, metrics=metrics)
+        fitted = model.fit(X, Y, batch_size=3, shuffle=False, verbose=verbose)
+        if verbose:
+            model.evaluate(X, Y, batch_size=3, verbose=1)
+            seen.append(list(told))
+        histories.append(fitted.history)
+        told.clear()
+    plain, ours = seen
+    assert len(plain) > 6
+    assert [list(logs) for logs in ours] == [list(logs) for logs in plain]
+    for own, other in zip(ours, plain, strict=True):
+        assert own == pytest.approx(other, rel=1e-3)
+    assert histories[1] == histories[2]  # to look changes no bit
+
+
+def test_layers_have_the_names_of_their_attributes() -> None:
+    names = ["kind", "num_features", "lockstep", "training", "forward"]
+    model = keras.Sequential([keras.Input((4,)), *(layers.Dense(4, name=name) for name in names)])
+    found = [layer.name.rpartition(".")[2] for layer in mirrored().plan(model, batch_size=4).layers]
+    assert found == [*names[:3], "training_", "forward_"]  # torch has the last two itself
 
 
 def test_a_plan_without_training() -> None:

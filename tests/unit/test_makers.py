@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from lockstep.cluster import devices
@@ -9,7 +10,7 @@ from lockstep.cluster.devices import discover, memory_bytes, usable_cores
 from lockstep.cluster.topology import MAX_CPU_REPLICAS_PER_CORE, Cluster, Device, Host
 from lockstep.errors import DeviceError, OptionError
 from lockstep.graph.layer_graph import Layer, LayerGraph, ParameterInfo
-from lockstep.plan.decision import LocalUpdate, SlicedUpdate
+from lockstep.plan.decision import LocalUpdate, Pipeline, SlicedUpdate, Stage, StagedUpdate
 from lockstep.plan.devices import MAX_DEFAULT_REPLICAS, device_names
 from lockstep.plan.makers import Mirrored, SingleDevice
 
@@ -89,6 +90,32 @@ def test_layers_are_placed_by_name_in_order() -> None:
     plan = Mirrored(devices=2)(make_graph(batch_norm=True), make_cluster(2), 32)
     placed = [(layer.name, layer.kind, layer.num_parameters, layer.stage) for layer in plan.layers]
     assert placed == [("0", "Linear", 12, 0), ("1", "BatchNorm1d", 0, 0)]
+
+
+def test_parameters_that_layers_have_in_common_count_once() -> None:
+    def layer(name: str, *names: str) -> Layer:
+        parameters = [
+            ParameterInfo(name=one, shape=(3, 4), dtype="float32", trainable=True) for one in names
+        ]
+        return Layer(name=name, kind="Linear", parameters=tuple(parameters))
+
+    layers = layer("a", "a.w"), layer("b", "b.w", "b.v"), layer("c", "c.w"), layer("a@2", "a.w")
+    graph = LayerGraph(layers=layers, tied=(("a.w", "c.w"), ("b.w", "b.v")))
+    plan = Mirrored(devices=2)(graph, make_cluster(2), 32)
+    assert plan.num_parameters() == plan.num_parameters(0) == 2 * 12
+    assert "Parameters: 24, tied ones counted once" in str(plan)
+    places = (0, 0, 1, 1)
+    placed = [
+        msgspec.structs.replace(one, stage=n) for one, n in zip(plan.layers, places, strict=True)
+    ]
+    in_stages = msgspec.structs.replace(
+        plan,
+        layers=tuple(placed),
+        update=StagedUpdate(),
+        pipeline=Pipeline(schedule="1f1b", stages=(Stage(ranks=(0,)), Stage(ranks=(1,)))),
+    )
+    assert [in_stages.num_parameters(stage) for stage in (0, 1)] == [24, 12]
+    assert in_stages.num_parameters() == 24
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torchmetrics
 from rich.console import Console
 from torch import nn
 
@@ -82,7 +83,7 @@ def test_what_is_done_before_the_first_step_is_on_the_terminal_until_then() -> N
         display.announce(doing)
         assert shown(file) == [f"{doing} ..."]
     display.begin_epoch(0)
-    assert shown(file)[0].endswith("0/4 First step")
+    assert shown(file)[0].endswith("0/4  First step")
     display.end_step(0, total=50.0, weight=100.0, samples=100)
     assert "First step" not in shown(file)[0]
     display.end_epoch({"loss": 0.5})
@@ -98,8 +99,90 @@ def test_what_is_shown_in_place_is_gone_after_an_error() -> None:
     assert shown(file) == []
 
 
-def terminal(file: io.StringIO) -> Console:
-    return Console(file=file, width=120, force_terminal=True, color_system=None)
+def terminal(file: io.StringIO, width: int = 120) -> Console:
+    return Console(file=file, width=width, force_terminal=True, color_system=None)
+
+
+@pytest.mark.parametrize(
+    ("width", "shown_there", "missing"),
+    [
+        (15, ["60/200"], ["Epoch", "loss"]),
+        (40, ["Epoch  1/10", " 60/200", "loss 0.5000"], ["accuracy", "lr"]),
+        (60, ["Epoch  1/10", " 60/200", "loss 0.5000", "left", "accuracy 0.25"], ["samples/s"]),
+        (80, ["Epoch  1/10 ━", " 60/200", "loss 0.5000", "left", "accuracy 0.25"], ["samples/s"]),
+        (120, ["━", " 60/200", "loss 0.5", "left", "accuracy 0.2500", "lr 0.01", "samples/s"], []),
+    ],
+)
+def test_what_has_no_room_is_left_out_and_never_the_step(
+    width: int, shown_there: list[str], missing: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(progress, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    file = io.StringIO()
+    display = ProgressDisplay(10, 200, terminal(file, width), lambda: [0.01])
+    display.begin_epoch(0)
+    display.note_values({"accuracy": 0.25})
+    for step in range(60):
+        now[0] += 1.0
+        display.end_step(step, total=50.0, weight=100.0, samples=100)
+    (line,) = shown(file)
+    assert all(text in line for text in shown_there), line
+    assert not any(text in line for text in missing), line
+    assert len(line) <= width
+
+
+class Counts(torchmetrics.Metric):
+    """Outputs that are right; of fewer than three it cannot be told."""
+
+    seen: torch.Tensor
+    right: Any
+
+    def __init__(self, *, keeps_all: bool = False) -> None:
+        super().__init__()
+        default: Any = [] if keeps_all else torch.tensor(0)
+        self.add_state("right", default, dist_reduce_fx="cat" if keeps_all else "sum")
+        self.add_state("seen", torch.tensor(0), dist_reduce_fx="sum")
+
+    def update(self, output: torch.Tensor, target: torch.Tensor) -> None:
+        self.seen += len(target)
+        self.right += (
+            [output == target] if isinstance(self.right, list) else output.eq(target).sum()
+        )
+
+    def compute(self) -> torch.Tensor:
+        if self.seen < 3:
+            raise ValueError("There must be three.")
+        right = torch.cat(self.right).sum() if isinstance(self.right, list) else self.right
+        return right / self.seen
+
+
+class Same(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + 0 * self.weight
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_metrics_are_shown_within_an_epoch_and_stay_as_they_are(
+    devices: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[dict[str, Any]] = []
+    monkeypatch.setattr(ProgressDisplay, "note_values", lambda _, values: told.append(values))
+    monkeypatch.setattr(ProgressDisplay, "seconds_between_values", 1e-9)
+    trainer = lockstep.Trainer(
+        Same(),
+        loss=nn.MSELoss(),
+        optimizer=torch.optim.SGD,
+        metrics={"right": Counts(), "kept": Counts(keeps_all=True)},
+        strategy=lockstep.MirroredStrategy(devices),
+    )
+    x, y = torch.tensor([1.0, 0, 1, 0, 1, 0, 1, 0]), torch.tensor([1.0, 1, 1, 1, 0, 1, 1, 0])
+    history = trainer.fit((x, y), batch_size=2, shuffle=False)
+    assert told == [{}, {"right": 0.5}, {"right": pytest.approx(2 / 6)}, {"right": 0.5}]
+    assert history.history["right"] == history.history["kept"] == [0.5]
 
 
 def shown(file: io.StringIO) -> list[str]:
@@ -158,7 +241,7 @@ def test_a_file_gets_lines_within_an_epoch_less_and_less_often(
     lines = file.getvalue().splitlines()
     first, second = ["10/200", "30/200", "70/200", "150/200", "3:20"], ["160/200", "3:20"]
     assert [line.split()[2] for line in lines] == first + second
-    assert lines[1] == "Epoch 1/2  30/200  loss 0.5000  100 samples/s  2:50 left"
+    assert lines[1] == "Epoch 1/2  30/200  loss 0.5000  2:50 left  100 samples/s"
 
 
 def test_a_notebook_gets_one_output_that_changes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,7 +255,7 @@ def test_a_notebook_gets_one_output_that_changes(monkeypatch: pytest.MonkeyPatch
     (contents,) = outputs
     texts = [one["text/plain"] for one in contents]
     assert texts[0] == "Epoch  1/10  0/4  First step"
-    assert re.fullmatch(r"Epoch  1/10  1/4  loss 0.5000  [\d,]+ samples/s  0.0 s left", texts[1])
+    assert re.fullmatch(r"Epoch  1/10  1/4  loss 0.5000  0.0 s left  [\d,]+ samples/s", texts[1])
     assert "Epoch  1/10  4/4  validating" in texts
     assert texts[-1] == ""
     assert (

@@ -19,7 +19,7 @@ from lockstep.frontends.keras.checkpoints import Asking
 from lockstep.frontends.keras.keeping import KeepingRunner
 from lockstep.frontends.keras.model import KerasModel
 from lockstep.frontends.keras.optimizer_copy import set_options
-from lockstep.frontends.keras.tasks import BatchLosses, KerasConductor, LossMeans
+from lockstep.frontends.keras.tasks import BatchLosses, KerasConductor, LossMeans, Telling
 from lockstep.parallel.serialization import describe_values
 from lockstep.parallel.training_step import StepResult
 from lockstep.train.backups import Backups
@@ -32,10 +32,6 @@ from lockstep.train.run_record import RunRecord
 
 # Of Keras's own callbacks, those that look on.
 _ONLOOKERS = ("History", "ProgbarLogger")
-
-# A progress bar shows the loss of every step, and metrics, which ranks have to add up, now and
-# then: what a sum takes is not to be seen in the time of so many steps.
-_STEPS_BETWEEN_SHOWS = 16
 
 
 def acts_in(callback: Any, *methods: str) -> bool:
@@ -62,18 +58,18 @@ def any_acts_in(callbacks: Any, *methods: str) -> bool:
     return any(acts_in(one, *methods) for one in callbacks.callbacks)
 
 
-def steps_between_metrics(callbacks: Any, *methods: str, shows_bar: bool = True) -> int:
-    """How many steps there are from one whose metrics callbacks want to the next; 0 for none.
+def telling(callbacks: Any, *methods: str, shows_bar: bool = True) -> Telling:
+    """After which batches callbacks are told of metrics.
 
     Args:
         callbacks: Keras's list of them.
         methods: in which they get the metrics.
-        shows_bar: a progress bar, if there is one, moves with these steps.
+        shows_bar: a progress bar, if there is one, moves with these batches.
     """
     if any_acts_in(callbacks, *methods):
-        return 1
+        return "each"
     bars = [one for one in callbacks.callbacks if isinstance(one, ProgbarLogger)]
-    return _STEPS_BETWEEN_SHOWS if shows_bar and any(bar.verbose == 1 for bar in bars) else 0
+    return "in time" if shows_bar and any(bar.verbose == 1 for bar in bars) else "never"
 
 
 def _is_foreign(callback: Any) -> bool:
@@ -214,7 +210,7 @@ class KerasFitConductor(ReturningConductor, EvaluationConductor):
         self._foreign_parts: list[Any] = []
         self._seen = LossMeans()  # the loss so far in the epoch
         self._told = LossMeans()  # this, and the parts of several losses
-        self._has_news = False
+        self._news: Logs = {}  # for the step under way
         self.logs: Logs = {}
 
     @property
@@ -259,12 +255,11 @@ class KerasFitConductor(ReturningConductor, EvaluationConductor):
 
     def tell_losses(self, batches: Sequence[BatchLosses]) -> None:
         self._told.add(batches)
-        self._has_news = True
+        self._news = self.results(self._told.logs)
 
     def end_step(self, index: int, result: StepResult) -> None:
         self._seen.add([(result.num_samples, [result.loss if result.weight else 0.0])])
-        logs = self.results(self._told.logs) if self._has_news else self._seen.logs
-        self._has_news = False
+        logs, self._news = self._news or self._seen.logs, {}
         self._record.end_step(index)
         self._journal.once(partial(self._show_step, index, logs))
 

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from lockstep.frontends.keras.tasks import Telling
+
 
 @dataclass(frozen=True, kw_only=True)
 class FitOptions:
@@ -31,7 +33,7 @@ class FitStart:
     epoch: int
     step: int
     before_steps: bool
-    tells_each: int
-    evaluation_tells_each: int
+    tells: Telling
+    evaluation_tells: Telling
     evaluation_may_stop: bool
     watches_validation: bool

@@ -28,7 +28,7 @@ from lockstep.frontends.keras.checks import (
     check_turnable,
     prepare_model,
 )
-from lockstep.frontends.keras.conducting import steps_between_metrics
+from lockstep.frontends.keras.conducting import telling
 from lockstep.frontends.keras.fit_options import FitOptions
 from lockstep.frontends.keras.intake import take_in, warn_if_short
 from lockstep.frontends.keras.keeping import record_of
@@ -462,7 +462,7 @@ def _evaluation(feed: Feed, callbacks: Any, *, shows_bar: bool = True) -> Evalua
         source=feed.source,
         batch_size=feed.batch_size,
         steps=feed.steps_per_epoch,
-        tells_each=steps_between_metrics(callbacks, "on_test_batch_end", shows_bar=shows_bar),
+        tells=telling(callbacks, "on_test_batch_end", shows_bar=shows_bar),
     )
 
 

@@ -7,7 +7,8 @@ returns for a batch, nothing is known. So such a metric is updated on rank 0 alo
 of the whole batch.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -109,6 +110,14 @@ class KerasMetrics(Metrics):
             return
         for variable, *values in zip(variables, *ranks, strict=True):
             variable.assign(torch.stack(values).sum(0))
+
+    @contextmanager
+    def joined(self, control: Control) -> Iterator[None]:
+        """Within the block rank 0 holds what all ranks have counted; then all have their own."""
+        own = self.states()
+        self.join(control)
+        yield
+        self.merge([own])
 
 
 def _check_layers(metrics: Sequence[Any]) -> None:

@@ -23,7 +23,6 @@ from lockstep.frontends.keras.tasks import (
     KerasEvaluateTask,
     KerasFitTask,
     evaluated_batches,
-    is_told,
     keras_conductor,
 )
 from lockstep.parallel.control import Control
@@ -116,7 +115,7 @@ def _evaluate(
     metrics.reset()
     for index, part, indices in evaluated_batches(ensemble, evaluation, epoch):
         conductor.tell_logs(steps.run("test_step", part, indices, None))
-        conductor.end_batch(index, {} if is_told(index, evaluation.tells_each) else None)
+        conductor.end_batch(index, None if evaluation.tells == "never" else {})
     return conductor.results({})
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
+from typing import Literal
 
 import torch
 
@@ -25,10 +26,17 @@ from lockstep.train.conductor import Conductor, Logs
 from lockstep.train.ensemble import Ensemble
 from lockstep.train.feeding import SharedStream, all_batches
 from lockstep.train.fit_task import FitTask
+from lockstep.train.metric_shows import ShowTimes
 from lockstep.train.tasks import Part, PredictTask, Task, in_order
 
 # The number of samples of a batch, and its losses: of the whole, and of each of several.
 BatchLosses = tuple[int, list[float]]
+
+# After which batches metrics are told: "in time" is as often as a progress bar is drawn anew.
+Telling = Literal["never", "in time", "each"]
+
+# Keras's own bar is drawn at most so often.
+_SECONDS_BETWEEN_SHOWS = 0.05
 
 
 class KerasConductor(Conductor):
@@ -68,14 +76,14 @@ class Evaluation:
         source: the data.
         batch_size: of the global batch, where the data does not come in batches.
         steps: the most batches; None for all.
-        tells_each: metrics are told after the first of every so many batches; 0 is never.
+        tells: after which batches metrics are told.
         may_stop: callbacks may end it after any batch.
     """
 
     source: Source | SharedStream
     batch_size: int
     steps: int | None = None
-    tells_each: int = 0
+    tells: Telling = "never"
     may_stop: bool = False
 
 
@@ -87,7 +95,7 @@ class KerasFitTask(FitTask):
         loss: the loss.
         evaluation: what is evaluated, in place of ``validation``.
         evaluates: the epochs that end with that.
-        tells_each: metrics are told after the first of every so many steps; 0 is never.
+        tells: after which steps metrics are told.
         initial_epoch: where ``fit`` was told to begin.
         watches_validation: callbacks act where an evaluation begins or ends.
     """
@@ -98,10 +106,12 @@ class KerasFitTask(FitTask):
     loss: KerasLoss
     evaluation: Evaluation | None = None
     evaluates: tuple[int, ...] = ()
-    tells_each: int = 0
+    tells: Telling = "never"
     initial_epoch: int = 0
     watches_validation: bool = False
     _results: list[StepResult] = field(default_factory=list, init=False)  # of this epoch
+    _num_told: int = field(default=0, init=False)  # of these
+    _times: ShowTimes | None = field(default=None, init=False)
 
     def sources(self) -> list[Source | SharedStream]:
         return [self.source, *([] if self.evaluation is None else [self.evaluation.source])]
@@ -119,23 +129,32 @@ class KerasFitTask(FitTask):
     def _begin_sums(self, ensemble: Ensemble, epoch: int) -> list[StepResult]:
         results = super()._begin_sums(ensemble, epoch)
         self._results = [*results]
+        self._num_told = 0
+        self._times = show_times(ensemble.control, self.tells)
         if results:
-            conductor = keras_conductor(ensemble.conductor)
-            conductor.go_on(results)
-            if self.tells_each:
-                told = results[: (len(results) - 1) // self.tells_each * self.tells_each + 1]
-                conductor.tell_losses(self._batch_losses(ensemble.control, told))
+            keras_conductor(ensemble.conductor).go_on(results)
+            if self.tells != "never":
+                self._tell_losses(ensemble)
         return results
+
+    def _tell_losses(self, ensemble: Ensemble) -> None:
+        """Those of the steps that were made since the last telling."""
+        news = self._batch_losses(ensemble.control, self._results[self._num_told :])
+        self._num_told = len(self._results)
+        keras_conductor(ensemble.conductor).tell_losses(news)
 
     def _train_step(self, ensemble: Ensemble, batch: StepBatch) -> StepResult:
         self.loss.run_on(ensemble.worker.plan, ensemble.worker.rank)
         result = super()._train_step(ensemble, batch)
         self.metrics.settle(ensemble.control)
         self._results.append(result)
-        if is_told(len(self._results) - 1, self.tells_each):
+        if self.tells == "each":  # callbacks may look at the metrics themselves
             self.metrics.join(ensemble.control)
-            news = self._batch_losses(ensemble.control, self._results[-self.tells_each :])
-            keras_conductor(ensemble.conductor).tell_losses(news)
+            self._tell_losses(ensemble)
+        elif self._times is not None and self._times.is_due():
+            with self.metrics.joined(ensemble.control):
+                self._tell_losses(ensemble)
+            self._times.set_next()
         return result
 
     def _losses(self, ensemble: Ensemble, results: Sequence[StepResult]) -> Logs:
@@ -256,8 +275,9 @@ def evaluate(
     means = LossMeans(loss.names)  # on rank 0
     loss.run_on(worker.plan, worker.rank)
 
+    times = show_times(control, evaluation.tells)
+
     def caught_up() -> Logs:
-        metrics.join(control)
         means.add(batch_losses(loss, sizes, control.gather(shares)))
         sizes.clear()
         shares.clear()
@@ -267,7 +287,16 @@ def evaluate(
         sizes.append(len(indices))
         shares.append(worker.evaluate_step(part, indices, observe))
         metrics.settle(control)
-        conductor.end_batch(index, caught_up() if is_told(index, evaluation.tells_each) else None)
+        if evaluation.tells == "each":
+            metrics.join(control)
+            conductor.end_batch(index, caught_up())
+        elif times.is_due():
+            with metrics.joined(control):
+                conductor.end_batch(index, caught_up())
+            times.set_next()
+        else:
+            conductor.end_batch(index, None)
+    metrics.join(control)
     return conductor.results(caught_up())
 
 
@@ -354,9 +383,9 @@ def epoch_place(
     return initial_epoch // in_pass + one_pass, start, min(steps, num_batches - start)
 
 
-def is_told(index: int, each: int) -> bool:
-    """Whether metrics are told after this batch of an epoch."""
-    return each > 0 and index % each == 0
+def show_times(control: Control, tells: Telling) -> ShowTimes:
+    """When to tell of metrics for a progress bar."""
+    return ShowTimes(control, _SECONDS_BETWEEN_SHOWS if tells == "in time" else 0.0)
 
 
 def keras_conductor(conductor: Conductor) -> KerasConductor:

@@ -23,7 +23,7 @@ from lockstep.frontends.keras.conducting import (
     PredictionConductor,
     any_acts_in,
     may_stop,
-    steps_between_metrics,
+    telling,
 )
 from lockstep.frontends.keras.fit_options import FitOptions, FitStart
 from lockstep.frontends.keras.keeping import KeepingRunner, check_copied
@@ -174,8 +174,8 @@ class KerasTrainer(KeepingRunner):
                 epoch=options.initial_epoch,
                 step=max(int(one._iterations.value) for one in self._optimizers),
                 before_steps=any_acts_in(callbacks, "on_train_batch_begin", "on_batch_begin"),
-                tells_each=steps_between_metrics(callbacks, "on_train_batch_end", "on_batch_end"),
-                evaluation_tells_each=0 if evaluation is None else evaluation.tells_each,
+                tells=telling(callbacks, "on_train_batch_end", "on_batch_end"),
+                evaluation_tells="never" if evaluation is None else evaluation.tells,
                 evaluation_may_stop=may_stop(callbacks, "test"),
                 watches_validation=any_acts_in(callbacks, "on_test_begin", "on_test_end"),
             )
@@ -193,8 +193,8 @@ class KerasTrainer(KeepingRunner):
         """The task of a ``fit``, which all hosts have alike."""
         resume = self._resume_of(feed, evaluation, options, start)
         if evaluation is not None:
-            tells_each, stops = start.evaluation_tells_each, start.evaluation_may_stop
-            evaluation = replace(evaluation, tells_each=tells_each, may_stop=stops)
+            tells, stops = start.evaluation_tells, start.evaluation_may_stop
+            evaluation = replace(evaluation, tells=tells, may_stop=stops)
         variables = self.model.variables.values()
         task = kind(
             source=feed.source,
@@ -213,10 +213,10 @@ class KerasTrainer(KeepingRunner):
             watched=True,
             watches_beginnings=True,
             before_steps=start.before_steps,
-            after_steps=start.tells_each == 1,
+            after_steps=start.tells == "each",
             shows_slots=not all(is_elementwise(one, variables) for one in self._optimizers),
             watches_validation=start.watches_validation,
-            tells_each=start.tells_each,
+            tells=start.tells,
             takes_states=self.keeper is not None and self.keeper.acts_in("takes_state"),
             is_kept=self.keeper is not None,
         )
@@ -269,10 +269,8 @@ class KerasTrainer(KeepingRunner):
         loss, metrics = self._loss_and_metrics(feed.source, own, looks=False)
         if own is None:
             self._try_apart(feed.source)
-        tells_each, stops = self._job_context.from_chief(
-            (evaluation.tells_each, may_stop(callbacks, "test"))
-        )
-        evaluation = replace(evaluation, tells_each=tells_each, may_stop=stops)
+        tells, stops = self._job_context.from_chief((evaluation.tells, may_stop(callbacks, "test")))
+        evaluation = replace(evaluation, tells=tells, may_stop=stops)
         options: dict[str, Any] = {"evaluation": evaluation, "metrics": metrics, "loss": loss}
         task = KerasEvaluateTask(**options)
         kind = EvaluationConductor
