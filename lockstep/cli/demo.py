@@ -1,8 +1,10 @@
 """``lockstep demo``: real digits, a convolutional net, many devices, and the proof."""
 
 import argparse
+import os
+import statistics
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -13,14 +15,18 @@ from rich.table import Table
 from torch import nn
 
 import lockstep
+from lockstep.cli.examination import busy_cores
+from lockstep.cluster.devices import usable_cores
 from lockstep.data.mnist import load_mnist
 from lockstep.extras import import_extra
 from lockstep.train.checks import check_counts
-from lockstep.units import format_count, format_seconds
+from lockstep.units import format_count
 
 Arrays = tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]
 
 DIGITS_EPOCHS, MNIST_EPOCHS = 20, 3
+MOST_ROUNDS = 5  # in which both train in turns: what else the machine does then meets both
+_SPARE_CORES = 0.25  # so much may be missing
 BATCH_SIZE = 64
 ADAM = partial(torch.optim.Adam, lr=2e-3)
 
@@ -45,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Train on many devices, then on one, then prove that both are the same."""
+    """Train on many devices and on one, in turns, then prove that both are the same."""
     default = DIGITS_EPOCHS if options.mnist is None else MNIST_EPOCHS
     (epochs,) = check_counts(epochs=default if options.epochs is None else options.epochs)
     strategies = {
@@ -57,12 +63,22 @@ def run(options: argparse.Namespace) -> int:
         f"{len(train[0]):,} handwritten digits of {train[0].shape[-1]} x {train[0].shape[-1]} "
         f"pixels to learn from, {len(test[0]):,} held out.\n"
     )
-    outcomes = {}
-    for name, strategy in strategies.items():
-        console.print(f"[bold]Training on {name}[/bold] ({_describe(strategy)})")
-        outcomes[name] = _train(strategy, train, test, epochs)
-        console.print()
-    console.print(_comparison(outcomes))
+    warning = _warning(options.devices, busy_cores())
+    if warning:
+        console.print(f"[yellow]{warning}[/yellow]\n", soft_wrap=True)
+    described = [f"{name} ({_describe(each)})" for name, each in strategies.items()]
+    console.print(f"[bold]Training on {' and on '.join(described)}[/bold]", soft_wrap=True)
+    sides = {name: _Side(strategy, train, test) for name, strategy in strategies.items()}
+    done = 0
+    for more in _rounds(epochs):
+        for side in sides.values():
+            side.train(more)
+        done += more
+        console.print(_progress(done, epochs, sides), soft_wrap=True)
+    console.print()
+    console.print(_comparison(sides))
+    if warning:
+        console.print(f"[yellow]{warning}[/yellow]", soft_wrap=True)
     console.print(_PROOF)
     report = lockstep.verify(_job(train), strategies[_named(options.devices)])
     console.print(str(report), markup=False, soft_wrap=True)
@@ -70,12 +86,61 @@ def run(options: argparse.Namespace) -> int:
     return 0 if report.passed else 1
 
 
-@dataclass(frozen=True)
-class _Outcome:
-    accuracy: float
-    loss: float
-    samples_per_second: float
-    seconds: float
+class _Side:
+    """A training, in rounds.
+
+    Args:
+        strategy: of its Trainer.
+        train: data to learn from.
+        test: data that is held out.
+
+    Attributes:
+        speeds: samples per second, of each round.
+        loss: of the last epoch.
+    """
+
+    def __init__(self, strategy: lockstep.MirroredStrategy, train: Arrays, test: Arrays) -> None:
+        import torchmetrics
+
+        self._train, self._test = train, test
+        self._trainer = lockstep.Trainer(
+            _make_model(train[0].shape[-1]),
+            loss=nn.CrossEntropyLoss(),
+            optimizer=ADAM,
+            metrics={"accuracy": torchmetrics.Accuracy(task="multiclass", num_classes=10)},
+            strategy=strategy,
+        )
+        self.evaluate()  # starts the helpers, so that the times are of training alone
+        self.speeds: list[float] = []
+        self.loss = 0.0
+
+    def train(self, epochs: int) -> None:
+        """Train on for so many epochs."""
+        began = time.perf_counter()
+        history = self._trainer.fit(self._train, epochs=epochs, batch_size=BATCH_SIZE, verbose=0)
+        self.speeds.append(epochs * len(self._train[0]) / (time.perf_counter() - began))
+        self.loss = history.history["loss"][-1]
+
+    def evaluate(self) -> Mapping[str, float]:
+        """Of the data that is held out."""
+        return self._trainer.evaluate(self._test, batch_size=BATCH_SIZE)
+
+
+def _rounds(epochs: int) -> list[int]:
+    """How many epochs each round has."""
+    rounds = min(epochs, MOST_ROUNDS)
+    return [epochs // rounds + (number < epochs % rounds) for number in range(rounds)]
+
+
+def _warning(devices: int, busy: float | None) -> str:
+    """Why speeds mean nothing on this machine now; empty if they do."""
+    total = os.cpu_count() or 1
+    if busy is None or total - busy > min(devices, usable_cores()) - _SPARE_CORES:
+        return ""
+    return (
+        f"{busy:.1f} of {total} cores are busy with other work: the speeds mean nothing now. "
+        "The results do not suffer."
+    )
 
 
 class DigitsNet(nn.Module):
@@ -132,26 +197,6 @@ def _make_model(image_size: int) -> DigitsNet:
     return DigitsNet(image_size)
 
 
-def _train(
-    strategy: lockstep.MirroredStrategy, train: Arrays, test: Arrays, epochs: int
-) -> _Outcome:
-    import torchmetrics
-
-    trainer = lockstep.Trainer(
-        _make_model(train[0].shape[-1]),
-        loss=nn.CrossEntropyLoss(),
-        optimizer=ADAM,
-        metrics={"accuracy": torchmetrics.Accuracy(task="multiclass", num_classes=10)},
-        strategy=strategy,
-    )
-    trainer.evaluate(test)  # starts the helpers, so that the times are of training alone
-    began = time.perf_counter()
-    trainer.fit(train, epochs=epochs, batch_size=BATCH_SIZE)
-    seconds = time.perf_counter() - began
-    result = trainer.evaluate(test, batch_size=BATCH_SIZE)
-    return _Outcome(result["accuracy"], result["loss"], epochs * len(train[0]) / seconds, seconds)
-
-
 def _job(train: Arrays) -> lockstep.Job:
     return lockstep.Job(
         model=_make_model(train[0].shape[-1]),
@@ -171,16 +216,22 @@ def _describe(strategy: lockstep.MirroredStrategy) -> str:
     return "one core" if replicas == 1 else f"{replicas} cores, one copy of the weights"
 
 
-def _comparison(outcomes: dict[str, _Outcome]) -> Table:
-    table = Table("", "held-out accuracy", "held-out loss", "samples/s", "time", box=None)
-    for name, outcome in outcomes.items():
-        table.add_row(
-            name,
-            f"{outcome.accuracy:.2%}",
-            f"{outcome.loss:.4f}",
-            format_count(round(outcome.samples_per_second)),
-            format_seconds(outcome.seconds),
-        )
+def _progress(done: int, epochs: int, sides: Mapping[str, _Side]) -> str:
+    told = [
+        f"{name}: loss {side.loss:.4f}, {format_count(round(side.speeds[-1]))} samples/s"
+        for name, side in sides.items()
+    ]
+    return f"Epoch {done:{len(str(epochs))}}/{epochs}  {'  '.join(told)}"
+
+
+def _comparison(sides: Mapping[str, _Side]) -> Table:
+    rounds = len(next(iter(sides.values())).speeds)
+    speed = "samples/s" if rounds == 1 else f"samples/s (median of {rounds} rounds)"
+    table = Table("", "held-out accuracy", "held-out loss", speed, box=None)
+    for name, side in sides.items():
+        found = side.evaluate()
+        median = format_count(round(statistics.median(side.speeds)))
+        table.add_row(name, f"{found['accuracy']:.2%}", f"{found['loss']:.4f}", median)
     return table
 
 

@@ -105,7 +105,7 @@ def examine(devices: int | None = None) -> HostReport:
         devices: how many the launcher says this host is to use.
     """
     num_cores = usable_cores()  # before torch is loaded
-    busy_cores = _busy_cores()
+    busy = busy_cores()
     free = free_memory()
     failures: dict[str, str] = {}
 
@@ -128,7 +128,7 @@ def examine(devices: int | None = None) -> HostReport:
         num_cores=num_cores,
         host_cores=os.cpu_count() or 1,
         torch_cores=usable_cores() if loaded else None,
-        busy_cores=busy_cores,
+        busy_cores=busy,
         flops_per_second=attempt("a core multiplies", _flops_per_second) if loaded else None,
         num_devices=devices or attempt("devices are found", _default_devices) or num_cores,
         accelerators=attempt("accelerators are found", accelerator_lines) if loaded else None,
@@ -172,8 +172,8 @@ def _default_devices() -> int:
 # --- what works, and how fast ---------------------------------------------------------------------
 
 
-def _busy_cores() -> float | None:
-    """What others do while this process sleeps."""
+def busy_cores() -> float | None:
+    """Cores' worth of time that others take while this process sleeps; None where nobody says."""
     try:
         busy, total = _core_ticks()
         time.sleep(_LOOK_SECONDS)

@@ -23,7 +23,7 @@ MISTAKES = {
 def test_mistakes_take_one_line(
     name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(demo, "_train", None)  # not called
+    monkeypatch.setattr(demo, "_Side", None)  # not called
     options, message = MISTAKES[name]
     assert main(["demo", *options]) == 2
     shown = capsys.readouterr()

@@ -83,7 +83,7 @@ def test_a_system_without_proc_is_examined_all_the_same(
 ) -> None:
     monkeypatch.setattr(examination, "_PROC", tmp_path)
     monkeypatch.setattr(devices, "_PROCESSORS", tmp_path / "cpuinfo")
-    assert examination._busy_cores() is None
+    assert examination.busy_cores() is None
     assert examination._features() == ()
     assert devices.processor_line("model name") == ""
 
@@ -99,7 +99,7 @@ def test_work_of_others_is_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
 
     look_again(0)
     monkeypatch.setattr(time, "sleep", look_again)
-    assert examination._busy_cores() == pytest.approx(4 * 150 / 600)
+    assert examination.busy_cores() == pytest.approx(4 * 150 / 600)
 
 
 def test_instructions_are_those_that_matter(
