@@ -23,6 +23,7 @@ from lockstep.data.sources import Batch
 from lockstep.data.trees import Tree
 from lockstep.errors import DataError, LossError, problem
 from lockstep.parallel.known_means import KnownMeans
+from lockstep.parallel.loss_trial import adds_up
 from lockstep.parallel.losses import LossAdapter, ShareLoss, nothing
 from lockstep.parallel.torch_losses import ClassLoss, Loss, reduction_of, unreduced
 
@@ -32,9 +33,12 @@ _AGREED = "The loss must return a scalar, values of shape (n,), or a pair (total
 class FunctionAdapter(LossAdapter):
     """Calls a loss function and reads what it returns."""
 
+    _is_proven = False  # what was read last adds up, whatever the samples are
+
     def __init__(self, loss: Loss) -> None:
         self.loss = loss
         self._takes_weight = _takes(loss, "sample_weight")
+        self._tried: set[tuple[int, int]] = set()  # samples of a share and of the batch
 
     @property
     def is_certain(self) -> bool:  # type: ignore[override]
@@ -42,9 +46,37 @@ class FunctionAdapter(LossAdapter):
         return reduction_of(self.loss) is not None
 
     def __call__(self, output: Tree, batch: Batch) -> ShareLoss:
-        target, sample_weight, num_samples = batch.targets, batch.sample_weight, batch.num_samples
-        if target is None:
+        if batch.targets is None:
             raise missing_targets()
+        if self.sees_all or self.is_alone or self.is_certain:
+            return self._read(output, batch)
+        try:
+            share = self._read(output, batch)
+        except Exception as error:  # perhaps these are too few samples for it
+            self.failure = f"{type(error).__name__}: {error}"
+            return replace(nothing(output), is_guess=True)
+        is_known = share.is_guess or self._adds_up(output, batch)
+        return share if is_known else replace(share, is_guess=True)
+
+    def _adds_up(self, output: Tree, batch: Batch) -> bool:
+        """Whether shares tell the loss of the batch, tried once for each size of both."""
+        sizes = batch.num_samples, self.batch_size
+        if self._is_proven or sizes in self._tried:
+            return True
+        self._tried.add(sizes)
+
+        def loss_of(given: Tree) -> ShareLoss:
+            output, targets, weights, places = given
+            size = len(places)
+            part = Batch(inputs=None, targets=targets, sample_weight=weights, num_samples=size)
+            return self._read(output, part)
+
+        given = output, batch.targets, batch.sample_weight, torch.arange(batch.num_samples)
+        return adds_up(loss_of, given, *sizes, held=[self.loss])
+
+    def _read(self, output: Tree, batch: Batch) -> ShareLoss:
+        target, sample_weight, num_samples = batch.targets, batch.sample_weight, batch.num_samples
+        self._is_proven = False
         # Looked at anew for every share: a loss may change between two fits, or in a callback.
         reduction = reduction_of(self.loss)
         by_class = ClassLoss.recognise(self.loss)
@@ -76,9 +108,10 @@ class FunctionAdapter(LossAdapter):
         with KnownMeans((output, target), num_samples) as watching:
             returned = self.loss(output, target)
         share = read_returned(returned, output, sample_weight, num_samples)
+        known = watching.known(returned) if isinstance(returned, torch.Tensor) else None
+        self._is_proven = known is not None and not watching.has_size
         if not (isinstance(returned, torch.Tensor) and returned.dim() == 0):
             return share
-        known = watching.known(returned)
         if known is None:
             return replace(share, is_guess=not self.is_alone)
         if known.weight is None:

@@ -51,15 +51,15 @@ def on_halves(
     Args:
         model: which it runs; its BatchNorm layers are in evaluation mode.
         function: of samples.
-        batch: the samples; a single one is joined by itself.
+        batch: the samples; a single one is joined by another.
         state: of the model, from which each time it starts.
         training: the mode of the model; None leaves it.
         draws_by_row: each half gets its rows of what is drawn for all; else every draw has one
             value throughout, and it is all the same which row is whose.
     """
     if batch.num_samples == 1:
-        batch = _mapped(batch, lambda one: torch.cat([one, one]), 2)
-    draws = (_Draws if draws_by_row else _EvenDraws)(batch.num_samples)
+        batch = _mapped(batch, _with_another, 2)
+    draws = (Draws if draws_by_row else _EvenDraws)(batch.num_samples)
     found, draws_elsewhere = [], False
     for rows in (slice(0, batch.num_samples), *halves(batch)):
         if not begin_again(model, state, training):
@@ -96,6 +96,11 @@ def rows_of(batch: Batch, rows: slice) -> Batch:
     return _mapped(batch, lambda one: one[rows], rows.stop - rows.start)
 
 
+def _with_another(one: torch.Tensor) -> torch.Tensor:
+    """A sample, and one that is another wherever there is an order to turn around."""
+    return torch.cat([one, one.flip(-1) if one.dim() > 1 else one])
+
+
 def _mapped(
     batch: Batch, function: Callable[[torch.Tensor], torch.Tensor], num_samples: int
 ) -> Batch:
@@ -107,7 +112,7 @@ def _mapped(
     )
 
 
-class _Draws(TorchDispatchMode):
+class Draws(TorchDispatchMode):
     """Random draws of a batch, and the same ones, row by row, for parts of it.
 
     Args:
@@ -116,6 +121,11 @@ class _Draws(TorchDispatchMode):
     Attributes:
         fit: whether the parts have drawn what the whole had, but for the number of samples.
     """
+
+    @property
+    def any(self) -> bool:
+        """Whether anything was drawn for the whole."""
+        return bool(self._drawn)
 
     def __init__(self, num_samples: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -194,7 +204,7 @@ class _Draws(TorchDispatchMode):
         return drawn.narrow(others[0], self._rows.start * each, size)
 
 
-class _EvenDraws(_Draws):
+class _EvenDraws(Draws):
     """Random draws with one value each, the same for a batch and for parts of it."""
 
     def _note(self, func: Any, limits: tuple[float, ...], result: torch.Tensor) -> None:

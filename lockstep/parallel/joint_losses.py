@@ -39,6 +39,11 @@ class JointAdapter(LossAdapter):
         """All of them are."""
         return all(adapter.is_certain for adapter in self._adapters.values())
 
+    @property
+    def failure(self) -> str:  # type: ignore[override]
+        """Of the first that has failed."""
+        return next((one.failure for one in self._adapters.values() if one.failure), "")
+
     def begin(self, batch_size: int, num_filled: int, *, is_part: bool = False) -> None:
         super().begin(batch_size, num_filled, is_part=is_part)
         for adapter in self._adapters.values():

@@ -106,6 +106,9 @@ class KnownMeans(TorchFunctionMode):
     Args:
         trees: what it is given of a share: outputs and targets.
         num_samples: of the share.
+
+    Attributes:
+        has_size: it was asked for a number that may be that of the samples.
     """
 
     def __init__(self, trees: Tree, num_samples: int) -> None:
@@ -117,7 +120,7 @@ class KnownMeans(TorchFunctionMode):
         self._scalars: dict[int, tuple[torch.Tensor, Known]] = {}
         self._others: dict[int, torch.Tensor] = {}
         self._is_lost = False
-        self._has_size = False  # a number may be that of the samples
+        self.has_size = False
         for tensor in tensors_of(trees):
             has_rows = tensor.dim() > 0 and len(tensor) == num_samples
             is_parameter = tensor.is_leaf and tensor.requires_grad
@@ -147,7 +150,7 @@ class KnownMeans(TorchFunctionMode):
     def _note(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
         name = _name(func)
         if name in _SIZES:
-            self._has_size |= not (name == "size" and _is_later_dim(args, kwargs))
+            self.has_size |= not (name == "size" and _is_later_dim(args, kwargs))
         elif name == "__setitem__" or "out" in kwargs or _is_in_place(name):
             self._is_lost = True
         elif not isinstance(result, torch.Tensor):
@@ -178,7 +181,7 @@ class KnownMeans(TorchFunctionMode):
     def _makes_constant(self, name: str, args: Sequence[Any], result: torch.Tensor) -> bool:
         """Or gives back what it was given."""
         if name in ("as_tensor", "tensor"):
-            return type(args[0]) in (int, float) and not self._has_size
+            return type(args[0]) in (int, float) and not self.has_size
         return name in _SAME and (result is args[0] or self._is_constant(args[0]))
 
     def _is_constant(self, tensor: torch.Tensor) -> bool:
@@ -213,7 +216,7 @@ class KnownMeans(TorchFunctionMode):
         """A scalar that is known with a number, or with another one of the same weight."""
         found = [self._scalars[id(each)][1] for each in args if id(each) in self._scalars]
         numbers = [each for each in args if isinstance(each, int | float)]
-        if not found or len(found) + len(numbers) < len(args) or (numbers and self._has_size):
+        if not found or len(found) + len(numbers) < len(args) or (numbers and self.has_size):
             return None
         if len(found) == 2:
             is_sum = name in ("add", "sub", "rsub", "__rsub__")
@@ -252,7 +255,7 @@ class KnownMeans(TorchFunctionMode):
             return False
         if self._place(output) != self._place(target):
             return False
-        if self._has_size and _has_numbers(func, options):
+        if self.has_size and _has_numbers(func, options):
             return False
         if not all(map(self._is_constant, others)):
             return False
@@ -284,7 +287,7 @@ class KnownMeans(TorchFunctionMode):
             return options["reduction"] == "none" and self._is_of_samples(func, options)
         if func is F.one_hot:
             # Without a number there are as many classes as the largest target says.
-            return not self._has_size and min([*args[1:], *kwargs.values()], default=-1) > 0
+            return not self.has_size and min([*args[1:], *kwargs.values()], default=-1) > 0
         if getattr(func, "__module__", None) not in _MODULES:
             return False
         if name in _BY_ELEMENT:
@@ -351,7 +354,7 @@ class KnownMeans(TorchFunctionMode):
         num_dims: int = 1,
     ) -> bool:
         has_number = any(type(each) in (int, float) for each in (*args, *kwargs.values()))
-        if self._has_size and has_number and name not in _SAME:
+        if self.has_size and has_number and name not in _SAME:
             return False
         is_aligned = all(
             tensor.dim() == result.dim() and tensor.shape[:num_dims] == result.shape[:num_dims]
@@ -387,7 +390,7 @@ class KnownMeans(TorchFunctionMode):
         if shape[0] == -1:
             return True
         if -1 in shape:
-            return self._num_samples > 1 and self._has_size and shape[0] == len(source)
+            return self._num_samples > 1 and self.has_size and shape[0] == len(source)
         rest = result.shape[1:]
         return not rest or rest == source.shape[-len(rest) :]
 

@@ -42,7 +42,7 @@ def check_mean(
     Args:
         model: what computes the loss.
         loss_of: runs it on samples.
-        batch: the samples; a single one is compared with itself twice.
+        batch: the samples; see ``on_halves`` for a single one.
         refused: makes the error of what was received, where it is not that of a whole loss.
 
     Raises:
@@ -56,7 +56,7 @@ def check_mean(
         except Exception:  # of a model that takes certain numbers of samples: nobody can say
             return
     if found is not None:
-        received = _difference(found, batch.num_samples, tolerance_of(model, found[0]))
+        received = difference(found, batch.num_samples, tolerance_of(model, found[0]))
         if received is not None:
             raise (refused or _no_mean)(received)
 
@@ -85,7 +85,7 @@ def check_added(
         check_mean(model, added, batch, _no_addition)
 
 
-def _difference(
+def difference(
     losses: Sequence[ShareLoss | JointLoss], num_samples: int, tolerance: float
 ) -> str | None:
     """What shows that some losses are no weighted means; None if nothing does."""

@@ -20,7 +20,8 @@ from lockstep.data.order import evaluation_seed, seed_streams, share_seed
 from lockstep.data.read_ahead import Read
 from lockstep.data.sources import Batch, Source
 from lockstep.data.trees import Tree, map_tensors
-from lockstep.errors import BadRecordError
+from lockstep.errors import BadRecordError, LossError
+from lockstep.launch.failure import add_note
 from lockstep.parallel.batch_norm import BatchNorms
 from lockstep.parallel.buffers import Buffers, Kept
 from lockstep.parallel.forward import DTYPES, ModelCall
@@ -370,7 +371,14 @@ class Passes(ABC):
 
     def _whole(self, run: Run, own: Mapping[int, SharePart]) -> WholeBatch:
         assert self._loss is not None
-        whole = WholeBatch(self._exchange, own, run.num_filled, self.device)
+        try:
+            whole = WholeBatch(self._exchange, own, run.num_filled, self.device)
+        except LossError as error:
+            if self._loss.failure:
+                add_note(
+                    error, f"On a share of the batch the loss had failed: {self._loss.failure}"
+                )
+            raise
         self._loss.gathered_bytes = max(self._loss.gathered_bytes, whole.num_bytes)
         seed_streams(run.seed_of_batch(self._seed))
         return whole

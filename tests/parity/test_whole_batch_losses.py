@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from torchmetrics import MeanSquaredError
 
 import lockstep
+from lockstep.errors import LossError
 from tests.thorough import core_of
-from tests.whole_batch_zoo import JOBS, KNOWN, rmse
+from tests.unit.test_loss_trial import WHOLE
+from tests.whole_batch_zoo import JOBS, KNOWN, SGD, rmse
 from tests.whole_batch_zoo import job as whole_batch_job
 
 STRATEGIES = {
@@ -80,6 +82,65 @@ def test_outputs_are_not_exchanged_for_what_is_known(name: str) -> None:
     assert trainer._loss is not None
     assert not trainer._loss.takes_whole
     trainer.close()
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    core_of(
+        ["mirrored-2-shares-5", "mirrored-2-gloo", "pipeline-2", "data-2-pipe-2"],
+        ["mirrored-2-shares-5", "pipeline-2"],
+    ),
+)
+def test_losses_that_fail_on_a_share(strategy: str) -> None:
+    """They need seven samples; or are something else for fewer."""
+    inputs, targets = JOBS["RMSE"]().data
+    for name in ("topk", "pairs", "another mean for few", "values that compare"):
+        model, loss = JOBS["RMSE"]().model, WHOLE[name]
+        job = lockstep.Job(model, loss, SGD, (inputs[:22, :6], targets[:22, :3]), 12)
+        job.model.second = nn.Linear(8, 3)
+        report = lockstep.verify(job, STRATEGIES[strategy], steps=2)
+        assert report.passed, f"{name}: {report}"
+        found = []
+        for one in (strategy, "single"):
+            trainer = trainer_of(job, STRATEGIES[one])
+            found.append(trainer.evaluate(job.data, batch_size=12)["loss"])
+            trainer.close()
+        assert found[0] == pytest.approx(found[1], rel=1e-12), name
+
+
+def never(output: Tensor, target: Tensor) -> Tensor:
+    raise ValueError(f"{len(output)} samples")
+
+
+@pytest.mark.parametrize("strategy", ["mirrored-2", "pipeline-2"])
+def test_what_fails_on_the_whole_batch_is_that_error(strategy: str) -> None:
+    job = whole_batch_job(type(JOBS["RMSE"]().model), never)
+    with pytest.raises(ValueError, match="11 samples"):
+        trainer_of(job, STRATEGIES[strategy]).fit(job.data, batch_size=11, verbose=0)
+
+
+class _Ragged(nn.Module):
+    """Returns something of another shape for each share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.layer(x), torch.zeros(len(x) + 1)
+
+
+def misspelt(output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
+    return output[0].sqare().mean()  # type: ignore[attr-defined, no-any-return]
+
+
+def test_an_error_on_a_share_is_told_where_outputs_cannot_be_put_together() -> None:
+    trainer = trainer_of(whole_batch_job(_Ragged, misspelt), STRATEGIES["mirrored-2"])
+    with pytest.raises(LossError, match="must have a row for each sample") as caught:
+        trainer.fit(whole_batch_job(_Ragged, misspelt).data, batch_size=11, verbose=0)
+    assert "On a share of the batch the loss had failed: AttributeError: " in str(
+        caught.value.__notes__
+    )
 
 
 def test_the_plan_says_so() -> None:

@@ -21,8 +21,10 @@ WEIGHT = torch.tensor([1.0, 0.0, 2.0, 0.5])
 
 
 def share_of(loss: Any, sample_weight: Tensor | None = None) -> ShareLoss:
-    output = OUTPUT.clone().requires_grad_()
-    return FunctionAdapter(loss)(output, batch_of(TARGET, sample_weight))
+    """Of a batch that is one share."""
+    adapter = FunctionAdapter(loss)
+    adapter.begin(NUM_SAMPLES, 1)
+    return adapter(OUTPUT.clone().requires_grad_(), batch_of(TARGET, sample_weight))
 
 
 # --- the three forms ----------------------------------------------------------------------------

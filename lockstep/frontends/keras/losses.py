@@ -136,7 +136,7 @@ class KerasLoss(LossAdapter):
         """What each compiled loss makes of a share."""
         if self.loss is None:
             return []
-        self._asking.sees_all = self.sees_all
+        self._asking.sees_all, self._asking.batch_size = self.sees_all, self.batch_size
         values = output["outputs"], *target
         if self._only is not None and not any(map(tree.is_nested, values)):
             one = masked(values[0], output["masks"])

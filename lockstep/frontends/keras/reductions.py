@@ -11,6 +11,7 @@ from functools import partial
 from types import FunctionType
 from typing import Any
 
+import keras
 import torch
 from keras import ops, tree
 from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
@@ -20,6 +21,8 @@ from keras.src.losses.losses import LossFunctionWrapper
 from lockstep.data.trees import Tree
 from lockstep.errors import LossError
 from lockstep.parallel.known_means import Known, KnownMeans
+from lockstep.parallel.loss_trial import adds_up
+from lockstep.parallel.losses import ShareLoss
 
 _MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
 # Functions of Keras's that look across samples.
@@ -55,23 +58,74 @@ class Asking:
     Attributes:
         has_rows: see ``Additions``.
         sees_all: these are all samples of the batch.
+        batch_size: as many has the batch.
         found: what they have said.
     """
 
     has_rows: bool
     sees_all: bool = False
+    batch_size: int = 0
     found: list[Reduced] = field(default_factory=list)
+    _tried: set[tuple[int, int, int]] = field(default_factory=set)
 
     def reduce(self, loss: Any, target: Any, output: Any, sample_weight: Any) -> Reduced:
         """What ``loss(target, output, sample_weight)`` divides, and by what."""
         if self.has_rows and is_by_sample(loss):
-            return _of_values(loss, target, output, sample_weight, is_watched=False)
+            return self._of_values(loss, target, output, sample_weight, is_watched=False)
         size = _num_samples(output)
         if self.sees_all:
             return _one_number(loss(target, output, sample_weight), Known(size), size, loss)
         if type(loss).__call__ is not Loss.__call__:
-            return _one_number(*_watched(loss, (target, output, sample_weight), size), size, loss)
-        return _of_values(loss, target, output, sample_weight, is_watched=True)
+            value, known = self._watched(loss, loss, (target, output, sample_weight), size)
+            return _one_number(value, known, size, loss)
+        return self._of_values(loss, target, output, sample_weight, is_watched=True)
+
+    def _of_values(
+        self, loss: Any, target: Any, output: Any, sample_weight: Any, *, is_watched: bool
+    ) -> Reduced:
+        """As ``Loss.__call__``, but for the division."""
+        size, mask = _num_samples(output), get_keras_mask(output)
+        given = tuple(
+            tree.map_structure(lambda one: ops.convert_to_tensor(one, dtype=loss.dtype), tensors)
+            for tensors in (target, output)
+        )
+        known: Known | None = Known(size)
+        if is_watched:
+            values, known = self._watched(loss, *_function(loss, given), size)
+        else:
+            values = loss.call(*given)
+        masks = [one for one in (mask, get_keras_mask(values)) if one is not None]
+        values = ops.convert_to_tensor(values, dtype=loss.dtype)
+        if loss.reduction in (None, "none") or values.dim() == 0:
+            weighs = sample_weight is not None or masks
+            return _one_number(values, None if weighs else known, size, loss)
+        if known is None or (sample_weight is not None and len(values) != size):
+            return Reduced(total=values.sum(), weight=size, is_guess=True)
+        return _reduced(loss.reduction, values, sample_weight, masks)
+
+    def _watched(
+        self, loss: Any, function: Callable[..., Any], given: tuple[Any, ...], size: float
+    ) -> tuple[torch.Tensor, Known | None]:
+        """What a function of the user's makes of a share, and what is known of that."""
+        try:
+            value, known, has_size = _seen(function, given, int(size))
+        except Exception:  # perhaps these are too few samples for it: it is asked again, with all
+            return torch.zeros(()), None
+        if known is None or known.weight not in (None, size):
+            return value, None
+        return value, known if not has_size or self._adds_up(loss, function, given, size) else None
+
+    def _adds_up(
+        self, loss: Any, function: Callable[..., Any], given: tuple[Any, ...], size: float
+    ) -> bool:
+        """Whether shares tell what it is of a batch, tried once for each size of both."""
+        trial = id(loss), int(size), self.batch_size
+        if trial in self._tried:
+            return True
+        self._tried.add(trial)
+        kept = getattr(loss, "__dict__", {}).values()
+        held = [one for one in kept if isinstance(one, keras.Variable)]
+        return adds_up(partial(_sums, function), given, *trial[1:], held=[loss, *held])
 
 
 def asked(compiled: Any, asking: Asking) -> Any:
@@ -98,17 +152,24 @@ class _Asked:
         return reduced.number
 
 
-def _watched(
-    function: Callable[..., Any], given: tuple[Any, ...], size: float
-) -> tuple[torch.Tensor, Known | None]:
-    """What a function of the user's makes of a share, and what is known of that."""
-    try:
-        with KnownMeans(given, int(size)) as watching:
-            value = function(*given)
-    except Exception:  # perhaps these are too few samples for it: it is asked again, with all
-        return torch.zeros(()), None
-    known = watching.known(value)
-    return value, known if known is None or known.weight in (None, size) else None
+def _seen(
+    function: Callable[..., Any], given: tuple[Any, ...], size: int
+) -> tuple[torch.Tensor, Known | None, bool]:
+    """What a function makes of samples, what is known of that, and whether it asks for sizes."""
+    with KnownMeans(given, size) as watching:
+        value = function(*given)
+    return value, watching.known(value), watching.has_size
+
+
+def _sums(function: Callable[..., Any], given: tuple[Any, ...]) -> ShareLoss:
+    """The total and weight of what a function makes of samples."""
+    size = int(_num_samples(given[1]))
+    value, known, _ = _seen(function, given, size)
+    is_mean = known is not None and known.weight is not None and not value.dim()
+    total = value.sum() * (size if is_mean else 1)
+    return ShareLoss(
+        values=(value,), seeds=(1.0,), total=total, weight=size, is_guess=known is None
+    )
 
 
 def _function(loss: Any, given: tuple[Any, ...]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -129,30 +190,6 @@ def _one_number(number: torch.Tensor, known: Known | None, size: float, loss: An
     if known is not None and known.weight is None:
         return Reduced(total=number, weight=None)
     return Reduced(total=number * size, weight=size, is_guess=known is None)
-
-
-def _of_values(
-    loss: Any, target: Any, output: Any, sample_weight: Any, *, is_watched: bool
-) -> Reduced:
-    """As ``Loss.__call__``, but for the division."""
-    size, mask = _num_samples(output), get_keras_mask(output)
-    given = tuple(
-        tree.map_structure(lambda one: ops.convert_to_tensor(one, dtype=loss.dtype), tensors)
-        for tensors in (target, output)
-    )
-    known: Known | None = Known(size)
-    if is_watched:
-        values, known = _watched(*_function(loss, given), size)
-    else:
-        values = loss.call(*given)
-    masks = [one for one in (mask, get_keras_mask(values)) if one is not None]
-    values = ops.convert_to_tensor(values, dtype=loss.dtype)
-    if loss.reduction in (None, "none") or values.dim() == 0:
-        weighs = sample_weight is not None or masks
-        return _one_number(values, None if weighs else known, size, loss)
-    if known is None or (sample_weight is not None and len(values) != size):
-        return Reduced(total=values.sum(), weight=size, is_guess=True)
-    return _reduced(loss.reduction, values, sample_weight, masks)
 
 
 def _reduced(
