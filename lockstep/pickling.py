@@ -10,22 +10,31 @@ A function made within another goes by value, with the globals that it uses. Whe
 belongs to an installed package it gets that module's own there: a copy of a global that others set,
 such as the context variable of a hook, would be set by nobody.
 
+Modules go by name whatever their class (``torch.ops``, lazy modules), also those that are only
+attributes of others (``torch.ops.aten``). An object that pickle refuses goes by name if it is an
+attribute of a module that helpers find.
+
 Not covered: finders that a script has added to ``sys.meta_path`` for itself. What they find goes by
 name, since those of editable installs, which helpers have as well, look just like them.
 """
 
+import copyreg
+import functools
 import io
 import os
 import pickle
 import sys
-import sysconfig
 import threading
-from collections.abc import Iterator
+import weakref
+from collections import ChainMap
+from collections.abc import Callable, Iterator
+from contextvars import Context, ContextVar, copy_context
 from functools import lru_cache
 from importlib import import_module
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import ExtensionFileLoader, ModuleSpec, PathFinder
+from importlib.util import module_from_spec, spec_from_file_location
 from types import CodeType, FunctionType, ModuleType
-from typing import Any
+from typing import Any, NewType, ParamSpec, TypeVarTuple
 
 import cloudpickle
 
@@ -43,7 +52,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is unty
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
         self._by_value: list[ModuleType] = []
-        self._known: set[object] = set()  # names of modules that were looked at
+        self._is_found: dict[str, bool] = {}  # by the names of modules that were looked at
         self._search_path: tuple[str, ...] | None = None
 
     def dump(self, obj: Any) -> None:
@@ -57,31 +66,94 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is unty
 
     def reducer_override(self, obj: Any) -> Any:
         """See ``pickle.Pickler``."""
-        if isinstance(obj, type | FunctionType):
-            self._look_at(obj.__module__)
-        elif type(obj) is ModuleType:
-            self._look_at(obj.__name__)
+        if isinstance(obj, ModuleType) or id(obj) in _unusual_modules(len(sys.modules)):
+            return self._reduce_module(obj)
+        if not isinstance(obj, type | FunctionType):
+            return self._reduce_object(obj)
+        self.finds(obj.__module__)
         reduced = super().reducer_override(obj)
-        if isinstance(obj, FunctionType) and type(reduced) is tuple and is_installed(obj):
-            _, (code, _, *options), (attributes, slots), *others = reduced
-            made_of = (obj.__globals__["__name__"], code, *options)
-            return _function_in, made_of, (attributes, {**slots, "__globals__": {}}), *others
-        return reduced
+        if type(reduced) is not tuple or len(reduced) < 3:
+            return reduced  # by name
+        make, made_of, (attributes, slots), *others = reduced
+        if isinstance(obj, type):
+            attributes = {**attributes, "__qualname__": obj.__qualname__}
+        elif is_installed(obj):
+            make, made_of = _function_in, (obj.__globals__["__name__"], *made_of[:1], *made_of[2:])
+            slots = {**slots, "__globals__": {}}
+        return make, made_of, (attributes, slots), *others
 
-    def _look_at(self, name: object) -> None:
-        """Have what a module holds go by value, if helpers would not find it."""
-        if name in self._known:
-            return
-        self._known.add(name)
-        module = sys.modules.get(str(name))
-        if not isinstance(module, ModuleType) or sys.modules.get(module.__name__) is not module:
-            return  # it goes by value anyway, if by another name it cannot be found
+    def finds(self, name: object) -> bool:
+        """Whether helpers find a module by its name; else what it holds goes by value."""
+        key = str(name)
+        if key not in self._is_found:
+            self._is_found[key] = self._look_for(key)
+        return self._is_found[key]
+
+    def _look_for(self, name: str) -> bool:
+        module = sys.modules.get(name)
+        if module is None or name == "__main__":
+            return False
+        if name in cloudpickle.list_registry_pickle_by_value():
+            return False
         if self._search_path is None:
             self._search_path = tuple(search_path())
-        is_registered = module.__name__ in cloudpickle.list_registry_pickle_by_value()
-        if not is_registered and not is_found(module.__name__, self._search_path):
+        found = is_found(name, self._search_path)
+        # What goes by another name than its module's own is not found there by cloudpickle, either.
+        if not found and isinstance(module, ModuleType) and module.__name__ == name:
             cloudpickle.register_pickle_by_value(module)
             self._by_value.append(module)
+        return found
+
+    def _reduce_module(self, module: Any) -> Any:
+        name, path = _place_of_module(module)
+        place = (name, path) if self.finds(name) else self.place_of(module)
+        if place is not None:
+            return attribute_of, place
+        if not isinstance(module, ModuleType):
+            return self._reduce_object(module)
+        if isinstance(getattr(module.__spec__, "loader", None), ExtensionFileLoader):
+            return _load_extension, (module.__name__, module.__file__)
+        state = {name: value for name, value in vars(module).items() if name != "__builtins__"}
+        return _new_module, (type(module), module.__name__), state, None, None, _set_state
+
+    def _reduce_object(self, obj: Any) -> Any:
+        reduce = self.dispatch_table.get(type(obj))
+        try:
+            reduced = obj.__reduce_ex__(self.proto) if reduce is None else reduce(obj)
+        except Exception:
+            place = self.place_of(obj)
+            if place is not None:
+                return attribute_of, place
+            if type(obj) is not ContextVar:
+                raise
+            return _new_context_variable, _value_of(obj)
+        if isinstance(reduced, str):
+            return self._reduce_global(obj, reduced)
+        if reduced[0] is copyreg.__newobj__ and _would_ask_itself(obj):  # type: ignore[attr-defined]
+            return *reduced, *[None] * (5 - len(reduced)), _set_state
+        return reduced
+
+    def place_of(self, obj: Any) -> tuple[str, tuple[str, ...]] | None:
+        """A module that helpers find, and the attribute there that is this object."""
+        if hasattr(type(obj), "__next__"):
+            return None  # an open file, a generator: the module's own may be at another place
+        for name, module in list(sys.modules.items()):
+            for holder in (module, type(module)):
+                for attribute, value in [*getattr(holder, "__dict__", {}).items()]:
+                    if value is obj and self.finds(name):
+                        return name, (attribute,)
+        return None
+
+    def _reduce_global(self, obj: Any, name: str) -> Any:
+        """What pickle would only note the name of."""
+        module = getattr(obj, "__module__", None)
+        if module is None or self.finds(module):
+            return name
+        by_value = _GLOBALS.get(type(obj))
+        if by_value is not None:
+            return by_value(obj)
+        owner = getattr(obj, "__self__", None)  # of functions of an extension module
+        return (getattr, (owner, name)) if isinstance(owner, ModuleType) else name
 
 
 def dumps(obj: Any) -> bytes:
@@ -93,16 +165,152 @@ def dumps(obj: Any) -> bytes:
 
 def is_installed(function: FunctionType) -> bool:
     """Whether a function has the globals of a module of an installed package."""
-    module = sys.modules.get(str(function.__globals__.get("__name__")))
+    name = str(function.__globals__.get("__name__"))
+    module = sys.modules.get(name)
     file = getattr(module, "__file__", None)
     is_its_own = module is not None and vars(module) is function.__globals__
-    return is_its_own and file is not None and file.startswith(_installed_places())
+    return is_its_own and file is not None and _has_packages(_root_of(name, file))
 
 
-@lru_cache(maxsize=1)
-def _installed_places() -> tuple[str, ...]:
-    paths = sysconfig.get_paths()
-    return tuple(paths[name] + os.sep for name in ("purelib", "platlib"))
+def _root_of(name: str, file: str) -> str:
+    """The folder of the search path that a module was found in."""
+    is_package = os.path.basename(file).partition(".")[0] == "__init__"
+    for _ in range(name.count(".") + 1 + is_package):
+        file = os.path.dirname(file)
+    return file
+
+
+@lru_cache(maxsize=256)
+def _has_packages(folder: str) -> bool:
+    """Whether pip, or what does the same, installs into a folder: wherever it is."""
+    if os.path.basename(folder) in ("site-packages", "dist-packages"):
+        return True
+    return os.path.isdir(folder) and any(name.endswith(".dist-info") for name in os.listdir(folder))
+
+
+# --- what pickle and cloudpickle do not know, or do otherwise -------------------------------------
+
+
+def _code(code: CodeType) -> Any:
+    """With its file: tracebacks name it. Newer versions of cloudpickle leave it out."""
+    make, made_of = cloudpickle.cloudpickle._code_reduce(code)
+    return _code_of_file, (code.co_filename, make, made_of)
+
+
+def _code_of_file(file: str, make: Callable[..., CodeType], made_of: tuple[Any, ...]) -> CodeType:
+    return make(*made_of).replace(co_filename=file)
+
+
+def _weak_reference(reference: Any) -> Any:
+    target = reference()
+    if target is None:
+        return _dead_reference, ()
+    callback = reference.__callback__
+    return weakref.ref, (target,) if callback is None else (target, callback)
+
+
+def _dead_reference() -> Any:
+    return weakref.ref(Context())
+
+
+def _weak_method(method: Any) -> Any:
+    target = method()
+    return (_dead_reference, ()) if target is None else (weakref.WeakMethod, (target,))
+
+
+def _weak_dict(mapping: Any) -> Any:
+    return type(mapping), (), None, None, iter(list(mapping.items()))
+
+
+def _cached_property(descriptor: Any) -> Any:
+    state = {name: value for name, value in vars(descriptor).items() if name != "lock"}
+    return functools.cached_property, (descriptor.func,), state
+
+
+_TABLE = {
+    functools.cached_property: _cached_property,
+    CodeType: _code,
+    weakref.ref: _weak_reference,
+    weakref.WeakMethod: _weak_method,
+    weakref.WeakKeyDictionary: _weak_dict,
+    weakref.WeakValueDictionary: _weak_dict,
+}
+Pickler.dispatch_table = ChainMap(_TABLE, cloudpickle.Pickler.dispatch_table)
+
+
+def _cached(function: Any) -> Any:
+    parameters = function.cache_parameters()
+    made_of = function.__wrapped__, parameters["maxsize"], parameters["typed"]
+    return _cache_anew, made_of
+
+
+def _cache_anew(function: Callable[..., Any], maxsize: int | None, typed: bool) -> Any:
+    return lru_cache(maxsize, typed)(function)
+
+
+# What says of itself only which global it is.
+_GLOBALS: dict[Any, Callable[[Any], Any]] = {
+    functools._lru_cache_wrapper: _cached,
+    NewType: lambda kind: (NewType, (kind.__name__, kind.__supertype__)),
+    ParamSpec: lambda kind: (ParamSpec, (kind.__name__,)),
+    TypeVarTuple: lambda kind: (TypeVarTuple, (kind.__name__,)),
+}
+
+
+def _value_of(variable: "ContextVar[Any]") -> tuple[str, tuple[Any, ...], tuple[Any, ...]]:
+    """A context variable's name, its default and its value, each if it has one."""
+    default, value = (_get_in(context, variable) for context in (Context(), copy_context()))
+    return variable.name, default, value
+
+
+def _get_in(context: Context, variable: "ContextVar[Any]") -> tuple[Any, ...]:
+    try:
+        return (context.run(variable.get),)
+    except LookupError:
+        return ()
+
+
+def _new_context_variable(
+    name: str, default: tuple[Any, ...], value: tuple[Any, ...]
+) -> "ContextVar[Any]":
+    variable: ContextVar[Any] = (
+        ContextVar(name, default=default[0]) if default else ContextVar(name)
+    )
+    if value != default:
+        variable.set(value[0])
+    return variable
+
+
+def _would_ask_itself(obj: Any) -> bool:
+    """Whether a blank copy would be asked for ``__setstate__`` by a ``__getattr__`` of its own."""
+    return hasattr(type(obj), "__getattr__") and not hasattr(type(obj), "__setstate__")
+
+
+def _set_state(obj: Any, state: Any) -> None:
+    attributes, slots = state if isinstance(state, tuple) else (state, None)
+    vars(obj).update(attributes or {})
+    for name, value in (slots or {}).items():
+        object.__setattr__(obj, name, value)
+
+
+def attribute_of(module: str, path: tuple[str, ...]) -> Any:
+    """What is found from a module by the names of attributes."""
+    return functools.reduce(getattr, path, import_module(module))
+
+
+def _new_module(kind: type[ModuleType], name: str) -> ModuleType:
+    module = kind.__new__(kind)
+    ModuleType.__init__(module, name)
+    return module
+
+
+def _load_extension(name: str, file: str) -> ModuleType:
+    spec = spec_from_file_location(name, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def _function_in(module: str, code: CodeType, *options: Any) -> FunctionType:
@@ -110,6 +318,30 @@ def _function_in(module: str, code: CodeType, *options: Any) -> FunctionType:
 
 
 # --- which modules a helper finds -----------------------------------------------------------------
+
+
+@lru_cache(maxsize=1)
+def _unusual_modules(num_modules: int) -> frozenset[int]:
+    """The ids of what is no module by its class, but is imported as one."""
+    modules = list(sys.modules.values())
+    return frozenset(
+        id(one) for one in modules if one is not None and not isinstance(one, ModuleType)
+    )
+
+
+def _place_of_module(module: Any) -> tuple[str, tuple[str, ...]]:
+    """A name in ``sys.modules``, and a path of attributes from there; ("", ()) if there is none."""
+    parts = str(getattr(module, "__name__", "")).split(".")
+    for count in range(len(parts), 0, -1):
+        name, path = ".".join(parts[:count]), tuple(parts[count:])
+        root = sys.modules.get(name)
+        if root is not None and _descend(root, path) is module:
+            return name, path
+    return next((name for name, one in [*sys.modules.items()] if one is module), ""), ()
+
+
+def _descend(root: Any, path: tuple[str, ...]) -> Any:
+    return functools.reduce(lambda one, name: getattr(one, name, None), path, root)
 
 
 def is_found(name: str, path: tuple[str, ...]) -> bool:
@@ -120,7 +352,10 @@ def is_found(name: str, path: tuple[str, ...]) -> bool:
         path: see ``search_path``.
     """
     module = sys.modules.get(name)
-    return module is not None and _is_found(name, getattr(module, "__file__", None), path)
+    file = getattr(module, "__file__", None)
+    # ``torch.ops`` has the name of a file and not its path: it is not loaded from one.
+    is_path = isinstance(file, str) and os.path.isabs(file)
+    return module is not None and _is_found(name, file if is_path else None, path)
 
 
 @lru_cache(maxsize=4096)

@@ -133,16 +133,19 @@ def ties_of(model: nn.Module) -> tuple[tuple[str, ...], ...]:
 
 
 def check_modules(model: nn.Module) -> None:
-    """Refuse lazy parameters, tensors without autograd, and what divides the work by itself.
+    """Refuse lazy parameters, TorchScript, what has no autograd, and what divides the work itself.
 
     Raises:
         ModelError: with their names.
     """
-    lazy, fixed, problems = [], [], Problems()
+    lazy, fixed, scripts, problems = [], [], [], Problems()
     dividers = _dividers()
     for path, module in model.named_modules():
         if isinstance(module, dividers):
             _note_divider(path, module, dividers, problems)
+        if isinstance(module, torch.jit.ScriptModule):
+            scripts.append(path or type(module).__name__)
+            continue
         for key, value in chain(module._parameters.items(), module._buffers.items()):
             if is_lazy(value):
                 lazy.append(_join(path, key))
@@ -153,6 +156,12 @@ def check_modules(model: nn.Module) -> None:
             "The shapes of all parameters must be known.",
             received=f"lazy parameters {', '.join(lazy)}",
             fix="Call the model once on a sample first.",
+        )
+    if scripts:
+        problems.add(
+            "Modules of TorchScript cannot be trained here: their buffers cannot be replaced.",
+            received=first_few(scripts),
+            fix="Pass the modules that they were scripted or traced from.",
         )
     if fixed:
         problems.add(

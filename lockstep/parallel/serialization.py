@@ -7,7 +7,6 @@ their number there, so that both sides hold the same memory, and arrays in mappe
 place in the file, which the receiver maps for itself.
 """
 
-import inspect
 import io
 import pickle
 import struct
@@ -20,13 +19,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lockstep import accelerators
 from lockstep.comm.shared_memory import SharedRegion, dense_stride, tensor_in
 from lockstep.data.mapped_files import file_part
+from lockstep.parallel import torch_objects
 from lockstep.parallel.deep_stack import with_deep_stack
 from lockstep.pickling import Pickler
 from lockstep.plan.layout import align
@@ -181,25 +180,13 @@ class _Pickler(Pickler):
         reduced = NotImplemented if reduce is None else reduce(obj)
         if reduced is not NotImplemented:
             return reduced
-        if isinstance(obj, torch.memory_format | torch.layout):
-            # Pickle knows the name only: it would look for that in all modules, find it in the
-            # script, which has imported torch, and look there for it on the other side.
-            return getattr, (torch, str(obj).removeprefix("torch."))
-        if isinstance(obj, torch.device) and obj.type == accelerators.kind():
-            return accelerators.current, (obj.type,)
         if isinstance(obj, Optimizer):
             # Its own pickling drops what subclasses add and what schedulers wrap.
             contents = optimizer_contents(obj)
-            return _blank, (type(obj),), contents, None, None, _fill_optimizer
-        if isinstance(obj, nn.Module) and parametrize.is_parametrized(obj):
-            # Its class was made for it, on top of the user's, and refuses to be pickled.
-            original = type(obj).__mro__[1]
-            whole = {**vars(obj), "_compiled_call_impl": None}, _compiler_of(obj)
-            return _blank, (original,), whole, None, None, _fill_parametrized
-        if isinstance(obj, nn.Module) and (compiler := _compiler_of(obj)) is not None:
-            # Its own pickling forgets ``module.compile()``: ranks would not compute alike.
-            state = obj.__getstate__(), compiler
-            return _blank, (type(obj),), state, None, None, _fill_compiled
+            return torch_objects.blank, (type(obj),), contents, None, None, _fill_optimizer
+        reduced = torch_objects.reduce(obj, self)
+        if reduced is not NotImplemented:
+            return reduced
         return super().reducer_override(obj)
 
     def _remember(self, obj: Any, place: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -255,40 +242,13 @@ def optimizer_contents(optimizer: Optimizer) -> dict[str, Any]:
 
 def rebuild_optimizer(kind: type[Optimizer], contents: dict[str, Any]) -> Optimizer:
     """An optimizer with these attributes, whatever its constructor asks for."""
-    optimizer: Optimizer = _blank(kind)
+    optimizer: Optimizer = torch_objects.blank(kind)
     _fill_optimizer(optimizer, contents)
     return optimizer
 
 
-def _compiler_of(module: nn.Module) -> Any:
-    """Who has compiled it by ``module.compile()``; None where nobody has, or dynamo is disabled."""
-    if module._compiled_call_impl is None:
-        return None
-    return inspect.getclosurevars(module._compiled_call_impl).nonlocals.get("self")
-
-
-def _fill_compiled(module: nn.Module, contents: tuple[dict[str, Any], Any]) -> None:
-    state, compiler = contents
-    module.__setstate__(state)
-    module._compiled_call_impl = compiler(module._call_impl)
-
-
-def _blank(kind: Any) -> Any:
-    return kind.__new__(kind)
-
-
 def _fill_optimizer(optimizer: Optimizer, contents: dict[str, Any]) -> None:
     optimizer.__setstate__({"defaults": {}, "state": {}, "param_groups": [], **contents})
-
-
-def _fill_parametrized(module: Any, contents: tuple[dict[str, Any], Any]) -> None:
-    state, compiler = contents
-    vars(module).update(state)
-    if compiler is not None:
-        module._compiled_call_impl = compiler(module._call_impl)
-    parametrize._inject_new_class(module)
-    for name in module.parametrizations:
-        parametrize._inject_property(module, name)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

@@ -5,6 +5,9 @@ by one, then the parts of the part that fails, down to the innermost.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -78,6 +81,13 @@ def _first_failing(
 def _children(part: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(part, nn.Module):
         yield from part._modules.items()
+    if isinstance(part, FunctionType):
+        for name, value in _used_by(part):
+            yield f"`{name}`", value
+    elif isinstance(part, MethodType):
+        yield "the object", part.__self__
+    elif isinstance(part, partial):
+        yield from (("the function", part.func), ("the arguments", [*part.args, part.keywords]))
     if isinstance(part, dict):
         for key, value in part.items():
             yield f"[{key!r}]", value
@@ -88,6 +98,19 @@ def _children(part: Any) -> Iterator[tuple[str, Any]]:
         for key, value in vars(part).items():
             if key not in ("_modules", "_parameters", "_buffers"):
                 yield f"`{key}`", value
+        for key, value in vars(type(part)).items():
+            if isinstance(value, FunctionType):
+                yield f"`{key}`", value
+
+
+def _used_by(function: FunctionType) -> Iterator[tuple[str, Any]]:
+    """What a function holds of the scopes around it, and the globals that it uses."""
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with suppress(ValueError):  # it has no value yet
+            yield name, cell.cell_contents
+    for name in function.__code__.co_names:
+        if name in function.__globals__:
+            yield name, function.__globals__[name]
 
 
 def _failure(part: Any, parameters: Sequence[torch.Tensor]) -> Exception | None:

@@ -1,6 +1,7 @@
 """The Trainer's own promises: state that lasts, callbacks that reach all ranks, clear errors."""
 
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -416,6 +417,7 @@ BEFORE_ANY_PROCESS: dict[str, tuple[Callable[[], object], str, str]] = {
         "without any",
     ),
     "lazy": (lambda: make_trainer(model=nn.LazyLinear(3)), "ModelError", "weight"),
+    "scripted": (lambda: make_trainer(model=scripted()), "ModelError", "Received: 1."),
     "wrapped": (
         lambda: make_trainer(model=nn.DataParallel(make_model())),
         "ModelError",
@@ -433,6 +435,11 @@ BEFORE_ANY_PROCESS: dict[str, tuple[Callable[[], object], str, str]] = {
     ),
     "double": (lambda: make_trainer(model=make_model().double()), "ModelError", "float64"),
 }
+
+
+def scripted() -> nn.Module:
+    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
+        return nn.Sequential(nn.ReLU(), torch.jit.script(nn.Linear(4, 3)))
 
 
 @pytest.mark.parametrize("name", BEFORE_ANY_PROCESS)
