@@ -12,6 +12,7 @@ Linux only.
 
 import faulthandler
 import os
+import re
 import select
 import sys
 import threading
@@ -20,6 +21,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from lockstep.cluster.nameless_files import nameless_file
+
+# What faulthandler writes after the stacks: long, and the same whatever has happened.
+_MODULE_LIST = re.compile(r"^\n?Extension modules: .*\n?", re.MULTILINE)
 
 
 class DiagnosticsFile:
@@ -34,7 +38,7 @@ class DiagnosticsFile:
         # Read with an offset: all processes share the position where the next word is written.
         new = os.pread(self.descriptor, 1 << 20, self._read)
         self._read += len(new)
-        return new.decode(errors="replace")
+        return _MODULE_LIST.sub("", new.decode(errors="replace"))
 
     @property
     def num_bytes(self) -> int:

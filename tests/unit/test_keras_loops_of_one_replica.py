@@ -60,8 +60,9 @@ def test_its_state_is_that_of_keras() -> None:
 
 
 def test_a_loss_is_scaled_and_gradients_are_scaled_back() -> None:
+    """By a power of two: not one bit is another."""
     model, optimizer = make(optimizers.SGD(0.1, loss_scale_factor=8.0))
-    reference, plain = make()
+    reference, plain = make(optimizers.SGD(0.1))
     optimizer.scale_loss(model(X).square().mean()).backward()
     optimizer.step()
     plain.apply(gradients_of(reference))
