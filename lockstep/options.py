@@ -3,14 +3,58 @@
 Each check notes its problem; who has gathered them all raises them at once.
 """
 
+import inspect
 import math
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from difflib import get_close_matches
-from typing import Any, TypeGuard
+from functools import lru_cache, wraps
+from typing import Any, ParamSpec, TypeGuard, TypeVar
 
-from lockstep.errors import Problems
+from lockstep.errors import OptionError, Problems
 from lockstep.units import listed
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+# What other libraries have as options here, and where it is said.
+_ELSEWHERE = {
+    "callbacks": "The Trainer has them: lockstep.Trainer(..., callbacks=[...])",
+    "class_weight": "The loss has it: torch.nn.CrossEntropyLoss(weight=...)",
+    "lr": "The optimizer has it: optimizer=functools.partial(torch.optim.Adam, lr=1e-3)",
+    "learning_rate": "The optimizer has it: optimizer=functools.partial(torch.optim.Adam, lr=1e-3)",
+    "x": "Data is the first argument, without a name",
+}
+
+
+def checks_names(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Have a function answer an argument that it has not with the name that was meant."""
+
+    @wraps(function)
+    def checked(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        if not kwargs.keys() <= _options_of(function).keys():
+            raise unknown_argument(function, kwargs)
+        return function(*args, **kwargs)
+
+    return checked
+
+
+@lru_cache
+def _options_of(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(function).parameters
+
+
+def unknown_argument(function: Callable[..., Any], given: Collection[str]) -> OptionError:
+    """The error of a call with arguments that a function has not; names what was meant."""
+    known = [name for name in _options_of(function) if name != "self"]
+    strange = next(name for name in given if name not in known)
+    near = get_close_matches(strange.lower(), known, n=1)
+    fix = f"Did you mean {near[0]!r}?" if near else f"It has {', '.join(known)}."
+    return OptionError(
+        f"{function.__qualname__.removesuffix('.__init__')} has no argument of this name.",
+        received=f"{strange}=",
+        fix=f"{_ELSEWHERE[strange]}." if strange in _ELSEWHERE else fix,
+    )
 
 
 def is_number(value: object) -> TypeGuard[float]:

@@ -92,6 +92,15 @@ class ArraySource(Source):
         first = next(tensors_of((self.inputs, self.targets)), None)
         return 0 if first is None else len(first)
 
+    def between(self, first: int, last: int) -> "ArraySource":
+        """Some samples in a row, in the same memory."""
+
+        def cut(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor[first:last]
+
+        weight = None if self.sample_weight is None else cut(self.sample_weight)
+        return ArraySource(map_tensors(cut, self.inputs), map_tensors(cut, self.targets), weight)
+
     def read(self, indices: torch.Tensor, dtype: torch.dtype | None) -> Batch:
         def pick(tensor: torch.Tensor) -> torch.Tensor:
             places = sent(indices, tensor.device)
@@ -237,6 +246,23 @@ def as_source(data: Any, *, name: str = "data") -> Source:
     if isinstance(data, tuple) and len(data) == 1 and not isinstance(data[0], str):
         return array_source(data[0], name=name)
     return _dataset_source(data, name, with_targets=True)
+
+
+def joined(data: Any, targets: Any, sample_weight: Any) -> Any:
+    """Data whose parts are given one by one, as one.
+
+    Raises:
+        DataError: weights without targets.
+    """
+    if targets is None and sample_weight is not None:
+        raise DataError(
+            "`sample_weight` goes with `y`.",
+            received="weights without targets beside them",
+            fix="Pass (inputs, targets, sample_weight) as the data.",
+        )
+    if targets is None:
+        return data
+    return (data, targets) if sample_weight is None else (data, targets, sample_weight)
 
 
 def as_input_source(inputs: Any, *, name: str = "x") -> Source:

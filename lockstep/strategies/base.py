@@ -10,6 +10,7 @@ from lockstep.cluster.devices import discover
 from lockstep.cluster.environment import find_place
 from lockstep.cluster.place import Reach
 from lockstep.errors import OptionError
+from lockstep.options import unknown_argument
 from lockstep.plan.makers import Maker
 from lockstep.plan.spec import Plan
 from lockstep.strategies.distribute_names import missing
@@ -32,6 +33,8 @@ class Strategy(ABC):
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Keep the arguments as they were given, for ``repr``."""
+        if not kwargs.keys() <= inspect.signature(cls).parameters.keys():
+            raise unknown_argument(cls, kwargs)
         made = super().__new__(cls)
         made._arguments = args, kwargs
         return made

@@ -36,6 +36,7 @@ from lockstep.train.intake import (
     Wish,
     close_all,
     closing_on_error,
+    split_off,
     take_in,
     take_in_validation,
 )
@@ -63,6 +64,7 @@ class FitRequest:
     batch_size: int | Literal["auto"] | BatchSizeSearch | None
     steps_per_epoch: int | None
     validation_data: Any
+    validation_split: float
     shuffle: bool | None
     verbose: int
     rule: RateRule | None
@@ -195,7 +197,8 @@ class FittingRunner(PersistentRunner):
         epochs, size, steps_per_epoch = check_counts(sizes, epochs=asked.epochs)
         check_restarts(asked.restarts)
         check_on_bad_record(asked.on_bad_record)
-        loss = self._loss_of_fit(has_validation=asked.validation_data is not None)
+        has_validation = asked.validation_data is not None or bool(asked.validation_split)
+        loss = self._loss_of_fit(has_validation=has_validation)
         self._check_trainable()
         wish = Wish(
             name="data",
@@ -213,8 +216,9 @@ class FittingRunner(PersistentRunner):
         with closing_on_error(feed):
             if asked.on_bad_record == "skip":  # before hosts compare samples, of which some are bad
                 feed = skipping(feed, self._maker(), self._job_context.hosts)
+            feed, split = split_off(feed, asked.validation_split, asked.validation_data)
             feed = self._job_context.agreed_feed(feed)
-            validation = take_in_validation(asked.validation_data, wish, feed)
+            validation = split or take_in_validation(asked.validation_data, wish, feed)
             if validation and asked.on_bad_record == "skip":
                 validation = skipping(validation, self._maker(), self._job_context.hosts)
         return _Fit(loss=loss, wish=wish, feed=feed, validation=validation)

@@ -1,5 +1,6 @@
 """Intake: what a user gives as data, as what a task runs on, and what must not be asked of it."""
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -8,10 +9,11 @@ from typing import Any
 from lockstep.data.batch_dims import SAMPLES_FIRST, BatchDims
 from lockstep.data.divided import check_whole
 from lockstep.data.reading import Reading
-from lockstep.data.sources import Source, as_input_source, as_source
+from lockstep.data.sources import ArraySource, Source, as_input_source, as_source
 from lockstep.data.streams import Stream, as_stream
 from lockstep.errors import OptionError, Problems
 from lockstep.launch.failure import noting_on
+from lockstep.options import is_number
 from lockstep.train.checks import filled
 from lockstep.train.feeding import SharedStream
 
@@ -161,6 +163,37 @@ def take_in_validation(data: Any, wish: Wish, feed: Feed) -> Feed | None:
             purpose="validation",
         ),
     )
+
+
+def split_off(feed: Feed, part: float, validation_data: Any) -> tuple[Feed, Feed | None]:
+    """The data without its last samples, and these, which are evaluated after every epoch.
+
+    Args:
+        feed: the training data.
+        part: of its samples, from 0 to 1, as Keras has it; 0 leaves all.
+        validation_data: as the user has given it.
+
+    Raises:
+        OptionError: what is asked cannot be had of such data.
+    """
+    if not part:
+        return feed, None
+    source = feed.source
+    size = len(source) if isinstance(source, ArraySource) else 0
+    kept = math.floor(size * (1 - part)) if is_number(part) and 0 < part < 1 else 0
+    if validation_data is not None or not 0 < kept < size:
+        raise OptionError(
+            "`validation_split` is the part of arrays or tensors, from 0 to 1, that is evaluated "
+            "and not trained on.",
+            received=f"validation_split={part!r}"
+            + (" and validation_data" if validation_data is not None else f" of {size} samples")
+            if isinstance(source, ArraySource)
+            else f"validation_split={part!r} of data that is no array",
+            fix="Use 0.2, or pass validation_data=.",
+        )
+    assert isinstance(source, ArraySource)
+    ends = source.between(0, kept), source.between(kept, size)
+    return tuple(replace(feed, source=end).resized(feed.batch_size) for end in ends)  # type: ignore[return-value]
 
 
 def _take_in_stream(stream: Stream, wish: Wish) -> Feed:

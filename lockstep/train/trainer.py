@@ -15,10 +15,11 @@ from torch import nn, optim
 
 from lockstep.data.bad_records import OnBadRecord
 from lockstep.data.batch_dims import BatchDims
-from lockstep.data.sources import Source, as_input_source
+from lockstep.data.sources import Source, as_input_source, joined
 from lockstep.data.trees import Tree, concatenate, map_tensors, tensors_of
 from lockstep.errors import DataError, OptionError
 from lockstep.launch.failure import ending_with
+from lockstep.options import checks_names
 from lockstep.parallel.blank import allocate, build_on_meta, check_on_meta
 from lockstep.parallel.gradient_rules import OnNonFinite
 from lockstep.parallel.loss_options import adapt_loss
@@ -48,6 +49,7 @@ from lockstep.train.optimizers import Optimizers, make_optimizers
 from lockstep.train.rate_rules import rule_of
 from lockstep.train.recipe import AnyUpdater, Recipe
 from lockstep.train.scope import current_dims, current_strategy
+from lockstep.train.spelled import loss_named, metrics_named, optimizer_named
 from lockstep.train.tasks import EvaluateTask, PredictTask
 from lockstep.train.wrapped_updaters import EMA
 
@@ -63,10 +65,13 @@ class Trainer(FittingRunner):
             weight). A scalar that is not known to be a mean or a sum over the samples is taken on
             the outputs of the whole batch. Several of them, in a dict or list, each for the model's
             output and the target under its key or in its place. Or ``lockstep.OwnLoss()`` where the
-            model returns its loss. Needed for ``fit`` and ``evaluate``.
+            model returns its loss. Or a name of ``torch.nn.functional``: "cross_entropy", "mse".
+            Needed for ``fit`` and ``evaluate``.
         optimizer: a torch optimizer over ``model.parameters()``, or a class or function that makes
-            one from them. Needed for ``fit``.
-        metrics: torchmetrics metrics by name.
+            one from them, or the name of one of torch's, with its default options: "adam". Needed
+            for ``fit``.
+        metrics: torchmetrics metrics by name; or names, such as ``["accuracy"]``, which the loss
+            says the meaning of.
         strategy: where and how to train; None is the strategy of the enclosing ``scope()``, else
             one device.
         precision: ``"fp32"``; ``"bf16-mixed"``, which keeps parameters, updates and the loss in
@@ -117,13 +122,14 @@ class Trainer(FittingRunner):
         ModelError: the model cannot be trained as it is.
     """
 
+    @checks_names
     def __init__(
         self,
         model: nn.Module | Callable[[], nn.Module],
         *,
         loss: Any = None,
         optimizer: Any = None,
-        metrics: Mapping[str, Any] | None = None,
+        metrics: Mapping[str, Any] | Sequence[str] | None = None,
         strategy: StrategyLike | None = None,
         precision: str = "fp32",
         seed: int = 0,
@@ -141,6 +147,7 @@ class Trainer(FittingRunner):
         batch_dim: Any = 0,
     ) -> None:
         dims = BatchDims.of(batch_dim)
+        loss, optimizer = loss_named(loss), optimizer_named(optimizer)
         check_arguments(
             model, loss, loss_weights, strategy, precision, seed, deterministic, callbacks
         )
@@ -174,7 +181,7 @@ class Trainer(FittingRunner):
         self.deterministic = deterministic
         self.callbacks = list(callbacks)
         self.stop_training = False
-        self.metrics = Metrics(metrics, dims)
+        self.metrics = Metrics(metrics_named(metrics, loss), dims)
         self.schedule = None if schedule is None else make_schedule(schedule, self._one_optimizer)
         self._loss = None if loss is None else adapt_loss(dims.loss(loss), loss_weights)
         check_names(self._loss, self.schedule, self.metrics)
@@ -207,14 +214,18 @@ class Trainer(FittingRunner):
         scale = self._recipe.rules.loss_scale
         return None if scale is None else scale.scale
 
+    @checks_names
     def fit(
         self,
         data: Any,
+        y: Any = None,
         *,
         epochs: int = 1,
         batch_size: int | Literal["auto"] | BatchSizeSearch | None = None,
         steps_per_epoch: int | None = None,
         validation_data: Any = None,
+        validation_split: float = 0.0,
+        sample_weight: Any = None,
         shuffle: bool | None = None,
         verbose: int = 1,
         learning_rate_rule: Literal["linear", "sqrt"] | None = None,
@@ -235,6 +246,7 @@ class Trainer(FittingRunner):
                 Or global batches of these forms, from a DataLoader, an iterable, a function that
                 makes an iterator anew for every epoch, an iterator, or a ``tf.data.Dataset``; or an
                 IterableDataset of samples. These are read on this process alone, in their order.
+            y: the targets, where ``data`` is the inputs alone.
             epochs: how many there are.
             batch_size: samples of a global batch, over all devices together; None is 32, or what
                 the data has for itself. ``"auto"`` is the fastest per sample on this machine, found
@@ -242,6 +254,9 @@ class Trainer(FittingRunner):
             steps_per_epoch: batches of an epoch, which then goes on in the data where the one
                 before has ended; None is a pass over the data.
             validation_data: as ``data``; evaluated after every epoch.
+            validation_split: the part of arrays or tensors, from 0 to 1, that is evaluated after
+                every epoch and not trained on: the last samples, before they are shuffled.
+            sample_weight: of each sample, where ``y`` is given.
             shuffle: take the samples in a new order every epoch, a function of the seed and the
                 epoch alone; None is yes, for data without an order of its own.
             verbose: 1 shows progress, 0 is silent.
@@ -285,11 +300,12 @@ class Trainer(FittingRunner):
                 optimizer as that step left them; at once after a second Ctrl-C.
         """
         asked = FitRequest(
-            data=data,
+            data=joined(data, y, sample_weight),
             epochs=epochs,
             batch_size=batch_size,
             steps_per_epoch=steps_per_epoch,
             validation_data=validation_data,
+            validation_split=validation_split,
             shuffle=shuffle,
             verbose=verbose,
             rule=rule_of(learning_rate_rule, reference_batch_size),
@@ -302,16 +318,27 @@ class Trainer(FittingRunner):
         with nullcontext() if checkpoint is None else held_termination():
             return self._fit_to_the_end(asked)
 
-    def evaluate(self, data: Any, *, batch_size: int | None = None) -> Logs:
+    @checks_names
+    def evaluate(
+        self,
+        data: Any,
+        y: Any = None,
+        *,
+        batch_size: int | None = None,
+        sample_weight: Any = None,
+    ) -> Logs:
         """Loss and metrics over ``data``, every sample counted once.
 
         Args:
             data: as in ``fit``.
+            y: likewise.
             batch_size: samples of a global batch; None is 32, or what the data has for itself.
+            sample_weight: as in ``fit``.
 
         Returns:
             ``{"loss": ..., <metric>: ...}``.
         """
+        data = joined(data, y, sample_weight)
         return self._call("evaluate", lambda: self._evaluate(data, batch_size))
 
     def _evaluate(self, data: Any, batch_size: int | None) -> Logs:
@@ -341,6 +368,7 @@ class Trainer(FittingRunner):
         self._tell_callbacks("on_test_end", logs)
         return logs
 
+    @checks_names
     def predict(self, inputs: Any, *, batch_size: int | None = None) -> Tree:
         """The model's outputs for ``inputs``, in their order.
 
