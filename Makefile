@@ -4,7 +4,7 @@ BIN := .venv/bin
 # Hundreds of interpreters are started: all but the first read what was compiled.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all check lint format api-docs bench bench-architectures bench-checkpoints bench-compression bench-hosts bench-input bench-keras-tests bench-overhead bench-pipelines bench-small-calls bench-starting gpu soak wheel clean
+.PHONY: demo test test-all check fuzz lint format api-docs bench bench-architectures bench-checkpoints bench-compression bench-hosts bench-input bench-keras-tests bench-overhead bench-pipelines bench-small-calls bench-starting gpu soak wheel clean
 demo: .venv/.installed-demo
 	$(BIN)/lockstep demo
 
@@ -14,6 +14,11 @@ test: .venv/.installed-dev
 
 test-all: .venv/.installed-dev
 	$(BIN)/python -m pytest --numprocesses 2
+
+# Random trainings against plain loops on one device; prints what became of them, and how to repeat it.
+fuzz: MINUTES = 10
+fuzz: .venv/.installed-dev
+	$(BIN)/python -m tests.fuzz --minutes $(MINUTES)
 
 # All that must be green: style, types, floors, tests.
 check: lint test-all

@@ -355,7 +355,9 @@ class AveragingUpdater(WrappedUpdater):
     ) -> None:
         super().__init__(inner, averages.by_name, dtype)
         self._averages = averages
-        self._trainable = {name for name, one in self.parameters.items() if one.requires_grad}
+        self._trainable = {  # a parameter without elements is in no rank's pieces
+            name for name, one in self.parameters.items() if one.requires_grad and one.numel()
+        }
 
     @torch.no_grad()
     def step(self) -> None:

@@ -1,0 +1,14 @@
+"""What Lockstep refuses, and may: by the words of its error."""
+
+import re
+
+REASONS = {
+    "calls that change what is trained": r"a call must not change what is trained",
+    "a share's own loss of nothing": r"whose loss is NaN where nothing counts must return more",
+    "hooks on parameters": r"Gradient hooks on parameters would see",
+}
+
+
+def reason_of(text: str) -> str | None:
+    """The reason of an error, if it is known and documented."""
+    return next((reason for reason, words in REASONS.items() if re.search(words, text)), None)
