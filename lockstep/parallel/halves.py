@@ -4,8 +4,9 @@ Random numbers are drawn once, for the whole share, and each half gets its rows.
 are in evaluation mode: their statistics are of the whole batch in any case.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -57,8 +58,26 @@ def on_halves(
         draws_by_row: each half gets its rows of what is drawn for all; else every draw has one
             value throughout, and it is all the same which row is whose.
     """
-    if batch.num_samples == 1:
-        batch = _mapped(batch, _with_another, 2)
+    run = partial(
+        _on_halves, model, function, state=state, training=training, draws_by_row=draws_by_row
+    )
+    if batch.num_samples > 1:
+        return run(batch)
+    try:
+        return run(with_another(batch))
+    except Exception:  # of a model that has not every order
+        return run(repeated(batch, [0, 0]))
+
+
+def _on_halves(
+    model: nn.Module,
+    function: Callable[[Batch], _T],
+    batch: Batch,
+    *,
+    state: ModelState,
+    training: bool | None,
+    draws_by_row: bool,
+) -> list[_T] | None:
     draws = (Draws if draws_by_row else _EvenDraws)(batch.num_samples)
     found, draws_elsewhere = [], False
     for rows in (slice(0, batch.num_samples), *halves(batch)):
@@ -96,9 +115,14 @@ def rows_of(batch: Batch, rows: slice) -> Batch:
     return _mapped(batch, lambda one: one[rows], rows.stop - rows.start)
 
 
-def _with_another(one: torch.Tensor) -> torch.Tensor:
+def repeated(batch: Batch, numbers: Sequence[int]) -> Batch:
+    """Samples of a batch, by their numbers, which may be named several times."""
+    return _mapped(batch, lambda one: one[[*numbers]], len(numbers))
+
+
+def with_another(batch: Batch) -> Batch:
     """A sample, and one that is another wherever there is an order to turn around."""
-    return torch.cat([one, one.flip(-1) if one.dim() > 1 else one])
+    return _mapped(batch, lambda one: torch.cat([one, one.flip(-1) if one.dim() > 1 else one]), 2)
 
 
 def _mapped(

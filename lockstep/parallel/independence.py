@@ -6,6 +6,7 @@ by all samples at once, or that remembers those before it in an attribute would 
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import nn
@@ -16,6 +17,7 @@ from lockstep.data.order import seed_streams
 from lockstep.data.sources import Batch
 from lockstep.data.trees import Tree, tensors_of
 from lockstep.errors import ModelError
+from lockstep.parallel.gradient_trial import check_gradients
 from lockstep.parallel.halves import begin_again, halves, on_halves, rows_of
 
 # Of the largest value: what rounding comes to, also where models compute in float32 inside, and far
@@ -37,14 +39,42 @@ def check_apart(
     Raises:
         ModelError: it makes something else of them.
     """
+    has_rows: list[bool] = []
     # With gradients, which a model may take in its forward pass.
     with left_alone(model) as state, torch.enable_grad():
         try:
-            error = _seen(model, call, batch, state, is_low=is_low)
+            error = _seen(model, call, batch, state, has_rows, is_low=is_low)
         except Exception:  # of a model that takes certain numbers of samples: nobody can say
             return
     if error is not None:
         raise error
+    if model.training:
+        is_low |= isinstance(model, FrontEndModel) and model.has_low_precision
+        root_of = partial(_root, model, call, has_rows)
+        check_gradients(model, root_of, batch, is_low=is_low)
+
+
+def _root(
+    model: nn.Module,
+    call: Callable[[Tree], Tree],
+    has_rows: Sequence[bool],
+    batch: Batch,
+    start: int,
+) -> torch.Tensor | None:
+    """A sum over outputs, each times a number of its own sample and one of its place in it."""
+    terms = []
+    for output, is_row in zip(_tensors(model, call, batch), has_rows, strict=False):
+        if is_row and output.is_floating_point() and output.requires_grad:
+            first = start * len(output) // batch.num_samples
+            by_row = _numbers(output, len(output), first).view(-1, *[1] * (output.dim() - 1))
+            by_place = _numbers(output, output.shape[-1]) if output.dim() > 1 else 1.0
+            terms.append((output * by_row * by_place).sum())
+    return sum(terms[1:], terms[0]) if terms else None
+
+
+def _numbers(like: torch.Tensor, count: int, first: int = 0) -> torch.Tensor:
+    """Of both signs."""
+    return torch.arange(first, first + count, device=like.device).cos().to(like)
 
 
 def _seen(
@@ -52,10 +82,11 @@ def _seen(
     call: Callable[[Tree], Tree],
     batch: Batch,
     state: ModelState,
+    has_rows: list[bool],
     *,
     is_low: bool,
 ) -> ModelError | None:
-    """What is wrong with a model, if that shows."""
+    """What is wrong with a model, if that shows; of each output, whether it has rows of samples."""
 
     def look(part: Batch) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         return _outputs(model, call, part), _kept(model)
@@ -69,9 +100,11 @@ def _seen(
     if any(map(_are_pairs, whole, one, other)):
         return _sees_others(batch.num_samples, math.inf, training=training)
     is_low |= isinstance(model, FrontEndModel) and model.has_low_precision
+    outputs = list(zip(whole, one, other, strict=False))
+    has_rows += [_are_samples(*each) for each in outputs]
     apart = [
-        torch.cat([first, second]) if _are_samples(both, first, second) else both
-        for both, first, second in zip(whole, one, other, strict=False)
+        torch.cat([first, second]) if is_row else both
+        for (both, first, second), is_row in zip(outputs, has_rows, strict=True)
     ]
     if (distance := _distance(whole, apart, is_low=is_low)) is not None:
         return _sees_others(batch.num_samples, distance, training=training)
@@ -104,8 +137,12 @@ def _after(
 
 
 def _outputs(model: nn.Module, call: Callable[[Tree], Tree], batch: Batch) -> list[torch.Tensor]:
+    return [tensor.detach() for tensor in _tensors(model, call, batch)]
+
+
+def _tensors(model: nn.Module, call: Callable[[Tree], Tree], batch: Batch) -> list[torch.Tensor]:
     made = call(batch.inputs)
-    return _values(model.outputs_in(made) if isinstance(model, FrontEndModel) else made)
+    return [*tensors_of(model.outputs_in(made) if isinstance(model, FrontEndModel) else made)]
 
 
 def _kept(model: nn.Module) -> list[torch.Tensor]:

@@ -13,6 +13,7 @@ with dropout drawn likewise.
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import nn
@@ -21,6 +22,7 @@ from lockstep.capture.state import left_alone
 from lockstep.data.sources import Batch
 from lockstep.data.trees import Tree
 from lockstep.errors import LossError
+from lockstep.parallel.gradient_trial import check_gradients
 from lockstep.parallel.halves import on_halves
 from lockstep.parallel.losses import JointLoss, LossAdapter, ShareLoss
 
@@ -36,6 +38,8 @@ def check_mean(
     loss_of: LossOf,
     batch: Batch,
     refused: Callable[[str], LossError] | None = None,
+    *,
+    is_low: bool = False,
 ) -> None:
     """Compare the loss of some samples with those of their halves; leaves the model as it is.
 
@@ -44,9 +48,11 @@ def check_mean(
         loss_of: runs it on samples.
         batch: the samples; see ``on_halves`` for a single one.
         refused: makes the error of what was received, where it is not that of a whole loss.
+        is_low: it computes in less than float32, whatever its loss is.
 
     Raises:
         LossError: it is not the weighted mean of them.
+        ModelError: its gradient is not the sum of theirs.
     """
     with left_alone(model) as state, torch.no_grad():
         try:
@@ -59,6 +65,17 @@ def check_mean(
         received = difference(found, batch.num_samples, tolerance_of(model, found[0]))
         if received is not None:
             raise (refused or _no_mean)(received)
+    if model.training:
+        check_gradients(model, partial(_root, loss_of), batch, is_low=is_low)
+
+
+def _root(loss_of: LossOf, batch: Batch, start: int) -> torch.Tensor | None:
+    """The total of a loss."""
+    loss = loss_of(batch)
+    losses = loss.losses if isinstance(loss, JointLoss) else (loss,)
+    pairs = [pair for one in losses for pair in zip(one.values, one.seeds, strict=True)]
+    terms = [(value * seed).sum() for value, seed in pairs if value.requires_grad]
+    return sum(terms[1:], terms[0]) if terms else None
 
 
 def check_added(

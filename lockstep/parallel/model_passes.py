@@ -359,7 +359,7 @@ class ModelPasses(Passes):
         loss_of: LossOf = partial(self._loss_by_function, run)
         if not self._functions:
             loss_of = lambda part: self.loss_of(self._watched_call(part), part)  # noqa: E731
-        check_mean(self._model, loss_of, batch)
+        check_mean(self._model, loss_of, batch, is_low=self.call.is_low)
 
 
 def _keep_own(buffers: Buffers) -> tuple[StreamStates, Kept]:

@@ -50,4 +50,4 @@ def check_inner_loss(
             output = call(part.inputs)
         return loss(output, part)
 
-    check_mean(model, loss_of, batch)
+    check_mean(model, loss_of, batch, is_low=call.is_low)
