@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn, optim
 
-from lockstep.errors import OptionError, Problems
+from lockstep.errors import ModelError, OptionError, Problems
 from lockstep.loops.gradient_places import GradientPlaces
 from lockstep.loops.job import current
 from lockstep.loops.replica_update import ReplicaUpdate
@@ -23,6 +23,7 @@ from lockstep.loops.stepping import ReplicaSteps, check_steps
 from lockstep.parallel.gradient_rules import GradientRules
 from lockstep.train.optimizer_state import option_values
 from lockstep.train.updaters import TorchUpdater
+from lockstep.units import first_few
 
 
 class TorchReplicaOptimizer(ReplicaSteps, optim.Optimizer):
@@ -41,6 +42,7 @@ class TorchReplicaOptimizer(ReplicaSteps, optim.Optimizer):
         self._optimizer = optimizer
         self._places: GradientPlaces | None = None
         parameters = _named(optimizer, model)
+        check_embeddings(model, current().num_replicas)
         update = ReplicaUpdate(
             current(),
             TorchUpdater(optimizer, parameters, changes_by_step=True),
@@ -171,6 +173,23 @@ def _named(optimizer: optim.Optimizer, model: nn.Module | None) -> dict[str, nn.
                 )
             found[name] = parameter
     return found
+
+
+def check_embeddings(model: nn.Module | None, num_replicas: int) -> None:
+    """Refuse embeddings whose gradients depend on what else is in a batch.
+
+    Raises:
+        ModelError: with their names.
+    """
+    modules = [] if model is None or num_replicas == 1 else list(model.named_modules())
+    names = [name for name, one in modules if getattr(one, "scale_grad_by_freq", False)]
+    if names:
+        raise ModelError(
+            "scale_grad_by_freq counts how often a row is used in the batch, and each replica sees "
+            "a part of it.",
+            received=f"scale_grad_by_freq=True for {first_few(names)}",
+            fix="Leave it out, or train on one replica.",
+        )
 
 
 def _other_values(

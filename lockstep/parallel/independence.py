@@ -18,7 +18,7 @@ from lockstep.data.sources import Batch
 from lockstep.data.trees import Tree, tensors_of
 from lockstep.errors import ModelError
 from lockstep.parallel.gradient_trial import check_gradients
-from lockstep.parallel.halves import begin_again, halves, on_halves, rows_of
+from lockstep.parallel.halves import begin_again, halves, on_halves, repeated, rows_of
 
 # Of the largest value: what rounding comes to, also where models compute in float32 inside, and far
 # less than seeing others makes; of what computes in half precision.
@@ -44,8 +44,8 @@ def check_apart(
     with left_alone(model) as state, torch.enable_grad():
         try:
             error = _seen(model, call, batch, state, has_rows, is_low=is_low)
-        except Exception:  # of a model that takes certain numbers of samples: nobody can say
-            return
+        except Exception:  # of a model that takes certain numbers of samples
+            error = _seen_among_others(model, call, batch, state, is_low=is_low)
     if error is not None:
         raise error
     if model.training:
@@ -114,6 +114,36 @@ def _seen(
     after = (_after(before, early, model, call, state) for before in (early, late))
     distance = _distance(*after, is_low=is_low)
     return None if distance is None else _remembers(distance)
+
+
+def _seen_among_others(
+    model: nn.Module,
+    call: Callable[[Tree], Tree],
+    batch: Batch,
+    state: ModelState,
+    *,
+    is_low: bool,
+) -> ModelError | None:
+    """The same, of as many samples each time: either half with the other, and with itself."""
+    half = batch.num_samples // 2
+    early, late = range(half), range(half, 2 * half)
+    found = []
+    try:
+        for numbers in ((*early, *late), (*early, *early), (*late, *late)):
+            if not begin_again(model, state, None):
+                return None
+            seed_streams(0)
+            found.append(_outputs(model, call, repeated(batch, numbers)))
+    except Exception:  # nobody can say
+        return None
+    for both, one, other in zip(*found, strict=False):
+        if both.dim() and len(both) == len(one) == len(other) and half:
+            rows = len(both) // 2
+            apart = torch.cat([one[:rows], other[rows:]])
+            distance = _distance([both], [apart], is_low=is_low)
+            if distance is not None:
+                return _sees_others(batch.num_samples, distance, training=model.training)
+    return None
 
 
 def _equal_parts(batch: Batch) -> tuple[Batch, Batch]:
@@ -204,7 +234,7 @@ def _sees_others(num_samples: int, distance: float, *, training: bool) -> ModelE
             if math.isinf(distance)
             else f"that differ by {distance:.1%}"
         )
-        + " from those for their halves",
+        + " from those for parts of them",
         fix="Use nn.BatchNorm for statistics of the batch, compute in the loss what compares "
         "samples, or train on one device.",
     )

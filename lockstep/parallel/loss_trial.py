@@ -59,11 +59,14 @@ def _adds_up(
         given = _with_another(given, per_sample)
         size = 2
     middle, draws, host = size // 2, Draws(size), host_streams()
-    found = []
+    found: list[ShareLoss] = []
+    gradients: list[list[torch.Tensor | None]] = []
     try:
         for rows in (slice(0, size), slice(0, middle), slice(middle, size)):
+            part = _part(given, per_sample, rows)
             with draws.of(rows):
-                found.append(loss_of(_part(given, per_sample, rows)))
+                found.append(loss_of(part))
+                gradients.append(_gradients(found[-1], part, per_sample))
         if not draws.fit or streams_differ(host, host_streams()):
             return True
         copies = [] if draws.any else [loss_of(_part(given, per_sample, share, num_copies))]
@@ -72,7 +75,43 @@ def _adds_up(
     tolerance = tolerance_of(nn.Module(), found[0])
     copied = found[0] if share.stop == size else found[1]
     sums = [found, *([one, *[copied] * num_copies] for one in copies)]
-    return not any(difference(each, size, tolerance) for each in sums)
+    return not any(difference(each, size, tolerance) for each in sums) and all(
+        _is_joined(*each, tolerance=tolerance) for each in zip(*gradients, strict=True)
+    )
+
+
+def _gradients(
+    loss: ShareLoss, part: Tree, per_sample: Sequence[int | None]
+) -> list[torch.Tensor | None]:
+    """Of what has rows: hooks and autograd functions may mix them in backward."""
+    leaves = [
+        tensor
+        for tensor, count in zip(tensors_of(part), per_sample, strict=True)
+        if count and tensor.requires_grad
+    ]
+    roots = [
+        (value * seed).sum()
+        for value, seed in zip(loss.values, loss.seeds, strict=True)
+        if value.requires_grad
+    ]
+    if not roots or not leaves:
+        return []
+    return [*torch.autograd.grad(sum(roots[1:], roots[0]), leaves, allow_unused=True)]
+
+
+def _is_joined(
+    both: torch.Tensor | None,
+    one: torch.Tensor | None,
+    other: torch.Tensor | None,
+    *,
+    tolerance: float,
+) -> bool:
+    if both is None or one is None or other is None:
+        return both is one is other
+    distance, size = (
+        float(each.double().norm()) for each in (both - torch.cat([one, other]), both)
+    )
+    return not distance > max(tolerance, 2e-2) * size  # nor where one is NaN
 
 
 def _rows_per_sample(given: Tree, num_samples: int, *, most: int | None) -> tuple[int | None, ...]:

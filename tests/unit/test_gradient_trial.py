@@ -128,7 +128,8 @@ class Recomputes(Between):
 
 
 def by_row(gradient: Tensor) -> Tensor:
-    return gradient / gradient.norm(dim=1, keepdim=True)
+    rows: Tensor = gradient / gradient.norm(dim=1, keepdim=True)
+    return rows
 
 
 def clipped(gradient: Tensor) -> Tensor:

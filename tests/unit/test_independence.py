@@ -31,6 +31,43 @@ def test_what_computes_in_less_than_float32_may_round_so(is_low: bool) -> None:
         check_apart(model, model, batch, is_low=is_low)
 
 
+class _Normalises(nn.Module):
+    """By a function, which takes no single samples."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.layer, self.features = nn.Linear(3, features), features
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.batch_norm(self.layer(x), None, None, training=True)
+
+
+class _Pairs(nn.Module):
+    """Takes pairs of samples, of which each goes by itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) % 4:
+            raise ValueError("no pairs of pairs")
+        return nn.functional.dropout(x.exp())
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_a_model_that_fails_on_halves_is_tried_on_as_many_samples(count: int) -> None:
+    inputs = torch.randn(count, 3)
+    batch = Batch(inputs=inputs, targets=None, sample_weight=None, num_samples=count)
+    with pytest.raises(ModelError, match="must not depend on the others"):
+        check_apart(model := _Normalises(4), model, batch)
+    batch = Batch(inputs=torch.randn(4, 3), targets=None, sample_weight=None, num_samples=4)
+    check_apart(model_of_pairs := _Pairs(), model_of_pairs, batch)
+
+
+def test_a_single_sample_is_tried_beside_another() -> None:
+    for inputs in (torch.randn(1, 3), torch.tensor([[1, 2, 3]])):
+        batch = Batch(inputs=inputs, targets=None, sample_weight=None, num_samples=1)
+        with pytest.raises(ModelError, match="must not depend on the others"):
+            check_apart(nn.Identity(), lambda x: x - 0.5 * x.double().mean(0), batch)
+
+
 @pytest.mark.parametrize(
     ("precision", "is_low"),
     [("fp32", False), ("fp64", False), ("bf16-mixed", True), ("fp16-mixed", True), ("bf16", True)],

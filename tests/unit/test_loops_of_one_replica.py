@@ -12,6 +12,7 @@ from torch import nn, optim
 import lockstep
 from lockstep.cluster.environment import find_place
 from lockstep.errors import DataError, ModelError, OptionError
+from lockstep.loops.optimizer import check_embeddings
 
 
 def make(**options: Any) -> tuple[nn.Linear, lockstep.CrossReplicaOptimizer]:
@@ -52,6 +53,14 @@ def test_a_closure_is_called_once() -> None:
 
     assert optimizer.step(closure) > 0
     assert calls == [1]
+
+
+def test_embeddings_that_count_rows_of_the_batch_need_one_replica() -> None:
+    model = nn.Sequential(nn.Embedding(4, 2, scale_grad_by_freq=True), nn.Linear(2, 2))
+    check_embeddings(model, 1)
+    check_embeddings(nn.Sequential(nn.Embedding(4, 2)), 2)
+    with pytest.raises(ModelError, match="scale_grad_by_freq=True for 0"):
+        check_embeddings(model, 2)
 
 
 def test_nothing_is_updated_where_nobody_has_samples() -> None:

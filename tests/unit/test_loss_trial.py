@@ -45,6 +45,18 @@ def refuse(output: Tensor, target: Tensor) -> Tensor:
     raise ValueError("too few")
 
 
+def hooked(output: Tensor, target: Tensor) -> Tensor:
+    output = output * 1.0
+    output.register_hook(lambda gradient: gradient / gradient.norm())
+    return distances(output, target)
+
+
+def clipped(output: Tensor, target: Tensor) -> Tensor:
+    output = output * 1.0
+    output.register_hook(lambda gradient: gradient.clamp(min=-1e-3))
+    return distances(output, target)
+
+
 WHOLE: dict[str, Callable[..., Any]] = {
     "topk": lambda output, target: distances(output, target).topk(7).values.mean(),
     "kthvalue": lambda output, target: distances(output, target).kthvalue(7).values,
@@ -61,6 +73,7 @@ WHOLE: dict[str, Callable[..., Any]] = {
     "values that compare": normalised,
     "a pair that compares": hardest,
     "a pair of a mean and 1": lambda output, target: (F.mse_loss(output, target), 1),
+    "values that compare in backward": hooked,
     "values of fewer": lambda output, target: distances(output, target).topk(4).values,
 }
 SHARES: dict[str, Callable[..., Any]] = {
@@ -69,6 +82,7 @@ SHARES: dict[str, Callable[..., Any]] = {
     "asks for sizes": lambda o, t: F.mse_loss(o.view(o.shape[0], -1), t.view(len(t), -1)),
     "flat": lambda o, t: F.mse_loss(o.reshape(-1, o.shape[-1]), t.reshape(-1, t.shape[-1])),
     "values": lambda output, target: torch.einsum("ij,ij->i", output, target),
+    "values that are clipped in backward": clipped,
     "a pair": lambda o, t: (((o - t).square() * (t > 0)).sum(), (t > 0).sum()),
     "a pair with noise": lambda o, t: (distances(o + torch.randn_like(o), t).sum(), len(o)),
     "a pair with a constant": lambda o, t: ((o @ PROTOTYPES.T).logsumexp(1).sum(), len(o)),
