@@ -114,7 +114,7 @@ def measure(names: list[str], rounds: int, epochs: int, devices: int) -> dict[st
 # within them, now and then.
 PARTS: list[tuple[str, Any, str]] = [
     ("metrics, at each step", Metrics, "update"),
-    ("metrics, counted now and then", metrics, "_update"),
+    ("metrics, counted now and then", metrics, "update_each"),
     ("callbacks and progress, at each step", Ensemble, "consult"),
     ("callbacks and progress, at each epoch", FitConductor, "end_epoch"),
     ("the bar, redrawn", Progress, "refresh"),

@@ -107,8 +107,13 @@ def bits_of(tensor: torch.Tensor) -> torch.Tensor:
     )
 
 
-def concatenate(trees: list[Tree]) -> Tree:
+def concatenate(trees: list[Tree], join: Callable[[list[Any]], Any] | None = None) -> Tree:
     """Join trees of one structure along the first dim of their tensors.
+
+    Args:
+        trees: with a sample in each row.
+        join: makes one leaf of those in one place; by default tensors are joined, and others must
+            be the same.
 
     Raises:
         ModelError: they are of different structure, hold tensors that cannot be joined, or
@@ -116,23 +121,26 @@ def concatenate(trees: list[Tree]) -> Tree:
     """
     first = trees[0]
     if isinstance(first, torch.Tensor):
-        return _joined(trees)
+        return (join or _joined)(trees)
     if len({type(tree) for tree in trees}) > 1:
         raise _unlike(sorted({type(tree).__name__ for tree in trees}))
     if isinstance(first, dict):
-        return like(first, _concatenate_values(trees))
+        return like(first, _concatenate_values(trees, join))
     if isinstance(first, tuple | list):
-        parts = [concatenate(list(parts)) for parts in zip(*_of_one_length(trees), strict=True)]
+        columns = zip(*_of_one_length(trees), strict=True)
+        parts = [concatenate(list(column), join) for column in columns]
         return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)
     if is_record(first):
-        return with_fields(first, _concatenate_values([fields_of(tree) for tree in trees]))
-    return _common(trees)
+        return with_fields(first, _concatenate_values([fields_of(tree) for tree in trees], join))
+    return (join or _common)(trees)
 
 
-def _concatenate_values(trees: list[dict[Any, Tree]]) -> dict[Any, Tree]:
+def _concatenate_values(
+    trees: list[dict[Any, Tree]], join: Callable[[list[Any]], Any] | None
+) -> dict[Any, Tree]:
     if any(tree.keys() != trees[0].keys() for tree in trees):
         raise _unlike([list(tree) for tree in trees])
-    return {key: concatenate([tree[key] for tree in trees]) for key in trees[0]}
+    return {key: concatenate([tree[key] for tree in trees], join) for key in trees[0]}
 
 
 def _of_one_length(trees: list[Tree]) -> list[Tree]:
@@ -156,8 +164,8 @@ def _common(leaves: list[Any]) -> Any:
     if all(_is_equal(leaf, leaves[0]) for leaf in leaves[1:]):
         return leaves[0]
     raise ModelError(
-        "predict joins the tensors of a model's outputs; what is no tensor must be the same "
-        "for all samples.",
+        "Outputs are joined along their first dim: what is no tensor must be the same for all "
+        "samples.",
         received=f"a {type(leaves[0]).__name__} that differs from share to share",
         fix="Return tensors, in tuples, lists, dicts or dataclasses.",
     )
@@ -172,7 +180,7 @@ def _is_equal(one: Any, other: Any) -> bool:
 
 def _unlike(received: object) -> ModelError:
     return ModelError(
-        "predict joins outputs along their first dim: every tensor must have one row per "
+        "Outputs are joined along their first dim: every tensor must have one row per "
         "sample, and all batches the same structure.",
         received=received,
         fix="Return tensors of shape (samples, ...), padded to one shape.",

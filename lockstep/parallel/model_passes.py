@@ -120,7 +120,7 @@ class ModelPasses(Passes):
     def _compute(self, run: Run, share: int) -> None:
         batch, output = self._output(run, share)
         if run.is_observed:
-            run.show(self.shown(output), batch.targets)
+            run.show(share, self.shown(output), batch)
         if self._takes_whole and run.num_filled > 1:
             self._apart[share] = SharePart(output=output, batch=batch)
             return

@@ -42,8 +42,28 @@ LARGE_WEIGHT = 1 << 14
 # Sizes of batches whose programs are kept.
 _MOST_PROGRAMS = 8
 
-# Called with (output, target) of every share whose output this rank computes.
-Observe = Callable[[Tree, Tree], None]
+
+@dataclass(frozen=True, kw_only=True)
+class ShareOutput:
+    """What the model has made of a share.
+
+    Attributes:
+        step: of training; None in evaluation.
+        share: its number in the batch.
+        num_samples: how many it has.
+        output: of the model, as users see it.
+        target: of its samples.
+    """
+
+    step: int | None
+    share: int
+    num_samples: int
+    output: Tree
+    target: Tree
+
+
+# Called with every share whose output this rank computes.
+Observe = Callable[[ShareOutput], None]
 
 # Called with the share, its batch, and the model's output for it.
 Take = Callable[[int, Batch, Tree], None]
@@ -93,7 +113,7 @@ class Run:
     first_share: int = 0
     batch_size: int = 0
     parts: list[Sums] = field(default_factory=list, init=False)  # of several losses, by share
-    _observed: list[tuple[Tree, Tree]] = field(default_factory=list, init=False)
+    _observed: list[ShareOutput] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
         self.num_samples = len(self.indices)
@@ -111,15 +131,22 @@ class Run:
         """Whether somebody looks at the outputs."""
         return self.observe is not None
 
-    def show(self, output: Tree, target: Tree) -> None:
+    def show(self, share: int, output: Tree, batch: Batch) -> None:
         """What is to be observed once the batch is through."""
-        self._observed.append((output, target))
+        part = ShareOutput(
+            step=self.step,
+            share=self.first_share + share,
+            num_samples=batch.num_samples,
+            output=output,
+            target=batch.targets,
+        )
+        self._observed.append(part)
 
     def end_observing(self) -> None:
         """Have it observed."""
         if self.observe is not None:
-            for output, target in self._observed:
-                self.observe(output, target)
+            for part in self._observed:
+                self.observe(part)
         self._observed.clear()
 
     def indices_of(self, share: int) -> torch.Tensor:

@@ -136,7 +136,7 @@ class StagePasses(Passes):
             else:
                 self._apart[share] = SharePart(output=output, batch=batch)
             if run.is_observed:
-                run.show(self.shown(output), batch.targets)
+                run.show(share, self.shown(output), batch)
         mail.send_stream(stage, share)
 
     def _settle(self, run: Run) -> None:

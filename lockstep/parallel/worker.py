@@ -348,11 +348,12 @@ class Worker:
 
         def take(share: int, batch: Batch, output: Tree) -> None:
             parts[share] = SharePart(output=self.passes.held(output), batch=batch)
-            if observe is not None:
-                observe(self.passes.shown(output), batch.targets)
+            if run.is_observed:
+                run.show(share, self.passes.shown(output), batch)
 
-        run = Run(source, indices, self.plan.num_shares)
+        run = Run(source, indices, self.plan.num_shares, observe=observe)
         self._infer(run, take)
+        run.end_observing()
         return self.passes.losses_of(run, parts)
 
     @torch.no_grad()

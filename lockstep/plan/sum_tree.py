@@ -8,8 +8,9 @@ and sends one sum. Any other run consists of a few subtrees, of which it sends t
 additions, and with them the bits, are the same on any number of ranks and hosts.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
+from typing import Any
 
 # Additions that do not wait for each other: positions of the sum and of what is added to it.
 Level = tuple[tuple[int, int], ...]
@@ -39,6 +40,16 @@ def additions(rows: tuple[int, ...]) -> tuple[Level, ...]:
         if level:
             levels.append(tuple(level))
     return tuple(levels)
+
+
+def tree_sum(values: Mapping[int, Any]) -> Any:
+    """The sum of values by row; there must be one."""
+    rows = tuple(sorted(values))
+    sums = [values[row] for row in rows]
+    for level in additions(rows):
+        for into, source in level:
+            sums[into] = sums[into] + sums[source]
+    return sums[0]
 
 
 @lru_cache(maxsize=1024)

@@ -26,7 +26,7 @@ from lockstep.parallel.device_memory import noting_shortage
 from lockstep.parallel.forward import DTYPES, PARAMETER_DTYPES
 from lockstep.parallel.function_losses import missing_targets
 from lockstep.parallel.loss_options import check_loss
-from lockstep.parallel.losses import ONE_LOSS, LossAdapter, LossParts
+from lockstep.parallel.losses import ONE_LOSS, LossAdapter
 from lockstep.parallel.store import move_model
 from lockstep.plan.decision import ProcessGroup
 from lockstep.plan.spec import Plan
@@ -34,6 +34,7 @@ from lockstep.train.callbacks import Callback
 from lockstep.train.learning_rates import RunningSchedule
 from lockstep.train.metrics import Metrics, targetless
 from lockstep.train.optimizer_state import place_slots
+from lockstep.train.recipe import Recipe
 
 
 def filled(source: Source, name: str) -> Source:
@@ -64,11 +65,12 @@ def check_targets(source: Source | None, loss: LossAdapter, metrics: Metrics) ->
 
 
 def log_names(
-    loss: LossAdapter | None, metrics: Metrics, turns: LossParts, *, has_validation: bool
+    loss: LossAdapter | None, metrics: Metrics, recipe: Recipe, *, has_validation: bool
 ) -> list[str]:
-    """Names of what an epoch comes to."""
+    """Names of what an epoch comes to; steps of the user's own show no outputs to metrics."""
     own = ONE_LOSS if loss is None else loss.parts
-    trained = [*(turns or own).log_names, *metrics.by_name]
+    trained = [*(recipe.turns or own).log_names]
+    trained += metrics.by_name if recipe.train_step is None else []
     validated = [*own.log_names, *metrics.by_name] if has_validation else []
     return [*trained, *(f"val_{name}" for name in validated)]
 

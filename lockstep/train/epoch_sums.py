@@ -6,7 +6,6 @@ with has the very loss of one that was not interrupted.
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -28,15 +27,14 @@ def epoch_sums(
         control: its line to the others.
         are_apart: each rank has made steps of its own.
     """
-    ranks = control.gather((results, metrics.states()))
+    steps, states = control.gather(results), metrics.states(control)
     if control.rank != 0:
         return None
-    steps = [own for own, _ in ranks]
     if are_apart:
         whole = [result for own in steps for result in own]
     else:
         whole = [_with_all_parts(own) for own in zip(*steps, strict=True)]
-    return {**told(whole), "metrics": copied([states for _, states in ranks])}
+    return {**told(whole), "metrics": copied(states)}
 
 
 def _with_all_parts(ranks: Sequence[StepResult]) -> StepResult:
@@ -74,12 +72,3 @@ def results_so_far(sums: Tree, *, is_told: bool) -> list[StepResult]:
         )
         for (total, weight), (size, is_skipped, num_bad), parts in steps
     ]
-
-
-def set_metrics(metrics: Metrics, sums: Tree, control: Control) -> None:
-    """Have metrics go on: each rank's own with as many ranks as there were, else all on rank 0."""
-    ranks: list[Any] = copied(sums["metrics"])
-    if len(ranks) == control.num_ranks:
-        metrics.merge([ranks[control.rank]])
-    elif control.rank == 0:
-        metrics.merge(ranks)

@@ -26,7 +26,7 @@ from lockstep.parallel.worker import Worker, modes_of
 from lockstep.train.bad_record_filter import BadRecordFilter
 from lockstep.train.conductor import Conductor, Logs, Place
 from lockstep.train.ensemble import Ensemble, Renew, Resume
-from lockstep.train.epoch_sums import epoch_sums, results_so_far, set_metrics
+from lockstep.train.epoch_sums import epoch_sums, results_so_far
 from lockstep.train.feeding import GlobalBatch, Halt, SharedStream
 from lockstep.train.metric_shows import MetricShows
 from lockstep.train.metrics import Metrics
@@ -37,6 +37,7 @@ from lockstep.train.snapshots import noting, take_snapshot
 from lockstep.train.stage_proof import prove_stages
 from lockstep.train.tasks import Task, evaluate, joined_metrics
 from lockstep.train.tracing import StepTracer
+from lockstep.train.training_state import copied
 
 _FROM_THE_START = Resume()
 
@@ -80,7 +81,8 @@ class FitTask(Task):
         seed: of the order.
         first_epoch: epochs trained before: they have had their orders.
         first_step: steps trained before: they have had their random streams.
-        metrics: this rank's metrics.
+        metrics: this rank's metrics of training.
+        validation_metrics: those of the validation, where these are others.
         watched: there are callbacks.
         watches_beginnings: callbacks may act where an epoch begins.
         before_steps: callbacks may act before every step.
@@ -127,6 +129,7 @@ class FitTask(Task):
     shows_slots: bool = False
     takes_states: bool = False
     is_kept: bool = False
+    validation_metrics: Metrics | None = None
     loss_parts: LossParts = ONE_LOSS
     turns: LossParts = ONE_LOSS
     proves: bool = False
@@ -246,6 +249,8 @@ class FitTask(Task):
             batch, indices = bad_records.filtered(batch, indices, step, num_turns)
         with tracer.step(step), noting(worker, self.look, step) as noted:
             result = self._train_step(ensemble, StepBatch(batch, indices, step, observe))
+        if not worker.trains_apart:  # else at the epoch's end
+            self.metrics.settle(ensemble.control)
         if num_taken > len(indices):
             result = replace(result, num_bad=num_taken - len(indices))
         progress.num_steps += 1
@@ -325,7 +330,7 @@ class FitTask(Task):
         if not self._num_done(epoch) or self._start_of(epoch).served is not None:
             return []
         worker, control = ensemble.worker, ensemble.control
-        set_metrics(self.metrics, self.start.so_far, control)
+        self.metrics.go_on_from(copied(self.start.so_far["metrics"]), control)
         replica = own_replica(self.start.replicas, worker)
         if replica is not None:
             return results_so_far(replica["steps"], is_told=True)
@@ -451,7 +456,7 @@ class FitTask(Task):
             ensemble,
             self.validation,
             self.batch_size,
-            self.metrics,
+            self.validation_metrics or self.metrics,
             self.loss_parts,
             epoch,
             self._filter_of(ensemble, self.validation),

@@ -349,7 +349,7 @@ class FittingRunner(PersistentRunner):
         if self.schedule is None:
             return
         has_validation = fit.validation is not None
-        names = log_names(fit.loss, self.metrics, self._recipe.turns, has_validation=has_validation)
+        names = log_names(fit.loss, self.metrics, self._recipe, has_validation=has_validation)
         start = self._start_of(fit.feed)
         num_steps = None
         if fit.feed.num_steps is not None:
@@ -373,7 +373,8 @@ class FittingRunner(PersistentRunner):
             seed=self.seed,
             first_epoch=self._epochs_trained,
             first_step=self._steps_trained,
-            metrics=self.metrics,
+            metrics=Metrics(None) if self._recipe.train_step is not None else self.metrics,
+            validation_metrics=self.metrics.for_validation,
             watched=bool(callbacks),
             watches_beginnings=bool(acting(callbacks, "on_epoch_begin")),
             before_steps=bool(stopping(callbacks, "on_train_batch_begin")),

@@ -60,7 +60,7 @@ class MetricShows:
         """All ranks have made a step."""
         if not self._times.is_due():
             return
-        ranks = self._control.gather(self._metrics.light_states())
+        found = self._metrics.values_so_far(self._control)
         if self._control.rank == 0:
-            self._conductor.show_metrics(self._metrics.values_so_far(ranks))
+            self._conductor.show_metrics(found)
         self._times.set_next()

@@ -184,6 +184,7 @@ def evaluate(
                 num_bad += num_taken - len(indices)
             if len(indices):
                 losses += worker.evaluate_step(part, indices, observe)
+            metrics.settle(control)
             if bad_records is not None:
                 worker.barrier()
             if is_validation:
@@ -206,8 +207,5 @@ def joined_metrics(metrics: Metrics, control: Control) -> Logs:
     """What the metrics of all ranks have come to; on rank 0."""
     if not metrics:
         return {}
-    states = control.gather(metrics.states())
-    if control.rank != 0:
-        return {}
-    metrics.merge(states)
-    return metrics.values()
+    metrics.join(control)
+    return metrics.values() if control.rank == 0 else {}

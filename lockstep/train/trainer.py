@@ -181,7 +181,7 @@ class Trainer(FittingRunner):
         self.deterministic = deterministic
         self.callbacks = list(callbacks)
         self.stop_training = False
-        self.metrics = Metrics(metrics_named(metrics, loss), dims)
+        self.metrics = Metrics(metrics_named(metrics, loss), dims, seed)
         self.schedule = None if schedule is None else make_schedule(schedule, self._one_optimizer)
         self._loss = None if loss is None else adapt_loss(dims.loss(loss), loss_weights)
         check_names(self._loss, self.schedule, self.metrics)
@@ -203,7 +203,7 @@ class Trainer(FittingRunner):
 
     def log_names(self) -> list[str]:
         """Names of the values that an epoch may have in the history, with validation or without."""
-        names = log_names(self._loss, self.metrics, self._recipe.turns, has_validation=True)
+        names = log_names(self._loss, self.metrics, self._recipe, has_validation=True)
         rates = [] if self.schedule is None else ["lr"]
         skipped = ["skipped_steps"] if self._recipe.rules.on_nonfinite == "skip" else []
         return [*names, *rates, *skipped]
@@ -354,7 +354,8 @@ class Trainer(FittingRunner):
         feed = self._job_context.agreed_feed(take_in(data, wish))
         check_targets(sample_of(feed.source), loss, self.metrics)
         # Within a fit, the user's metrics are busy with the training data.
-        metrics = copy.deepcopy(self.metrics) if self._job_context.is_aside else self.metrics
+        metrics = self.metrics.for_validation
+        metrics = copy.deepcopy(metrics) if self._job_context.is_aside else metrics
         task = EvaluateTask(
             source=feed.source,
             batch_size=feed.batch_size,

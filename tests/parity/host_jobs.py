@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader, Dataset, TensorDataset
-from torchmetrics.classification import MulticlassAccuracy
+from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
 
 import lockstep
 from lockstep.callbacks import EarlyStopping, LambdaCallback, ModelCheckpoint
@@ -282,7 +282,12 @@ def plateau(optimizer: torch.optim.Optimizer) -> ReduceLROnPlateau:
 
 
 LOSSES = {"loss": nn.CrossEntropyLoss()}
-ACCURACY = {"metrics": {"accuracy": MulticlassAccuracy(num_classes=3)}}
+ACCURACY = {
+    "metrics": {
+        "accuracy": MulticlassAccuracy(num_classes=3),
+        "auroc": MulticlassAUROC(num_classes=3),
+    }
+}
 NORMED = partial(Net, normalised=True)
 
 JOBS: dict[str, Callable[[], Job]] = {

@@ -140,7 +140,7 @@ def test_the_progress_bar_shows_the_loss_of_each_step_and_now_and_then_all_value
     plain.fit(x, targets, callbacks=[diary], **OPTIONS)
     wanted = [logs for name, _, logs in diary.entries if name in ("batch ends", "epoch ends")]
     found = bar_of(monkeypatch, model.fit, x, targets)
-    assert [step for step, logs in enumerate(found) if len(logs) > 1] == [0, 16, 32, steps]
+    assert {0, steps} <= {step for step, logs in enumerate(found) if len(logs) > 1}  # by time
     assert len(found) == len(wanted) == steps + 1
     for ours, theirs in zip(found, wanted, strict=True):
         assert "loss" in ours

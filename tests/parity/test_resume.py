@@ -36,6 +36,16 @@ STRATEGIES = {
 }
 
 
+def multiclass_metrics() -> dict[str, torchmetrics.Metric]:
+    """One that is counted by share, and one that gets whole batches."""
+    options: dict[str, Any] = {"task": "multiclass", "num_classes": 3}
+    return {
+        "accuracy": torchmetrics.Accuracy(**options),
+        "auroc": torchmetrics.AUROC(**options),
+        "latest": torchmetrics.wrappers.Running(torchmetrics.Accuracy(**options), 3),
+    }
+
+
 def make_model(*, normed: bool = True) -> nn.Module:
     layers: list[nn.Module] = [nn.Linear(6, 16), nn.Tanh(), nn.Dropout(0.3), nn.Linear(16, 8)]
     return nn.Sequential(*layers, *([nn.BatchNorm1d(8)] if normed else []), nn.Linear(8, 3))
@@ -121,7 +131,7 @@ FEATURES: dict[str, Feature] = {
 def make_trainer(feature: str, strategy: str, *, seed: int = 0) -> lockstep.Trainer:
     torch.manual_seed(seed)
     found = FEATURES[feature]
-    metrics = {"accuracy": torchmetrics.Accuracy(task="multiclass", num_classes=3)}
+    metrics = multiclass_metrics()
     options = {"optimizer": partial(optim.Adam, lr=1e-2), "metrics": metrics, **found.options}
     return lockstep.Trainer(
         make_model(normed=found.normed),
@@ -361,12 +371,11 @@ def test_a_fit_goes_on_within_an_epoch(strategy: str, feature: str, place: str) 
 def test_a_fit_goes_on_on_another_number_of_devices() -> None:
     def make(number: int, seed: int) -> lockstep.Trainer:
         torch.manual_seed(seed)
-        accuracy = torchmetrics.Accuracy(task="multiclass", num_classes=3)
         return lockstep.Trainer(
             make_model(),
             loss=nn.CrossEntropyLoss(),
             optimizer=partial(optim.Adam, lr=1e-2),
-            metrics={"accuracy": accuracy},
+            metrics=multiclass_metrics(),
             strategy=SHARES[number](),
         )
 

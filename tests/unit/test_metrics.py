@@ -1,6 +1,7 @@
 """Metrics of several ranks, joined, are the metric of all samples."""
 
 import copy
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -8,10 +9,16 @@ import pytest
 import torch
 import torchmetrics
 from torch import Tensor
-from torchmetrics import Metric
+from torchmetrics import Metric, classification, wrappers
+from torchmetrics.text import Perplexity
 
-from lockstep.errors import OptionError
+from lockstep.checkpoint.trees import flattened
+from lockstep.errors import ModelError, OptionError
+from lockstep.parallel.control import Control, SoloControl
+from lockstep.parallel.passes import ShareOutput
+from lockstep.train import metric_kinds
 from lockstep.train.metrics import Metrics
+from lockstep.train.training_state import copied
 
 CLASSES = 4
 NUM_SAMPLES = 30
@@ -21,6 +28,8 @@ def make_samples(name: str) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(3)
     scores = torch.rand(NUM_SAMPLES, CLASSES, generator=generator, dtype=torch.float64).softmax(1)
     classes = torch.randint(CLASSES, (NUM_SAMPLES,), generator=generator)
+    if name == "for each output":
+        return scores[:, :1].contiguous(), (classes[:, None] == 0).double()
     if name in OF_NUMBERS:
         return scores[:, 1].contiguous(), (classes == 1).double()
     return scores, classes
@@ -69,6 +78,15 @@ def combined() -> Metric:
     return 1 - accuracy + torchmetrics.Recall(task="multiclass", num_classes=CLASSES)
 
 
+# These count no updates of their own.
+WRAPPERS: dict[str, Callable[[], Metric]] = {
+    "extremes of values": lambda: wrappers.MinMaxMetric(torchmetrics.MeanSquaredError()),
+    "a window": lambda: wrappers.Running(torchmetrics.MeanSquaredError(), 2),
+    "resampled": lambda: wrappers.BootStrapper(torchmetrics.MeanSquaredError()),
+    "for each output": lambda: wrappers.MultioutputWrapper(torchmetrics.MeanSquaredError(), 1),
+    "a sum": lambda: torchmetrics.MeanSquaredError() + torchmetrics.MeanAbsoluteError(),
+}
+
 METRICS: dict[str, Callable[[], Metric]] = {
     "accuracy": lambda: torchmetrics.Accuracy(task="multiclass", num_classes=CLASSES),
     "per class": lambda: torchmetrics.F1Score(task="multiclass", num_classes=CLASSES, average=None),
@@ -78,6 +96,7 @@ METRICS: dict[str, Callable[[], Metric]] = {
         task="multiclass", num_classes=CLASSES, thresholds=20
     ),
     "squared error": torchmetrics.MeanSquaredError,
+    "absolute error": torchmetrics.MeanAbsoluteError,
     "correlation": torchmetrics.PearsonCorrCoef,
     "explained variance": torchmetrics.ExplainedVariance,
     "mean": Confidence,
@@ -87,50 +106,95 @@ METRICS: dict[str, Callable[[], Metric]] = {
 }
 
 # Compare numbers with numbers; the others compare scores with classes.
-OF_NUMBERS = {"squared error", "correlation", "explained variance"}
+OF_NUMBERS = {"squared error", "absolute error", "correlation", "explained variance", *WRAPPERS}
 
-# Where the samples are cut into the ranks' shares, in updates of at most five.
-RANKS: dict[str, list[tuple[int, int]]] = {
-    "one": [(0, 30)],
-    "two": [(0, 17), (17, 30)],
-    "three": [(0, 10), (10, 11), (11, 30)],
-    "the last idle": [(0, 17), (17, 30), (30, 30)],
-    "the first idle": [(0, 0), (0, 17), (17, 30)],
-    "two idle": [(0, 0), (0, 0), (0, 30)],
+# Where the samples of a batch are cut into shares, one for each rank.
+RANKS: dict[str, list[int]] = {
+    "one": [0, 10],
+    "two": [0, 6, 10],
+    "three": [0, 4, 5, 10],
+    "the last idle": [0, 6, 10, 10],
+    "the first idle": [0, 0, 6, 10],
+    "two idle": [0, 0, 0, 10],
 }
+BATCH = 10
+
+
+class Told(Control):
+    """To ranks that run one after the other in this process, the first last."""
+
+    def __init__(self, rank: int, messages: list[list[Any]]) -> None:
+        self.rank, self.num_ranks = rank, len(messages)
+        self._messages = messages
+
+    def broadcast(self, obj: Any) -> Any:
+        return 1  # every batch is told
+
+    def gather(self, obj: Any) -> list[Any]:
+        self._messages[self.rank].append(obj)
+        return [] if self.rank else [told.pop(0) for told in self._messages]
+
+    def share(self, region: Any) -> Any:
+        raise NotImplementedError
+
+
+def controls(num_ranks: int) -> list[Told]:
+    messages: list[list[Any]] = [[] for _ in range(num_ranks)]
+    return [Told(rank, messages) for rank in range(num_ranks)]
+
+
+def share_of(samples: tuple[Tensor, Tensor], start: int, stop: int, share: int = 0) -> ShareOutput:
+    output, target = (part[start:stop] for part in samples)
+    return ShareOutput(
+        step=None, share=share, num_samples=stop - start, output=output, target=target
+    )
 
 
 def update(metrics: Metrics, samples: tuple[Tensor, Tensor], start: int, stop: int) -> None:
+    """On one rank, batches of at most five."""
     for low in range(start, stop, 5):
-        high = min(low + 5, stop)
-        metrics.update(samples[0][low:high], samples[1][low:high])
+        metrics.update(share_of(samples, low, min(low + 5, stop)))
+        metrics.settle(SoloControl())
 
 
-def run_ranks(metrics: Metrics, bounds: list[tuple[int, int]]) -> None:
-    """Every rank sees its samples; the first takes over the states of all."""
+def run_ranks(metrics: Metrics, bounds: list[int]) -> None:
+    """Every rank sees its share of each batch; the first gets the values of all."""
     samples = make_samples(next(iter(metrics.by_name), ""))
-    ranks = [metrics, *(copy.deepcopy(metrics) for _ in bounds[1:])]
-    for rank, (start, stop) in zip(ranks, bounds, strict=True):
+    ends = controls(len(bounds) - 1)
+    ranks = [metrics, *(copy.deepcopy(metrics) for _ in ends[1:])]
+    for rank in ranks:
         rank.reset()
-        update(rank, samples, start, stop)
-    metrics.merge([rank.states() for rank in ranks])
+    for first in range(0, NUM_SAMPLES, BATCH):
+        for number, (rank, control) in reversed([*enumerate(zip(ranks, ends, strict=True))]):
+            start, stop = bounds[number], bounds[number + 1]
+            if start < stop:
+                rank.update(share_of(samples, first + start, first + stop, number))
+            rank.settle(control)
+    for rank, control in reversed([*zip(ranks, ends, strict=True)]):
+        rank.join(control)
+
+
+def plain_value(name: str, size: int = BATCH) -> Any:
+    """What a plain loop finds."""
+    metric, samples = METRICS[name](), make_samples(name)
+    for start in range(0, NUM_SAMPLES, size):
+        metric.update(*(part[start : start + size] for part in samples))
+    return metric.compute()
 
 
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("name", METRICS)
-def test_joined_metrics_are_the_metric_of_all_samples(name: str, ranks: str) -> None:
+def test_joined_metrics_are_those_of_a_plain_loop(name: str, ranks: str) -> None:
     metrics = Metrics({name: METRICS[name]()})
     run_ranks(metrics, RANKS[ranks])
-    alone = Metrics({name: METRICS[name]()})
-    update(alone, make_samples(name), 0, NUM_SAMPLES)
-    expected, found = alone.values()[name], metrics.values()[name]
-    torch.testing.assert_close(torch_like(found), torch_like(expected), rtol=1e-5, atol=1e-6)
+    found = torch_like(metrics.values()[name])
+    torch.testing.assert_close(found, torch_like(plain_value(name)), rtol=1e-12, atol=1e-12)
 
 
 def torch_like(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: torch_like(part) for key, part in value.items()}
-    return torch.tensor(value, dtype=torch.float64)
+    return torch.as_tensor(value, dtype=torch.float64)
 
 
 @pytest.mark.parametrize("name", METRICS)
@@ -144,14 +208,15 @@ def test_an_epoch_after_a_merge_starts_anew(name: str) -> None:
 
 def test_a_metric_follows_the_outputs_to_their_device() -> None:
     """And what other ranks tell, in host memory, is joined there."""
-    metric = torchmetrics.MeanSquaredError()
-    metrics, other = Metrics({"error": metric}), Metrics({"error": torchmetrics.MeanSquaredError()})
-    metrics.update(torch.ones(3, device="meta"), torch.ones(3, device="meta"))
-    other.update(torch.ones(3), torch.zeros(3))
-    assert metric.sum_squared_error.device.type == "meta"
+    metric = METRICS["accuracy"]()
+    metrics, other = Metrics({"accuracy": metric}), Metrics({"accuracy": METRICS["accuracy"]()})
+    scores, classes = make_samples("accuracy")
+    metrics.update(share_of((scores.to("meta"), classes.to("meta")), 0, 9))
+    metrics._count_waiting()
+    assert metric.tp.device.type == "meta"
     metrics.reset()
-    metrics.merge(2 * [other.states()])
-    assert metric.sum_squared_error.device.type == "meta"
+    metrics._set_counts(2 * [other._counts()])
+    assert metric.tp.device.type == "meta"
 
 
 def test_each_of_several_metrics_has_its_own_states() -> None:
@@ -165,29 +230,168 @@ def test_each_of_several_metrics_has_its_own_states() -> None:
         assert together[name] == alone.values()[name]
 
 
-def test_one_ranks_states_stay_as_they_are() -> None:
-    extremes = Extremes()
-    for ranks in ("one", "two idle"):
-        run_ranks(Metrics({"extremes": extremes}), RANKS[ranks])
-        assert extremes.kept.shape == ()
-
-
-def test_what_was_computed_before_a_merge_is_forgotten() -> None:
-    first, second = (Metrics({"accuracy": METRICS["accuracy"]()}) for _ in range(2))
-    samples = make_samples("accuracy")
-    update(first, samples, 0, 7)
-    update(second, samples, 7, NUM_SAMPLES)
-    before = first.values()
-    first.merge([first.states(), second.states()])
-    assert first.values() != before
-
-
 def test_the_users_own_metric_holds_the_result() -> None:
-    accuracy = METRICS["accuracy"]()
-    metrics = Metrics({"accuracy": accuracy})
+    accuracy, error = METRICS["accuracy"](), METRICS["mean"]()
+    metrics = Metrics({"accuracy": accuracy, "error": error})
     run_ranks(metrics, RANKS["two"])
     assert accuracy.compute().item() == metrics.values()["accuracy"]
-    assert accuracy.update_count == 4 + 3
+    assert error.compute().item() == metrics.values()["error"]
+    assert accuracy.update_count == 2 * 3
+    assert error.update_count == 3
+
+
+@pytest.mark.parametrize("name", [*METRICS, *WRAPPERS])
+def test_a_training_goes_on_from_states(name: str) -> None:
+    """On other numbers of ranks, too."""
+    made = {**METRICS, **WRAPPERS}[name]
+    samples = make_samples(name)
+    whole, first, second = (Metrics({name: made()}) for _ in range(3))
+    update(whole, samples, 0, 30)
+    update(first, samples, 0, 15)
+    states = first.states(SoloControl())
+    flattened({"states": states})  # as files have it
+    second.go_on_from(copied(states), controls(2)[0])
+    second._num_batches = 3
+    update(second, samples, 15, 30)
+    assert repr(second.values()) == repr(whole.values())
+
+
+# --- what may be updated with parts of a batch ----------------------------------------------------
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"average": "micro"},
+    {"average": "weighted", "top_k": 2},
+    {"average": None, "ignore_index": 1},
+    {"average": "micro", "ignore_index": -1},
+]
+
+
+def counters() -> list[Metric]:
+    made = []
+    for name in metric_kinds._COUNTERS:
+        kind = getattr(classification, f"Multiclass{name}")
+        needed = {"num_classes": CLASSES} | ({"beta": 0.5} if name == "FBetaScore" else {})
+        for options in OPTIONS:
+            try:
+                made.append(kind(**needed, **options))
+            except (TypeError, ValueError):  # has no such option
+                assert options
+    return made
+
+
+def sums() -> list[Metric]:
+    kinds = [name.split(".") for name in metric_kinds._SUMS]
+    return [getattr(getattr(torchmetrics, module), name)() for module, name in kinds] + [
+        torchmetrics.MeanSquaredError(num_outputs=CLASSES),
+        Perplexity(ignore_index=2),
+    ]
+
+
+@pytest.mark.parametrize("shape", [(), (3,)])
+@pytest.mark.parametrize("metric", counters(), ids=lambda one: type(one).__name__)
+def test_counts_of_samples_are_the_counts_of_a_batch(
+    metric: Metric, shape: tuple[int, ...]
+) -> None:
+    assert metric_kinds.counts_samples(metric)
+    generator = torch.Generator().manual_seed(1)
+    scores = torch.randn(9, CLASSES, *shape, generator=generator)
+    classes = torch.randint(CLASSES, (9, *shape), generator=generator)
+    assert_adds_up(metric, scores, classes)
+
+
+@pytest.mark.parametrize("metric", sums(), ids=lambda one: type(one).__name__)
+def test_sums_of_samples_are_the_sums_of_a_batch(metric: Metric) -> None:
+    assert metric_kinds.sums_samples(metric)
+    generator = torch.Generator().manual_seed(1)
+    output = torch.rand(9, CLASSES, generator=generator, dtype=torch.float64)
+    if isinstance(metric, Perplexity):
+        output = torch.randn(9, 3, CLASSES, generator=generator, dtype=torch.float64)
+        target = torch.randint(CLASSES, (9, 3), generator=generator)
+    else:
+        target = torch.rand(9, CLASSES, generator=generator, dtype=torch.float64)
+    assert_adds_up(metric.set_dtype(torch.float64), output, target)
+
+
+def assert_adds_up(metric: Metric, output: Tensor, target: Tensor) -> None:
+    """States of all samples are the sum of those of each sample, alone."""
+    found = []
+    for start, stop in [(0, 9), *((number, number + 1) for number in range(9))]:
+        metric.reset()
+        metric.update(output[start:stop], target[start:stop])
+        found.append({name: getattr(metric, name).clone() for name in metric._defaults})
+    for name, whole in found[0].items():
+        assert whole.any() or name in ("fp", "fn", "tn")
+        torch.testing.assert_close(sum(one[name] for one in found[1:]), whole, rtol=1e-14, atol=0.0)
+
+
+@pytest.mark.parametrize(
+    "metric",
+    [
+        classification.BinaryAccuracy(),
+        classification.MultilabelAccuracy(num_labels=CLASSES),
+        classification.MulticlassAUROC(num_classes=CLASSES, thresholds=9),
+        classification.MulticlassAccuracy(num_classes=CLASSES, multidim_average="samplewise"),
+        Confidence(),
+    ],
+    ids=lambda one: type(one).__name__,
+)
+def test_what_may_look_at_an_update_gets_whole_batches(metric: Metric) -> None:
+    assert not metric_kinds.counts_samples(metric)
+    assert not metric_kinds.sums_samples(metric)
+
+
+# --- outputs of other forms ----------------------------------------------------------------------
+
+
+class Largest(Metric):
+    """Of one output among several."""
+
+    largest: Tensor
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+        self.add_state("largest", torch.zeros(()), dist_reduce_fx="max")
+
+    def update(self, output: dict[str, Any], target: Tensor) -> None:
+        self.largest = torch.maximum(self.largest, output[self.name].sum())
+
+    def compute(self) -> Tensor:
+        return self.largest
+
+
+def outputs_of(share: int) -> dict[str, Any]:
+    return {
+        "rows": torch.full((2, 3), 1.0 + share),
+        "same": torch.tensor(4.0),
+        "loss": torch.tensor(1.0 * share),
+        "padded": torch.ones(2, 3 + share),
+        "prototypes": torch.arange(2.0),
+        "repeated": torch.ones(2),
+    }
+
+
+@pytest.mark.parametrize(("name", "value"), [("rows", 18.0), ("same", 4.0), ("repeated", 4.0)])
+def test_outputs_are_put_together(name: str, value: float) -> None:
+    assert largest_of(name) == value
+
+
+@pytest.mark.parametrize("name", ["loss", "padded", "prototypes"])
+def test_only_what_a_metric_uses_must_go_together(name: str) -> None:
+    with pytest.raises(ModelError, match="a row for each sample"):
+        largest_of(name)
+
+
+def largest_of(name: str) -> Any:
+    """Of two shares with two samples each."""
+    metrics = Metrics({"largest": Largest(name)})
+    for share in range(2):
+        output, target = outputs_of(share), torch.zeros(2)
+        part = ShareOutput(step=None, share=share, num_samples=2, output=output, target=target)
+        metrics.update(part)
+    metrics.settle(SoloControl())
+    return metrics.values()["largest"]
 
 
 # --- small outputs, which are counted several at a time ------------------------------------------
@@ -216,7 +420,7 @@ def test_only_plain_counts_wait_for_more_samples(
     sizes, metrics = watch_updates(made, monkeypatch), Metrics({name: made})
     update(metrics, make_samples(name), 0, 20)
     counted = len(sizes)
-    metrics.states()
+    metrics._count_waiting()
     assert counted == (0 if name in COUNTED else 4)
     assert sizes == ([20] if name in COUNTED else [5] * 4)
     if name in COUNTED:
@@ -230,10 +434,10 @@ def test_what_waits_is_counted_as_it_was() -> None:
     for start in range(0, NUM_SAMPLES, 6):
         output, target = scores[start : start + 6].clone(), classes[start : start + 6].clone()
         expected.by_name["accuracy"].update(output, target)
-        metrics.update(output, target)
+        metrics.update(share_of((output, target), 0, 6))
         output.zero_()
         target.zero_()
-    metrics.states()
+    metrics._count_waiting()
     assert metrics.values() == expected.values()
 
 
@@ -242,10 +446,10 @@ def test_not_many_wait_and_none_beyond_a_reset(monkeypatch: pytest.MonkeyPatch) 
     sizes, metrics = watch_updates(accuracy, monkeypatch), Metrics({"accuracy": accuracy})
     scores, classes = make_samples("accuracy")
     for _ in range(50):
-        metrics.update(scores[:3], classes[:3])
+        metrics.update(share_of((scores, classes), 0, 3))
     assert sizes == [32 * 3]
     metrics.reset()
-    metrics.states()
+    metrics._count_waiting()
     assert sizes == [32 * 3]
     assert accuracy.update_count == 0
 
@@ -254,14 +458,18 @@ def test_what_is_large_or_of_another_form_does_not_wait(monkeypatch: pytest.Monk
     accuracy = METRICS["accuracy"]()
     sizes, metrics = watch_updates(accuracy, monkeypatch), Metrics({"accuracy": accuracy})
     scores, classes = make_samples("accuracy")
-    metrics.update(scores, classes)
-    metrics.update(scores.float(), classes)  # those of another type come first
+
+    def give(output: Tensor, target: Tensor) -> None:
+        metrics.update(share_of((output, target), 0, len(output)))
+
+    give(scores, classes)
+    give(scores.float(), classes)  # those of another type come first
     assert sizes == [30]
-    metrics.update(scores.repeat(200, 1), classes.repeat(200))
+    give(scores.repeat(200, 1), classes.repeat(200))
     assert sizes == [30, 30, 6000]
-    metrics.update(scores.argmax(1), classes)  # classes in place of scores
+    give(scores.argmax(1), classes)  # classes in place of scores
     assert sizes == [30, 30, 6000, 30]
-    metrics.update(scores[:, :, None].expand(-1, -1, 2), classes[:, None].expand(-1, 2))
+    give(scores[:, :, None].expand(-1, -1, 2), classes[:, None].expand(-1, 2))
     assert sizes == [30, 30, 6000, 30, 30]
 
 
@@ -288,16 +496,25 @@ def test_values_are_plain_numbers_lists_and_dicts() -> None:
     assert {type(one) for one in values["wrapped"].values()} == {float}
 
 
-def test_a_metric_that_saw_nothing_has_no_value() -> None:
-    metrics = Metrics({"accuracy": METRICS["accuracy"]()})
-    run_ranks(metrics, [(0, 0), (0, 0)])
-    assert metrics.values() == {}
+@pytest.mark.parametrize("name", [*METRICS, *WRAPPERS])
+def test_a_metric_that_saw_nothing_is_no_number(name: str) -> None:
+    metrics = Metrics({name: {**METRICS, **WRAPPERS}[name]()})
+    assert math.isnan(metrics.values()[name])
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_what_a_wrapper_comes_to_is_there(name: str) -> None:
+    metrics = Metrics({name: WRAPPERS[name]()})
+    run_ranks(metrics, RANKS["three"])
+    alone = Metrics({name: WRAPPERS[name]()})
+    run_ranks(alone, RANKS["one"])
+    assert repr(metrics.values()) == repr(alone.values())
+    assert metrics.values()[name] != 0.0
 
 
 @pytest.mark.parametrize("given", [None, {}])
 def test_no_metrics_are_false(given: Any) -> None:
     assert not Metrics(given)
-    assert Metrics(given).states() == []
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {

@@ -86,7 +86,7 @@ ATTRIBUTES = {
     "process group": ("_Options",),
     "transformer": ("_can_record_outputs",),
     "hook": ("next_id",),
-    "metric": ("_computed", "_reductions", "_update_count"),
+    "metric": ("_computed", "_defaults", "_update_count"),
 }
 
 # Of Python itself.

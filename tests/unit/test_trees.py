@@ -121,7 +121,7 @@ UNLIKE: dict[str, tuple[list[Any], str]] = {
 @pytest.mark.parametrize("name", UNLIKE)
 def test_what_cannot_be_joined_is_told(name: str) -> None:
     trees, message = UNLIKE[name]
-    with pytest.raises(ModelError, match=f"predict joins.*{message}"):
+    with pytest.raises(ModelError, match=f"Outputs are joined.*{message}"):
         concatenate(trees)
 
 

@@ -1,10 +1,11 @@
 """Keras metrics on many ranks: the driver's own objects hold the values of all.
 
-Every rank updates a copy with the outputs it has computed, and rank 0 adds up the states: the
-states of Keras's own metrics are sums over samples, but for those that look across samples. Of
-these, and of any other metric, one of the user's or a mean over what a function of the user's
-returns for a batch, nothing is known. So such a metric is updated on rank 0 alone, with the outputs
-of the whole batch.
+The states of Keras's own metrics are sums over samples, but for those that look across samples.
+Every rank has sums of its own for each share, and rank 0 adds them up in the tree of all sums
+(``plan.sum_tree``), so values have the same bits on any number of ranks. Of a metric that looks
+across samples, and of any other metric, one of the user's or a mean over what a function of the
+user's returns for a batch, nothing is known. So such a metric is updated on rank 0 alone, with the
+outputs of the whole batch (``train.metrics``).
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,11 +16,13 @@ import torch
 from keras import tree
 from keras.src.metrics.reduction_metrics import MeanMetricWrapper
 
-from lockstep.data.trees import Tree, map_tensors
+from lockstep.data.trees import Tree
 from lockstep.errors import ModelError
 from lockstep.frontends.keras.reductions import is_of_each_sample, masked
 from lockstep.parallel.control import Control
-from lockstep.train.metrics import Metrics
+from lockstep.parallel.passes import ShareOutput
+from lockstep.plan.sum_tree import tree_sum
+from lockstep.train.metrics import Metrics, Seen
 from lockstep.units import first_few
 
 # A share's outputs, masks, targets and sample weights.
@@ -49,35 +52,44 @@ class KerasMetrics(Metrics):
             _is_sum(metric) and (has_rows or not isinstance(metric, MeanMetricWrapper))
             for metric in compiled.metrics
         )
-        self._seen: list[_Seen] = []
+        self._shares: dict[int, list[torch.Tensor]] = {}  # by share, its sums
+        self._before: dict[int, list[torch.Tensor]] = {}  # those to go on from, of all ranks
 
     def __bool__(self) -> bool:
         return self._compiled is not None
 
     def reset(self) -> None:
-        self._seen.clear()
+        super().reset()
+        self._shares.clear()
+        self._before.clear()
         for metric in self._each():
             metric.reset_state()
 
     def _each(self) -> list[Any]:
         return [*self._of_layers, *([] if self._compiled is None else [self._compiled])]
 
-    def update(self, output: Tree, target: Tree) -> None:
-        seen = (output["outputs"], output["masks"], *target)
-        if self.are_known:
-            self._update(seen)
-        else:
-            self._seen.append(map_tensors(torch.Tensor.clone, seen))
+    # --- shares and batches ----------------------------------------------------------------------
 
-    def settle(self, control: Control) -> None:
-        """After a step, in which all ranks have seen their shares."""
-        if self.are_known or not self:
+    def update(self, part: ShareOutput) -> None:
+        seen = (part.output["outputs"], part.output["masks"], *part.target)
+        if not self.are_known:
+            self._keep(part, [], seen)
             return
-        seen, self._seen = self._seen, []
-        gathered = control.gather(seen)
-        shares = [share for own in gathered for share in own]
-        if shares:
-            self._update(tree.map_structure(_joined, *shares))
+        with _holding(self._compiled.variables, self._sums_of(part.share)):
+            self._update(seen)
+
+    def _sums_of(self, share: int) -> list[torch.Tensor]:
+        if share not in self._shares:
+            zeros = [torch.zeros_like(one.value.detach()) for one in self._compiled.variables]
+            self._shares[share] = self._before.pop(share, zeros)
+        return self._shares[share]
+
+    @property
+    def _needs_batches(self) -> bool:
+        return not self.are_known
+
+    def _update_batch(self, batch: int, shares: Sequence[Seen]) -> None:
+        self._update(tree.map_structure(_joined, *(one.tree for one in shares)))
 
     @torch.no_grad()
     def _update(self, seen: _Seen) -> None:
@@ -85,39 +97,82 @@ class KerasMetrics(Metrics):
         outputs = tree.map_structure(masked, outputs, masks)
         self._compiled.update_state(targets, outputs, sample_weight=weights)
 
-    def states(self) -> list[Any]:
-        return [
-            [variable.value.detach().clone() for variable in metric.variables]
-            for metric in self._each()
-        ]
-
-    def merge(self, ranks: list[list[Any]]) -> None:
-        for metric, *states in zip(self._each(), *ranks, strict=True):
-            is_sum = self.are_known or metric in self._of_layers
-            for variable, *values in zip(metric.variables, *states, strict=True):
-                variable.assign(torch.stack(values).sum(0) if is_sum else values[0])
+    # --- ranks -----------------------------------------------------------------------------------
 
     def join(self, control: Control) -> None:
-        """Have rank 0 hold what all ranks have counted, and the others nothing."""
-        counted = [metric for metric in self._each() if self.are_known or metric in self._of_layers]
-        if not counted or control.num_ranks == 1:
+        """Have rank 0's metrics hold what all ranks have counted."""
+        if self._needs_batches:
+            self._bring(control)
+        elif self:
+            sums = [*self._sums_of_all(control).items()]
+            for number, variable in enumerate(self._compiled.variables if sums else ()):
+                variable.assign(tree_sum({share: own[number] for share, own in sums}))
+        self._join_layers(control)
+
+    def _sums_of_all(self, control: Control) -> dict[int, list[torch.Tensor]]:
+        """The sums of each share, on rank 0; where ranks take what comes, several have some."""
+        found: dict[int, list[torch.Tensor]] = {}
+        for own in control.gather(self._shares):
+            for share, sums in own.items():
+                before = found.get(share)
+                found[share] = sums if before is None else list(map(torch.add, before, sums))
+        return {**self._before, **found} if control.rank == 0 else {}
+
+    def _join_layers(self, control: Control) -> None:
+        """Each rank has counted what its layers have seen."""
+        if not self._of_layers or control.num_ranks == 1:
             return
-        variables = [variable for metric in counted for variable in metric.variables]
-        ranks = control.gather([variable.value.detach().clone() for variable in variables])
+        ranks = control.gather(_values_of(self._of_layers))
         if control.rank != 0:
-            for metric in counted:
+            for metric in self._of_layers:
                 metric.reset_state()
-            return
-        for variable, *values in zip(variables, *ranks, strict=True):
-            variable.assign(torch.stack(values).sum(0))
+        else:
+            columns = [zip(*own, strict=True) for own in zip(*ranks, strict=True)]
+            assign_each(
+                self._of_layers, [[torch.stack(one).sum(0) for one in own] for own in columns]
+            )
 
     @contextmanager
     def joined(self, control: Control) -> Iterator[None]:
         """Within the block rank 0 holds what all ranks have counted; then all have their own."""
-        own = self.states()
+        own = _values_of(self._of_layers)
         self.join(control)
         yield
-        self.merge([own])
+        assign_each(self._of_layers, own)
+
+    def states(self, control: Control) -> Tree:
+        with self.joined(control):
+            shares = [list(one) for one in self._sums_of_all(control).items()] if self else []
+            return {"shares": shares, "values": _values_of(self._each())}
+
+    def go_on_from(self, states: Tree, control: Control) -> None:
+        self._before = dict(states["shares"])
+        if control.rank == 0:
+            assign_each(self._each(), states["values"])
+
+
+@contextmanager
+def _holding(variables: Sequence[Any], values: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Within the block variables have other memory, to which they are written."""
+    before = [variable._value.data for variable in variables]
+    for variable, value in zip(variables, values, strict=True):
+        variable._value.data = value
+    try:
+        yield
+    finally:
+        for variable, value in zip(variables, before, strict=True):
+            variable._value.data = value
+
+
+def _values_of(metrics: Sequence[Any]) -> list[list[torch.Tensor]]:
+    return [[one.value.detach().clone() for one in metric.variables] for metric in metrics]
+
+
+def assign_each(metrics: Sequence[Any], values: Sequence[Sequence[torch.Tensor]]) -> None:
+    """Have metrics hold values, one for each variable."""
+    for metric, own in zip(metrics, values, strict=True):
+        for variable, value in zip(metric.variables, own, strict=True):
+            variable.assign(value)
 
 
 def _check_layers(metrics: Sequence[Any]) -> None:

@@ -10,8 +10,9 @@ from typing import Any
 
 from keras.src.utils.python_utils import pythonify_logs
 
+from lockstep.data.trees import Tree
 from lockstep.frontends.keras.conducting import EvaluationConductor, KerasFitConductor
-from lockstep.frontends.keras.metrics import KerasMetrics
+from lockstep.frontends.keras.metrics import KerasMetrics, assign_each
 from lockstep.frontends.keras.own_steps import OwnSteps
 from lockstep.frontends.keras.share_steps import ShareSteps
 from lockstep.frontends.keras.staged_steps import StagedStep, StagedSteps
@@ -44,10 +45,8 @@ class StepMetrics(KerasMetrics):
         super().__init__(None)
         self._of_layers = metrics_of(model)
 
-    def merge(self, ranks: list[list[Any]]) -> None:
-        for metric, values in zip(self._each(), ranks[0], strict=True):
-            for variable, value in zip(metric.variables, values, strict=True):
-                variable.assign(value)
+    def go_on_from(self, states: Tree, control: Control) -> None:
+        assign_each(self._each(), states["values"])
 
     def join(self, control: Control) -> None:
         """All ranks have the values of all samples."""

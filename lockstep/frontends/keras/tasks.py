@@ -146,7 +146,6 @@ class KerasFitTask(FitTask):
     def _train_step(self, ensemble: Ensemble, batch: StepBatch) -> StepResult:
         self.loss.run_on(ensemble.worker.plan, ensemble.worker.rank)
         result = super()._train_step(ensemble, batch)
-        self.metrics.settle(ensemble.control)
         self._results.append(result)
         if self.tells == "each":  # callbacks may look at the metrics themselves
             self.metrics.join(ensemble.control)
