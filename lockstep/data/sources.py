@@ -15,6 +15,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from lockstep.accelerators import sent
+from lockstep.data.huggingface import collate_rows, has_plain_rows
 from lockstep.data.map_style import name_of, read_items
 from lockstep.data.mapped_files import remember_file
 from lockstep.data.read_ahead import Prefetch, ReadAhead
@@ -154,6 +155,8 @@ class DatasetSource(Source):
         return read_items(self.dataset, indices)
 
     def _collated(self, items: list[Any], indices: torch.Tensor) -> Any:
+        if has_plain_rows(self.dataset):
+            return collate_rows(items)
         try:
             return _collated(items)
         except RuntimeError as error:  # torch's, of tensors that cannot be stacked

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from lockstep.data.huggingface import collate_rows, has_plain_rows
 from lockstep.data.sources import ArraySource, Source, array_source
 from lockstep.data.trees import Tree
 from lockstep.errors import DataError
@@ -93,8 +94,9 @@ def as_stream(data: Any, *, name: str, batch_size: int, with_targets: bool = Tru
         with_targets: see ``Stream``.
     """
     make = partial(Stream, name=name, kind=type(data).__name__, with_targets=with_targets)
-    if isinstance(data, IterableDataset):
-        samples: DataLoader[Any] = DataLoader(data, batch_size=batch_size)
+    if isinstance(data, IterableDataset) or (has_plain_rows(data) and not _is_indexed(data)):
+        collate = collate_rows if has_plain_rows(data) else None
+        samples: DataLoader[Any] = DataLoader(data, batch_size=batch_size, collate_fn=collate)
         return make(begin=partial(iter, samples), has_batches=False)
     if isinstance(data, DataLoader) or _is_of_tensorflow(data):
         return make(
