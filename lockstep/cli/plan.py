@@ -15,7 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print the Plan."""
-    job = load_job(options.target)
+    job = load_job(options.target, "plan")
     plan = make_strategy(options).plan(
         job.model, batch_size=job.batch_size, sample=job.data, batch_dim=job.batch_dim
     )

@@ -174,13 +174,17 @@ _STRATEGIES: dict[str, Callable[[argparse.Namespace], Strategy]] = {
 # --- targets ------------------------------------------------------------------------------------
 
 
-def load_job(target: str) -> Job:
+def load_job(target: str, command: str) -> Job:
     """The Job that a TARGET's function returns.
+
+    Args:
+        target: as the user has written it.
+        command: of ``lockstep``, for messages.
 
     Raises:
         OptionError: there is no such file or function, it fails, or returns something else.
     """
-    path, name = _parse(target)
+    path, name = _parse(target, command)
     make = _function(_import(path), name)
     job = _guarded(f"{name} of {path.name} fails.", path, make)
     if not isinstance(job, Job):
@@ -192,13 +196,13 @@ def load_job(target: str) -> Job:
     return job
 
 
-def _parse(target: str) -> tuple[Path, str]:
+def _parse(target: str, command: str) -> tuple[Path, str]:
     file, colon, name = target.rpartition(":")
     if not colon or not name.isidentifier() or not file.endswith(".py"):
         raise OptionError(
             "A TARGET must be file.py:function.",
             received=target,
-            fix="For example: lockstep verify job.py:make_job",
+            fix=f"For example: lockstep {command} job.py:make_job",
         )
     path = Path(file).resolve()
     if not path.is_file():

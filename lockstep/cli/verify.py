@@ -43,7 +43,7 @@ def run(options: argparse.Namespace) -> int:
         LockstepError: the options, the file or the job are not what they must be.
     """
     strategy = make_strategy(options)
-    job = load_job(options.target)
+    job = load_job(options.target, "verify")
     try:
         report = verify_job(
             job,

@@ -15,12 +15,10 @@ from torch import nn, optim
 
 from lockstep.data.bad_records import OnBadRecord
 from lockstep.data.batch_dims import BatchDims
-from lockstep.data.sources import Source, as_input_source, joined
-from lockstep.data.trees import Tree, concatenate, map_tensors, tensors_of
-from lockstep.errors import DataError, OptionError
+from lockstep.data.sources import as_input_source, joined
+from lockstep.data.trees import Tree, concatenate, map_tensors
 from lockstep.launch.failure import ending_with
 from lockstep.options import checks_names
-from lockstep.parallel.blank import allocate, build_on_meta, check_on_meta
 from lockstep.parallel.gradient_rules import OnNonFinite
 from lockstep.parallel.loss_options import adapt_loss
 from lockstep.train.batch_size import BatchSizeSearch
@@ -32,12 +30,11 @@ from lockstep.train.checks import (
     check_names,
     check_targets,
     log_names,
-    prepare_model,
 )
 from lockstep.train.conductor import Conductor
 from lockstep.train.describing import describe
-from lockstep.train.feeding import SharedStream, sample_of
-from lockstep.train.fitting import FitRequest, FittingRunner
+from lockstep.train.feeding import sample_of
+from lockstep.train.fitting import FitRequest
 from lockstep.train.history import History
 from lockstep.train.intake import DEFAULT_BATCH_SIZE, Feed, Wish, take_in
 from lockstep.train.interrupt import held_termination
@@ -45,16 +42,18 @@ from lockstep.train.job_context import JobContext, StrategyLike
 from lockstep.train.known_modules import known_modules
 from lockstep.train.learning_rates import make_schedule
 from lockstep.train.metrics import Metrics
+from lockstep.train.model_making import check_scope, made_models, shaped_inputs
 from lockstep.train.optimizers import Optimizers, make_optimizers
 from lockstep.train.rate_rules import rule_of
 from lockstep.train.recipe import AnyUpdater, Recipe
-from lockstep.train.scope import current_dims, current_strategy
+from lockstep.train.scope import current_strategy
 from lockstep.train.spelled import loss_named, metrics_named, optimizer_named
 from lockstep.train.tasks import EvaluateTask, PredictTask
+from lockstep.train.trying import TryingRunner
 from lockstep.train.wrapped_updaters import EMA
 
 
-class Trainer(FittingRunner):
+class Trainer(TryingRunner):
     """Trains a PyTorch model under a strategy, with the weights one device would have given.
 
     Args:
@@ -164,9 +163,9 @@ class Trainer(FittingRunner):
         )
         if strategy is None:
             strategy = current_strategy()
-            _check_scope(dims)
+            check_scope(dims)
         with torch.inference_mode(False):  # what is made there can never be trained
-            made, meta_model = _made(model, precision)
+            made, meta_model = made_models(model, precision)
             super().__init__(
                 made,
                 meta_model=meta_model,
@@ -178,6 +177,20 @@ class Trainer(FittingRunner):
                 dims=dims,
             )
             self.optimizer = make_optimizers(optimizer, self.model, train_step)
+        self._job_parts = {
+            "loss": loss,
+            "loss_weights": loss_weights,
+            "train_step": train_step,
+            "batch_dim": batch_dim,
+        }
+        parts = {
+            "clip_norm": clip_norm,
+            "clip_value": clip_value,
+            "accumulate": accumulate > 1,
+            "average": average,
+            "schedule": schedule,
+        }
+        self._unproved = [name for name, part in parts.items() if part]
         self.deterministic = deterministic
         self.callbacks = list(callbacks)
         self.stop_training = False
@@ -437,51 +450,8 @@ class Trainer(FittingRunner):
     def _predict_none(self, feed: Feed) -> Tree:
         """No samples: outputs of the right kind and shape, found with one made-up sample."""
         made_up = map_tensors(
-            lambda tensor: tensor.new_zeros(1, *tensor.shape[1:]), _inputs(feed.source)
+            lambda tensor: tensor.new_zeros(1, *tensor.shape[1:]), shaped_inputs(feed.source)
         )
         source = as_input_source(made_up, name="inputs")
         outputs = self._predict(Feed(source=source, batch_size=1, num_steps=1))
         return map_tensors(lambda tensor: tensor[:0], outputs)
-
-
-def _made(
-    model: nn.Module | Callable[[], nn.Module], precision: str
-) -> tuple[nn.Module, nn.Module]:
-    """The model, and one of the same shape to look at: itself, or one without memory."""
-    if isinstance(model, nn.Module) and not any(one.is_meta for one in model.parameters()):
-        prepare_model(model, precision)
-        return model, model
-    if isinstance(model, nn.Module):
-        check_on_meta(model)
-        made, meta_model = model, copy.deepcopy(model)
-    else:
-        made, meta_model = build_on_meta(model), build_on_meta(model)
-    for one in (made, meta_model):
-        prepare_model(one, precision)
-    allocate(made)
-    return made, meta_model.to("meta")
-
-
-def _inputs(source: Source | SharedStream) -> Tree:
-    inputs = getattr(source, "inputs", None)
-    if next(tensors_of(inputs), None) is None:
-        raise DataError(
-            "An empty dataset says nothing of the shape of its samples.",
-            received="a dataset of length 0",
-            fix="Pass an array of shape (0, ...) instead.",
-        )
-    return inputs
-
-
-def _check_scope(dims: BatchDims) -> None:
-    """The scope's ``batch_dim`` is for Keras models: a Trainer must not seem to have it.
-
-    Raises:
-        OptionError: it has another.
-    """
-    if current_dims() and current_dims() != dims:
-        raise OptionError(
-            "A scope's `batch_dim` is for Keras models.",
-            received="a Trainer with another one",
-            fix="Pass batch_dim to the Trainer, too.",
-        )

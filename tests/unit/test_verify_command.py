@@ -139,6 +139,14 @@ MISTAKES = {
 }
 
 
+@pytest.mark.parametrize("command", ["plan", "verify"])
+def test_advice_names_the_command_that_was_given(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([command, "job.py"]) == 2
+    assert f"For example: lockstep {command} job.py:make_job" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", MISTAKES)
 def test_mistakes_in_the_target_take_one_line(
     name: str, file: Path, capsys: pytest.CaptureFixture[str]

@@ -1,0 +1,63 @@
+"""What a Trainer is made of: its model, in the precision asked for, and where samples are in it."""
+
+import copy
+from collections.abc import Callable
+
+from torch import nn
+
+from lockstep.data.batch_dims import BatchDims
+from lockstep.data.sources import Source
+from lockstep.data.trees import Tree, tensors_of
+from lockstep.errors import DataError, OptionError
+from lockstep.parallel.blank import allocate, build_on_meta, check_on_meta
+from lockstep.train.checks import prepare_model
+from lockstep.train.feeding import SharedStream
+from lockstep.train.scope import current_dims
+
+
+def made_models(
+    model: nn.Module | Callable[[], nn.Module], precision: str
+) -> tuple[nn.Module, nn.Module]:
+    """The model, and one of the same shape to look at: itself, or one without memory."""
+    if isinstance(model, nn.Module) and not any(one.is_meta for one in model.parameters()):
+        prepare_model(model, precision)
+        return model, model
+    if isinstance(model, nn.Module):
+        check_on_meta(model)
+        made, meta_model = model, copy.deepcopy(model)
+    else:
+        made, meta_model = build_on_meta(model), build_on_meta(model)
+    for one in (made, meta_model):
+        prepare_model(one, precision)
+    allocate(made)
+    return made, meta_model.to("meta")
+
+
+def shaped_inputs(source: Source | SharedStream) -> Tree:
+    """Inputs of no samples, which say what shape a sample has.
+
+    Raises:
+        DataError: there are none.
+    """
+    inputs = getattr(source, "inputs", None)
+    if next(tensors_of(inputs), None) is None:
+        raise DataError(
+            "An empty dataset says nothing of the shape of its samples.",
+            received="a dataset of length 0",
+            fix="Pass an array of shape (0, ...) instead.",
+        )
+    return inputs
+
+
+def check_scope(dims: BatchDims) -> None:
+    """The scope's ``batch_dim`` is for Keras models: a Trainer must not seem to have it.
+
+    Raises:
+        OptionError: it has another.
+    """
+    if current_dims() and current_dims() != dims:
+        raise OptionError(
+            "A scope's `batch_dim` is for Keras models.",
+            received="a Trainer with another one",
+            fix="Pass batch_dim to the Trainer, too.",
+        )

@@ -1,0 +1,113 @@
+"""What a Trainer tells of a training without making it: its Plan, and the proof of it."""
+
+from contextlib import closing
+from dataclasses import replace
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from lockstep.data.sources import joined
+from lockstep.errors import OptionError
+from lockstep.options import checks_names
+from lockstep.plan.spec import Plan
+from lockstep.train.checks import check_counts
+from lockstep.train.feeding import sample_of
+from lockstep.train.fitting import FittingRunner
+from lockstep.train.intake import DEFAULT_BATCH_SIZE, Wish, take_in
+from lockstep.units import listed
+
+
+class TryingRunner(FittingRunner):
+    """A runner that can be asked what it would do.
+
+    Attributes:
+        _job_parts: loss, step and form of the data, as the user has given them.
+        _unproved: names of the options that a proof leaves out.
+    """
+
+    _job_parts: dict[str, Any]
+    _unproved: list[str]
+
+    @checks_names
+    def plan_for(self, data: Any, y: Any = None, *, batch_size: int | None = None) -> Plan:
+        """The Plan by which ``fit`` would train on this data, without training.
+
+        Args:
+            data: as in ``fit``. Of what can only be iterated, the first batch is read.
+            y: likewise.
+            batch_size: likewise.
+
+        Returns:
+            The Plan for this host: ``print(plan)`` shows it.
+        """
+        (batch_size,) = check_counts({"batch_size": batch_size})
+        wish = Wish(name="data", batch_size=batch_size, seed=self.seed, dims=self._dims)
+        maker = self._maker()
+        feed = take_in(joined(data, y, None), wish)
+        with closing(feed), torch.inference_mode(False):
+            maker.check_batch_size(feed.batch_size)
+            samples = sample_of(feed.source)
+            plan, _ = self._planning.plan(maker, self.precision, samples, feed.batch_size)
+            return self._recipe.plan(plan)
+
+    @checks_names
+    def verify(
+        self,
+        data: Any,
+        y: Any = None,
+        *,
+        batch_size: int = DEFAULT_BATCH_SIZE,
+        steps: int = 5,
+        seed: int = 0,
+        bits: bool = False,
+        self_test: bool = False,
+    ) -> Any:
+        """Prove that the strategy gives the weights that one device would have given.
+
+        Both sides train copies of the model and the optimizer in float64; the Trainer's own stay as
+        they are. Clipping, accumulation, averages and schedules are not part of the proof: the
+        report notes those that the Trainer has.
+
+        Args:
+            data: as in ``fit``.
+            y: likewise.
+            batch_size: likewise.
+            steps: see ``lockstep.verify``, as for the rest.
+            seed: likewise.
+            bits: likewise.
+            self_test: likewise.
+
+        Returns:
+            The report of ``lockstep.verify``: ``print`` it, or ask ``report.passed``.
+
+        Raises:
+            OptionError: there is no strategy, loss or optimizer.
+        """
+        public = import_module("lockstep")  # as a script asks: this floor imports none above it
+        if self.strategy is None:
+            raise OptionError(
+                "verify compares a strategy with one device.",
+                received="strategy=None",
+                fix="Give the Trainer one: lockstep.MirroredStrategy(devices=2), for example.",
+            )
+        self._check_trainable()
+        if self._recipe.train_step is None:
+            self._need_loss("verify")
+        self._initialize()
+        job = public.Job(
+            model=self.model,
+            optimizer=self.optimizer,
+            data=joined(data, y, None),
+            batch_size=batch_size,
+            **self._job_parts,
+        )
+        report = public.verify(
+            job, self.strategy, steps=steps, seed=seed, bits=bits, self_test=self_test
+        )
+        if not self._unproved:
+            return report
+        note = (
+            f"Of the Trainer's options these are not part of the proof: {listed(self._unproved)}."
+        )
+        return replace(report, notes=(*report.notes, note))
