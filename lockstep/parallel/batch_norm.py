@@ -23,6 +23,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from lockstep.accelerators import sent
 from lockstep.capture.layers import BatchLayer, num_features_of
 from lockstep.errors import LockstepError, ModelError
+from lockstep.launch.failure import add_note
 from lockstep.parallel.redirection import Redirection
 
 # row -> rows of all filled shares, shape (shares, len(row)), in the order of the shares
@@ -144,6 +145,17 @@ class GlobalStatistics:
             input, weight, bias, eps, statistics, settle
         )
         return output
+
+
+def note_lone_sample(error: BaseException) -> None:
+    """Say in an error of torch's that a microbatch had one sample, if that is what it is about."""
+    if "Expected more than 1 value per channel" in str(error):
+        add_note(
+            error,
+            "In a pipeline BatchNorm takes the statistics of each microbatch, and one has a single "
+            "sample. Use fewer microbatches (microbatches=1 computes what one device does), or "
+            "larger batches, the last one included.",
+        )
 
 
 _redirection = Redirection("batch_norm")

@@ -8,7 +8,7 @@ from lockstep.parallel.update import Updater
 from lockstep.plan.averaging import AveragedUpdate
 from lockstep.plan.spec import Plan
 from lockstep.train.updater_sets import UpdaterSet
-from lockstep.train.wrapped_updaters import Averages
+from lockstep.train.wrapped_updaters import Averages, WrappedUpdater
 from lockstep.units import first_few
 
 _MIRRORED = "Use MirroredStrategy"
@@ -94,7 +94,15 @@ def check_served(plan: Plan, model: nn.Module, updater: Updater, precision: str)
         problems.raise_if_any(OptionError)
         return
     sparse = sorted(sparse_weights(model))
-    if sparse and not updater.takes_sparse:
+    is_kept_beside = isinstance(updater, WrappedUpdater) and updater.inner.takes_sparse
+    if sparse and is_kept_beside:
+        problems.add(
+            "Sparse gradients change touched rows only, averages and float32 copies of the weights "
+            "change in all rows.",
+            received=f"sparse=True for {first_few(sparse)}, with `average` or precision='bf16'",
+            fix="Leave out sparse=True, or the other.",
+        )
+    elif sparse and not updater.takes_sparse:
         problems.add(
             "The optimizer has no form for sparse gradients, in which only touched rows change.",
             received=f"{type(updater.owner).__name__}, and sparse=True for {first_few(sparse)}",

@@ -27,6 +27,7 @@ from lockstep.data.sources import Source
 from lockstep.data.trees import Tree, map_tensors
 from lockstep.errors import OptionError
 from lockstep.graph.layer_graph import LayerGraph
+from lockstep.parallel.batch_norm import note_lone_sample
 from lockstep.parallel.forward import DTYPES, channels_last, computing_in, narrowed, running_lstms
 from lockstep.parallel.partition import Partition, partition
 from lockstep.parallel.processor import breaks_channels_last
@@ -111,7 +112,11 @@ class Planning:
         inputs = map_tensors(lambda tensor: tensor.to(place), _sample(source, size, precision))
         computing = computing_in(precision, "cpu" if place.type == "meta" else place.type)
         with computing, running_lstms(precision), _without_fused_attention():
-            traced, graph = self._capture(inputs, precision, announce)
+            try:
+                traced, graph = self._capture(inputs, precision, announce)
+            except ValueError as error:
+                note_lone_sample(error)
+                raise
         plan = settle(maker(graph, cluster, batch_size))
         return plan, {trace.training: partition(plan, trace, sizes) for trace, sizes in traced}
 

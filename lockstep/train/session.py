@@ -24,6 +24,7 @@ from lockstep.errors import WorkerError
 from lockstep.launch.failure import add_note, as_raised, noting_on
 from lockstep.launch.pool import expect_team, give_back, take_team
 from lockstep.launch.team import Team
+from lockstep.parallel.batch_norm import note_lone_sample
 from lockstep.parallel.blank import forget_blanks
 from lockstep.parallel.control import LeaderControl, SoloControl
 from lockstep.parallel.exchange_layout import exchange_spec
@@ -431,6 +432,8 @@ class _Part:
 
     def look_at_ranks(self, error: BaseException, conductor: Conductor) -> None:
         """The call has failed, and the helpers still live: note in the error what they were at."""
+        if self.assignment.plan.pipeline is not None:
+            note_lone_sample(error)
         states = self.states()
         if note := said_of(states, error):
             add_note(error, note)

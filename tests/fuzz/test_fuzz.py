@@ -4,6 +4,8 @@
 The first seeds of a family run in ``make test``, the others are thorough: 25 s in all.
 """
 
+from typing import Any
+
 import pytest
 
 from tests.fuzz.cases import Case
@@ -37,6 +39,18 @@ def test_a_random_training_is_that_of_one_device(name: str, seed: int) -> None:
 @pytest.mark.parametrize("case", FOUND, ids=repr)
 def test_what_was_wrong_once(case: Case) -> None:
     check(run(case))
+
+
+def test_what_was_wrong_once_with_keras() -> None:
+    from tests.fuzz.keras_cases import KerasCase
+    from tests.fuzz.keras_cases import run as run_keras
+
+    # A stage of which nothing is trained any more, with an optimizer that has more than slots.
+    piped: dict[str, Any] = {
+        "strategy": "PipelineStrategy",
+        "layout": {"stages": 2, "microbatches": 1},
+    }
+    check(run_keras(KerasCase(optimizer="Nadam", actions=("fit", "freeze", "fit"), **piped)))
 
 
 def check(outcome: Outcome) -> None:

@@ -96,6 +96,22 @@ def test_batch_norm_agrees_in_one_microbatch(engine: str | None) -> None:
     assert report.passed, str(report)
 
 
+@pytest.mark.parametrize("sizes", [(8, 3), (4, 4)], ids=["last batch", "every batch"])
+def test_a_sample_without_statistics_is_explained(sizes: tuple[int, int]) -> None:
+    """In 4 microbatches: while training, and before it, when the model is traced."""
+    model = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Linear(6, 2))
+    trainer = lockstep.Trainer(
+        model,
+        loss=nn.MSELoss(),
+        optimizer=torch.optim.SGD,
+        strategy=lockstep.PipelineStrategy(2, microbatches=4),
+    )
+    data = torch.randn(sum(sizes), 5), torch.randn(sum(sizes), 2)
+    with pytest.raises(ValueError, match="more than 1 value per channel") as caught:
+        trainer.fit(data, batch_size=sizes[0], verbose=0)
+    assert "Use fewer microbatches" in " ".join(caught.value.__notes__)
+
+
 class Siamese(nn.Module):
     """Calls a module with statistics twice, with a layer before and behind."""
 

@@ -245,8 +245,13 @@ class KerasUpdater(Updater):
             self._active._iterations.assign_add(1)
             return
         if self._idle is None:
-            model_variable = next(iter(self._variables.values()))
-            variable = stand_in(model_variable, model_variable._value.detach().new_zeros(1))
+            every = list(self._variables.values())
+            here = [
+                one for one in every if not one._value.is_meta
+            ]  # of other stages there is no value
+            like = (here or every)[0]
+            idle = like._value.detach().new_zeros(1, device=None if here else "cpu")
+            variable = stand_in(like, idle)
             self._idle, kinds = built(self._template, [variable])
             for key, kind, made in zip(
                 _keys(kinds, [""]), kinds, made_variables(self._idle), strict=True
