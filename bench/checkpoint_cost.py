@@ -34,7 +34,7 @@ from lockstep.checkpoint import generations
 from lockstep.train import checkpoints
 from lockstep.train.backups import Backups
 from lockstep.train.checkpoints import Keeper
-from lockstep.train.persistence import PersistentRunner
+from lockstep.train.resuming import ResumingRunner
 
 NET = NETS["wide"]
 STATE_BYTES = 3 * 4 * sum(one.numel() for one in NET.make_model().parameters())
@@ -45,12 +45,12 @@ Fit = Callable[..., Any]
 @contextmanager
 def without_copies() -> Iterator[None]:
     """Within the block no ``fit`` keeps copies in memory, as each does where there is room."""
-    own = PersistentRunner._backups_of
-    PersistentRunner._backups_of = lambda *arguments: None  # type: ignore[method-assign]
+    own = ResumingRunner._backups_of
+    ResumingRunner._backups_of = lambda *arguments: None  # type: ignore[method-assign]
     try:
         yield
     finally:
-        PersistentRunner._backups_of = own  # type: ignore[method-assign]
+        ResumingRunner._backups_of = own  # type: ignore[method-assign]
 
 
 @dataclass(frozen=True)

@@ -78,8 +78,12 @@ def found_generations(path: str | os.PathLike[str]) -> list[Folder]:
     return found
 
 
-def read_newest(folder: Folder) -> Saved | None:
+def read_newest(folder: Folder, *, is_finished: bool | None = None) -> Saved | None:
     """The newest whole generation in a folder; None where there are none at all.
+
+    Args:
+        folder: the folder.
+        is_finished: of those alone at which training had ended, or had not; None for any.
 
     Warns:
         DamagedCheckpointWarning: of each newer one, why it was passed over.
@@ -88,7 +92,17 @@ def read_newest(folder: Folder) -> Saved | None:
         CheckpointError: there are some, and none is whole.
     """
     every = generations(folder)
+    if is_finished is not None:
+        every = [one for one in every if _says(one, is_finished=is_finished)]
     return _first_whole(folder, every) if every else None
+
+
+def _says(generation: Folder, *, is_finished: bool) -> bool:
+    """Whether training had ended; True of one that cannot be read, of which the reader tells."""
+    try:
+        return read_manifest(generation).summary.is_finished == is_finished
+    except (CheckpointError, OSError):
+        return True
 
 
 def _first_whole(folder: Folder, every: list[Folder]) -> Saved:
@@ -131,6 +145,7 @@ def read_generation(generation: Folder) -> Saved:
         weights=manifest.weights,
         values=manifest.values,
         plan=manifest.plan,
+        place=str(generation),
     )
 
 

@@ -18,6 +18,7 @@ class Saved:
         weights: of each name in the model's ``state_dict()``, the tensor's qualified name.
         values: the rest of the training's state, and of what ``fit`` keeps, as JSON can say it.
         plan: the Plan under which it was trained, as JSON has it; None if unknown.
+        place: where it was read from; "" where it was not.
     """
 
     summary: Summary
@@ -25,6 +26,7 @@ class Saved:
     weights: dict[str, str]
     values: dict[str, Any]
     plan: Any = None
+    place: str = ""
 
     def tree(self) -> dict[str, Tree]:
         """Tensors and values together, by the name of the part.

@@ -8,12 +8,10 @@ copies of a ``fit`` take the same memory: in new memory they would take six time
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import msgspec
 import torch
@@ -25,15 +23,16 @@ from lockstep.checkpoint.reading import read_newest
 from lockstep.checkpoint.saved import Saved
 from lockstep.checkpoint.storage import Folder, Url, folder_of
 from lockstep.checkpoint.trees import Tree, flattened, pointer
-from lockstep.errors import CheckpointError, OptionError, Problems
+from lockstep.errors import OptionError, Problems
 from lockstep.launch.background import Background
-from lockstep.options import check_count
+from lockstep.options import check_choice, check_count
 from lockstep.plan.spec import Plan
 from lockstep.train.callbacks import Callback, Logs
+from lockstep.train.differences import ON_DIFFERENCE, OnDifference
+from lockstep.train.fit_record import End, FitRecord, Found, at_end, reaches
 from lockstep.train.history import History
 from lockstep.train.interrupt import STATUS_OF_SIGTERM, Termination
 from lockstep.train.memory_checkpoints import MemoryCheckpoints
-from lockstep.train.training_state import TrainingState
 from lockstep.version import __version__
 
 _EVERY = re.compile(r"(?P<steps>\d+) steps?|(?P<epoch>epoch)|(?P<seconds>\d+(\.\d+)?) ?s")
@@ -51,13 +50,23 @@ class Checkpoint:
             ``s3://bucket/run``.
         every: ``"epoch"``, ``"100 steps"`` or ``"60s"``. The end of a ``fit`` is written always.
         keep: how many checkpoints are kept, the newest.
+        on_difference: what to do where the script has changed in a way that changes the result
+            (options of the optimizer, the schedule, loss, clipping, data, ...): ``"error"`` raises
+            a CheckpointError that names all that differs; ``"take new"`` goes on with what the
+            script says now; ``"keep"`` with the optimizer's options and the schedule that the
+            checkpoint has. What schedules and callbacks have changed during training is no
+            difference.
 
     Raises:
         OptionError: an argument cannot be what it is.
     """
 
     def __init__(
-        self, directory: str | os.PathLike[str], every: str = "epoch", keep: int = 3
+        self,
+        directory: str | os.PathLike[str],
+        every: str = "epoch",
+        keep: int = 3,
+        on_difference: OnDifference = "error",
     ) -> None:
         found = _EVERY.fullmatch(every) if isinstance(every, str) else None
         problems = Problems()
@@ -68,10 +77,13 @@ class Checkpoint:
                 fix="Give one of these forms, with a number above 0.",
             )
         check_count("keep", keep, problems, fix="Leave it out for 3.")
+        fix = "Leave it out to raise an error where the script has changed."
+        check_choice("on_difference", on_difference, ON_DIFFERENCE, problems, fix=fix)
         problems.raise_if_any(OptionError)
         self.directory = folder_of(directory)
         self.every = every
         self.keep = keep
+        self.on_difference = on_difference
         assert found is not None
         self.is_by_epoch = found["epoch"] is not None
         self.num_steps = int(found["steps"]) if found["steps"] else None
@@ -106,86 +118,6 @@ def _number(found: re.Match[str]) -> float:
     return 1 if found["epoch"] else float(found["steps"] or found["seconds"])
 
 
-class FitRecord(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What a checkpoint knows of its ``fit``, beside the training's state.
-
-    Attributes:
-        epochs: trained before it.
-        steps: made before it.
-        asked: what it was asked to do, as far as the result depends on it.
-        history: at its end; empty before.
-        epoch: numbers of the epochs in the history.
-        is_finished: it has ended.
-    """
-
-    epochs: int
-    steps: int
-    asked: dict[str, Any]
-    history: dict[str, list[Any]] = {}
-    epoch: list[int] = []
-    is_finished: bool = False
-
-    def check_same(self, other: "FitRecord") -> None:
-        """See that a ``fit`` is the one that this is of.
-
-        Raises:
-            CheckpointError: it is another, or asks for something else.
-        """
-        problems = Problems()
-        if (self.epochs, self.steps) != (other.epochs, other.steps):
-            problems.add(
-                f"The checkpoints are of a fit that began after {self.steps} steps.",
-                received=f"a fit that begins after {other.steps}",
-                fix="Give each fit a folder of its own, and have the script do as before.",
-            )
-        for name, value in self.asked.items():
-            if other.asked.get(name) != value:
-                problems.add(
-                    f"A fit is gone on with as it was begun: with {name}={value!r}.",
-                    received=f"{name}={other.asked.get(name)!r}",
-                    fix="Give fit the arguments that it had, or another folder to begin anew.",
-                )
-        problems.raise_if_any(CheckpointError)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Found:
-    """A ``fit`` that was begun.
-
-    Attributes:
-        state: of the training.
-        record: what was asked of the ``fit``.
-        is_written: it is on host 0's disk.
-    """
-
-    state: TrainingState
-    record: FitRecord
-    is_written: bool = True
-
-    @property
-    def size(self) -> int:
-        """Of its batches."""
-        return int(self.record.asked["batch_size"])
-
-    @classmethod
-    def of(cls, tree: Mapping[str, Tree]) -> "Found":
-        """What a checkpoint says.
-
-        Raises:
-            CheckpointError: it says something else.
-        """
-        parts = dict(tree)
-        try:
-            record = msgspec.convert(parts.pop("fit", None), FitRecord)
-        except msgspec.ValidationError as error:
-            raise CheckpointError(
-                "A checkpoint says what its fit was asked to do.",
-                received=error,
-                fix="Take one that fit(checkpoint=...) has written.",
-            ) from error
-        return cls(state=TrainingState.of(parts), record=record)
-
-
 class Keeper(Callback):
     """Writes the checkpoints of one ``fit``. It is called after all other callbacks.
 
@@ -194,9 +126,13 @@ class Keeper(Callback):
         termination: what has become of SIGTERM, after which one more is written.
         memory: has the newest state, and says whether to take another between those that are
             written.
+        epochs: how many are asked for.
 
     Attributes:
         directory: where.
+        on_difference: see ``Checkpoint``.
+        place: name of the checkpoint on the disk from which to go on.
+        tell: shows a line to the user.
         memory: the one given.
         record: of the ``fit``; set before training.
         found: the checkpoint from which all go on, until they have; None where they begin.
@@ -205,12 +141,23 @@ class Keeper(Callback):
     is_observer = True
     record: FitRecord
     found: Found | None = None
+    _end: End | None = None
+    """What was there when the last epoch had ended."""
 
     def __init__(
-        self, checkpoint: Checkpoint, termination: Termination, memory: MemoryCheckpoints
+        self,
+        checkpoint: Checkpoint,
+        termination: Termination,
+        memory: MemoryCheckpoints,
+        epochs: int,
+        tell: Callable[[str], None],
     ) -> None:
         self._checkpoint = checkpoint
         self.directory = checkpoint.directory
+        self.on_difference = checkpoint.on_difference
+        self.place = ""
+        self._epochs = epochs
+        self.tell = tell
         self._termination = termination
         self.memory = memory
         self._is_last = False
@@ -244,8 +191,17 @@ class Keeper(Callback):
             self._wait()
 
     def _newest(self) -> dict[str, Tree] | None:
-        found = read_newest(self._checkpoint.directory)
-        return None if found is None else found.tree()
+        """The newest checkpoint; where more epochs are wanted than it has, one before the end.
+
+        What callbacks have done at the end, such as to take the best weights, is in the last one.
+        """
+        saved = read_newest(self.directory)
+        if saved is None:
+            return None
+        if saved.summary.is_finished and reaches(saved.tree(), self._epochs):
+            saved = read_newest(self.directory, is_finished=False) or saved
+        self.place = saved.place
+        return saved.tree()
 
     # --- between the steps -----------------------------------------------------------------------
 
@@ -277,6 +233,8 @@ class Keeper(Callback):
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         if self._checkpoint.is_by_epoch:
             self._take(time.monotonic(), writes=True)
+        if epoch + 1 == self._epochs:
+            self._end = at_end(self.trainer)
 
     def _take(self, began: float, *, writes: bool) -> None:
         if self.trainer.stop_training:
@@ -284,7 +242,9 @@ class Keeper(Callback):
         self._wait()  # what it writes from is where the next copy goes
         # Memory that was touched is written to faster.
         parts = self.trainer.state_onto(self.memory.given_up())
-        self.memory.keep(parts, msgspec.structs.asdict(self.record), began)
+        num_shares = self.trainer.plan.num_shares
+        self.record = msgspec.structs.replace(self.record, num_shares=num_shares)
+        self.memory.keep(parts, self.record.tree(), began)
         if writes:
             self._write(parts, self.record, self.trainer.plan)
             self._last_seconds = time.monotonic()
@@ -298,7 +258,7 @@ class Keeper(Callback):
         Args:
             parts: of the state.
         """
-        self.memory.keep(parts, msgspec.structs.asdict(self.record), time.monotonic())
+        self.memory.keep(parts, self.record.tree(), time.monotonic())
         self._write(parts, self.record, None)
 
     def write_found(self, found: Found) -> None:
@@ -318,8 +278,15 @@ class Keeper(Callback):
             history: of the whole ``fit``.
             plan: the last one; None where no step was left to be made.
         """
-        done = {"history": history.history, "epoch": history.epoch, "is_finished": True}
-        self._write(parts, msgspec.structs.replace(self.record, **done), plan)
+        record = msgspec.structs.replace(
+            self.record,
+            history=history.history,
+            epoch=history.epoch,
+            is_finished=True,
+            is_stopped=self.trainer.stop_training,
+            end=None if self._end is None else self._end.unless_changed(self.trainer),
+        )
+        self._write(parts, record, plan)
 
     def _write(self, parts: Mapping[str, Tree], record: FitRecord, plan: Plan | None) -> None:
         """Have a state written, once the one before is.
@@ -348,7 +315,7 @@ class Keeper(Callback):
 def _saved(
     parts: Mapping[str, Tree], record: FitRecord, plan: Plan | None, model: nn.Module
 ) -> Saved:
-    tensors, values = flattened({**parts, "fit": msgspec.structs.asdict(record)})
+    tensors, values = flattened({**parts, "fit": record.tree()})
     place = parts["position"]["fit"]
     return Saved(
         summary=Summary(

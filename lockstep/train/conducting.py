@@ -110,6 +110,10 @@ class FitConductor(ReturningConductor):
         if self._display is not None:
             self._display.begin_epoch(epoch)
 
+    def rejoin_epoch(self, epoch: int) -> None:
+        if self._display is not None and not self._journal.is_read:
+            self._display.begin_epoch(epoch)
+
     def begin_step(self, index: int) -> None:
         self._journal.once(partial(self._show_step_begin, index))
 

@@ -95,6 +95,9 @@ class Conductor:
     def begin_epoch(self, epoch: int) -> None:
         """An epoch begins."""
 
+    def rejoin_epoch(self, epoch: int) -> None:
+        """Steps go on in an epoch that has begun before."""
+
     def begin_step(self, index: int) -> None:
         """Step number ``index`` of the epoch begins."""
 

@@ -377,6 +377,7 @@ class FitTask(Task):
     def _begin_epoch(self, ensemble: Ensemble, epoch: int) -> bool:
         """Let callbacks begin an epoch, unless they have; returns whether to stop."""
         if self.start.is_begun and self.start.epoch == epoch:
+            ensemble.conductor.rejoin_epoch(epoch)
             return self.start.stops
         return ensemble.consult(
             partial(ensemble.conductor.begin_epoch, epoch),

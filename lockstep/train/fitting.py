@@ -4,8 +4,7 @@ What comes before and after is the Trainer's; what happens between the steps is 
 """
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, cast
@@ -18,7 +17,7 @@ from lockstep.train.backups import Backups
 from lockstep.train.bad_record_filter import skipping
 from lockstep.train.batch_size import BatchSizeSearch, Training, choose_batch_size, search_of
 from lockstep.train.callbacks import acting, stopping, told_of_errors, traced_steps
-from lockstep.train.checkpoints import Checkpoint, FitRecord, Keeper, check_places
+from lockstep.train.checkpoints import Checkpoint, Keeper, check_places
 from lockstep.train.checks import (
     check_counts,
     check_on_bad_record,
@@ -27,8 +26,18 @@ from lockstep.train.checks import (
     log_names,
 )
 from lockstep.train.conducting import FitConductor
+from lockstep.train.differences import Difference
 from lockstep.train.ensemble import Resume
 from lockstep.train.feeding import SharedStream, sample_of
+from lockstep.train.fit_facts import (
+    Facts,
+    described,
+    model_facts,
+    optimizer_facts,
+    plain,
+    schedule_facts,
+)
+from lockstep.train.fit_record import Found
 from lockstep.train.fit_task import FitTask
 from lockstep.train.history import History
 from lockstep.train.intake import (
@@ -41,14 +50,14 @@ from lockstep.train.intake import (
     take_in_validation,
 )
 from lockstep.train.interrupt import held_interrupts, held_termination
-from lockstep.train.likeness import said
 from lockstep.train.lost_hosts import check_restarts_on, going_on, outlast
 from lockstep.train.memory_checkpoints import MemoryCheckpoints
 from lockstep.train.metrics import Metrics
+from lockstep.train.new_options import set_new_options
 from lockstep.train.optimizers import rates_of
-from lockstep.train.persistence import PersistentRunner
 from lockstep.train.progress import OutputConsole, ProgressDisplay
 from lockstep.train.rate_rules import RateRule
+from lockstep.train.resuming import ResumingRunner
 from lockstep.train.returning import FollowingConductor
 from lockstep.train.run_record import RunRecord
 from lockstep.train.same_data import check_same_data, fingerprint
@@ -98,7 +107,7 @@ class _Fit:
         close_all(self.feed, self.validation)
 
 
-class FittingRunner(PersistentRunner):
+class FittingRunner(ResumingRunner):
     """A runner that fits.
 
     Attributes:
@@ -132,7 +141,11 @@ class FittingRunner(PersistentRunner):
             if asked.checkpoint is None:
                 return self._fit_on(asked, None)
             with held_termination() as termination:
-                return self._fit_with(asked, Keeper(asked.checkpoint, termination, asked.memory))
+                console = OutputConsole(quiet=not self._shows(asked))
+                keeper = Keeper(
+                    asked.checkpoint, termination, asked.memory, asked.epochs, console.tell
+                )
+                return self._fit_with(asked, keeper)
 
     def _fit_with(self, asked: FitRequest, keeper: Keeper) -> History:
         """Fit, and write checkpoints."""
@@ -157,7 +170,8 @@ class FittingRunner(PersistentRunner):
                 fit = replace(fit, feed=fit.feed.resized(size))
             self._settle_batch_size(fit.feed.batch_size, asked.rule, console)
             if keeper is not None:
-                keeper.record = self._record(fit)
+                before = self._epochs_trained, self._steps_trained
+                keeper.record = self._record_of(asked.memory, partial(self._facts, fit), *before)
                 keeper.set_trainer(cast(TrainerProtocol, self))
                 is_new = keeper.found is None
                 if (ended := self._take_up_found(keeper)) is not None:
@@ -225,20 +239,6 @@ class FittingRunner(PersistentRunner):
 
     # --- checkpoints -----------------------------------------------------------------------------
 
-    @contextmanager
-    def _kept(self, keeper: Keeper | None) -> Iterator[None]:
-        """Within the block checkpoints are taken, after all that the user's callbacks do."""
-        if keeper is None:
-            yield
-            return
-        if self._resumed is not None:
-            keeper.begin_at(self._resumed.position["steps"] - keeper.record.steps)
-        callbacks, self.callbacks = self.callbacks, [*self.callbacks, keeper]
-        try:
-            yield
-        finally:
-            self.callbacks = callbacks
-
     def _pass_over(self, fit: _Fit) -> None:
         """Read streams again up to where they were left.
 
@@ -250,22 +250,29 @@ class FittingRunner(PersistentRunner):
         others = [] if validation is None else [(validation.source, range(start.epoch))]
         self._read_again(start, 0, fit.feed, others)
 
-    def _record(self, fit: _Fit) -> FitRecord:
-        wish = fit.wish
-        asked = {
-            "epochs": wish.epochs,
+    def _facts(self, fit: _Fit) -> Facts:
+        loss, validation = fit.loss, fit.validation
+        return {
+            "epochs": fit.wish.epochs,
             "batch_size": fit.feed.batch_size,
-            "steps_per_epoch": wish.steps_per_epoch,
-            "shuffle": wish.shuffle,
+            "steps_per_epoch": fit.wish.steps_per_epoch,
+            "shuffle": fit.wish.shuffle,
             "seed": self.seed,
             "data": fingerprint(fit.feed.source),
-            "validation_data": None
-            if fit.validation is None
-            else fingerprint(fit.validation.source),
-            "loss": None if fit.loss is None else said(fit.loss.loss),
-            "optimizer": said(self.optimizer),
+            "validation_data": None if validation is None else fingerprint(validation.source),
+            "precision": self.precision,
+            "batch_dim": str(self._dims),
+            **described("loss", None if loss is None else loss.loss),
+            "loss_weights": None if loss is None else plain(loss.parts.factors),
+            **self._recipe.facts(),
+            **optimizer_facts(self.optimizer, self.model),
+            **schedule_facts(self.schedule),
+            **model_facts(self.model),
         }
-        return FitRecord(epochs=self._epochs_trained, steps=self._steps_trained, asked=asked)
+
+    def _set_new_options(self, found: Found, asked: Facts, taken: Sequence[Difference]) -> None:
+        set_new_options(self.optimizer, self.schedule, self._begun, found, asked, taken)
+        self.seed = asked["seed"]
 
     # --- checks ----------------------------------------------------------------------------------
 

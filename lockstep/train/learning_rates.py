@@ -73,6 +73,8 @@ class RunningSchedule:
     Attributes:
         scheduler: torch's; ``state_dict()`` and ``load_state_dict()`` are its own.
         every: when it steps, ``"step"`` or ``"epoch"``.
+        asked_monitor: the name that it was given of what it looks at; None for the default.
+        looks: it looks at a metric.
 
     Args:
         schedule: what to run.
@@ -86,9 +88,9 @@ class RunningSchedule:
         self.scheduler = _make_scheduler(schedule.make, optimizer)
         self.every = schedule.every or ("step" if isinstance(self.scheduler, _BY_STEP) else "epoch")
         self._optimizer = optimizer
-        self._asked_monitor = schedule.monitor
+        self.asked_monitor = schedule.monitor
         self._monitor: str | None = None
-        self._looks = "metrics" in inspect.signature(self.scheduler.step).parameters
+        self.looks = "metrics" in inspect.signature(self.scheduler.step).parameters
         self._rates = self._present_rates()
         self._differ = len(set(self._rates)) > 1 or _has_several_lambdas(self.scheduler)
         self._check_monitor()
@@ -103,6 +105,19 @@ class RunningSchedule:
         self.scheduler.load_state_dict(state["scheduler"])
         self._rates, self._differ = list(state["rates"]), state["differ"]
 
+    def replay(self, start: dict[str, Any], num_moves: int) -> None:
+        """Be where a schedule is that began with ``start``, and has moved so many times since.
+
+        Args:
+            start: from ``state_dict``; the optimizer has the options of then.
+            num_moves: how often.
+        """
+        self.load_state_dict(start)
+        vars(self._optimizer)["_opt_called"] = True  # torch's schedulers ask
+        for _ in range(num_moves):
+            self._advance()
+        self._rates = self._present_rates()
+
     def begin(self, names: Collection[str], num_steps: int | None) -> None:
         """Before a ``fit``: what is known to fail fails here.
 
@@ -114,9 +129,9 @@ class RunningSchedule:
             OptionError: there is no such log, or no so many steps are left.
         """
         self._rates = self._present_rates()
-        if self._looks:
+        if self.looks:
             default = "val_loss" if "val_loss" in names else "loss"
-            self._monitor = self._asked_monitor or default
+            self._monitor = self.asked_monitor or default
             if self._monitor not in names:
                 raise _unknown_monitor(self._monitor, names)
         total = getattr(self.scheduler, "total_steps", None)
@@ -164,16 +179,16 @@ class RunningSchedule:
 
     def _check_monitor(self) -> None:
         kind = type(self.scheduler).__name__
-        if self._looks and self.every == "step":
+        if self.looks and self.every == "step":
             raise OptionError(
                 f"{kind} looks at an epoch's logs.",
                 received="every='step'",
                 fix="Use every='epoch'.",
             )
-        if self._asked_monitor is not None and not self._looks:
+        if self.asked_monitor is not None and not self.looks:
             raise OptionError(
                 "`monitor` is for a scheduler that looks at a metric, as ReduceLROnPlateau.",
-                received=f"monitor={self._asked_monitor!r} for a {kind}",
+                received=f"monitor={self.asked_monitor!r} for a {kind}",
                 fix="Leave it out.",
             )
 

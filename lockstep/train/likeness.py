@@ -54,7 +54,7 @@ def digest(tensors: Iterable[torch.Tensor]) -> bytes:
 def said(thing: Any) -> str:
     """What something is, in words that are the same wherever a script makes the same."""
     if isinstance(thing, nn.Module):
-        return ", ".join(_said_of_module(*each) for each in thing.named_modules())
+        return ", ".join(said_of_module(*each) for each in thing.named_modules())
     if isinstance(thing, optim.Optimizer):
         sizes = [str(len(group["params"])) for group in thing.param_groups]
         return f"{_name(type(thing))} of {' and '.join(sizes)} tensors"  # its values are host 0's
@@ -83,13 +83,14 @@ def _model_facts(model: nn.Module) -> Facts:
             for name, tensor in tensors
         },
         **{
-            f"the layer {name!r}" if name else "the model": _said_of_module("", module)
+            f"the layer {name!r}" if name else "the model": said_of_module("", module)
             for name, module in model.named_modules()
         },
     }
 
 
-def _said_of_module(name: str, module: nn.Module) -> str:
+def said_of_module(name: str, module: nn.Module) -> str:
+    """What a module is by itself: its class, and of torch's own the options that are plain."""
     options = ""
     if type(module).__module__.startswith("torch.nn."):
         plain = {

@@ -21,7 +21,8 @@ from lockstep.checkpoint.storage import Folder
 from lockstep.checkpoint.trees import Tree
 from lockstep.cluster.place import Reach
 from lockstep.errors import CheckpointError, HostError, OptionError, WorkerError
-from lockstep.train.checkpoints import Found, Keeper
+from lockstep.train.checkpoints import Keeper
+from lockstep.train.fit_record import Found
 from lockstep.train.hosts import Hosts
 from lockstep.train.job_context import JobContext
 from lockstep.train.memory_checkpoints import MemoryCheckpoints
@@ -123,7 +124,12 @@ def going_on(
         on_disk = stack.enter_context(keeper.opened()) if is_chief else None
         tree = newest_of_all(hosts, on_disk, keeper.memory, keeper.directory)
         if tree is not None:
-            keeper.found = replace(Found.of(tree), is_written=tree is on_disk or not is_chief)
+            is_on_disk = tree is on_disk
+            keeper.found = replace(
+                Found.of(tree),
+                is_written=is_on_disk or not is_chief,
+                name=keeper.place if is_on_disk else "the newest copy of the training",
+            )
         stack.enter_context(keeper.memory.shared(hosts if restarts else None, tree))
         del on_disk, tree  # each may be as large as the training
         yield

@@ -29,10 +29,13 @@ class MemoryCheckpoints:
 
     Attributes:
         goes_on: the ``fit`` was begun before by this process, which has lost another host.
+        facts: what the script has asked of the ``fit``, as it was when that was begun first; None
+            until then.
     """
 
     def __init__(self) -> None:
         self.goes_on = False
+        self.facts: Any = None
         self._tree: dict[str, Tree] | None = None
         self._is_ours = False  # nobody else refers to its tensors
         self._message: memoryview | None = None  # or as host 0 has sent it

@@ -1,28 +1,22 @@
 """What of a Trainer outlives its calls: weights in files, its state, trials that are taken back."""
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
-from lockstep.checkpoint.storage import Folder
 from lockstep.checkpoint.weights import load_weights, save_weights
-from lockstep.data.sources import Source
 from lockstep.errors import OptionError
-from lockstep.train.backups import Backups
 from lockstep.train.callbacks import Callback
-from lockstep.train.checkpoints import Keeper
 from lockstep.train.conductor import Conductor, Place
 from lockstep.train.ensemble import Resume
 from lockstep.train.feeding import SharedStream
 from lockstep.train.history import History
 from lockstep.train.intake import Feed
 from lockstep.train.learning_rates import RunningSchedule
-from lockstep.train.run_record import VARIABLE, RunRecord, checked_folder
 from lockstep.train.run_state import (
     callback_states,
     check_state,
@@ -358,83 +352,6 @@ class PersistentRunner(Runner):
         All call it. It may be made of numbers, texts, tensors, tuples, lists, dicts, dataclasses.
         """
         return self._call("same_everywhere", lambda: self._job_context.from_chief(result))
-
-    # --- for a fit -------------------------------------------------------------------------------
-
-    def _take_up_found(self, keeper: Keeper) -> History | None:
-        """Go on from the checkpoint that was found, if one was; the history, if that was the end.
-
-        Raises:
-            CheckpointError: it is of another ``fit``.
-        """
-        found, keeper.found = keeper.found, None
-        if found is None:
-            return None
-        found.record.check_same(keeper.record)
-        self._take_up(self._own_part(found.state))
-        if not found.is_written:  # host 0 has come again with an empty folder, for example
-            keeper.write_found(found)
-        if found.record.is_finished:
-            return History(found.record.history, found.record.epoch)
-        return None
-
-    def _own_part(self, state: TrainingState) -> TrainingState:
-        """Of a state that was found, what this process takes up."""
-        return state
-
-    def _keep_beginning(self, keeper: Keeper) -> None:
-        """Where hosts may be lost, the others have something to go on from at any time."""
-        hosts = self._job_context.hosts
-        if hosts is not None and not hosts.is_one_process:
-            parts = self._copied_parts()
-            if self._is_chief:
-                keeper.begin(parts)
-
-    def _finish(self, keeper: Keeper, history: History) -> None:
-        parts = self._copied_parts()
-        if self._is_chief:
-            keeper.finish(parts, history, self._plan)
-
-    def _backups_of(
-        self, sources: Iterable[Source | SharedStream], restarts: int
-    ) -> Backups | None:
-        """Copies of the training in memory; none where one process cannot have all of it."""
-        hosts = self._job_context.hosts
-        if hosts is not None and not hosts.is_one_process:
-            if self._maker().outlives_servers:
-                raise OptionError(
-                    "Processes that a launcher has started are its to start again.",
-                    received=f"replicas=2 under {hosts.place.launcher}",
-                    fix="Start the script once, or leave `replicas` out and use a checkpoint.",
-                )
-            return None
-        return Backups(
-            lambda: self._state_at(self._place_in_fit()),
-            self._set_state_but_callbacks,
-            self._session.stores.release_pages,
-            [source for source in sources if isinstance(source, SharedStream)],
-            restarts,
-            is_asked=restarts > 0 or self._maker().outlives_servers,
-        )
-
-    def _record_in(
-        self, asked: str | os.PathLike[str] | None, checkpoints: Folder | None
-    ) -> RunRecord:
-        """The record of a ``fit``: where it was asked for, beside checkpoints, or as always.
-
-        None is kept in a store, where nothing can be added to a file. Host 0 keeps it; a ``fit``
-        within a callback of another keeps none of its own.
-
-        Raises:
-            OptionError: the user has named what is no folder.
-        """
-        beside = checkpoints if isinstance(checkpoints, Path) else None
-        if not self._is_chief or self._job_context.is_nested:
-            return RunRecord(None)
-        if asked is None and beside is not None:
-            return RunRecord(beside)
-        named = asked or os.environ.get(VARIABLE)
-        return RunRecord(checked_folder(named) if named else None)
 
     # --- parts -----------------------------------------------------------------------------------
 

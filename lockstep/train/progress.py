@@ -40,6 +40,10 @@ class OutputConsole(Console):
     def __init__(self, *, quiet: bool = False) -> None:
         super().__init__(file=cast(TextIO, _Output()), quiet=quiet)
 
+    def tell(self, line: str) -> None:
+        """Write a line as it is."""
+        self.print(line, highlight=False, markup=False, soft_wrap=True)
+
 
 class _Output(io.TextIOBase):
     """``sys.stdout``, until it fails."""
@@ -348,6 +352,7 @@ class ProgressDisplay:
         self._epoch = 0
         self._began = 0.0
         self._made = 0  # steps of the epoch
+        self._counted = 0  # of these, since the clock was started
         self._samples = 0
         self._totals: list[SupportsFloat] = []
         self._weight = 0.0
@@ -363,6 +368,7 @@ class ProgressDisplay:
         self._began = time.perf_counter()
         self._made, self._samples, self._totals, self._weight = 0, 0, [], 0.0
         self._values = {}
+        self._counted = 0
         self._screen.begin(self._label(), self._steps, "" if self._has_begun else "First step")
         self._has_begun = True
 
@@ -372,6 +378,7 @@ class ProgressDisplay:
         Until then the totals are left as they are: a device may still be computing the last.
         """
         self._made = step + 1
+        self._counted += 1
         self._samples += samples
         self._totals.append(total)
         self._weight += weight
@@ -409,12 +416,11 @@ class ProgressDisplay:
             input_wait: how much of its time was spent waiting for data, from 0 to 1.
         """
         elapsed = time.perf_counter() - self._began
+        rate = f"{self._rate(elapsed)}  " if self._counted else ""  # all were made before
         self._steps = self._steps or self._made  # the next may well be as long
         wait = f"input wait {input_wait:.0%}  " if input_wait > _SHOWN_WAIT else ""
         values = "  ".join(f"{name} {format_value(value)}" for name, value in logs.items())
-        self._screen.print(
-            f"{self._label()}  {format_seconds(elapsed)}  {self._rate(elapsed)}  {wait}{values}"
-        )
+        self._screen.print(f"{self._label()}  {format_seconds(elapsed)}  {rate}{wait}{values}")
 
     def close(self) -> None:
         """Take off the screen what was shown in place."""
@@ -428,7 +434,7 @@ class ProgressDisplay:
         """How long the rest of the epoch takes, where that is known."""
         if self._steps is None or self._steps < self._made:
             return []
-        return [f"{format_seconds(elapsed / self._made * (self._steps - self._made))} left"]
+        return [f"{format_seconds(elapsed / self._counted * (self._steps - self._made))} left"]
 
     def _rate(self, seconds: float) -> str:
         return f"{format_count(round(self._samples / max(seconds, 1e-9)))} samples/s"

@@ -19,6 +19,7 @@ from lockstep.parallel.losses import ONE_LOSS, LossParts
 from lockstep.parallel.step_functions import StepFunction
 from lockstep.plan.makers import Accumulating, Maker
 from lockstep.plan.spec import Plan
+from lockstep.train.fit_facts import Facts, described
 from lockstep.train.optimizers import Optimizers, names_of
 from lockstep.train.updater_sets import UpdaterSet
 from lockstep.train.updaters import TorchUpdater
@@ -86,6 +87,18 @@ class Recipe:
             f"on_nonfinite={rules.on_nonfinite}, average={self.averages and self.averages.ema}, "
             f"compile={self._compile}, accumulate={self._accumulate}, train_step={names})"
         )
+
+    def facts(self) -> Facts:
+        """All that the result depends on."""
+        rules, averages = self.rules, self.averages
+        return {
+            "clip_norm": rules.clip_norm,
+            "clip_value": rules.clip_value,
+            "on_nonfinite": rules.on_nonfinite,
+            "accumulate": self._accumulate,
+            "average": None if averages is None else repr(averages.ema),
+            **described("train_step", self.train_step),
+        }
 
     def maker(self, maker: Maker) -> Maker:
         """The strategy's maker, as this recipe needs it."""

@@ -111,6 +111,8 @@ class ReturningConductor(FollowingConductor):
 
     def begin_run(self, start: Resume, look: Callable[[], list[RankState]]) -> None:
         self._record.begin_run(look)
+        if text := self._runner.note_shares():
+            self._notice(text)
         plan = self._runner.plan
         if self._backups is None or self._journal.is_read or start.served is not None:
             return

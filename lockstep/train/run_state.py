@@ -84,9 +84,7 @@ def check_state(
     Raises:
         CheckpointError: with all that differs in kind.
     """
-    problems = Problems()
-    for part in ("parameters", "buffers"):
-        _check_tensors(part, getattr(state, part), getattr(own, part), problems)
+    problems = _tensor_problems(state, own)
     _check_names(state, own, problems)
     has = {
         "averages": own.averages is not None,
@@ -112,6 +110,22 @@ def check_state(
                 fix=f'{_SAME_SCRIPT} Or take it out of the state\'s "callbacks".',
             )
     problems.raise_if_any(CheckpointError)
+
+
+def check_tensors(state: TrainingState, own: TrainingState) -> None:
+    """See that a state is of a model with these parameters and buffers.
+
+    Raises:
+        CheckpointError: with all that differs.
+    """
+    _tensor_problems(state, own).raise_if_any(CheckpointError)
+
+
+def _tensor_problems(state: TrainingState, own: TrainingState) -> Problems:
+    problems = Problems()
+    for part in ("parameters", "buffers"):
+        _check_tensors(part, getattr(state, part), getattr(own, part), problems)
+    return problems
 
 
 def _check_tensors(

@@ -15,6 +15,7 @@ import lockstep
 import lockstep.keras
 from lockstep.errors import OptionError, WorkerError
 from lockstep.frontends.keras.checkpoints import Beginning
+from lockstep.frontends.keras.fit_options import FitOptions
 from lockstep.frontends.keras.keeping import KeepingRunner
 from lockstep.train import pace
 from lockstep.train.memory_checkpoints import MemoryCheckpoints
@@ -194,9 +195,10 @@ def test_what_cannot_be_asked() -> None:
     place = SimpleNamespace(launcher="TF_CONFIG", num_processes=1)
     hosts = SimpleNamespace(is_one_process=False, has_followers=False, place=place)
     runner: Any = SimpleNamespace(_job_context=SimpleNamespace(hosts=hosts, reach="all hosts"))
-    keep = partial(KeepingRunner.kept, runner, None, partial(pytest.fail, "asked"), [], 1)
+    options = FitOptions(epochs=1, initial_epoch=0, shuffle=True, evaluates=(), restarts=1)
+    keep = partial(KeepingRunner.kept, runner, None, partial(pytest.fail, "asked"), [], options)
     match = r"need a checkpoint.*a lockstep.keras.Checkpoint"
-    with pytest.raises(OptionError, match=match), keep(MemoryCheckpoints()):
+    with pytest.raises(OptionError, match=match), keep(MemoryCheckpoints(), 0):
         raise AssertionError("trained without a checkpoint")
     model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse")

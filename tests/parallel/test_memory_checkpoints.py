@@ -159,7 +159,7 @@ def test_a_host_that_goes_on_where_nobody_has_anything_says_so() -> None:
 
 def test_hosts_that_were_asked_for_other_restarts_say_so(tmp_path: Path) -> None:
     def act(own: Hosts) -> None:
-        keeper = Keeper(Checkpoint(tmp_path), Termination(), MemoryCheckpoints())
+        keeper = Keeper(Checkpoint(tmp_path), Termination(), MemoryCheckpoints(), 1, print)
         with going_on(keeper, own, own.host, is_chief=own.host == 0):
             raise AssertionError("went on")
 

@@ -285,21 +285,50 @@ def test_a_stream_is_read_again_up_to_there(name: str, tmp_path: Path) -> None:
 # --- what is wrong -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "options",
-    core_of(
-        [{"epochs": 4}, {"batch_size": 8}, {"shuffle": False}, {"x": X + 1}, {"seed": 4}],
-        [{"epochs": 4}],
-    ),
-)
-def test_a_fit_is_gone_on_with_as_it_was_begun(options: dict[str, Any], tmp_path: Path) -> None:
-    options = dict(options)
+def focal(target: Any, output: Any) -> Any:
+    return keras.losses.sparse_categorical_crossentropy(target, output, from_logits=True) ** 2
+
+
+def test_what_has_changed_is_named(tmp_path: Path) -> None:
+    """One folder for all: what is refused writes nothing."""
+    adam, decay = keras.optimizers.Adam, keras.optimizers.schedules.CosineDecay
+    own_loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=1)
+    compiles: list[tuple[dict[str, Any], str]] = [
+        ({"optimizer": adam(0.005)}, "optimizer.learning_rate: 0.01 in the checkpoint, 0.005 now"),
+        ({"optimizer": adam(0.01, beta_1=0.5, clipnorm=1.0)}, "clipnorm: None .*beta_1: 0.9 "),
+        ({"optimizer": keras.optimizers.Nadam(0.01)}, "optimizer: 'Adam'"),
+        ({"optimizer": adam(decay(0.01, 9))}, "learning_rate: a number .*'CosineDecay' now"),
+        ({"loss": own_loss}, "loss.ignore_class: None in the checkpoint, 1 now"),
+        ({"loss": focal}, "loss: 'SparseCategoricalCrossentropy' .* 'focal' now"),
+    ]
+    fits: list[tuple[dict[str, Any], str]] = [
+        ({"batch_size": 8}, "batch_size"),
+        ({"shuffle": False}, "shuffle: True"),
+        ({"x": X + 1}, "data: arrays"),
+        ({"epochs": 1}, "Received: epochs=1"),
+    ]
     with lockstep.SingleDeviceStrategy().scope():
         fit(compiled(), tmp_path)
+        for options, match in compiles:
+            with pytest.raises(CheckpointError, match=match):
+                fit(compiled(**options), tmp_path)
+        for options, match in fits:
+            with pytest.raises(CheckpointError, match=match):
+                fit(compiled(), tmp_path, **options)
         model = compiled()
-    keras.utils.set_random_seed(options.pop("seed", 3))
-    with pytest.raises(CheckpointError, match="gone on with as it was begun"):
-        fit(model, tmp_path, **options)
+        keras.utils.set_random_seed(4)
+        with pytest.raises(CheckpointError, match="seed: 3"):
+            fit(model, tmp_path)
+        longer, model = compiled(), compiled()
+        assert fit(longer, tmp_path, epochs=5).history == fit(model, None, epochs=5).history
+        assert all(map(np.array_equal, longer.get_weights(), model.get_weights()))
+        model = compiled(optimizer=adam(0.005))
+        taking = lockstep.keras.Checkpoint(tmp_path, on_difference="take new")
+        fit(model, None, taking, epochs=6)
+        assert float(model.optimizer.learning_rate.value) == pytest.approx(0.005)
+        last = compiled(optimizer=adam(0.005))
+        fit(last, tmp_path, epochs=6)  # what was taken is no difference any more
+        assert all(map(np.array_equal, last.get_weights(), model.get_weights()))
 
 
 def test_another_model_is_refused(tmp_path: Path) -> None:

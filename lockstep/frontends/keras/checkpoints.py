@@ -19,6 +19,7 @@ from lockstep.errors import CheckpointError, OptionError
 from lockstep.train import checkpoints as files
 from lockstep.train.callbacks import Callback
 from lockstep.train.checks import check_restarts
+from lockstep.train.differences import OnDifference
 from lockstep.train.training_state import copied
 
 _ARRAY = "numpy array"
@@ -60,16 +61,23 @@ class Checkpoint(Asking):
             ``s3://bucket/run``.
         every: ``"epoch"``, ``"100 steps"`` or ``"60s"``. The end of a ``fit`` is written always.
         keep: how many checkpoints are kept, the newest.
+        on_difference: what to do where the script has changed in a way that changes the result:
+            ``"error"``, ``"take new"`` or ``"keep"``, as of ``lockstep.Checkpoint``. A
+            ``LearningRateSchedule`` is the script's, and no part of a checkpoint.
 
     Raises:
         OptionError: an argument cannot be what it is; in ``fit``, the model has no strategy.
     """
 
     def __init__(
-        self, directory: str | os.PathLike[str], every: str = "epoch", keep: int = 3
+        self,
+        directory: str | os.PathLike[str],
+        every: str = "epoch",
+        keep: int = 3,
+        on_difference: OnDifference = "error",
     ) -> None:
         super().__init__()
-        self.files = files.Checkpoint(directory, every, keep)
+        self.files = files.Checkpoint(directory, every, keep, on_difference)
 
 
 class Restarts(Asking):

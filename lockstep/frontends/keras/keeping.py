@@ -1,28 +1,31 @@
 """A runner of Keras models that writes checkpoints, and goes on from them."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
 from lockstep.errors import OptionError
 from lockstep.frontends.keras.checkpoints import Checkpoint, KeptCallback, kept
+from lockstep.frontends.keras.fit_options import FitOptions
+from lockstep.frontends.keras.optimizer_copy import options_of, set_options
 from lockstep.plan.makers import Maker
 from lockstep.train.callbacks import Callback
-from lockstep.train.checkpoints import FitRecord, Keeper
+from lockstep.train.checkpoints import Keeper
+from lockstep.train.differences import Difference
+from lockstep.train.fit_facts import Facts
+from lockstep.train.fit_record import Found
 from lockstep.train.history import History
-from lockstep.train.intake import Feed
 from lockstep.train.interrupt import held_termination
-from lockstep.train.likeness import said
 from lockstep.train.lost_hosts import check_restarts_on, going_on
 from lockstep.train.memory_checkpoints import MemoryCheckpoints
-from lockstep.train.persistence import PersistentRunner
+from lockstep.train.progress import OutputConsole
+from lockstep.train.resuming import ResumingRunner
 from lockstep.train.run_record import RunRecord
-from lockstep.train.same_data import fingerprint
 from lockstep.train.training_state import TrainingState
 
 
-class KeepingRunner(PersistentRunner):
+class KeepingRunner(ResumingRunner):
     """A runner whose ``fit`` may be kept.
 
     Attributes:
@@ -45,25 +48,27 @@ class KeepingRunner(PersistentRunner):
     def kept(
         self,
         checkpoint: Checkpoint | None,
-        make_record: Callable[[], FitRecord],
+        make_facts: Callable[[], Facts],
         callbacks: Any,
-        restarts: int,
+        options: FitOptions,
         memory: MemoryCheckpoints,
+        verbose: Any,
     ) -> Iterator[History | None]:
         """Within the block a ``fit`` is kept; gives its history, where it had ended before.
 
         Args:
             checkpoint: where; None to keep nothing.
-            make_record: says what it is asked to do.
+            make_facts: says what it is asked to do.
             callbacks: Keras's list of them.
-            restarts: how often to go on after a loss.
+            options: what it was told.
             memory: what this process has of it in memory.
+            verbose: 0 is silent.
 
         Raises:
             CheckpointError: what is there is of another ``fit``, or not whole.
             OptionError: after a loss nobody could go on.
         """
-        context = self._job_context
+        context, restarts = self._job_context, options.restarts
         has_checkpoint = checkpoint is not None
         check_restarts_on(
             context.hosts, restarts, has_checkpoint=has_checkpoint, reach=context.reach
@@ -73,10 +78,14 @@ class KeepingRunner(PersistentRunner):
             if checkpoint is None:
                 yield None
                 return
-            keeper = Keeper(checkpoint.files, stack.enter_context(held_termination()), memory)
             is_chief = self._is_chief
+            tell = OutputConsole(quiet=not (verbose and is_chief)).tell
+            termination = stack.enter_context(held_termination())
+            keeper = Keeper(checkpoint.files, termination, memory, options.epochs, tell)
             stack.enter_context(going_on(keeper, context.hosts, restarts, is_chief=is_chief))
-            keeper.record = record = make_record()
+            epochs = 0 if options.initial_epoch else self._epochs_trained
+            steps = int(self.model.model.optimizer._iterations.value)
+            keeper.record = record = self._record_of(memory, make_facts, epochs, steps)
             keeper.set_trainer(self)  # type: ignore[arg-type]  # it has what a keeper asks for
             self.keeper, self.callbacks = keeper, kept(callbacks) if self._is_chief else []
             try:
@@ -100,6 +109,13 @@ class KeepingRunner(PersistentRunner):
                 yield
         finally:
             self.record = None
+
+    def _set_new_options(self, found: Found, asked: Facts, taken: Sequence[Difference]) -> None:
+        optimizer = self.model.model.optimizer
+        names = {one.option for one in taken if one.name.startswith("optimizer.")}
+        new = {name: asked[f"optimizer.{name}"] for name in options_of(optimizer) if name in names}
+        set_options(optimizer, {**options_of(optimizer), **new})
+        self.seed = asked["seed"]
 
     def _own_part(self, state: TrainingState) -> TrainingState:
         """Callbacks are on host 0."""
@@ -134,32 +150,3 @@ def check_copied(maker: Maker) -> None:
             received="Restarts under LocalSGDStrategy",
             fix="Use MirroredStrategy; or a Checkpoint, and start the script anew.",
         )
-
-
-def record_of(
-    runner: PersistentRunner, feed: Feed, validation: Feed | None, **asked: Any
-) -> FitRecord:
-    """What a checkpoint knows of a ``fit`` beside its state.
-
-    Args:
-        runner: which is going to train.
-        feed: the training data.
-        validation: what is evaluated after epochs.
-        asked: arguments of the ``fit``.
-    """
-    model: Any = runner.model.model
-    loss = None if model._compile_loss is None else said(model._compile_loss._user_loss)
-    return FitRecord(
-        epochs=0 if asked["initial_epoch"] else runner._epochs_trained,
-        steps=int(model.optimizer._iterations.value),
-        asked={
-            **asked,
-            "batch_size": feed.batch_size,
-            "steps_per_epoch": feed.steps_per_epoch,
-            "seed": runner.seed,
-            "data": fingerprint(feed.source),
-            "validation_data": None if validation is None else fingerprint(validation.source),
-            "loss": loss,
-            "optimizer": type(model.optimizer).__name__,
-        },
-    )

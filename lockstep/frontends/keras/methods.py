@@ -29,9 +29,9 @@ from lockstep.frontends.keras.checks import (
     prepare_model,
 )
 from lockstep.frontends.keras.conducting import telling
+from lockstep.frontends.keras.fit_facts import facts_of_fit
 from lockstep.frontends.keras.fit_options import FitOptions
 from lockstep.frontends.keras.intake import take_in, warn_if_short
-from lockstep.frontends.keras.keeping import record_of
 from lockstep.frontends.keras.layout import layout_of
 from lockstep.frontends.keras.model import KerasModel, is_model_of
 from lockstep.frontends.keras.settings import random_seed
@@ -178,9 +178,9 @@ class Methods:
             callbacks, verbose, epochs=options.epochs, steps=feed.num_steps, add_history=True
         )
         trainer = self._trainer_for(feed)
-        record = partial(record_of, trainer, feed, validation, **_lasting(options))
+        facts = partial(facts_of_fit, trainer, feed, validation, **_lasting(options))
         train = partial(self._fit_with_callbacks, trainer, feed, validation, options, listed)
-        with trainer.kept(checkpoint, record, listed, options.restarts, memory) as ended:
+        with trainer.kept(checkpoint, facts, listed, options, memory, verbose) as ended:
             history = trainer.on_all_processes(train if ended is None else lambda: vars(ended))
         if ended is not None or not self._job_context.is_chief:
             vars(self._model.history).update(history)
