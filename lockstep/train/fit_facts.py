@@ -18,8 +18,8 @@ import torch
 from torch import nn, optim
 from torch.optim.lr_scheduler import LRScheduler
 
+from lockstep.train.descriptions import digest, said, said_of_module
 from lockstep.train.learning_rates import RunningSchedule
-from lockstep.train.likeness import digest, said, said_of_module
 from lockstep.train.optimizer_state import option_values
 from lockstep.train.optimizers import Optimizers
 

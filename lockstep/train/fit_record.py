@@ -8,7 +8,7 @@ import msgspec
 
 from lockstep.checkpoint.trees import Tree
 from lockstep.errors import CheckpointError
-from lockstep.train.likeness import digest
+from lockstep.train.descriptions import digest
 from lockstep.train.training_state import TrainingState
 
 

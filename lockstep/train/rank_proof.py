@@ -37,7 +37,7 @@ from lockstep.parallel.serialization import describe
 from lockstep.parallel.settings import TorchSettings
 from lockstep.parallel.worker import Worker
 from lockstep.plan.devices import is_cpu
-from lockstep.train.likeness import digest
+from lockstep.train.descriptions import digest
 
 # Samples of a proof, and elements of the largest parameter whose gradient is compared.
 _NUM_SAMPLES = 2

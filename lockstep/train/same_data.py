@@ -18,9 +18,9 @@ import torch
 from lockstep.data.excerpts import array_bytes
 from lockstep.data.order import kept_streams, seed_streams
 from lockstep.data.sources import ArraySource, Batch, Source, named_parts
+from lockstep.train.descriptions import Facts, digest
 from lockstep.train.feeding import SharedStream
 from lockstep.train.hosts import Hosts
-from lockstep.train.likeness import Facts, digest
 from lockstep.units import first_few
 
 # Up to here arrays are compared whole, which takes some hundredths of a second.

@@ -3,7 +3,7 @@
 from typing import Any
 
 from lockstep.frontends.keras.direct_calls import is_plain_kind
-from lockstep.train.likeness import Facts, said
+from lockstep.train.descriptions import Facts, said
 
 
 def facts_of(model: Any) -> Facts:
