@@ -24,6 +24,7 @@ from lockstep.checkpoint.saved import Saved
 from lockstep.checkpoint.storage import Folder, Url, folder_of
 from lockstep.checkpoint.trees import Tree, flattened, pointer
 from lockstep.errors import OptionError, Problems
+from lockstep.events import LOGGER
 from lockstep.launch.background import Background
 from lockstep.options import check_choice, check_count
 from lockstep.plan.spec import Plan
@@ -297,7 +298,7 @@ class Keeper(Callback):
         saved = _saved(parts, record, plan, self.model)
         self._wait()
         folder, keep = self._checkpoint.directory, self._checkpoint.keep
-        self._writing = self._background.submit(partial(write_generation, folder, saved, keep))
+        self._writing = self._background.submit(partial(_write_one, folder, saved, keep))
 
     def _wait(self) -> None:
         writing, self._writing = self._writing, None
@@ -310,6 +311,12 @@ class Keeper(Callback):
             self._wait()
         except Exception as other:
             error.add_note(f"The last checkpoint was not written: {other}")
+
+
+def _write_one(folder: Folder, saved: Saved, keep: int) -> Folder:
+    written = write_generation(folder, saved, keep)
+    LOGGER.info("checkpoint written: %s, step %d", written, saved.summary.step)
+    return written
 
 
 def _saved(

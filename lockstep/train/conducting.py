@@ -185,6 +185,7 @@ class FitConductor(ReturningConductor):
         self._clock.end_epoch()
 
     def _show_epoch(self, epoch: int, logs: dict[str, Any]) -> None:
+        self._record.end_epoch(epoch, logs)
         if self._display is not None:
             self._display.end_epoch(logs, input_wait=self._clock.share)
         for callback in self._callbacks:

@@ -137,7 +137,7 @@ class FittingRunner(ResumingRunner):
         check_places(asked.checkpoint, asked.record)
         beside = None if asked.checkpoint is None else asked.checkpoint.directory
         self._run_record = self._record_in(asked.record, beside)
-        with self._run_record.kept(strategy=type(self.strategy).__name__):
+        with self._run_record.kept(self.strategy):
             if asked.checkpoint is None:
                 return self._fit_on(asked, None)
             with held_termination() as termination:

@@ -21,6 +21,7 @@ from lockstep.checkpoint.storage import Folder
 from lockstep.checkpoint.trees import Tree
 from lockstep.cluster.place import Reach
 from lockstep.errors import CheckpointError, HostError, OptionError, WorkerError
+from lockstep.events import LOGGER
 from lockstep.train.checkpoints import Keeper
 from lockstep.train.fit_record import Found
 from lockstep.train.hosts import Hosts
@@ -65,6 +66,7 @@ def outlast(
             if not is_loss or len(lost) == restarts:
                 raise
             lost.append(f"{error}".partition("\n")[0])
+            LOGGER.warning("%s Restart %d of %d", lost[-1], len(lost), restarts)
             memory.goes_on = True
             job_context.patience_seconds = _MEETING_SECONDS
             OutputConsole(quiet=not verbose).print(

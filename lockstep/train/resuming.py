@@ -12,6 +12,7 @@ import msgspec
 from lockstep.checkpoint.storage import Folder
 from lockstep.data.sources import Source
 from lockstep.errors import OptionError
+from lockstep.events import LOGGER
 from lockstep.train.backups import Backups
 from lockstep.train.checkpoints import Keeper
 from lockstep.train.differences import Difference, differences, settle, told
@@ -93,7 +94,10 @@ class ResumingRunner(PersistentRunner):
         self._take_up_new(self._own_part(found.state), found, keeper.record.asked, taken)
         if not found.is_written:  # host 0 has come again with an empty folder, for example
             keeper.write_found(found)
-        keeper.tell(_told(found, str(keeper.directory), taken))
+        line = _told(found, str(keeper.directory), taken)
+        keeper.tell(line)
+        if self._is_chief:
+            LOGGER.info("%s", line)
         if found.record.is_finished:
             return History(found.record.history, found.record.epoch)
         self._num_shares_before = found.record.num_shares
@@ -219,9 +223,9 @@ class ResumingRunner(PersistentRunner):
         if not self._is_chief or self._job_context.is_nested:
             return RunRecord(None)
         if asked is None and beside is not None:
-            return RunRecord(beside)
+            return RunRecord(beside, logs=True)
         named = asked or os.environ.get(VARIABLE)
-        return RunRecord(checked_folder(named) if named else None)
+        return RunRecord(checked_folder(named) if named else None, logs=True)
 
 
 def _told(found: Found, directory: str, taken: Sequence[Difference]) -> str:

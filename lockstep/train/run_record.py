@@ -12,18 +12,21 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from logging import ERROR, INFO, WARNING
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from lockstep.errors import OptionError
+from lockstep.events import LOGGER
 from lockstep.launch.failure import add_note, noting_on, summary_of
 from lockstep.launch.peer import start_of
 from lockstep.launch.team import Team
 from lockstep.train.rank_states import RankState, add_lines, culprit, kind_of, states_of
+from lockstep.units import format_value
 from lockstep.version import __version__
 
 NAME = "record.jsonl"
@@ -86,9 +89,11 @@ class RunRecord:
 
     Args:
         folder: that has the record, made if need be; None to keep none.
+        logs: tell the logger of all that happens, too.
     """
 
-    def __init__(self, folder: str | os.PathLike[str] | None) -> None:
+    def __init__(self, folder: str | os.PathLike[str] | None, *, logs: bool = False) -> None:
+        self._logs = logs
         self._path = None if folder is None else Path(folder) / NAME
         self._look: Callable[[], list[RankState]] = list
         self._failure: tuple[BaseException, list[RankState]] | None = None
@@ -96,9 +101,27 @@ class RunRecord:
         self._began = self._due = time.monotonic()
         self._num_bad = 0
 
+    def _log(self, level: int, text: str, *values: Any) -> None:
+        if self._logs:
+            LOGGER.log(level, text, *values)
+
     @contextmanager
-    def kept(self, **run: Any) -> Iterator[None]:
-        """Around the ``fit``, of which ``run`` says what it is."""
+    def kept(self, strategy: object) -> Iterator[None]:
+        """Around the ``fit`` under a strategy."""
+        self._log(INFO, "fit begins: %r", strategy)
+        try:
+            with self._kept_in_file(strategy=type(strategy).__name__):
+                yield
+        except BaseException as error:
+            if isinstance(error, Exception):
+                self._log(ERROR, "fit fails: %s", summary_of(error))
+            else:  # Ctrl-C, or a signal to end
+                self._log(WARNING, "fit is interrupted: %s", type(error).__name__)
+            raise
+        self._log(INFO, "fit ends")
+
+    @contextmanager
+    def _kept_in_file(self, **run: Any) -> Iterator[None]:
         if self._path is None:
             yield
             return
@@ -135,6 +158,11 @@ class RunRecord:
         """An epoch begins."""
         self._epoch, self._batch = epoch, -1
 
+    def end_epoch(self, epoch: int, logs: Mapping[str, Any]) -> None:
+        """An epoch has ended, with these values."""
+        values = ", ".join(f"{name} {format_value(value)}" for name, value in logs.items())
+        self._log(INFO, "epoch %d ends: %s", epoch + 1, values)
+
     def end_step(self, index: int) -> None:
         """A step is made."""
         self._batch = index
@@ -147,6 +175,7 @@ class RunRecord:
 
     def note_bad_record(self, index: int, reason: str) -> None:
         """A sample is left out."""
+        self._log(WARNING, "sample %d is left out: %s", index, reason)
         self._num_bad += 1
         if self._num_bad <= _MOST_BAD_RECORDS:
             self._write("bad record", index=index, reason=reason)
@@ -159,6 +188,7 @@ class RunRecord:
 
     def note_restart(self, error: BaseException, then: str) -> None:
         """A rank was lost, and the run goes on."""
+        self._log(WARNING, "%s %s", f"{error}".partition("\n")[0], then)
         if self._path is not None:
             self._write("fault", **self._place, fault=self._fault(error, then))
 

@@ -22,6 +22,7 @@ from lockstep.capture.sparse import sparse_buffers_aside
 from lockstep.cluster.devices import discover
 from lockstep.data.batch_dims import SAMPLES_FIRST, BatchDims
 from lockstep.errors import OptionError, WorkerError
+from lockstep.events import LOGGER
 from lockstep.launch.failure import ending_with, noting_on
 from lockstep.parallel.blank import blank_names, forget_blanks, initialize
 from lockstep.parallel.compressed_tensors import compressed_tensors
@@ -337,8 +338,14 @@ class Runner(ABC):
             lambda plan: self._job_context.agreed_plan(plan, maker),
             announce,
         )
-        self._plan = self._recipe.plan(plan)
+        before, self._plan = self._plan, self._recipe.plan(plan)
+        if self._is_chief and self._plan != before:
+            self._log_plan(self._plan)
         return self._plan, partitions
+
+    def _log_plan(self, plan: Plan) -> None:
+        where = f"{plan.strategy} on {', '.join(plan.devices)}"
+        LOGGER.info("plan: %s, %s, num_shares=%d", where, plan.precision, plan.num_shares)
 
     def _plan_for_one(self, batch_size: int) -> tuple[Plan, Partitions]:
         maker = self._maker_for_one()

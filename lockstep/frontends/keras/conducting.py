@@ -288,6 +288,7 @@ class KerasFitConductor(ReturningConductor, EvaluationConductor):
         self.logs = told
 
     def _show_epoch(self, epoch: int, logs: Logs) -> Logs:
+        self._record.end_epoch(epoch, logs)
         self._callbacks.on_epoch_end(epoch, logs)
         return logs
 

@@ -105,7 +105,7 @@ class KeepingRunner(ResumingRunner):
             None, None if checkpoint is None else checkpoint.files.directory
         )
         try:
-            with self.record.kept(strategy=type(self.strategy).__name__):
+            with self.record.kept(self.strategy):
                 yield
         finally:
             self.record = None
