@@ -9,11 +9,16 @@ second table has a clock around each part on rank 0, which waits for nobody, and
 moments: the time that one in four stays below, of each part and of the steps.
 
 Run: ``python bench/overhead.py [--rounds 11] [--epochs 3] [--devices 2] [--only bare all]``
+
+With ``--against FOLDER``, a checkout of another commit, every round runs each variant with the code
+there and with the code here, in fresh processes and in turns; a ratio is of the two of one round.
 """
 
 import argparse
 import os
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -53,6 +58,11 @@ def accuracy() -> dict[str, Any]:
     return {"accuracy": torchmetrics.Accuracy(task="multiclass", num_classes=10)}
 
 
+def of_batches() -> dict[str, Any]:
+    """A metric that gets outputs of whole batches."""
+    return {"auroc": torchmetrics.AUROC(task="multiclass", num_classes=10, thresholds=20)}
+
+
 def per_epoch(folder: Path) -> list[lockstep.Callback]:
     return [
         callbacks.EarlyStopping(monitor="loss", patience=1000),
@@ -66,6 +76,7 @@ VARIANTS: dict[str, tuple[bool, Callable[[Path], dict[str, Any]]]] = {
     "bare": (False, lambda folder: {}),
     "progress": (True, lambda folder: {}),
     "metrics": (False, lambda folder: {"metrics": accuracy()}),
+    "metrics of batches": (False, lambda folder: {"metrics": of_batches()}),
     "callbacks per epoch": (False, lambda folder: {"callbacks": per_epoch(folder)}),
     "callback per batch": (False, lambda folder: {"callbacks": [LastLoss()]}),
     "all": (
@@ -108,6 +119,32 @@ def measure(names: list[str], rounds: int, epochs: int, devices: int) -> dict[st
                 if number >= 0:
                     times[name].append(seconds)
     return times
+
+
+def compare(names: list[str], folder: Path, options: argparse.Namespace) -> None:
+    """Print the times of the code here, and their ratios to those of the code in a folder."""
+    trees = {"there": folder, "here": Path(__file__).parents[1]}
+    print(f"{'variant':20} {'ms a step':>9}  {'to there':>8}  min to max")
+    for name in names:
+        times: dict[str, list[float]] = {tree: [] for tree in trees}
+        for number in range(options.rounds):
+            for tree in sorted(trees, reverse=bool(number % 2)):
+                times[tree].append(run_in(trees[tree], name, options))
+        steps = options.epochs * NET.num_samples // NET.batch_size
+        ratios = [here / there for here, there in zip(times["here"], times["there"], strict=True)]
+        print(
+            f"{name:20} {statistics.median(times['here']) / steps * 1e3:9.3f}  "
+            f"{statistics.median(ratios):8.3f}  {min(ratios):.3f} to {max(ratios):.3f}"
+        )
+
+
+def run_in(tree: Path, name: str, options: argparse.Namespace) -> float:
+    """Seconds of one ``fit`` with the code in a folder, after one that warms up."""
+    command = [sys.executable, __file__, "--once", "--only", name]
+    command += ["--epochs", str(options.epochs), "--devices", str(options.devices)]
+    environment = {**os.environ, "PYTHONPATH": str(tree)}
+    done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
+    return float(done.stdout.split()[-1])
 
 
 # What rank 0 does beside the steps. The first and third are what most calls take; the others are
@@ -165,7 +202,16 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--devices", type=int, default=2)
     parser.add_argument("--only", nargs="*", choices=VARIANTS, default=list(VARIANTS))
+    parser.add_argument("--against", type=Path, help="a checkout of another commit")
+    parser.add_argument("--once", action="store_true", help="print the seconds of one round")
     options = parser.parse_args()
+    if options.against is not None:
+        compare(options.only, options.against, options)
+        return
+    if options.once:
+        found = measure(options.only, 1, options.epochs, options.devices)
+        print(found[options.only[0]][0])
+        return
     times = measure(options.only, options.rounds, options.epochs, options.devices)
     steps = options.epochs * NET.num_samples // NET.batch_size
     print(f"{'variant':20} {'ms a step':>9}  {'to bare':>7}  min to max")
